@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from aioengine.executor import torch_executor
-from aioengine.executor.make_runner import Processor
 from aioengine.kernels.torch import operations as reference
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
@@ -17,12 +16,18 @@ from doubles.fake_accelerator import FakeAccelerator
 from doubles.fake_graph import as_launches
 
 
+def late_accelerator() -> FakeAccelerator:
+    accelerator = FakeAccelerator()
+    accelerator.operations = as_launches(reference)
+    return accelerator
+
+
 @contextmanager
 def emulated_gpu() -> Iterator[None]:
     """Let engines that start meanwhile find a GPU: one that is late, and computes by the oracles, on the host."""
-    find_processor = torch_executor._find_processor
-    torch_executor._find_processor = lambda config, folder: Processor(FakeAccelerator(), as_launches(reference))
+    find_accelerator = torch_executor._find_accelerator
+    torch_executor._find_accelerator = lambda config, folder: late_accelerator()
     try:
         yield
     finally:
-        torch_executor._find_processor = find_processor
+        torch_executor._find_accelerator = find_accelerator

@@ -49,6 +49,7 @@ class NoEvent:
 class NoDevice:
     """An `Accelerator` that takes work and does none of it."""
 
+    operations: Any = SimpleNamespace(prefill_tile=lambda *_: 64)
     is_host = False
     can_capture = True
     device = torch.device("cpu")
@@ -82,13 +83,11 @@ class NoDevice:
 
 
 def make_runner(max_num_seqs: int) -> Runner:
-    operations: Any = SimpleNamespace(prefill_tile=lambda *_: 64)
     attention: Any = SimpleNamespace(num_splits=lambda *_: 1, rope_table=None)
     config = SimpleNamespace(max_model_len=4096, vocab_size=2048, num_heads=16, num_kv_heads=8, head_dim=128)
     decoder: Any = SimpleNamespace(config=config, rope_table=None, use=lambda operations: None)
     runner = Runner(
         NoDevice(),
-        operations,
         decoder,
         lambda _: attention,
         ExecutorStats(),

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from aioengine.executor.accelerator import DeviceEvent, DeviceMemory, HostWords, Ts, Work
+from aioengine.kernels.operations import Operations
+from aioengine.kernels.torch import operations as reference
 from doubles.fake_graph import FakeGraph
 
 GIB = 2**30
@@ -69,6 +71,7 @@ class FakeAccelerator:
     """
 
     def __init__(self, *, total_bytes: int = 8 * GIB, free_bytes: int = 6 * GIB) -> None:
+        self.operations: Operations = reference
         self.is_host = False
         self.can_capture = True
         self.device = torch.device("cpu")

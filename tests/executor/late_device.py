@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from aioengine.config import EngineConfig
-from aioengine.executor.make_runner import Processor
 from aioengine.executor.torch_executor import TorchExecutor
 from aioengine.kernels.torch import operations as reference
 from aioengine.models.folder import ModelFolder
@@ -27,8 +26,8 @@ async def start_late(
     config = late_config(**fields)
     model = await asyncio.to_thread(ModelFolder.read, folder)
     load = partial(load_decoder, model, config)
-    processor = Processor(accelerator, as_launches(operations))
-    return await TorchExecutor.start_with(load, config, folder=model, find_processor=lambda: processor)
+    accelerator.operations = as_launches(operations)
+    return await TorchExecutor.start_with(load, config, folder=model, find_accelerator=lambda: accelerator)
 
 
 class InjectedFailure(Exception):
@@ -38,7 +37,7 @@ class InjectedFailure(Exception):
 def let_steps_fail(executor: TorchExecutor) -> set[int]:
     """Numbers of steps that cannot be launched, such as for want of memory, from when they are put in."""
     failing: set[int] = set()
-    runner: Any = executor._device.held.runner
+    runner: Any = executor._device.runner
     compute = runner._compute
 
     def compute_or_fail(step: Any, *arguments: Any) -> Any:

@@ -41,7 +41,6 @@ from aioengine.core.executor_protocol import DeviceLost
 from aioengine.errors import ConfigError, InvalidRequest, ModelLoadError
 from aioengine.executor import weights as weights_module
 from aioengine.executor.host import HostAccelerator
-from aioengine.executor.make_runner import Processor
 from aioengine.executor.torch_executor import TorchExecutor
 from aioengine.kernels.torch import operations as torch_operations
 from aioengine.models import saver
@@ -67,9 +66,10 @@ async def started(folder: Path, way: str = "cpu", **fields: Any) -> AsyncIterato
         defaults = {"max_num_seqs": 4, "block_size": 4, "kv_cache_memory_bytes": 2**20, "num_threads": 1}
         config = EngineConfig(**{**defaults, **fields})
         model = await asyncio.to_thread(ModelFolder.read, folder)
-        processor = Processor(HostAccelerator(), flipped_operations if way == "packed" else torch_operations)
+        accelerator = HostAccelerator()
+        accelerator.operations = flipped_operations if way == "packed" else torch_operations
         load = partial(load_decoder, model, config)
-        executor = await TorchExecutor.start_with(load, config, folder=model, find_processor=lambda: processor)
+        executor = await TorchExecutor.start_with(load, config, folder=model, find_accelerator=lambda: accelerator)
     try:
         yield executor
     finally:
@@ -429,7 +429,7 @@ async def test_a_sleep_gives_the_memory_back(tmp_path: Path, dtype: str, num_lay
     save_large_config(tmp_path, num_layers, tied)
     fields = {"dtype": dtype, "load_format": "dummy", "kv_cache_memory_bytes": 192 * 2**20, "max_model_len": 256}
     async with started(tmp_path, **fields, block_size=128, max_num_seqs=64) as executor:
-        attention = executor._device.held.runner._attention
+        attention = executor._device.runner._attention
         assert attention is not None
         with torch.inference_mode():
             attention.cache.fill_(1.0)

@@ -112,7 +112,7 @@ async def test_what_comes_in_a_light_sleep_comes_into_the_memory_of_the_host(
     other = checkpoint("qwen3", seed=1)
     async with started(checkpoint("qwen3")) as executor:
         awake = await addresses(executor)
-        table = device_of(executor).held.weights.decoder.rope_table
+        table = device_of(executor).weights.decoder.rope_table
         await executor.sleep(1)
         asleep = await addresses(executor)
         assert not set(awake.values()) & set(asleep.values())
@@ -123,7 +123,7 @@ async def test_what_comes_in_a_light_sleep_comes_into_the_memory_of_the_host(
             await executor.commit_weights("t")
         assert await addresses(executor) == asleep
         await executor.wake_up(BOTH)
-        assert device_of(executor).held.weights.decoder.rope_table is table
+        assert device_of(executor).weights.decoder.rope_table is table
         assert await greedy_tokens(executor) == await tokens_of(other)
 
 
@@ -142,7 +142,7 @@ async def test_with_the_weights_awake_and_the_cache_asleep_they_are_replaced_in_
 async def test_the_weights_go_to_page_locked_memory_and_back_to_the_device(checkpoint: Checkpoint) -> None:
     async with started(checkpoint("llama2")) as executor:
         expected = await greedy_tokens(executor)
-        device_of(executor).held.weights._placement = Placement(torch.device("cuda", 0))
+        device_of(executor).weights._placement = Placement(torch.device("cuda", 0))
         (num_parameters,) = await executor.apply_model(lambda decoder: len(list(decoder.parameters())))
         with memory_for(num_parameters) as asked:
             await executor.sleep(1)
@@ -203,7 +203,7 @@ async def test_waking_waits_for_room_for_the_cache(
         before = await greedy_tokens(executor)
         await executor.sleep(level)
         with monkeypatch.context() as patch:
-            patch.setattr(device_of(executor).held.runner, "_make_attention", fail)
+            patch.setattr(device_of(executor).runner, "_make_attention", fail)
             for _ in range(2):
                 with pytest.raises(ConfigError, match=r"KV cache: CUDA out of memory.*wake up again"):
                     await executor.wake_up(BOTH)

@@ -13,10 +13,9 @@ from executor.tiny_decoder import tiny_decoder
 from aioengine.config import EngineConfig
 from aioengine.core.executor_protocol import ExecutorStats
 from aioengine.executor.host import HostAccelerator
-from aioengine.executor.make_runner import Processor, make_runner
+from aioengine.executor.make_runner import make_runner
 from aioengine.kernels.native.library import Library, compile_library
 from aioengine.kernels.native.operations import NativeOperations
-from aioengine.kernels.torch import operations
 
 PROMPT = [5, 11, 3, 70, 2]
 
@@ -54,9 +53,7 @@ def accelerator(library: Library) -> Iterator[Any]:
 
 def start(accelerator: HostAccelerator) -> Any:
     config = EngineConfig(max_num_seqs=8, block_size=4, kv_cache_memory_bytes=2**20)
-    runner, _ = make_runner(
-        Processor(accelerator, operations), tiny_decoder(), config, ExecutorStats(), lambda *_: None
-    )
+    runner, _ = make_runner(accelerator, tiny_decoder(), config, ExecutorStats(), lambda *_: None)
     return runner
 
 

@@ -14,7 +14,7 @@ from executor.tiny_decoder import tiny_decoder
 from aioengine.config import EngineConfig
 from aioengine.core.executor_protocol import DeviceLost, ExecutorStats
 from aioengine.executor.host import HostAccelerator, num_usable_threads
-from aioengine.executor.make_runner import Processor, make_runner
+from aioengine.executor.make_runner import make_runner
 from aioengine.kernels.torch import operations
 from aioengine.models.decoder import Decoder
 from aioengine.scheduler.plan import int32
@@ -24,9 +24,10 @@ from doubles.fake_graph import FakeGraph, as_launches
 def start(decoder: Decoder, accelerator: HostAccelerator | None = None) -> Any:
     """A runner whose cache is full of NaN: what was never written must not be read."""
     config = EngineConfig(max_num_seqs=8, block_size=4, kv_cache_memory_bytes=2**20)
-    processor = Processor(accelerator or HostAccelerator(), as_launches(operations))
+    accelerator = accelerator or HostAccelerator()
+    accelerator.operations = as_launches(operations)
     runner: Any
-    runner, _ = make_runner(processor, decoder, config, ExecutorStats(), lambda done, total: None)
+    runner, _ = make_runner(accelerator, decoder, config, ExecutorStats(), lambda *_: None)
     runner._attention.cache.fill_(torch.nan)
     return runner
 
@@ -123,7 +124,9 @@ def test_decode_steps_are_captured_by_their_numbers_of_rows_and_bring_the_same_t
         graphs[-1].record(work)
         return graphs[-1]
 
-    runners = [start(tiny_decoder()), start(tiny_decoder(), HostAccelerator(record))]
+    recording: Any = HostAccelerator()
+    recording.can_capture, recording.capture = True, record
+    runners = [start(tiny_decoder()), start(tiny_decoder(), recording)]
     writers = [PlanWriter(128, 4), PlanWriter(128, 4)]
     for step in range(24):
         results = []

@@ -27,7 +27,6 @@ from aioengine.errors import ConfigError, InvalidRequest
 from aioengine.executor import torch_executor
 from aioengine.executor.device_thread import THREAD_NAME
 from aioengine.executor.host import HostAccelerator
-from aioengine.executor.make_runner import Processor
 from aioengine.executor.torch_executor import TorchExecutor, is_large_step
 from aioengine.models.decoder import Decoder
 
@@ -81,8 +80,10 @@ class Model:
         return self.decoder is not None and self.decoder() is None
 
     async def start(self, **fields: Any) -> TorchExecutor:
+        accelerator = HostAccelerator()
+        accelerator.operations = self.operations
         executor = await TorchExecutor.start_with(
-            self.load, make_config(**fields), find_processor=lambda: Processor(HostAccelerator(), self.operations)
+            self.load, make_config(**fields), find_accelerator=lambda: accelerator
         )
         self.executors.add(executor)
         return executor

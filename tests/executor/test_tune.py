@@ -86,7 +86,7 @@ class TimedGpu(FakeAccelerator):
         return self.script(*self._last)
 
     def tune(self, model: Any = MODEL, deadline_s: float = 1e9) -> None:
-        tune_attention(self, self.operations, model, CACHE, deadline_s=deadline_s, clock=lambda: self.now)
+        tune_attention(self, model, CACHE, deadline_s=deadline_s, clock=lambda: self.now)
 
 
 def chosen() -> dict[str, Choice]:
@@ -151,7 +151,7 @@ def test_what_cannot_be_measured_is_as_by_default(
 
 def test_operations_with_nothing_to_choose_leave_the_gpu_alone() -> None:
     gpu = FakeAccelerator()
-    tune_attention(gpu, reference, MODEL, CACHE)
+    tune_attention(gpu, MODEL, CACHE)
     assert (gpu.num_enqueued, gpu.num_releases) == (0, 0)
 
 

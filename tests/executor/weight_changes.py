@@ -86,7 +86,7 @@ async def keeping_graphs(executor: TorchExecutor) -> AsyncIterator[None]:
         yield
         assert await addresses(executor) == before
         return
-    runner: Any = device.held.runner
+    runner: Any = device.runner
 
     def graphs() -> tuple[int, int, int]:
         return len(runner.graphs), len(accelerator.graphs), sum(graph.num_replays for graph in accelerator.graphs)

@@ -99,6 +99,7 @@ class Accelerator(Protocol):
     """A device and its streams; for one thread, `DeviceEvent.wait` aside. Work runs in the order of its enqueueing.
 
     Attributes:
+        operations: what computes on it from the start.
         is_host: its memory is the host's, and work has run when `enqueue` returns.
         can_capture: work becomes graphs.
         device: where tensors are made.
@@ -107,6 +108,7 @@ class Accelerator(Protocol):
         capability: such as 90.
     """
 
+    operations: Operations
     is_host: bool
     can_capture: bool
     device: torch.device
@@ -115,7 +117,7 @@ class Accelerator(Protocol):
     capability: int
 
     def newer_operations(self) -> Operations | None:
-        """Faster ones than those in use that have become ready, once; None: none have."""
+        """Faster ones than ``operations`` that have become ready, once; None: none have."""
 
     def use_threads(self, num_threads: int) -> None:
         """Compute with so many of the host's threads, where it is the host that computes."""

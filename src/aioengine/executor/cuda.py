@@ -20,6 +20,7 @@ from torch import Tensor
 
 from aioengine.errors import ConfigError
 from aioengine.executor.accelerator import DeviceEvent, DeviceMemory, Graph, HostWords, Ts, Work
+from aioengine.kernels.operations import Operations
 
 MIN_CAPABILITY = 80
 """bfloat16 and asynchronous copies begin with Ampere."""
@@ -82,9 +83,10 @@ class CudaAccelerator:
     is_host = False
     can_capture = True
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, operations: Operations) -> None:
         torch.cuda.set_device(device)  # of this thread
         properties = torch.cuda.get_device_properties(device)
+        self.operations = operations
         self.device = device
         self.name = properties.name
         self.num_multiprocessors = properties.multi_processor_count

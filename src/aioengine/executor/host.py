@@ -18,6 +18,7 @@ from aioengine.kernels.native.library import Compilation
 from aioengine.kernels.native.operations import NativeOperations
 from aioengine.kernels.native.team import Team
 from aioengine.kernels.operations import Operations
+from aioengine.kernels.torch import operations as torch_operations
 
 
 def num_usable_threads(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
@@ -62,34 +63,31 @@ class HostAccelerator:
     Args:
         num_threads: of native kernels; None: there are none.
         parts: of their library, that the model needs.
-        record_work: makes a graph of work, without running it; absent: native kernels do, or none does.
     """
 
     is_host = True
+    device = torch.device("cpu")
+    name = "cpu"
+    num_multiprocessors = 1
+    capability = 0
 
     def __init__(
         self,
-        record_work: Callable[[Work], Graph] | None = None,
         *,
         num_threads: int | None = None,
         parts: Iterable[str] = (),
     ) -> None:
-        self.can_capture = num_threads is not None or record_work is not None
-        self._record_work = record_work
-        self.device = torch.device("cpu")
-        self.name = "cpu"
-        self.num_multiprocessors = 1
-        self.capability = 0
+        self.can_capture = num_threads is not None
         self._num_threads = num_threads or 1
         self._team: Team | None = None
         self._compilation = Compilation(parts) if num_threads is not None else None
+        self.operations: Operations = torch_operations
 
     def newer_operations(self) -> Operations | None:
         library = self._compilation.poll() if self._compilation is not None else None
         if library is None:
             return None
         self._team = Team(library, self._num_threads)
-        self._record_work = self._team.capture
         return NativeOperations(self._team)
 
     def use_threads(self, num_threads: int) -> None:
@@ -115,9 +113,9 @@ class HostAccelerator:
         return HostWords(torch.empty(num_words, dtype=torch.int32))
 
     def capture(self, work: Work) -> Graph:
-        if self._record_work is None:
+        if self._team is None:
             raise InternalError("plain torch is not captured")
-        return self._record_work(work)
+        return self._team.capture(work)
 
     def synchronize(self) -> None:
         pass

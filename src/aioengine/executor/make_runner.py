@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,8 +17,8 @@ from aioengine.executor.memory import num_kv_blocks
 from aioengine.executor.runner import START_FEATURES, Runner
 from aioengine.executor.tune import tune_attention
 from aioengine.kernels.attention.paged import KVCacheShape, PagedAttention
-from aioengine.kernels.operations import Operations
 from aioengine.models.decoder import Decoder
+from aioengine.progress import OnProgress
 
 logger = logging.getLogger("aioengine")
 
@@ -34,38 +32,30 @@ DEVICE_MAX_IN_FLIGHT = 2
 FP8_CAPABILITY = 89
 
 
-@dataclass(frozen=True, slots=True)
-class Processor:
-    """A device, and what computes on it."""
-
-    accelerator: Accelerator
-    operations: Operations
-
-
 def make_runner(
-    processor: Processor,
+    accelerator: Accelerator,
     decoder: Decoder,
     config: EngineConfig,
     stats: ExecutorStats,
-    on_capture: Callable[[int, int], None],
+    on_progress: OnProgress,
 ) -> tuple[Runner, ExecutorInfo]:
     """A runner on a device, with a KV cache in the memory that the largest steps leave, and its graphs.
 
     Args:
         decoder: on the device, not bound.
-        on_capture: called with (graphs captured, graphs to capture).
+        on_progress: told of graphs that are captured.
     Raises:
         ConfigError: the KV cache is too small, or the device cannot hold it in fp8 or int8.
     """
-    accelerator, model = processor.accelerator, decoder.config
+    model = decoder.config
     shape = _cache_shape(decoder, config.block_size, _cache_dtype(config, accelerator, model.dtype))
     if config.tune_kernels:
-        tune_attention(accelerator, processor.operations, model, shape)
+        tune_attention(accelerator, model, shape)
     num_blocks = 0
 
     def make_attention(block_tables: Tensor) -> PagedAttention:
         return PagedAttention(
-            processor.operations,
+            accelerator.operations,
             shape,
             num_blocks,
             block_tables=block_tables,
@@ -76,7 +66,6 @@ def make_runner(
     max_in_flight = config.max_in_flight or (HOST_MAX_IN_FLIGHT if accelerator.is_host else DEVICE_MAX_IN_FLIGHT)
     runner = Runner(
         accelerator,
-        processor.operations,
         decoder,
         make_attention,
         stats,
@@ -96,7 +85,10 @@ def make_runner(
     runner.make_cache()
     if not accelerator.is_host:
         started = time.monotonic()
-        runner.warm_up(captures_all=config.cuda_graphs == "start", on_capture=on_capture)
+        runner.warm_up(
+            captures_all=config.cuda_graphs == "start",
+            on_capture=lambda done, total: on_progress(done, total, "capturing CUDA graphs"),
+        )
         logger.info("%d CUDA graphs captured, in %.1f s", len(runner.graphs), time.monotonic() - started)
     info = ExecutorInfo(
         num_blocks=num_blocks,

@@ -67,7 +67,6 @@ class Runner:
     def __init__(
         self,
         accelerator: Accelerator,
-        operations: Operations,
         decoder: Decoder,
         make_attention: Callable[[Tensor], PagedAttention],
         stats: ExecutorStats,
@@ -79,7 +78,7 @@ class Runner:
     ) -> None:
         c, device = decoder.config, accelerator.device
         self._accelerator = accelerator
-        self._operations = operations
+        self._operations = operations = accelerator.operations
         self._stats = stats
         self._block_size = block_size
         self._max_model_len = c.max_model_len

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, TypeVarTuple
 
@@ -31,14 +30,13 @@ from aioengine.executor.completion_thread import DeferredResult, Pending
 from aioengine.executor.cuda import CudaAccelerator, find_cuda
 from aioengine.executor.device_thread import CLOSED, DeviceThread
 from aioengine.executor.host import HostAccelerator, num_usable_threads
-from aioengine.executor.make_runner import Processor, make_runner
+from aioengine.executor.make_runner import make_runner
 from aioengine.executor.memory import return_freed_memory
 from aioengine.executor.profiler import Recording
 from aioengine.executor.runner import Runner
 from aioengine.executor.weights import Load, Weights
 from aioengine.kernels.native.attention import has_kernels
 from aioengine.kernels.native.kernels.parts import parts_of
-from aioengine.kernels.torch import operations as torch_operations
 from aioengine.models.decoder import Decoder
 from aioengine.models.folder import ModelFolder
 from aioengine.models.loader import LoadStopped, Placement, load_decoder, read_config
@@ -92,36 +90,22 @@ class TorchExecutor:
         *,
         folder: ModelFolder | None = None,
         on_progress: OnProgress | None = None,
-        find_processor: Callable[[], Processor] | None = None,
+        find_accelerator: Callable[[], Accelerator] | None = None,
     ) -> Self:
         """As `start`, with the decoder that ``load`` makes in the device thread, and makes again after `sleep`.
 
         Args:
             folder: where the model's config, tokenizer and (unless they are dummies) weights are, to be read again and
                 saved elsewhere; None: ``load`` is called again, and they cannot be saved.
-            find_processor: makes the device in the device thread; absent: the one that ``config.device`` names.
+            find_accelerator: makes the device in the device thread; absent: the one that ``config.device`` names.
         """
-        device = Device(config, find_processor or (lambda: _find_processor(config, folder)))
+        device = Device(config)
         stats = ExecutorStats()
         thread = DeviceThread(num_threads=config.num_threads, on_end=device.free)
+        find = find_accelerator or (lambda: _find_accelerator(config, folder))
         report = _on_loop(on_progress)
-
-        def make_weights(processor: Processor) -> Weights:
-            return Weights(
-                load,
-                folder,
-                is_in_folder=config.load_format != "dummy",
-                on_progress=report,
-                should_stop=thread.should_stop,
-                placement=Placement(processor.accelerator.device, processor.operations),
-                is_elsewhere=not processor.accelerator.is_host,
-            )
-
-        def on_capture(done: int, total: int) -> None:
-            report(done, total, "capturing CUDA graphs")
-
         try:
-            info = await thread.submit(device.load, make_weights, stats, on_capture).finish()
+            info = await thread.submit(device.load, find, load, folder, stats, report, thread.should_stop).finish()
         except BaseException:
             with anyio.CancelScope(shield=True), anyio.move_on_after(CANCEL_DEADLINE_S):
                 await thread.aclose()
@@ -184,26 +168,19 @@ class TorchExecutor:
         await self._thread.aclose()
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What a device has once it is loaded."""
+class Device:
+    """What the device thread owns. Only jobs and the thread's end touch it, so that it is freed with the thread.
+
+    Attributes:
+        weights, runner: from `load` to `free`.
+    """
 
     weights: Weights
     runner: Runner
 
-
-class Device:
-    """What the device thread owns. Only jobs and the thread's end touch it, so that it is freed with the thread.
-
-    Args:
-        find_processor: makes the device, in the thread.
-    """
-
-    def __init__(self, config: EngineConfig, find_processor: Callable[[], Processor]) -> None:
+    def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._find_processor = find_processor
         self._accelerator: Accelerator | None = None
-        self._held: Held | None = None
         self._asleep: frozenset[Part] = frozenset()
         self._num_layers = 1
         self._kv_bytes_per_token = 0
@@ -213,42 +190,47 @@ class Device:
 
     def load(
         self,
-        make_weights: Callable[[Processor], Weights],
+        find_accelerator: Callable[[], Accelerator],
+        load: Load,
+        folder: ModelFolder | None,
         stats: ExecutorStats,
-        on_capture: Callable[[int, int], None],
+        report: OnProgress,
+        should_stop: Callable[[], bool],
     ) -> ExecutorInfo:
         """Load the decoder and make room for its KV cache."""
         config = self._config
-        processor = self._find_processor()
-        self._accelerator = processor.accelerator
-        if config.quantization is not None and not processor.accelerator.is_host:
+        self._accelerator = accelerator = find_accelerator()
+        if config.quantization is not None and not accelerator.is_host:
             raise ConfigError(f"quantization={config.quantization!r} is for a CPU; give device='cpu', or leave it out")
-        weights = make_weights(processor)
-        assert weights.decoder is not None
-        runner, info = make_runner(processor, weights.decoder, config, stats, on_capture)
-        self._held = Held(weights, runner)
-        self._num_layers = weights.decoder.config.num_layers
+        self.weights = Weights(
+            load,
+            folder,
+            is_in_folder=config.load_format != "dummy",
+            on_progress=report,
+            should_stop=should_stop,
+            placement=Placement(accelerator.device, accelerator.operations),
+            is_elsewhere=not accelerator.is_host,
+        )
+        decoder = self.weights.decoder
+        assert decoder is not None
+        self.runner, info = make_runner(accelerator, decoder, config, stats, report)
+        self._num_layers = decoder.config.num_layers
         self._kv_bytes_per_token = info.kv_cache_bytes // (info.num_blocks * info.block_size)
         self._weight_bytes = info.weight_bytes
-        if config.num_threads is None and processor.accelerator.is_host:
+        if config.num_threads is None and accelerator.is_host:
             self._max_threads = num_usable_threads()
         return info
 
-    @property
-    def held(self) -> Held:
-        assert self._held is not None, "load comes first"
-        return self._held
-
     def step(self, plan: StepPlan) -> StepResult | DeferredResult[StepResult]:
         assert not self._asleep, f"a plan was launched while these were asleep: {sorted(self._asleep)}"
-        if self.held.weights.is_torn:
+        if self.weights.is_torn:
             raise DeviceLost("the device failed while its weights were replaced: some are new and others old")
         num_tokens = int(plan.num_tokens.sum())
         self._use_threads(self._is_large(num_tokens, num_tokens + int(plan.starts.sum())))
         if self._recording is None:
-            return self.held.runner.step(plan)
+            return self.runner.step(plan)
         with self._recording.step(plan):
-            return self.held.runner.step(plan)
+            return self.runner.step(plan)
 
     def start_profile(self, recording: Recording) -> None:
         if self._recording is not None:
@@ -260,7 +242,7 @@ class Device:
         recording, self._recording = self._recording, None
         if recording is None:
             raise not_recording()
-        self.held.runner.synchronize()
+        self.runner.synchronize()
         recording.stop()
         recording.write(path)
 
@@ -271,25 +253,23 @@ class Device:
             recording.stop()
 
     def sleep(self, level: Literal[1, 2]) -> None:
-        held = self.held
-        held.runner.synchronize()
+        self.runner.synchronize()
         if level == 2:
-            held.weights.discard()  # first, since it may refuse
-            held.runner.use(None)
-        elif held.weights.is_elsewhere:
-            held.weights.move_away()  # first, since it may refuse
-            held.runner.use(None)
-        held.runner.drop_cache()
+            self.weights.discard()  # first, since it may refuse
+            self.runner.use(None)
+        elif self.weights.is_elsewhere:
+            self.weights.move_away()  # first, since it may refuse
+            self.runner.use(None)
+        self.runner.drop_cache()
         self._asleep = frozenset(("weights", "kv_cache"))
         self._return_memory()
 
     def wake_up(self, parts: frozenset[Part]) -> None:
-        held = self.held
         if "weights" in parts:
             self._use_threads(True)
             try:
-                held.weights.restore()
-                held.runner.use(held.weights.decoder)
+                self.weights.restore()
+                self.runner.use(self.weights.decoder)
             finally:
                 self._return_memory()
             self._asleep -= {"weights"}
@@ -299,7 +279,7 @@ class Device:
 
     def _make_cache(self) -> None:
         try:
-            self.held.runner.make_cache()
+            self.runner.make_cache()
             return
         except torch.OutOfMemoryError as error:
             problem = str(error)
@@ -317,37 +297,36 @@ class Device:
 
     def _replace(self, change: Callable[[Weights], None]) -> None:
         self._use_threads(True)
-        held = self.held
-        held.runner.synchronize()
-        change(held.weights)  # where the old values were: the runner need not know, and its graphs stay good
+        self.runner.synchronize()
+        change(self.weights)  # where the old values were: the runner need not know, and its graphs stay good
         self._return_memory()
 
     def stage_weights(self, piece: WeightPiece) -> None:
-        self.held.weights.staging.add(piece)
+        self.weights.staging.add(piece)
 
     def drop_weights(self, transfer: str) -> None:
-        self.held.weights.staging.drop(transfer)
+        self.weights.staging.drop(transfer)
 
     def save_sharded_state(self, folder: Path, max_shard_bytes: int) -> list[str]:
-        return self.held.weights.save(folder, max_shard_bytes)
+        return self.weights.save(folder, max_shard_bytes)
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """A registered function's result, by rank."""
-        self.held.runner.synchronize()
-        worker = Worker(rank=0, world_size=1, model=self.held.weights.decoder, config=self._config)
+        self.runner.synchronize()
+        worker = Worker(rank=0, world_size=1, model=self.weights.decoder, config=self._config)
         return [function(worker, *args, **kwargs)]
 
     def apply(self, function: Callable[[Any], T]) -> list[T]:
-        if self.held.weights.decoder is None:
+        if self.weights.decoder is None:
             raise weights_asleep("apply_model")
-        self.held.runner.synchronize()
-        return [function(self.held.weights.decoder)]
+        self.runner.synchronize()
+        return [function(self.weights.decoder)]
 
     def execute_dummy_batch(self) -> None:
         if "weights" in self._asleep:
             raise weights_asleep("execute_dummy_batch")
         self._use_threads(self._is_large(1, 0))
-        self.held.runner.dummy_step()
+        self.runner.dummy_step()
 
     def _is_large(self, num_tokens: int, context_len: int) -> bool:
         context_bytes = context_len * self._kv_bytes_per_token
@@ -364,10 +343,10 @@ class Device:
         return_freed_memory()
 
     def free(self) -> None:
-        self._held = None
         if self._recording is not None:
             self.drop_profile(self._recording)
-        accelerator, self._accelerator = self._accelerator, None
+        accelerator = self._accelerator
+        vars(self).clear()
         if accelerator is not None:
             with contextlib.suppress(Exception):  # a lost device gives nothing back while the process lives
                 accelerator.close()
@@ -385,7 +364,7 @@ def _run_foreign(job: Callable[[*Ts], T], *args: *Ts) -> T:
         raise RuntimeError(f"a function that was called in the device thread raised {describe(error)}") from error
 
 
-def _find_processor(config: EngineConfig, folder: ModelFolder | None) -> Processor:
+def _find_accelerator(config: EngineConfig, folder: ModelFolder | None) -> Accelerator:
     """What ``config.device`` names; "auto" is a CPU where there is no GPU, or no Triton.
 
     Raises:
@@ -404,10 +383,10 @@ def _find_processor(config: EngineConfig, folder: ModelFolder | None) -> Process
         raise ConfigError(
             f"device={device!r} needs Triton, which a torch for CUDA brings ({error}); device='cpu' does not"
         ) from error
-    return Processor(CudaAccelerator(found), triton_operations)
+    return CudaAccelerator(found, triton_operations)
 
 
-def _host(config: EngineConfig, folder: ModelFolder | None) -> Processor:
+def _host(config: EngineConfig, folder: ModelFolder | None) -> HostAccelerator:
     """With plain torch until the native kernels are compiled, which takes some seconds once a machine.
 
     Args:
@@ -421,10 +400,10 @@ def _host(config: EngineConfig, folder: ModelFolder | None) -> Processor:
         dtype = str(model.dtype).removeprefix("torch.")
         if not has_kernels(model.num_heads, model.num_kv_heads, model.head_dim):
             logger.warning("there are no native kernels for this model's heads, so that steps are slow")
-            return Processor(HostAccelerator(), torch_operations)
-    parts = parts_of(dtype, config.quantization)
-    accelerator = HostAccelerator(num_threads=num_usable_threads(), parts=parts)
-    return Processor(accelerator, accelerator.newer_operations() or torch_operations)
+            return HostAccelerator()
+    accelerator = HostAccelerator(num_threads=num_usable_threads(), parts=parts_of(dtype, config.quantization))
+    accelerator.operations = accelerator.newer_operations() or accelerator.operations
+    return accelerator
 
 
 def is_large_step(weight_bytes: int, num_layers: int, num_tokens: int, context_bytes: int) -> bool:

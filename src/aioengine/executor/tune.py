@@ -29,7 +29,6 @@ from aioengine.kernels.attention.choices import (
     trying,
 )
 from aioengine.kernels.attention.paged import KVCacheShape, choose_num_splits
-from aioengine.kernels.operations import Operations
 from aioengine.models.families import DecoderConfig
 
 logger = logging.getLogger("aioengine")
@@ -47,7 +46,6 @@ ROWS_AND_LENGTH = {DECODE: (64, 1024), DECODE_IN_SPLITS: (1, 4096), PREFILL: (1,
 
 def tune_attention(
     accelerator: Accelerator,
-    operations: Operations,
     model: DecoderConfig,
     cache: KVCacheShape,
     *,
@@ -61,7 +59,7 @@ def tune_attention(
     Args:
         deadline_s: of measuring in all; the candidate that is being measured then is measured to its end.
     """
-    if not getattr(operations, "IS_TUNABLE", False):
+    if not getattr(accelerator.operations, "IS_TUNABLE", False):
         return
     began = clock()
     try:
@@ -78,7 +76,7 @@ def tune_attention(
             found = candidates(kernel, shape, accelerator.capability)
             key = kernel, accelerator.device.index, shape
             if key not in TUNED and len(found) > 1:
-                rehearsal = rehearsal or Rehearsal(accelerator, operations, model, cache)
+                rehearsal = rehearsal or Rehearsal(accelerator, model, cache)
                 TUNED[key] = _fastest(rehearsal, kernel, found, began + deadline_s, clock)
         if rehearsal is not None:
             del rehearsal
@@ -109,11 +107,8 @@ class Rehearsal:
     The cache has `MAX_CACHE_BYTES`, or less where less is free; contexts are shorter then, or rows fewer.
     """
 
-    def __init__(
-        self, accelerator: Accelerator, operations: Operations, model: DecoderConfig, cache: KVCacheShape
-    ) -> None:
+    def __init__(self, accelerator: Accelerator, model: DecoderConfig, cache: KVCacheShape) -> None:
         self._accelerator = accelerator
-        self._operations = operations
         self._model = model
         num_bytes = min(MAX_CACHE_BYTES, accelerator.memory().free // FREE_SHARE)
         self._num_blocks = num_bytes // replace(cache, num_layers=1).bytes_per_block
@@ -146,7 +141,7 @@ class Rehearsal:
         return self._accelerator.seconds_of(work)
 
     def _launch(self, kernel: str) -> Work:
-        c, operations, device = self._model, self._operations, self._accelerator.device
+        c, operations, device = self._model, self._accelerator.operations, self._accelerator.device
         tables, length = self._rows(*ROWS_AND_LENGTH[kernel])
         attend: Callable[..., None] = operations.attend_decode
         # Where some layers see all keys, it is them that take longest.
