@@ -92,6 +92,26 @@ async def test_the_loop_holds_nothing_of_who_made_it() -> None:
     waker.release()
 
 
+async def test_a_descriptor_is_closed_by_no_callback_of_a_call_that_has_yet_to_write_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The loop was woken by an earlier call, and finds the last one's callback before its thread goes on."""
+    waker = Waker(asyncio.get_running_loop())
+    write, releasing = os.eventfd_write, threading.Thread(target=waker._close)
+
+    def write_late(fd: int, value: int) -> None:
+        releasing.start()
+        assert waker._lock.locked()
+        assert waker._fd == fd
+        write(fd, value)
+
+    monkeypatch.setattr(os, "eventfd_write", write_late)
+    asyncio.get_running_loop().remove_reader(waker._fd)
+    await asyncio.to_thread(waker.call, lambda: None)
+    releasing.join()
+    assert waker._fd == -1
+
+
 async def test_a_system_without_such_descriptors_wakes_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "eventfd")
     waker = Waker(asyncio.get_running_loop())

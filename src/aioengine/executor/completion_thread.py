@@ -184,6 +184,8 @@ class Waker:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = weakref.ref(loop)
         self._callbacks: deque[Callable[[], object]] = deque()
+        self._lock = threading.Lock()
+        """Held by what uses the descriptor: a callback that the loop finds early may be the one that closes it."""
         self._fd = -1
         if hasattr(os, "eventfd"):
             self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -202,8 +204,9 @@ class Waker:
         if self._fd < 0:
             loop.call_soon_threadsafe(callback)
         else:
-            self._callbacks.append(callback)  # first, or a loop that is quick would not find it
-            os.eventfd_write(self._fd, 1)
+            with self._lock:
+                self._callbacks.append(callback)  # first, or a loop that is quick would not find it
+                os.eventfd_write(self._fd, 1)
 
     def release(self) -> None:
         """On the loop: read no more, and give the descriptor back. Idempotent."""
@@ -218,7 +221,8 @@ class Waker:
             self._callbacks.popleft()()
 
     def _close(self) -> None:
-        fd, self._fd = self._fd, -1
+        with self._lock:
+            fd, self._fd = self._fd, -1
         os.close(fd)
 
     def __del__(self) -> None:
