@@ -11,11 +11,27 @@ import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-from aioengine.core.executor_protocol import Part, WeightPiece, already_recording, not_recording, weights_asleep
+from aioengine.core.control import (
+    CollectiveRpc,
+    CommitWeights,
+    Control,
+    DropWeights,
+    ExecuteDummyBatch,
+    SaveShardedState,
+    Sleep,
+    StageWeights,
+    StartProfile,
+    StopProfile,
+    UpdateWeights,
+    WakeTag,
+    WakeUp,
+    name_of,
+)
+from aioengine.core.executor_protocol import already_recording, not_recording, weights_asleep
 from aioengine.scheduler.plan import StepPlan
 from aioengine.testing import fake_executor as public
 from aioengine.testing.fake_executor import MEANINGLESS, RowWork, loop_time
@@ -65,7 +81,7 @@ class FakeExecutor(public.FakeExecutor):
         self.is_manual = is_manual
         self.events: list[tuple[str, Any]] = []
         self.plans: list[StepPlan] = []
-        self._asleep: frozenset[Part] = frozenset()
+        self._asleep: frozenset[WakeTag] = frozenset()
         self._is_discarded = False
         self._blocks: dict[int, list[int]] = {}
         self._kv = np.full((self.info.num_blocks, self.info.block_size), -1, np.int64)
@@ -101,15 +117,32 @@ class FakeExecutor(public.FakeExecutor):
 
     # What it is asked beside steps
 
-    async def start_profile(self, *, max_steps: int) -> None:
+    async def perform(self, call: Control) -> Any:
         self._check_open()
-        if self._profile is not None:
-            raise already_recording()
-        self._profile, self._max_profiled_steps = [], max_steps
+        match call:
+            case StartProfile():
+                if self._profile is not None:
+                    raise already_recording()
+                self._profile, self._max_profiled_steps = [], call.max_steps
+                return None
+            case StopProfile():
+                await self._stop_profile(Path(call.path))
+                return None
+        self._note(name_of(call), _about(call))
+        match call:
+            case Sleep():
+                self._is_discarded = self._is_discarded or call.level == 2
+                self._kv[:] = -1
+                self._asleep = frozenset(("weights", "kv_cache"))
+            case WakeUp():
+                self._asleep -= set(call.tags)
+                self._is_discarded = self._is_discarded and "weights" in self._asleep
+            case ExecuteDummyBatch() if "weights" in self._asleep:
+                raise weights_asleep("execute_dummy_batch")
+        return await super().perform(call)
 
-    async def stop_profile(self, path: Path) -> None:
+    async def _stop_profile(self, path: Path) -> None:
         """Write a Chrome trace of the steps that were launched and have ended since the start."""
-        self._check_open()
         profile, self._profile = self._profile, None
         if profile is None:
             raise not_recording()
@@ -120,55 +153,12 @@ class FakeExecutor(public.FakeExecutor):
         self._check_open()
         self.events.append((call, argument))
 
-    async def sleep(self, level: Literal[1, 2]) -> None:
-        self._note("sleep", level)
-        self._is_discarded = self._is_discarded or level == 2
-        self._kv[:] = -1
-        self._asleep = frozenset(("weights", "kv_cache"))
-        await super().sleep(level)
-
-    async def wake_up(self, parts: frozenset[Part]) -> None:
-        self._note("wake_up", parts)
-        self._asleep -= parts
-        self._is_discarded = self._is_discarded and "weights" in self._asleep
-        await super().wake_up(parts)
-
-    async def update_weights(self, folder: Path) -> None:
-        self._note("update_weights", folder)
-        await super().update_weights(folder)
-
-    async def stage_weights(self, piece: WeightPiece) -> None:
-        self._note("stage_weights", piece.name)
-        await super().stage_weights(piece)
-
-    async def commit_weights(self, transfer: str) -> None:
-        self._note("commit_weights", transfer)
-        await super().commit_weights(transfer)
-
-    async def drop_weights(self, transfer: str) -> None:
-        self._note("drop_weights", transfer)
-        await super().drop_weights(transfer)
-
-    async def save_sharded_state(self, folder: Path, max_shard_bytes: int) -> list[str]:
-        self._note("save_sharded_state", folder)
-        return await super().save_sharded_state(folder, max_shard_bytes)
-
-    async def collective_rpc(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        self._note("collective_rpc", name)
-        return await super().collective_rpc(name, args, kwargs)
-
     async def apply_model(self, function: Callable[[Any], T]) -> list[T]:
         self._note("apply_model", function)
         await self._launched_steps_end()
         if self.model is None:
             raise weights_asleep("apply_model")
         return [function(self)]
-
-    async def execute_dummy_batch(self) -> None:
-        self._note("execute_dummy_batch", None)
-        if "weights" in self._asleep:
-            raise weights_asleep("execute_dummy_batch")
-        await super().execute_dummy_batch()
 
     @property
     def model(self) -> Any:
@@ -229,3 +219,19 @@ class FakeExecutor(public.FakeExecutor):
         if work.samples:
             work.row.tokens.append(MEANINGLESS)
         return [], error
+
+
+def _about(call: Control) -> object:
+    """What `FakeExecutor.events` says of a call beside its name."""
+    match call:
+        case Sleep():
+            return call.level
+        case WakeUp():
+            return frozenset(call.tags)
+        case UpdateWeights() | SaveShardedState():
+            return Path(call.folder)
+        case StageWeights() | CollectiveRpc():
+            return call.name
+        case CommitWeights() | DropWeights():
+            return call.transfer
+    return None

@@ -7,10 +7,20 @@ import errno
 import json
 import zlib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from aioengine.core.executor_protocol import Part, WeightPiece, weights_asleep, weights_came_as_tensors
-from aioengine.errors import InvalidRequest, ModelLoadError
+from aioengine.core.control import (
+    CommitWeights,
+    Control,
+    DropWeights,
+    SaveShardedState,
+    Sleep,
+    StageWeights,
+    UpdateWeights,
+    WakeUp,
+)
+from aioengine.core.executor_protocol import weights_asleep, weights_came_as_tensors
+from aioengine.errors import ModelLoadError
 from aioengine.executor.weight_transfer import WeightTransfer
 from aioengine.scheduler.plan import RowSampling
 from doubles.fake_executor import FakeExecutor
@@ -48,51 +58,34 @@ class WeightedExecutor(FakeExecutor):
         version = [self.weights_version & 0x7FFFFFFF] if self.weights_version else []
         return self._sampler_of_tokens([*version, *token_ids], sampling)
 
-    async def sleep(self, level: Literal[1, 2]) -> None:
-        if level == 2 and self._tensors:
-            self._note("sleep", level)
+    async def perform(self, call: Control) -> Any:
+        before = self.model
+        if isinstance(call, Sleep) and call.level == 2 and self._tensors:
+            self._note("sleep", call.level)
             raise weights_came_as_tensors()
-        await super().sleep(level)
-
-    async def wake_up(self, parts: frozenset[Part]) -> None:
-        if "weights" in parts and self.model is None and self._folder is not None:
-            self._version_of_folder = await asyncio.to_thread(_read, self._folder)
-        await super().wake_up(parts)
-
-    async def update_weights(self, folder: Path) -> None:
-        self._note("update_weights", folder)
-        self._version_of_folder = await asyncio.to_thread(_read, folder)
-        self._folder, self._tensors = folder, {}
-        await self._launched_steps_end()
-
-    async def stage_weights(self, piece: WeightPiece) -> None:
-        self._note("stage_weights", piece.name)
-        self._staging.add(piece)
-        await self._launched_steps_end()
-
-    async def commit_weights(self, transfer: str) -> None:
-        self._note("commit_weights", transfer)
-        tensors = self._staging.whole(transfer)
-        if self.model is None:
-            raise weights_asleep("commit_weights")
-        self._staging.drop(transfer)
-        self._tensors.update({name: _checksum(tensor.data.tobytes()) for name, tensor in tensors.items()})
-        await self._launched_steps_end()
-
-    async def drop_weights(self, transfer: str) -> None:
-        self._note("drop_weights", transfer)
-        self._staging.drop(transfer)
-        await self._launched_steps_end()
-
-    async def save_sharded_state(self, folder: Path, max_shard_bytes: int) -> list[str]:
-        self._note("save_sharded_state", folder)
-        if max_shard_bytes < 1:
-            raise InvalidRequest(f"max_shard_bytes={max_shard_bytes} must be at least 1", param="max_shard_bytes")
-        if self.model is None:
-            raise weights_asleep("save_sharded_state")
-        await asyncio.to_thread(_write, folder, self.weights_version)
-        await self._launched_steps_end()
-        return [STATE_FILE]
+        result = await super().perform(call)
+        match call:
+            case WakeUp() if "weights" in call.tags and before is None and self._folder is not None:
+                self._version_of_folder = await asyncio.to_thread(_read, self._folder)
+            case UpdateWeights():
+                self._version_of_folder = await asyncio.to_thread(_read, Path(call.folder))
+                self._folder, self._tensors = Path(call.folder), {}
+            case StageWeights():
+                self._staging.add(call)
+            case CommitWeights():
+                tensors = self._staging.whole(call.transfer)
+                if self.model is None:
+                    raise weights_asleep("commit_weights")
+                self._staging.drop(call.transfer)
+                self._tensors.update({name: _checksum(tensor.data.tobytes()) for name, tensor in tensors.items()})
+            case DropWeights():
+                self._staging.drop(call.transfer)
+            case SaveShardedState():
+                if self.model is None:
+                    raise weights_asleep("save_sharded_state")
+                await asyncio.to_thread(_write, Path(call.folder), self.weights_version)
+                return [STATE_FILE]
+        return result
 
 
 def _checksum(content: bytes) -> int:

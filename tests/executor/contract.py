@@ -22,6 +22,7 @@ from executor.plan_storm import Line, prompt_lines
 from executor.plans import PlanWriter, choices_by_row, tokens_by_row
 from nightly import nightly
 
+from aioengine.core.control import StartProfile, StopProfile
 from aioengine.core.executor_protocol import DeviceLost, Executor, PendingStep
 from aioengine.errors import InvalidRequest
 from aioengine.scheduler.plan import LogitsRow, StepPlan, StepResult
@@ -613,10 +614,10 @@ class ExecutorContract(abc.ABC):
         writer.add(0, prompt)
         plans = [writer.plan()]
         await opened.run(plans[0])
-        await opened.executor.start_profile(max_steps=100)
+        await opened.executor.perform(StartProfile(max_steps=100))
         plans += [writer.plan() for _ in range(3)]
         results = await self.run_all(opened, plans[1:])
-        await opened.executor.stop_profile(path)
+        await opened.executor.perform(StopProfile(path))
         assert step_names(path) == [f"step {plan.step} (1 rows, 1 tokens)" for plan in plans[1:]]
         assert os.listdir(tmp_path) == [path.name]
         plan = writer.plan()
@@ -631,12 +632,12 @@ class ExecutorContract(abc.ABC):
         writer.add(0, self.prompt(opened, 9))
         for names in (["step 1 (1 rows, 9 tokens)", "step 2 (1 rows, 1 tokens)"], ["step 5 (1 rows, 1 tokens)"], []):
             with pytest.raises(InvalidRequest, match="start one first"):
-                await executor.stop_profile(path)
-            await executor.start_profile(max_steps=2)
+                await executor.perform(StopProfile(path))
+            await executor.perform(StartProfile(max_steps=2))
             await self.run_all(opened, [writer.plan() for _ in range(2 * len(names) if len(names) > 1 else len(names))])
             with pytest.raises(InvalidRequest, match="already"):  # also when it has ended, and waits to be written
-                await executor.start_profile(max_steps=2)
-            await executor.stop_profile(path)
+                await executor.perform(StartProfile(max_steps=2))
+            await executor.perform(StopProfile(path))
             assert step_names(path) == names, "in the place of the one before"
 
     async def test_a_profile_that_cannot_be_written_says_so_and_leaves_all_as_it_was(
@@ -648,13 +649,13 @@ class ExecutorContract(abc.ABC):
         (tmp_path / "file").write_text("a file")
         paths = [tmp_path / "missing" / "trace.json", tmp_path / "folder", tmp_path / "file" / "trace.json"]
         for path in paths:
-            await opened.executor.start_profile(max_steps=100)
+            await opened.executor.perform(StartProfile(max_steps=100))
             with pytest.raises(OSError, match=path.name):
-                await opened.executor.stop_profile(path)
+                await opened.executor.perform(StopProfile(path))
         assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
         assert await self.generate(opened, writer, 0, prompt, 1) == expected
-        await opened.executor.start_profile(max_steps=100)
-        await opened.executor.stop_profile(tmp_path / "trace.json")
+        await opened.executor.perform(StartProfile(max_steps=100))
+        await opened.executor.perform(StopProfile(tmp_path / "trace.json"))
         assert step_names(tmp_path / "trace.json") == []
 
     # The end

@@ -16,7 +16,19 @@ import pytest
 from executor.plans import PROMPT, PlanWriter, greedy_tokens, run_step
 from nightly import nightly
 
-from aioengine.core.control import StageWeights
+from aioengine.core.control import (
+    CollectiveRpc,
+    CommitWeights,
+    DropWeights,
+    ExecuteDummyBatch,
+    SaveShardedState,
+    Sleep,
+    StageWeights,
+    StartProfile,
+    StopProfile,
+    UpdateWeights,
+    WakeUp,
+)
 from aioengine.core.executor_protocol import DeviceLost, Executor
 from aioengine.core.worker_functions import Worker, worker_function
 from aioengine.errors import InvalidRequest, ModelLoadError
@@ -78,10 +90,10 @@ class Controlled:
         """Let tensors take the place of those of these names, the same ones each time."""
         for name in names:
             await self.stage(name)
-        await self.executor.commit_weights("t")
+        await self.executor.perform(CommitWeights("t"))
 
     async def stage(self, name: str, *, seed: int = 1, transfer: str = "t") -> None:
-        await self.executor.stage_weights(self.piece(name, self.values(name, seed), transfer=transfer))
+        await self.executor.perform(self.piece(name, self.values(name, seed), transfer=transfer))
 
 
 class ControlContract(abc.ABC):
@@ -111,19 +123,19 @@ class ControlContract(abc.ABC):
         expected = await opened.tokens()
         for _ in range(2):
             for level in levels:
-                await opened.executor.sleep(level)
+                await opened.executor.perform(Sleep(level))
             for parts in (frozenset(), BOTH, BOTH):
-                await opened.executor.wake_up(parts)
+                await opened.executor.perform(WakeUp(parts))
             assert await opened.tokens() == expected
 
     async def test_parts_wake_one_by_one_and_no_step_runs_before_the_last(self, opened: Controlled) -> None:
         expected = await opened.tokens()
         for order in (("weights", "kv_cache"), ("kv_cache", "weights")):
-            await opened.executor.sleep(2)
-            await opened.executor.wake_up(frozenset((order[0],)))
+            await opened.executor.perform(Sleep(2))
+            await opened.executor.perform(WakeUp(frozenset((order[0],))))
             with pytest.raises(AssertionError, match="asleep"):
                 await opened.executor.launch(opened.writer().plan({})).finish()
-            await opened.executor.wake_up(frozenset((order[1],)))
+            await opened.executor.perform(WakeUp(frozenset((order[1],))))
             assert await opened.tokens() == expected
 
     @pytest.mark.parametrize("computes_again", [True, False])
@@ -131,8 +143,8 @@ class ControlContract(abc.ABC):
         expected = await opened.tokens(4)
         writer = opened.writer()
         await opened.step(writer)
-        await opened.executor.sleep(1)
-        await opened.executor.wake_up(BOTH)
+        await opened.executor.perform(Sleep(1))
+        await opened.executor.perform(WakeUp(BOTH))
         if computes_again:
             writer.rows[0].num_computed = 0
         tokens = [await opened.step(writer) for _ in range(3)]
@@ -142,18 +154,18 @@ class ControlContract(abc.ABC):
         expected = await opened.tokens(2)
         writer = opened.writer()
         await opened.step(writer)
-        await opened.executor.wake_up(BOTH)
+        await opened.executor.perform(WakeUp(BOTH))
         assert await opened.step(writer) == expected[1]
 
     # Weights from a folder
 
     async def test_weights_of_a_folder_take_the_place_of_those_before(self, opened: Controlled, tmp_path: Path) -> None:
         before = await opened.tokens()
-        await opened.executor.update_weights(opened.other)
+        await opened.executor.perform(UpdateWeights(opened.other))
         after = await opened.tokens()
         assert after != before
         async with self.open(tmp_path) as another:
-            await another.executor.update_weights(opened.other)
+            await another.executor.perform(UpdateWeights(opened.other))
             assert await another.tokens() == after
 
     async def test_a_launched_step_has_the_weights_of_its_launch(self, opened: Controlled) -> None:
@@ -162,7 +174,7 @@ class ControlContract(abc.ABC):
         writer.add(0, list(PROMPT))
         plan = writer.plan()
         step = opened.executor.launch(plan)
-        await opened.executor.update_weights(opened.other)
+        await opened.executor.perform(UpdateWeights(opened.other))
         assert step.is_done
         assert writer.read(plan, await step.finish()) == {0: expected[0]}
 
@@ -170,22 +182,22 @@ class ControlContract(abc.ABC):
     async def test_weights_that_come_in_sleep_are_there_after_it(
         self, opened: Controlled, level: Literal[1, 2], tmp_path: Path
     ) -> None:
-        await opened.executor.sleep(level)
+        await opened.executor.perform(Sleep(level))
         with pytest.raises(ModelLoadError):
-            await opened.executor.update_weights(tmp_path / "nowhere")
-        await opened.executor.update_weights(opened.other)
-        await opened.executor.wake_up(BOTH)
+            await opened.executor.perform(UpdateWeights(tmp_path / "nowhere"))
+        await opened.executor.perform(UpdateWeights(opened.other))
+        await opened.executor.perform(WakeUp(BOTH))
         after = await opened.tokens()
         async with self.open(tmp_path) as another:
             assert await another.tokens() != after
-            await another.executor.update_weights(opened.other)
+            await another.executor.perform(UpdateWeights(opened.other))
             assert await another.tokens() == after
 
     async def test_a_sleep_brings_back_the_weights_of_the_last_folder(self, opened: Controlled) -> None:
-        await opened.executor.update_weights(opened.other)
+        await opened.executor.perform(UpdateWeights(opened.other))
         expected = await opened.tokens()
-        await opened.executor.sleep(2)
-        await opened.executor.wake_up(BOTH)
+        await opened.executor.perform(Sleep(2))
+        await opened.executor.perform(WakeUp(BOTH))
         assert await opened.tokens() == expected
 
     # Weights as tensors
@@ -195,7 +207,7 @@ class ControlContract(abc.ABC):
         await opened.stage(EMBEDDING)
         await opened.stage(NORM, seed=2)
         assert await opened.tokens() == before
-        await opened.executor.commit_weights("t")
+        await opened.executor.perform(CommitWeights("t"))
         after = await opened.tokens()
         assert after != before
         async with self.open(tmp_path) as another:
@@ -203,16 +215,16 @@ class ControlContract(abc.ABC):
             cuts = [0, 1, 7, len(data) // 3, len(data) // 2, len(data)]
             for first in (3, 0, 4, 2, 1):
                 begin, end = cuts[first], cuts[first + 1]
-                await another.executor.stage_weights(another.piece(EMBEDDING, data[begin:end], offset=begin))
+                await another.executor.perform(another.piece(EMBEDDING, data[begin:end], offset=begin))
             await another.stage(NORM, seed=2)
-            await another.executor.commit_weights("t")
+            await another.executor.perform(CommitWeights("t"))
             assert await another.tokens() == after
 
     async def test_the_callers_buffer_may_be_used_again(self, opened: Controlled, tmp_path: Path) -> None:
         data = bytearray(opened.values(EMBEDDING))
-        await opened.executor.stage_weights(opened.piece(EMBEDDING, memoryview(data)))
+        await opened.executor.perform(opened.piece(EMBEDDING, memoryview(data)))
         data[:] = bytes(len(data))
-        await opened.executor.commit_weights("t")
+        await opened.executor.perform(CommitWeights("t"))
         async with self.open(tmp_path) as another:
             await another.put(EMBEDDING)
             assert await another.tokens() == await opened.tokens()
@@ -220,10 +232,10 @@ class ControlContract(abc.ABC):
     async def test_a_piece_that_does_not_fit_is_refused_and_changes_nothing(self, opened: Controlled) -> None:
         shape, data = opened.shapes[NORM], opened.values(NORM)
         half = len(data) // 2
-        await opened.executor.stage_weights(opened.piece(NORM, data[4:half], offset=4))
+        await opened.executor.perform(opened.piece(NORM, data[4:half], offset=4))
         with pytest.raises(InvalidRequest, match="overlap"):
-            await opened.executor.stage_weights(opened.piece(NORM, data[:8]))
-        await opened.executor.stage_weights(opened.piece(NORM, data[:4]))
+            await opened.executor.perform(opened.piece(NORM, data[:8]))
+        await opened.executor.perform(opened.piece(NORM, data[:4]))
         rest = data[half:]
         refused: list[tuple[str, dict[str, Any]]] = [
             ("no tensor", {"name": "model.norm.wait"}),
@@ -244,32 +256,32 @@ class ControlContract(abc.ABC):
         ]
         for message, fields in refused:
             with pytest.raises(InvalidRequest, match=message):
-                await opened.executor.stage_weights(opened.piece(NORM, **{"data": rest, "offset": half, **fields}))
+                await opened.executor.perform(opened.piece(NORM, **{"data": rest, "offset": half, **fields}))
         with pytest.raises(InvalidRequest, match=f"{len(rest)} of its {len(data)} bytes"):
-            await opened.executor.commit_weights("t")
-        await opened.executor.stage_weights(opened.piece(NORM, rest, offset=half))
-        await opened.executor.commit_weights("t")
+            await opened.executor.perform(CommitWeights("t"))
+        await opened.executor.perform(opened.piece(NORM, rest, offset=half))
+        await opened.executor.perform(CommitWeights("t"))
 
     async def test_a_transfer_ends_with_its_commit_or_its_drop(self, opened: Controlled) -> None:
         before = await opened.tokens()
         await opened.stage(EMBEDDING)
         for _ in range(2):
-            await opened.executor.drop_weights("t")
+            await opened.executor.perform(DropWeights("t"))
         with pytest.raises(InvalidRequest, match="nothing is staged"):
-            await opened.executor.commit_weights("t")
+            await opened.executor.perform(CommitWeights("t"))
         assert await opened.tokens() == before
         await opened.put(EMBEDDING)
         with pytest.raises(InvalidRequest, match="nothing is staged"):
-            await opened.executor.commit_weights("t")
+            await opened.executor.perform(CommitWeights("t"))
 
     async def test_transfers_do_not_mix_and_are_few(self, opened: Controlled, tmp_path: Path) -> None:
         for number in range(MAX_TRANSFERS):
             await opened.stage(NORM, seed=number, transfer=str(number))
         with pytest.raises(InvalidRequest, match="commit or drop one"):
             await opened.stage(NORM, transfer="one more")
-        await opened.executor.drop_weights("0")
+        await opened.executor.perform(DropWeights("0"))
         await opened.stage(EMBEDDING, transfer="one more")
-        await opened.executor.commit_weights("one more")
+        await opened.executor.perform(CommitWeights("one more"))
         async with self.open(tmp_path) as another:
             await another.put(EMBEDDING)
             assert await another.tokens() == await opened.tokens()
@@ -278,30 +290,30 @@ class ControlContract(abc.ABC):
         await opened.put(EMBEDDING)
         expected = await opened.tokens()
         with pytest.raises(InvalidRequest, match="level 1, or write them with save_sharded_state"):
-            await opened.executor.sleep(2)
+            await opened.executor.perform(Sleep(2))
         assert await opened.tokens() == expected
-        await opened.executor.sleep(1)
+        await opened.executor.perform(Sleep(1))
         with pytest.raises(InvalidRequest, match="cannot be read again"):
-            await opened.executor.sleep(2)
-        await opened.executor.wake_up(BOTH)
+            await opened.executor.perform(Sleep(2))
+        await opened.executor.perform(WakeUp(BOTH))
         assert await opened.tokens() == expected
-        await opened.executor.save_sharded_state(tmp_path / "saved", 2**30)
-        await opened.executor.update_weights(tmp_path / "saved")
-        await opened.executor.sleep(2)
-        await opened.executor.wake_up(BOTH)
+        await opened.executor.perform(SaveShardedState(tmp_path / "saved", 2**30))
+        await opened.executor.perform(UpdateWeights(tmp_path / "saved"))
+        await opened.executor.perform(Sleep(2))
+        await opened.executor.perform(WakeUp(BOTH))
         assert await opened.tokens() == expected
 
     async def test_tensors_find_their_places_in_a_light_sleep_and_wait_for_the_end_of_a_deep_one(
         self, opened: Controlled
     ) -> None:
         await opened.stage(EMBEDDING)
-        await opened.executor.sleep(2)
+        await opened.executor.perform(Sleep(2))
         with pytest.raises(InvalidRequest, match="wake them up"):
-            await opened.executor.commit_weights("t")
-        await opened.executor.wake_up(frozenset(("weights",)))
-        await opened.executor.sleep(1)
-        await opened.executor.commit_weights("t")
-        await opened.executor.wake_up(BOTH)
+            await opened.executor.perform(CommitWeights("t"))
+        await opened.executor.perform(WakeUp(frozenset(("weights",))))
+        await opened.executor.perform(Sleep(1))
+        await opened.executor.perform(CommitWeights("t"))
+        await opened.executor.perform(WakeUp(BOTH))
         after = await opened.tokens()
         await opened.put(EMBEDDING)
         assert await opened.tokens() == after
@@ -312,38 +324,40 @@ class ControlContract(abc.ABC):
         await opened.put(EMBEDDING)
         expected = await opened.tokens()
         for folder in (tmp_path / "saved", tmp_path / "saved", tmp_path):
-            names = await opened.executor.save_sharded_state(folder, 2**30)
+            names = await opened.executor.perform(SaveShardedState(folder, 2**30))
             assert names
             assert all((folder / name).is_file() for name in names)
             async with self.open(tmp_path) as another:
-                await another.executor.update_weights(folder)
+                await another.executor.perform(UpdateWeights(folder))
                 assert await another.tokens() == expected
         assert await opened.tokens() == expected
 
     async def test_what_cannot_be_saved_says_so(self, opened: Controlled, tmp_path: Path) -> None:
         with pytest.raises(InvalidRequest, match="max_shard_bytes"):
-            await opened.executor.save_sharded_state(tmp_path / "saved", 0)
+            await opened.executor.perform(SaveShardedState(tmp_path / "saved", 0))
         with pytest.raises(OSError, match="no folder for it"):
-            await opened.executor.save_sharded_state(tmp_path / "nowhere" / "saved", 2**30)
+            await opened.executor.perform(SaveShardedState(tmp_path / "nowhere" / "saved", 2**30))
         (tmp_path / "file").touch()
         with pytest.raises(OSError, match="file"):
-            await opened.executor.save_sharded_state(tmp_path / "file", 2**30)
-        await opened.executor.sleep(2)
+            await opened.executor.perform(SaveShardedState(tmp_path / "file", 2**30))
+        await opened.executor.perform(Sleep(2))
         with pytest.raises(InvalidRequest, match="asleep"):
-            await opened.executor.save_sharded_state(tmp_path / "saved", 2**30)
+            await opened.executor.perform(SaveShardedState(tmp_path / "saved", 2**30))
         assert not (tmp_path / "saved").exists()
 
     # Functions
 
     async def test_a_registered_function_is_called_by_its_name(self, opened: Controlled) -> None:
-        called = await opened.executor.collective_rpc("control_contract.describe", (1, "two"), {"three": 3})
+        called = await opened.executor.perform(CollectiveRpc("control_contract.describe", (1, "two"), {"three": 3}))
         assert called == [(0, 1, True, (1, "two"), {"three": 3})]
-        await opened.executor.sleep(2)
-        assert await opened.executor.collective_rpc("control_contract.describe", (), {}) == [(0, 1, False, (), {})]
+        await opened.executor.perform(Sleep(2))
+        assert await opened.executor.perform(CollectiveRpc("control_contract.describe", (), {})) == [
+            (0, 1, False, (), {})
+        ]
 
     async def test_a_function_that_nobody_has_registered_is_refused(self, opened: Controlled) -> None:
         with pytest.raises(InvalidRequest, match=r"there are: .*control_contract\.describe"):
-            await opened.executor.collective_rpc("control_contract.describes", (), {})
+            await opened.executor.perform(CollectiveRpc("control_contract.describes", (), {}))
 
     async def test_a_function_that_fails_fails_its_caller_alone(self, opened: Controlled) -> None:
         expected = await opened.tokens()
@@ -352,7 +366,7 @@ class ControlContract(abc.ABC):
             raise InjectedError("so it was asked")
 
         with pytest.raises(InjectedError, match="so it was asked"):
-            await opened.executor.collective_rpc("control_contract.fail", (), {})
+            await opened.executor.perform(CollectiveRpc("control_contract.fail", (), {}))
         with pytest.raises(InjectedError, match="so it was asked"):
             await opened.executor.apply_model(broken)
         assert await opened.tokens() == expected
@@ -361,9 +375,9 @@ class ControlContract(abc.ABC):
         (model,) = await opened.executor.apply_model(lambda model: model)
         assert model is not None
         del model
-        await opened.executor.sleep(1)
+        await opened.executor.perform(Sleep(1))
         assert await opened.executor.apply_model(lambda model: 5) == [5]
-        await opened.executor.sleep(2)
+        await opened.executor.perform(Sleep(2))
         with pytest.raises(InvalidRequest, match="asleep"):
             await opened.executor.apply_model(lambda model: 5)
 
@@ -373,12 +387,12 @@ class ControlContract(abc.ABC):
         for _ in range(3):
             tokens.append(await opened.step(writer))
             before = opened.executor.stats.num_computed_tokens
-            await opened.executor.execute_dummy_batch()
+            await opened.executor.perform(ExecuteDummyBatch())
             assert opened.executor.stats.num_computed_tokens == before
         assert tokens == expected
-        await opened.executor.sleep(1)
+        await opened.executor.perform(Sleep(1))
         with pytest.raises(InvalidRequest, match="asleep"):
-            await opened.executor.execute_dummy_batch()
+            await opened.executor.perform(ExecuteDummyBatch())
 
     # The end
 
@@ -388,18 +402,18 @@ class ControlContract(abc.ABC):
         executor = opened.executor
         await executor.aclose()
         calls = [
-            lambda: executor.sleep(1),
-            lambda: executor.wake_up(BOTH),
-            lambda: executor.update_weights(opened.other),
+            lambda: executor.perform(Sleep(1)),
+            lambda: executor.perform(WakeUp(BOTH)),
+            lambda: executor.perform(UpdateWeights(opened.other)),
             lambda: opened.stage(NORM),
-            lambda: executor.commit_weights("t"),
-            lambda: executor.drop_weights("t"),
-            lambda: executor.save_sharded_state(tmp_path / "saved", 1),
-            lambda: executor.collective_rpc("control_contract.describe", (), {}),
+            lambda: executor.perform(CommitWeights("t")),
+            lambda: executor.perform(DropWeights("t")),
+            lambda: executor.perform(SaveShardedState(tmp_path / "saved", 1)),
+            lambda: executor.perform(CollectiveRpc("control_contract.describe", (), {})),
             lambda: executor.apply_model(id),
-            lambda: executor.execute_dummy_batch(),
-            lambda: executor.start_profile(max_steps=1),
-            lambda: executor.stop_profile(tmp_path / "trace.json"),
+            lambda: executor.perform(ExecuteDummyBatch()),
+            lambda: executor.perform(StartProfile(max_steps=1)),
+            lambda: executor.perform(StopProfile(tmp_path / "trace.json")),
         ]
         for call in calls:
             with pytest.raises(DeviceLost):
@@ -409,6 +423,6 @@ class ControlContract(abc.ABC):
         expected = await opened.tokens()
         with anyio.CancelScope() as scope:
             scope.cancel()
-            await opened.executor.sleep(1)
-        await opened.executor.wake_up(BOTH)
+            await opened.executor.perform(Sleep(1))
+        await opened.executor.perform(WakeUp(BOTH))
         assert await opened.tokens() == expected

@@ -37,6 +37,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from aioengine.config import EngineConfig
+from aioengine.core.control import CommitWeights, ExecuteDummyBatch, SaveShardedState, Sleep, UpdateWeights, WakeUp
 from aioengine.core.executor_protocol import DeviceLost
 from aioengine.errors import ConfigError, InvalidRequest, ModelLoadError
 from aioengine.executor import weights as weights_module
@@ -132,9 +133,9 @@ async def test_the_weights_of_a_folder_are_those_of_an_executor_started_there(
     other = checkpoint(family, dtype=dtype, seed=1)
     async with started(checkpoint(family, dtype=dtype), way) as executor:
         async with keeping_graphs(executor):
-            await executor.update_weights(other)
+            await executor.perform(UpdateWeights(other))
         await assert_same(executor, other, way)
-        await executor.update_weights(checkpoint(family, dtype=dtype, seed=2, shards=3))
+        await executor.perform(UpdateWeights(checkpoint(family, dtype=dtype, seed=2, shards=3)))
         await assert_same(executor, checkpoint(family, dtype=dtype, seed=2), way)
 
 
@@ -143,7 +144,7 @@ async def test_the_weights_of_a_folder_come_in_the_models_dtype(checkpoint: Chec
     for own, dtype, other in ((narrow, "bfloat16", wide), (wide, "float32", narrow)):
         async with started(own, way) as executor:
             async with keeping_graphs(executor):
-                await executor.update_weights(other)
+                await executor.perform(UpdateWeights(other))
             await assert_same(executor, other, way, dtype=dtype)
 
 
@@ -151,7 +152,7 @@ async def test_a_folder_needs_no_config(checkpoint: Checkpoint, tmp_path: Path) 
     other = checkpoint("llama2", seed=1)
     shutil.copyfile(other / SINGLE_FILE, tmp_path / SINGLE_FILE)
     async with started(checkpoint("llama2")) as executor:
-        await executor.update_weights(tmp_path)
+        await executor.perform(UpdateWeights(tmp_path))
         await assert_same(executor, other)
 
 
@@ -196,10 +197,10 @@ async def test_a_checkpoint_that_does_not_fit_changes_nothing(
     damage(misfit)
     async with started(checkpoint("llama2"), way) as executor:
         if level:
-            await executor.sleep(level)
+            await executor.perform(Sleep(level))
         with pytest.raises(ModelLoadError, match=message):
-            await executor.update_weights(misfit)
-        await executor.wake_up(BOTH)
+            await executor.perform(UpdateWeights(misfit))
+        await executor.perform(WakeUp(BOTH))
         await assert_same(executor, checkpoint("llama2"), way)
 
 
@@ -211,10 +212,10 @@ async def test_a_loading_that_fails_halfway_changes_nothing(
             with monkeypatch.context() as patch:
                 patch.setattr(weights_module, "load_weights", fail_when_loaded)
                 with pytest.raises(MemoryError):
-                    await executor.update_weights(checkpoint("qwen3", seed=1))
+                    await executor.perform(UpdateWeights(checkpoint("qwen3", seed=1)))
         await assert_same(executor, checkpoint("qwen3"), way)
-        await executor.sleep(2)
-        await executor.wake_up(BOTH)
+        await executor.perform(Sleep(2))
+        await executor.perform(WakeUp(BOTH))
         await assert_same(executor, checkpoint("qwen3"), way)
 
 
@@ -243,7 +244,7 @@ async def test_any_tensors_of_any_dtype_make_the_checkpoint_that_has_them(
             sent = {name: drawn(tuple(held[name].shape), seed=number).to(sent_as) for name in chosen}
             async with keeping_graphs(executor):
                 await send(executor, sent, pieces=pieces)
-                await executor.commit_weights("t")
+                await executor.perform(CommitWeights("t"))
             so_far.update(sent)
             await assert_same(executor, changed_checkpoint(folder, tmp_path / str(number), so_far), way)
 
@@ -256,7 +257,7 @@ async def test_a_tied_head_is_the_embedding(checkpoint: Checkpoint, way: str, tm
         async with started(folder, way) as executor:
             async with keeping_graphs(executor):
                 await send(executor, dict.fromkeys(names, sent))
-                await executor.commit_weights("t")
+                await executor.perform(CommitWeights("t"))
             await assert_same(executor, expected, way)
 
 
@@ -264,7 +265,7 @@ async def test_a_tied_head_that_differs_is_refused(checkpoint: Checkpoint) -> No
     async with started(checkpoint("qwen3")) as executor:
         await send(executor, {EMBEDDING: drawn((384, 64)), HEAD: drawn((384, 64), seed=4)})
         with pytest.raises(InvalidRequest, match="the model ties them"):
-            await executor.commit_weights("t")
+            await executor.perform(CommitWeights("t"))
         await assert_same(executor, checkpoint("qwen3"))
 
 
@@ -286,7 +287,7 @@ async def test_a_commit_that_fails_halfway_changes_nothing(
         with monkeypatch.context() as patch:
             patch.setattr(weights_module, "_tensor", fail_later)
             with pytest.raises(MemoryError):
-                await executor.commit_weights("t")
+                await executor.perform(CommitWeights("t"))
         await assert_same(executor, checkpoint("llama2"))
 
 
@@ -299,20 +300,20 @@ async def test_quantised_weights_are_replaced_saved_and_come_back_without_a_furt
     folder, other = checkpoint(family, dtype=dtype), checkpoint(family, dtype=dtype, seed=1)
     async with started(folder) as dense, started(folder, **fields) as executor:
         assert executor.info.weight_bytes < 0.6 * dense.info.weight_bytes
-        await executor.update_weights(other)
+        await executor.perform(UpdateWeights(other))
         await assert_same(executor, other, **fields)
         sent = {QUERY: drawn((128 if family == "qwen3" else 64, 64)), "model.norm.weight": drawn((64,)) + 1}
         await send(executor, sent)
         async with keeping_graphs(executor):
-            await executor.commit_weights("t")
+            await executor.perform(CommitWeights("t"))
         changed = changed_checkpoint(other, tmp_path / "changed", sent)
         await assert_same(executor, changed, **fields)
-        await executor.update_weights(changed)
-        await executor.sleep(2)
-        await executor.wake_up(BOTH)
+        await executor.perform(UpdateWeights(changed))
+        await executor.perform(Sleep(2))
+        await executor.perform(WakeUp(BOTH))
         await assert_same(executor, changed, **fields)
         if dtype == torch.float32:  # a narrower one rounds what is saved
-            await executor.save_sharded_state(tmp_path / "saved", 2**40)
+            await executor.perform(SaveShardedState(tmp_path / "saved", 2**40))
             await assert_same(executor, tmp_path / "saved", **fields)
 
 
@@ -329,7 +330,7 @@ async def test_a_cancelled_piece_takes_its_transfer_with_it(checkpoint: Checkpoi
             scope.cancel()
             await send(executor, {EMBEDDING: drawn((384, 64))})
         with pytest.raises(InvalidRequest, match="nothing is staged"):
-            await executor.commit_weights("t")
+            await executor.perform(CommitWeights("t"))
 
 
 # Sleep
@@ -340,35 +341,35 @@ async def test_weights_that_cannot_be_read_again_stay_away_until_they_can(
 ) -> None:
     folder = Path(shutil.copytree(checkpoint("llama2"), tmp_path / "model"))
     async with started(folder) as executor:
-        await executor.sleep(2)
+        await executor.perform(Sleep(2))
         shutil.move(folder, tmp_path / "away")
         with pytest.raises(ModelLoadError):
-            await executor.wake_up(BOTH)
+            await executor.perform(WakeUp(BOTH))
         with pytest.raises(AssertionError, match=r"kv_cache.*weights"):
             await executor.launch(PlanWriter(8, 4).plan({})).finish()
         shutil.move(tmp_path / "away", folder)
-        await executor.wake_up(BOTH)
+        await executor.perform(WakeUp(BOTH))
         await assert_same(executor, folder)
 
 
 async def test_another_model_in_the_old_ones_place_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(checkpoint("llama2"), tmp_path / "model"))
     async with started(folder) as executor:
-        await executor.sleep(2)
+        await executor.perform(Sleep(2))
         shutil.copytree(checkpoint("qwen3"), folder, dirs_exist_ok=True)
         with pytest.raises(ModelLoadError, match="another model"):
-            await executor.wake_up(BOTH)
+            await executor.perform(WakeUp(BOTH))
         shutil.copytree(checkpoint("llama2"), folder, dirs_exist_ok=True)
         with_shorter_texts(folder)
-        await executor.update_weights(checkpoint("llama2", seed=1))
-        await executor.wake_up(BOTH)
+        await executor.perform(UpdateWeights(checkpoint("llama2", seed=1)))
+        await executor.perform(WakeUp(BOTH))
         await assert_same(executor, checkpoint("llama2", seed=1))
 
 
 async def test_random_weights_come_back_as_they_were(checkpoint: Checkpoint) -> None:
     async with started(checkpoint("llama2"), load_format="dummy") as executor:
-        await executor.sleep(2)
-        await executor.wake_up(BOTH)
+        await executor.perform(Sleep(2))
+        await executor.perform(WakeUp(BOTH))
         await assert_same(executor, checkpoint("llama2"), load_format="dummy")
 
 
@@ -387,7 +388,7 @@ async def test_closing_ends_a_loading(checkpoint: Checkpoint, monkeypatch: pytes
 
         async def update() -> None:
             with pytest.raises(DeviceLost) as raised:
-                await executor.update_weights(checkpoint("llama2"))
+                await executor.perform(UpdateWeights(checkpoint("llama2")))
             with_error.append(raised.value)
 
         tasks.start_soon(update)
@@ -434,18 +435,18 @@ async def test_a_sleep_gives_the_memory_back(tmp_path: Path, dtype: str, num_lay
         with torch.inference_mode():
             attention.cache.fill_(1.0)
         del attention
-        await executor.execute_dummy_batch()
+        await executor.perform(ExecuteDummyBatch())
         info = executor.info
         assert info.weight_bytes > 4 * KEPT_BY_GLIBC
         awake = resident_bytes()
-        await executor.sleep(1)
+        await executor.perform(Sleep(1))
         light = resident_bytes()
         assert awake - light > 0.9 * info.kv_cache_bytes
         for _ in range(2):
-            await executor.sleep(2)
+            await executor.perform(Sleep(2))
             assert light - resident_bytes() > info.weight_bytes - KEPT_BY_GLIBC
-            await executor.wake_up(BOTH)
-            await executor.execute_dummy_batch()
+            await executor.perform(WakeUp(BOTH))
+            await executor.perform(ExecuteDummyBatch())
             assert resident_bytes() - light < KEPT_BY_GLIBC
 
 
@@ -454,13 +455,13 @@ async def test_other_weights_take_no_more_memory(tmp_path: Path) -> None:
     save_large_config(tmp_path)
     fields = {"dtype": "float32", "load_format": "dummy", "max_model_len": 256}
     async with started(tmp_path, **fields, kv_cache_memory_bytes=192 * 2**20) as executor:
-        await executor.save_sharded_state(tmp_path / "saved", 2**26)
+        await executor.perform(SaveShardedState(tmp_path / "saved", 2**26))
         before, most = resident_bytes(), executor.info.weight_bytes // 2  # a copy that was kept would be all of them
         for _ in range(2):
-            await executor.update_weights(tmp_path / "saved")
+            await executor.perform(UpdateWeights(tmp_path / "saved"))
             assert resident_bytes() - before < most
         await send(executor, {EMBEDDING: drawn((8192, 1024)), "model.layers.1.mlp.up_proj.weight": drawn((4096, 1024))})
-        await executor.commit_weights("t")
+        await executor.perform(CommitWeights("t"))
         assert resident_bytes() - before < most
 
 
@@ -477,8 +478,8 @@ async def test_what_was_saved_is_what_runs_for_us_and_for_transformers(
     saved = tmp_path / "saved"
     async with started(folder, way) as executor:
         await send(executor, sent)
-        await executor.commit_weights("t")
-        names = await executor.save_sharded_state(saved, max_shard_bytes)
+        await executor.perform(CommitWeights("t"))
+        names = await executor.perform(SaveShardedState(saved, max_shard_bytes))
         assert (len(names) > 1) == (max_shard_bytes < 2**30)
         await assert_same(executor, saved, way)
         await assert_same(executor, changed_checkpoint(folder, tmp_path / "expected", sent), way)
@@ -509,7 +510,7 @@ async def test_saved_files_hold_no_more_than_they_may_and_are_readable_as_any(
 ) -> None:
     saved = tmp_path / "saved"
     async with started(checkpoint("llama2")) as executor:
-        names = await executor.save_sharded_state(saved, 50_000)
+        names = await executor.perform(SaveShardedState(saved, 50_000))
     held = [load_file(saved / name) for name in names]
     sizes = [sum(tensor.nbytes for tensor in file.values()) for file in held]
     assert all(size <= 50_000 or len(file) == 1 for size, file in zip(sizes, held, strict=True))
@@ -531,7 +532,7 @@ async def test_a_model_that_runs_in_another_dtype_is_saved_in_that(
     del config["dtype"]
     (folder / "config.json").write_text(json.dumps({**config, key: "float32"}))
     async with started(folder, dtype="bfloat16") as executor:
-        await executor.save_sharded_state(tmp_path / "saved", 2**30)
+        await executor.perform(SaveShardedState(tmp_path / "saved", 2**30))
         await assert_same(executor, tmp_path / "saved")
     written = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert written == {**config, key: "bfloat16"}
@@ -545,10 +546,10 @@ async def test_a_checkpoint_that_is_there_is_replaced(
 ) -> None:
     saved = tmp_path / "saved"
     async with started(checkpoint("llama2")) as executor:
-        await executor.save_sharded_state(saved, first)
+        await executor.perform(SaveShardedState(saved, first))
         (saved / "notes.md").write_text("mine")
-        await executor.update_weights(checkpoint("llama2", seed=1))
-        names = await executor.save_sharded_state(saved, second)
+        await executor.perform(UpdateWeights(checkpoint("llama2", seed=1)))
+        names = await executor.perform(SaveShardedState(saved, second))
         await assert_same(executor, saved)
         assert sorted(path.name for path in saved.glob("*.safetensors")) == names
         assert (saved / INDEX_FILE).exists() == (len(names) > 1)
@@ -559,8 +560,8 @@ async def test_a_model_is_saved_in_the_folder_that_it_came_from(checkpoint: Chec
     folder = Path(shutil.copytree(checkpoint("llama2"), tmp_path / "model"))
     async with started(folder) as executor:
         await send(executor, {QUERY: drawn((64, 64))})
-        await executor.commit_weights("t")
-        await executor.save_sharded_state(folder, 2**30)
+        await executor.perform(CommitWeights("t"))
+        await executor.perform(SaveShardedState(folder, 2**30))
         await assert_same(executor, folder)
 
 
@@ -571,9 +572,9 @@ async def test_a_saving_that_fails_leaves_all_as_it_was(
     saved = tmp_path / "saved"
     async with started(checkpoint("llama2")) as executor:
         if is_there:
-            await executor.save_sharded_state(saved, 100_000)
+            await executor.perform(SaveShardedState(saved, 100_000))
         before = contents(tmp_path)
-        await executor.update_weights(checkpoint("llama2", seed=1))
+        await executor.perform(UpdateWeights(checkpoint("llama2", seed=1)))
         written: list[Path] = []
 
         def fail_later(tensors: Any, path: Path, **options: Any) -> None:
@@ -584,7 +585,7 @@ async def test_a_saving_that_fails_leaves_all_as_it_was(
 
         monkeypatch.setattr(saver, "save_file", fail_later)
         with pytest.raises(OSError, match="No space left"):
-            await executor.save_sharded_state(saved, 100_000)
+            await executor.perform(SaveShardedState(saved, 100_000))
         assert contents(tmp_path) == before
         assert saved.exists() == is_there
         await assert_same(executor, checkpoint("llama2", seed=1))
@@ -599,7 +600,7 @@ async def test_a_model_from_no_folder_cannot_be_saved(checkpoint: Checkpoint, tm
     load = partial(load_decoder, await asyncio.to_thread(ModelFolder.read, checkpoint("llama2")), config)
     executor = await TorchExecutor.start_with(load, config)
     with pytest.raises(InvalidRequest, match="no folder"):
-        await executor.save_sharded_state(tmp_path / "saved", 2**30)
+        await executor.perform(SaveShardedState(tmp_path / "saved", 2**30))
     await executor.aclose()
 
 

@@ -13,7 +13,8 @@ from executor.weight_changes import QUERY, Checkpoint, addresses, drawn, keeping
 from safetensors.torch import load_file
 from torch import Tensor
 
-from aioengine.core.executor_protocol import DeviceLost, Part
+from aioengine.core.control import CommitWeights, ExecuteDummyBatch, Sleep, UpdateWeights, WakeUp
+from aioengine.core.executor_protocol import DeviceLost
 from aioengine.errors import ConfigError, InvalidRequest, ModelLoadError
 from aioengine.executor import weights as weights_module
 from aioengine.executor.torch_executor import TorchExecutor
@@ -21,7 +22,7 @@ from aioengine.models.checkpoint import EMBEDDING, SINGLE_FILE
 from aioengine.models.loader import Placement
 from doubles.fake_accelerator import FakeAccelerator
 
-BOTH: frozenset[Part] = frozenset(("weights", "kv_cache"))
+BOTH = frozenset(("weights", "kv_cache"))
 
 
 @asynccontextmanager
@@ -79,9 +80,9 @@ async def test_a_commit_that_the_host_has_no_memory_for_changes_nothing(
         await send(executor, {QUERY: drawn((64, 64)), EMBEDDING: drawn((384, 64))})
         async with keeping_graphs(executor):
             with pytest.raises(MemoryError):
-                await executor.commit_weights("t")
+                await executor.perform(CommitWeights("t"))
             assert await greedy_tokens(executor) == before
-        await executor.sleep(2)  # they came from a folder, as before
+        await executor.perform(Sleep(2))  # they came from a folder, as before
 
 
 async def test_no_step_runs_with_half_of_the_new_weights(
@@ -97,7 +98,7 @@ async def test_no_step_runs_with_half_of_the_new_weights(
     monkeypatch.setattr(weights_module.Weights, "_fill", lambda self, changes: fill(self, lose(changes)))
     async with started(checkpoint("llama2")) as executor:
         with pytest.raises(RuntimeError, match="illegal memory access"):
-            await executor.update_weights(checkpoint("llama2", seed=1))
+            await executor.perform(UpdateWeights(checkpoint("llama2", seed=1)))
         with pytest.raises(DeviceLost, match="some are new and others old"):
             await greedy_tokens(executor)
 
@@ -113,16 +114,16 @@ async def test_what_comes_in_a_light_sleep_comes_into_the_memory_of_the_host(
     async with started(checkpoint("qwen3")) as executor:
         awake = await addresses(executor)
         table = device_of(executor).weights.decoder.rope_table
-        await executor.sleep(1)
+        await executor.perform(Sleep(1))
         asleep = await addresses(executor)
         assert not set(awake.values()) & set(asleep.values())
         if comes_as == "folder":
-            await executor.update_weights(other)
+            await executor.perform(UpdateWeights(other))
         else:
             await send(executor, load_file(other / SINGLE_FILE))
-            await executor.commit_weights("t")
+            await executor.perform(CommitWeights("t"))
         assert await addresses(executor) == asleep
-        await executor.wake_up(BOTH)
+        await executor.perform(WakeUp(BOTH))
         assert device_of(executor).weights.decoder.rope_table is table
         assert await greedy_tokens(executor) == await tokens_of(other)
 
@@ -130,12 +131,12 @@ async def test_what_comes_in_a_light_sleep_comes_into_the_memory_of_the_host(
 async def test_with_the_weights_awake_and_the_cache_asleep_they_are_replaced_in_place(checkpoint: Checkpoint) -> None:
     other = checkpoint("llama2", seed=1)
     async with started(checkpoint("llama2")) as executor:
-        await executor.sleep(1)
-        await executor.wake_up(frozenset(("weights",)))
+        await executor.perform(Sleep(1))
+        await executor.perform(WakeUp(frozenset(("weights",))))
         before = await addresses(executor)
-        await executor.update_weights(other)
+        await executor.perform(UpdateWeights(other))
         assert await addresses(executor) == before
-        await executor.wake_up(frozenset(("kv_cache",)))
+        await executor.perform(WakeUp(frozenset(("kv_cache",))))
         assert await greedy_tokens(executor) == await tokens_of(other)
 
 
@@ -145,12 +146,12 @@ async def test_the_weights_go_to_page_locked_memory_and_back_to_the_device(check
         device_of(executor).weights._placement = Placement(torch.device("cuda", 0))
         (num_parameters,) = await executor.apply_model(lambda decoder: len(list(decoder.parameters())))
         with memory_for(num_parameters) as asked:
-            await executor.sleep(1)
+            await executor.perform(Sleep(1))
         assert asked == [{"device": torch.device("cpu"), "pin_memory": True}] * num_parameters
         with memory_for(num_parameters) as asked:
-            await executor.wake_up(frozenset(("weights",)))
+            await executor.perform(WakeUp(frozenset(("weights",))))
         assert asked == [{"device": torch.device("cuda", 0), "pin_memory": False}] * num_parameters
-        await executor.wake_up(BOTH)
+        await executor.perform(WakeUp(BOTH))
         assert await greedy_tokens(executor) == expected
 
 
@@ -165,30 +166,30 @@ async def test_a_host_without_room_refuses_a_light_sleep_and_all_is_as_it_was(
                 memory_for(num_tensors),
                 pytest.raises(InvalidRequest, match=r"out of memory.*sleep at level 2") as refused,
             ):
-                await executor.sleep(1)
+                await executor.perform(Sleep(1))
             assert refused.value.param == "level"
             assert await greedy_tokens(executor) == before
         levels: tuple[Literal[1, 2], ...] = (1, 2)
         for level in levels:
-            await executor.sleep(level)
-            await executor.wake_up(BOTH)
+            await executor.perform(Sleep(level))
+            await executor.perform(WakeUp(BOTH))
             assert await greedy_tokens(executor) == before
 
 
 async def test_waking_waits_for_room_for_the_weights(checkpoint: Checkpoint) -> None:
     async with started(checkpoint("llama2")) as executor:
         before = await greedy_tokens(executor)
-        await executor.sleep(1)
+        await executor.perform(Sleep(1))
         asleep = await addresses(executor)
         for _ in range(2):
             num_releases = device_of(executor)._accelerator.num_releases
             with memory_for(5), pytest.raises(ModelLoadError, match=r"out of memory.*wake up again"):
-                await executor.wake_up(BOTH)
+                await executor.perform(WakeUp(BOTH))
             assert await addresses(executor) == asleep
             assert device_of(executor)._accelerator.num_releases > num_releases
         with pytest.raises(AssertionError, match=r"asleep.*kv_cache.*weights"):
             await greedy_tokens(executor)
-        await executor.wake_up(BOTH)
+        await executor.perform(WakeUp(BOTH))
         assert await greedy_tokens(executor) == before
 
 
@@ -201,14 +202,14 @@ async def test_waking_waits_for_room_for_the_cache(
 
     async with started(checkpoint("llama2")) as executor:
         before = await greedy_tokens(executor)
-        await executor.sleep(level)
+        await executor.perform(Sleep(level))
         with monkeypatch.context() as patch:
             patch.setattr(device_of(executor).runner, "_make_attention", fail)
             for _ in range(2):
                 with pytest.raises(ConfigError, match=r"KV cache: CUDA out of memory.*wake up again"):
-                    await executor.wake_up(BOTH)
+                    await executor.perform(WakeUp(BOTH))
         with pytest.raises(AssertionError, match=r"asleep: \['kv_cache'\]"):
             await greedy_tokens(executor)
-        await executor.execute_dummy_batch()  # the weights are back
-        await executor.wake_up(BOTH)
+        await executor.perform(ExecuteDummyBatch())  # the weights are back
+        await executor.perform(WakeUp(BOTH))
         assert await greedy_tokens(executor) == before

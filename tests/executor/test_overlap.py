@@ -24,7 +24,7 @@ from executor.plans import PlanWriter, greedy_tokens, run_step, tokens_by_row
 from nightly import few, nightly
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from aioengine.core.control import StageWeights
+from aioengine.core.control import CommitWeights, ExecuteDummyBatch, Sleep, StageWeights, UpdateWeights, WakeUp
 from aioengine.core.executor_protocol import DeviceLost, PendingStep
 from aioengine.errors import InternalError, InvalidRequest
 from aioengine.executor.torch_executor import TorchExecutor
@@ -444,7 +444,7 @@ async def test_nothing_of_it_is_alive_after_it_is_closed(folder: Path, ends: str
         steps = [executor.launch(writer.plan())]
         accelerator.lose(OSError("fallen off the bus"))
     if ends == "asleep":
-        await executor.sleep(1)
+        await executor.perform(Sleep(1))
     num_releases = accelerator.num_releases
     await executor.aclose()
     assert accelerator.num_releases > num_releases or ends == "lost", "the memory went back to the system"
@@ -484,13 +484,13 @@ async def test_sleep_and_weights_in_any_order_bring_what_they_bring_on_the_cpu(c
             outcomes = []
             for executor in executors:
                 calls: dict[str, Callable[[], Any]] = {
-                    "sleep": partial(executor.sleep, level),  # type: ignore[arg-type]
-                    "wake": partial(executor.wake_up, parts),  # type: ignore[arg-type]
-                    "wake all": partial(executor.wake_up, frozenset(("weights", "kv_cache"))),
-                    "update": partial(executor.update_weights, target),
-                    "stage": partial(executor.stage_weights, piece),
-                    "commit": partial(executor.commit_weights, "t"),
-                    "dummy": executor.execute_dummy_batch,
+                    "sleep": partial(executor.perform, Sleep(level)),  # type: ignore[arg-type]
+                    "wake": partial(executor.perform, WakeUp(parts)),  # type: ignore[arg-type]
+                    "wake all": partial(executor.perform, WakeUp(frozenset(("weights", "kv_cache")))),
+                    "update": partial(executor.perform, UpdateWeights(target)),
+                    "stage": partial(executor.perform, piece),
+                    "commit": partial(executor.perform, CommitWeights("t")),
+                    "dummy": partial(executor.perform, ExecuteDummyBatch()),
                     "tokens": partial(tokens_of, executor),
                 }
                 num_releases = accelerator.num_releases

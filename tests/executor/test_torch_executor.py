@@ -22,6 +22,7 @@ from executor.plans import PlanWriter, tokens_by_row
 from executor.tiny_decoder import HookedOperations, tiny_config, tiny_decoder
 
 from aioengine.config import EngineConfig
+from aioengine.core.control import StartProfile, StopProfile
 from aioengine.core.executor_protocol import DeviceLost
 from aioengine.errors import ConfigError, InvalidRequest
 from aioengine.executor import torch_executor
@@ -248,10 +249,10 @@ async def test_a_profile_shows_the_operations_of_each_step_and_those_inside_them
 ) -> None:
     writer = PlanWriter(64, 4)
     await executor.launch(a_plan(writer)).finish()
-    await executor.start_profile(max_steps=2)
+    await executor.perform(StartProfile(max_steps=2))
     for _ in range(3):
         await executor.launch(writer.plan()).finish()
-    await executor.stop_profile(tmp_path / "trace.json")
+    await executor.perform(StopProfile(tmp_path / "trace.json"))
     steps, operations = (spans(tmp_path / "trace.json", category) for category in ("user_annotation", "cpu_op"))
     assert len(steps) == 2
     for step in steps:
@@ -276,10 +277,10 @@ async def test_steps_may_be_in_flight_when_a_profile_starts_and_stops(model: Mod
     writer = PlanWriter(64, 4)
     steps = [executor.launch(a_plan(writer))]
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(partial(executor.start_profile, max_steps=100))
+        tasks.start_soon(partial(executor.perform, StartProfile(max_steps=100)))
         await anyio.wait_all_tasks_blocked()
         steps += [executor.launch(writer.plan()) for _ in range(2)]
-        tasks.start_soon(executor.stop_profile, tmp_path / "trace.json")
+        tasks.start_soon(executor.perform, StopProfile(tmp_path / "trace.json"))
         await anyio.wait_all_tasks_blocked()
         steps.append(executor.launch(writer.plan()))
         model.gate.set()
@@ -295,11 +296,11 @@ async def test_a_failed_step_is_in_the_profile(
 ) -> None:
     model.failing = {1}
     writer = PlanWriter(64, 4)
-    await executor.start_profile(max_steps=max_steps)
+    await executor.perform(StartProfile(max_steps=max_steps))
     with pytest.raises(InjectedFailure):
         await executor.launch(a_plan(writer)).finish()
     await executor.launch(writer.plan({})).finish()
-    await executor.stop_profile(tmp_path / "trace.json")
+    await executor.perform(StopProfile(tmp_path / "trace.json"))
     expected = ["step 1 (1 rows, 3 tokens)", "step 2 (0 rows, 0 tokens)"]
     assert step_names(tmp_path / "trace.json") == expected[:max_steps]
 
@@ -310,19 +311,19 @@ async def test_a_cancelled_start_of_a_profile_records_nothing_and_a_cancelled_st
     model.gate.clear()
     step = executor.launch(a_plan())
     with anyio.move_on_after(0.001) as scope:
-        await executor.start_profile(max_steps=100)
+        await executor.perform(StartProfile(max_steps=100))
     assert scope.cancelled_caught
     model.gate.set()
     await step.finish()
-    await executor.start_profile(max_steps=100)
+    await executor.perform(StartProfile(max_steps=100))
     with anyio.CancelScope() as scope:
         scope.cancel()
-        await executor.start_profile(max_steps=100)
+        await executor.perform(StartProfile(max_steps=100))
     with anyio.CancelScope() as scope:
         scope.cancel()
-        await executor.stop_profile(tmp_path / "first.json")  # it is not the cancelled start's to end
-    await executor.start_profile(max_steps=100)
-    await executor.stop_profile(tmp_path / "second.json")
+        await executor.perform(StopProfile(tmp_path / "first.json"))  # it is not the cancelled start's to end
+    await executor.perform(StartProfile(max_steps=100))
+    await executor.perform(StopProfile(tmp_path / "second.json"))
     assert sorted(os.listdir(tmp_path)) == ["first.json", "second.json"]
 
 
@@ -333,10 +334,10 @@ async def test_where_torch_fails_to_write_a_profile_it_is_an_error_and_leaves_no
         Path(f"{path}.tmp").write_text("half of it")
 
     (tmp_path / "trace.json").write_text("older")
-    await executor.start_profile(max_steps=100)
+    await executor.perform(StartProfile(max_steps=100))
     monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", export)
     with pytest.raises(OSError, match=r"could not write.*trace\.json"):
-        await executor.stop_profile(tmp_path / "trace.json")
+        await executor.perform(StopProfile(tmp_path / "trace.json"))
     assert os.listdir(tmp_path) == ["trace.json"]
     assert (tmp_path / "trace.json").read_text() == "older"
 
@@ -344,13 +345,13 @@ async def test_where_torch_fails_to_write_a_profile_it_is_an_error_and_leaves_no
 async def test_one_profile_is_recorded_in_a_process_at_a_time(model: Model, tmp_path: Path) -> None:
     other = Model()
     executors = [await model.start(), await other.start()]
-    await executors[0].start_profile(max_steps=1)
+    await executors[0].perform(StartProfile(max_steps=1))
     with pytest.raises(InvalidRequest, match="in use"):
-        await executors[1].start_profile(max_steps=1)
+        await executors[1].perform(StartProfile(max_steps=1))
     await executors[0].launch(a_plan()).finish()  # its last
-    await executors[1].start_profile(max_steps=1)
+    await executors[1].perform(StartProfile(max_steps=1))
     for number, executor in enumerate(executors):
-        await executor.stop_profile(tmp_path / f"{number}.json")
+        await executor.perform(StopProfile(tmp_path / f"{number}.json"))
         await executor.aclose()
     assert [len(step_names(tmp_path / name)) for name in ("0.json", "1.json")] == [1, 0]
 
@@ -358,16 +359,16 @@ async def test_one_profile_is_recorded_in_a_process_at_a_time(model: Model, tmp_
 async def test_a_profile_of_the_apps_own_is_left_alone(executor: TorchExecutor, tmp_path: Path) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as own:
         with pytest.raises(InvalidRequest, match="in use"):
-            await executor.start_profile(max_steps=1)
+            await executor.perform(StartProfile(max_steps=1))
         torch.ones(3).sum()
     assert "aten::sum" in [average.key for average in own.key_averages()]
-    await executor.start_profile(max_steps=1)
-    await executor.stop_profile(tmp_path / "trace.json")
+    await executor.perform(StartProfile(max_steps=1))
+    await executor.perform(StopProfile(tmp_path / "trace.json"))
 
 
 async def test_closing_while_a_profile_is_recorded_leaves_nothing(model: Model, tmp_path: Path) -> None:
     executor = await model.start()
-    await executor.start_profile(max_steps=100)
+    await executor.perform(StartProfile(max_steps=100))
     await executor.launch(a_plan()).finish()
     assert executor._device._recording is not None
     recorded = weakref.ref(executor._device._recording._profile)
@@ -378,8 +379,8 @@ async def test_closing_while_a_profile_is_recorded_leaves_nothing(model: Model, 
     assert not device_threads()
     other = Model()
     executor = await other.start()
-    await executor.start_profile(max_steps=100)
-    await executor.stop_profile(tmp_path / "trace.json")
+    await executor.perform(StartProfile(max_steps=100))
+    await executor.perform(StopProfile(tmp_path / "trace.json"))
     await executor.aclose()
 
 

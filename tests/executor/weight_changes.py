@@ -39,7 +39,7 @@ async def send(executor: Executor, sent: dict[str, Tensor], pieces: int = 1) -> 
         for offset in range(0, len(data), size):
             described = {"transfer": "t", "name": name, "dtype": _FILE_DTYPES[tensor.dtype]}
             piece = {"shape": tuple(tensor.shape), "offset": offset, "data": data[offset : offset + size]}
-            await executor.stage_weights(StageWeights(**described, **piece))
+            await executor.perform(StageWeights(**described, **piece))
 
 
 def changed_checkpoint(folder: Path, target: Path, changes: dict[str, Tensor]) -> Path:

@@ -12,6 +12,7 @@ import pytest
 from executor.contract import ExecutorContract, Opened, spans
 from executor.control_contract import ControlContract, Controlled
 
+from aioengine.core.control import Sleep, StartProfile, StopProfile, UpdateWeights
 from aioengine.core.executor_protocol import DeviceLost
 from aioengine.scheduler.plan import RowAdded, RowSampling, StepPlan, StepResult, Want, int32
 from aioengine.testing.fake_executor import sample_hash
@@ -194,7 +195,7 @@ def test_it_takes_no_more_steps_at_once_than_it_says() -> None:
 async def test_steps_run_one_after_the_other_for_their_time_each(tmp_path: Path) -> None:
     executor = FakeExecutor(step_time_s=0.5, max_in_flight=3)
     loop = asyncio.get_running_loop()
-    await executor.start_profile(max_steps=2)
+    await executor.perform(StartProfile(max_steps=2))
     steps = [executor.launch(make_plan(0, added=(ROW,))), executor.launch(make_plan(1))]
     assert not steps[0].is_done
     times = []
@@ -210,7 +211,7 @@ async def test_steps_run_one_after_the_other_for_their_time_each(tmp_path: Path)
     assert executor.events == [
         ("launch", 0), ("launch", 1), ("finish", 0), ("finish", 1), ("launch", 2), ("finish", 2)
     ]  # fmt: skip
-    await executor.stop_profile(tmp_path / "trace.json")
+    await executor.perform(StopProfile(tmp_path / "trace.json"))
     traced = [(span["ts"], span["dur"]) for span in spans(tmp_path / "trace.json", "user_annotation")]
     assert traced == [(0, 500_000), (0, 1_000_000)], "from the launch on"
 
@@ -267,8 +268,8 @@ async def test_a_control_call_waits_for_the_launched_steps_and_is_recorded(tmp_p
     assert await executor.apply_model(lambda model: model is executor) == [True]
     assert asyncio.get_running_loop().time() == 1.0
     await step.finish()
-    await executor.update_weights(tmp_path)
-    await executor.sleep(1)
+    await executor.perform(UpdateWeights(tmp_path))
+    await executor.perform(Sleep(1))
     kinds = [kind for kind, _ in executor.events]
     assert kinds == ["launch", "apply_model", "finish", "update_weights", "sleep"]
     assert executor.events[-2:] == [("update_weights", tmp_path), ("sleep", 1)]
@@ -280,4 +281,4 @@ async def test_a_control_call_that_waits_hears_of_the_closing() -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(executor.aclose)
         with pytest.raises(DeviceLost):
-            await executor.sleep(1)
+            await executor.perform(Sleep(1))

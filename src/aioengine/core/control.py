@@ -1,24 +1,27 @@
 """Control calls: what is asked of an engine beside its requests. Each is a message, in process and over a wire alike.
 
-A message checks its arguments when it is made, so that a bad one fails its caller, on either side of a wire. What the
-device alone performs a message asks of the executor itself (`Control.ask`); `CoreState` has the calls that concern the
-scheduler, too. The set is closed: nothing is ever looked up by a name that came from outside, but for the functions
+A message checks its arguments when it is made, so that a bad one fails its caller, on either side of a wire. What a
+device has to do for it is the executor's (`Executor.perform`); `CoreState` has the calls that concern the scheduler,
+too. The set is closed: nothing is ever looked up by a name that came from outside, but for the functions
 that the engine's own process has registered (`aioengine.worker_function`).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Coroutine, Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args
 
 import msgspec
 from msgspec.structs import force_setattr
 
-from aioengine.core.executor_protocol import Executor, WeightPiece
-from aioengine.errors import InternalError, InvalidRequest
+from aioengine.errors import InvalidRequest
 from aioengine.validation import shorten
+
+WeightDtype = Literal["F32", "BF16", "F16"]
+"""As safetensors names them."""
 
 PauseMode = Literal["abort", "wait", "keep"]
 SleepLevel = Literal[0, 1, 2]
@@ -41,10 +44,6 @@ class Control(msgspec.Struct, frozen=True, kw_only=False, array_like=True, tag=T
         InvalidRequest: an argument is bad.
     """
 
-    def ask(self, executor: Executor) -> Coroutine[Any, Any, Any]:
-        """What the device has to do for this call: the executor's method that performs it, to be awaited."""
-        raise InternalError(f"{type(self).__name__} has nothing for the device to do")
-
 
 class ResetPrefixCache(Control, frozen=True):
     """Forget all cached prefixes; with ``reset_running`` what runs computes its KV again, too. → blocks forgotten."""
@@ -66,7 +65,16 @@ class Resume(Control, frozen=True):
 
 
 class Sleep(Control, frozen=True):
-    """Pause, clear the prefix cache and give the device's memory back. → None."""
+    """Pause, clear the prefix cache and give the device's memory back. → None.
+
+    The device frees the KV cache and (2) the weights, or (1) moves those to the host's memory, where a CPU has them
+    already. No plan may be launched until `WakeUp` has brought back both: it would fail with an AssertionError. Rows
+    that were not removed stay known. Idempotent; level 2 may follow level 1, and 1 after 2 changes nothing.
+
+    Raises:
+        InvalidRequest: level 2, and the weights cannot be read again: they came as tensors (`CommitWeights`); or level
+            1, and the host has no memory for them. The device is as it was.
+    """
 
     level: SleepLevel = 1
     mode: PauseMode = "abort"
@@ -78,7 +86,13 @@ class Sleep(Control, frozen=True):
 
 
 class WakeUp(Control, frozen=True):
-    """Bring back what `Sleep` took: these, or all. → None."""
+    """Bring back what `Sleep` took: these, or all; the KV cache comes back empty. Idempotent. → None.
+
+    Raises:
+        ModelLoadError: the weights cannot be read any more, or the device has no memory for them; they stay away, and
+            this may be tried again.
+        ConfigError: the same of the KV cache; the weights are back.
+    """
 
     tags: tuple[WakeTag, ...] = WAKE_TAGS
 
@@ -103,19 +117,31 @@ class IsSleeping(Control, frozen=True):
 
 
 class StartProfile(Control, frozen=True):
-    """Record the device's next steps. → None."""
+    """Record the device's next steps; cancelled, it records nothing. → None.
+
+    After ``max_steps`` of them the recording ends by itself, and waits to be written by `StopProfile`.
+
+    Raises:
+        InvalidRequest: it is recording already, or has recorded what is not written yet, or what records is in use
+            elsewhere in the engine's process.
+    """
 
     max_steps: int = 100
 
     def __post_init__(self) -> None:
         _check_count(self.max_steps, "max_steps")
 
-    def ask(self, executor: Executor) -> Coroutine[Any, Any, None]:
-        return executor.start_profile(max_steps=self.max_steps)
-
 
 class StopProfile(Control, frozen=True):
-    """Write the trace to a file of the engine's machine. → None."""
+    """Stop recording, and write a Chrome trace (JSON) to a file of the engine's machine. → None.
+
+    A step is an event of the category "user_annotation" named ``step N (R rows, T tokens)``. A file that is there is
+    replaced once the new one is whole. If the writing fails the recording is over and lost.
+
+    Raises:
+        InvalidRequest: it is not recording.
+        OSError: the file cannot be written.
+    """
 
     path: PathText
 
@@ -125,16 +151,19 @@ class StopProfile(Control, frozen=True):
             raise InvalidRequest(f"path={shorten(path)}: the name of a file is needed", param="path")
         force_setattr(self, "path", _absolute(path, "path"))
 
-    def ask(self, executor: Executor) -> Coroutine[Any, Any, None]:
-        return executor.stop_profile(Path(self.path))
-
 
 class SupportedTasks(Control, frozen=True):
     """→ tuple of names, such as "generate"."""
 
 
 class SaveShardedState(Control, frozen=True):
-    """Write the weights as they are now into a folder of the engine's machine. → the names of the files."""
+    """Write the weights as they are now, with config and tokenizer, into a folder of the engine's machine, which
+    `Engine` can load. → the names of the weight files, in order.
+
+    Raises:
+        InvalidRequest: the weights are asleep at level 2.
+        OSError: it cannot be written.
+    """
 
     folder: PathText
     max_shard_bytes: int
@@ -143,36 +172,59 @@ class SaveShardedState(Control, frozen=True):
         _check_count(self.max_shard_bytes, "max_shard_bytes")
         force_setattr(self, "folder", _absolute(self.folder, "folder"))
 
-    def ask(self, executor: Executor) -> Coroutine[Any, Any, list[str]]:
-        return executor.save_sharded_state(Path(self.folder), self.max_shard_bytes)
-
 
 class UpdateWeights(Control, frozen=True):
-    """Take other weights of the same shapes from a folder of the engine's machine. → None."""
+    """Take other weights of the same shapes from a folder of the engine's machine; all or nothing. → None.
+
+    They are read into the host's memory, and replace the old ones when all are there: on a GPU at the same addresses,
+    so that it takes no memory there. If the GPU fails in between, later steps raise `DeviceLost`. Asleep at level 2
+    the device looks at the files' headers alone: `WakeUp` reads the weights.
+
+    Raises:
+        ModelLoadError: they do not fit, or cannot be read.
+    """
 
     folder: PathText
 
     def __post_init__(self) -> None:
         force_setattr(self, "folder", _absolute(self.folder, "folder"))
 
-    def ask(self, executor: Executor) -> Coroutine[Any, Any, None]:
-        return executor.update_weights(Path(self.folder))
 
+class StageWeights(Control, frozen=True):
+    """Keep a piece of a tensor's bytes until `CommitWeights` or `DropWeights`; pieces may come in any order. → None.
 
-class StageWeights(WeightPiece, Control, frozen=True):
-    """Keep a piece of a tensor until `CommitWeights`. → None. On the wire its ``data`` has a frame of its own."""
+    Cancelled, it drops the transfer, since the piece may have come or not. On the wire its ``data`` has a frame of its
+    own.
 
-    def ask(self, executor: Executor) -> Coroutine[Any, Any, None]:
-        return executor.stage_weights(self)
+    Attributes:
+        transfer: which update of weights it belongs to: an id of the caller's.
+        name: the tensor's, as checkpoints have it.
+        shape: of the whole tensor.
+        offset: where the piece begins in the tensor's bytes (row-major, little-endian).
+        data: contiguous bytes: bytes, bytearray or memoryview.
+
+    Raises:
+        InvalidRequest: there is no such tensor, or the piece does not fit it.
+    """
+
+    transfer: str
+    name: str
+    dtype: WeightDtype
+    shape: tuple[int, ...]
+    offset: int
+    data: Any = None
 
 
 class CommitWeights(Control, frozen=True):
-    """Put all staged tensors of ``transfer`` in their places, between two steps. → None."""
+    """Put all staged tensors of ``transfer`` in their places, between two steps; all or nothing. → None.
+
+    Tensors that were not staged stay as they are. On a GPU as `UpdateWeights`.
+
+    Raises:
+        InvalidRequest: nothing is staged, a tensor is not whole, or the weights are asleep at level 2.
+    """
 
     transfer: str
-
-    def ask(self, executor: Executor) -> Coroutine[Any, Any, None]:
-        return executor.commit_weights(self.transfer)
 
 
 class DropWeights(Control, frozen=True):
@@ -180,12 +232,14 @@ class DropWeights(Control, frozen=True):
 
     transfer: str
 
-    def ask(self, executor: Executor) -> Coroutine[Any, Any, None]:
-        return executor.drop_weights(self.transfer)
-
 
 class CollectiveRpc(Control, frozen=True):
-    """Call a registered function on each rank, between two steps. → a list of what it returned, by rank."""
+    """Call a registered function on each rank, between two steps. → a list of what it returned, by rank.
+
+    Raises:
+        InvalidRequest: no function of that name is registered in the engine's process.
+        Exception: what the function raised.
+    """
 
     name: str
     args: tuple[Any, ...] = ()
@@ -210,15 +264,14 @@ class CollectiveRpc(Control, frozen=True):
         force_setattr(self, "args", tuple(args))
         force_setattr(self, "kwargs", dict(kwargs or {}))
 
-    def ask(self, executor: Executor) -> Coroutine[Any, Any, list[Any]]:
-        return executor.collective_rpc(self.name, self.args, self.kwargs)
-
 
 class ExecuteDummyBatch(Control, frozen=True):
-    """Compute one token of no request, so that this rank takes part in a collective operation. → None."""
+    """Compute one token of no request, so that this rank takes part in a collective operation: no row and no KV
+    changes. → None.
 
-    def ask(self, executor: Executor) -> Coroutine[Any, Any, None]:
-        return executor.execute_dummy_batch()
+    Raises:
+        InvalidRequest: the engine sleeps.
+    """
 
 
 UNBLOCKING_CALLS = (Resume, WakeUp)
@@ -231,6 +284,11 @@ if TYPE_CHECKING:
     AnyControl = Control
 else:  # for decoders
     AnyControl = Union[tuple(Control.__subclasses__())]  # noqa: UP007
+
+
+def name_of(call: Control) -> str:
+    """Such as "save_sharded_state"."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", type(call).__name__).lower()
 
 
 def _check_mode(mode: object) -> None:

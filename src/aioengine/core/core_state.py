@@ -7,13 +7,13 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import anyio
 
 from aioengine.config import EngineConfig
 from aioengine.core import control as c
-from aioengine.core.executor_protocol import DeviceLost, Executor, ExecutorInfo, Part, PendingStep
+from aioengine.core.executor_protocol import DeviceLost, Executor, ExecutorInfo, PendingStep
 from aioengine.core.health import Beat, Health, dead, judge
 from aioengine.core.listener import Conditions, Endings, Listener
 from aioengine.core.observers import Observers, UserCode
@@ -27,7 +27,7 @@ from aioengine.scheduler.sequence import Reason, Request, Sequence, make_choices
 
 T = TypeVar("T")
 
-PARTS: tuple[Part, ...] = ("weights", "kv_cache")
+PARTS: tuple[c.WakeTag, ...] = ("weights", "kv_cache")
 """What `Sleep` takes of the device's memory at level 1 and 2."""
 
 
@@ -247,14 +247,17 @@ class CoreState:
                 async with self._device_turn:
                     if isinstance(call, c.ExecuteDummyBatch) and self.asleep - {"scheduling"}:
                         raise InvalidRequest("a sleeping engine computes nothing: wake it up first")
-                    return await self.at_device(call.ask(self.executor))
+                    return await self._ask(call)
             case _:
-                return await self.at_device(call.ask(self.executor))
+                return await self._ask(call)
         return None
 
-    async def at_device(self, call: Coroutine[Any, Any, T]) -> T:
-        """Await a call of the executor's beside steps; until it answers, `beat` tells which it is and how old."""
-        self._device_calls[call] = getattr(call, "__name__", "a control call"), self.clock()
+    async def _ask(self, call: c.Control) -> Any:
+        return await self.at_device(c.name_of(call), self.executor.perform(call))
+
+    async def at_device(self, what: str, call: Coroutine[Any, Any, T]) -> T:
+        """Await a call of the executor's beside steps; until it answers, `beat` tells what it is and how old."""
+        self._device_calls[call] = what, self.clock()
         try:
             return await call
         finally:
@@ -272,13 +275,13 @@ class CoreState:
                 self.check_accepting()
                 self._forget_kv()
                 if call.level:
-                    await self._give_memory_back(call.level)
+                    await self._give_memory_back(call)
 
-    async def _give_memory_back(self, level: Literal[1, 2]) -> None:
+    async def _give_memory_back(self, call: c.Sleep) -> None:
         before = set(self.asleep)
         self.asleep.update(PARTS)
         try:
-            await self.at_device(self.executor.sleep(level))
+            await self._ask(call)
         except Exception:
             self.asleep = before  # as deep as it was
             if before == {"scheduling"}:
@@ -290,10 +293,10 @@ class CoreState:
             self._wake_scheduling()  # it only waits for others to end
             return
         async with self._device_turn:  # behind a `Sleep` that is under way
-            parts: frozenset[Part] = frozenset(part for part in PARTS if part in call.tags and part in self.asleep)
+            parts = [part for part in PARTS if part in call.tags and part in self.asleep]
             if parts:
-                await self.at_device(self.executor.wake_up(parts))
-                self.asleep -= parts
+                await self._ask(c.WakeUp(parts))
+                self.asleep.difference_update(parts)
             if self.asleep <= {"scheduling"} and (parts or "scheduling" in call.tags):
                 self._wake_scheduling()
 
@@ -308,7 +311,7 @@ class CoreState:
             try:
                 await self.when(lambda: not self._in_flight)
                 self.check_accepting()
-                await self.at_device(call.ask(self.executor))
+                await self._ask(call)
             finally:  # also when cancelled: the device may do it all the same
                 self._forget_kv()
                 self._is_changing_weights = False

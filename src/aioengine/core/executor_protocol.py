@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from aioengine.core.control import Control
 from aioengine.errors import InvalidRequest
 from aioengine.scheduler.plan import StepPlan, StepResult
 
 T = TypeVar("T")
-
-Part = Literal["weights", "kv_cache"]
-"""What of a device's memory can be given back and brought back."""
-
-WeightDtype = Literal["F32", "BF16", "F16"]
-"""As safetensors names them."""
 
 
 class DeviceLost(Exception):
@@ -46,25 +40,6 @@ class ExecutorInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int = 0
     device: str = "cpu"
     dtype: str = "float32"
-
-
-class WeightPiece(msgspec.Struct, frozen=True, array_like=True):
-    """A part of a tensor's bytes, on its way to the device.
-
-    Attributes:
-        transfer: which update of weights it belongs to: an id of the caller's.
-        name: the tensor's, as checkpoints have it.
-        shape: of the whole tensor.
-        offset: where the part begins in the tensor's bytes (row-major, little-endian).
-        data: contiguous bytes: bytes, bytearray or memoryview.
-    """
-
-    transfer: str
-    name: str
-    dtype: WeightDtype
-    shape: tuple[int, ...]
-    offset: int
-    data: Any = None
 
 
 class ExecutorStats(msgspec.Struct, kw_only=True):
@@ -107,99 +82,15 @@ class Executor(Protocol):
     def launch(self, plan: StepPlan) -> PendingStep:
         """Queue a step without waiting, behind those launched before; at most ``info.max_in_flight`` are unfinished."""
 
-    async def start_profile(self, *, max_steps: int) -> None:
-        """Record the next ``max_steps`` steps (1 or more) that are launched; cancelled, it records nothing.
+    async def perform(self, call: Control) -> Any:
+        """Do a control call's part at the device, behind the launched steps, and return what the call's class says.
 
-        After those the recording ends by itself, and waits to be written by `stop_profile`.
+        Of `Sleep` come levels 1 and 2, of `WakeUp` the tags of what the device has to bring back. Cancelling stops the
+        wait: the device may do it all the same.
 
         Raises:
-            InvalidRequest: it is recording already, or has recorded what is not written yet, or what records is in use
-                elsewhere in this process.
             DeviceLost: the executor is closed.
-        """
-
-    async def stop_profile(self, path: Path) -> None:
-        """Stop recording, behind the steps that are launched, and write a Chrome trace (JSON) to ``path``.
-
-        A step is an event of the category "user_annotation" named ``step N (R rows, T tokens)``. A file that is there
-        is replaced once the new one is whole. If the writing fails the recording is over and lost. Cancelling stops
-        the wait: the file may come all the same.
-
-        Raises:
-            InvalidRequest: it is not recording.
-            OSError: the file cannot be written.
-            DeviceLost: the executor is closed.
-        """
-
-    async def sleep(self, level: Literal[1, 2]) -> None:
-        """Behind the launched steps, free the KV cache and (2) the weights, or (1) move those to the host's memory.
-
-        On a CPU they are there already. No row may hold blocks, and no plan may be launched until `wake_up` has brought
-        back both parts: it would fail with an AssertionError. Rows that were not removed stay known. Idempotent; level
-        2 may follow level 1, and 1 after 2 changes nothing.
-
-        Raises:
-            InvalidRequest: level 2, and the weights cannot be read again: they came as tensors (`commit_weights`); or
-                level 1, and the host has no memory for them. Nothing has changed.
-        """
-
-    async def wake_up(self, parts: frozenset[Part]) -> None:
-        """Bring back what `sleep` took, of these; the KV cache comes back empty. Idempotent.
-
-        Raises:
-            ModelLoadError: the weights cannot be read any more, or the device has no memory for them; they stay away,
-                and this may be tried again.
-            ConfigError: the same of the KV cache; the weights are back.
-        """
-
-    async def update_weights(self, folder: Path) -> None:
-        """Behind the launched steps, take the weights of another checkpoint of the same shapes; all or nothing.
-
-        They are read into the host's memory, and replace the old ones when all are there: on a GPU at the same
-        addresses, so that it takes no memory there. If the GPU fails in between, later steps raise `DeviceLost`.
-        Asleep at level 2, it looks at the files' headers alone: `wake_up` reads the weights.
-
-        Raises:
-            ModelLoadError: they do not fit, or cannot be read.
-        """
-
-    async def stage_weights(self, piece: WeightPiece) -> None:
-        """Keep a copy of a piece of a tensor until `commit_weights` or `drop_weights`. Pieces may come in any order.
-
-        Cancelled, it drops the transfer, since the piece may have come or not.
-
-        Raises:
-            InvalidRequest: there is no such tensor, or the piece does not fit it.
-        """
-
-    async def commit_weights(self, transfer: str) -> None:
-        """Behind the launched steps, put all tensors staged for ``transfer`` in their places; all or nothing.
-
-        Tensors that were not staged stay as they are. On a GPU as `update_weights`.
-
-        Raises:
-            InvalidRequest: nothing is staged, a tensor is not whole, or the weights are asleep at level 2.
-        """
-
-    async def drop_weights(self, transfer: str) -> None:
-        """Forget what was staged for ``transfer``. Idempotent."""
-
-    async def save_sharded_state(self, folder: Path, max_shard_bytes: int) -> list[str]:
-        """Write a checkpoint of the weights as they are, with config and tokenizer, which `Engine` can load again.
-
-        Returns:
-            the names of the weight files, in order.
-        Raises:
-            InvalidRequest: the weights are asleep at level 2.
-            OSError: it cannot be written.
-        """
-
-    async def collective_rpc(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Call the registered function on each rank, between two steps; returns what each returned.
-
-        Raises:
-            InvalidRequest: no function of that name is registered in this process.
-            Exception: what the function raised.
+            Exception: as the call's class says.
         """
 
     async def apply_model(self, function: Callable[[Any], T]) -> list[T]:
@@ -208,13 +99,6 @@ class Executor(Protocol):
         Raises:
             InvalidRequest: the weights are asleep at level 2.
             Exception: what the function raised.
-        """
-
-    async def execute_dummy_batch(self) -> None:
-        """Behind the launched steps, compute one token that changes no row and no KV.
-
-        Raises:
-            InvalidRequest: the weights are asleep.
         """
 
     async def aclose(self) -> None:

@@ -68,7 +68,7 @@ class InProcess:
 
     async def apply_model(self, function: Callable[[Any], T]) -> list[T]:
         assert self._executor is not None
-        return await self.core.at_device(self._executor.apply_model(function))
+        return await self.core.at_device("apply_model", self._executor.apply_model(function))
 
     async def aclose(self) -> None:
         if self._executor is not None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from aioengine.core.control import StartProfile
 from aioengine.errors import InvalidRequest
 from aioengine.scheduler.plan import StepPlan
 
@@ -25,11 +26,13 @@ class Recording:
     `start`, `step` and `stop` belong to that one thread, since torch records the thread that starts it.
 
     Args:
-        max_steps: after so many it stops by itself, which bounds what `stop` and `write` cost: both hold the GIL.
+        asked_by: after its ``max_steps`` it stops by itself, which bounds what `stop` and `write` cost: both hold the
+            GIL.
     """
 
-    def __init__(self, max_steps: int) -> None:
-        self._num_left = max_steps
+    def __init__(self, asked_by: StartProfile) -> None:
+        self.asked_by = asked_by
+        self._num_left = asked_by.max_steps
         # Without shapes: with them an event costs four times as much in `stop` and `write`, and 100 steps of a small
         # model hold the loop for 1 to 3 s instead of 0.4.
         self._profile: profile | None = None

@@ -7,24 +7,23 @@ import contextlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar, TypeVarTuple
+from typing import Any, Self, TypeVar, TypeVarTuple
 
 import anyio
 import torch
 
 from aioengine.config import EngineConfig
+from aioengine.core import control as c
 from aioengine.core.executor_protocol import (
     DeviceLost,
     ExecutorInfo,
     ExecutorStats,
-    Part,
-    WeightPiece,
     already_recording,
     not_recording,
     weights_asleep,
 )
 from aioengine.core.worker_functions import Worker, registered
-from aioengine.errors import ConfigError, describe
+from aioengine.errors import ConfigError, InternalError, describe
 from aioengine.executor.accelerator import Accelerator
 from aioengine.executor.completion_thread import DeferredResult, Pending
 from aioengine.executor.cuda import CudaAccelerator, find_cuda
@@ -115,51 +114,15 @@ class TorchExecutor:
     def launch(self, plan: StepPlan) -> Pending[StepResult]:
         return self._thread.submit(self._device.step, plan)
 
-    async def start_profile(self, *, max_steps: int) -> None:
-        recording = Recording(max_steps)
+    async def perform(self, call: c.Control) -> Any:
         try:
-            await self._thread.submit(self._device.start_profile, recording).finish()
+            return await self._do(self._device.perform, call)
         except asyncio.CancelledError:
-            self._thread.submit(self._device.drop_profile, recording)
+            self._thread.submit(self._device.cancel, call)
             raise
-
-    async def stop_profile(self, path: Path) -> None:
-        await self._thread.submit(self._device.stop_profile, path).finish()
-
-    async def sleep(self, level: Literal[1, 2]) -> None:
-        await self._do(self._device.sleep, level)
-
-    async def wake_up(self, parts: frozenset[Part]) -> None:
-        await self._do(self._device.wake_up, parts)
-
-    async def update_weights(self, folder: Path) -> None:
-        await self._do(self._device.update_weights, folder)
-
-    async def stage_weights(self, piece: WeightPiece) -> None:
-        try:
-            await self._do(self._device.stage_weights, piece)
-        except asyncio.CancelledError:
-            # The caller may write to the piece's memory from now on, which the thread may be reading.
-            self._thread.submit(self._device.drop_weights, piece.transfer)
-            raise
-
-    async def commit_weights(self, transfer: str) -> None:
-        await self._do(self._device.commit_weights, transfer)
-
-    async def drop_weights(self, transfer: str) -> None:
-        await self._do(self._device.drop_weights, transfer)
-
-    async def save_sharded_state(self, folder: Path, max_shard_bytes: int) -> list[str]:
-        return await self._do(self._device.save_sharded_state, folder, max_shard_bytes)
-
-    async def collective_rpc(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        return await self._do(self._device.call, registered(name), args, kwargs)
 
     async def apply_model(self, function: Callable[[Any], T]) -> list[T]:
         return await self._do(self._device.apply, function)
-
-    async def execute_dummy_batch(self) -> None:
-        await self._do(self._device.execute_dummy_batch)
 
     async def _do(self, job: Callable[[*Ts], T], *args: *Ts) -> T:
         return await self._thread.submit(_run_foreign, job, *args).finish()
@@ -181,7 +144,7 @@ class Device:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._accelerator: Accelerator | None = None
-        self._asleep: frozenset[Part] = frozenset()
+        self._asleep: set[c.WakeTag] = set()
         self._num_layers = 1
         self._kv_bytes_per_token = 0
         self._max_threads = 0
@@ -232,13 +195,57 @@ class Device:
         with self._recording.step(plan):
             return self.runner.step(plan)
 
-    def start_profile(self, recording: Recording) -> None:
+    def perform(self, call: c.Control) -> Any:
+        """As `Executor.perform`."""
+        match call:
+            case c.StartProfile():
+                self._start_profile(call)
+            case c.StopProfile():
+                self._stop_profile(Path(call.path))
+            case c.Sleep():
+                self._sleep(call.level)
+            case c.WakeUp():
+                self._wake_up(call.tags)
+            case c.UpdateWeights():
+                self._replace(lambda: self.weights.update(Path(call.folder)))
+            case c.StageWeights():
+                self.weights.staging.add(call)
+            case c.CommitWeights():
+                self._replace(lambda: self.weights.commit(call.transfer))
+            case c.DropWeights():
+                self.weights.staging.drop(call.transfer)
+            case c.SaveShardedState():
+                return self.weights.save(Path(call.folder), call.max_shard_bytes)
+            case c.CollectiveRpc():
+                function = registered(call.name)
+                self.runner.synchronize()
+                worker = Worker(rank=0, world_size=1, model=self.weights.decoder, config=self._config)
+                return [function(worker, *call.args, **call.kwargs)]
+            case c.ExecuteDummyBatch():
+                if "weights" in self._asleep:
+                    raise weights_asleep("execute_dummy_batch")
+                self._use_threads(self._is_large(1, 0))
+                self.runner.dummy_step()
+            case _:
+                raise InternalError(f"a device has nothing to do for {call}")
+        return None
+
+    def cancel(self, call: c.Control) -> None:
+        """The caller of `perform` has left: undo what nothing else would end."""
+        match call:
+            case c.StageWeights():
+                self.weights.staging.drop(call.transfer)
+            case c.StartProfile() if self._recording is not None and self._recording.asked_by is call:
+                self._drop_profile()
+
+    def _start_profile(self, call: c.StartProfile) -> None:
         if self._recording is not None:
             raise already_recording()
+        recording = Recording(call)
         recording.start(self._accelerator.profiler_activities() if self._accelerator is not None else ())
         self._recording = recording
 
-    def stop_profile(self, path: Path) -> None:
+    def _stop_profile(self, path: Path) -> None:
         recording, self._recording = self._recording, None
         if recording is None:
             raise not_recording()
@@ -246,13 +253,13 @@ class Device:
         recording.stop()
         recording.write(path)
 
-    def drop_profile(self, recording: Recording) -> None:
-        """End a recording that no call will stop, if it has begun."""
-        if self._recording is recording:
-            self._recording = None
+    def _drop_profile(self) -> None:
+        """End a recording that no call will stop, if there is one."""
+        recording, self._recording = self._recording, None
+        if recording is not None:
             recording.stop()
 
-    def sleep(self, level: Literal[1, 2]) -> None:
+    def _sleep(self, level: c.SleepLevel) -> None:
         self.runner.synchronize()
         if level == 2:
             self.weights.discard()  # first, since it may refuse
@@ -261,10 +268,10 @@ class Device:
             self.weights.move_away()  # first, since it may refuse
             self.runner.use(None)
         self.runner.drop_cache()
-        self._asleep = frozenset(("weights", "kv_cache"))
+        self._asleep = {"weights", "kv_cache"}
         self._return_memory()
 
-    def wake_up(self, parts: frozenset[Part]) -> None:
+    def _wake_up(self, parts: tuple[c.WakeTag, ...]) -> None:
         if "weights" in parts:
             self._use_threads(True)
             try:
@@ -272,10 +279,10 @@ class Device:
                 self.runner.use(self.weights.decoder)
             finally:
                 self._return_memory()
-            self._asleep -= {"weights"}
+            self._asleep.discard("weights")
         if "kv_cache" in parts:
             self._make_cache()
-            self._asleep -= {"kv_cache"}
+            self._asleep.discard("kv_cache")
 
     def _make_cache(self) -> None:
         try:
@@ -289,44 +296,17 @@ class Device:
             f"there is no room for the KV cache: {problem}. Free some of the device's memory, and wake up again"
         )
 
-    def update_weights(self, folder: Path) -> None:
-        self._replace(lambda weights: weights.update(folder))
-
-    def commit_weights(self, transfer: str) -> None:
-        self._replace(lambda weights: weights.commit(transfer))
-
-    def _replace(self, change: Callable[[Weights], None]) -> None:
+    def _replace(self, change: Callable[[], None]) -> None:
         self._use_threads(True)
         self.runner.synchronize()
-        change(self.weights)  # where the old values were: the runner need not know, and its graphs stay good
+        change()  # where the old values were: the runner need not know, and its graphs stay good
         self._return_memory()
-
-    def stage_weights(self, piece: WeightPiece) -> None:
-        self.weights.staging.add(piece)
-
-    def drop_weights(self, transfer: str) -> None:
-        self.weights.staging.drop(transfer)
-
-    def save_sharded_state(self, folder: Path, max_shard_bytes: int) -> list[str]:
-        return self.weights.save(folder, max_shard_bytes)
-
-    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """A registered function's result, by rank."""
-        self.runner.synchronize()
-        worker = Worker(rank=0, world_size=1, model=self.weights.decoder, config=self._config)
-        return [function(worker, *args, **kwargs)]
 
     def apply(self, function: Callable[[Any], T]) -> list[T]:
         if self.weights.decoder is None:
             raise weights_asleep("apply_model")
         self.runner.synchronize()
         return [function(self.weights.decoder)]
-
-    def execute_dummy_batch(self) -> None:
-        if "weights" in self._asleep:
-            raise weights_asleep("execute_dummy_batch")
-        self._use_threads(self._is_large(1, 0))
-        self.runner.dummy_step()
 
     def _is_large(self, num_tokens: int, context_len: int) -> bool:
         context_bytes = context_len * self._kv_bytes_per_token
@@ -343,8 +323,7 @@ class Device:
         return_freed_memory()
 
     def free(self) -> None:
-        if self._recording is not None:
-            self.drop_profile(self._recording)
+        self._drop_profile()
         accelerator = self._accelerator
         vars(self).clear()
         if accelerator is not None:

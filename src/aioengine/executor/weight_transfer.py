@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aioengine.core.executor_protocol import WeightDtype, WeightPiece
+from aioengine.core.control import StageWeights, WeightDtype
 from aioengine.errors import InvalidRequest
 
 MAX_TRANSFERS = 4
@@ -62,7 +62,7 @@ class WeightTransfer:
         self._shapes = shapes
         self._transfers: dict[str, dict[str, StagedTensor]] = {}
 
-    def add(self, piece: WeightPiece) -> None:
+    def add(self, piece: StageWeights) -> None:
         """Copy a piece; one that is refused changes nothing.
 
         Raises:
@@ -92,7 +92,7 @@ class WeightTransfer:
         tensor.write(piece.offset, data)
         self._transfers.setdefault(piece.transfer, {})[piece.name] = tensor
 
-    def _check_tensor(self, piece: WeightPiece) -> None:
+    def _check_tensor(self, piece: StageWeights) -> None:
         shape = self._shapes.get(piece.name)
         if shape is None:
             near = difflib.get_close_matches(str(piece.name), self._shapes, n=1)
@@ -133,7 +133,7 @@ def num_bytes(dtype: WeightDtype, shape: tuple[int, ...]) -> int:
     return int(np.prod(shape, dtype=np.int64)) * ITEM_BYTES[dtype]
 
 
-def _bytes_of(piece: WeightPiece) -> memoryview:
+def _bytes_of(piece: StageWeights) -> memoryview:
     """The piece's bytes, which lie inside its tensor."""
     try:
         view: memoryview[Any] = memoryview(piece.data)

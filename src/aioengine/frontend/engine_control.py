@@ -13,8 +13,8 @@ import anyio
 import numpy as np
 
 from aioengine.core import control as c
-from aioengine.core.control import AnyControl, PauseMode, SleepLevel, WakeTag
-from aioengine.core.executor_protocol import ExecutorInfo, WeightDtype
+from aioengine.core.control import AnyControl, PauseMode, SleepLevel, WakeTag, WeightDtype
+from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.core.health import Health
 from aioengine.errors import EngineClosed, InvalidRequest
 from aioengine.frontend.prompt import ChatMessage

@@ -7,13 +7,14 @@ import itertools
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 
 from aioengine.config import EngineConfig
-from aioengine.core.executor_protocol import DeviceLost, ExecutorInfo, ExecutorStats, Part, WeightPiece
+from aioengine.core.control import CollectiveRpc, Control, SaveShardedState, StopProfile
+from aioengine.core.executor_protocol import DeviceLost, ExecutorInfo, ExecutorStats
 from aioengine.core.worker_functions import Worker, registered
 from aioengine.scheduler.plan import (
     PromptLogprobs,
@@ -177,47 +178,24 @@ class FakeExecutor:
             await step.wait()
         self._check_open()
 
-    async def start_profile(self, *, max_steps: int) -> None:
+    async def perform(self, call: Control) -> Any:
         self._check_open()
-
-    async def stop_profile(self, path: Path) -> None:
-        self._check_open()
-        await asyncio.to_thread(path.write_text, '{"traceEvents": []}')
-
-    async def sleep(self, level: Literal[1, 2]) -> None:
+        function = registered(call.name) if isinstance(call, CollectiveRpc) else None
         await self._launched_steps_end()
-
-    async def wake_up(self, parts: frozenset[Part]) -> None:
-        await self._launched_steps_end()
-
-    async def update_weights(self, folder: Path) -> None:
-        await self._launched_steps_end()
-
-    async def stage_weights(self, piece: WeightPiece) -> None:
-        await self._launched_steps_end()
-
-    async def commit_weights(self, transfer: str) -> None:
-        await self._launched_steps_end()
-
-    async def drop_weights(self, transfer: str) -> None:
-        await self._launched_steps_end()
-
-    async def save_sharded_state(self, folder: Path, max_shard_bytes: int) -> list[str]:
-        await self._launched_steps_end()
-        return []
-
-    async def collective_rpc(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        function = registered(name)
-        await self._launched_steps_end()
-        config = EngineConfig(max_model_len=self.info.max_model_len, block_size=self.info.block_size)
-        return [function(Worker(rank=0, world_size=1, model=self.model, config=config), *args, **kwargs)]
+        match call:
+            case CollectiveRpc() if function is not None:
+                config = EngineConfig(max_model_len=self.info.max_model_len, block_size=self.info.block_size)
+                worker = Worker(rank=0, world_size=1, model=self.model, config=config)
+                return [function(worker, *call.args, **call.kwargs)]
+            case StopProfile():
+                await asyncio.to_thread(Path(call.path).write_text, '{"traceEvents": []}')
+            case SaveShardedState():
+                return []
+        return None
 
     async def apply_model(self, function: Callable[[Any], T]) -> list[T]:
         await self._launched_steps_end()
         return [function(self)]
-
-    async def execute_dummy_batch(self) -> None:
-        await self._launched_steps_end()
 
     @property
     def model(self) -> Any:

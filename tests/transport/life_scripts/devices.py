@@ -8,10 +8,12 @@ import ctypes
 import os
 import signal
 import sys
+from typing import Any
 
 import anyio
 
 from aioengine.config import EngineConfig
+from aioengine.core.control import Control, ExecuteDummyBatch
 from aioengine.core.executor_protocol import DeviceLost
 from aioengine.core.worker_functions import Worker, worker_function
 from aioengine.errors import ModelLoadError
@@ -62,10 +64,10 @@ class ToldExecutor(FakeExecutor):
                 for step in self.unfinished:
                     step.complete()
 
-    async def execute_dummy_batch(self) -> None:
-        if self.is_manual:
+    async def perform(self, call: Control) -> Any:
+        if isinstance(call, ExecuteDummyBatch) and self.is_manual:
             await self._goes_on.wait()
-        await super().execute_dummy_batch()
+        return await super().perform(call)
 
     def launch(self, plan: StepPlan) -> FakeStep:
         if self.stats.num_steps == self._num_free_steps:
