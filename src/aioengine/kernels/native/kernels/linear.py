@@ -186,9 +186,18 @@ def _dot_bfloat16(b: Any, sums: Any, x: Any, w: Any) -> Any:
     return call(b, "llvm.x86.avx512bf16.dpbf16ps.512", f32x16.llvm, sums, b.bitcast(x, pairs), b.bitcast(w, pairs))
 
 
+def _by_halves(b: Any, emit: Any, *vectors: Any) -> Any:
+    """What ``emit`` makes of vectors of 8 words, for vectors of 16."""
+    lanes = [ir.Constant(ir.VectorType(I32, 8), list(range(first, first + 8))) for first in (0, 8)]
+    low, high = (emit(*(b.shuffle_vector(vector, vector, half) for vector in vectors)) for half in lanes)
+    return b.shuffle_vector(low, high, ir.Constant(i32x16.llvm, list(range(LANES))))
+
+
 def _dot_int8(b: Any, sums: Any, x: Any, w: Any) -> Any:
     """Four products of an unsigned and a signed byte, and their exact sum."""
-    return call(b, "llvm.x86.avx512.vpdpbusd.512", i32x16.llvm, sums, x, w)
+    if FEATURES.get("avx512vnni"):
+        return call(b, "llvm.x86.avx512.vpdpbusd.512", i32x16.llvm, sums, x, w)
+    return _by_halves(b, lambda *halves: call(b, "llvm.x86.avx512.vpdpbusd.256", halves[0].type, *halves), sums, x, w)
 
 
 def _dot_int16(b: Any, sums: Any, x: Any, w: Any) -> Any:
@@ -208,11 +217,8 @@ def _kept_in_order(b: Any, sums: Any) -> Any:
     """
     if not (IS_X86 and HAS_FEW_REGISTERS):
         return sums
-    half = ir.VectorType(I32, LANES // 2)
-    same = ir.FunctionType(half, [half])
-    halves = (ir.Constant(half, list(range(first, first + half.count))) for first in (0, half.count))
-    kept = [b.asm(same, "", "=x,0", [b.shuffle_vector(sums, sums, lanes)], False) for lanes in halves]
-    return b.shuffle_vector(*kept, ir.Constant(i32x16.llvm, list(range(LANES))))
+    half = ir.VectorType(I32, 8)
+    return _by_halves(b, lambda x: b.asm(ir.FunctionType(half, [half]), "", "=x,0", [x], False), sums)
 
 
 _AS_THEY_ARE = (_as_it_is,)
@@ -283,7 +289,7 @@ def make_tile(kind: Kind, rows: int, start: Start) -> Any:
                         for line in range(0, vector_bytes * num_vectors, 64):
                             prefetch_line(b, b.add(b.add(ahead, offset), number(line)))
                 for nth, part in enumerate(kind.parts):
-                    if nth:
+                    if nth and (rows > 1 or kind.word_bytes > 1):  # one row needs few registers, int4 much to widen
                         forget_loads(b)
                     weights = [
                         part(b, load(b, b.add(b.add(w, offset), number(vector_bytes * v)), kind.words))

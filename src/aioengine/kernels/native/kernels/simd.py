@@ -26,7 +26,7 @@ IS_X86 = platform.machine() in ("x86_64", "AMD64")
 HAS_MASKS = all(FEATURES.get(f"avx512{part}") for part in ("f", "bw", "vl"))
 """Whether there are loads and stores of some lanes of any size."""
 HAS_DOT_BF16 = bool(FEATURES.get("avx512bf16"))
-HAS_DOT_INT8 = bool(FEATURES.get("avx512vnni"))
+HAS_DOT_INT8 = bool(FEATURES.get("avx512vnni") or FEATURES.get("avxvnni"))
 
 I1, I8, I16, I32, I64, F16, F32 = *(ir.IntType(bits) for bits in (1, 8, 16, 32, 64)), ir.HalfType(), ir.FloatType()
 
