@@ -143,7 +143,9 @@ def make_attend_prefill(memory: Memory, work: Memory, panel_of: Any) -> Any:
         """A row's weights of a segment's keys, and the factor of what was summed before."""
         before = get_f32(state + 64)
         highest = max(before, shape_scores(scores, scales, scale, soft_cap, begin, end))
-        factor = exp(splat(before - highest))
+        factor = splat(types.float32(1))
+        if highest > before:
+            factor = exp(splat(before - highest))
         total = read_f32(state) * factor
         for n in range(0, SEGMENT, LANES):
             weight = exp(read_f32(scores + 4 * n) - splat(highest))

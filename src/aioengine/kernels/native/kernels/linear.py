@@ -215,10 +215,13 @@ def _kept_in_order(b: Any, sums: Any) -> Any:
     """The same, by an instruction that is none: LLVM would put sums of integers into an order that needs more registers
     than there are.
     """
-    if not (IS_X86 and HAS_FEW_REGISTERS):
+    if not IS_X86:
         return sums
-    half = ir.VectorType(I32, 8)
-    return _by_halves(b, lambda x: b.asm(ir.FunctionType(half, [half]), "", "=x,0", [x], False), sums)
+
+    def emit(x: Any) -> Any:
+        return b.asm(ir.FunctionType(x.type, [x.type]), "", "=v,0", [x], False)
+
+    return _by_halves(b, emit, sums) if HAS_FEW_REGISTERS else emit(sums)
 
 
 _AS_THEY_ARE = (_as_it_is,)
