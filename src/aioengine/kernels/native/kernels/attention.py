@@ -9,8 +9,6 @@ which queries are beside it.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from aioengine.kernels.native.kernels.compiler import inlined
@@ -18,16 +16,10 @@ from aioengine.kernels.native.kernels.functions import tanh
 from aioengine.kernels.native.kernels.simd import (
     FLOAT32,
     LANES,
-    Memory,
     first_lanes,
-    get_f32,
     get_i32,
-    get_i64,
-    load_some_int8,
     max_of,
     maximum,
-    prefetch,
-    put_f32,
     put_i64,
     select,
     splat,
@@ -70,32 +62,6 @@ def find_keys(offsets, table, block_size, line, segment, begin, end):
         offset += line
     for nth in range(end, SEGMENT):
         put_i64(offsets + 8 * nth, offset - line)
-
-
-def make_read_int8(memory: Memory) -> Any:
-    store, size = memory.store, memory.size
-
-    @inlined
-    def read_int8(x, offsets, begin, end, head_dim, to, scales, ahead, later):
-        """Of lines of an int8 cache the values, exact, and the scales apart, for all that is done with them here.
-
-        Args:
-            offsets: int64 [SEGMENT], where the lines are from x on; those from begin to end are read.
-            to: [SEGMENT, head_dim in whole vectors]; scales: float32 [SEGMENT]. Those not read are left.
-            ahead, later: the lines at ahead + later[n] are brought into the cache.
-        """
-        stride = (head_dim + 15) // 16 * 16 * size
-        for nth in range(begin, end):
-            line, place = x + get_i64(offsets + 8 * nth), to + nth * stride
-            fetched = ahead + get_i64(later + 8 * nth)
-            for n in range(0, head_dim, LANES):
-                store(place + n * size, load_some_int8(line + n, head_dim - n))
-            for n in range(0, head_dim, 64):
-                prefetch(fetched + n)
-            prefetch(fetched + head_dim)
-            put_f32(scales + 4 * nth, get_f32(line + head_dim))
-
-    return read_int8
 
 
 @inlined

@@ -36,6 +36,7 @@ from aioengine.kernels.native.kernels.simd import (
     I64,
     IS_X86,
     LANES,
+    REGISTER_LANES,
     Memory,
     absolute,
     call,
@@ -54,6 +55,7 @@ from aioengine.kernels.native.kernels.simd import (
     look_up,
     max_of,
     maximum,
+    number,
     prefetch_line,
     put_f32,
     put_i16,
@@ -80,7 +82,7 @@ TILE_ROWS = 6
 activation.
 """
 
-HAS_FEW_REGISTERS = not FEATURES.get("avx512f")
+HAS_FEW_REGISTERS = REGISTER_LANES < LANES
 TILE_VECTORS = (4, 2, 1, 1, 1, 1) if HAS_FEW_REGISTERS else (VECTORS,) * TILE_ROWS
 """Vectors of a panel whose sums stay in registers, for 1 to 6 rows: there may be but 16 registers of 32 bytes."""
 
@@ -119,12 +121,6 @@ class Kind(NamedTuple):
     def is_split(self) -> bool:
         """Whether activations are multiplied part by part."""
         return self.x_parts is not _AS_THEY_ARE
-
-    def dot(self, b: Any, sums: Any, x: Any, w: Any) -> Any:
-        """Emit sums + words · words, of 16 words each."""
-        for x_part, part in zip(self.x_parts, self.parts, strict=True):
-            sums = self.dot_parts(b, sums, x_part(b, x), part(b, w))
-        return sums
 
 
 def _as_it_is(b: Any, words: Any) -> Any:
@@ -254,10 +250,6 @@ class Start(Enum):
 
 PART_BYTES = 4 * BLOCK_WORDS
 """Of a row of an activation's part, for a block."""
-
-
-def number(value: int) -> Any:
-    return ir.Constant(I64, value)
 
 
 def make_tile(kind: Kind, rows: int, start: Start) -> Any:
