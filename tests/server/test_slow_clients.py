@@ -16,7 +16,7 @@ from waiting import Tasks, turns
 from aioengine.server import ServerConfig
 from aioengine.server.api import PIECE_BYTES
 from aioengine.server.asgi import AsgiExchange
-from aioengine.server.body import MAX_BODIES_AT_ONCE
+from aioengine.server.decoding import MAX_BODIES_AT_ONCE
 from aioengine.server.exchange import WriteMonitor
 
 SMALL_BUFFER = 4096
@@ -168,7 +168,7 @@ async def test_a_body_that_never_begins_or_is_shorter_than_it_says_is_too_slow(
 async def test_a_body_that_announces_gigabytes_is_refused_by_its_announcement(
     adapter: Adapter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aioengine.server.body.LINGER_S", 0.05)
+    monkeypatch.setattr("aioengine.server.decoding.LINGER_S", 0.05)
     async with served(adapter) as target:
         for length in ("10000000000", "9" * 19):
             with await target.connect() as client:
@@ -181,7 +181,7 @@ async def test_a_body_that_announces_gigabytes_is_refused_by_its_announcement(
 async def test_chunks_without_end_are_refused_when_they_are_too_many(
     adapter: Adapter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aioengine.server.body.LINGER_S", 0.05)
+    monkeypatch.setattr("aioengine.server.decoding.LINGER_S", 0.05)
     async with served(adapter, ServerConfig(max_body_bytes=100_000)) as target, Tasks() as tasks:
         with await target.connect() as client:
             await client.send(

@@ -16,9 +16,8 @@ import aioengine
 from aioengine.engine import Engine, check_asyncio
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, InvalidRequest
 from aioengine.server.access_log import log_request, logger, request_id_of
-from aioengine.server.body import BodyReader
 from aioengine.server.config import ServerConfig
-from aioengine.server.decoding import IDS_A_TURN, read_messages, read_text, read_tokens
+from aioengine.server.decoding import IDS_A_TURN, BodyReader, read_messages, read_text, read_tokens
 from aioengine.server.errors import (
     JSON_HEADERS,
     ApiError,

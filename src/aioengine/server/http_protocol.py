@@ -342,16 +342,11 @@ class HttpProtocol(HttpToolsProtocol):
             self._answer(error)
 
     def _answer(self, error: ApiError) -> None:
-        body = error.body()
-        headers = {
-            "content-type": "application/json",
-            **error.headers,
-            "content-length": str(len(body)),
-            "connection": "close",
-        }
+        response = error.response()
+        headers = {**response.headers, "content-length": str(len(response.body)), "connection": "close"}
         lines = [name + b": " + value + b"\r\n" for name, value in self._state.default_headers]
         lines += [f"{name}: {value}\r\n".encode() for name, value in headers.items()]
-        self.transport.write(b"".join([STATUS_LINE[error.status], *lines, b"\r\n", body]))
+        self.transport.write(b"".join([STATUS_LINE[error.status], *lines, b"\r\n", response.body]))
         if len(self._state.lingering) >= MAX_LINGERING or not self.transport.can_write_eof():
             self.transport.close()
             return
