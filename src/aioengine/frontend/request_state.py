@@ -36,27 +36,6 @@ class Completion:
         detokenizer: None: there is no text then.
     """
 
-    __slots__ = (
-        "_allow_at",
-        "_cumulative_logprob",
-        "_detokenizer",
-        "_has_stop_text",
-        "_interval",
-        "_num_read_ids",
-        "_num_read_texts",
-        "_request",
-        "_tell_at",
-        "_texts",
-        "error",
-        "finish_reason",
-        "is_ended",
-        "is_listed",
-        "logprobs",
-        "sequence",
-        "stop_reason",
-        "token_ids",
-    )
-
     def __init__(self, sequence: Sequence, request: RequestState, detokenizer: Detokenizer | None) -> None:
         self.sequence = sequence
         self.token_ids: list[int] = []

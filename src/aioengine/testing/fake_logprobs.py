@@ -48,13 +48,11 @@ def prompt_logprobs(asked: list[tuple[int, list[int], int, int]], vocab_size: in
     Args:
         asked: index in the plan, tokens, the first position to tell of, and the width, of each row that asks.
     """
-    rows = []
-    for index, tokens, first, _ in asked:
-        data = int32(tokens)
-        checksum = zlib.crc32(data[: first - 1].tobytes())
-        for position in range(first, len(tokens)):
-            checksum = zlib.crc32(data[position - 1 : position].tobytes(), checksum)
-            rows.append((index, position, tokens[position], checksum % NUM_PROMPT_RANKS))
+    rows = [
+        (index, position, tokens[position], zlib.crc32(int32(tokens[:position]).tobytes()) % NUM_PROMPT_RANKS)
+        for index, tokens, first, _ in asked
+        for position in range(first, len(tokens))
+    ]
     indices, positions, token_ids, distances = (int32(column) for column in zip(*rows, strict=True))
     width = max(width for *_, width in asked)
     top_ids, top_logprobs = _likeliest((token_ids - distances) % vocab_size, width, vocab_size)

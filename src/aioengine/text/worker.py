@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import queue
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -95,32 +95,28 @@ class _Threads:
 
     def __init__(self) -> None:
         self.alive: set[threading.Thread] = set()
-        self._waiting: deque[_Call[Any]] = deque()
-        self._changed = threading.Condition()
+        self._waiting: queue.SimpleQueue[_Call[Any] | None] = queue.SimpleQueue()
+        """Behind all calls a None, once it is closed. The resident thread alone waits for the next one."""
+        self._lock = threading.Lock()
         self._resident: threading.Thread | None = None
-        self._is_closed = False
 
     def add(self, call: _Call[Any]) -> None:
-        with self._changed:
+        with self._lock:
             if self._resident is None:
                 self._start_resident()
-            self._waiting.append(call)
-            self._changed.notify()
+            self._waiting.put(call)
 
     def give_way(self) -> None:
         """Have another thread become the resident one, if it is this one: its work takes long."""
-        with self._changed:
+        with self._lock:
             if self._resident is threading.current_thread():
-                if self._waiting:
+                self._resident = None
+                if not self._waiting.empty():
                     self._start_resident()
-                else:
-                    self._resident = None
 
     def close(self) -> None:
         """End the threads when nothing waits any more."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
+        self._waiting.put(None)
 
     def join(self, timeout_s: float | None) -> None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -134,18 +130,13 @@ class _Threads:
         self._resident = thread
 
     def _work(self) -> None:
-        here = threading.current_thread()
-        while (call := self._take(here)) is not None:
+        with self._lock:  # held until this thread has been made the resident one
+            here = threading.current_thread()
+        while self._resident is here and (call := self._waiting.get()) is not None:
             if not call.outcome.done():  # nothing has ended it
                 call.run()
             del call
         self.alive.discard(here)
-
-    def _take(self, thread: threading.Thread) -> _Call[Any] | None:
-        with self._changed:
-            while not (self._waiting or self._is_closed) and self._resident is thread:
-                self._changed.wait()
-            return self._waiting.popleft() if self._waiting and self._resident is thread else None
 
 
 async def run_abandonable(function: Callable[[], T], *, grace_s: float = 0.0) -> T:
