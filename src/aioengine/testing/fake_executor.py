@@ -17,16 +17,18 @@ from aioengine.core.control import CollectiveRpc, Control, SaveShardedState, Sto
 from aioengine.core.executor_protocol import DeviceLost, ExecutorInfo, ExecutorStats
 from aioengine.core.worker_functions import Worker, registered
 from aioengine.scheduler.plan import (
+    Float32,
+    Int32,
     PromptLogprobs,
     RowAdded,
     RowFailure,
     RowSampling,
+    StepLogprobs,
     StepPlan,
     StepResult,
     Want,
     int32,
 )
-from aioengine.testing.fake_logprobs import prompt_logprobs, step_logprobs
 from aioengine.turns import running_loop
 
 T = TypeVar("T")
@@ -45,6 +47,10 @@ def sample_hash(token_ids: list[int], sampling: RowSampling, *, vocab_size: int)
 
 MEANINGLESS = 0
 """The token of a row that was to sample one, and failed."""
+
+
+NUM_PROMPT_RANKS = 4
+"""The unlikeliest rank that a prompt token has."""
 
 
 class Row(NamedTuple):
@@ -251,7 +257,7 @@ class FakeExecutor:
             step=plan.step,
             offsets=int32(np.cumsum([0, *map(len, sampled)])),
             token_ids=int32([token for _, token in lines]),
-            logprobs=step_logprobs(lines, self.info.vocab_size),
+            logprobs=_made_logprobs(lines, self.info.vocab_size),
             prompt_logprobs=self._prompt_logprobs(works),
             failures=tuple(RowFailure(i, error) for i, (_, error) in enumerate(results) if error is not None),
             device_time_s=self.step_time_s,
@@ -296,15 +302,27 @@ class FakeExecutor:
         return tokens
 
     def _prompt_logprobs(self, works: list[RowWork]) -> PromptLogprobs | None:
-        """Of the prompt tokens behind those that are computed, for the rows that ask."""
-        asked = []
+        """Of the prompt tokens behind those that are computed, for rows that ask; all before one decide its rank."""
+        rows, width, vocab_size = [], 0, self.info.vocab_size
         for index, work in enumerate(works):
-            width, num_prompt_tokens = work.row.added.sampling.prompt_logprobs, work.row.added.num_prompt_tokens
-            if width >= 0 and work.start + 1 < num_prompt_tokens:
-                last = min(work.end, num_prompt_tokens - 1)
-                known = [*self._read(work)[:last], work.row.tokens[last]]
-                asked.append((index, known, work.start + 1, width))
-        return prompt_logprobs(asked, self.info.vocab_size) if asked else None
+            added, held = work.row.added, self._read(work)
+            if added.sampling.prompt_logprobs >= 0:
+                width = max(width, added.sampling.prompt_logprobs)
+                for position in range(work.start + 1, min(work.end + 1, added.num_prompt_tokens)):
+                    distance = zlib.crc32(int32(held[:position]).tobytes()) % NUM_PROMPT_RANKS
+                    rows.append((index, position, work.row.tokens[position], distance))
+        if not rows:
+            return None
+        indices, positions, token_ids, distances = (int32(column) for column in zip(*rows, strict=True))
+        top_ids, top_logprobs = _likeliest((token_ids - distances) % vocab_size, width, vocab_size)
+        return PromptLogprobs(
+            index=indices,
+            positions=positions,
+            logprobs=_logprobs_of(distances),
+            ranks=distances + np.int32(1),
+            top_ids=top_ids,
+            top_logprobs=top_logprobs,
+        )
 
 
 def loop_time() -> float:
@@ -316,3 +334,42 @@ def _masked(output: list[int], sampling: RowSampling) -> set[int]:
     """The ids that ``bad_words`` and ``min_tokens`` forbid behind this output."""
     masked = {word[-1] for word in sampling.bad_words if output[len(output) - len(word) + 1 :] == list(word[:-1])}
     return masked.union(sampling.stop_ids) if len(output) < sampling.min_tokens else masked
+
+
+# Log-probabilities that are made up
+
+
+def _made_logprobs(sampled: list[tuple[RowSampling, int]], vocab_size: int) -> StepLogprobs | None:
+    """Of tokens, each with the sampling of its row; each is its position's likeliest one."""
+    asking = [(index, sampling, token) for index, (sampling, token) in enumerate(sampled) if sampling.logprobs >= 0]
+    if not asking:
+        return None
+    indices, samplings, tokens = zip(*asking, strict=True)
+    chosen = int32(tokens)
+    top_ids, top_logprobs = _likeliest(chosen, max(sampling.logprobs for sampling in samplings), vocab_size)
+    counts = [len(sampling.logprob_token_ids) for sampling in samplings]
+    extra_ids = int32([token for sampling in samplings for token in sampling.logprob_token_ids])
+    distances: Int32 = (extra_ids - np.repeat(chosen, counts)) % vocab_size
+    return StepLogprobs(
+        index=int32(indices),
+        logprobs=_logprobs_of(np.zeros_like(chosen)),
+        ranks=np.ones_like(chosen),
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
+        extra_offsets=int32(np.cumsum([0, *counts]) if any(counts) else []),
+        extra_ids=extra_ids,
+        extra_logprobs=_logprobs_of(distances),
+        extra_ranks=distances + np.int32(1),
+    )
+
+
+def _logprobs_of(distances: Int32) -> Float32:
+    """Of tokens whose ids are so far behind the likeliest one's; their ranks are one more."""
+    return np.float32(-0.5) - distances.astype(np.float32)
+
+
+def _likeliest(first: Int32, width: int, vocab_size: int) -> tuple[Int32, Float32]:
+    """[len(first), width] token ids and log-probabilities, or as many as there are."""
+    distances = np.arange(min(width, vocab_size), dtype=np.int32)
+    ids: Int32 = (first[:, None] + distances) % vocab_size
+    return ids, np.tile(_logprobs_of(distances), (len(first), 1))
