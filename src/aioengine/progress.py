@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator
 
-
-class OnProgress(Protocol):
-    """Is told how far something is, from any thread."""
-
-    def __call__(self, done: int, total: int, what: str = ..., /) -> None:
-        """``done`` of ``total`` are done; of ``what``, in words, or of the bytes of the weights."""
-
+OnProgress = Callable[..., None]
+"""(done, total, what): told from any thread how far something is; of ``what``, in words, or of the weights' bytes."""
 
 LOADING = ""
 

@@ -244,7 +244,10 @@ class SamplingParams(
             if isinstance(getattr(self, name), str):
                 msgspec.structs.force_setattr(self, name, (getattr(self, name),))
         check_fields(self, invalid)
-        self._check_lengths()
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise invalid("seed", f"seed={shorten(self.seed)}: a signed 64-bit integer is needed")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise invalid("min_tokens", f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
         self._check_texts()
         for processor in self.logits_processors:
             if not callable(processor):
@@ -254,12 +257,6 @@ class SamplingParams(
         if self.logit_bias:
             clamped = {token: min(max(bias, -MAX_BIAS), MAX_BIAS) for token, bias in self.logit_bias.items()}
             msgspec.structs.force_setattr(self, "logit_bias", clamped)
-
-    def _check_lengths(self) -> None:
-        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise invalid("seed", f"seed={shorten(self.seed)}: a signed 64-bit integer is needed")
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise invalid("min_tokens", f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
 
     def _check_texts(self) -> None:
         if self.stop and not self.detokenize:

@@ -11,13 +11,14 @@ import pytest
 from aioengine.errors import InvalidRequest
 from aioengine.text.chat_input import check_messages, copy_messages
 from aioengine.text.chat_template import render_template
+from aioengine.text.lanes import Lanes
 
 USER = {"role": "user", "content": "hi"}
 
 
 def render(template: str, messages: object = (USER,), **named_tokens: str) -> str:
     checked = check_messages(messages)
-    return render_template(template, checked, add_generation_prompt=True, named_tokens=named_tokens)
+    return render_template(template, checked, Lanes(), add_generation_prompt=True, **named_tokens)
 
 
 @pytest.mark.parametrize(

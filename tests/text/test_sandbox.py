@@ -22,7 +22,7 @@ DOUBLES = "{% set ns = namespace(x='x', l=[1]) %}{% for i in range(99) %}{% set 
 
 def render(template: str, content: str = "hi", *, lanes: Lanes | None = None) -> str:
     messages = [{"role": "user", "content": content}]
-    return render_template(template, messages, add_generation_prompt=True, named_tokens={}, lanes=lanes)
+    return render_template(template, messages, lanes or Lanes(), add_generation_prompt=True)
 
 
 @pytest.mark.parametrize(

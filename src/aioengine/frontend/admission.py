@@ -49,13 +49,14 @@ class Admission:
         """Sequences that have capacity and are not in the scheduler yet."""
         self.num_waiting = 0
         """Sequences of requests that wait to be admitted."""
+        self.refusal: Callable[[], AioEngineError] | None = None
+        """Makes the error of requests that enter from now on, if they are refused; others are admitted in turn."""
         self._num_unstarted = num_unstarted
         self._on_left = on_left
         self._queue: list[_Waiting] = []
         """Sorted: the next one first."""
         self._waiting: dict[RequestState, _Waiting] = {}
         self._num_arrivals = 0
-        self._refusal: Callable[[], AioEngineError] | None = None
         self._acquired_at: deque[float] = deque(maxlen=32)
 
     @property
@@ -67,12 +68,8 @@ class Admission:
         """Whether no open request is still on its way to the scheduler."""
         return all(request.is_begun for request in self.requests)
 
-    @property
-    def is_refusing(self) -> bool:
-        return self._refusal is not None
-
     def enter(self, request: RequestState) -> None:
-        """A request was made; raises what `close` or `refuse` was given before, and no later `refuse` refuses it."""
+        """A request was made; raises its `refusal` if there is one, and no later one refuses it."""
         self._check_refusal()
         self.requests[request] = None
 
@@ -152,25 +149,17 @@ class Admission:
         if waiting is not None and self._drop(waiting):
             waiting.admitted.set_result(0)
 
-    def refuse(self, error: Callable[[], AioEngineError]) -> None:
-        """Refuse requests that enter from now on, each with an ``error`` of its own; others are admitted in turn."""
-        self._refusal = error
-
-    def reopen(self) -> None:
-        """Refuse no request any more."""
-        self._refusal = None
-
     async def close(self, error: Callable[[], AioEngineError]) -> None:
         """Refuse all that come and all that wait, in order. If cancelled, the rest stay for a second call."""
-        self._refusal = error
+        self.refusal = error
         while self._queue:
             await turns_here().take()
             if self._queue and self._drop(first := self._queue[0]):
                 first.admitted.set_exception(error())
 
     def _check_refusal(self) -> None:
-        if self._refusal is not None:
-            raise self._refusal()
+        if self.refusal is not None:
+            raise self.refusal()
 
     def _check_capacity(self, num_sequences: int) -> None:
         if not self._has_capacity(num_sequences):

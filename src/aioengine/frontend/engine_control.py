@@ -62,7 +62,7 @@ class EngineControl:
     async def resume(self) -> None:
         """Go on after `pause`, and take requests again after `drain`. Idempotent."""
         runtime = self._here()
-        runtime.admission.reopen()
+        runtime.admission.refusal = None
         runtime.core.resume()
 
     async def reset_prefix_cache(self, *, reset_running: bool = False) -> int:

@@ -369,10 +369,10 @@ class Runtime:
 
         def is_over() -> bool:
             nonlocal was_over
-            was_over = self._is_drained() or not self.admission.is_refusing
+            was_over = self._is_drained() or self.admission.refusal is None
             return was_over
 
-        self.admission.refuse(_draining)
+        self.admission.refusal = _draining
         await self._wake_up()
         await self._drain(_draining, is_over)
         if not was_over:  # nothing runs in a closed or dead engine, either
@@ -404,7 +404,7 @@ class Runtime:
             await self.core.call(WakeUp())
 
     def _drain(self, refusal: Callable[[], AioEngineError], is_over: Callable[[], bool]) -> asyncio.Future[None]:
-        self.admission.refuse(refusal)
+        self.admission.refusal = refusal
         self.core.resume()  # requests of a paused engine never end
         return self.core.when(is_over)
 

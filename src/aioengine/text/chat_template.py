@@ -5,7 +5,6 @@ A template is a program that came with the weights: `aioengine.text.sandbox` run
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from aioengine.errors import AioEngineError, InvalidRequest
@@ -24,23 +23,22 @@ END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 def render_template(
     template: str,
     messages: list[dict[str, Any]],
+    lanes: Lanes,
+    /,
     *,
     add_generation_prompt: bool,
     continue_final_message: bool | str = False,
-    variables: Mapping[str, Any] | None = None,
-    named_tokens: dict[str, str],
-    lanes: Lanes | None = None,
+    **variables: Any,
 ) -> str:
     """Render checked messages as transformers does; the first call with a template compiles it: not on the loop.
 
     Args:
         messages: of plain data, as are ``variables``; see `copy_messages`.
+        lanes: shared with the other renderings of the template; they set the deadline.
         add_generation_prompt: end with what begins an answer.
         continue_final_message: end within the last message's content, for an answer that goes on with it; or within
             the field of that name.
-        variables: further ones for the template; one may take the place of a named token.
-        named_tokens: the template's ``bos_token``, ``eos_token`` and so on.
-        lanes: shared with the other renderings of the template; they set the deadline.
+        variables: ``bos_token``, ``eos_token`` and so on, and further ones for the template.
     Raises:
         InvalidRequest: the template failed, refused these messages by its ``raise_exception``, or was stopped, since it
             took too long or made something too large.
@@ -53,9 +51,9 @@ def render_template(
         chat = [_with_reasoning(message) for message in messages]
         field = "content" if continue_final_message is True else continue_final_message
         ending = _mark_end(chat[-1], field, template) if field else ""
-        given = {"tools": None, "documents": None, **named_tokens, **(variables or {})}
+        given = {"tools": None, "documents": None, **variables}
         num_chars = sum(len(value) for message in chat for value in message.values() if isinstance(value, str))
-        with (lanes or Lanes()).run(num_chars):
+        with lanes.run(num_chars):
             text = compiled.render(messages=chat, add_generation_prompt=add_generation_prompt, **given)
         return _until_mark(text, ending) if field else text
     except AioEngineError:

@@ -244,17 +244,15 @@ class StoppingDetokenizer:
         if self.stop_string is not None:
             return ""
         self._num_tokens += 1
-        text = self._detokenizer.feed_one(token_id)
-        if text and self._num_tokens > self._min_tokens:
-            text = self._search.feed(text)
-            self.stop_string = self._search.found
-        return text
+        return self._searched(self._detokenizer.feed_one(token_id))
 
     def flush(self) -> str:
         if self.stop_string is not None:
             return ""
-        text = self._detokenizer.flush()
+        return self._searched(self._detokenizer.flush()) + self._search.flush()
+
+    def _searched(self, text: str) -> str:
         if text and self._num_tokens > self._min_tokens:
             text = self._search.feed(text)
             self.stop_string = self._search.found
-        return text + self._search.flush()
+        return text

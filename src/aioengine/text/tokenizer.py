@@ -145,19 +145,11 @@ class Tokenizer:
         assert isinstance(table, WindowTable)
         return table.decode([i for i in ids if i < len(table.kinds)])
 
-    def render_chat(
-        self,
-        messages: object,
-        /,
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool | str = False,
-        **variables: Any,
-    ) -> str:
+    def render_chat(self, messages: object, /, **variables: Any) -> str:
         """The prompt text that the model's chat template makes of the messages, as `copy_messages` gives them.
 
-        The first call of a process takes up to a second: not on the event loop. The other arguments are those of
-        `render_template`, as `take_template_kwargs` gives them.
+        The first call of a process takes up to a second: not on the event loop. The keywords are those of
+        `render_template`, as `take_template_kwargs` gives them; absent, ``add_generation_prompt`` is True.
 
         Raises:
             InvalidRequest: malformed messages, no template, or the template does not take these messages.
@@ -169,15 +161,8 @@ class Tokenizer:
                 "or put a chat_template.jinja into the model's folder",
                 param="prompt",
             )
-        return render_template(
-            self.chat_template,
-            checked,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            variables=variables,
-            named_tokens=self._named_tokens,
-            lanes=self.template_lanes,
-        )
+        keywords = {"add_generation_prompt": True, **self._named_tokens, **variables}
+        return render_template(self.chat_template, checked, self.template_lanes, **keywords)
 
     @overload
     def apply_chat_template(
