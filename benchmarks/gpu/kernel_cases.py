@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from aioengine.kernels.attention.paged import choose_num_splits
+from aioengine.kernels.operations import PagedKV
 from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow, param_of
 from aioengine.sampling_params import FILTERS, PENALTIES
 from benchmarks.gpu.sizes import KernelSizes
@@ -139,16 +140,11 @@ def _decode_attention(i: Inputs) -> Iterator[Case]:
             q, out = i.normal(batch, s.heads, s.head_dim), i.normal(batch, s.heads, s.head_dim)
             decodes = i.ints([[row, row, context] for row in range(batch)])
             num_splits = _num_splits(i, batch, context)
+            kv = PagedKV(*caches, tables, s.head_dim**-0.5, None)
             yield Case(
                 operation="attend_decode",
                 size=f"batch {batch}, context {context}, {str(dtype).removeprefix('torch.')} cache",
-                call=lambda f, *, a=(q, *caches, tables, decodes, out), n=num_splits, c=context: f(
-                    *a,
-                    scale=s.head_dim**-0.5,
-                    window=None,
-                    num_splits=n,
-                    max_context=c,
-                ),
+                call=lambda f, *, a=(q, kv, decodes, out), n=num_splits, c=context: f(*a, num_splits=n, max_context=c),
                 num_bytes=2 * batch * context * s.kv_heads * s.head_dim * dtype.itemsize,
                 flops=4 * batch * context * s.heads * s.head_dim,
             )
@@ -168,11 +164,11 @@ def _prefill_attention(i: Inputs) -> Iterator[Case]:
     caches = i.caches(tables.numel())
     q = i.normal(s.prefill, s.heads, s.head_dim)
     tiles = i.ints([[0, first, min(tile, s.prefill - first), first] for first in range(0, s.prefill, tile)])
-    arguments = (q, *caches, tables, tiles, torch.empty_like(q))
+    arguments = (q, PagedKV(*caches, tables, s.head_dim**-0.5, None), tiles, torch.empty_like(q))
     yield Case(
         operation="attend_prefill",
         size=f"one prompt of {s.prefill}",
-        call=lambda f: f(*arguments, scale=s.head_dim**-0.5, window=None),
+        call=lambda f: f(*arguments),
         num_bytes=2 * q.nbytes + 2 * s.prefill * s.kv_heads * s.head_dim * q.element_size(),
         flops=2 * s.prefill**2 * s.heads * s.head_dim,
     )

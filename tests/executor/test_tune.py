@@ -60,24 +60,25 @@ class TimedGpu(FakeAccelerator):
         self.now = 0.0
         self.computes = False
         self.timed: list[tuple[str, Choice]] = []
-        self.launched: dict[str, tuple[tuple[torch.Tensor, ...], dict[str, Any]]] = {}
+        self.launched: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self._last = "", Choice()
         attend = {"attend_decode": self._attend_decode, "attend_prefill": self._attend_prefill}
         self.operations: Any = SimpleNamespace(**{**vars(reference), **attend, "IS_TUNABLE": True})
 
-    def _attend_decode(self, *tensors: torch.Tensor, **keywords: Any) -> None:
-        self._note(DECODE_IN_SPLITS if keywords["num_splits"] > 1 else DECODE, tensors, keywords)
+    def _attend_decode(self, *arguments: Any, **keywords: Any) -> None:
+        self._note(DECODE_IN_SPLITS if keywords["num_splits"] > 1 else DECODE, arguments, keywords)
         if self.computes:
-            reference.attend_decode(*tensors, **keywords)
+            reference.attend_decode(*arguments, **keywords)
 
-    def _attend_prefill(self, *tensors: torch.Tensor, **keywords: Any) -> None:
-        self._note(PREFILL, tensors, keywords)
+    def _attend_prefill(self, *arguments: Any) -> None:
+        self._note(PREFILL, arguments, {})
         if self.computes:
-            reference.attend_prefill(*tensors, **keywords)
+            reference.attend_prefill(*arguments)
 
-    def _note(self, kernel: str, tensors: tuple[torch.Tensor, ...], keywords: dict[str, Any]) -> None:
-        self.launched[kernel] = tensors, keywords
-        self._last = kernel, choice_of(kernel, CPU, AttentionShape.of(tensors[0], tensors[1]))
+    def _note(self, kernel: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        self.launched[kernel] = arguments, keywords
+        q, kv, *_ = arguments
+        self._last = kernel, choice_of(kernel, CPU, AttentionShape.of(q, kv.k_cache))
 
     def seconds_of(self, work: Work) -> float:
         assert super().seconds_of(work) >= 0
@@ -164,7 +165,7 @@ def test_what_is_measured_is_as_large_as_serving_and_bounded(monkeypatch: pytest
         (DECODE_IN_SPLITS, 1, 1, 4096),
         (PREFILL, 1, 2048, 2048),
     ):
-        (q, k_cache, v_cache, tables, lines, out), keywords = gpu.launched[kernel]
+        (q, (k_cache, v_cache, tables, *_), lines, out), keywords = gpu.launched[kernel]
         assert tuple(q.shape) == tuple(out.shape) == (num_tokens, 16, 128)
         assert tuple(tables.shape) == (num_rows, context // 16)
         assert tables.unique().numel() == tables.numel()

@@ -25,6 +25,7 @@ from aioengine.kernels.attention.choices import (
     default_choice,
     trying,
 )
+from aioengine.kernels.operations import PagedKV
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 FLOAT8_CAPABILITY = 89
@@ -164,18 +165,15 @@ def attention(
     """A launch for each choice that may be made on Hopper, the default one first."""
     ints = partial(torch.empty, dtype=torch.int32)
     q, keys = torch.empty(3, heads, head_dim, dtype=dtype), torch.empty(64, 16, kv_heads, head_dim, dtype=cache)
-    tensors = (q, keys, keys, ints(9, 513))
-    keywords = {"scale": 0.1, "window": window}
+    kv = PagedKV(keys, keys, ints(9, 513), 0.1, window)
     shape = AttentionShape.of(q, keys)
 
     def run() -> None:
         if kernel == PREFILL:
-            ops.attend_prefill(*tensors, ints(3, 4), torch.empty_like(q), **keywords)
+            ops.attend_prefill(q, kv, ints(3, 4), torch.empty_like(q))
         else:
             num_splits = 2 if kernel == DECODE_IN_SPLITS else 1
-            ops.attend_decode(
-                *tensors, ints(3, 3), torch.empty_like(q), **keywords, num_splits=num_splits, max_context=8192
-            )
+            ops.attend_decode(q, kv, ints(3, 3), torch.empty_like(q), num_splits=num_splits, max_context=8192)
 
     features = ", window" if window else ""
     for choice in candidates(kernel, shape, 90):

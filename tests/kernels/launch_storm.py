@@ -28,6 +28,7 @@ from triton.runtime.jit import JITFunction
 
 from aioengine.kernels import triton_operations as ops
 from aioengine.kernels.attention.choices import DECODE_IN_SPLITS, TUNED, AttentionShape, candidates
+from aioengine.kernels.operations import PagedKV
 from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS
 
 BF16, FP8, INT32, FLOAT32 = torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch.float32
@@ -137,12 +138,11 @@ class Storm:
         weight = x.new_empty(num_rotated, m.head_dim) if m.has_norm else None
         caches = self.caches[2], self.caches[3]
         q = ops.rotate_and_write(qkv, positions, slots, rope, weight, 1e-5, *caches)
-        rest = (q, *caches, self.block_tables)
-        keywords: dict[str, Any] = {"scale": 0.1, "window": m.window}
+        kv = PagedKV(*caches, self.block_tables, 0.1, m.window)
         out = torch.empty_like(q)
         decodes = self.view(num_decodes, 3)
-        ops.attend_decode(*rest, decodes, out, **keywords, num_splits=num_splits, max_context=max_context)
-        ops.attend_prefill(*rest, self.view(num_tiles, 4), out, **keywords)
+        ops.attend_decode(q, kv, decodes, out, num_splits=num_splits, max_context=max_context)
+        ops.attend_prefill(q, kv, self.view(num_tiles, 4), out)
 
     def sample(self, num_samples: int, num_edits: int, num_masks: int, num_top: int) -> None:
         vocab = self.model.vocab

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from kernels import harness
 from kernels.harness import DEVICE
 from torch import Tensor
 
+from aioengine.kernels.operations import PagedKV
 from aioengine.kernels.torch.quantized import quantize_lines, read_lines
 
 NO_BLOCK = 2**31 - 1
@@ -31,9 +34,6 @@ class PagedCase:
     keys: list[Tensor]
     values: list[Tensor]
     out: Tensor
-
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.q, self.k_cache, self.v_cache, self.block_tables
 
 
 def paged_case(
@@ -73,6 +73,22 @@ def paged_case(
         values=[each[1] for each in dense],
         out=torch.full_like(q, float("nan")),
     )
+
+
+def attend(
+    operation: Callable[..., None],
+    case: PagedCase,
+    entries: Tensor,
+    out: Tensor,
+    *,
+    scale: float = 0.11,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    **keywords: Any,
+) -> None:
+    """Call `Operations.attend_decode` or `Operations.attend_prefill`."""
+    kv = PagedKV(case.k_cache, case.v_cache, case.block_tables, scale, window, soft_cap)
+    operation(case.q, kv, entries, out, **keywords)
 
 
 def as_cached(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from kernels.harness import DEVICE, int32, quiet_numpy
-from kernels.paged_cases import PagedCase, assert_close, paged_case
+from kernels.paged_cases import PagedCase, assert_close, attend, paged_case
 
 from aioengine.kernels import triton_operations
 from aioengine.kernels.attention import paged_decode, paged_prefill
@@ -75,17 +75,17 @@ def case_of(num_tokens: int, context: int) -> PagedCase:
     return paged_case(0, [(0, context)], num_tokens=num_tokens, heads=3, kv_heads=1, head_dim=128, dtype=FP16)
 
 
-def attend(kernel: str, operations: Any) -> torch.Tensor:
+def attended(kernel: str, operations: Any) -> torch.Tensor:
     """Of one token, in three parts or whole; or of two tiles, the second of which is not full."""
     tile = prefill_tile(3, 1, 128)
     case = case_of(tile + 9, tile + 19) if kernel == PREFILL else case_of(1, 300)
     if kernel == PREFILL:
         tiles = int32([[0, 0, tile, 10], [0, tile, 9, 10 + tile]])
-        operations.attend_prefill(*case.tensors(), tiles, case.out, **KEYWORDS)
+        attend(operations.attend_prefill, case, tiles, case.out, **KEYWORDS)
     else:
         num_splits = 1 if kernel == DECODE else 3
         decodes = int32([[0, 0, 300]])
-        operations.attend_decode(*case.tensors(), decodes, case.out, **KEYWORDS, num_splits=num_splits, max_context=300)
+        attend(operations.attend_decode, case, decodes, case.out, **KEYWORDS, num_splits=num_splits, max_context=300)
     return case.out
 
 
@@ -96,8 +96,8 @@ def attend(kernel: str, operations: Any) -> torch.Tensor:
 )
 def test_attention_is_right_by_every_choice_over_the_same_tiles(kernel: str, choice: Choice) -> None:
     with trying(choice):
-        computed = attend(kernel, triton_operations)
-    assert_close(computed, attend(kernel, reference))
+        computed = attended(kernel, triton_operations)
+    assert_close(computed, attended(kernel, reference))
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, kernel: str) -> Choice:
@@ -105,7 +105,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, kernel: str) -> Choice:
     monkeypatch.setattr(paged_decode, "_decode_kernel", Kernel())
     monkeypatch.setattr(paged_prefill, "_prefill_kernel", Kernel())
     with pytest.raises(Launched) as raised:
-        attend(kernel, triton_operations)
+        attended(kernel, triton_operations)
     found = raised.value.keywords
     names = ("M", "N") if kernel == PREFILL else ("N",)
     return Choice(

@@ -2,7 +2,6 @@
 
 import sys
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from kernels.paged_cases import assert_close, paged_case
 from torch import Tensor
 
 from aioengine.kernels.attention.paged import KVCacheShape, PagedAttention, StepTensors
+from aioengine.kernels.operations import PagedKV
 from aioengine.kernels.torch import operations as reference
 
 pytestmark = quiet_numpy
@@ -73,8 +73,8 @@ class Case:
 
     def oracle(self, window: int | None = None) -> Tensor:
         out = torch.empty_like(self.case.q)
-        keywords: dict[str, Any] = {"scale": HEAD_DIM**-0.5, "window": window}
-        reference.attend_prefill(self.case.q, *self.full[:2], self.case.block_tables, self.tiles, out, **keywords)
+        kv = PagedKV(self.full[0], self.full[1], self.case.block_tables, HEAD_DIM**-0.5, window)
+        reference.attend_prefill(self.case.q, kv, self.tiles, out)
         return out.flatten(1)
 
 

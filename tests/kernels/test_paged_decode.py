@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from kernels.harness import DEVICE, FLOAT8, int32, make_conversions_right, quiet_numpy
-from kernels.paged_cases import PagedCase, assert_close, paged_case
+from kernels.paged_cases import PagedCase, assert_close, attend, paged_case
 from torch import Tensor
 
 from aioengine.kernels.attention.paged import choose_num_splits
@@ -46,9 +47,9 @@ def case_of(seed: int, contexts: list[int], window: int | None = None, **sizes: 
 def assert_is_the_oracles(case: PagedCase, decodes: Tensor, **keywords: Any) -> None:
     keywords = {**KEYWORDS, **keywords}
     expected = case.out.clone()
-    reference.attend_decode(*case.tensors(), decodes, expected, **keywords)
+    attend(reference.attend_decode, case, decodes, expected, **keywords)
     computed = case.out.clone()
-    attend_decode(*case.tensors(), decodes, computed, **keywords)
+    attend(attend_decode, case, decodes, computed, **keywords)
     assert computed[[0, -1, -2]].isnan().all()
     assert not computed[decodes[:, 1].long()].isnan().any()
     assert_close(computed, expected)
@@ -101,7 +102,7 @@ def test_every_float8_is_read_as_what_it_is() -> None:
     slot = case.block_tables[0, 0]
     case.v_cache[slot, 0, 0] = codes.view(FLOAT8).to(DEVICE)
     decodes = int32([[0, 1, 1]])
-    attend_decode(*case.tensors(), decodes, case.out, **KEYWORDS)
+    attend(attend_decode, case, decodes, case.out, **KEYWORDS)
     assert torch.equal(case.out[1].cpu(), codes.view(FLOAT8).float().expand(4, 256))
 
 
@@ -137,8 +138,9 @@ def test_a_cache_may_have_more_than_2_31_values() -> None:
     tables = int32([[blocks - 1]])
     decodes = int32([[0, 1, 3]])
     expected = case.out.clone()
-    reference.attend_decode(case.q, cache, cache, tables, decodes, expected, **KEYWORDS)
-    attend_decode(case.q, cache, cache, tables, decodes, case.out, **KEYWORDS)
+    case = replace(case, k_cache=cache, v_cache=cache, block_tables=tables)
+    attend(reference.attend_decode, case, decodes, expected, **KEYWORDS)
+    attend(attend_decode, case, decodes, case.out, **KEYWORDS)
     assert_close(case.out, expected)
 
 
@@ -147,7 +149,7 @@ def test_padding_alone_becomes_zeros(num_splits: int, max_context: int) -> None:
     case, _ = case_of(1, [5], dtype=BF16)
     decodes = int32([[-1, 2, 0], [-1, 0, 77]])
     keywords = {**KEYWORDS, "num_splits": num_splits, "max_context": max_context}
-    attend_decode(*case.tensors(), decodes, case.out, **keywords)
+    attend(attend_decode, case, decodes, case.out, **keywords)
     assert case.out[[0, 2]].eq(0).all()
     assert case.out[[1, 3]].isnan().all()
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kernels.harness import DEVICE, FLOAT8, int32, make_conversions_right, quiet_numpy
-from kernels.paged_cases import PagedCase, assert_close, paged_case
+from kernels.paged_cases import PagedCase, assert_close, attend, paged_case
 from torch import Tensor
 
 from aioengine.kernels.attention.paged_prefill import attend_prefill, prefill_tile
@@ -47,8 +47,8 @@ def case_of(
 def assert_is_the_oracles(case: PagedCase, tiles: Tensor, **keywords: Any) -> None:
     keywords = {**KEYWORDS, **keywords}
     expected, computed = case.out.clone(), case.out.clone()
-    reference.attend_prefill(*case.tensors(), tiles, expected, **keywords)
-    attend_prefill(*case.tensors(), tiles, computed, **keywords)
+    attend(reference.attend_prefill, case, tiles, expected, **keywords)
+    attend(attend_prefill, case, tiles, computed, **keywords)
     assert computed[[0, 1, -1]].isnan().all()
     assert not computed[2:-1].isnan().any()
     assert_close(computed, expected)
@@ -115,7 +115,7 @@ def test_the_oracle_is_torchs_own(seed: int) -> None:
     window, scale, begin = [None, 5][seed % 2], 0.2 + seed, [0, 30][seed // 2 % 2]
     count = 7 + 10 * seed
     case, tiles = case_of(seed, [(begin, count)], window, heads=6, kv_heads=2, block_size=3)
-    reference.attend_prefill(*case.tensors(), tiles, case.out, **{**KEYWORDS, "scale": scale, "window": window})
+    attend(reference.attend_prefill, case, tiles, case.out, **{**KEYWORDS, "scale": scale, "window": window})
     k, v = case.keys[0], case.values[0]
     ages = torch.arange(len(k) - count, len(k))[:, None] - torch.arange(len(k))
     is_seen = ((ages >= 0) & (ages < (window or len(k)))).to(DEVICE)
@@ -129,7 +129,7 @@ def test_the_oracle_is_torchs_own(seed: int) -> None:
 @pytest.mark.parametrize("soft_cap", [0.5, 3.0])
 def test_the_oracle_caps_scores_by_tanh(soft_cap: float) -> None:
     case, tiles = case_of(0, [(0, 2)], heads=1, kv_heads=1)
-    reference.attend_prefill(*case.tensors(), tiles, case.out, **KEYWORDS, soft_cap=soft_cap)
+    attend(reference.attend_prefill, case, tiles, case.out, **KEYWORDS, soft_cap=soft_cap)
     k, v = case.keys[0][:, 0], case.values[0][:, 0]
     scores = k @ case.q[3, 0].double() * KEYWORDS["scale"]
     weights = torch.tensor([math.exp(soft_cap * math.tanh(score / soft_cap)) for score in scores.tolist()]).to(v)
@@ -141,12 +141,12 @@ def test_the_oracles_decode_is_its_prefill(seed: int) -> None:
     """Of a token at a time, whatever the splits."""
     keywords = {**KEYWORDS, "window": [None, 4][seed % 2], "scale": 0.2 * (1 + seed), "soft_cap": [None, 2.0][seed % 2]}
     case, tiles = case_of(seed, [(0, 30), (50, 3)], cache_dtype=FLOAT8)
-    reference.attend_prefill(*case.tensors(), tiles, case.out, **keywords)
+    attend(reference.attend_prefill, case, tiles, case.out, **keywords)
     tokens = [(0, token, token - 1) for token in range(2, 32)] + [
         (1, token, 50 + token - 31) for token in range(32, 35)
     ]
     decodes = torch.tensor([*tokens, (-1, 0, 9)], dtype=torch.int32, device=DEVICE)
     out = torch.full_like(case.out, float("nan"))
-    reference.attend_decode(*case.tensors(), decodes, out, **keywords, num_splits=3, max_context=60)
+    attend(reference.attend_decode, case, decodes, out, **keywords, num_splits=3, max_context=60)
     assert_close(out[1:], case.out[1:])
     assert out[0].eq(0).all()

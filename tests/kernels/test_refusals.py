@@ -19,6 +19,7 @@ from aioengine.kernels import triton_operations
 from aioengine.kernels.attention import paged_decode
 from aioengine.kernels.layers.rms_norm import MAX_WIDTH
 from aioengine.kernels.layers.rotate_and_write import MAX_HEAD_DIM
+from aioengine.kernels.operations import PagedKV
 from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS
 
 ints = partial(torch.zeros, dtype=torch.int32, device=DEVICE)
@@ -76,7 +77,11 @@ def call(ops: ModuleType, operation: str, **changes: Any) -> tuple[Any, dict[str
     given = {**RIGHT[operation], **changes}
     copies = {name: value.clone() if isinstance(value, Tensor) else value for name, value in given.items()}
     strided = {name: value for name, value in changes.items() if isinstance(value, Tensor)}
-    return getattr(ops, operation)(**{**copies, **strided}), {**copies, **strided}
+    arguments = {**copies, **strided}
+    bundled = dict(arguments)
+    if operation.startswith("attend"):
+        bundled["kv"] = PagedKV(**{name: bundled.pop(name) for name in PagedKV._fields if name in bundled})
+    return getattr(ops, operation)(**bundled), arguments
 
 
 @BOTH

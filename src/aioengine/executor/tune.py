@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +28,7 @@ from aioengine.kernels.attention.choices import (
     trying,
 )
 from aioengine.kernels.attention.paged import KVCacheShape, choose_num_splits
+from aioengine.kernels.operations import PagedKV
 from aioengine.models.families import DecoderConfig
 
 logger = logging.getLogger("aioengine")
@@ -143,22 +143,21 @@ class Rehearsal:
     def _launch(self, kernel: str) -> Work:
         c, operations, device = self._model, self._accelerator.operations, self._accelerator.device
         tables, length = self._rows(*ROWS_AND_LENGTH[kernel])
-        attend: Callable[..., None] = operations.attend_decode
         # Where some layers see all keys, it is them that take longest.
-        keywords: dict[str, Any] = {"scale": c.head_dim**-0.5, "window": None if None in c.windows else c.windows[0]}
+        window = None if None in c.windows else c.windows[0]
+        kv = PagedKV(self._caches[0], self._caches[1], tables, c.head_dim**-0.5, window)
+        num_tokens = length if kernel == PREFILL else len(tables)
+        q = torch.zeros(num_tokens, c.num_heads, c.head_dim, dtype=c.dtype, device=device)
+        out = torch.empty_like(q)
         if kernel == PREFILL:
             tile = operations.prefill_tile(c.num_heads, c.num_kv_heads, c.head_dim)
-            lines = [[0, first, min(tile, length - first), first] for first in range(0, length, tile)]
-            num_tokens, attend = length, operations.attend_prefill
-        else:
-            lines = [[row, row, length] for row in range(len(tables))]
-            splits = choose_num_splits(len(tables), c.num_kv_heads, length, self._accelerator.num_multiprocessors)
-            num_tokens, num_splits = len(tables), max(splits, 2) if kernel == DECODE_IN_SPLITS else 1
-            keywords |= {"num_splits": num_splits, "max_context": length}
-        q = torch.zeros(num_tokens, c.num_heads, c.head_dim, dtype=c.dtype, device=device)
-        arguments = q, *self._caches, tables, torch.tensor(lines, dtype=torch.int32, device=device)
-        out = torch.empty_like(q)
-        return lambda: attend(*arguments, out, **keywords)
+            tiles = [[0, first, min(tile, length - first), first] for first in range(0, length, tile)]
+            lines = torch.tensor(tiles, dtype=torch.int32, device=device)
+            return lambda: operations.attend_prefill(q, kv, lines, out)
+        decodes = torch.tensor([[row, row, length] for row in range(len(tables))], dtype=torch.int32, device=device)
+        splits = choose_num_splits(len(tables), c.num_kv_heads, length, self._accelerator.num_multiprocessors)
+        num_splits = max(splits, 2) if kernel == DECODE_IN_SPLITS else 1
+        return lambda: operations.attend_decode(q, kv, decodes, out, num_splits=num_splits, max_context=length)
 
     def _rows(self, most: int, longest: int) -> tuple[Tensor, int]:
         """Block tables of as many rows as there are blocks for, ``most`` at most, and how long each is."""

@@ -9,12 +9,31 @@ float32, bfloat16 or float16. The launchers of kernels raise InternalError where
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from aioengine.kernels.packed_weight import PackedWeight, Quantization
+
+
+class PagedKV(NamedTuple):
+    """The keys and values of a layer, and how they are attended to.
+
+    Attributes:
+        k_cache, v_cache: as in `Operations.rotate_and_write`; hold this step's tokens already.
+        block_tables: int32 [rows, blocks of the longest], of all the executor's rows.
+        scale: of the scores.
+        window: the most positions that a query sees, itself included; None: all.
+        soft_cap: c, above 0: each score s, scaled already, becomes c · tanh(s / c); None: it stays.
+    """
+
+    k_cache: Tensor
+    v_cache: Tensor
+    block_tables: Tensor
+    scale: float
+    window: int | None
+    soft_cap: float | None = None
 
 
 class Operations(Protocol):
@@ -121,55 +140,27 @@ class Operations(Protocol):
         """
 
     def attend_decode(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        block_tables: Tensor,
-        decodes: Tensor,
-        out: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        num_splits: int,
-        max_context: int,
-        soft_cap: float | None = None,
+        self, q: Tensor, kv: PagedKV, decodes: Tensor, out: Tensor, *, num_splits: int, max_context: int
     ) -> None:
         """Attend single query tokens to their rows' cached keys, long contexts in splits (Dao et al., 2023,
         "Flash-Decoding").
 
         Args:
             q: [T, h, d].
-            k_cache, v_cache: as in `rotate_and_write`; hold this step's tokens already.
-            block_tables: int32 [rows, blocks of the longest], of all the executor's rows.
             decodes: int32 [m, 3]: row, index of its token in ``q`` and ``out``, context length with this token. Row -1
                 is padding: the token's row of ``out`` becomes 0.
             out: [T, h, d], same dtype as ``q``; the tokens of ``decodes`` are written, no others.
-            window: the most positions that a query sees, itself included; None: all.
             num_splits: into how many parts, 1 or more, each context is cut; parts beyond a short context are empty.
             max_context: no context is longer; a bound for the grid, not more.
-            soft_cap: c, above 0: each score s, scaled already, becomes c · tanh(s / c); None: it stays.
         """
 
-    def attend_prefill(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        block_tables: Tensor,
-        tiles: Tensor,
-        out: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        soft_cap: float | None = None,
-    ) -> None:
+    def attend_prefill(self, q: Tensor, kv: PagedKV, tiles: Tensor, out: Tensor) -> None:
         """Attend tiles of consecutive query tokens to their rows' cached keys, causally (Dao, 2023, arXiv:2307.08691).
 
         Args:
             tiles: int32 [m, 4]: row, index of the first token in ``q``, number of tokens (1 to ``prefill_tile``),
                 position of the first token. Row -1 is padding: nothing is done.
-            The rest is as in `attend_decode`.
+            q, out: as in `attend_decode`.
         """
 
     def prefill_tile(self, num_heads: int, num_kv_heads: int, head_dim: int) -> int:

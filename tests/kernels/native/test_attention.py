@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from kernels.harness import assert_same, int32
-from kernels.paged_cases import PagedCase, assert_close, paged_case
+from kernels.paged_cases import PagedCase, assert_close, attend, paged_case
 from torch import Tensor
 
 from aioengine.errors import InternalError
@@ -39,7 +40,7 @@ def attend_decode(team: Team, case: PagedCase, decodes: Tensor, **keywords: Any)
     states = None
     if keywords["num_splits"] > 1:
         states = torch.full((attention.num_states(len(decodes), heads, head_dim, keywords["max_context"]),), torch.nan)
-    attention.attend_decode(team, *case.tensors(), decodes, out, states=states, **keywords)
+    attend(partial(attention.attend_decode, team), case, decodes, out, states=states, **keywords)
     return out
 
 
@@ -47,7 +48,7 @@ def assert_decodes(teams: list[Team], case: PagedCase, decodes: Tensor, **keywor
     """Like the oracle; and, to the last bit, with any number of threads and splits, and each row alone."""
     keywords = {**KEYWORDS, **keywords}
     expected, computed = case.out.clone(), attend_decode(teams[0], case, decodes, **keywords)
-    reference.attend_decode(*case.tensors(), decodes, expected, **keywords)
+    attend(reference.attend_decode, case, decodes, expected, **keywords)
     assert computed[[0, -1, -2]].isnan().all()
     assert not computed[decodes[:, 1].long()].isnan().any()
     assert_close(computed, expected)
@@ -143,14 +144,14 @@ def assert_prefills(teams: list[Team], case: PagedCase, tiles: Tensor, **keyword
     """Like the oracle; and, to the last bit, with any number of threads, and in tiles of one token."""
     keywords = {"scale": 0.11, "window": None, **keywords}
     expected = case.out.clone()
-    reference.attend_prefill(*case.tensors(), tiles, expected, **keywords)
+    attend(reference.attend_prefill, case, tiles, expected, **keywords)
     single = [
         [row, first + nth, 1, position + nth] for row, first, count, position in tiles.tolist() for nth in range(count)
     ]
     made = []
     for team, cut in ((teams[0], tiles), (teams[1], tiles), (teams[1], int32(single))):
         out = case.out.clone()
-        attention.attend_prefill(team, *case.tensors(), cut, out, **keywords)
+        attend(partial(attention.attend_prefill, team), case, cut, out, **keywords)
         made.append(out)
     assert made[0][[0, 1, -1]].isnan().all()
     assert not made[0][2:-1].isnan().any()
@@ -225,7 +226,7 @@ def test_an_int8_cache_changes_what_is_attended_to_by_its_rounding(teams: list[T
     sizes = {"heads": 16, "kv_heads": 8, "head_dim": 128, "dtype": dtype}
     (plain, decodes), (kept, _) = (decode_case(5, [600], **sizes, cache_dtype=cache) for cache in (FP32, torch.int8))
     exact = plain.out.float()
-    reference.attend_decode(plain.q.float(), *plain.tensors()[1:], decodes, exact, **KEYWORDS)
+    attend(reference.attend_decode, replace(plain, q=plain.q.float()), decodes, exact, **KEYWORDS)
     errors = attend_decode(teams[0], kept, decodes)[1].float() - exact[1]
     assert 1e-4 < errors.norm() / exact[1].norm() < 0.02
 
@@ -242,10 +243,10 @@ def test_what_is_read_by_no_kernel_is_refused(teams: list[Team]) -> None:
         attend_decode(teams[0], replace(case, k_cache=case.k_cache.to(torch.int8)), decodes)
     case, tiles = prefill_case(1, [(0, 5)], dtype=BF16, head_dim=3)
     with pytest.raises(InternalError, match="heads of 3"):
-        attention.attend_prefill(teams[0], *case.tensors(), tiles, case.out, scale=1.0, window=None)
+        attend(partial(attention.attend_prefill, teams[0]), case, tiles, case.out)
     case, decodes = decode_case(1, [5], heads=129, kv_heads=1)
     with pytest.raises(InternalError, match="too many"):
         attend_decode(teams[0], case, decodes)
     case, tiles = prefill_case(1, [(0, 5)], head_dim=513)
     with pytest.raises(InternalError, match="too large"):
-        attention.attend_prefill(teams[0], *case.tensors(), tiles, case.out, scale=1.0, window=None)
+        attend(partial(attention.attend_prefill, teams[0]), case, tiles, case.out)

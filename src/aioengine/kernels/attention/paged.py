@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aioengine.kernels.operations import Operations
+from aioengine.kernels.operations import Operations, PagedKV
 from aioengine.kernels.torch.quantized import SCALE_BYTES
 from aioengine.kernels.zeros import lazy_zeros
 
@@ -119,16 +119,13 @@ class PagedAttention:
             qkv, step.positions, step.slots, self.rope_table, qk_weight, self._eps, k_cache, v_cache
         )
         out = torch.empty_like(q)
+        kv = PagedKV(k_cache, v_cache, self._block_tables, self._softmax_scale, window)
         if step.decodes is not None:
             self.operations.attend_decode(
-                q, k_cache, v_cache, self._block_tables, step.decodes, out,
-                scale=self._softmax_scale, window=window, num_splits=step.num_splits, max_context=step.max_context,
-            )  # fmt: skip
+                q, kv, step.decodes, out, num_splits=step.num_splits, max_context=step.max_context
+            )
         if step.tiles is not None:
-            self.operations.attend_prefill(
-                q, k_cache, v_cache, self._block_tables, step.tiles, out,
-                scale=self._softmax_scale, window=window,
-            )  # fmt: skip
+            self.operations.attend_prefill(q, kv, step.tiles, out)
         return out.flatten(1)
 
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from aioengine.errors import InternalError
 from aioengine.kernels.attention.choices import DECODE, DECODE_IN_SPLITS, AttentionShape, Choice, choice_of
 from aioengine.kernels.launch_checks import FLOATS, check_tensor
+from aioengine.kernels.operations import PagedKV
 
 LOG2_E = 1.4426950408889634
 NO_WINDOW = 1 << 30
@@ -185,22 +186,10 @@ def _combine_kernel(
     tl.store(out_ptr + out_offsets, (total / mass).to(out_ptr.dtype.element_ty), is_dim)
 
 
-def attend_decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    decodes: Tensor,
-    out: Tensor,
-    *,
-    scale: float,
-    window: int | None,
-    num_splits: int,
-    max_context: int,
-    soft_cap: float | None = None,
-) -> None:
+def attend_decode(q: Tensor, kv: PagedKV, decodes: Tensor, out: Tensor, *, num_splits: int, max_context: int) -> None:
     """As `Operations.attend_decode`."""
-    check_paged("attend_decode", q, k_cache, v_cache, block_tables, out, window, soft_cap)
+    check_paged("attend_decode", q, kv, out)
+    k_cache, v_cache, block_tables, scale, window, _ = kv
     check_tensor("attend_decode: decodes", decodes, (None, 3), torch.int32, q.device)
     if num_splits < 1:
         raise InternalError(f"attend_decode: num_splits is {num_splits}; 1 or more is needed")
@@ -244,21 +233,13 @@ def _choose(num_splits: int, max_context: int, device: torch.device, shape: Atte
     return 1, choice_of(DECODE, device, shape)
 
 
-def check_paged(
-    name: str,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    out: Tensor,
-    window: int | None,
-    soft_cap: float | None,
-) -> None:
+def check_paged(name: str, q: Tensor, kv: PagedKV, out: Tensor) -> None:
     """Refuse what the kernels of paged attention would misread.
 
     Raises:
         InternalError: says what is wrong.
     """
+    k_cache, v_cache, block_tables, _, window, soft_cap = kv
     check_tensor(f"{name}: q", q, (None, None, None), FLOATS, q.device)
     num_heads, head_dim = q.shape[1:]
     if head_dim not in HEAD_DIMS:

@@ -34,6 +34,7 @@ from aioengine.kernels.attention.paged_decode import (
     load_blocks,
 )
 from aioengine.kernels.launch_checks import check_tensor
+from aioengine.kernels.operations import PagedKV
 
 
 @triton.jit
@@ -180,20 +181,10 @@ def _prefill_kernel(
     tl.store(out_ptr + query_offsets, result.to(out_ptr.dtype.element_ty), is_query)
 
 
-def attend_prefill(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    tiles: Tensor,
-    out: Tensor,
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None = None,
-) -> None:
+def attend_prefill(q: Tensor, kv: PagedKV, tiles: Tensor, out: Tensor) -> None:
     """As `Operations.attend_prefill`."""
-    check_paged("attend_prefill", q, k_cache, v_cache, block_tables, out, window, soft_cap)
+    check_paged("attend_prefill", q, kv, out)
+    k_cache, v_cache, block_tables, scale, window, _ = kv
     check_tensor("attend_prefill: tiles", tiles, (None, 4), torch.int32, q.device)
     if not len(tiles):
         return

@@ -10,6 +10,7 @@ from aioengine.kernels.launch_checks import check_tensor
 from aioengine.kernels.native.kernels.attention_sizes import MAX_GROUP, MAX_HEAD_DIM, MAX_ROWS, MAX_STATES, PART
 from aioengine.kernels.native.layers import SUFFIXES
 from aioengine.kernels.native.team import Team, float_bits
+from aioengine.kernels.operations import PagedKV
 from aioengine.kernels.torch.quantized import head_dim_of
 
 CHUNKS_A_THREAD = 4
@@ -20,24 +21,20 @@ NO_WINDOW = 1 << 40
 def attend_decode(
     team: Team,
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
+    kv: PagedKV,
     decodes: Tensor,
     out: Tensor,
     *,
-    scale: float,
-    window: int | None,
     num_splits: int,
     max_context: int,
     states: Tensor | None,
-    soft_cap: float | None = None,
 ) -> None:
     """As `Operations.attend_decode`.
 
     Args:
         states: float32, `num_states` numbers, for more than one split; None: there is one, whatever ``num_splits`` is.
     """
+    k_cache, v_cache, block_tables, scale, window, soft_cap = kv
     _check("attend_decode", q, k_cache, v_cache, block_tables, out)
     check_tensor("attend_decode: decodes", decodes, (None, 3), torch.int32, q.device)
     num_heads, head_dim = q.shape[1:]
@@ -90,20 +87,9 @@ def _state_size(head_dim: int) -> int:
     return -(-head_dim // 16) * 16 + 32
 
 
-def attend_prefill(
-    team: Team,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    tiles: Tensor,
-    out: Tensor,
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None = None,
-) -> None:
+def attend_prefill(team: Team, q: Tensor, kv: PagedKV, tiles: Tensor, out: Tensor) -> None:
     """As `Operations.attend_prefill`."""
+    k_cache, v_cache, block_tables, scale, window, soft_cap = kv
     _check("attend_prefill", q, k_cache, v_cache, block_tables, out)
     check_tensor("attend_prefill: tiles", tiles, (None, 4), torch.int32, q.device)
     num_heads, head_dim = q.shape[1:]

@@ -8,6 +8,7 @@ from torch import Tensor
 from aioengine.kernels.launch_checks import check_tensor
 from aioengine.kernels.native import attention, layers
 from aioengine.kernels.native.team import Team
+from aioengine.kernels.operations import PagedKV
 from aioengine.kernels.packed_weight import PackedWeight, Quantization
 from aioengine.kernels.sampling.sample_rows import SampleFlag
 from aioengine.kernels.torch import products as plain
@@ -53,46 +54,19 @@ class NativeOperations:
 
     prefill_tile = staticmethod(attention.prefill_tile)
 
-    def attend_prefill(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        block_tables: Tensor,
-        tiles: Tensor,
-        out: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        soft_cap: float | None = None,
-    ) -> None:
-        attention.attend_prefill(
-            self._team, q, k_cache, v_cache, block_tables, tiles, out, scale=scale, window=window, soft_cap=soft_cap
-        )
+    def attend_prefill(self, q: Tensor, kv: PagedKV, tiles: Tensor, out: Tensor) -> None:
+        attention.attend_prefill(self._team, q, kv, tiles, out)
 
     def attend_decode(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        block_tables: Tensor,
-        decodes: Tensor,
-        out: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        num_splits: int,
-        max_context: int,
-        soft_cap: float | None = None,
+        self, q: Tensor, kv: PagedKV, decodes: Tensor, out: Tensor, *, num_splits: int, max_context: int
     ) -> None:
         states = None
         if num_splits > 1:
             count = attention.num_states(len(decodes), q.shape[1], q.shape[2], max_context)
             states = self._buffer("states", count, 1, torch.float32)
         attention.attend_decode(
-            self._team, q, k_cache, v_cache, block_tables, decodes, out, scale=scale, window=window,
-            num_splits=num_splits, max_context=max_context, states=states, soft_cap=soft_cap,
-        )  # fmt: skip
+            self._team, q, kv, decodes, out, num_splits=num_splits, max_context=max_context, states=states
+        )
 
     # The decoder's layers
 

@@ -5,27 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from aioengine.kernels.operations import PagedKV
 from aioengine.kernels.torch.quantized import read_lines
 
 GATHERED_VALUES = 2**22
 """Keys of single queries that are gathered at once, in values, and as many values."""
 
 
-def attend_decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    decodes: Tensor,
-    out: Tensor,
-    *,
-    scale: float,
-    window: int | None,
-    num_splits: int,
-    max_context: int,
-    soft_cap: float | None = None,
-) -> None:
+def attend_decode(q: Tensor, kv: PagedKV, decodes: Tensor, out: Tensor, *, num_splits: int, max_context: int) -> None:
     """As `Operations.attend_decode`; waits for the device. Rows of about one length are attended at once."""
+    k_cache, v_cache, block_tables, scale, window, soft_cap = kv
     is_padding = decodes[:, 0] < 0
     out[decodes[is_padding, 1].long()] = 0
     by_length = decodes[~is_padding].long()
@@ -47,19 +36,9 @@ def attend_decode(
         out[tokens] = (weights @ v.transpose(1, 2)).flatten(1, 2).to(out.dtype)
 
 
-def attend_prefill(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    tiles: Tensor,
-    out: Tensor,
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None = None,
-) -> None:
+def attend_prefill(q: Tensor, kv: PagedKV, tiles: Tensor, out: Tensor) -> None:
     """As `Operations.attend_prefill`; waits for the device."""
+    k_cache, v_cache, block_tables, scale, window, soft_cap = kv
     for row, first_token, num_tokens, position in tiles.tolist():
         if row < 0:
             continue
