@@ -219,9 +219,14 @@ def _edits(i: Inputs) -> Iterator[Case]:
     sample_of_row = torch.arange(s.decode, dtype=torch.int32, device=i.device)
     rows, tokens = i.below(s.decode, count), i.below(s.vocab, count)
     values, until = i.empty_floats(count).zero_(), i.ints([2**30]).repeat(count)
-    where = (logits, samples, sample_of_row, rows, tokens)
+    edits = torch.stack((rows, tokens, values.view(torch.int32), until))
     size = f"{s.decode} rows with 50 each"
-    yield Case(operation="edit_logits", size=size, call=lambda f: f(*where, values, until), num_bytes=24 * count)
+    yield Case(
+        operation="edit_logits",
+        size=size,
+        call=lambda f: f(logits, samples, sample_of_row, edits),
+        num_bytes=24 * count,
+    )
     offsets = torch.arange(count + 1, dtype=torch.int32, device=i.device) * 2
     history, ids = i.below(s.vocab, s.decode, s.context + 64), i.below(s.vocab, 2 * count)
     yield Case(

@@ -151,7 +151,7 @@ def test_tables_grow_by_powers_of_two(count: int) -> None:
     size = max(64, 1 << (count - 1).bit_length())
     assert table.sizes == RuleSizes(max(64, 1 << size.bit_length()), size, size)
     assert len(words) == table.sizes.total
-    assert int((RuleTensors.of(torch.from_numpy(words), table.sizes).edit_rows >= 0).sum()) == count + 1
+    assert int((RuleTensors.of(torch.from_numpy(words), table.sizes).edits[0] >= 0).sum()) == count + 1
     table.remove(0)
     assert len(table.words()) == RuleSizes().total == 1
 

@@ -28,6 +28,11 @@ def run(operation: Callable[..., None], *arguments: Tensor | None) -> None:
             given.copy_(made)
 
 
+def edits_of(rows: Tensor, tokens: Tensor, values: Tensor, until: Tensor) -> Tensor:
+    """int32 [4, e], as `Operations.edit_logits` takes them."""
+    return torch.stack((rows, tokens, values.float().view(torch.int32), until))
+
+
 def make_samples(*samples: dict[Any, float]) -> Tensor:
     """int32 [s, SAMPLE_WORDS], by `SampleRow` or the name of a parameter; words that are not given change nothing."""
     made = torch.zeros(len(samples), SAMPLE_WORDS, dtype=torch.int32)

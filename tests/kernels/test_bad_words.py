@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from kernels.harness import ALL, assert_close
-from kernels.rule_batch import FOREVER, PADDING, make_samples, places_of, run
+from kernels.rule_batch import FOREVER, PADDING, edits_of, make_samples, places_of, run
 from sampler.batch import Asking, asking, changed_logits, random_logits
 from torch import Tensor
 
@@ -81,8 +81,8 @@ def test_masks_and_biases_are_those_of_loops(ops: Any, vocab: int, seed: int) ->
     edit_rows, tokens, values, until = zip(*listed, strict=True)
     raw = random_logits(len(requests), vocab, seed=seed)
     made = raw.clone()
-    where = (places.samples, places.sample_of_row, ints(*edit_rows), ints(*tokens))
-    run(ops.edit_logits, made, *where, torch.tensor(values), ints(*until))
+    edits = edits_of(ints(*edit_rows), ints(*tokens), torch.tensor(values), ints(*until))
+    run(ops.edit_logits, made, places.samples, places.sample_of_row, edits)
     expected = np.stack([changed_logits(of_row.numpy(), r) for of_row, r in zip(raw, requests, strict=True)])
     assert_close(made, torch.from_numpy(expected).float())
 

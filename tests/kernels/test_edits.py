@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from kernels.harness import ALL, assert_same
-from kernels.rule_batch import FOREVER, PADDING, Places, make_samples, random_places, run, strange_logits
+from kernels.rule_batch import FOREVER, PADDING, Places, edits_of, make_samples, random_places, run, strange_logits
 from torch import Tensor
 
 from aioengine.kernels.sampling.sample_rows import SampleFlag, SampleRow
@@ -49,7 +49,7 @@ def test_edits_are_what_a_loop_makes(ops: Any, num_edits: int, vocab: int, seed:
     logits[0, :3] = torch.tensor([torch.inf, torch.nan, -torch.inf])[:vocab]
     rows, tokens, values, until = random_edits(seed, num_edits, len(places.sample_of_row), vocab)
     made = logits.clone()
-    run(ops.edit_logits, made, places.samples, places.sample_of_row, rows, tokens, values, until)
+    run(ops.edit_logits, made, places.samples, places.sample_of_row, edits_of(rows, tokens, values, until))
     assert_same(made, edited(logits, places, rows, tokens, values, until))
 
 
@@ -67,7 +67,7 @@ def test_a_mask_wins_over_anything(ops: Any, is_mask_first: bool, apart: int) ->
     values = torch.tensor([-torch.inf, 3e38] if is_mask_first else [3e38, -torch.inf]).repeat(len(rows), 1)
     lists = [x.T.contiguous().view(-1) for x in (rows, tokens, values, torch.full_like(rows, FOREVER))]
     logits = was.clone()
-    run(ops.edit_logits, logits, places.samples, places.sample_of_row, *lists)
+    run(ops.edit_logits, logits, places.samples, places.sample_of_row, edits_of(*lists))
     assert logits.tolist() == [[-math.inf] * 5]
 
 
@@ -80,5 +80,5 @@ def test_only_first_samples_of_lines_count(ops: Any) -> None:
     rows, tokens = torch.tensor([0, 1, 2], dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
     logits = torch.zeros(2, 3)
     until = torch.full((3,), FOREVER, dtype=torch.int32)
-    run(ops.edit_logits, logits, samples, sample_of_row, rows, tokens, torch.ones(3), until)
+    run(ops.edit_logits, logits, samples, sample_of_row, edits_of(rows, tokens, torch.ones(3), until))
     assert logits.tolist() == [[0, 0, 0], [1, 0, 0]]

@@ -210,16 +210,7 @@ class Operations(Protocol):
 
     # Rules: logits are changed in place. Only samples that have `SampleFlag.FIRST` count.
 
-    def edit_logits(
-        self,
-        logits: Tensor,
-        samples: Tensor,
-        sample_of_row: Tensor,
-        edit_rows: Tensor,
-        edit_tokens: Tensor,
-        edit_values: Tensor,
-        edit_until: Tensor,
-    ) -> None:
+    def edit_logits(self, logits: Tensor, samples: Tensor, sample_of_row: Tensor, edits: Tensor) -> None:
         """Add to logits, in place; -inf masks, whatever is there, NaN and +inf too.
 
         Several edits may meet on one logit: they add up, and one mask is enough.
@@ -227,9 +218,8 @@ class Operations(Protocol):
         Args:
             logits: float32 [n, V]; samples: int32 [s, SAMPLE_WORDS].
             sample_of_row: int32 [rows], the first sample of each row; -1: it does not sample in this step.
-            edit_rows, edit_tokens: int32 [e]; row -1 is padding; edits of rows that do not sample are passed over.
-            edit_values: float32 [e].
-            edit_until: int32 [e]: the edit is made while the sample's output position is below this.
+            edits: int32 [4, e]: rows; tokens; the bits of what is added, a float32; and the output positions below
+                which the edits are made. Row -1 is padding; edits of rows that do not sample are passed over.
         """
 
     def ends_of_bad_words(

@@ -35,7 +35,7 @@ class RuleSizes(NamedTuple):
     def sections(self) -> list[int]:
         """Words of each of `RuleTensors`."""
         e, w, p = self
-        return [e, e, e, e, w, w + 1, p]
+        return [4 * e, w, w + 1, p]
 
     @property
     def total(self) -> int:
@@ -45,10 +45,7 @@ class RuleSizes(NamedTuple):
 class RuleTensors(NamedTuple):
     """The tables on the device, as `Operations.edit_logits` and `Operations.ends_of_bad_words` take them."""
 
-    edit_rows: Tensor
-    edit_tokens: Tensor
-    edit_values: Tensor
-    edit_until: Tensor
+    edits: Tensor
     word_rows: Tensor
     word_offsets: Tensor
     word_ids: Tensor
@@ -56,8 +53,8 @@ class RuleTensors(NamedTuple):
     @classmethod
     def of(cls, words: Tensor, sizes: RuleSizes) -> RuleTensors:
         """Views of int32 words that `RuleTable.words` has made."""
-        tables = cls(*torch.split_with_sizes(words[: sizes.total], sizes.sections))
-        return tables._replace(edit_values=tables.edit_values.view(torch.float32))
+        edits, *of_words = torch.split_with_sizes(words[: sizes.total], sizes.sections)
+        return cls(edits.view(4, sizes.num_edits), *of_words)
 
 
 class RowRules(NamedTuple):
@@ -134,8 +131,8 @@ class RuleTable:
             _bucket(_bucket(num_words) + len(edit_rows)), _bucket(num_words), _bucket(num_ids)
         )
         words = np.zeros(sizes.total, np.int32)
-        *_, rows_of_words, offsets, word_ids = np.split(words, np.cumsum(sizes.sections)[:-1])
-        columns = words[: 4 * sizes.num_edits].reshape(4, -1)
+        edits_of_rows, rows_of_words, offsets, word_ids = np.split(words, np.cumsum(sizes.sections)[:-1])
+        columns = edits_of_rows.reshape(4, -1)
         columns[0], columns[3], rows_of_words[:], offsets[:] = -1, ALWAYS, -1, num_ids
         columns[0, :num_words], columns[1, :num_words] = word_rows, last_ids
         others = slice(sizes.num_words, sizes.num_words + len(edit_rows))

@@ -205,11 +205,9 @@ class Sampler:
         if sizes.num_words:
             ops.ends_of_bad_words(
                 samples, sample_of_row, self._history, rules.word_rows, rules.word_offsets, rules.word_ids,
-                rules.edit_values[: sizes.num_words],
+                rules.edits[2, : sizes.num_words].view(torch.float32),
             )  # fmt: skip
-        ops.edit_logits(
-            logits, samples, sample_of_row, rules.edit_rows, rules.edit_tokens, rules.edit_values, rules.edit_until
-        )
+        ops.edit_logits(logits, samples, sample_of_row, rules.edits)
 
     def _counters_of(self, samples: Tensor) -> Tensor:
         """Zeros, a row a sample; more than there are rows where several choices begin, in a step with prompts."""

@@ -226,20 +226,11 @@ class NativeOperations:
 
     # Rules
 
-    def edit_logits(
-        self,
-        logits: Tensor,
-        samples: Tensor,
-        sample_of_row: Tensor,
-        edit_rows: Tensor,
-        edit_tokens: Tensor,
-        edit_values: Tensor,
-        edit_until: Tensor,
-    ) -> None:
+    def edit_logits(self, logits: Tensor, samples: Tensor, sample_of_row: Tensor, edits: Tensor) -> None:
         self._team.launch(
             "edit_logits", 1,
             logits, logits.shape[1], samples, sample_of_row,
-            edit_rows, edit_tokens, edit_values, edit_until, len(edit_rows),
+            *edits, edits.shape[1],
         )  # fmt: skip
 
     def ends_of_bad_words(

@@ -82,32 +82,21 @@ def _edit_logits_kernel(
     tl.atomic_add(logits + offsets, values, mask=is_made & (values != 0) & ~is_mask, sem="relaxed")
 
 
-def edit_logits(
-    logits: Tensor,
-    samples: Tensor,
-    sample_of_row: Tensor,
-    edit_rows: Tensor,
-    edit_tokens: Tensor,
-    edit_values: Tensor,
-    edit_until: Tensor,
-) -> None:
+def edit_logits(logits: Tensor, samples: Tensor, sample_of_row: Tensor, edits: Tensor) -> None:
     """See `Operations.edit_logits`. One launch, of about 3 µs for any number of edits: four loads, each of which waits.
 
     Args:
-        edit_values: float32 [e], finite or -inf. Of a logit that gets several finite ones, the last bit of the sum may
-            depend on their order, which is anyone's guess: give one bias a token.
+        edits: of finite values and -inf. Of a logit that gets several finite ones, the last bit of the sum may depend
+            on their order, which is anyone's guess: give one bias a token.
     """
-    device, num_edits = check_logits(logits), len(edit_rows)
+    device, num_edits = check_logits(logits), edits.shape[-1]
     check_samples(samples, device)
     check_tensor("sample_of_row", sample_of_row, (None,), torch.int32, device)
-    check_tensor("edit_rows", edit_rows, (None,), torch.int32, device)
-    check_tensor("edit_tokens", edit_tokens, (num_edits,), torch.int32, device)
-    check_tensor("edit_values", edit_values, (num_edits,), torch.float32, device)
-    check_tensor("edit_until", edit_until, (num_edits,), torch.int32, device)
+    check_tensor("edits", edits, (4, None), torch.int32, device)
     if not num_edits or not len(logits) or not len(samples):
         return
     _edit_logits_kernel[(triton.cdiv(num_edits, BLOCK),)](
-        logits, samples, sample_of_row, edit_rows, edit_tokens, edit_values, edit_until,
+        logits, samples, sample_of_row, edits[0], edits[1], edits[2].view(torch.float32), edits[3],
         num_edits, logits.shape[1], BLOCK,
         num_warps=NUM_WARPS, enable_fp_fusion=True,
     )  # fmt: skip

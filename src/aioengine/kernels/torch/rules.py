@@ -9,15 +9,9 @@ from aioengine.kernels.sampling.sample_rows import SampleFlag, SampleRow, param_
 from aioengine.kernels.torch.sampling import chunks, rows_of
 
 
-def edit_logits(
-    logits: Tensor,
-    samples: Tensor,
-    sample_of_row: Tensor,
-    edit_rows: Tensor,
-    edit_tokens: Tensor,
-    edit_values: Tensor,
-    edit_until: Tensor,
-) -> None:
+def edit_logits(logits: Tensor, samples: Tensor, sample_of_row: Tensor, edits: Tensor) -> None:
+    edit_rows, edit_tokens, _, edit_until = edits
+    edit_values = edits[2].view(torch.float32)
     sample = _samples_of_rows(samples, sample_of_row, edit_rows)
     is_known = (sample >= 0) & (edit_tokens >= 0) & (edit_tokens < logits.shape[1])
     words = samples[sample[is_known]]
