@@ -8,16 +8,13 @@ from aioengine.kernels.native.kernels.compiler import inlined
 from aioengine.kernels.native.kernels.simd import (
     absolute,
     bits_to_float,
+    float_to_bits,
     fma,
     is_above,
-    maximum,
     minimum,
-    round_even,
     select,
     shift_left,
     splat,
-    splat_i32,
-    to_int,
     zeros,
 )
 
@@ -30,6 +27,8 @@ E0, E1, E2, E3, E4, E5 = map(
 T0, T1, T2, T3, T4 = map(
     np.float32, (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
 )
+TO_EXPONENT = np.float32(1.5 * 2**23 + 127)
+"""A float of this size has no fraction: to add it rounds, and the lowest bits of the sum are 2ⁿ's exponent."""
 LOWEST, HIGHEST = np.float32(-87.33), np.float32(88.73)
 ONE, TWO, SMALL = np.float32(1), np.float32(2), np.float32(0.625)
 
@@ -40,16 +39,15 @@ def exp(x):
 
     With n = round(x / ln 2) and r = x - n · ln 2: 2ⁿ · (1 + r + r² · E(r)).
     """
-    bounded = maximum(splat(LOWEST), minimum(splat(HIGHEST), x))
-    n = round_even(bounded * splat(LOG2_E))
+    bounded = minimum(splat(HIGHEST), x)
+    shifted = fma(bounded, splat(LOG2_E), splat(TO_EXPONENT))
+    n = shifted - splat(TO_EXPONENT)
     r = fma(n, splat(-LN2_LOW), fma(n, splat(-LN2_HIGH), bounded))
-    y = fma(splat(E0), r, splat(E1))
-    y = fma(y, r, splat(E2))
-    y = fma(y, r, splat(E3))
-    y = fma(y, r, splat(E4))
-    y = fma(y, r, splat(E5))
-    y = fma(y, r * r, r) + splat(ONE)
-    power = bits_to_float(shift_left(to_int(n) + splat_i32(127), 23))
+    square = r * r  # the polynomial by pairs of its terms, which wait for each other less (Estrin)
+    y = fma(fma(splat(E0), r, splat(E1)), square, fma(splat(E2), r, splat(E3)))
+    y = fma(y, square, fma(splat(E4), r, splat(E5)))
+    y = fma(y, square, r) + splat(ONE)
+    power = bits_to_float(shift_left(float_to_bits(shifted), 23))
     return select(is_above(splat(LOWEST), x), zeros(), y * power)
 
 

@@ -346,13 +346,26 @@ def to_wide(b: Any, x: Any) -> Any:
     return b.fpext(x, wide) if lane == F16 else x
 
 
-def _copy_lanes(b: Any, to: Any, source: Any, count: Any, lane: ir.Type) -> None:
-    """Copy ``count`` lanes, of 0 to 15, by 8, 4, 2 and 1."""
-    size = number(lane_bytes(lane))
-    for lanes in (8, 4, 2, 1):
-        with b.if_then(b.icmp_signed("!=", b.and_(count, number(lanes)), number(0))):
-            at = b.mul(b.and_(count, number(-2 * lanes)), size)
-            store(b, b.add(to, at), load(b, b.add(source, at), ir.VectorType(lane, lanes)))
+def _copy_lanes(b: Any, to: Any, source: Any, count: Any, size: int) -> None:
+    """Copy the first ``count`` of 16 lanes of so many bytes, fewer than 16; none, if that is below 0.
+
+    By a function, since it is seldom needed and LLVM would bring much of it before the branch to it.
+    """
+    name = f"copy_lanes_of_{size}"
+    function = cgutils.get_or_insert_function(b.module, ir.FunctionType(ir.VoidType(), [I64] * 3), name)
+    if function.is_declaration:
+        function.linkage = "linkonce_odr"
+        function.attributes.add("noinline")
+        inner = ir.IRBuilder(function.append_basic_block())
+        to_, source_, count_ = function.args
+        with inner.if_then(inner.icmp_signed(">", count_, number(0))):
+            for lanes in (8, 4, 2, 1):
+                with inner.if_then(inner.icmp_signed("!=", inner.and_(count_, number(lanes)), number(0))):
+                    at = inner.mul(inner.and_(count_, number(-2 * lanes)), number(size))
+                    what = ir.VectorType(I8, lanes * size)
+                    store(inner, inner.add(to_, at), load(inner, inner.add(source_, at), what))
+        inner.ret_void()
+    b.call(function, (to, source, count))
 
 
 def lane_bytes(lane: ir.Type) -> int:
@@ -384,7 +397,7 @@ def load_lanes(b: Any, address: Any, lane: ir.Type, count: Any) -> Any:
             else:
                 room = _vector_on_stack(b, vector)
                 b.store(zeros, room)
-                _copy_lanes(b, b.ptrtoint(room, I64), address, _at_least_0(b, count), lane)
+                _copy_lanes(b, b.ptrtoint(room, I64), address, count, lane_bytes(lane))
                 some = b.load(room, typ=vector)
             end_of_some = b.block
     loaded = b.phi(vector)
@@ -408,16 +421,12 @@ def store_lanes(b: Any, address: Any, x: Any, count: Any) -> None:
             else:
                 room = _vector_on_stack(b, x.type)
                 b.store(x, room)
-                _copy_lanes(b, address, b.ptrtoint(room, I64), _at_least_0(b, count), lane)
+                _copy_lanes(b, address, b.ptrtoint(room, I64), count, lane_bytes(lane))
 
 
 def _vector_on_stack(b: Any, vector: ir.VectorType) -> Any:
     with b.goto_entry_block():
         return b.alloca(vector)
-
-
-def _at_least_0(b: Any, count: Any) -> Any:
-    return b.select(b.icmp_signed(">", count, number(0)), count, number(0))
 
 
 def _loads(lane: ir.Type) -> tuple[Any, Any, Any, Any]:
