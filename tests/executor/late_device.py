@@ -1,7 +1,6 @@
 """An executor whose device is late, as a GPU is: a fake accelerator, with the oracles or the interpreted kernels."""
 
 import asyncio
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ from aioengine.config import EngineConfig
 from aioengine.executor.torch_executor import TorchExecutor
 from aioengine.kernels.torch import operations as reference
 from aioengine.models.folder import ModelFolder
-from aioengine.models.loader import load_decoder
 from doubles.fake_accelerator import FakeAccelerator
 from doubles.fake_graph import as_launches
 
@@ -25,9 +23,8 @@ async def start_late(
     """An executor of the checkpoint in ``folder``."""
     config = late_config(**fields)
     model = await asyncio.to_thread(ModelFolder.read, folder)
-    load = partial(load_decoder, model, config)
     accelerator.operations = as_launches(operations)
-    return await TorchExecutor.start_with(load, config, folder=model, find_accelerator=lambda: accelerator)
+    return await TorchExecutor.start(model, config, find_accelerator=lambda: accelerator)
 
 
 class InjectedFailure(Exception):

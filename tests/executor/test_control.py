@@ -69,8 +69,7 @@ async def started(folder: Path, way: str = "cpu", **fields: Any) -> AsyncIterato
         model = await asyncio.to_thread(ModelFolder.read, folder)
         accelerator = HostAccelerator()
         accelerator.operations = flipped_operations if way == "packed" else torch_operations
-        load = partial(load_decoder, model, config)
-        executor = await TorchExecutor.start_with(load, config, folder=model, find_accelerator=lambda: accelerator)
+        executor = await TorchExecutor.start(model, config, find_accelerator=lambda: accelerator)
     try:
         yield executor
     finally:
@@ -598,7 +597,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
 async def test_a_model_from_no_folder_cannot_be_saved(checkpoint: Checkpoint, tmp_path: Path) -> None:
     config = EngineConfig(max_num_seqs=4, kv_cache_memory_bytes=2**20, num_threads=1)
     load = partial(load_decoder, await asyncio.to_thread(ModelFolder.read, checkpoint("llama2")), config)
-    executor = await TorchExecutor.start_with(load, config)
+    executor = await TorchExecutor.start(None, config, load=load)
     with pytest.raises(InvalidRequest, match="no folder"):
         await executor.perform(SaveShardedState(tmp_path / "saved", 2**30))
     await executor.aclose()

@@ -29,7 +29,6 @@ from aioengine.core.executor_protocol import DeviceLost, PendingStep
 from aioengine.errors import InternalError, InvalidRequest
 from aioengine.executor.torch_executor import TorchExecutor
 from aioengine.models.folder import ModelFolder
-from aioengine.models.loader import load_decoder
 from aioengine.scheduler.plan import StepPlan
 from doubles.fake_accelerator import FakeAccelerator
 
@@ -49,7 +48,7 @@ async def start_cpu(folder: Path, **fields: Any) -> TorchExecutor:
     """The executor that is known to be right."""
     config = late_config(device="cpu", **fields)
     model = await asyncio.to_thread(ModelFolder.read, folder)
-    return await TorchExecutor.start_with(partial(load_decoder, model, config), config, folder=model)
+    return await TorchExecutor.start(model, config)
 
 
 @asynccontextmanager

@@ -83,9 +83,8 @@ class Model:
     async def start(self, **fields: Any) -> TorchExecutor:
         accelerator = HostAccelerator()
         accelerator.operations = self.operations
-        executor = await TorchExecutor.start_with(
-            self.load, make_config(**fields), find_accelerator=lambda: accelerator
-        )
+        config = make_config(**fields)
+        executor = await TorchExecutor.start(None, config, load=self.load, find_accelerator=lambda: accelerator)
         self.executors.add(executor)
         return executor
 
@@ -154,9 +153,10 @@ async def test_it_says_what_the_config_and_the_model_make_of_it(model: Model) ->
 
 async def test_progress_is_told_on_the_loop(model: Model) -> None:
     told: list[tuple[int, int, threading.Thread]] = []
-    executor = await TorchExecutor.start_with(
-        model.load,
+    executor = await TorchExecutor.start(
+        None,
         make_config(),
+        load=model.load,
         on_progress=lambda done, total: told.append((done, total, threading.current_thread())),
     )
     assert told == [(0, 10, threading.main_thread()), (10, 10, threading.main_thread())]
@@ -171,7 +171,7 @@ async def test_a_start_that_fails_says_why_and_leaves_nothing(model: Model) -> N
         await model.start(kv_cache_memory_bytes=1536 * 15)
     assert model.is_freed
     with pytest.raises(OSError, match="no such file"):
-        await TorchExecutor.start_with(load, make_config())
+        await TorchExecutor.start(None, make_config(), load=load)
     assert not device_threads()
 
 
@@ -188,7 +188,7 @@ async def test_cancelling_the_start_stops_the_loading_and_leaves_nothing() -> No
         raise RuntimeError("stopped")
 
     with anyio.CancelScope() as scope:
-        await TorchExecutor.start_with(load, make_config(), on_progress=lambda *_: scope.cancel())
+        await TorchExecutor.start(None, make_config(), load=load, on_progress=lambda *_: scope.cancel())
     assert scope.cancelled_caught
     assert was_stopped.is_set()
     assert not device_threads()

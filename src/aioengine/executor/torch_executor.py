@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar, TypeVarTuple
 
@@ -36,7 +37,6 @@ from aioengine.executor.runner import Runner
 from aioengine.executor.weights import Load, Weights
 from aioengine.kernels.native.attention import has_kernels
 from aioengine.kernels.native.kernels.parts import parts_of
-from aioengine.models.decoder import Decoder
 from aioengine.models.folder import ModelFolder
 from aioengine.models.loader import LoadStopped, Placement, load_decoder, read_config
 from aioengine.progress import LOADING, OnProgress
@@ -65,39 +65,30 @@ class TorchExecutor:
         self._device = device
 
     @classmethod
-    async def start(cls, folder: ModelFolder, config: EngineConfig, *, on_progress: OnProgress | None = None) -> Self:
+    async def start(
+        cls,
+        folder: ModelFolder | None,
+        config: EngineConfig,
+        *,
+        load: Load | None = None,
+        find_accelerator: Callable[[], Accelerator] | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> Self:
         """Load a model and make room for its KV cache.
 
         Cancelling stops the loading and leaves nothing behind.
 
         Args:
+            folder: the model's; None: it came from none, and cannot be saved.
+            load: makes the decoder in the device thread, in place of `load_decoder`.
+            find_accelerator: makes the device in the device thread; absent: the one that ``config.device`` names.
             on_progress: called on the loop.
         Raises:
             ModelLoadError, ConfigError: as `load_decoder`; ConfigError also when the KV cache is too small.
         """
-
-        def load(*, placement: Placement, on_progress: OnProgress, should_stop: Callable[[], bool]) -> Decoder:
-            return load_decoder(folder, config, placement=placement, on_progress=on_progress, should_stop=should_stop)
-
-        return await cls.start_with(load, config, folder=folder, on_progress=on_progress)
-
-    @classmethod
-    async def start_with(
-        cls,
-        load: Load,
-        config: EngineConfig,
-        *,
-        folder: ModelFolder | None = None,
-        on_progress: OnProgress | None = None,
-        find_accelerator: Callable[[], Accelerator] | None = None,
-    ) -> Self:
-        """As `start`, with the decoder that ``load`` makes in the device thread, and makes again after `sleep`.
-
-        Args:
-            folder: where the model's config, tokenizer and (unless they are dummies) weights are, to be read again and
-                saved elsewhere; None: ``load`` is called again, and they cannot be saved.
-            find_accelerator: makes the device in the device thread; absent: the one that ``config.device`` names.
-        """
+        if load is None:
+            assert folder is not None
+            load = partial(load_decoder, folder, config)
         device = Device(config)
         stats = ExecutorStats()
         thread = DeviceThread(num_threads=config.num_threads, on_end=device.free)

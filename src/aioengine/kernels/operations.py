@@ -1,10 +1,11 @@
-"""The operations of a decoder's step, as a protocol with two implementations.
+"""The operations of a decoder's step, as a protocol with three implementations.
 
 `aioengine.kernels.triton_operations` is made of the Triton kernels in this package, one operation a file;
 `aioengine.kernels.torch.operations` is plain torch: the oracle, which runs anywhere. Both are modules of functions with
-these names. Shapes are those of one step: T tokens, h query heads, g KV heads, d head size, n rows of logits, s samples
-(tokens to be sampled), V vocabulary. Unless said otherwise tensors are contiguous, on one device, and ``x`` stands for
-float32, bfloat16 or float16. The launchers of kernels raise InternalError where tensors do not fit each other.
+these names; `aioengine.kernels.native.operations` is a class, for CPUs. Shapes are those of one step: T tokens, h query
+heads, g KV heads, d head size, n rows of logits, s samples (tokens to be sampled), V vocabulary. Unless said otherwise
+tensors are contiguous, on one device, and ``x`` stands for float32, bfloat16 or float16. The launchers of kernels raise
+InternalError where tensors do not fit each other.
 """
 
 from __future__ import annotations
