@@ -88,6 +88,7 @@ async def test_two_engines_of_one_process_at_once() -> None:
             assert tuple(found) == expected
 
 
+@pytest.mark.nightly
 async def test_numbers_do_not_depend_on_the_number_of_threads() -> None:
     expected = None
     for num_threads in (1, 2, 5):
@@ -153,6 +154,7 @@ print("done")
 """
 
 
+@pytest.mark.nightly
 def test_children_that_are_forked_beside_helper_threads_end_and_disturb_nothing() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(

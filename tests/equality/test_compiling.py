@@ -12,13 +12,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import anyio
 import psutil
 import pytest
 from checkpoints import make_checkpoint
 from equality.conftest import Oracle
+from nightly import nightly
 from waiting import turns, until
 
-from aioengine import Engine, RequestOutput
+from aioengine import Engine, EngineDead, RequestOutput
 from aioengine.kernels.native.library import COMMON, library_path, read_part
 from aioengine.kernels.native.operations import NativeOperations
 from aioengine.kernels.native.team import Program, Team
@@ -128,7 +130,7 @@ async def test_streams_go_on_rightly_when_native_kernels_take_over(
         await assert_right(engine)
 
 
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("quantization", [None, *nightly("int8")])
 async def test_after_the_change_all_is_as_if_native_kernels_had_always_been_there(
     make_compiler: MakeCompiler, quantization: str | None
 ) -> None:
@@ -170,7 +172,7 @@ async def test_the_end_of_an_engine_is_the_end_of_its_compiler(make_compiler: Ma
 # When it cannot be
 
 
-@pytest.mark.parametrize("outcome", ["raises", "is killed", "brings nothing"])
+@pytest.mark.parametrize("outcome", ["raises", *nightly("is killed", "brings nothing")])
 async def test_a_compiler_that_fails_is_told_of_once_and_costs_nothing_but_time(
     make_compiler: MakeCompiler, outcome: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -195,7 +197,7 @@ async def test_where_nothing_can_be_kept_kernels_are_compiled_for_the_engine_alo
     monkeypatch.setattr(tempfile, "tempdir", str(private))
     (tmp_path / "file").touch()
     compiler = make_compiler(cache_home=tmp_path / "file")
-    for is_waited_for in (True, False):
+    for is_waited_for in (False, True):
         async with starting() as engine:
             await generate(engine, PROMPTS[0], max_tokens=4)
             assert list(private.iterdir())
@@ -238,7 +240,7 @@ async def test_files_that_are_not_whole_are_made_again(make_compiler: MakeCompil
 # What else an engine does meanwhile
 
 
-@pytest.mark.parametrize("failing", ["pack", "threads"])
+@pytest.mark.parametrize("failing", ["pack", *nightly("threads")])
 async def test_weights_are_replaced_after_native_kernels_could_not_take_over(
     make_compiler: MakeCompiler, old: Path, new: Path, failing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,7 +276,7 @@ async def test_weights_are_replaced_after_native_kernels_could_not_take_over(
         assert await layouts(engine) == {"rows"}
 
 
-@pytest.mark.parametrize("when", ["before", "after", "asleep"])
+@pytest.mark.parametrize("when", ["asleep", *nightly("before", "after")])
 async def test_weights_are_replaced_and_sleep_around_the_change(
     make_compiler: MakeCompiler, old: Path, new: Path, when: str
 ) -> None:
@@ -296,3 +298,60 @@ async def test_weights_are_replaced_and_sleep_around_the_change(
             await engine.wake_up()
             await assert_right(engine, new)
         assert await layouts(engine) == {"panels"}
+
+
+# The compiler itself
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "aioengine"
+
+
+def compilers() -> list[psutil.Process]:
+    """The processes that compile, children of this one or of an engine's."""
+    return [
+        child for child in psutil.Process().children(recursive=True) if "compile_parts" in " ".join(child.cmdline())
+    ]
+
+
+def suffixes(folder: Path) -> set[str]:
+    return {file.suffix for file in folder.iterdir()}
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("no_stray_process")
+async def test_a_compiler_that_is_interrupted_leaves_nothing_and_the_next_one_works(empty_cache: Path) -> None:
+    async with starting() as engine:
+        await until(lambda: list(empty_cache.glob("*.lock")))
+        (child,) = compilers()
+        await assert_right(engine, prompts=PROMPTS[:2])
+    assert not child.is_running()
+    assert suffixes(empty_cache) <= {".lock", ".o"}
+    async with starting() as engine:
+        with anyio.fail_after(300):
+            while await layouts(engine) == {"rows"}:
+                await assert_right(engine)
+        await assert_right(engine)
+    assert suffixes(empty_cache) == {".lock", ".o"}
+    assert not compilers()
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("no_stray_process", "quiet_log")
+async def test_no_compiler_outlives_the_engines_own_process(empty_cache: Path) -> None:
+    async with starting(process=True) as engine:
+        await assert_right(engine)
+        (child,) = compilers()
+    psutil.wait_procs([child], timeout=20)
+    assert not child.is_running()
+    async with starting(process=True) as engine:
+        (child,) = compilers()
+        child.parent().kill()
+        with pytest.raises(EngineDead):
+            await generate(engine, PROMPTS[0])
+    psutil.wait_procs([child], timeout=20)
+    assert not child.is_running()
+    async with starting() as engine:
+        await assert_right(engine)
