@@ -180,7 +180,6 @@ def kind_of(error: WireError) -> str:
         ("frames beside the header", "refused: other frames than belong there"),
         ("make a message", "refused: no frames, or too many"),
         ("bytes, which are no", "refused: a frame of odd size"),
-        ("do not fit each other", "refused: columns that do not fit"),
     ):
         if part in text:
             return kind
@@ -200,12 +199,6 @@ def use(body: WireMessage, arrays: Any) -> None:
     elif isinstance(body, wire.StepOutputsMessage):
         for failed in body.failed:
             to_error(failed.fault)
-        if body.has_logprobs:
-            columns = wire.LogprobColumns(arrays)
-            for place in range(8):
-                columns.at(place)
-            for piece in body.prompts:
-                columns.take(piece.count)
     else:
         fault = getattr(body, "fault", None)
         if fault is not None:

@@ -74,16 +74,16 @@ def num_fds() -> int:
 class Peer:
     """A front end made of bare sockets, which says what it is told to."""
 
-    def __init__(self, address: str, *, name: str = "peer") -> None:
+    def __init__(self, address: str, *, name: str = "peer", hwm: int = 1000) -> None:
         self.name = name
-        self._address = address
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.context.linger = 0
-        socket = self._make(zmq.DEALER)
-        self.monitor = Monitor(socket)
-        socket.connect(address)
-        self.requests = Channel(socket)
-        self.outputs: Channel | None = None
+        self._socket = self.context.socket(zmq.DEALER)
+        self._socket.reconnect_ivl = NEVER_MS
+        self._socket.rcvhwm = hwm
+        self.monitor = Monitor(self._socket)
+        self._socket.connect(address)
+        self.channel = Channel(self._socket)
         self.writer = Writer()
         self.reader: Reader[Any] = Reader(wire.FromEngine)
         self.numbers: list[int] = []
@@ -91,10 +91,10 @@ class Peer:
         self.news: list[WireMessage] = []
 
     def say(self, body: WireMessage, arrays: Any = ()) -> None:
-        self.requests.send([bytes(frame) for frame in self.writer.write(body, arrays)])
+        self.channel.send([bytes(frame) for frame in self.writer.write(body, arrays)])
 
     def say_raw(self, frames: Sequence[bytes]) -> None:
-        self.requests.send(frames)
+        self.channel.send(frames)
 
     def say_what_is_no_message(self, body: WireMessage, arrays: Any = ()) -> None:
         """It will be refused as a whole, so that its number is that of the next one."""
@@ -102,44 +102,22 @@ class Peer:
         self.writer.number -= 1
 
     async def answer(self) -> WireMessage:
-        """The next answer on the socket of the requests."""
+        """What the engine says first."""
         with anyio.fail_after(PATIENCE_S):
-            (frames,) = await self.requests.receive()
-        reader: Reader[Any] = Reader(wire.FromEngine)
-        body: WireMessage = reader.read(frames)[0]
+            (frames,) = await self.channel.receive(1)
+        self.reader = Reader(wire.FromEngine)
+        body: WireMessage = self.reader.read(frames)[0]
         return body
 
-    async def attach(self) -> Attached:
+    async def join(self) -> Attached:
         self.say(wire.Attach(wire.PROTOCOL_VERSION, self.name))
         attached = await self.answer()
         assert isinstance(attached, Attached), attached
         return attached
 
-    async def connect_outputs(self, attached: Attached, *, hwm: int = 1000) -> None:
-        socket, monitor = self.pull(attached, attached.password.encode(), hwm=hwm)
-        await look_until(monitor, lambda: monitor.has_connected)
-        monitor.close()
-        self.outputs = Channel(socket)
-
-    def pull(self, attached: Attached, password: bytes | None, *, hwm: int = 1000) -> tuple[Any, Monitor]:
-        """A socket that asks for the outputs, and what becomes of it."""
-        socket = self._make(zmq.PULL)
-        socket.set_hwm(hwm)
-        if password is not None:
-            socket.plain_username, socket.plain_password = attached.username.encode(), password
-        monitor = Monitor(socket)
-        socket.connect(attached.output_address)
-        return socket, monitor
-
-    async def join(self, **options: Any) -> Attached:
-        attached = await self.attach()
-        await self.connect_outputs(attached, **options)
-        return attached
-
     async def read(self) -> None:
         """Take in what the engine has sent; it comes whole and in order, or the reader raises."""
-        assert self.outputs is not None
-        for frames in await self.outputs.receive():
+        for frames in await self.channel.receive():
             body, _ = self.reader.read(frames)
             self.news.append(body)
             if isinstance(body, wire.StepOutputsMessage):
@@ -182,15 +160,8 @@ class Peer:
 
     def vanish(self) -> None:
         self.monitor.close()
-        self.requests.close()
-        if self.outputs is not None:
-            self.outputs.close()
+        self.channel.close()
         self.context.destroy(linger=0)
-
-    def _make(self, kind: int) -> Any:
-        socket = self.context.socket(kind)
-        socket.reconnect_ivl = NEVER_MS
-        return socket
 
 
 class Siege:
@@ -221,7 +192,7 @@ class Siege:
     @property
     def session(self) -> Session:
         """That of the peer, where there is one."""
-        (session,) = (each for each in self.server._sessions.values() if each.name == "peer")
+        (session,) = (each for each in self.server._sessions.values() if each.name == "peer" and not each.is_over)
         return session
 
     @property
@@ -230,8 +201,8 @@ class Siege:
 
     @property
     def num_sessions(self) -> int:
-        """But for that of the front end that behaves."""
-        return len(self.server._sessions) - 1
+        """That are not over, but for that of the front end that behaves."""
+        return sum(not session.is_over for session in self.server._sessions.values()) - 1
 
     async def is_unharmed(self) -> None:
         """The server goes on: it has done with the peers' messages, and serves the one who behaves."""
@@ -267,7 +238,7 @@ async def besieged(address: str, *, num_blocks: int = 512, **config: Any) -> Asy
                     yield siege
                     await siege.is_unharmed()
                     siege.let_all_go()
-                    await until(lambda: siege.num_sessions == 0)
+                    await until(lambda: len(server._sessions) == 1)
                     await siege.is_unharmed()
                     tasks.cancel_scope.cancel()
                 await _assert_nothing_is_left(server)
@@ -282,8 +253,8 @@ async def besieged(address: str, *, num_blocks: int = 512, **config: Any) -> Asy
 async def joined(address: str, *, hwm: int = 1000, **config: Any) -> AsyncIterator[tuple[Siege, Peer]]:
     """`besieged`, with a peer that has a session."""
     async with besieged(address, **config) as siege:
-        peer = siege.peer()
-        await peer.join(hwm=hwm)
+        peer = siege.peer(hwm=hwm)
+        await peer.join()
         yield siege, peer
 
 
@@ -297,7 +268,6 @@ async def _assert_nothing_is_left(server: EngineServer) -> None:
     stats = core.stats()
     assert (stats.running, stats.waiting, stats.blocked) == (0, 0, 0)
     assert stats.free_blocks == stats.num_blocks
-    assert not server._gate._credentials
     assert core.death is None
 
 

@@ -47,4 +47,4 @@ STRANGERS: dict[str, tuple[bytes, ...]] = {
     "malformed HELLO": (greeting(b"PLAIN"), command(b"HELLO", b"\xff\xff")),
     "a message before all": (greeting(b"PLAIN"), b"\x00\x05abcde"),
 }
-"""What others than a front end may say to an output socket."""
+"""What others than a front end may say."""

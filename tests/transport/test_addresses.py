@@ -14,7 +14,6 @@ import zmq
 
 from aioengine.errors import ConfigError
 from aioengine.transport.addresses import (
-    MAX_PATH_BYTES,
     MAX_SOCKET_PATH_BYTES,
     Address,
     PrivateFolder,
@@ -133,7 +132,7 @@ def test_any_other_scheme_is_refused_with_what_is_possible(address: str) -> None
         ("/run/a\0b", "printable"),
         ("/run/a\nb", "printable"),
         ("/run/\udc80", "printable"),
-        ("/" + "é" * (MAX_PATH_BYTES // 2), f"{MAX_PATH_BYTES + 1 - MAX_PATH_BYTES % 2} bytes"),
+        ("/" + "é" * (MAX_SOCKET_PATH_BYTES // 2), f"{MAX_SOCKET_PATH_BYTES + 1 - MAX_SOCKET_PATH_BYTES % 2} bytes"),
     ],
 )
 def test_a_path_that_cannot_hold_a_socket_of_ones_own_is_refused(path: str, message: str) -> None:
@@ -144,13 +143,11 @@ def test_a_path_that_cannot_hold_a_socket_of_ones_own_is_refused(path: str, mess
         refused(check, f"ipc://{path}", message)
 
 
-def test_the_longest_path_leaves_room_for_the_sockets_beside_it(folder: Path) -> None:
-    path = f"{folder}/".ljust(MAX_PATH_BYTES, "x")
+def test_the_longest_path_can_be_bound_to(folder: Path) -> None:
+    path = f"{folder}/".ljust(MAX_SOCKET_PATH_BYTES, "x")
     address = check_bind(f"ipc://{path}", has_keys=False)
-    other = address.beside(".1234567890.outs")
-    assert len(other.path) == MAX_SOCKET_PATH_BYTES
-    with zmq.Context() as context, context.socket(zmq.PUSH) as bound:
-        bound.bind(str(other))
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as bound:
+        bound.bind(str(address))
 
 
 def test_missing_folders_are_made_for_their_owner_only_whatever_the_umask(folder: Path) -> None:
@@ -197,9 +194,9 @@ def test_what_is_not_a_socket_or_no_folder_is_left_alone(folder: Path, name: str
     (folder / "file").write_text("precious")
     leave_stale(folder / "stale")
     (folder / "link to a socket").symlink_to(folder / "stale")
-    before = {path: path.lstat() for path in folder.rglob("*")}
+    before = {path: path.lstat()[:7] for path in folder.rglob("*")}
     refused(check_bind, f"ipc://{folder}/{name}", message)
-    assert {path: path.lstat() for path in folder.rglob("*")} == before
+    assert {path: path.lstat()[:7] for path in folder.rglob("*")} == before
 
 
 @pytest.mark.parametrize("is_backlog_full", [False, True])
@@ -218,13 +215,13 @@ def test_a_socket_that_is_in_use_is_left_alone(folder: Path, is_backlog_full: bo
 
 
 def test_what_a_killed_server_left_is_removed_and_nothing_else(folder: Path) -> None:
-    for name in ("engine", "engine.7.out", "engine.12.out", "engine2", "engine.7.OUT", "engine.x.out"):
+    for name in ("engine", "engine2"):
         leave_stale(folder / name)
-    (folder / "engine.8.out").touch()
-    with listen(folder / "engine.9.out"):
+    (folder / "engine.8").touch()
+    with listen(folder / "engine.9"):
         check_bind(f"ipc://{folder}/engine", has_keys=False)
     left = {path.name for path in folder.iterdir()}
-    assert left == {"engine2", "engine.7.OUT", "engine.x.out", "engine.8.out", "engine.9.out"}
+    assert left == {"engine2", "engine.8", "engine.9"}
 
 
 def test_nobody_serves_where_nothing_is(folder: Path) -> None:
@@ -263,7 +260,7 @@ def test_a_private_folder_is_its_owners_and_goes_with_its_sockets_unless_other_f
         address = private.address("engine")
         assert check_bind(str(address), has_keys=False) == address
         leave_stale(Path(address.path))
-        leave_stale(Path(address.beside(".7.out").path))
+        leave_stale(Path(f"{address.path}.7"))
         if has_other_files:
             Path(private.path, "notes").write_text("precious")
     assert [path.name for path in folder.rglob("*") if path.is_file()] == ["notes"] * has_other_files
@@ -292,4 +289,4 @@ def test_a_runtime_folder_of_no_use_is_passed_over(folder: Path, monkeypatch: py
 
 def test_a_name_too_long_for_a_private_folder_is_refused() -> None:
     with PrivateFolder() as private, pytest.raises(ConfigError, match="bytes"):
-        private.address("x" * MAX_PATH_BYTES)
+        private.address("x" * MAX_SOCKET_PATH_BYTES)

@@ -92,9 +92,6 @@ FAILURES: dict[str, tuple[Any, str, int, Any]] = {
     "the socket for requests": (zmq.Context, "socket", 2, refuse),
     "its monitor": (zmq.Context, "socket", 3, refuse),
     "it connects": (zmq.Socket, "connect", 2, refuse),
-    "the socket for outputs": (zmq.Context, "socket", 4, refuse),
-    "the monitor of that": (zmq.Context, "socket", 5, refuse),
-    "that connects": (zmq.Socket, "connect", 4, refuse),
 }
 
 

@@ -26,7 +26,7 @@ from aioengine.transport.channel import Channel, Context
 from aioengine.transport.child import TOKEN
 from aioengine.transport.handshake import HandshakeState, Init, Welcome, welcome
 from aioengine.transport.process import Child
-from aioengine.transport.security import ZAP_ENDPOINT, Gate, ServerKeys
+from aioengine.transport.security import ZAP_ENDPOINT, ServerKeys
 from aioengine.transport.wire import PROTOCOL_VERSION
 
 pytestmark = pytest.mark.usefixtures("no_stray_process", "runtime", "quiet_log")
@@ -64,7 +64,7 @@ async def hall(
     async with anyio.create_task_group() as tasks:
         if keys is not None:
             tasks.start_soon(admit, context, keys)
-            keys.apply_server(socket, "start")
+            keys.apply_server(socket)
         with closing(Channel(socket)) as channel:
             socket.bind(address)
             yield Hall(channel, socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0"), machine, deque())
@@ -72,14 +72,9 @@ async def hall(
 
 
 async def admit(context: Context, keys: ServerKeys) -> None:
-    gate = Gate()
-    for key in keys.clients.values():
-        gate.allow("start", b"CURVE", key)
     with closing(Channel(context.socket(zmq.ROUTER))) as zap:
         zap.socket.bind(ZAP_ENDPOINT)
-        while True:
-            for peer, delimiter, *request in await zap.receive():
-                zap.send([peer, delimiter, *gate.decide(request)])
+        await keys.admit(zap)
 
 
 @contextlib.asynccontextmanager

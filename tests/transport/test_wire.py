@@ -305,7 +305,7 @@ class TestBroken:
     def test_messages_of_another_direction(self) -> None:
         """Tags are used again in each direction, so that some could be taken for others; most cannot."""
         sample = wire_samples.FROM_FRONT_END[0]
-        names = ("attached", "outputs", "outputs_logprobs", "beating", "ending")
+        names = ("attached", "outputs", "beating", "ending")
         foreign = [frames_of(each) for each in wire_samples.FROM_ENGINE if each.name in names]
         assert_refused(wire.FromFrontEnd, sample, *foreign)
 

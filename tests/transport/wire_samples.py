@@ -9,6 +9,7 @@ taken for each other have the same value, so that exchanged ones would be seen.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from aioengine.config import EngineConfig
 from aioengine.core import control as c
 from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.core.health import Beat
+from aioengine.core.listener import SampledLogprobs
 from aioengine.metrics import StepRecord
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.scheduler import SchedulerStats
@@ -92,10 +94,6 @@ def int32(*values: int) -> np.ndarray[Any, np.dtype[np.int32]]:
     return np.array(values, np.int32)
 
 
-def float32(*values: float) -> np.ndarray[Any, np.dtype[np.float32]]:
-    return np.array(values, np.float32)
-
-
 def _add_request(prompt: np.ndarray[Any, np.dtype[np.int32]]) -> Sample:
     body = wire.AddRequest(
         number=21, params=wire.pack_params(PARAMS), seed=22, max_total_tokens=23, request_id="request-24",
@@ -132,21 +130,16 @@ _NEWS: dict[str, Any] = {
     "token_ids": [100, 200, 300],
     "started": [wire.Started(number=1, num_cached_tokens=16)],
     "first": [wire.First(number=2, prefill_time_s=0.5)],
-    "prompts": [wire.PromptLogprobsMessage(number=3, position=4, count=1)],
+    "prompts": [wire.PromptLogprobsMessage(number=3, position=4, logprobs=SampledLogprobs(-3.5, 2, []))],
     "ended": [wire.Ended(number=5, finish_reason="stop", stop_reason="word", num_preemptions=6)],
     "failed": [wire.Failed(number=7, fault=FAULT)],
     "record": RECORD,
+    "logprobs": [(1, SampledLogprobs(-0.5, 3, [(8, -1.5, 1), (9, -math.inf, 2)]))],
 }
-_LOGPROBS = (
-    int32(0, 2), float32(-0.5, -1.5, -2.5), int32(1, 2, 3), int32(2, 0, 1), int32(7, 8, 9), float32(-1.0, -2.0, -3.0),
-    int32(1, 2, 5),
-)  # fmt: skip
-
 ATTACHED = wire.Attached(
-    version=1, client_index=2, output_address="ipc:///tmp/out", username="outputs-2", password="secret",
+    version=1,
     config={name: value for name, value in msgspec.structs.asdict(CONFIG).items() if name not in LATER_FIELDS},
-    info=INFO, eos_token_ids=(3, 4), model_path="/tmp/model", supported_tasks=("generate", "embed"), first_beat=BEAT,
-    pid=77, stats=STATS,
+    info=INFO, eos_token_ids=(3, 4), model_path="/tmp/model", first_beat=BEAT, stats=STATS,
 )  # fmt: skip
 
 FROM_ENGINE: tuple[Sample, ...] = (
@@ -156,7 +149,6 @@ FROM_ENGINE: tuple[Sample, ...] = (
     Sample("outputs_one", wire.StepOutputsMessage(numbers=[9], token_ids=[900])),
     Sample("outputs_many", wire.StepOutputsMessage(numbers=[*range(300)], token_ids=[*range(300, 600)])),
     Sample("outputs", wire.StepOutputsMessage(**_NEWS)),
-    Sample("outputs_logprobs", wire.StepOutputsMessage(**_NEWS, has_logprobs=True), _LOGPROBS),
     Sample("returned", wire.Returned(call_id=1, result={"files": ["a", "b"], "done": True})),
     Sample("returned_fault", wire.Returned(call_id=2, fault=FAULT)),
     Sample("beating", wire.Beating(beat=BEAT)),

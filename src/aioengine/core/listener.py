@@ -18,7 +18,7 @@ UNLIMITED = sys.maxsize
 """Of tokens that a reader lets be computed."""
 
 
-class SampledLogprobs(msgspec.Struct, frozen=True, gc=False):
+class SampledLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Raw log-probabilities about one token.
 
     Attributes:

@@ -29,9 +29,6 @@ from aioengine.errors import ConfigError
 MAX_SOCKET_PATH_BYTES = 107
 """``sun_path`` of unix(7) without its terminator."""
 
-MAX_PATH_BYTES = MAX_SOCKET_PATH_BYTES - 16
-"""The rest is for the sockets that lie beside the first one: ``.7.out``."""
-
 START_DESCRIPTORS, LINK_DESCRIPTORS = 48, 24
 """File descriptors that the start of a child, and a link or server, may need; some to spare."""
 
@@ -42,7 +39,6 @@ POSSIBLE = (
 
 _EVERY_INTERFACE = ("*", "0.0.0.0", "::")
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?")
-_BESIDE = re.compile(r"\.[0-9]+\.[a-z]+")
 _FOLDER_PREFIX = "aioengine_"
 """Not ``aioengine-``: earlier versions lock a file in folders of that name, and a sweep takes them for abandoned."""
 
@@ -74,12 +70,6 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
             return f"ipc://{self.path}"
         host = f"[{self.host}]" if self.is_ipv6 else self.host
         return f"tcp://{host}:{self.port or '*'}"
-
-    def beside(self, suffix: str) -> Address:
-        """Another address under the same protection: ``PATH.7.out`` for ``.7.out``; the same host and any port."""
-        if self.scheme == "tcp":
-            return msgspec.structs.replace(self, port=0)
-        return msgspec.structs.replace(self, path=self.path + suffix)
 
 
 def check_bind(address: str, *, has_keys: bool) -> Address:
@@ -152,8 +142,8 @@ def _parse_ipc(address: str, path: str) -> Address:
         problem = "the absolute path of a socket is needed: ipc:///absolute/path"
     elif not path.isprintable():
         problem = "a path of printable characters is needed"
-    elif num_bytes > MAX_PATH_BYTES:
-        problem = f"the path has {num_bytes} bytes; {MAX_PATH_BYTES} are possible: choose a shorter folder"
+    elif num_bytes > MAX_SOCKET_PATH_BYTES:
+        problem = f"the path has {num_bytes} bytes; {MAX_SOCKET_PATH_BYTES} are possible: choose a shorter folder"
     if problem is not None:
         raise ConfigError(f"{address!r}: {problem}")
     return Address(scheme="ipc", path=path)
@@ -200,9 +190,6 @@ def _make_way(path: str) -> None:
     _check_folder_to_bind(folder, name)
     check_free(path, f"ipc://{path}")
     remove_stale(path)
-    for entry in os.listdir(folder):
-        if entry.startswith(name) and _BESIDE.fullmatch(entry[len(name) :]):
-            remove_stale(f"{folder}/{entry}")
 
 
 def _check_folder_to_bind(folder: str, name: str) -> None:
@@ -313,7 +300,7 @@ def _make_locked_folder() -> tuple[str, int]:
     problem = ""
     for parent in _parents():
         # What mkdtemp appends, and a name of 16 bytes.
-        is_short = len(os.fsencode(parent)) + len(_FOLDER_PREFIX) + 10 + 16 <= MAX_PATH_BYTES
+        is_short = len(os.fsencode(parent)) + len(_FOLDER_PREFIX) + 10 + 16 <= MAX_SOCKET_PATH_BYTES
         if not is_short or not os.path.isabs(parent):
             continue
         try:

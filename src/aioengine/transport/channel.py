@@ -11,7 +11,7 @@ import asyncio
 import functools
 import operator
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,14 +39,16 @@ _EVENTS, _POLLIN, _POLLOUT, _DONTWAIT, _SNDMORE = (
     zmq.SNDMORE,
 )
 
-_FAILURES = (
-    zmq.Event.HANDSHAKE_FAILED_AUTH,
-    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL,
-    zmq.Event.HANDSHAKE_FAILED_PROTOCOL,
-)
-_BEGINNINGS = (zmq.Event.ACCEPTED, zmq.Event.CONNECTED)
 _WATCHED_EVENTS = functools.reduce(
-    operator.or_, (*_FAILURES, *_BEGINNINGS, zmq.Event.HANDSHAKE_SUCCEEDED, zmq.Event.DISCONNECTED, zmq.Event.CLOSED)
+    operator.or_,
+    (
+        zmq.Event.HANDSHAKE_SUCCEEDED,
+        zmq.Event.HANDSHAKE_FAILED_AUTH,
+        zmq.Event.HANDSHAKE_FAILED_NO_DETAIL,
+        zmq.Event.HANDSHAKE_FAILED_PROTOCOL,
+        zmq.Event.DISCONNECTED,
+        zmq.Event.CLOSED,
+    ),
 )
 
 
@@ -94,12 +96,12 @@ class Channel:
 
     Args:
         socket: bound or connected; closed with the channel.
-        tells_users: put the sender's user id, as the `Gate` named it, before each message that is received.
+        tells_connections: put the file descriptor of the connection that a message came by before it; -1: not known.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], *, tells_users: bool = False) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], *, tells_connections: bool = False) -> None:
         self.socket = socket
-        self._tells_users = tells_users
+        self._tells_connections = tells_connections
         self._loop = asyncio.get_running_loop()
         self._backlog: deque[Frames] = deque()
         self._waiter: asyncio.Future[None] | None = None
@@ -124,10 +126,17 @@ class Channel:
                 self._backlog.append(frames)
         self._look()  # trying, too, takes news off the file descriptor; and there may have come room since
 
-    @property
-    def num_backlog(self) -> int:
-        """Messages that wait for the socket to take them."""
-        return len(self._backlog)
+    def send_now(self, frames: Frames) -> None:
+        """Send a message that is not to wait here.
+
+        Raises:
+            zmq.ZMQError: the socket does not take it: `zmq.Again` where too much lies there unsent. Of a ROUTER that is
+                mandatory both are about this message's peer alone, and it does not take what is for none.
+        """
+        try:
+            self._send(frames)
+        finally:
+            self._look()
 
     def _send(self, frames: Sequence[Any]) -> None:
         last = len(frames) - 1
@@ -137,15 +146,15 @@ class Channel:
 
     # Receiving
 
-    async def receive(self) -> list[list[bytes]]:
-        """Wait for messages, and return up to `RECEIVE_BATCH` that are there; none if `wake` or `close` ended the wait.
+    async def receive(self, limit: int = RECEIVE_BATCH) -> list[list[Any]]:
+        """Wait for messages, and return up to ``limit`` that are there; none if `wake` or `close` ended the wait.
 
         Every call gives the loop a turn. Cancelling loses nothing.
         """
         if not self._has_yielded:
             await asyncio.sleep(0)
             self._has_yielded = True
-        while not (batch := self._drain()):
+        while not (batch := self.drain(limit)):
             if self._is_woken:
                 self._is_woken = False
                 return []
@@ -165,14 +174,15 @@ class Channel:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _drain(self) -> list[list[bytes]]:
-        batch: list[list[bytes]] = []
+    def drain(self, limit: int = RECEIVE_BATCH) -> list[list[Any]]:
+        """The messages that are there, up to ``limit``."""
+        batch: list[list[Any]] = []
         if self.socket.closed:  # while its receiver was waiting, or about to
             return batch
         socket = self.socket
-        receive = self._receive_with_user if self._tells_users else self._receive_plain
+        receive = self._receive_with_connection if self._tells_connections else self._receive_plain
         # Asked for each time: catching what an empty socket raises takes three times as long.
-        while len(batch) < RECEIVE_BATCH and socket.getsockopt(_EVENTS) & _POLLIN:  # type: ignore[operator]
+        while len(batch) < limit and socket.getsockopt(_EVENTS) & _POLLIN:  # type: ignore[operator]
             batch.append(receive())
         return batch
 
@@ -180,9 +190,13 @@ class Channel:
         # Copied, though large ones need not be: outputs are small, and a frame that is kept costs 2 µs.
         return self.socket.recv_multipart(_DONTWAIT)
 
-    def _receive_with_user(self) -> list[bytes]:
+    def _receive_with_connection(self) -> list[Any]:
         frames = self.socket.recv_multipart(_DONTWAIT, copy=False)
-        return [_user_of(frames[-1]), *map(_plain, frames)]
+        try:
+            connection = frames[-1].get(zmq.SRCFD)
+        except zmq.ZMQError:  # by an old version of ZMTP, which no front end speaks
+            connection = -1
+        return [connection, *map(_plain, frames)]
 
     def _look(self) -> None:
         """Act on the socket's state; asking for it takes the news off the file descriptor."""
@@ -215,52 +229,41 @@ class Channel:
 
 
 class Monitor:
-    """What becomes of a socket's one good connection, among others that may be refused.
+    """What becomes of a socket's connections.
 
+    Args:
+        on_end: called with the file descriptor of each connection that has ended.
     Attributes:
         has_connected: a peer has been there, and was admitted.
         is_refused: this side was not admitted, or no server listens; for sockets that connect.
+        is_gone: the connection has ended; for sockets that connect once.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], on_end: Callable[[int], None] = lambda _: None) -> None:
         self._watched = socket
+        self._on_end = on_end
         self._channel = Channel(socket.get_monitor_socket(_WATCHED_EVENTS))
-        self._open: set[int] = set()
-        """The connections that are there, by their file descriptors."""
-        self._maybe_good: set[int] = set()
-        """Those that were there when one of them was admitted: ZMQ does not say which one it was."""
-        self.has_connected = False
-        self.is_refused = False
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether the good connection has ended.
-
-        Failures are not counted for this: some refused peers end without one, and some with two. One that was being
-        refused while the good one was admitted may delay the news, until ZMQ gives it up (30 s).
-        """
-        return self.has_connected and not self._maybe_good
+        self.has_connected = self.is_refused = self.is_gone = False
 
     async def look(self) -> None:
         """Wait until something has happened."""
-        for message in await self._channel.receive():
-            news = parse_monitor_message(message)
-            self._note(zmq.Event(news["event"]), int(news["value"]))
+        self._note(await self._channel.receive())
 
-    def _note(self, event: zmq.Event, value: int) -> None:
-        """Take in an event; ``value`` is the connection's file descriptor where it begins and ends."""
-        if event in _BEGINNINGS:
-            self._open.add(value)
-        elif event is zmq.Event.HANDSHAKE_SUCCEEDED:
-            if not self.has_connected:
-                self._maybe_good = set(self._open)
-            self.has_connected = True
-        elif event is zmq.Event.DISCONNECTED:
-            self._open.discard(value)
-            self._maybe_good.discard(value)
-            self.is_refused |= not self.has_connected
-        else:  # CLOSED, or one of the failures
-            self.is_refused = True
+    def catch_up(self) -> None:
+        """Take in what has happened so far: all that came before a message that the watched socket has handed out."""
+        while messages := self._channel.drain():
+            self._note(messages)
+
+    def _note(self, messages: list[list[bytes]]) -> None:
+        for message in messages:
+            news = parse_monitor_message(message)
+            if news["event"] == zmq.Event.HANDSHAKE_SUCCEEDED:
+                self.has_connected = True
+            elif not self.has_connected:
+                self.is_refused = True
+            elif news["event"] == zmq.Event.DISCONNECTED:
+                self.is_gone = True
+                self._on_end(int(news["value"]))
 
     def close(self) -> None:
         """Idempotent; to be called before the watched socket is closed."""
@@ -280,11 +283,3 @@ def size_of(frame: Any) -> int:
 def _plain(frame: zmq.Frame) -> Any:
     """A small frame as bytes, a large one as a view of ZMQ's memory."""
     return frame.bytes if len(frame) < ZERO_COPY_BYTES else frame.buffer
-
-
-def _user_of(frame: zmq.Frame) -> bytes:
-    try:
-        user: Any = frame.get("User-Id")
-    except zmq.ZMQError:  # none was named
-        return b""
-    return user.encode() if isinstance(user, str) else bytes(user)

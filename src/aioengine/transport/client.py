@@ -19,7 +19,7 @@ from aioengine.config import EngineConfig
 from aioengine.core.control import WAKE_TAGS, AnyControl, Resume, Sleep, WakeUp
 from aioengine.core.engine_core import PUBLISH_SLICE
 from aioengine.core.health import Beat, Health, dead, judge
-from aioengine.core.listener import UNLIMITED, Conditions, Endings, Listener
+from aioengine.core.listener import UNLIMITED, Conditions, Endings, Listener, SampledLogprobs
 from aioengine.core.observers import Observers, UserCode
 from aioengine.core.protocol import CoreHooks
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, WireError, describe
@@ -29,7 +29,6 @@ from aioengine.outputs import FinishReason
 from aioengine.scheduler.scheduler import SchedulerStats
 from aioengine.scheduler.sequence import Request, Sequence, make_choices
 from aioengine.transport import wire
-from aioengine.transport.channel import Monitor
 from aioengine.transport.link import ControlCalls, Link, death_of
 from aioengine.transport.wire_errors import to_error
 from aioengine.turns import turns_here
@@ -42,9 +41,6 @@ ACKNOWLEDGE_BYTES = 2**20
 
 FINISHED_A_MESSAGE = 64
 """Sequences; the engine ends those of a message in one turn of its loop."""
-
-LAST_WORDS_S = 0.05
-"""For what an engine says last, once it has closed the socket that it does not say it by."""
 
 DescribeCut = Callable[[], Awaitable[str]]
 
@@ -100,7 +96,6 @@ class RemoteCore:
         self._stats = attached.stats
         self._beat = attached.first_beat
         self._heard_at = self._listened_until = clock()
-        self._reader: wire.Reader[Any] = wire.Reader(wire.FromEngine)
         self._num_unacknowledged = self._unacknowledged_bytes = 0
         self._is_cut = False
         self._over = asyncio.Event()
@@ -256,10 +251,7 @@ class RemoteCore:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._receive)
                 tasks.start_soon(self._watch_beats)
-                of_requests, of_outputs = self._link.monitors
-                tasks.start_soon(self._watch_connection, of_outputs, 0.0)
-                # An engine that ends in order closes both; what it said last may be on its way by the other.
-                tasks.start_soon(self._watch_connection, of_requests, LAST_WORDS_S)
+                tasks.start_soon(self._watch_connection)
                 await self._over.wait()
                 tasks.cancel_scope.cancel()
         except GeneratorExit:  # the loop is gone
@@ -276,9 +268,8 @@ class RemoteCore:
         await self._endings.tell_all()
 
     async def _receive(self) -> None:
-        outputs = self._link.outputs
         while True:
-            messages = await outputs.receive()
+            messages = await self._link.channel.receive()
             for frames in messages:
                 await turns_here().take()
                 await self._take(frames)
@@ -287,12 +278,11 @@ class RemoteCore:
                 reason = await self._describe_cut()
                 self.die(EngineDead(f"the engine is gone: {reason}"))
 
-    async def _watch_connection(self, monitor: Monitor, patience_s: float) -> None:
-        while not monitor.is_gone:
-            await monitor.look()
-        await anyio.sleep(patience_s)
+    async def _watch_connection(self) -> None:
+        while not self._link.monitor.is_gone:
+            await self._link.monitor.look()
         self._is_cut = True
-        self._link.outputs.wake()  # what came before the end is read first
+        self._link.channel.wake()  # what came before the end is read first
 
     async def _watch_beats(self) -> None:
         """Note how far this loop has listened; an engine that is far is dead when it has said nothing for long."""
@@ -315,7 +305,7 @@ class RemoteCore:
     async def _take(self, frames: list[bytes]) -> None:
         """Act on a message, or refuse it; a gap is the end, since what was lost cannot be had again."""
         try:
-            body, arrays = self._reader.read(frames)
+            body, _ = self._link.reader.read(frames)
         except wire.OutOfTurn as error:
             self.num_refused += 1
             if error.is_gap:
@@ -328,7 +318,7 @@ class RemoteCore:
         self._heard_at = self.clock()
         self._acknowledge(frames)
         if isinstance(body, wire.StepOutputsMessage):
-            await self._on_outputs(body, arrays)
+            await self._on_outputs(body)
         elif isinstance(body, wire.Returned):
             self._calls.on_returned(body)
         elif isinstance(body, wire.Beating):
@@ -343,11 +333,11 @@ class RemoteCore:
         self._unacknowledged_bytes += sum(map(len, frames))
         if self._num_unacknowledged >= ACKNOWLEDGE_EVERY or self._unacknowledged_bytes >= ACKNOWLEDGE_BYTES:
             self._num_unacknowledged = self._unacknowledged_bytes = 0
-            self._link.send(wire.Acknowledge(self._reader.due - 1))
+            self._link.send(wire.Acknowledge(self._link.reader.due - 1))
 
     # What sequences bring
 
-    async def _on_outputs(self, body: wire.StepOutputsMessage, arrays: wire.Arrays) -> None:
+    async def _on_outputs(self, body: wire.StepOutputsMessage) -> None:
         now = self.clock()
         for started in body.started:
             sequence = self._live.get(started.number)
@@ -363,18 +353,16 @@ class RemoteCore:
                 sequence.children = ()  # its other choices are on their own from now on
                 sequence.first_token_at = now
                 sequence.admitted_at = now - first.prefill_time_s
-        logprobs = wire.LogprobColumns(arrays) if body.has_logprobs else None
+        logprobs = dict(body.logprobs)
         last_of = {ended.number: ended for ended in body.ended}
         for begin in range(0, len(body.numbers), PUBLISH_SLICE):
             if begin:
                 await asyncio.sleep(0)
             self._on_tokens(body, begin, logprobs, last_of, now)
-        if logprobs is not None:
-            for piece in body.prompts:
-                sequence = self._live.get(piece.number)
-                of_prompt = logprobs.take(piece.count)
-                if sequence is not None:
-                    sequence.listener.on_prompt_logprobs(piece.position, of_prompt)
+        for of_prompt in body.prompts:
+            sequence = self._live.get(of_prompt.number)
+            if sequence is not None:
+                sequence.listener.on_prompt_logprobs(of_prompt.position, [of_prompt.logprobs])
         self._on_ends(body)
         if body.record is not None:
             self._on_record(body.record)
@@ -383,7 +371,7 @@ class RemoteCore:
         self,
         body: wire.StepOutputsMessage,
         begin: int,
-        logprobs: wire.LogprobColumns | None,
+        logprobs: dict[int, SampledLogprobs],
         last_of: dict[int, wire.Ended],
         now: float,
     ) -> None:
@@ -392,7 +380,6 @@ class RemoteCore:
         for index in range(begin, min(begin + PUBLISH_SLICE, len(numbers))):
             number, token_id = numbers[index], body.token_ids[index]
             sequence = live.get(number)
-            entry = logprobs.at(index) if logprobs is not None else None
             if sequence is None:
                 continue
             sequence.output_ids.append(token_id)
@@ -400,7 +387,7 @@ class RemoteCore:
             if last_of and number in last_of and number not in numbers[index + 1 :]:
                 ended = last_of[number]
                 sequence.finish_reason, sequence.stop_reason = ended.finish_reason, ended.stop_reason
-            sequence.listener.on_token(token_id, entry)
+            sequence.listener.on_token(token_id, logprobs.get(index) if logprobs else None)
 
     def _on_ends(self, body: wire.StepOutputsMessage) -> None:
         for ended in body.ended:

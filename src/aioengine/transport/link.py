@@ -1,7 +1,4 @@
-"""A front end's connection to an engine server, and the control calls that it makes there.
-
-Requests go out by one socket, outputs come in by another.
-"""
+"""A front end's connection to an engine server, and the control calls that it makes there."""
 
 from __future__ import annotations
 
@@ -33,23 +30,22 @@ NEVER_MS = 24 * 3600 * 1000
 
 
 class Link:
-    """The sockets of one session. Neither ever reconnects: what was lost in between could not be known.
+    """A session's socket. It never reconnects: what was lost in between could not be known.
 
     Attributes:
-        outputs: a PULL socket; for one task to receive from.
-        monitors: of both.
+        channel: a DEALER socket; for one task to receive from.
+        monitor: of it.
+        reader: of what comes by it.
     """
+
+    channel: Channel
+    monitor: Monitor
 
     def __init__(self, worker: TextWorker) -> None:
         self._worker = worker
         self._context: Context | None = None
         self._writer = wire.Writer()
-        self.monitors: list[Monitor] = []
-        self._channels: list[Channel] = []
-
-    @property
-    def outputs(self) -> Channel:
-        return self._channels[1]
+        self.reader: wire.Reader[wire.FromEngine] = wire.Reader(wire.FromEngine)
 
     async def open(self, address: str, keys: ClientKeys | None, *, name: str, timeout_s: float) -> wire.Attached:
         """Reach a server and attach to it.
@@ -65,78 +61,77 @@ class Link:
         with anyio.move_on_after(timeout_s):
             self._context = make_context()
             try:
-                attached = await self._attach(where, keys, name)
-                await self._connect_outputs(where, keys, attached)
+                self._connect(self._context, where, keys)
             except zmq.ZMQError as error:
                 raise ConfigError(f"cannot connect to {address}: {error.strerror}") from None
-            return attached
+            return await self._attach(where, keys, name)
         raise EngineDead(f"no engine answers at {address} within {timeout_s:g} s; is an engine of this version there?")
 
     def send(self, body: wire.WireMessage, arrays: Any = ()) -> None:
         """Send a message, now or as soon as the socket takes it. What may lie there is bounded by what is live."""
-        self._channels[0].send(self._writer.write(body, arrays))
+        self.channel.send(self._writer.write(body, arrays))
 
     async def aclose(self) -> None:
         """Say farewell and close; idempotent."""
         if self._context is None or self._context.closed:
             return
-        is_cut = any(monitor.is_gone for monitor in self.monitors)
-        if self._channels and not self._channels[0].socket.closed and not is_cut:
+        linger_s = 0.0
+        if hasattr(self, "channel") and not (self.channel.socket.closed or self.monitor.is_gone):
             self.send(wire.Detach())
-        self._close_sockets(0.0 if is_cut else LINGER_S)
+            linger_s = LINGER_S
+        self._close_socket(linger_s)
         await end_context(self._context, self._worker)
 
     def abandon(self) -> None:
         """Close without a word or a wait; from any thread once the loop is gone."""
         if self._context is not None and not self._context.closed:
-            self._close_sockets(0.0)
+            self._close_socket(0.0)
             self._context.destroy(linger=0)
 
-    def _close_sockets(self, linger_s: float) -> None:
-        for monitor in self.monitors:
-            monitor.close()
-        for channel in self._channels:
-            channel.close(linger_s)
+    def _close_socket(self, linger_s: float) -> None:
+        if hasattr(self, "monitor"):
+            self.monitor.close()
+        if hasattr(self, "channel"):
+            self.channel.close(linger_s)
+
+    def _connect(self, context: Context, where: Address, keys: ClientKeys | None) -> None:
+        socket = context.socket(zmq.DEALER)
+        socket.maxmsgsize = wire.MAX_FRAME_BYTES
+        socket.ipv6 = where.is_ipv6
+        if keys is not None and where.scheme == "tcp":
+            keys.apply_client(socket)
+        # Never, that is. With -1 ZMQ lets go of a connection that was cut together with what has come by it and was not
+        # read yet, last words above all.
+        socket.reconnect_ivl = NEVER_MS
+        self.monitor = Monitor(socket)
+        self.channel = Channel(socket)
+        socket.connect(str(where))
 
     async def _attach(self, where: Address, keys: ClientKeys | None, name: str) -> wire.Attached:
-        channel, monitor = self._connect(zmq.DEALER, where, str(where), keys)
         self.send(wire.Attach(wire.PROTOCOL_VERSION, name))
-        of_keys = "" if where.scheme == "ipc" else ", or it needs keys" if keys is None else ", or not with these keys"
-        body = await _first_of(channel, monitor, f"no engine serves at {where}{of_keys}")
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._wake_if_refused)
+            messages = await self.channel.receive(1)
+            tasks.cancel_scope.cancel()
+        if not messages:
+            of_keys = (
+                "" if where.scheme == "ipc" else ", or it needs keys" if keys is None else ", or not with these keys"
+            )
+            raise EngineDead(f"no engine serves at {where}{of_keys}")
+        try:
+            body, _ = self.reader.read(messages[0])
+        except WireError as error:
+            raise EngineDead(f"what answers is no engine of this version: {error}") from None
         if isinstance(body, wire.Refused):
             raise EngineDead(f"the engine at {where} does not serve this front end: {body.reason}")
         if not isinstance(body, wire.Attached):
             raise EngineDead(f"what answers at {where} is no engine of this version")
         return body
 
-    async def _connect_outputs(self, where: Address, keys: ClientKeys | None, attached: wire.Attached) -> None:
-        address = _reachable(attached.output_address, where)
-        _, monitor = self._connect(zmq.PULL, where, address, keys, (attached.username, attached.password))
-        while not monitor.has_connected:
-            if monitor.is_refused:
-                raise EngineDead(f"the engine at {where} does not let this front end have its outputs")
-            await monitor.look()
-
-    def _connect(
-        self, kind: int, where: Address, address: str, keys: ClientKeys | None, login: tuple[str, str] | None = None
-    ) -> tuple[Channel, Monitor]:
-        assert self._context is not None, "open comes first"
-        socket = self._context.socket(kind)
-        socket.maxmsgsize = wire.MAX_FRAME_BYTES
-        socket.ipv6 = where.is_ipv6
-        if keys is not None and where.scheme == "tcp":
-            keys.apply_client(socket)
-        elif login is not None:
-            socket.plain_username, socket.plain_password = (part.encode() for part in login)
-        # Never, that is. With -1 ZMQ lets go of a connection that was cut together with what has come by it and was not
-        # read yet, last words above all.
-        socket.reconnect_ivl = NEVER_MS
-        monitor = Monitor(socket)
-        self.monitors.append(monitor)
-        channel = Channel(socket)
-        self._channels.append(channel)
-        socket.connect(address)
-        return channel, monitor
+    async def _wake_if_refused(self) -> None:
+        while not (self.monitor.is_refused or self.monitor.is_gone):
+            await self.monitor.look()
+        self.channel.wake()
 
 
 class ControlCalls:
@@ -208,34 +203,3 @@ def death_of(fault: Fault) -> EngineDead:
     if isinstance(error, EngineDead):
         return error
     return EngineDead(f"the engine has ended: {error}")
-
-
-async def _first_of(channel: Channel, monitor: Monitor, refusal: str) -> wire.FromEngine:
-    """The first message, unless the connection is refused before."""
-
-    async def wake_if_refused() -> None:
-        while not (monitor.is_refused or monitor.is_gone):
-            await monitor.look()
-        channel.wake()
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(wake_if_refused)
-        messages = await channel.receive()
-        tasks.cancel_scope.cancel()
-    if not messages:
-        raise EngineDead(refusal)
-    try:
-        reader: wire.Reader[wire.FromEngine] = wire.Reader(wire.FromEngine)
-        return reader.read(messages[0])[0]
-    except WireError as error:
-        raise EngineDead(f"what answers is no engine of this version: {error}") from None
-
-
-def _reachable(output_address: str, where: Address) -> str:
-    """An output socket that was bound to every interface is reached where the requests are."""
-    scheme, _, rest = output_address.partition("://")
-    host, _, port = rest.rpartition(":")
-    if scheme == "tcp" and host in ("0.0.0.0", "[::]", "*"):
-        own = str(where).partition("://")[2].rpartition(":")[0]
-        return f"tcp://{own}:{port}"
-    return output_address

@@ -6,13 +6,10 @@ The keys of an engine are a folder, made by `aioengine keys`::
     FOLDER/server.key_secret           the server's machine only
     FOLDER/clients/NAME.key            public: clients with one here may connect
     FOLDER/clients/NAME.key_secret     that client's machine only
-
-`Gate` holds no socket: the owner of the one at ``inproc://zeromq.zap.01`` gives it each request and sends its answer.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import stat
@@ -26,6 +23,7 @@ import zmq.auth
 from zmq.utils import z85
 
 from aioengine.errors import ConfigError
+from aioengine.transport.channel import Channel
 
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 
@@ -80,11 +78,33 @@ class ServerKeys(msgspec.Struct, frozen=True, kw_only=True):
             )
         return cls(pair=pair, clients={name: z85.decode(key) for name, key in clients.items()})
 
-    def apply_server(self, socket: zmq.Socket[bytes], domain: str) -> None:
-        """Make a socket that is not bound yet admit only whom the `Gate` of its context admits to ``domain``."""
+    def apply_server(self, socket: zmq.Socket[bytes]) -> None:
+        """Make a socket that is not bound yet admit these clients only, by `decide`, and none while that is not asked.
+
+        Without ``ZMQ_ZAP_ENFORCE_DOMAIN`` libzmq admits every CURVE key while nothing is bound at `ZAP_ENDPOINT`.
+        """
         socket.curve_server = True
         self.pair.apply(socket)
-        enforce(socket, domain)
+        socket.zap_domain = b"aioengine"
+        socket.setsockopt(zmq.SocketOption.ZAP_ENFORCE_DOMAIN, 1)
+
+    def decide(self, frames: Sequence[bytes]) -> list[bytes]:
+        """Answer a request at `ZAP_ENDPOINT` without its envelope (https://rfc.zeromq.org/spec/27/); each has one."""
+        match frames:
+            case [b"1.0", _, _, _, _, b"CURVE", key] if len(key) == _KEY_BYTES:
+                is_known = key in self.clients.values()
+                status, reason = (b"200", b"OK") if is_known else (b"400", b"credentials refused")
+            case [b"1.0", _, _, _, _, mechanism, *_] if mechanism != b"CURVE":
+                status, reason = b"400", b"mechanism refused"
+            case _:
+                status, reason = b"500", b"malformed request"
+        return [b"1.0", frames[1] if len(frames) > 1 else b"", status, reason, b"", b""]
+
+    async def admit(self, zap: Channel) -> None:
+        """Answer all requests of a context's ROUTER socket at `ZAP_ENDPOINT`."""
+        while True:
+            for peer, delimiter, *request in await zap.receive():
+                zap.send([peer, delimiter, *self.decide(request)])
 
 
 class ClientKeys(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,15 +128,6 @@ class ClientKeys(msgspec.Struct, frozen=True, kw_only=True):
         """Make a socket that is not connected yet speak to this server only."""
         socket.curve_serverkey = self.server
         self.pair.apply(socket)
-
-
-def enforce(socket: zmq.Socket[bytes], domain: str) -> None:
-    """Have each connection to a socket decided by the `Gate`, and refused where none answers.
-
-    Without ``ZMQ_ZAP_ENFORCE_DOMAIN`` libzmq admits every CURVE key while nothing is bound at `ZAP_ENDPOINT`.
-    """
-    socket.zap_domain = domain.encode()
-    socket.setsockopt(zmq.SocketOption.ZAP_ENFORCE_DOMAIN, 1)
 
 
 def make_keys(folder: str | os.PathLike[str], clients: Sequence[str]) -> list[Path]:
@@ -237,60 +248,3 @@ def _is_pair(public: bytes, secret: bytes) -> bool:
         return bool(zmq.curve_public(secret) == public)
     except (ValueError, zmq.ZMQError):
         return False
-
-
-class Gate:
-    """Decides which peers may connect to the sockets of a context (ZAP, https://rfc.zeromq.org/spec/27/).
-
-    A credential is tied to a domain, the ``zap_domain`` of the socket that is connected to. Where nothing was allowed
-    nothing is admitted, and NULL never is. A credential for one connection is spent when ZMQ is told to admit it, also
-    if the client is gone by then.
-    """
-
-    def __init__(self) -> None:
-        self._credentials: dict[tuple[bytes, ...], float] = {}
-        """By domain, mechanism and what is shown: how many connections they still admit."""
-
-    def allow(self, domain: str, *shown: bytes, times: float = math.inf) -> None:
-        """Admit so many connections to a domain, added to those that it admits.
-
-        Args:
-            shown: ``PLAIN``, a user's name and a password; or ``CURVE`` and a public key of 32 bytes.
-        """
-        credential = domain.encode(), *shown
-        self._credentials[credential] = self._credentials.get(credential, 0) + times
-
-    def forget(self, domain: str) -> None:
-        """Admit no peer to a domain any more; those that are connected stay."""
-        for credential in [each for each in self._credentials if each[0] == domain.encode()]:
-            del self._credentials[credential]
-
-    def decide(self, frames: Sequence[bytes]) -> list[bytes]:
-        """Answer a request, as a REP socket receives it, without its envelope. Every request has an answer.
-
-        A CURVE client's user id is its public key in Z85: ``Frame.get("User-Id")`` of what it sends, which it cannot
-        forge.
-        """
-        status, reason, user_id = self._judge([bytes(frame) for frame in frames])
-        return [b"1.0", bytes(frames[1]) if len(frames) > 1 else b"", status, reason, user_id, b""]
-
-    def _judge(self, frames: list[bytes]) -> tuple[bytes, bytes, bytes]:
-        """→ status, reason, user id."""
-        match frames:
-            case [b"1.0", _, domain, _, _, b"PLAIN", user, secret] if max(len(user), len(secret)) <= 255:
-                user_id = user
-            case [b"1.0", _, domain, _, _, b"CURVE", key] if len(key) == _KEY_BYTES:
-                user_id = z85.encode(key)
-            case [b"1.0", _, _, _, _, mechanism, *_] if mechanism not in (b"PLAIN", b"CURVE"):
-                return b"400", b"mechanism refused", b""
-            case _:
-                return b"500", b"malformed request", b""
-        # A dict compares what is shown only where a keyed hash of it is the same: its time tells nothing of a secret.
-        credential = domain, *frames[5:]
-        num_left = self._credentials.get(credential, 0)
-        if not num_left:
-            return b"400", b"credentials refused", b""
-        self._credentials[credential] = num_left - 1
-        if num_left == 1:
-            del self._credentials[credential]
-        return b"200", b"OK", user_id

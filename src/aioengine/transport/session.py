@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 import anyio
 import msgspec
+import zmq
 
 from aioengine.core.control import AnyControl, CommitWeights, DropWeights, StageWeights
 from aioengine.core.engine_core import EngineCore
@@ -23,7 +24,7 @@ from aioengine.scheduler.plan import Int32
 from aioengine.scheduler.sequence import Request, Sequence
 from aioengine.text.worker import TextWorker
 from aioengine.transport import wire
-from aioengine.transport.channel import Channel, Monitor, size_of
+from aioengine.transport.channel import Channel, size_of
 from aioengine.transport.wire_errors import to_fault
 
 MAX_UNREAD_MESSAGES = 4096
@@ -32,6 +33,9 @@ MAX_UNREAD_BYTES = 64 * 2**20
 
 BEHIND_MESSAGES = 256
 """With so many unread it hears no more of steps and beats, which are not its own news."""
+
+LOGPROBS_A_MESSAGE = 8192
+"""Its receiver takes in so many in some milliseconds, without a turn for its loop."""
 
 MAX_FAILED = 256
 """Failures in one message; each may have a long text."""
@@ -46,39 +50,40 @@ MAX_BAD_TOKENS = 2 * 4 * (MAX_BAD_WORDS_CHARS + MAX_BAD_WORDS)
 """Of all bad words: each is tokenized twice, once behind a space, and a character is four tokens at most."""
 
 
-class CutOff(Exception):
-    """A front end does not read what it is sent."""
-
-
 class Session:
     """A front end that is attached.
 
     Args:
         worker: hashes long prompts.
-        peer: its routing id at the server's address.
-        outputs: the socket that only it reads from.
+        channel: the server's ROUTER socket.
+        peer: its routing id there.
+        connection: the file descriptor of its connection there.
         mark: called when something is to be sent soon, beside a step's tokens.
+        cut_off: called with the reason when it does not read what it is sent.
+        forget: called when its connection is found to have ended.
     """
 
     def __init__(
         self,
         core: EngineCore,
         worker: TextWorker,
+        channel: Channel,
         peer: bytes,
+        connection: int,
+        *,
         index: int,
         name: str,
         reader: wire.Reader[wire.FromFrontEnd],
-        outputs: Channel,
-        monitor: Monitor,
         mark: Callable[[], None],
+        cut_off: Callable[[Session, str], None],
+        forget: Callable[[Session], None],
     ) -> None:
         self.core = core
         self.peer = peer
+        self.connection = connection
         self.index = index
         self.name = name
         self.reader = reader
-        self.outputs = outputs
-        self.monitor = monitor
         self.mark = mark
         self.followers: dict[int, Follower] = {}
         """By the front end's number, those whose end it has not been told."""
@@ -87,10 +92,11 @@ class Session:
         """Control calls under way."""
         self.transfers: set[str] = set()
         """Of weights, begun and neither committed nor dropped."""
-        self.is_connected = False
-        """Whether its end of the output socket has ever been there."""
         self.is_over = False
         self._worker = worker
+        self._channel = channel
+        self._cut_off = cut_off
+        self._forget = forget
         self._writer = wire.Writer()
         self._unread: deque[tuple[int, int]] = deque()
         """(message number, bytes) of what it has not said to have read."""
@@ -188,49 +194,53 @@ class Session:
         """Its lists grow until it is sent."""
         # Fields of a struct are slower to reach, and these two are for each token.
         self.numbers, self.token_ids = self.news.numbers, self.news.token_ids
-        self.logprob_indices: list[int] = []
-        """Of the tokens that ``logprobs`` are about."""
-        self.logprobs: list[SampledLogprobs] = []
-        self.prompt_logprobs: list[SampledLogprobs] = []
+        self._num_logprobs = 0
+
+    def make_room(self, entry: SampledLogprobs) -> None:
+        """Send what has come together if this entry would make it too much for one message."""
+        self._num_logprobs += 1 + len(entry.others)
+        if self._num_logprobs > LOGPROBS_A_MESSAGE:
+            self.flush()
 
     def flush(self, record: StepRecord | None = None) -> None:
-        """Send what has come together, with the step's record if the front end keeps up.
-
-        Raises:
-            CutOff: it does not read.
-        """
-        if len(self._unread) >= BEHIND_MESSAGES or not self.is_connected:
+        """Send what has come together, with the step's record if the front end keeps up."""
+        if len(self._unread) >= BEHIND_MESSAGES:
             record = None
-        news, entries = self.news, [*self.logprobs, *self.prompt_logprobs]
+        news = self.news
         if record is None and not (news.numbers or news.ended or news.failed or news.started or news.prompts):
             return
-        arrays = wire.LogprobColumns.pack(self.logprob_indices, entries) if entries else ()
         failed = _share_dumps(news.failed[:MAX_FAILED])
         self._reset()
-        self.send(msgspec.structs.replace(news, failed=failed, record=record, has_logprobs=bool(entries)), arrays)
+        self.send(msgspec.structs.replace(news, failed=failed, record=record))
         for begin in range(MAX_FAILED, len(news.failed), MAX_FAILED):
             self.send(wire.StepOutputsMessage(failed=_share_dumps(news.failed[begin : begin + MAX_FAILED])))
 
     # Sending
 
-    def send(self, body: wire.WireMessage, arrays: Any = ()) -> None:
-        """Send a message now.
+    def send(self, body: wire.WireMessage) -> None:
+        """Send a message now; one that does not read what it is sent is cut off.
 
         Raises:
-            CutOff: it does not read.
+            TooLarge, TypeError, ValueError, OverflowError, RecursionError: as `wire.Writer.write`.
         """
         if self.is_over:
             return
-        frames = self._writer.write(body, arrays)
+        frames = self._writer.write(body)
         # Results are few, as calls are, and may be large: they are no sign of a reader that has stalled.
         size = 0 if isinstance(body, wire.Returned) else sum(map(size_of, frames))
         self._unread.append((self._writer.number - 1, size))
         self._unread_bytes += size
-        self.outputs.send(frames)  # in any case, so that the numbers of what follows it are right
-        if len(self._unread) > MAX_UNREAD_MESSAGES or self._unread_bytes > MAX_UNREAD_BYTES:
-            raise CutOff(
+        try:
+            self._channel.send_now([self.peer, *frames])
+        except zmq.Again:
+            self._cut_off(self, "it said to have read messages that it did not read")
+        except zmq.ZMQError:
+            self._forget(self)
+        if not self.is_over and (len(self._unread) > MAX_UNREAD_MESSAGES or self._unread_bytes > MAX_UNREAD_BYTES):
+            self._cut_off(
+                self,
                 f"it left {len(self._unread):,} messages ({self._unread_bytes:,} bytes) unread; "
-                f"{MAX_UNREAD_MESSAGES:,} ({MAX_UNREAD_BYTES:,}) are allowed"
+                f"{MAX_UNREAD_MESSAGES:,} ({MAX_UNREAD_BYTES:,}) are allowed",
             )
 
     def note_transfer(self, control: AnyControl) -> None:
@@ -244,26 +254,23 @@ class Session:
         """It has read the messages up to this number.
 
         Raises:
-            WireError: they were not sent yet; else what waits for a socket that is not read would have no bound.
+            WireError: they were not sent yet.
         """
-        if number >= self._writer.number - self.outputs.num_backlog:
+        if number >= self._writer.number:
             raise WireError(f"message {number} is acknowledged, and was not sent yet")
         while self._unread and self._unread[0][0] <= number:
             self._unread_bytes -= self._unread.popleft()[1]
 
     def beat(self, beat: Beat) -> None:
         """Tell it that the engine lives, if it keeps up."""
-        if self.is_connected and len(self._unread) < BEHIND_MESSAGES:
+        if len(self._unread) < BEHIND_MESSAGES:
             self.send(wire.Beating(beat))
 
-    def end(self, error: AioEngineError, *, linger_s: float) -> None:
-        """Say last words and let go of the sockets. Idempotent; its sequences are the caller's to end."""
-        if not self.is_over:
-            if self.is_connected:
-                self.outputs.send(self._writer.write(wire.Shutdown(to_fault(error))))
-            self.is_over = True
-            self.monitor.close()
-            self.outputs.close(linger_s)
+    def end(self, error: AioEngineError) -> None:
+        """Say last words; its sequences are the caller's to end."""
+        self.is_over = True
+        with contextlib.suppress(zmq.ZMQError):  # it is not there, or does not read
+            self._channel.send_now([self.peer, *self._writer.write(wire.Shutdown(to_fault(error)))])
 
 
 class Follower:
@@ -289,8 +296,8 @@ class Follower:
     def on_token(self, token_id: int, logprobs: SampledLogprobs | None) -> None:
         session = self._session
         if logprobs is not None:
-            session.logprob_indices.append(len(session.numbers))
-            session.logprobs.append(logprobs)
+            session.make_room(logprobs)
+            session.news.logprobs.append((len(session.numbers), logprobs))
         session.numbers.append(self.number)
         session.token_ids.append(token_id)
         self._num_tokens += 1
@@ -299,9 +306,10 @@ class Follower:
         if self._num_tokens >= self.num_allowed:
             session.core.block(self.sequence)
 
-    def on_prompt_logprobs(self, position: int, lines: list[SampledLogprobs]) -> None:
-        self._session.news.prompts.append(wire.PromptLogprobsMessage(self.number, position, len(lines)))
-        self._session.prompt_logprobs += lines
+    def on_prompt_logprobs(self, position: int, logprobs: list[SampledLogprobs]) -> None:
+        for offset, entry in enumerate(logprobs):
+            self._session.make_room(entry)
+            self._session.news.prompts.append(wire.PromptLogprobsMessage(self.number, position + offset, entry))
 
     def on_end(self) -> None:
         sequence = self.sequence

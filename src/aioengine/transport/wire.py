@@ -33,7 +33,7 @@ from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.scheduler import SchedulerStats
 from aioengine.transport.wire_errors import Fault
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 MAX_FINISHED = 65_536
 """Sequences that one message may end: more than any request has choices."""
@@ -49,10 +49,7 @@ Arrays = tuple[NDArray[Any], ...]
 Layout = tuple[np.dtype[Any], ...]
 """The numpy dtype of each frame."""
 
-INT32, FLOAT32, FLOAT64, BYTES = (np.dtype(name) for name in ("<i4", "<f4", "<f8", "<u1"))
-LOGPROBS: Layout = (INT32, FLOAT32, INT32, INT32, INT32, FLOAT32, INT32)
-"""Indices of the tokens [t] that the first t entries are about, which are followed by those about prompts; of each
-entry the log-probability, the rank, and how many others it has [n]; of the others ids, log-probabilities, ranks [m]."""
+INT32, FLOAT64, BYTES = (np.dtype(name) for name in ("<i4", "<f8", "<u1"))
 
 Number = Annotated[int, Meta(ge=0, lt=2**31)]
 
@@ -147,23 +144,16 @@ FromFrontEnd = Attach | AddRequest | Finish | Allow | CallControl | Acknowledge 
 
 
 class Attached(WireMessage, frozen=True, tag=1):
-    """The answer to `Attach`, on the same socket; all else comes from ``output_address``."""
+    """The answer to `Attach`: the first message of an engine's side of a session."""
 
     version: int
-    client_index: int
-    output_address: str
-    username: str
-    """With ``password`` the credentials of the output socket, good for one connection."""
-    password: str
     config: dict[str, Any]
     """An `EngineConfig`, of a version that may have other settings."""
     info: ExecutorInfo
     eos_token_ids: tuple[int, ...]
     model_path: str
     """The model's folder on the engine's machine."""
-    supported_tasks: tuple[str, ...]
     first_beat: Beat
-    pid: int
     stats: SchedulerStats
 
 
@@ -207,17 +197,15 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class PromptLogprobsMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Log-probabilities of ``count`` prompt tokens from ``position`` on: so many entries of the `LogprobColumns`."""
+    """Log-probabilities of a sequence's prompt token."""
 
     number: int
     position: int
-    count: int
+    logprobs: SampledLogprobs
 
 
 class StepOutputsMessage(WireMessage, frozen=True, tag=3):
     """What a step brought a front end. In this order: started, first, tokens, prompts, ended and failed, record.
-
-    Frames, if it ``has_logprobs``: `LogprobColumns`.
 
     Raises:
         WireError: there are more or fewer sequences than tokens.
@@ -232,14 +220,12 @@ class StepOutputsMessage(WireMessage, frozen=True, tag=3):
     ended: list[Ended] = []
     failed: list[Failed] = []
     record: StepRecord | None = None
-    has_logprobs: bool = False
+    logprobs: list[tuple[int, SampledLogprobs]] = []
+    """(index of the token in this message, its log-probabilities), rising."""
 
     def __post_init__(self) -> None:
         if len(self.numbers) != len(self.token_ids):
             raise WireError(f"{len(self.token_ids)} tokens of {len(self.numbers)} sequences")
-
-    def layout(self) -> Layout:
-        return LOGPROBS if self.has_logprobs else ()
 
 
 class Returned(WireMessage, frozen=True, tag=4):
@@ -329,62 +315,6 @@ def unpack_control(raw: msgspec.Raw, arrays: Arrays) -> AnyControl:
             raise InvalidRequest("a piece of a tensor came without its bytes")
         control = msgspec.structs.replace(control, data=arrays[0].data)
     return control
-
-
-class LogprobColumns:
-    """The log-probabilities of one message, those of tokens first, and then those of prompts; see `LOGPROBS`.
-
-    They are read one by one: all at once would hold the loop.
-
-    Args:
-        arrays: as `pack` made them.
-    Raises:
-        WireError: they do not fit each other.
-    """
-
-    def __init__(self, arrays: Sequence[Any]) -> None:
-        indices, values, ranks, counts, ids, logprobs, other_ranks = arrays
-        is_whole = (
-            len(values) == len(ranks) == len(counts)
-            and len(indices) <= len(values)
-            and len(ids) == len(logprobs) == len(other_ranks)
-            and (not len(counts) or (int(counts.min()) >= 0 and int(counts.sum(dtype="int64")) == len(ids)))
-        )
-        if not is_whole:
-            raise WireError("columns of log-probabilities that do not fit each other")
-        self._indices = indices.tolist()
-        self._values, self._ranks, self._counts = values.tolist(), ranks.tolist(), counts.tolist()
-        self._others = list(zip(ids.tolist(), logprobs.tolist(), other_ranks.tolist(), strict=True))
-        self._next = self._next_other = 0
-
-    @staticmethod
-    def pack(token_indices: list[int], entries: Sequence[SampledLogprobs]) -> list[NDArray[Any]]:
-        """The arrays of entries, those of the tokens at these indices first."""
-        others = [other for entry in entries for other in entry.others]
-        columns: tuple[list[Any], ...] = (
-            token_indices,
-            [entry.logprob for entry in entries],
-            [entry.rank for entry in entries],
-            [len(entry.others) for entry in entries],
-            *([other[field] for other in others] for field in range(3)),
-        )
-        return [np.array(column, dtype) for column, dtype in zip(columns, LOGPROBS, strict=True)]
-
-    def at(self, index: int) -> SampledLogprobs | None:
-        """The entry of the message's token at this index, to be asked for in rising order; None if it has none."""
-        if self._next < len(self._indices) and self._indices[self._next] == index:
-            return self._take_one()
-        return None
-
-    def take(self, count: int) -> list[SampledLogprobs]:
-        """The next ``count`` entries, or as many as there are."""
-        return [self._take_one() for _ in range(min(count, len(self._values) - self._next))]
-
-    def _take_one(self) -> SampledLogprobs:
-        index, begin = self._next, self._next_other
-        self._next += 1
-        self._next_other = begin + self._counts[index]
-        return SampledLogprobs(self._values[index], self._ranks[index], self._others[begin : self._next_other])
 
 
 # Reading and writing
