@@ -176,17 +176,16 @@ def kind_of(error: WireError) -> str:
         return "refused: out of turn"
     text = str(error)
     for part, kind in (
-        ("malformed header", "refused: malformed header"),
-        ("frames beside the header", "refused: other frames than belong there"),
-        ("make a message", "refused: no frames, or too many"),
-        ("bytes, which are no", "refused: a frame of odd size"),
+        ("malformed message", "refused: malformed"),
+        ("one is a message", "refused: no frame, or several"),
+        ("bytes, which are no", "refused: a prompt of odd size"),
     ):
         if part in text:
             return kind
     return "refused: else"
 
 
-def use(body: WireMessage, arrays: Any) -> None:
+def use(body: WireMessage) -> None:
     """What is done with a message that was accepted.
 
     Raises:
@@ -195,7 +194,7 @@ def use(body: WireMessage, arrays: Any) -> None:
     if isinstance(body, wire.AddRequest):
         wire.unpack_params(body.params)
     elif isinstance(body, wire.CallControl):
-        wire.unpack_control(body.control, arrays)
+        wire.unpack_control(body.control)
     elif isinstance(body, wire.StepOutputsMessage):
         for failed in body.failed:
             to_error(failed.fault)
@@ -234,7 +233,7 @@ class Readers:
     def _read(self, reader: Reader[WireMessage], frames: Frames) -> str:
         reader.due = 0
         try:
-            body, arrays = reader.read(frames)
+            body = reader.read(frames)
         except WireError as error:
             if reader.due != 0:
                 self._tally.note_harm("a refused message was counted", frames)
@@ -242,11 +241,11 @@ class Readers:
         except BaseException:
             self._tally.note_harm(f"a crash in a reader: {traceback.format_exc()}", frames)
             return "CRASHED"
-        return self._use(body, arrays, frames)
+        return self._use(body, frames)
 
-    def _use(self, body: WireMessage, arrays: Any, frames: Frames) -> str:
+    def _use(self, body: WireMessage, frames: Frames) -> str:
         try:
-            use(body, arrays)
+            use(body)
         except WireError as error:
             return kind_of(error)
         except InvalidRequest:
@@ -320,7 +319,7 @@ class Live:
                 await asyncio.sleep(0)
         peer.writer.number = twin.due
         if not is_over:
-            peer.say(*request(2**30, max_tokens=3))
+            peer.say(request(2**30, max_tokens=3))
             await peer.read_until(lambda: 2**30 in peer.ended)
         await self._heard_out(is_over)
         peer.vanish()
@@ -339,7 +338,7 @@ class Live:
 
     def _outcome(self, twin: Reader[WireMessage], frames: Frames) -> tuple[bool, str]:
         try:
-            body, _ = twin.read(frames)
+            body = twin.read(frames)
         except WireError as error:
             self.num_expected += 1
             return isinstance(error, OutOfTurn) and error.is_gap, kind_of(error)

@@ -51,13 +51,11 @@ def params_of(**fields: Any) -> Any:
     return wire.pack_params(SamplingParams(**{"ignore_eos": True, "detokenize": False, **fields}))
 
 
-def request(number: int, prompt: Sequence[int] = (1, 2, 3), *, max_tokens: int = 20, **fields: Any) -> tuple[Any, Any]:
-    """An `AddRequest` and its prompt."""
+def request(number: int, prompt: Sequence[int] = (1, 2, 3), *, max_tokens: int = 20, **fields: Any) -> wire.AddRequest:
     fields.setdefault("params", params_of())
-    body = wire.AddRequest(
-        **{"number": number, "seed": number, "max_total_tokens": len(prompt) + max_tokens, "request_id": "r", **fields}
-    )
-    return body, (int32(*prompt),)
+    total, ids = len(prompt) + max_tokens, int32(*prompt).tobytes()
+    defaults = {"number": number, "seed": number, "max_total_tokens": total, "request_id": "r", "prompt": ids}
+    return wire.AddRequest(**{**defaults, **fields})
 
 
 async def look_until(monitor: Monitor, is_so: Callable[[], Any]) -> None:
@@ -90,15 +88,15 @@ class Peer:
         self.tokens: dict[int, list[int]] = {}
         self.news: list[WireMessage] = []
 
-    def say(self, body: WireMessage, arrays: Any = ()) -> None:
-        self.channel.send([bytes(frame) for frame in self.writer.write(body, arrays)])
+    def say(self, body: WireMessage) -> None:
+        self.channel.send([self.writer.write(body)])
 
     def say_raw(self, frames: Sequence[bytes]) -> None:
         self.channel.send(frames)
 
-    def say_what_is_no_message(self, body: WireMessage, arrays: Any = ()) -> None:
+    def say_what_is_no_message(self, body: WireMessage) -> None:
         """It will be refused as a whole, so that its number is that of the next one."""
-        self.say(body, arrays)
+        self.say(body)
         self.writer.number -= 1
 
     async def answer(self) -> WireMessage:
@@ -106,7 +104,7 @@ class Peer:
         with anyio.fail_after(PATIENCE_S):
             (frames,) = await self.channel.receive(1)
         self.reader = Reader(wire.FromEngine)
-        body: WireMessage = self.reader.read(frames)[0]
+        body: WireMessage = self.reader.read(frames)
         return body
 
     async def join(self) -> Attached:
@@ -118,7 +116,7 @@ class Peer:
     async def read(self) -> None:
         """Take in what the engine has sent; it comes whole and in order, or the reader raises."""
         for frames in await self.channel.receive():
-            body, _ = self.reader.read(frames)
+            body = self.reader.read(frames)
             self.news.append(body)
             if isinstance(body, wire.StepOutputsMessage):
                 for number, token in zip(body.numbers, body.token_ids, strict=True):

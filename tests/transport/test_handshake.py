@@ -50,7 +50,7 @@ class Peer:
 
     def says(self, body: WireMessage) -> WireMessage | None:
         """What it is answered."""
-        answers = self._machine.on_message(self.name, self._writer.write(body))
+        answers = self._machine.on_message(self.name, [self._writer.write(body)])
         assert [to for to, _ in answers] in ([], [self.name])
         return answers[0][1] if answers else None
 
@@ -181,11 +181,11 @@ def test_a_place_that_is_taken_stays_taken(index: int) -> None:
 def test_noise_is_counted_and_harms_nobody() -> None:
     machine = make_welcome()
     peer = Peer(machine)
-    for frames in ([], [b""], [b"\xc1"], [b"x" * 100], Writer().write(READY), [*Writer().write(hello(0)), b"more"]):
+    for frames in ([], [b""], [b"\xc1"], [b"x" * 100], [Writer().write(READY)], [Writer().write(hello(0)), b"more"]):
         assert machine.on_message(b"stranger", frames) == []
     assert machine.num_refused == 6
     peer.says(hello(0))
-    replayed = Writer().write(Loading(1, 1))  # number 0, again
+    replayed = [Writer().write(Loading(1, 1))]  # number 0, again
     assert machine.on_message(peer.name, replayed) == []
     assert machine.num_refused == 7
     peer.says(READY)

@@ -35,8 +35,8 @@ STRANGE: dict[str, list[list[bytes]]] = {
     "a frame too many": [[*attach_frames(), b"extra"]],
     "frames without end": [[attach_frames()[0], *[b"x"] * 1000]],
     "a request before all": [ADD],
-    "a request without its prompt": [ADD[:1]],
-    "a request with half a token": [[ADD[0], b"\x01\x02"]],
+    "a request with a frame beside it": [[ADD[0], b"\x01\x02"]],
+    "a request with half a token": [[ADD[0].replace(b"\xc4\x04", b"\xc4\x03", 1).replace(b"\5\0\0\0", b"\5\0\0", 1)]],
     "a farewell before all": [frames_of(wire_samples.Sample("", wire.Detach()))],
     "a later number": [attach_frames(5)],
     "a declared length": [[b"\x92\x00\x94\x03\xdd\xff\xff\xff\xff"]],
@@ -75,19 +75,21 @@ class TestBeforeAttaching:
     async def test_a_frame_that_is_too_large_ends_the_connection(
         self, address: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 2**20)
+        monkeypatch.setattr(wire, "MAX_BYTES", 2**20)
         async with joined(address) as (_, peer):
             peer.say_raw([b"x" * 2**21])
             await look_until(peer.monitor, lambda: peer.monitor.is_gone)
 
     async def test_many_that_are_forgotten_again(self, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(server_module, "MAX_READERS", 16)
+        monkeypatch.setattr(server_module, "MAX_GONE", 16)
         async with besieged(address) as siege:
             for _ in range(50):
-                siege.peer().say_raw([b"?"])
-            await until(lambda: siege.num_refused == 50)
-            assert len(siege.server._readers) <= 16
-            await siege.peers[0].join()
+                peer = siege.peer()
+                await peer.join()
+                peer.vanish()
+            await until(lambda: len(siege.server._sessions) == 1)
+            assert len(siege.server._gone) == 16
+            await siege.peer().join()
 
 
 BAD_REQUESTS: list[dict[str, Any]] = [
@@ -123,7 +125,7 @@ class TestInASession:
             family = {"seed": 1, "params": params_of(n=2, temperature=1.0)}
             numbers = (-1, 2**31, 2**64 - 1)
             for number in numbers:
-                peer.say_what_is_no_message(*request(number, **family))
+                peer.say_what_is_no_message(request(number, **family))
             out_of_place = (wire.Attach(PROTOCOL_VERSION), wire.Acknowledge(10**6), wire.Acknowledge(2**63))
             for body in out_of_place:
                 peer.say(body)
@@ -134,7 +136,7 @@ class TestInASession:
 
     async def test_replayed_messages(self, address: str) -> None:
         async with joined(address) as (siege, peer):
-            frames = [bytes(frame) for frame in peer.writer.write(*request(0))]
+            frames = [peer.writer.write(request(0))]
             for _ in range(5):
                 peer.say_raw(frames)
             await peer.read_until(lambda: 0 in peer.ended)
@@ -147,8 +149,8 @@ class TestInASession:
     async def test_reordered_messages_are_lost_ones(self, address: str) -> None:
         """What is missing cannot be had again: the session ends, and says so."""
         async with joined(address) as (siege, peer):
-            peer.say(*request(0, max_tokens=1000))
-            first, second = (peer.writer.write(wire.Allow(0, 5)) for _ in range(2))
+            peer.say(request(0, max_tokens=1000))
+            first, second = ([peer.writer.write(wire.Allow(0, 5))] for _ in range(2))
             peer.say_raw(second)
             peer.say_raw(first)
             assert "messages of it were lost" in (await peer.hears_the_end()).message
@@ -158,7 +160,7 @@ class TestInASession:
     async def test_a_bad_request_fails_alone(self, address: str) -> None:
         async with joined(address) as (siege, peer):
             for number, fields in enumerate(BAD_REQUESTS):
-                peer.say(*request(2 * number, **fields))
+                peer.say(request(2 * number, **fields))
                 await peer.is_served(2 * number + 1)
                 is_long = len(fields.get("prompt", ())) > 4096
                 assert peer.ended[2 * number] == ("PromptTooLong" if is_long else "InvalidRequest"), fields
@@ -176,10 +178,10 @@ class TestInASession:
     async def test_numbers_that_are_taken(self, address: str) -> None:
         """Others of the same number, or whose choices overlap with it, do not disturb the one that is here."""
         async with joined(address) as (_, peer):
-            peer.say(*request(1, max_tokens=200))
+            peer.say(request(1, max_tokens=200))
             for seed in (5, 6):
-                peer.say(*request(1, seed=seed))
-            peer.say(*request(0, params=params_of(n=3, temperature=1.0)))
+                peer.say(request(1, seed=seed))
+            peer.say(request(0, params=params_of(n=3, temperature=1.0)))
             await peer.read_until(lambda: {0, 1, 2} <= peer.ended.keys())
             assert peer.ended == {0: "InvalidRequest", 1: "length", 2: "InvalidRequest"}
             assert peer.tokens[1] == expected_tokens([1, 2, 3], 200, seed=1)
@@ -192,14 +194,14 @@ class TestInASession:
             peer.say(wire.Allow(2**63, -(2**63)))
             await peer.is_served(0)
             for first, ended in ((10, [11]), (20, [20]), (30, [32, 30]), (40, [40, 41, 42])):
-                peer.say(*request(first, params=params_of(n=3, temperature=1.0)))
+                peer.say(request(first, params=params_of(n=3, temperature=1.0)))
                 peer.say(wire.Finish(ended, "abort"))
                 await peer.read_until(lambda first=first: {first, first + 1, first + 2} <= peer.ended.keys())  # type: ignore[misc]
 
     async def test_more_waiting_requests_than_are_allowed(self, address: str) -> None:
         async with joined(address, max_waiting=2, max_num_seqs=1) as (siege, peer):
             for number in (0, 2):  # of the first two, one waits for the other's row
-                peer.say(*request(number, max_tokens=1000, params=params_of(n=2, temperature=1.0)))
+                peer.say(request(number, max_tokens=1000, params=params_of(n=2, temperature=1.0)))
             await peer.read_until(lambda: len(peer.ended) == 2)
             assert peer.ended == dict.fromkeys((2, 3), "EngineOverloaded")
             peer.say(wire.Finish([0, 1], "abort"))
@@ -244,7 +246,7 @@ class TestControlCalls:
 
         async with joined(address) as (siege, peer):
             monkeypatch.setattr(siege.server.core, "call", call)
-            peer.say(wire.CallControl(1, wire.pack_control(c.IsSleeping())[0]))
+            peer.say(wire.CallControl(1, wire.pack_control(c.IsSleeping())))
             await peer.read_until(lambda: 1 in peer.returned)
             assert getattr(peer.returned[1].fault, "kind", None) == kind
             peer.say(wire.CallControl(2, msgspec.Raw(pack(["Explode"]))))
@@ -261,7 +263,7 @@ class TestControlCalls:
         async with joined(address) as (siege, peer):
             monkeypatch.setattr(siege.server.core, "call", wait)
             for call_id in range(300):
-                peer.say(wire.CallControl(call_id, wire.pack_control(c.IsSleeping())[0]))
+                peer.say(wire.CallControl(call_id, wire.pack_control(c.IsSleeping())))
             await peer.read_until(lambda: len(peer.returned) == 300 - server_module.MAX_CALLS)
             assert num_inside == server_module.MAX_CALLS
             gate.set()

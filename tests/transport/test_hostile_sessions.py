@@ -62,7 +62,7 @@ class TestAttaching:
             await peer.join()
             peer.say(wire.Detach())
             for number in range(20):
-                peer.say(*request(number))
+                peer.say(request(number))
             peer.writer = Writer()
             peer.say(wire.Attach(PROTOCOL_VERSION))
             other = siege.peer()
@@ -112,7 +112,7 @@ class TestVanishing:
                 peer = siege.peer()
                 await peer.join()
                 for number in range(4):
-                    peer.say(*request(number, max_tokens=3000))
+                    peer.say(request(number, max_tokens=3000))
                 await peer.read_until(lambda peer=peer: len(peer.tokens) == 4)  # type: ignore[misc]
                 peer.vanish()
             await until(lambda: len(siege.server._sessions) == 1)
@@ -155,7 +155,7 @@ class TestOneThatDoesNotRead:
         small_bounds(monkeypatch)
         monkeypatch.setattr(server_module, "MAX_UNSENT", 300)
         async with joined(address, hwm=1) as (siege, peer):
-            peer.say(*request(0, max_tokens=3000))
+            peer.say(request(0, max_tokens=3000))
 
             session = siege.session
 
@@ -176,7 +176,7 @@ class TestOneThatDoesNotRead:
         """What it had left unread comes first, whole and in order."""
         small_bounds(monkeypatch)
         async with joined(address) as (siege, peer):
-            peer.say(*request(0, max_tokens=3000))
+            peer.say(request(0, max_tokens=3000))
             await until(lambda: siege.num_sessions == 0)
             fault = await peer.hears_the_end()
             assert fault.kind == "EngineDead"
@@ -187,7 +187,7 @@ class TestOneThatDoesNotRead:
         monkeypatch.setattr(session_module, "MAX_UNREAD_BYTES", 100_000)
         async with joined(address, hwm=1) as (siege, peer):
             for number in range(8):
-                peer.say(*request(number, max_tokens=2000, params=params_of(logprobs=20)))
+                peer.say(request(number, max_tokens=2000, params=params_of(logprobs=20)))
             await until(lambda: siege.num_sessions == 0)
 
     async def test_hears_of_nobody_else_s_steps_while_it_is_behind(

@@ -1,4 +1,4 @@
-"""A valid message of each kind, with its arrays: what tests and the fuzzer start from, and what was recorded.
+"""A valid message of each kind: what tests and the fuzzer start from, and what was recorded.
 
     python tests/transport/wire_samples.py
 
@@ -10,7 +10,6 @@ taken for each other have the same value, so that exchanged ones would be seen.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,11 +32,10 @@ RECORDED = Path(__file__).parent / "recorded"
 
 
 class Sample(NamedTuple):
-    """A message and its arrays."""
+    """A message."""
 
     name: str
     body: WireMessage
-    arrays: Sequence[Any] = ()
 
 
 PARAMS = SamplingParams(temperature=0.5, top_k=7, seed=11, n=2, max_tokens=3, stop=("one", "two"), logit_bias={5: -2.0})
@@ -96,15 +94,14 @@ def int32(*values: int) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 def _add_request(prompt: np.ndarray[Any, np.dtype[np.int32]]) -> Sample:
     body = wire.AddRequest(
-        number=21, params=wire.pack_params(PARAMS), seed=22, max_total_tokens=23, request_id="request-24",
-        bad_words=((25, 26), (27,)), priority=28, cache_salt="salt-29", num_allowed=30,
+        number=21, params=wire.pack_params(PARAMS), prompt=prompt.tobytes(), seed=22, max_total_tokens=23,
+        request_id="request-24", bad_words=((25, 26), (27,)), priority=28, cache_salt="salt-29", num_allowed=30,
     )  # fmt: skip
-    return Sample(f"add_request_{len(prompt)}", body, (prompt,))
+    return Sample(f"add_request_{len(prompt)}", body)
 
 
 def _control(call_id: int, control: c.AnyControl) -> Sample:
-    raw, _ = wire.pack_control(control)
-    return Sample(f"control_{type(control).__name__}", wire.CallControl(call_id, raw))
+    return Sample(f"control_{type(control).__name__}", wire.CallControl(call_id, wire.pack_control(control)))
 
 
 STAGE = c.StageWeights(transfer="a", name="w", dtype="F32", shape=(2,), offset=4, data=bytes(range(8)))
@@ -119,7 +116,7 @@ FROM_FRONT_END: tuple[Sample, ...] = (
     Sample("finish_token", wire.Finish(numbers=[33], reason="stop", stop_reason=34)),
     Sample("allow", wire.Allow(number=41, num_allowed=42)),
     *(_control(50 + index, control) for index, control in enumerate(CONTROLS)),
-    Sample("stage", wire.CallControl(71, wire.pack_control(STAGE)[0], has_data=True), (np.arange(8, dtype=np.uint8),)),
+    Sample("stage", wire.CallControl(71, wire.pack_control(STAGE))),
     Sample("acknowledge", wire.Acknowledge(number=81)),
     Sample("detach", wire.Detach()),
     Sample("cancel_call", wire.CancelCall(call_id=72)),
@@ -182,10 +179,10 @@ DIRECTIONS: dict[str, tuple[Any, tuple[Sample, ...]]] = {
 
 
 def frames_of(sample: Sample, number: int = 0) -> list[bytes]:
-    """The frames of a sample as message ``number`` of its session, as bytes."""
+    """The frames of a sample as message ``number`` of its session."""
     writer = wire.Writer()
     writer.number = number
-    return [bytes(frame) for frame in writer.write(sample.body, sample.arrays)]
+    return [writer.write(sample.body)]
 
 
 def record(folder: Path) -> None:

@@ -193,8 +193,7 @@ class UpdateWeights(Control, frozen=True):
 class StageWeights(Control, frozen=True):
     """Keep a piece of a tensor's bytes until `CommitWeights` or `DropWeights`; pieces may come in any order. → None.
 
-    Cancelled, it drops the transfer, since the piece may have come or not. On the wire its ``data`` has a frame of its
-    own.
+    Cancelled, it drops the transfer, since the piece may have come or not.
 
     Attributes:
         transfer: which update of weights it belongs to: an id of the caller's.

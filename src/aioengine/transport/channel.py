@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
@@ -25,10 +24,7 @@ from aioengine.transport.addresses import Address
 RECEIVE_BATCH = 64
 """Messages handed out before the loop gets its turn."""
 
-ZERO_COPY_BYTES = 64 * 1024
-"""Frames from this size on are not copied into ZMQ's memory; below, copying is cheaper than keeping track."""
-
-Frames = list[Any]
+Frames = Sequence[bytes]
 
 # Looked up once: zmq's names are members of enums behind a module's __getattr__.
 _EVENTS, _POLLIN, _POLLOUT, _DONTWAIT, _SNDMORE = (
@@ -113,10 +109,7 @@ class Channel:
     # Sending
 
     def send(self, frames: Frames) -> None:
-        """Send a message, or keep it until the socket takes it. What may lie here is for the caller to bound.
-
-        The frames, and the arrays among them, must stay as they are.
-        """
+        """Send a message, or keep it until the socket takes it. What may lie here is for the caller to bound."""
         if self._backlog:
             self._backlog.append(frames)
         else:
@@ -138,11 +131,11 @@ class Channel:
         finally:
             self._look()
 
-    def _send(self, frames: Sequence[Any]) -> None:
-        last = len(frames) - 1
-        for index, frame in enumerate(frames):
-            flags = _DONTWAIT if index == last else _DONTWAIT | _SNDMORE
-            self.socket.send(frame, flags, copy=size_of(frame) < ZERO_COPY_BYTES)
+    def _send(self, frames: Frames) -> None:
+        *before, last = frames
+        for frame in before:
+            self.socket.send(frame, _DONTWAIT | _SNDMORE)
+        self.socket.send(last, _DONTWAIT)
 
     # Receiving
 
@@ -180,23 +173,19 @@ class Channel:
         if self.socket.closed:  # while its receiver was waiting, or about to
             return batch
         socket = self.socket
-        receive = self._receive_with_connection if self._tells_connections else self._receive_plain
+        receive = self._receive_with_connection if self._tells_connections else socket.recv_multipart
         # Asked for each time: catching what an empty socket raises takes three times as long.
         while len(batch) < limit and socket.getsockopt(_EVENTS) & _POLLIN:  # type: ignore[operator]
-            batch.append(receive())
+            batch.append(receive(_DONTWAIT))
         return batch
 
-    def _receive_plain(self) -> list[bytes]:
-        # Copied, though large ones need not be: outputs are small, and a frame that is kept costs 2 µs.
-        return self.socket.recv_multipart(_DONTWAIT)
-
-    def _receive_with_connection(self) -> list[Any]:
-        frames = self.socket.recv_multipart(_DONTWAIT, copy=False)
+    def _receive_with_connection(self, flags: int) -> list[Any]:
+        frames = self.socket.recv_multipart(flags, copy=False)
         try:
             connection = frames[-1].get(zmq.SRCFD)
         except zmq.ZMQError:  # by an old version of ZMTP, which no front end speaks
             connection = -1
-        return [connection, *map(_plain, frames)]
+        return [connection, *(frame.bytes for frame in frames)]
 
     def _look(self) -> None:
         """Act on the socket's state; asking for it takes the news off the file descriptor."""
@@ -273,13 +262,3 @@ class Monitor:
             if not self._watched.closed:
                 self._watched.disable_monitor()
             self._channel.close()
-
-
-def size_of(frame: Any) -> int:
-    """Bytes of a frame, which for arrays and their views is not their length."""
-    return frame.nbytes if isinstance(frame, np.ndarray | memoryview) else len(frame)
-
-
-def _plain(frame: zmq.Frame) -> Any:
-    """A small frame as bytes, a large one as a view of ZMQ's memory."""
-    return frame.bytes if len(frame) < ZERO_COPY_BYTES else frame.buffer

@@ -134,6 +134,7 @@ class RemoteCore:
             wire.AddRequest(
                 number=self._next_number,
                 params=wire.pack_params(request.params),
+                prompt=request.prompt_token_ids.tobytes(),
                 seed=request.seed,
                 max_total_tokens=request.max_total_tokens,
                 request_id=request.request_id,
@@ -141,8 +142,7 @@ class RemoteCore:
                 priority=request.priority,
                 cache_salt=request.cache_salt,
                 num_allowed=_allowed(choices[0][1]),
-            ),
-            (request.prompt_token_ids,),
+            )
         )
         for member, listener in choices:  # what could not be sent is not waited for
             member.order = self._next_number
@@ -305,7 +305,7 @@ class RemoteCore:
     async def _take(self, frames: list[bytes]) -> None:
         """Act on a message, or refuse it; a gap is the end, since what was lost cannot be had again."""
         try:
-            body, _ = self._link.reader.read(frames)
+            body = self._link.reader.read(frames)
         except wire.OutOfTurn as error:
             self.num_refused += 1
             if error.is_gap:

@@ -199,7 +199,7 @@ class Welcome:
             engine = next((engine for engine in self.engines if engine.peer == peer), None)
             if engine is None:
                 return self._on_stranger(peer, frames)
-            body, _ = engine.reader.read(frames)
+            body = engine.reader.read(frames)
             engine.take(body)
             if isinstance(body, Failing):
                 self._fail(to_error(body.fault))
@@ -225,7 +225,7 @@ class Welcome:
 
     def _on_stranger(self, peer: bytes, frames: list[Any]) -> list[tuple[bytes, WireMessage]]:
         reader: Reader[FromEngine] = Reader(FromEngine)
-        body, _ = reader.read(frames)
+        body = reader.read(frames)
         if not isinstance(body, Hello):
             raise WireError(f"a {type(body).__name__} before a HELLO")
         engine = self._place_for(body)
@@ -281,7 +281,7 @@ async def welcome(
             messages = await channel.receive()
         for peer, *frames in messages:
             for to, body in machine.on_message(bytes(peer), frames):
-                channel.send([to, *writers.setdefault(to, Writer()).write(body)])
+                channel.send([to, writers.setdefault(to, Writer()).write(body)])
             on_change()
         if exits and not messages and machine.failure is None:
             machine.on_exit(*exits.popleft())

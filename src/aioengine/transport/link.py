@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -67,9 +67,9 @@ class Link:
             return await self._attach(where, keys, name)
         raise EngineDead(f"no engine answers at {address} within {timeout_s:g} s; is an engine of this version there?")
 
-    def send(self, body: wire.WireMessage, arrays: Any = ()) -> None:
+    def send(self, body: wire.WireMessage) -> None:
         """Send a message, now or as soon as the socket takes it. What may lie there is bounded by what is live."""
-        self.channel.send(self._writer.write(body, arrays))
+        self.channel.send([self._writer.write(body)])
 
     async def aclose(self) -> None:
         """Say farewell and close; idempotent."""
@@ -96,7 +96,7 @@ class Link:
 
     def _connect(self, context: Context, where: Address, keys: ClientKeys | None) -> None:
         socket = context.socket(zmq.DEALER)
-        socket.maxmsgsize = wire.MAX_FRAME_BYTES
+        socket.maxmsgsize = wire.MAX_BYTES
         socket.ipv6 = where.is_ipv6
         if keys is not None and where.scheme == "tcp":
             keys.apply_client(socket)
@@ -119,7 +119,7 @@ class Link:
             )
             raise EngineDead(f"no engine serves at {where}{of_keys}")
         try:
-            body, _ = self.reader.read(messages[0])
+            body = self.reader.read(messages[0])
         except WireError as error:
             raise EngineDead(f"what answers is no engine of this version: {error}") from None
         if isinstance(body, wire.Refused):
@@ -149,15 +149,15 @@ class ControlCalls:
         """As `RemoteCore.call`."""
         packed = wire.pack_control(control)  # at once: a bad argument is refused now, and none is read later
         if isinstance(control, UNBLOCKING_CALLS):
-            return await self._call(*packed)  # the holders of all turns may wait for just this
+            return await self._call(packed)  # the holders of all turns may wait for just this
         async with self._turns:
-            return await self._call(*packed)
+            return await self._call(packed)
 
-    async def _call(self, raw: msgspec.Raw, frames: Sequence[Any]) -> Any:
+    async def _call(self, packed: msgspec.Raw) -> Any:
         if self._end is not None:
             raise self._end()
         returned: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        call_id = self._send(raw, frames)
+        call_id = self._send(packed)
         self._returned[call_id] = returned
         try:
             return await returned
@@ -170,11 +170,11 @@ class ControlCalls:
 
     def send(self, control: AnyControl) -> None:
         """Send a call whose answer is not awaited."""
-        self._send(*wire.pack_control(control))
+        self._send(wire.pack_control(control))
 
-    def _send(self, raw: msgspec.Raw, frames: Sequence[Any]) -> int:
+    def _send(self, packed: msgspec.Raw) -> int:
         self._num_sent += 1
-        self._link.send(wire.CallControl(self._num_sent, raw, bool(frames)), frames)
+        self._link.send(wire.CallControl(self._num_sent, packed))
         return self._num_sent
 
     def on_returned(self, body: wire.Returned) -> None:

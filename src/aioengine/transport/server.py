@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,8 @@ PUBLISH_SLICE = 256
 MAX_SESSIONS = 256
 MAX_CALLS = 64
 """Control calls of one front end under way."""
-MAX_READERS = 1024
-"""Peers that are remembered for what they have said, attached or not."""
+MAX_GONE = 1024
+"""Peers that are remembered after the end of their connections."""
 MAX_UNSENT = 3 * MAX_UNREAD_MESSAGES
 """Messages to one front end in its queue: a bound for those that say to have read what they did not."""
 LINGER_S = 1.0
@@ -70,8 +70,10 @@ class EngineServer:
         self._keys = keys
         self._sessions: dict[bytes, Session] = {}
         """By their peers; those that are over, too, until their connections end: they hold what was not read."""
-        self._readers: dict[bytes, wire.Reader[wire.FromFrontEnd] | None] = {}
-        """Of peers that are not attached, the latest ones; None: its connection has ended."""
+        self._next_reader: wire.Reader[wire.FromFrontEnd] = wire.Reader(wire.FromFrontEnd)
+        """Of the next front end: it reads what those say that are not attached, until one of them begins a session."""
+        self._gone: deque[bytes] = deque(maxlen=MAX_GONE)
+        """Peers whose connections have ended."""
         self._num_sessions = 0
         self._zap: Channel | None = None
         self._is_bound = False
@@ -93,7 +95,7 @@ class EngineServer:
             socket = self._context.socket(zmq.ROUTER)
             socket.router_mandatory = True  # else it would drop what a peer has no room for
             socket.sndhwm = MAX_UNSENT
-            socket.maxmsgsize = wire.MAX_FRAME_BYTES
+            socket.maxmsgsize = wire.MAX_BYTES
             socket.ipv6 = self._address.is_ipv6
             if self._address.scheme == "tcp":
                 socket.heartbeat_ivl, socket.heartbeat_timeout = TCP_HEARTBEAT_MS, TCP_TIMEOUT_MS
@@ -186,19 +188,18 @@ class EngineServer:
     async def _take(self, connection: int, peer: bytes, frames: list[Any]) -> None:
         """Act on a message, or refuse it without harm."""
         session = self._sessions.get(peer)
-        if session is None and peer not in self._readers:
-            self._remember(peer, wire.Reader(wire.FromFrontEnd))
-        reader = session.reader if session is not None else self._readers[peer]
-        if reader is None or (session is not None and session.is_over):
+        if session.is_over if session is not None else peer in self._gone:
             return  # what it said meanwhile is of no account
+        reader = session.reader if session is not None else self._next_reader
         try:
-            body, arrays = reader.read(frames)
+            body = reader.read(frames)
             if session is None:
+                self._next_reader = wire.Reader(wire.FromFrontEnd)
                 self._attach(connection, peer, reader, body)
             elif isinstance(body, wire.AddRequest):
-                await session.add(body, arrays[0])
+                await session.add(body)
             else:
-                self._act(session, body, arrays)
+                self._act(session, body)
         except wire.OutOfTurn as error:
             self._refuse(peer, "out of turn", error)
             if error.is_gap and session is not None:
@@ -206,7 +207,7 @@ class EngineServer:
         except WireError as error:
             self._refuse(peer, "malformed", error)
 
-    def _act(self, session: Session, body: wire.FromFrontEnd, arrays: wire.Arrays) -> None:
+    def _act(self, session: Session, body: wire.FromFrontEnd) -> None:
         match body:
             case wire.Finish():
                 session.finish(body)
@@ -217,7 +218,7 @@ class EngineServer:
             case wire.Acknowledge():
                 session.acknowledge(body.number)
             case wire.CallControl():
-                self._begin_call(session, body, arrays)
+                self._begin_call(session, body)
             case wire.CancelCall():
                 if body.call_id in session.calls:
                     session.calls[body.call_id].cancel()
@@ -226,9 +227,9 @@ class EngineServer:
             case _:
                 raise WireError(f"a {type(body).__name__} in the middle of a session")
 
-    def _begin_call(self, session: Session, call: wire.CallControl, arrays: wire.Arrays) -> None:
+    def _begin_call(self, session: Session, call: wire.CallControl) -> None:
         try:
-            control = wire.unpack_control(call.control, arrays)
+            control = wire.unpack_control(call.control)
             self._check_call(session, call.call_id, control)
         except InvalidRequest as refusal:
             session.send(wire.Returned(call.call_id, fault=to_fault(refusal)))
@@ -254,16 +255,9 @@ class EngineServer:
 
     # Sessions
 
-    def _remember(self, peer: bytes, reader: wire.Reader[wire.FromFrontEnd] | None) -> None:
-        """Forgotten peers begin anew, and have nothing to lose."""
-        if len(self._readers) >= MAX_READERS:
-            del self._readers[next(iter(self._readers))]
-        self._readers[peer] = reader
-
     def _attach(
         self, connection: int, peer: bytes, reader: wire.Reader[wire.FromFrontEnd], body: wire.FromFrontEnd
     ) -> None:
-        del self._readers[peer]  # whatever comes of it, the next one begins anew
         if not isinstance(body, wire.Attach) or connection < 0:
             raise WireError(f"a {type(body).__name__} from a front end that is not attached")
         # Its connection may have the number of one that has just ended, whose session is not to be taken for this one.
@@ -277,7 +271,7 @@ class EngineServer:
             logger.warning("a front end is refused: %s", refusal)
             with contextlib.suppress(zmq.ZMQError):  # it is gone
                 refused = wire.Refused(wire.PROTOCOL_VERSION, refusal)
-                self._frontend.send_now([peer, *wire.Writer().write(refused)])
+                self._frontend.send_now([peer, wire.Writer().write(refused)])
             return
         core = self.core
         session = Session(
@@ -311,7 +305,7 @@ class EngineServer:
         """A front end's connection has ended; what has come by it is not read any more."""
         self._end_session(session, "its connection is gone")
         self._sessions.pop(session.peer, None)
-        self._remember(session.peer, None)
+        self._gone.append(session.peer)
 
     def _cut_off(self, session: Session, why: str) -> None:
         """A front end does not read what it is sent."""

@@ -211,14 +211,14 @@ class _Handshakes:
             await self._connect(endpoint)
         for (channel, writer), endpoint in zip(self._channels, self._endpoints, strict=True):
             hello = Hello(PROTOCOL_VERSION, index, endpoint.token, os.getpid(), endpoint.is_local)
-            channel.send(writer.write(hello))
+            channel.send([writer.write(hello)])
         inits: list[Init] = []
         with anyio.move_on_after(HELLO_TIMEOUT_S):
             # One after the other: all are needed, and a group of tasks would wrap the error that says why one is not.
             for channel, _ in self._channels:
                 answer: Reader[ToEngine] = Reader(ToEngine)
                 (frames, *_) = await channel.receive()
-                inits.append(check_init(answer.read(frames)[0]))
+                inits.append(check_init(answer.read(frames)))
             return merge_inits(inits)
         addresses = ", ".join(endpoint.address for endpoint in self._endpoints)
         raise EngineDead(f"no answer to HELLO from {addresses} within {HELLO_TIMEOUT_S:g} s")
@@ -226,7 +226,7 @@ class _Handshakes:
     def tell(self, body: WireMessage) -> None:
         """Say the same to all."""
         for channel, writer in self._channels:
-            channel.send(writer.write(body))
+            channel.send([writer.write(body)])
 
     def on_progress(self, done: int, total: int, what: str = LOADING) -> None:
         """Tell how far the loading is, now and then."""

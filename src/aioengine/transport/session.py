@@ -24,7 +24,7 @@ from aioengine.scheduler.plan import Int32
 from aioengine.scheduler.sequence import Request, Sequence
 from aioengine.text.worker import TextWorker
 from aioengine.transport import wire
-from aioengine.transport.channel import Channel, size_of
+from aioengine.transport.channel import Channel
 from aioengine.transport.wire_errors import to_fault
 
 MAX_UNREAD_MESSAGES = 4096
@@ -105,9 +105,9 @@ class Session:
 
     # Its requests
 
-    async def add(self, body: wire.AddRequest, prompt: Int32) -> None:
+    async def add(self, body: wire.AddRequest) -> None:
         """Hand a request to the core. A bad one fails, for the front end to hear, and nothing else does."""
-        core = self.core
+        core, prompt = self.core, body.token_ids
         numbers = range(body.number, body.number + 1)
         try:
             params = wire.unpack_params(body.params)
@@ -225,13 +225,13 @@ class Session:
         """
         if self.is_over:
             return
-        frames = self._writer.write(body)
+        frame = self._writer.write(body)
         # Results are few, as calls are, and may be large: they are no sign of a reader that has stalled.
-        size = 0 if isinstance(body, wire.Returned) else sum(map(size_of, frames))
+        size = 0 if isinstance(body, wire.Returned) else len(frame)
         self._unread.append((self._writer.number - 1, size))
         self._unread_bytes += size
         try:
-            self._channel.send_now([self.peer, *frames])
+            self._channel.send_now([self.peer, frame])
         except zmq.Again:
             self._cut_off(self, "it said to have read messages that it did not read")
         except zmq.ZMQError:
@@ -270,7 +270,7 @@ class Session:
         """Say last words; its sequences are the caller's to end."""
         self.is_over = True
         with contextlib.suppress(zmq.ZMQError):  # it is not there, or does not read
-            self._channel.send_now([self.peer, *self._writer.write(wire.Shutdown(to_fault(error)))])
+            self._channel.send_now([self.peer, self._writer.write(wire.Shutdown(to_fault(error)))])
 
 
 class Follower:

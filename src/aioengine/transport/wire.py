@@ -1,9 +1,7 @@
-"""What goes over the wire: a closed set of messages, each a msgpack header with its arrays in frames beside it.
+"""What goes over the wire: a closed set of messages in msgpack, a frame each.
 
-A message is ``[header, frame, ...]``. The header is an `Envelope`: a number that counts the messages of one direction
-of one session, and the body, a tagged array. What may be long (prompts, log-probabilities, tensors) are raw
-little-endian frames whose dtypes follow from the body (`layout`), so that they are neither copied nor parsed. What
-comes with every step is in the header, since a frame more costs either side several microseconds.
+A message is an `Envelope`: a number that counts the messages of one direction of one session, and the body, a tagged
+array. Prompts and pieces of tensors are bytes in it, which are copied and not parsed.
 
 Messages evolve by appending fields with defaults: an older reader skips what it does not know, a newer one fills in
 what is missing. What changes otherwise raises `PROTOCOL_VERSION`, which both sides compare before anything else.
@@ -22,7 +20,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from aioengine.core.control import AnyControl, StageWeights
+from aioengine.core.control import AnyControl
 from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.core.health import Beat
 from aioengine.core.listener import SampledLogprobs
@@ -38,28 +36,16 @@ PROTOCOL_VERSION = 3
 MAX_FINISHED = 65_536
 """Sequences that one message may end: more than any request has choices."""
 
-MAX_HEADER_BYTES = 16 * 2**20
-"""The largest is a request with every list at its limit, or a result of `collective_rpc`."""
-MAX_FRAME_BYTES = 64 * 2**20
-MAX_FRAMES = 16
-_LIMITS = (MAX_HEADER_BYTES, *[MAX_FRAME_BYTES] * (MAX_FRAMES - 1))
+MAX_BYTES = 16 * 2**20
+"""Of a message. The largest is a request with every list at its limit, or a result of `collective_rpc`."""
 
-Buffer = bytes | bytearray | memoryview
-Arrays = tuple[NDArray[Any], ...]
-Layout = tuple[np.dtype[Any], ...]
-"""The numpy dtype of each frame."""
-
-INT32, FLOAT64, BYTES = (np.dtype(name) for name in ("<i4", "<f8", "<u1"))
+INT32, FLOAT64 = np.dtype("<i4"), np.dtype("<f8")
 
 Number = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
 class WireMessage(msgspec.Struct, frozen=True, array_like=True):
     """Any message of the wire."""
-
-    def layout(self) -> Layout:
-        """The dtypes of the frames that come with it."""
-        return ()
 
 
 # From a front end to an engine
@@ -74,12 +60,14 @@ class Attach(WireMessage, frozen=True, tag=1):
 
 
 class AddRequest(WireMessage, frozen=True, tag=2):
-    """A request; its choices are ``number`` and those that follow. Frame: the prompt's token ids."""
+    """A request; its choices are ``number`` and those that follow."""
 
     number: Number
     """Chosen by the front end, rising; of this session only."""
     params: msgspec.Raw
     """A `SamplingParams`, read by itself, so that a bad one fails its request and not the message."""
+    prompt: bytes
+    """Its token ids: int32, little-endian."""
     seed: int
     max_total_tokens: int
     request_id: str = ""
@@ -90,8 +78,13 @@ class AddRequest(WireMessage, frozen=True, tag=2):
     num_allowed: int = -1
     """Output tokens of each choice that may be computed for now; -1: all."""
 
-    def layout(self) -> Layout:
-        return (INT32,)
+    def __post_init__(self) -> None:
+        if len(self.prompt) % INT32.itemsize:
+            raise WireError(f"a prompt of {len(self.prompt)} bytes, which are no int32")
+
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        return np.frombuffer(self.prompt, INT32)
 
 
 class Finish(WireMessage, frozen=True, tag=3):
@@ -110,15 +103,11 @@ class Allow(WireMessage, frozen=True, tag=4):
 
 
 class CallControl(WireMessage, frozen=True, tag=5):
-    """A control call. Frame, if it ``has_data``: the bytes of a `StageWeights`, whose ``data`` is not in the header."""
+    """A control call."""
 
     call_id: int
     control: msgspec.Raw
     """An `AnyControl`, read by itself, so that an unknown one fails its caller and not the message."""
-    has_data: bool = False
-
-    def layout(self) -> Layout:
-        return (BYTES,) if self.has_data else ()
 
 
 class Acknowledge(WireMessage, frozen=True, tag=6):
@@ -296,25 +285,17 @@ def _unpack(decoder: msgspec.msgpack.Decoder[T], raw: msgspec.Raw, problem: str,
         raise InvalidRequest(f"{problem}: {error}", param=param) from None
 
 
-def pack_control(control: AnyControl) -> tuple[msgspec.Raw, Sequence[Any]]:
-    """The control call and its frames. Raises InvalidRequest: it holds what no message can."""
-    frames: Sequence[Any] = ()
-    if isinstance(control, StageWeights):
-        control, frames = msgspec.structs.replace(control, data=None), (control.data,)
+def pack_control(control: AnyControl) -> msgspec.Raw:
+    """Raises InvalidRequest: it holds what no message can."""
     try:
-        return msgspec.Raw(_encoder.encode(control)), frames
+        return msgspec.Raw(_encoder.encode(control))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise InvalidRequest(f"only plain data can be sent to another process: {error}") from None
 
 
-def unpack_control(raw: msgspec.Raw, arrays: Arrays) -> AnyControl:
+def unpack_control(raw: msgspec.Raw) -> AnyControl:
     """Raises InvalidRequest: there is no such call, or its arguments are bad."""
-    control = _unpack(_control_decoder, raw, "this engine knows no such call")
-    if isinstance(control, StageWeights):
-        if not arrays:
-            raise InvalidRequest("a piece of a tensor came without its bytes")
-        control = msgspec.structs.replace(control, data=arrays[0].data)
-    return control
+    return _unpack(_control_decoder, raw, "this engine knows no such call")
 
 
 # Reading and writing
@@ -331,7 +312,7 @@ class TooLarge(InvalidRequest):
     """What a message would hold is more than a message may."""
 
     def __init__(self, num_bytes: int) -> None:
-        super().__init__(f"{num_bytes:,} bytes cannot be sent to another process at once; {MAX_HEADER_BYTES:,} can")
+        super().__init__(f"{num_bytes:,} bytes cannot be sent to another process at once; {MAX_BYTES:,} can")
 
 
 class Writer:
@@ -342,20 +323,18 @@ class Writer:
         self.number = 0
         """Of the next message."""
 
-    def write(self, body: WireMessage, arrays: Sequence[Any] = ()) -> list[Any]:
-        """The frames of a message.
+    def write(self, body: WireMessage) -> bytes:
+        """The frame of a message.
 
-        Args:
-            arrays: one for each of ``body.layout()``, contiguous; not copied.
         Raises:
             TooLarge: a reader would refuse it.
             TypeError, ValueError, OverflowError, RecursionError: it holds what is no plain data.
         """
-        header = self._encoder.encode(Envelope(self.number, body))
-        if len(header) > MAX_HEADER_BYTES:
-            raise TooLarge(len(header))
+        frame = self._encoder.encode(Envelope(self.number, body))
+        if len(frame) > MAX_BYTES:
+            raise TooLarge(len(frame))
         self.number += 1  # not before: what cannot be encoded is no message, and leaves no gap
-        return [header, *arrays]
+        return frame
 
 
 class OutOfTurn(WireError):
@@ -386,40 +365,24 @@ class Reader(Generic[Body]):
         self.due = 0
         """The number of the next message."""
 
-    def read(self, frames: Sequence[Buffer]) -> tuple[Body, Arrays]:
-        """A message and its arrays, which are views of the frames, read-only.
+    def read(self, frames: Sequence[bytes]) -> Body:
+        """The message that these frames are, which is to be one.
 
         Raises:
             WireError: it is malformed, truncated, too large, or has more in it than belongs there.
             OutOfTurn: it is not the next one.
         """
-        if not 1 <= len(frames) <= MAX_FRAMES:
-            raise WireError(f"{len(frames)} frames; 1 to {MAX_FRAMES} make a message")
-        for frame, limit in zip(frames, _LIMITS, strict=False):
-            if len(frame) > limit:
-                raise WireError(f"a frame of {len(frame)} bytes; {limit} are allowed")
+        if len(frames) != 1:
+            raise WireError(f"{len(frames)} frames; one is a message")
+        if len(frames[0]) > MAX_BYTES:
+            raise WireError(f"a frame of {len(frames[0])} bytes; {MAX_BYTES} are allowed")
         try:
             envelope = self._decoder.decode(frames[0])
         except WireError:
             raise
         except Exception as error:  # msgspec's own, and what a struct's __post_init__ finds wrong with its values
-            raise WireError(f"a malformed header: {error}") from None
-        body = envelope.body
-        arrays = _view(frames[1:], body.layout())
+            raise WireError(f"a malformed message: {error}") from None
         if envelope.number != self.due:
             raise OutOfTurn(envelope.number, self.due)
         self.due += 1
-        return body, arrays
-
-
-def _view(frames: Sequence[Buffer], layout: Layout) -> Arrays:
-    if len(frames) != len(layout):
-        raise WireError(f"{len(frames)} frames beside the header; {len(layout)} belong there")
-    arrays = []
-    for frame, dtype in zip(frames, layout, strict=True):
-        if len(frame) % dtype.itemsize:
-            raise WireError(f"a frame of {len(frame)} bytes, which are no {dtype}")
-        array: NDArray[Any] = np.frombuffer(frame, dtype)
-        array.flags.writeable = False
-        arrays.append(array)
-    return tuple(arrays)
+        return envelope.body
