@@ -72,13 +72,15 @@ def num_fds() -> int:
 class Peer:
     """A front end made of bare sockets, which says what it is told to."""
 
-    def __init__(self, address: str, *, name: str = "peer", hwm: int = 1000) -> None:
+    def __init__(self, address: str, *, name: str = "peer", hwm: int = 1000, routing_id: bytes = b"") -> None:
         self.name = name
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.context.linger = 0
         self._socket = self.context.socket(zmq.DEALER)
         self._socket.reconnect_ivl = NEVER_MS
         self._socket.rcvhwm = hwm
+        if routing_id:
+            self._socket.routing_id = routing_id
         self.monitor = Monitor(self._socket)
         self._socket.connect(address)
         self.channel = Channel(self._socket)

@@ -65,7 +65,7 @@ async def test_a_line_in_pieces_and_one_without_an_end_are_whole(pipe: Pipe, cap
     output, writing = pipe
     for piece in (b"on", b"e\ntw", b"o\n\n", b"\xff"):
         os.write(writing, piece)
-        output._on_readable()
+        output._read(READ_BYTES)
     output.finish()
     output.finish()
     assert caplog.messages == ["engine 0: one", "engine 0: two", "engine 0: �"]

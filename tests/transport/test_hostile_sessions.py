@@ -70,6 +70,21 @@ class TestAttaching:
             assert siege.num_sessions == 1
             assert siege.num_refused == 0
 
+    async def test_one_that_calls_itself_as_another_does_gets_nothing(self, address: str) -> None:
+        async with besieged(address) as siege:
+            peer = siege.peer(routing_id=b"mine")
+            await peer.join()
+            thieves = [siege.peer(routing_id=b"mine") for _ in range(3)]
+            for thief in thieves:
+                thief.say_raw(attach_frames())
+            for number in range(3):
+                peer.say(request(number, max_tokens=100))
+            await peer.read_until(lambda: len(peer.ended) == 3)
+            for number in range(3):
+                assert peer.tokens[number] == expected_tokens([1, 2, 3], 100, seed=number)
+            assert not any(thief._socket.poll(0) for thief in thieves)
+            assert siege.num_sessions == 1
+
     async def test_whose_connection_has_the_number_of_one_that_has_just_ended(self, address: str) -> None:
         """The end of that one, whenever the server hears of it, does not end this one."""
         async with besieged(address) as siege:

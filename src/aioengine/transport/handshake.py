@@ -11,6 +11,7 @@ import enum
 import hmac
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
@@ -113,25 +114,22 @@ TRANSITIONS: dict[HandshakeState, dict[type[WireMessage], HandshakeState]] = {
 }
 
 
+@dataclass
 class EngineRecord:
-    """An engine that is waited for.
+    """An engine that is waited for."""
 
-    Attributes:
-        index: its place among all.
-        is_local: whether it runs on this machine.
-        peer: its routing id, once it has said HELLO.
-        loaded: (bytes done, bytes in all).
-        ready: what it offers.
-    """
-
-    def __init__(self, index: int, *, is_local: bool) -> None:
-        self.index = index
-        self.is_local = is_local
-        self.state = HandshakeState.NEW
-        self.peer: bytes | None = None
-        self.reader: Reader[FromEngine] = Reader(FromEngine)
-        self.loaded = (0, 0)
-        self.ready: Ready | None = None
+    index: int
+    """Its place among all."""
+    is_local: bool
+    """Whether it runs on this machine."""
+    state: HandshakeState = HandshakeState.NEW
+    peer: bytes | None = None
+    """Its routing id, once it has said HELLO, and the reader of what it says."""
+    reader: Reader[FromEngine] = field(default_factory=lambda: Reader(FromEngine))
+    loaded: tuple[int, int] = (0, 0)
+    """(bytes done, bytes in all)"""
+    ready: Ready | None = None
+    """What it offers."""
 
     def take(self, body: FromEngine) -> None:
         """Take a message in.
@@ -173,7 +171,7 @@ class Welcome:
         now: float,
         start_timeout_s: float,
     ) -> None:
-        self.engines = [EngineRecord(index, is_local=index < num_local) for index in range(num_local + num_remote)]
+        self.engines = [EngineRecord(index, index < num_local) for index in range(num_local + num_remote)]
         self.failure: AioEngineError | None = None
         self.num_refused = 0
         self._make_init = make_init

@@ -95,11 +95,7 @@ class Link:
             self.channel.close(linger_s)
 
     def _connect(self, context: Context, where: Address, keys: ClientKeys | None) -> None:
-        socket = context.socket(zmq.DEALER)
-        socket.maxmsgsize = wire.MAX_BYTES
-        socket.ipv6 = where.is_ipv6
-        if keys is not None and where.scheme == "tcp":
-            keys.apply_client(socket)
+        socket = make_dealer(context, where, keys)
         # Never, that is. With -1 ZMQ lets go of a connection that was cut together with what has come by it and was not
         # read yet, last words above all.
         socket.reconnect_ivl = NEVER_MS
@@ -132,6 +128,16 @@ class Link:
         while not (self.monitor.is_refused or self.monitor.is_gone):
             await self.monitor.look()
         self.channel.wake()
+
+
+def make_dealer(context: Context, where: Address, keys: ClientKeys | None) -> zmq.Socket[bytes]:
+    """A socket to connect to an address with."""
+    socket = context.socket(zmq.DEALER)
+    socket.maxmsgsize = wire.MAX_BYTES
+    socket.ipv6 = where.is_ipv6
+    if keys is not None and where.scheme == "tcp":
+        keys.apply_client(socket)
+    return socket
 
 
 class ControlCalls:

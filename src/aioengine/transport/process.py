@@ -298,15 +298,14 @@ class ChildOutput:
         """The beginning of a line whose end has not come yet."""
         self.tail: deque[str] = deque(maxlen=MAX_LAST_LINES)
         os.set_blocking(pipe.fileno(), False)
-        loop.add_reader(pipe.fileno(), self._on_readable)
+        loop.add_reader(pipe.fileno(), self._read, READ_BYTES)
 
     def finish(self) -> None:
         """Read what the pipe holds now, and close it. A child's own child that still writes is not waited for."""
         if self._pipe.closed:
             return
         left = int.from_bytes(fcntl.ioctl(self._pipe.fileno(), termios.FIONREAD, bytes(4)), "little")
-        if left > 0:
-            self._feed(self._read(left))
+        self._read(left)
         self.close()
 
     def close(self) -> None:
@@ -320,22 +319,15 @@ class ChildOutput:
             self._take([self._rest])
             self._rest = b""
 
-    def _on_readable(self) -> None:
-        data = self._read(READ_BYTES)
-        if data == b"":
-            self.close()
-        elif data is not None:
-            self._feed(data)
-
-    def _read(self, num_bytes: int) -> bytes | None:
-        """None: there is nothing now; empty: no process writes any more."""
+    def _read(self, num_bytes: int) -> None:
         try:
-            return os.read(self._pipe.fileno(), num_bytes)
-        except BlockingIOError:
-            return None
-
-    def _feed(self, data: bytes | None) -> None:
-        *lines, rest = (self._rest + (data or b"")).split(b"\n")
+            data = os.read(self._pipe.fileno(), num_bytes)
+        except BlockingIOError:  # there is nothing now
+            return
+        if not data:  # no process writes any more
+            self.close()
+            return
+        *lines, rest = (self._rest + data).split(b"\n")
         if len(rest) > MAX_LINE_BYTES:  # no line, or a very long one: it must not pile up
             lines.append(rest)
             rest = b""

@@ -7,11 +7,11 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import anyio
 import msgspec
-import zmq
 
 from aioengine.config import EngineConfig
 from aioengine.core.control import TASKS
@@ -35,6 +35,7 @@ from aioengine.transport.handshake import (
     check_init,
     merge_inits,
 )
+from aioengine.transport.link import make_dealer
 from aioengine.transport.security import ClientKeys, ServerKeys
 from aioengine.transport.server import EngineServer
 from aioengine.transport.wire import PROTOCOL_VERSION, Reader, WireMessage, Writer
@@ -207,11 +208,14 @@ class _Handshakes:
         """
         if not self._endpoints:
             return None
-        for endpoint in self._endpoints:
-            await self._connect(endpoint)
-        for (channel, writer), endpoint in zip(self._channels, self._endpoints, strict=True):
-            hello = Hello(PROTOCOL_VERSION, index, endpoint.token, os.getpid(), endpoint.is_local)
-            channel.send([writer.write(hello)])
+        self._context = make_context()
+        for address, token, is_local, keys in self._endpoints:
+            where = await self._worker.run(partial(check_connect, address, has_keys=keys is not None), None)
+            socket = make_dealer(self._context, where, keys)
+            channel, writer = Channel(socket), Writer()
+            self._channels.append((channel, writer))
+            socket.connect(str(where))
+            channel.send([writer.write(Hello(PROTOCOL_VERSION, index, token, os.getpid(), is_local))])
         inits: list[Init] = []
         with anyio.move_on_after(HELLO_TIMEOUT_S):
             # One after the other: all are needed, and a group of tasks would wrap the error that says why one is not.
@@ -240,15 +244,3 @@ class _Handshakes:
         for channel, _ in self._channels:
             channel.close(LINGER_S)
         await end_context(self._context, self._worker)
-
-    async def _connect(self, endpoint: Endpoint) -> None:
-        has_keys = endpoint.keys is not None
-        where = await self._worker.run(lambda: check_connect(endpoint.address, has_keys=has_keys), None)
-        if self._context is None:
-            self._context = make_context()
-        socket = self._context.socket(zmq.DEALER)
-        socket.ipv6 = where.is_ipv6
-        if endpoint.keys is not None and where.scheme == "tcp":
-            endpoint.keys.apply_client(socket)
-        self._channels.append((Channel(socket), Writer()))
-        socket.connect(str(where))
