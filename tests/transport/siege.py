@@ -133,7 +133,7 @@ class Peer:
 
     async def is_served(self, number: int) -> None:
         """A request of this number ends with the tokens that are due."""
-        self.say(*request(number))
+        self.say(request(number))
         await self.read_until(lambda: number in self.ended)
         assert self.tokens[number] == expected_tokens([1, 2, 3], 20, seed=number)
 

@@ -76,6 +76,7 @@ class EngineServer:
         """Peers whose connections have ended."""
         self._num_sessions = 0
         self._zap: Channel | None = None
+        self._closing = contextlib.ExitStack()
         self._is_bound = False
         self._record: StepRecord | None = None
         self._is_marked = False
@@ -101,10 +102,13 @@ class EngineServer:
                 socket.heartbeat_ivl, socket.heartbeat_timeout = TCP_HEARTBEAT_MS, TCP_TIMEOUT_MS
                 if self._keys is not None:
                     self._zap = Channel(self._context.socket(zmq.ROUTER))
+                    self._closing.callback(self._zap.close)
                     self._zap.socket.bind(ZAP_ENDPOINT)
                     self._keys.apply_server(socket)
-            self._monitor = Monitor(socket, self._on_connection_end)
             self._frontend = Channel(socket, tells_connections=True)
+            self._closing.callback(self._frontend.close, LINGER_S)
+            self._monitor = Monitor(socket, self._on_connection_end)
+            self._closing.callback(self._monitor.close)
             self.address = bind(socket, self._address)
             self._is_bound = True
         except (ConfigError, zmq.ZMQError):
@@ -139,12 +143,7 @@ class EngineServer:
     async def aclose(self) -> None:
         """Close the sockets; idempotent. `serve` does it by itself."""
         if hasattr(self, "_context") and not self._context.closed:
-            if hasattr(self, "_monitor"):
-                self._monitor.close()
-            if hasattr(self, "_frontend"):
-                self._frontend.close(LINGER_S)
-            if self._zap is not None:
-                self._zap.close()
+            self._closing.close()
             # Waits for last words, and for that long at most.
             await end_context(self._context, self._worker)
             if self._address.scheme == "ipc" and self._is_bound:
