@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from aioengine.errors import InternalError
-from aioengine.kernels.native.library import Library
 from aioengine.kernels.native.operations import NativeOperations
 from aioengine.kernels.native.team import Team
 from aioengine.kernels.packed_weight import Quantization
@@ -40,19 +39,28 @@ def test_products(team: Team, dtype: torch.dtype, rows: int, inputs: int, output
         torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance * inputs**0.5)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
-def test_a_row_is_the_same_in_any_company(library: Library, dtype: torch.dtype) -> None:
-    x, weight = made(200, 512, dtype=dtype), made(320, 512, dtype=dtype, seed=1)
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [*((dtype, kind) for dtype in TOLERANCES for kind in (None, "int8")), (torch.bfloat16, "int4")],
+    ids=str,
+)
+@pytest.mark.parametrize("inputs", [512, 200])
+def test_a_row_is_the_same_in_any_company(
+    teams: list[Team], dtype: torch.dtype, inputs: int, quantization: Quantization | None
+) -> None:
+    x, weight = made(200, inputs, dtype=dtype), made(320, inputs, dtype=dtype, seed=1)
     results = []
-    for num_threads in (1, 2):
-        team = Team(library, num_threads)
+    for team in teams:
         operations = NativeOperations(team)
-        packed = operations.pack(weight.clone())
+        packed = operations.pack(weight.clone(), quantization)
+        assert "panels" in packed.layout
         whole = operations.linear(x, packed, None).clone()
+        for num_rows in range(1, 7):
+            some = operations.linear(x[7 : 7 + num_rows], packed, None)
+            assert torch.equal(some, whole[7 : 7 + num_rows])
         alone = [operations.linear(x[row : row + 1], packed, None).clone() for row in range(0, 200, 7)]
         assert torch.equal(torch.cat(alone), whole[::7])
         results.append(whole)
-        team.close()
     assert torch.equal(*results)
 
 

@@ -3,10 +3,12 @@
 A weight [N, K] lies in panels of 64 outputs. The inputs of a panel come one after the other by *words*, and of each
 word those of the 64 outputs side by side: [N / 64][words][64]. A word is one float32, two bfloat16, four int8 or one
 float16, so that one load brings the words of 16 outputs, and one broadcast brings an activation's word to all of them.
-Each output is summed in the order of its inputs, whatever the number of rows and threads.
+Of int4 a word is the byte of two inputs, the first in its lower half, each plus 8; the sums of a group of inputs are
+scaled and added to the output. Each output is summed in the order of its inputs, whatever the number of rows and
+threads.
 
-Of int4 a word is the byte of two inputs, the first in its lower half, each plus 8. It is looked up as two bfloat16; the
-sums of a group of inputs are scaled and added to the output.
+Where the processor has no product of words, both sides are widened first, the activations' once for a panel. Where it
+has but 16 registers of 32 bytes, a block of a panel is gone through 16 outputs at a time.
 """
 
 from __future__ import annotations
@@ -365,12 +367,6 @@ def make_panel(kind: Kind, start: Start = Start.ZERO) -> Any:
     return panel_of_parts
 
 
-@inlined
-def num_groups_of(num_words: int) -> int:
-    """Groups of an int4 output."""
-    return (num_words + INT4_GROUP_WORDS - 1) // INT4_GROUP_WORDS
-
-
 def make_linear(kind: Kind, memory: Memory, of_bias: Memory) -> Any:
     """A product; a chunk is a panel and a block of rows, panels first, so that a block of activations stays in cache.
 
@@ -389,24 +385,37 @@ def make_linear(kind: Kind, memory: Memory, of_bias: Memory) -> Any:
     room = stack(4 * PANEL * most_rows)
     load_bias, bias_size = of_bias.load_some, of_bias.size
     store_some, size = memory.store_some, memory.size
-    load_sums = FLOAT32.load
-    store_sums = FLOAT32.store
+    load_sums, store_sums = FLOAT32.load, FLOAT32.store
     is_zeroed = start is not Start.ZERO
 
+    @inlined
+    def write_rows(args: int, panel: int, begin: int, end: int, sums: int) -> None:
+        """What the sums of some rows and a panel's outputs give."""
+        bias, num_outputs = get_i64(args + 48), get_i64(args + 64)
+        for row in range(begin, end):
+            to = get_i64(args + 32) + row * get_i64(args + 40)
+            for at in range(panel * PANEL, panel * PANEL + PANEL, LANES):
+                if is_int8:
+                    wholes = load_i32(sums) - shift_left(load_i32(get_i64(args + 104) + at * 4), 7)
+                    scale = splat(get_f32(get_i64(args + 88) + row * 4))
+                    y = to_float(wholes) * scale * load_sums(get_i64(args + 96) + at * 4)
+                else:
+                    y = load_sums(sums)
+                if bias:
+                    y = y + load_bias(bias + at * bias_size, num_outputs - at)
+                store_some(to + at * size, y, num_outputs - at)
+                sums += 4 * LANES
+
     def linear(args: int, chunk: int, thread: int) -> None:
-        x, x_stride = get_i64(args), get_i64(args + 8)
-        num_words = get_i64(args + 24)
-        out_stride = get_i64(args + 40)
-        bias = get_i64(args + 48)
-        num_rows, num_outputs = get_i64(args + 56), get_i64(args + 64)
-        rows_a_chunk, num_panels = get_i64(args + 72), get_i64(args + 80)
+        x, x_stride, num_words = get_i64(args), get_i64(args + 8), get_i64(args + 24)
+        num_rows, rows_a_chunk, num_panels = get_i64(args + 56), get_i64(args + 72), get_i64(args + 80)
         panel, first_row = chunk % num_panels, chunk // num_panels * rows_a_chunk
         end_row = min(first_row + rows_a_chunk, num_rows)
-        first = panel * PANEL
-        w = get_i64(args + 16) + first * num_words * word
-        next_w = w + get_i64(args + 112) * PANEL * num_words * word
+        panel_bytes = PANEL * num_words * word
+        w = get_i64(args + 16) + panel * panel_bytes
+        next_w = w + get_i64(args + 112) * panel_bytes
         is_single = end_row - first_row <= TILE_ROWS
-        scales = get_i64(args + 88) + first * num_groups_of(num_words) * 2
+        scales = get_i64(args + 88) + panel * ((num_words + INT4_GROUP_WORDS - 1) // INT4_GROUP_WORDS) * PANEL * 2
         sums = room()
         for begin in range(first_row, end_row, most_rows):
             end = min(begin + most_rows, end_row)
@@ -426,22 +435,7 @@ def make_linear(kind: Kind, memory: Memory, of_bias: Memory) -> Any:
                         x + row * x_stride + at * x_word, x_stride, here, words,
                         sums + (row - begin) * PANEL * 4, rows, scales + at // INT4_GROUP_WORDS * PANEL * 2, ahead,
                     )  # fmt: skip
-            for row in range(begin, end):
-                to = get_i64(args + 32) + row * out_stride + first * size
-                for v in range(VECTORS):
-                    count = num_outputs - first - v * LANES
-                    at = first + v * LANES
-                    of_row = sums + ((row - begin) * PANEL + v * LANES) * 4
-                    if is_int8:
-                        wholes = load_i32(of_row)
-                        wholes = wholes - shift_left(load_i32(get_i64(args + 104) + at * 4), 7)
-                        scale = splat(get_f32(get_i64(args + 88) + row * 4))
-                        y = to_float(wholes) * scale * load_sums(get_i64(args + 96) + at * 4)
-                    else:
-                        y = load_sums(of_row)
-                    if bias:
-                        y = y + load_bias(bias + at * bias_size, count)
-                    store_some(to + v * LANES * size, y, count)
+            write_rows(args, panel, begin, end, sums)
 
     return linear
 
