@@ -17,7 +17,6 @@ from aioengine.kernels.attention import paged_decode, paged_prefill
 from aioengine.kernels.attention.choices import (
     ATTENTION_KERNELS,
     DECODE,
-    MAX_CANDIDATES,
     PREFILL,
     PREFILL_ROWS,
     TUNED,
@@ -30,6 +29,9 @@ from aioengine.kernels.attention.choices import (
 )
 from aioengine.kernels.attention.paged_prefill import prefill_tile
 from aioengine.kernels.torch import operations as reference
+
+MAX_CANDIDATES = 8
+"""Each is compiled; more than these belong into a benchmark."""
 
 FP16 = torch.float16
 CPU = torch.device("cpu")

@@ -125,7 +125,6 @@ def load_weights(
     *,
     quantization: Quantization | None = None,
     placement: Placement = ON_CPU,
-    on_progress: Callable[[int, int], None] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Decoder:
     """As `load_decoder`, of a decoder that is known: from any checkpoint of its shapes, in the dtype of ``config``.
@@ -136,7 +135,7 @@ def load_weights(
         ModelLoadError, LoadStopped: as `load_decoder`.
     """
     check_config(folder, config)
-    return _read(read_catalogue(folder), config, quantization, placement, on_progress, should_stop)
+    return _read(read_catalogue(folder), config, quantization, placement, None, should_stop)
 
 
 def check_weights(folder: Path, config: DecoderConfig) -> None:

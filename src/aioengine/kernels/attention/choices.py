@@ -6,9 +6,9 @@ pipeline's stages. Every choice computes the same but for rounding, over any til
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import NamedTuple
 
@@ -18,9 +18,6 @@ from torch import Tensor
 
 DECODE, DECODE_IN_SPLITS, PREFILL = "attend_decode", "attend_decode, in splits", "attend_prefill"
 ATTENTION_KERNELS = (DECODE, DECODE_IN_SPLITS, PREFILL)
-
-MAX_CANDIDATES = 8
-"""Each is compiled, for 0.1 to 2 s; more than these belong into a benchmark."""
 
 PREFILL_ROWS = 128
 """Of a tile of `Operations.attend_prefill`, query tokens times heads: no choice has more in a program, and programs of
@@ -66,26 +63,23 @@ TUNED: dict[tuple[str, int | None, AttentionShape], Choice] = {}
 """By kernel, GPU and shape. What is there stays: an engine that runs has compiled it."""
 
 
-class _Trial(threading.local):
-    choice: Choice | None = None
-
-
-_trial = _Trial()
+_trial: ContextVar[Choice | None] = ContextVar("_trial", default=None)
+"""A thread's own."""
 
 
 @contextmanager
 def trying(choice: Choice) -> Iterator[None]:
     """Within it this thread's launches are by ``choice``; other threads may serve meanwhile."""
-    _trial.choice = choice
+    token = _trial.set(choice)
     try:
         yield
     finally:
-        _trial.choice = None
+        _trial.reset(token)
 
 
 def choice_of(kernel: str, device: torch.device, shape: AttentionShape) -> Choice:
     """How to launch a kernel now."""
-    return _trial.choice or TUNED.get((kernel, device.index, shape)) or default_choice(kernel, shape)
+    return _trial.get() or TUNED.get((kernel, device.index, shape)) or default_choice(kernel, shape)
 
 
 def default_choice(kernel: str, shape: AttentionShape) -> Choice:
@@ -95,6 +89,7 @@ def default_choice(kernel: str, shape: AttentionShape) -> Choice:
 @cache
 def candidates(kernel: str, shape: AttentionShape, capability: int) -> tuple[Choice, ...]:
     """The default, then others worth measuring: by Triton 3.9 none spills (``python -m benchmarks.gpu.compile``).
+    Few, since each is compiled, for 0.1 to 2 s.
 
     The default has to do for any GPU from 8.0 on: those of 8.6, 8.9 and 12.0 have 99 KiB of shared memory a block, and
     it takes less. What is only measured may take more: where that is too much it is passed over.
