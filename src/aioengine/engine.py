@@ -135,10 +135,8 @@ class Engine(EngineControl):
         engine = cls(model)
         tokenizer, folder = engine.config.model, None if keys is None else os.fspath(keys)
 
-        def connected(hooks: CoreHooks) -> Connected:
-            return Connected(address, hooks, model=tokenizer, keys=folder, client=client, timeout_s=float(timeout_s))
-
-        engine._make_backend = connected
+        options: dict[str, Any] = {"model": tokenizer, "keys": folder, "client": client, "timeout_s": float(timeout_s)}
+        engine._make_backend = lambda hooks: Connected(address, hooks, **options)
         await engine._start()
         engine._is_to_be_entered = True
         return engine

@@ -13,7 +13,7 @@ from aioengine.text.chat_template import render_template
 from aioengine.text.lanes import Lanes
 from aioengine.text.loading import NAMED_TOKENS, LoadedTokenizer, failures_as, load_tokenizer
 from aioengine.text.token_table import TokenTable, WindowTable, build_slow_token_tables, build_token_tables, decoding
-from aioengine.validation import NOT_YET, Neutral, is_utf8, without_neutral
+from aioengine.validation import NOT_YET, Neutral, invalid, is_utf8, without_neutral
 
 # A longer text goes through the library's batch call, which lets go of the GIL; the single call holds it throughout,
 # and a prompt of a megabyte then stops every thread for more than a second. Up to here that is under a millisecond.
@@ -187,9 +187,7 @@ class Tokenizer:
         Raises:
             InvalidRequest: there is no template, or it does not take these messages.
         """
-        variables = without_neutral(
-            NEUTRAL_OF_TEMPLATES, variables, lambda name, told: InvalidRequest(told, param=name)
-        )
+        variables = without_neutral(NEUTRAL_OF_TEMPLATES, variables, invalid)
         kwargs = {"add_generation_prompt": add_generation_prompt, **variables}
         text = self.render_chat(copy_messages(conversation), **take_template_kwargs(kwargs, is_chat=True))
         return self.encode(text, add_special_tokens=False) if tokenize else text
@@ -269,4 +267,4 @@ class Tokenizer:
 
 
 def _cannot_encode(problem: str) -> InvalidRequest:
-    return InvalidRequest(f"the model's tokenizer cannot encode this text: {problem}", param="prompt")
+    return invalid("prompt", f"the model's tokenizer cannot encode this text: {problem}")
