@@ -35,8 +35,8 @@ from aioengine.executor.memory import return_freed_memory
 from aioengine.executor.profiler import Recording
 from aioengine.executor.runner import Runner
 from aioengine.executor.weights import Load, Weights
-from aioengine.kernels.native.attention import has_kernels
 from aioengine.kernels.native.kernels.parts import parts_of
+from aioengine.kernels.native.operations import has_kernels
 from aioengine.models.folder import ModelFolder
 from aioengine.models.loader import LoadStopped, Placement, load_decoder, read_config
 from aioengine.progress import LOADING, OnProgress

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from kernels.paged_cases import PagedCase, assert_close, attend, paged_case
 from torch import Tensor
 
 from aioengine.errors import InternalError
-from aioengine.kernels.native import attention
+from aioengine.kernels.native.operations import NativeOperations
 from aioengine.kernels.native.team import Team
 from aioengine.kernels.torch import attention as reference
 
@@ -35,12 +34,8 @@ def decode_case(seed: int, contexts: list[int], window: int | None = None, **siz
 
 
 def attend_decode(team: Team, case: PagedCase, decodes: Tensor, **keywords: Any) -> Tensor:
-    keywords = {**KEYWORDS, **keywords}
-    out, (_, heads, head_dim) = case.out.clone(), case.q.shape
-    states = None
-    if keywords["num_splits"] > 1:
-        states = torch.full((attention.num_states(len(decodes), heads, head_dim, keywords["max_context"]),), torch.nan)
-    attend(partial(attention.attend_decode, team), case, decodes, out, states=states, **keywords)
+    out = case.out.clone()
+    attend(NativeOperations(team).attend_decode, case, decodes, out, **{**KEYWORDS, **keywords})
     return out
 
 
@@ -130,7 +125,7 @@ def prefill_case(
     padding; two tokens before the rows', and one after, are no row's."""
     spans = [(0 if window is None else max(first + 1 - window, 0), first + count) for first, count in chunks]
     case = paged_case(seed, spans, num_tokens=sum(count for _, count in chunks) + 3, heads=heads, **sizes)
-    longest = attention.prefill_tile(heads, case.k_cache.shape[2], case.q.shape[2])
+    longest = NativeOperations.prefill_tile(heads, case.k_cache.shape[2], case.q.shape[2])
     tiles, token = [[-1, 0, 5, 0]], 2
     for row, (first, count) in enumerate(chunks):
         for begin in range(0, count, longest):
@@ -151,7 +146,7 @@ def assert_prefills(teams: list[Team], case: PagedCase, tiles: Tensor, **keyword
     made = []
     for team, cut in ((teams[0], tiles), (teams[1], tiles), (teams[1], int32(single))):
         out = case.out.clone()
-        attend(partial(attention.attend_prefill, team), case, cut, out, **keywords)
+        attend(NativeOperations(team).attend_prefill, case, cut, out, **keywords)
         made.append(out)
     assert made[0][[0, 1, -1]].isnan().all()
     assert not made[0][2:-1].isnan().any()
@@ -243,10 +238,10 @@ def test_what_is_read_by_no_kernel_is_refused(teams: list[Team]) -> None:
         attend_decode(teams[0], replace(case, k_cache=case.k_cache.to(torch.int8)), decodes)
     case, tiles = prefill_case(1, [(0, 5)], dtype=BF16, head_dim=3)
     with pytest.raises(InternalError, match="heads of 3"):
-        attend(partial(attention.attend_prefill, teams[0]), case, tiles, case.out)
+        attend(NativeOperations(teams[0]).attend_prefill, case, tiles, case.out)
     case, decodes = decode_case(1, [5], heads=129, kv_heads=1)
     with pytest.raises(InternalError, match="too many"):
         attend_decode(teams[0], case, decodes)
     case, tiles = prefill_case(1, [(0, 5)], head_dim=513)
     with pytest.raises(InternalError, match="too large"):
-        attend(partial(attention.attend_prefill, teams[0]), case, tiles, case.out)
+        attend(NativeOperations(teams[0]).attend_prefill, case, tiles, case.out)

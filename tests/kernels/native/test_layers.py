@@ -11,7 +11,7 @@ from kernels.paged_cases import as_cached
 from torch import Tensor
 
 from aioengine.errors import InternalError
-from aioengine.kernels.native import layers
+from aioengine.kernels.native.operations import NativeOperations
 from aioengine.kernels.native.team import Team
 from aioengine.kernels.torch import layers as reference
 from aioengine.kernels.torch.quantized import read_lines
@@ -33,13 +33,10 @@ def test_norms_each_row_alone(teams: list[Team], width: int, dtype: torch.dtype)
         weight = normal(width, dtype=dtype, seed=1)
         made = []
         for team in teams:
-            made.append(nans(num_rows, width, dtype=dtype))
-            layers.rms_norm(team, x, weight, 1e-5, made[-1])
+            made.append(NativeOperations(team).rms_norm(x, weight, 1e-5))
         assert_close(made[0], reference.rms_norm(x, weight, 1e-5))
         assert_same(made[1], made[0])
-        last = nans(1, width, dtype=dtype)
-        layers.rms_norm(teams[0], x[-1:], weight, 1e-5, last)
-        assert_same(last, made[0][-1:])
+        assert_same(NativeOperations(teams[0]).rms_norm(x[-1:], weight, 1e-5), made[0][-1:])
 
 
 @DTYPES
@@ -52,10 +49,9 @@ def test_adds_to_the_residual_and_norms_what_is_kept(teams: list[Team], width: i
         expected = reference.add_rms_norm(x, expected_sum, weight, 1e-6)
         made = []
         for team in teams:
-            total, out = residual.clone(), nans(num_rows, width, dtype=dtype)
-            layers.add_rms_norm(team, x, total, weight, 1e-6, out)
+            total = residual.clone()
+            made.append(NativeOperations(team).add_rms_norm(x, total, weight, 1e-6))
             assert_same(total, expected_sum)
-            made.append(out)
         assert_same(x, x_before)
         assert_close(made[0], expected)
         assert_same(made[1], made[0])
@@ -66,19 +62,15 @@ def test_adds_to_the_residual_and_norms_what_is_kept(teams: list[Team], width: i
 def test_activates_each_column(teams: list[Team], width: int, dtype: torch.dtype) -> None:
     for num_rows in NUM_ROWS:
         gate_up = normal(num_rows, 2 * width, dtype=dtype, seed=width, scale=5.0)
-        made = []
-        for team in teams:
-            made.append(nans(num_rows, width, dtype=dtype))
-            layers.gated_activation(team, gate_up, made[-1])
+        made = [NativeOperations(team).gated_activation(gate_up) for team in teams]
         assert_close(made[0], reference.gated_activation(gate_up))
         assert_same(made[1], made[0])
 
 
 def test_activates_what_is_large_or_not_a_number(team: Team) -> None:
     gate = [0.0, -0.0, 200.0, -200.0, 88.5, -88.5, 1e-30, torch.inf, torch.nan, -87.4]
-    gate_up, out = torch.tensor([gate + [2.0] * len(gate)]), torch.full((1, len(gate)), 7.0)
-    layers.gated_activation(team, gate_up, out)
-    assert_close(out, reference.gated_activation(gate_up))
+    gate_up = torch.tensor([gate + [2.0] * len(gate)])
+    assert_close(NativeOperations(team).gated_activation(gate_up), reference.gated_activation(gate_up))
 
 
 class Case:
@@ -108,7 +100,6 @@ class Case:
         self.qk_weight = normal(num_qk, head_dim, dtype=dtype, seed=seed + 2) if has_norm else None
         nothing = nans(num_blocks, block_size, num_kv_heads, head_dim)
         self.caches = [as_cached(nothing, cache_dtype or dtype) for _ in range(2)]
-        self.out = nans(num_tokens, num_heads, head_dim, dtype=dtype)
 
     def expected(self) -> tuple[Tensor, ...]:
         arguments = self.qkv, self.positions, self.slots, self.table, self.qk_weight, 1e-6
@@ -117,9 +108,8 @@ class Case:
 
     def computed(self, team: Team) -> tuple[Tensor, ...]:
         arguments = self.qkv, self.positions, self.slots, self.table, self.qk_weight, 1e-6
-        caches, q = [cache.clone() for cache in self.caches], self.out.clone()
-        layers.rotate_and_write(team, *arguments, *caches, q)
-        return q, *caches
+        caches = [cache.clone() for cache in self.caches]
+        return NativeOperations(team).rotate_and_write(*arguments, *caches), *caches
 
 
 @pytest.mark.parametrize("has_norm", [False, True])

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aioengine.kernels.launch_checks import check_tensor
-from aioengine.kernels.native import attention, layers
-from aioengine.kernels.native.team import Team
+from aioengine.errors import InternalError
+from aioengine.kernels.launch_checks import FLOATS, check_tensor
+from aioengine.kernels.native.kernels.attention_sizes import MAX_GROUP, MAX_HEAD_DIM, MAX_ROWS, MAX_STATES
+from aioengine.kernels.native.kernels.attention_sizes import PART as CONTEXT_PART
+from aioengine.kernels.native.team import Team, float_bits
 from aioengine.kernels.operations import PagedKV
 from aioengine.kernels.packed_weight import PackedWeight, Quantization
 from aioengine.kernels.sampling.sample_rows import SampleFlag
@@ -19,6 +21,13 @@ HOST = torch.device("cpu")
 PANEL = 64
 WORD_NUMBERS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 1}
 """Numbers in a word of a packed weight."""
+
+CHUNK = 8192
+"""Numbers in a chunk of a layer, about: some microseconds."""
+
+CHUNKS_A_THREAD = 4
+HEADS_A_CHUNK = 8
+NO_WINDOW = 1 << 40
 
 ROWS_A_CHUNK = 192
 """Rows of activations in a chunk of a product: they stay in the second-level cache while a panel is read."""
@@ -52,37 +61,86 @@ class NativeOperations:
 
     # Attention
 
-    prefill_tile = staticmethod(attention.prefill_tile)
+    @staticmethod
+    def prefill_tile(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
+        """As many tokens as share each segment of keys that is packed."""
+        return max(1, MAX_ROWS * num_kv_heads // num_heads)
 
     def attend_prefill(self, q: Tensor, kv: PagedKV, tiles: Tensor, out: Tensor) -> None:
-        attention.attend_prefill(self._team, q, kv, tiles, out)
+        _check_attention("attend_prefill", q, kv, out)
+        check_tensor("attend_prefill: tiles", tiles, (None, 4), torch.int32, HOST)
+        k_cache, v_cache, block_tables, scale, window, soft_cap = kv
+        self._team.launch(
+            f"attend_prefill_{_name(q.dtype)}", len(tiles) * k_cache.shape[2],
+            q, k_cache, v_cache, block_tables, block_tables.shape[1], tiles, out,
+            q.shape[1], k_cache.shape[2], q.shape[2], k_cache.shape[1],
+            float_bits(scale), window or NO_WINDOW, float_bits(soft_cap or 0.0),
+            k_cache.dtype == torch.int8, k_cache.shape[3] * k_cache.element_size(),
+        )  # fmt: skip
 
     def attend_decode(
         self, q: Tensor, kv: PagedKV, decodes: Tensor, out: Tensor, *, num_splits: int, max_context: int
     ) -> None:
-        states = None
+        _check_attention("attend_decode", q, kv, out)
+        check_tensor("attend_decode: decodes", decodes, (None, 3), torch.int32, HOST)
+        k_cache, v_cache, block_tables, scale, window, soft_cap = kv
+        num_heads, head_dim, num_kv_heads, num_decodes = *q.shape[1:], k_cache.shape[2], len(decodes)
+        if not has_kernels(num_heads, num_kv_heads, head_dim):
+            raise InternalError(f"attend_decode: {num_heads} heads of {head_dim}, {num_kv_heads} KV heads: too many")
+        # A few heads whose keys lie side by side, as long as there are chunks for all threads.
+        num_slices = -(-CHUNKS_A_THREAD * self._team.num_threads // max(1, num_decodes * num_splits))
+        heads_of_states = MAX_STATES // (num_heads // num_kv_heads * _state_size(head_dim))
+        kv_heads_a_chunk = max(1, min(HEADS_A_CHUNK, num_kv_heads // num_slices, heads_of_states))
+        num_slices = -(-num_kv_heads // kv_heads_a_chunk)
+        name, num_parts = _name(q.dtype), -(-max_context // CONTEXT_PART)
+        states: Tensor | int = 0
         if num_splits > 1:
-            count = attention.num_states(len(decodes), q.shape[1], q.shape[2], max_context)
-            states = self._buffer("states", count, 1, torch.float32)
-        attention.attend_decode(
-            self._team, q, kv, decodes, out, num_splits=num_splits, max_context=max_context, states=states
-        )
+            states = self._buffer("states", num_decodes * num_parts * num_heads, _state_size(head_dim), torch.float32)
+        self._team.launch(
+            f"attend_decode_{name}", num_decodes * num_slices * num_splits,
+            q, k_cache, v_cache, block_tables, block_tables.shape[1], decodes, out,
+            num_heads, num_kv_heads, head_dim, k_cache.shape[1],
+            float_bits(scale), window or NO_WINDOW, float_bits(soft_cap or 0.0), kv_heads_a_chunk, num_splits,
+            states, num_parts, k_cache.dtype == torch.int8, k_cache.shape[3] * k_cache.element_size(),
+        )  # fmt: skip
+        if num_splits > 1:
+            self._team.launch(
+                f"combine_{name}", num_decodes,
+                states, num_parts, decodes, out, num_heads, head_dim, window or NO_WINDOW,
+            )  # fmt: skip
 
     # The decoder's layers
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        out = self._buffer("normed", len(x), x.shape[1], x.dtype)
-        layers.rms_norm(self._team, x, weight, eps, out)
-        return out
+        return self._rms_norm("rms_norm", x, x, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        out = self._buffer("normed", len(x), x.shape[1], x.dtype)
-        layers.add_rms_norm(self._team, x, residual, weight, eps, out)
+        return self._rms_norm("add_rms_norm", x, residual, weight, eps)
+
+    def _rms_norm(self, kernel: str, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        check_tensor("rms_norm: x", x, (None, None), FLOATS, HOST)
+        num_rows, width = x.shape
+        check_tensor("rms_norm: weight", weight, (width,), x.dtype, HOST)
+        check_tensor("rms_norm: residual", residual, (num_rows, width), x.dtype, HOST)
+        out = self._buffer("normed", num_rows, width, x.dtype)
+        rows_a_chunk = max(1, CHUNK // max(width, 1))
+        self._team.launch(
+            f"{kernel}_{_name(x.dtype)}", -(-num_rows // rows_a_chunk),
+            x, residual, weight, out, num_rows, width, float_bits(eps), rows_a_chunk,
+        )  # fmt: skip
         return out
 
     def gated_activation(self, gate_up: Tensor) -> Tensor:
-        out = self._buffer("activated", len(gate_up), gate_up.shape[1] // 2, gate_up.dtype)
-        layers.gated_activation(self._team, gate_up, out)
+        check_tensor("gated_activation: gate_up", gate_up, (None, None), FLOATS, HOST)
+        num_rows, width = len(gate_up), gate_up.shape[1] // 2
+        check_tensor("gated_activation: gate_up", gate_up, (num_rows, 2 * width), FLOATS, HOST)
+        out = self._buffer("activated", num_rows, width, gate_up.dtype)
+        columns_a_chunk = max(1, min(width, CHUNK // 2))
+        rows_a_chunk = max(1, CHUNK // 2 // max(width, 1))
+        self._team.launch(
+            f"gated_activation_{_name(out.dtype)}", -(-num_rows // rows_a_chunk) * -(-width // columns_a_chunk),
+            gate_up, out, num_rows, width, rows_a_chunk, columns_a_chunk,
+        )  # fmt: skip
         return out
 
     def rotate_and_write(
@@ -96,10 +154,35 @@ class NativeOperations:
         k_cache: Tensor,
         v_cache: Tensor,
     ) -> Tensor:
-        num_kv_heads, head_dim = k_cache.shape[2], head_dim_of(k_cache)
-        num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
-        q = self._buffer("q", len(qkv), num_heads * head_dim, qkv.dtype).view(-1, num_heads, head_dim)
-        layers.rotate_and_write(self._team, qkv, positions, slots, rope_table, qk_weight, eps, k_cache, v_cache, q)
+        """
+        Raises:
+            InternalError: a cache that is neither of the dtype of ``qkv`` nor int8, or an int8 one of too large heads.
+        """
+        num_tokens, num_kv_heads, head_dim = len(qkv), k_cache.shape[2], head_dim_of(k_cache)
+        num_heads, is_int8 = qkv.shape[1] // head_dim - 2 * num_kv_heads, k_cache.dtype == torch.int8
+        if k_cache.dtype not in (qkv.dtype, torch.int8) or (is_int8 and head_dim > MAX_HEAD_DIM):
+            raise InternalError(
+                f"native kernels write no cache of {k_cache.dtype} from {qkv.dtype} heads of {head_dim}"
+            )
+        name = "rotate_and_write"
+        if head_dim % 2:
+            raise InternalError(f"{name}: heads of {head_dim} values; an even number can be done")
+        check_tensor(f"{name}: qkv", qkv, (num_tokens, (num_heads + 2 * num_kv_heads) * head_dim), FLOATS, HOST)
+        check_tensor(f"{name}: positions", positions, (num_tokens,), torch.int32, HOST)
+        check_tensor(f"{name}: slots", slots, (num_tokens,), torch.int32, HOST)
+        check_tensor(f"{name}: rope_table", rope_table, (None, 2 * head_dim), (qkv.dtype, torch.float32), HOST)
+        check_tensor(f"{name}: v_cache", v_cache, tuple(k_cache.shape), k_cache.dtype, HOST)
+        if qk_weight is not None:
+            check_tensor(f"{name}: qk_weight", qk_weight, (num_heads + num_kv_heads, head_dim), qkv.dtype, HOST)
+        q = self._buffer("q", num_tokens, num_heads * head_dim, qkv.dtype).view(-1, num_heads, head_dim)
+        tokens_a_chunk = max(1, CHUNK // qkv.shape[1])
+        self._team.launch(
+            f"{name}_{_name(qkv.dtype)}", -(-num_tokens // tokens_a_chunk),
+            qkv, positions, slots, rope_table, rope_table.dtype == torch.float32,
+            0 if qk_weight is None else qk_weight, float_bits(eps), k_cache, v_cache, q,
+            num_tokens, num_heads, num_kv_heads, head_dim, tokens_a_chunk,
+            is_int8, k_cache.shape[3] * k_cache.element_size(),
+        )  # fmt: skip
         return q
 
     # Products with weights
@@ -303,6 +386,32 @@ class NativeOperations:
             logits, vocab, samples, 0 if masks is None else masks, flags, maxima, num_parts, PART,
         )  # fmt: skip
         return maxima
+
+
+def has_kernels(num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
+    """Whether attention has kernels for heads of these numbers and this size."""
+    group = num_heads // num_kv_heads
+    return head_dim <= MAX_HEAD_DIM and group <= MAX_GROUP and group * _state_size(head_dim) <= MAX_STATES
+
+
+def _state_size(head_dim: int) -> int:
+    """float32 numbers of a head's state: sums, padded to whole vectors, and two vectors."""
+    return -(-head_dim // 16) * 16 + 32
+
+
+def _check_attention(name: str, q: Tensor, kv: PagedKV, out: Tensor) -> None:
+    (_, num_heads, head_dim), k_cache = q.shape, kv.k_cache
+    is_odd = q.dtype == torch.bfloat16 and head_dim % 2
+    if k_cache.dtype not in (q.dtype, torch.int8) or head_dim_of(k_cache) != head_dim or is_odd:
+        raise InternalError(f"native attention of {q.dtype} reads no {k_cache.dtype} cache of heads of {head_dim}")
+    if head_dim > MAX_HEAD_DIM:
+        raise InternalError(f"{name}: heads of {head_dim} are too large")
+    check_tensor(f"{name}: k_cache", k_cache, (None,) * 4, k_cache.dtype, HOST)
+    check_tensor(f"{name}: v_cache", kv.v_cache, tuple(k_cache.shape), k_cache.dtype, HOST)
+    check_tensor(f"{name}: block_tables", kv.block_tables, (None, None), torch.int32, HOST)
+    check_tensor(f"{name}: out", out, tuple(q.shape), q.dtype, HOST)
+    if num_heads % k_cache.shape[2]:
+        raise InternalError(f"{name}: {num_heads} query heads cannot share {k_cache.shape[2]} KV heads")
 
 
 def _name(dtype: torch.dtype) -> str:
