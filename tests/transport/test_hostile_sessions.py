@@ -164,9 +164,13 @@ class TestOneThatDoesNotRead:
         assert siege.num_good > good_before
         assert took_s < 20
 
-    @pytest.mark.parametrize("how", ["reads nothing", "reads and does not say so", "says so and does not read"])
+    @pytest.mark.parametrize(
+        "how", ["reads nothing", "reads and does not say so", "says so and does not read", "says more"]
+    )
     async def test_is_cut_off(self, address: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """It can say to have read what was sent, and no more: what waits for it has a bound."""
+        if how == "says so and does not read" and address.startswith("tcp"):
+            pytest.skip("the kernel takes megabytes for it before the engine's queue fills")
         small_bounds(monkeypatch)
         monkeypatch.setattr(server_module, "MAX_UNSENT", 300)
         async with joined(address, hwm=1) as (siege, peer):
@@ -179,7 +183,7 @@ class TestOneThatDoesNotRead:
                     if how == "reads and does not say so":
                         await peer.channel.receive()
                     else:
-                        peer.say(wire.Acknowledge(session._writer.number - 1))
+                        peer.say(wire.Acknowledge(10**9 if how == "says more" else session._writer.number - 1))
                         await asyncio.sleep(0)
 
             async with anyio.create_task_group() as tasks:
