@@ -15,6 +15,7 @@ from aioengine.kernels.native.kernels.functions import exp
 from aioengine.kernels.native.kernels.rows import FLAGS, LOGITS_ROW, MASK, OUTPUT_POSITION, SAMPLE_BYTES
 from aioengine.kernels.native.kernels.simd import (
     FLOAT32,
+    LANES,
     bits_of,
     bits_to_float,
     first_lanes,
@@ -81,6 +82,8 @@ def mask_of(sample, masks, vocab):
 def load_logits(row, mask, token, vocab):
     """16 logits from a token on, which is a multiple of 16 and in the vocabulary; -inf for those that are not allowed,
     or beyond it."""
+    if mask == 0 and token + LANES <= vocab:
+        return load_f(row + 4 * token)
     lanes = first_lanes(vocab - token)
     if mask:
         lanes = lanes & lanes_of(get_i16(mask + token // 8))
