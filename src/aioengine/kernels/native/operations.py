@@ -401,6 +401,7 @@ def _state_size(head_dim: int) -> int:
 
 
 def _check_attention(name: str, q: Tensor, kv: PagedKV, out: Tensor) -> None:
+    check_tensor(f"{name}: q", q, (None,) * 3, q.dtype, HOST)
     (_, num_heads, head_dim), k_cache = q.shape, kv.k_cache
     is_odd = q.dtype == torch.bfloat16 and head_dim % 2
     if k_cache.dtype not in (q.dtype, torch.int8) or head_dim_of(k_cache) != head_dim or is_odd:

@@ -6,7 +6,7 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -144,7 +144,22 @@ class _Captured(NamedTuple):
 
 
 class _NoTorch(TorchDispatchMode):
-    """Within it torch makes views and uninitialised tensors, and refuses all else."""
+    """Within it torch makes views and uninitialised tensors, and refuses all else: in this thread.
+
+    torch's own ``__enter__`` and ``__exit__`` also set flags of the whole process, and its ``__init_subclass__`` has
+    dynamo imported, which takes seconds.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __enter__(self) -> Self:
+        torch._C._push_on_torch_dispatch_stack(self)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        torch._C._pop_torch_dispatch_stack(None)
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if operation.is_view or operation.overloadpacket in UNINITIALISED:
