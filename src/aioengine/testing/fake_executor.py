@@ -308,9 +308,11 @@ class FakeExecutor:
             added, held = work.row.added, self._read(work)
             if added.sampling.prompt_logprobs >= 0:
                 width = max(width, added.sampling.prompt_logprobs)
+                data = int32(held)
+                checksum = zlib.crc32(data[: work.start].tobytes())
                 for position in range(work.start + 1, min(work.end + 1, added.num_prompt_tokens)):
-                    distance = zlib.crc32(int32(held[:position]).tobytes()) % NUM_PROMPT_RANKS
-                    rows.append((index, position, work.row.tokens[position], distance))
+                    checksum = zlib.crc32(data[position - 1 : position].tobytes(), checksum)
+                    rows.append((index, position, work.row.tokens[position], checksum % NUM_PROMPT_RANKS))
         if not rows:
             return None
         indices, positions, token_ids, distances = (int32(column) for column in zip(*rows, strict=True))
