@@ -22,8 +22,8 @@ from aioengine.executor.launched import LaunchedStep, PinnedBuffers
 from aioengine.executor.step_words import WORDS_A_ROW, ExtraWords, FixedWords
 from aioengine.kernels.attention.paged import PagedAttention, StepTensors
 from aioengine.kernels.operations import Operations
-from aioengine.kernels.pages import lazy_zeros
 from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow, param_of
+from aioengine.kernels.zeros import lazy_zeros
 from aioengine.models.decoder import Decoder
 from aioengine.sampler.outputs import DeviceOutputs, OutputSizes
 from aioengine.sampler.processors import run_processors

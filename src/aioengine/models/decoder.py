@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from aioengine.kernels.operations import Operations
 from aioengine.kernels.packed_weight import PackedWeight, Quantization
-from aioengine.kernels.pages import empty
 from aioengine.models.families import DecoderConfig
 
 Product = Callable[[Tensor], Tensor]
@@ -238,7 +237,7 @@ class Decoder(nn.Module):
         try:
             for parameter in self.parameters():
                 shape, dtype = parameter.shape, parameter.dtype
-                moved.append(empty(shape, dtype=dtype, device=device, is_pinned=is_pinned))
+                moved.append(torch.empty(shape, dtype=dtype, device=device, pin_memory=is_pinned))
         except RuntimeError as error:
             moved.clear()  # the error's traceback would keep it
             locked = "page-locked " if is_pinned else ""
@@ -302,7 +301,7 @@ def rope_table(config: DecoderConfig) -> Tensor:
 
 
 def _parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
-    return nn.Parameter(empty(shape, dtype=dtype, device=torch.get_default_device()), requires_grad=False)
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
 
 def _as_parameter(values: Tensor) -> nn.Parameter:

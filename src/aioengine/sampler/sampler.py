@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from aioengine.kernels.operations import Operations
-from aioengine.kernels.pages import lazy_zeros
 from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow
+from aioengine.kernels.zeros import lazy_zeros
 from aioengine.sampler.outputs import DeviceOutputs, Scored
 from aioengine.sampler.rules import RuleSizes, RuleTensors
 from aioengine.scheduler.plan import Int32

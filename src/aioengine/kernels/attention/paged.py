@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from aioengine.kernels.operations import Operations, PagedKV
-from aioengine.kernels.pages import lazy_zeros
 from aioengine.kernels.torch.quantized import SCALE_BYTES
+from aioengine.kernels.zeros import lazy_zeros
 
 MAX_SPLITS = 64
 SPLIT_KEYS = 64

@@ -12,7 +12,6 @@ from aioengine.kernels.native.kernels.attention_sizes import PART as CONTEXT_PAR
 from aioengine.kernels.native.team import Team, float_bits
 from aioengine.kernels.operations import PagedKV
 from aioengine.kernels.packed_weight import PackedWeight, Quantization
-from aioengine.kernels.pages import empty
 from aioengine.kernels.sampling.sample_rows import SampleFlag
 from aioengine.kernels.torch import products as plain
 from aioengine.kernels.torch.quantized import dequantize, head_dim_of, quantize
@@ -426,8 +425,7 @@ def _in_panels(values: Tensor, per_word: int) -> Tensor:
     if num_outputs % PANEL:
         values = torch.cat((values, values.new_zeros(-num_outputs % PANEL, num_inputs)))
     words = values.contiguous().view(-1, PANEL, num_inputs // per_word, per_word)
-    words = words.transpose(1, 2)
-    return empty(words.shape, dtype=words.dtype, device=words.device).copy_(words)
+    return words.transpose(1, 2).contiguous()
 
 
 def _with_sums(values: Tensor, scales: Tensor) -> Tensor:
