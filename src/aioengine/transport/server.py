@@ -317,7 +317,9 @@ class EngineServer:
             return
         logger.info("front end %d (%r) is let go: %s", session.index, session.name, why)
         session.end(EngineDead(f"the engine let this front end go: {why}"))
-        if not self._tasks.cancel_scope.cancel_called:  # else the core has ended, and all that was in it
+        # Once the core has ended, all that was in it has. No task for nothing: one that a loop's end cancels before its
+        # first turn leaves a warning about its coroutine.
+        if not self._tasks.cancel_scope.cancel_called and (session.followers or session.transfers):
             self._tasks.start_soon(self._tidy, session)
 
     def _end_sessions(self) -> None:
