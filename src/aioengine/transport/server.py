@@ -74,6 +74,10 @@ class EngineServer:
         """Of the next front end: it reads what those say that are not attached, until one of them begins a session."""
         self._gone: deque[bytes] = deque(maxlen=MAX_GONE)
         """Peers whose connections have ended."""
+        self._left: deque[Session] = deque()
+        """To be tidied, by a task that stands: one made for each, which a loop's end cancelled before its first turn,
+        left a warning about its coroutine."""
+        self._has_left = asyncio.Event()
         self._num_sessions = 0
         self._zap: Channel | None = None
         self._closing = contextlib.ExitStack()
@@ -133,6 +137,7 @@ class EngineServer:
                 self._tasks.start_soon(self._receive)
                 self._tasks.start_soon(self._watch)
                 self._tasks.start_soon(self._beat)
+                self._tasks.start_soon(self._tidy)
                 await self.core.run()
                 self._tasks.cancel_scope.cancel()
         finally:
@@ -317,10 +322,8 @@ class EngineServer:
             return
         logger.info("front end %d (%r) is let go: %s", session.index, session.name, why)
         session.end(EngineDead(f"the engine let this front end go: {why}"))
-        # Once the core has ended, all that was in it has. No task for nothing: one that a loop's end cancels before its
-        # first turn leaves a warning about its coroutine.
-        if not self._tasks.cancel_scope.cancel_called and (session.followers or session.transfers):
-            self._tasks.start_soon(self._tidy, session)
+        self._left.append(session)
+        self._has_left.set()
 
     def _end_sessions(self) -> None:
         """The core has ended, and all sequences with it: hand out what is left, and last words."""
@@ -331,14 +334,19 @@ class EngineServer:
                 session.end(end)
         self._sessions.clear()
 
-    async def _tidy(self, session: Session) -> None:
-        """Put away what a front end has left: its sequences, and weights that it did not commit."""
-        for follower in list(session.followers.values()):
-            await turns_here().take()
-            self.core.finish(follower.sequence, "abort")
-        for transfer in session.transfers:
-            with contextlib.suppress(AioEngineError):  # the engine is ending, and they with it
-                await self.core.call(DropWeights(transfer))
+    async def _tidy(self) -> None:
+        """Put away what front ends have left: their sequences, and weights that they did not commit."""
+        while True:
+            await self._has_left.wait()
+            self._has_left.clear()
+            while self._left:
+                session = self._left.popleft()
+                for follower in list(session.followers.values()):
+                    await turns_here().take()
+                    self.core.finish(follower.sequence, "abort")
+                for transfer in session.transfers:
+                    with contextlib.suppress(AioEngineError):  # the engine is ending, and they with it
+                        await self.core.call(DropWeights(transfer))
 
     # Sending
 
