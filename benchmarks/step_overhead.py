@@ -40,6 +40,7 @@ from aioengine.metrics import EngineMetrics
 from aioengine.models.folder import DEMO_MODEL
 from aioengine.outputs import TokenLogprobs
 from aioengine.sampling_params import SamplingParams
+from aioengine.scheduler.budget import Budget
 from aioengine.scheduler.kv_manager import KVManager
 from aioengine.scheduler.plan import StepPlan, StepResult, Want, int32
 from aioengine.scheduler.scheduler import Scheduler
@@ -134,7 +135,7 @@ class Workload:
         self.scheduler = Scheduler(
             KVManager(max(num_blocks, longest), BLOCK_SIZE, enable_prefix_caching=True),
             max_num_seqs=num_running,
-            max_num_batched_tokens=MAX_BATCHED_TOKENS,
+            budget=Budget(MAX_BATCHED_TOKENS, MAX_BATCHED_TOKENS),
             eos_token_ids=EOS,
         )
         self.depth = depth

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from aioengine.sampling_params import SamplingParams
+from aioengine.scheduler.budget import Budget
 from aioengine.scheduler.kv_manager import KVManager
 from aioengine.scheduler.plan import StepPlan, StepResult, int32
 from aioengine.scheduler.scheduler import Scheduler
@@ -27,7 +28,7 @@ def lines() -> Iterator[str]:
     scheduler = Scheduler(
         KVManager(6, BLOCK_SIZE, enable_prefix_caching=True),
         max_num_seqs=2,
-        max_num_batched_tokens=8,
+        budget=Budget(8, 8),
         eos_token_ids=(EOS,),
     )
     params = SamplingParams(max_tokens=MAX_TOKENS)

@@ -106,6 +106,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = None
     max_num_seqs: Annotated[int, Meta(ge=1, le=65536, description="most sequences in one step")] = 256
     max_num_batched_tokens: Annotated[int, Meta(ge=1, description="most tokens in one step")] = 2048
+    max_mixed_prefill_tokens: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(
+            description="most prompt tokens in a step in which other sequences decode; absent: 64 on a CPU, or more of "
+            "small models, and no limit on a GPU"
+        ),
+    ] = None
     max_waiting: Annotated[Count, Meta(description="most sequences (n a request) accepted and not running yet")] = 1024
     block_size: Annotated[int, Meta(ge=1, le=256, description="tokens in one KV block")] = 16
     kv_cache_memory_bytes: Annotated[
@@ -192,6 +199,7 @@ class ConfigKeywords(TypedDict, total=False):
     max_model_len: int | None
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_mixed_prefill_tokens: int | None
     max_waiting: int
     block_size: int
     kv_cache_memory_bytes: int | None

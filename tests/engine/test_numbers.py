@@ -49,6 +49,22 @@ async def test_a_request_alone_takes_its_prefill_and_a_step_for_each_further_tok
 
 
 @pytest.mark.virtual_clock(seeds=1)
+@pytest.mark.parametrize(("chunk", "num_prefill_steps"), [(None, 1), (6, 2), (3, 4)])
+async def test_beside_a_running_request_a_prompt_takes_a_step_for_each_chunk(
+    serve: Any, depth: int, chunk: int | None, num_prefill_steps: int
+) -> None:
+    async with serve(depth=depth, config={"max_mixed_prefill_tokens": chunk}) as served:
+        async with served.engine.stream(PROMPT, max_tokens=40, ignore_eos=True) as running:
+            await anext(running)
+            beside = await served.engine.generate(list(range(40, 52)), max_tokens=1)
+            tokens = [token async for delta in running for token in delta.token_ids]
+        queued = depth - 1  # the steps that were launched before it came
+        assert beside.metrics.prefill_time_s == steps(queued + num_prefill_steps)
+        assert len(tokens) == 39
+        assert running.result.metrics.mean_inter_token_latency_s == steps(1)
+
+
+@pytest.mark.virtual_clock(seeds=1)
 async def test_a_request_of_one_token_has_no_time_between_tokens(serve: Any, depth: int) -> None:
     async with serve(depth=depth) as served:
         metrics = (await served.engine.generate(PROMPT, max_tokens=1)).metrics

@@ -48,6 +48,20 @@ def test_it_compares_the_engine_with_the_limits_and_with_a_peer(tmp_path: Path) 
     assert "aioengine, loop lag during W3, ms: p50 " in ended.stdout
 
 
+def test_a_smaller_chunk_makes_the_prompt_wait_longer() -> None:
+    arguments = ["--model", "demo", "--chunks", "8,512", "--prompt", "128", "--streams", "2", "--without-w3"]
+    ended = run("benchmarks.cpu.chunks", *arguments)
+    assert ended.returncode == 0, ended.stderr
+    small, large = (
+        [float(cell.replace(",", "")) for cell in line.strip("| ").split(" | ")]
+        for line in ended.stdout.splitlines()
+        if line.startswith(("| 8 ", "| 512 "))
+    )
+    assert (small[0], large[0]) == (8, 512)
+    assert all(figure > 0 for figure in (*small, *large))
+    assert small[4] > large[4], "seconds to the first token: 16 steps, and one"
+
+
 def test_the_profile_of_a_step_adds_up() -> None:
     ended = run("benchmarks.profile_step", "--model", "demo", "--tiny", "--only", "W2")
     assert ended.returncode == 0, ended.stderr

@@ -10,6 +10,7 @@ import numpy as np
 from integrity import check_integrity
 
 from aioengine.sampling_params import SamplingParams
+from aioengine.scheduler.budget import Budget
 from aioengine.scheduler.kv_manager import KVManager
 from aioengine.scheduler.plan import StepPlan, StepResult, Want, int32
 from aioengine.scheduler.scheduler import Scheduler
@@ -35,6 +36,7 @@ class Core:
         block_size: int = 4,
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 64,
+        max_mixed_prefill_tokens: int = 64,
         depth: int = 1,
         caching: bool = True,
         vocab_size: int = VOCAB,
@@ -53,7 +55,7 @@ class Core:
         self.scheduler = Scheduler(
             self.kv,
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
+            budget=Budget(max_num_batched_tokens, max_mixed_prefill_tokens),
             eos_token_ids=(EOS,),
         )
         self.depth = depth
@@ -160,7 +162,8 @@ class Core:
         assert not any(array.flags.writeable for array in (*arrays, plan.wants))
         assert len(plan.rows) == len(plan.epochs) == len(plan.starts) == len(plan.num_tokens) == len(plan.wants) > 0
         assert plan.num_tokens.min() >= 1
-        assert plan.num_tokens.sum() <= self.scheduler.max_num_batched_tokens
+        budget = self.scheduler.budget
+        assert plan.num_tokens.sum() <= budget.max_tokens
         removed, rows = plan.removed.tolist(), plan.rows.tolist()
         assert len(set(removed)) == len(removed)
         assert set(removed) <= held.keys(), "a row is removed that nobody had"
@@ -172,6 +175,7 @@ class Core:
         assert set(plan.grown_rows.tolist()) <= set(rows), "a row grows that computes nothing"
         occupants = {sequence.row: sequence for sequence in self.scheduler.table.running}
         assert set(rows) <= occupants.keys(), "a row computes whose sequence is blocked or gone"
+        num_decodes = 0
         for row, epoch, start, num_tokens, want in zip(
             rows, plan.epochs.tolist(), plan.starts.tolist(), plan.num_tokens.tolist(), plan.wants.tolist(), strict=True
         ):
@@ -181,8 +185,12 @@ class Core:
             self._scheduled[row, epoch] = end
             self._num_computed[occupants[row]] += num_tokens
             known = len(held[row][0]) if row not in added else occupants[row].num_tokens
+            num_decodes += row not in added and num_tokens == 1 and end == known
             assert (want == Want.LOGITS) == (end == known), "a row samples when all its known tokens are computed"
             assert end < occupants[row].limit, "the last token is sampled and never computed"
+        if num_decodes:
+            num_others = int(plan.num_tokens.sum()) - num_decodes
+            assert num_others <= budget.max_mixed_prefill_tokens, "decodes wait for a longer chunk than they may"
 
 
 def wait_for(step: FakeStep) -> StepResult:

@@ -81,6 +81,23 @@ def test_decodes_come_first_and_prefills_share_the_rest_in_order() -> None:
     assert num_tokens_of(core.launch(), decoding, first, second, third) == [1, 1, 6, 2]
 
 
+def test_beside_decodes_prefills_get_no_more_than_a_chunk() -> None:
+    core = Core(max_num_seqs=4, max_num_batched_tokens=40, max_mixed_prefill_tokens=5)
+    long = core.add(prompt(30))
+    assert num_tokens_of(core.launch(), long) == [30], "no row decodes yet"
+    core.land()
+    first, second = (core.add(prompt(8, first)) for first in (300, 400))
+    assert num_tokens_of(core.launch(), long, first, second) == [1, 5, 0]
+    core.land()
+    assert num_tokens_of(core.launch(), long, first, second) == [1, 3, 2]
+    core.land()
+    assert num_tokens_of(core.launch(), long, first, second) == [1, 1, 5]
+    core.scheduler.finish(long, "abort")
+    core.scheduler.finish(first, "abort")
+    core.land()
+    assert num_tokens_of(core.launch(), second) == [1]
+
+
 def test_prefills_that_run_already_are_cut_down_in_order_when_the_budget_is_short() -> None:
     core = Core(max_num_seqs=4, max_num_batched_tokens=10, depth=1)
     blocked = [core.add(prompt(9, first)) for first in (300, 400)]

@@ -53,15 +53,24 @@ class CoreMachine(RuleBasedStateMachine):
         num_tokens=st.integers(44, 120),
         max_num_seqs=st.integers(1, 6),
         budget=st.integers(0, 30),
+        max_mixed_prefill_tokens=st.integers(1, 30),
     )
     def start(
-        self, depth: int, caching: bool, block_size: int, num_tokens: int, max_num_seqs: int, budget: int
+        self,
+        depth: int,
+        caching: bool,
+        block_size: int,
+        num_tokens: int,
+        max_num_seqs: int,
+        budget: int,
+        max_mixed_prefill_tokens: int,
     ) -> None:
         self.core = Core(
             num_blocks=-(-num_tokens // block_size),
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + budget,
+            max_mixed_prefill_tokens=max_mixed_prefill_tokens,
             depth=depth,
             caching=caching,
             vocab_size=VOCAB,

@@ -19,6 +19,7 @@ from aioengine.core.listener import Conditions, Endings, Listener
 from aioengine.core.observers import Observers, UserCode
 from aioengine.errors import EngineClosed, EngineDead, InvalidRequest
 from aioengine.outputs import FinishReason
+from aioengine.scheduler.budget import Budget
 from aioengine.scheduler.kv_manager import KVManager
 from aioengine.scheduler.plan import StepPlan
 from aioengine.scheduler.prefix_cache import hash_prompt, root_of
@@ -69,7 +70,10 @@ class CoreState:
         self.scheduler = Scheduler(
             self.kv,
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            budget=Budget(
+                config.max_num_batched_tokens,
+                config.max_mixed_prefill_tokens or info.max_mixed_prefill_tokens or config.max_num_batched_tokens,
+            ),
             eos_token_ids=eos_token_ids,
         )
         self.death: EngineDead | None = None

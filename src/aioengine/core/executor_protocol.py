@@ -27,6 +27,7 @@ class ExecutorInfo(msgspec.Struct, frozen=True, kw_only=True):
         max_model_len: most tokens in one sequence.
         vocab_size: token ids that the model takes are below this.
         max_in_flight: how many plans may be launched and not finished.
+        max_mixed_prefill_tokens: most tokens of prompts in a step in which rows decode; None: as many as it takes.
         kv_cache_bytes, weight_bytes: of all KV blocks, and of the parameters.
         device, dtype: such as "cpu" and "bfloat16".
     """
@@ -36,6 +37,7 @@ class ExecutorInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     vocab_size: int
     max_in_flight: int = 1
+    max_mixed_prefill_tokens: int | None = None
     kv_cache_bytes: int = 0
     weight_bytes: int = 0
     device: str = "cpu"

@@ -26,6 +26,13 @@ HOST_MAX_IN_FLIGHT = 1
 """On a CPU the loop and the device share the cores, and a queued step costs a wasted token where a stop is seen late.
 For the bundled model 2 is 15 to 20 % faster all the same; for larger ones that is not measured."""
 
+HOST_CHUNK_TOKENS = 64
+"""Of prompts beside decodes. From here on products run near the matrix rate, so that smaller chunks would cost prompts
+more than they spare streams; benchmarks/README.md has both ends."""
+
+HOST_CHUNK_BYTES = 8e9
+"""Tokens times bytes of weights: a smaller step of a small model is overhead for the most part."""
+
 DEVICE_MAX_IN_FLIGHT = 2
 """The next step lies in the device's queue when one ends."""
 
@@ -90,12 +97,14 @@ def make_runner(
             on_capture=lambda done, total: on_progress(done, total, "capturing CUDA graphs"),
         )
         logger.info("%d CUDA graphs captured, in %.1f s", len(runner.graphs), time.monotonic() - started)
+    host_chunk = max(HOST_CHUNK_TOKENS, int(HOST_CHUNK_BYTES / decoder.weight_bytes))
     info = ExecutorInfo(
         num_blocks=num_blocks,
         block_size=config.block_size,
         max_model_len=model.max_model_len,
         vocab_size=model.vocab_size,
         max_in_flight=max_in_flight,
+        max_mixed_prefill_tokens=host_chunk if accelerator.is_host else None,
         kv_cache_bytes=num_blocks * shape.bytes_per_block,
         weight_bytes=decoder.weight_bytes,
         device=accelerator.name,

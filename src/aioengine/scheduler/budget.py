@@ -9,13 +9,34 @@ from aioengine.scheduler.plan import Int32
 from aioengine.scheduler.row_table import Rows, RowTable
 
 
+class Budget(msgspec.Struct, frozen=True, gc=False):
+    """Most tokens of a step.
+
+    Attributes:
+        max_tokens: of all its rows; at least one a row.
+        max_mixed_prefill_tokens: of prompts, in a step in which rows decode, so that these wait no longer for it than
+            such a chunk takes (Agrawal et al., Sarathi-Serve, OSDI 2024).
+    """
+
+    max_tokens: int
+    max_mixed_prefill_tokens: int
+
+    def beside(self, num_decodes: int) -> int:
+        """Tokens of a step in which so many rows decode."""
+        return min(self.max_tokens, num_decodes + self.max_mixed_prefill_tokens) if num_decodes else self.max_tokens
+
+
 class Work(msgspec.Struct, frozen=True, gc=False):
-    """What a step computes: ``num_tokens[i]`` tokens of ``rows[i]``, from ``starts[i]`` up to ``ends[i]``."""
+    """What a step computes: ``num_tokens[i]`` tokens of ``rows[i]``, from ``starts[i]`` up to ``ends[i]``.
+
+    ``num_left`` more could be in it.
+    """
 
     rows: Rows
     starts: Int32
     num_tokens: Int32
     ends: Int32
+    num_left: int
 
 
 class Claim(msgspec.Struct, frozen=True, gc=False):
@@ -26,26 +47,31 @@ class Claim(msgspec.Struct, frozen=True, gc=False):
     """How many of the running sequences come before it."""
 
 
-def share_budget(table: RowTable, max_tokens: int, claim: Claim | None = None) -> Work:
+def share_budget(table: RowTable, budget: Budget, claim: Claim | None = None) -> Work:
     """Rows with tokens to compute, and how many each: decodes first, then prefills in order as far as it goes."""
     rows = table.running_rows
     starts = table.scheduled[rows]
     num_tokens = np.minimum(table.expected[rows], table.last[rows]) - starts
-    if int(num_tokens.sum()) + (claim.num_tokens if claim else 0) > max_tokens:
+    num_wanted = int(num_tokens.sum())
+    max_tokens = budget.beside(int(np.count_nonzero(num_tokens == 1)))
+    if num_wanted + (claim.num_tokens if claim else 0) > max_tokens:
         num_tokens = _ration(num_tokens, max_tokens, claim)
+        num_wanted = int(num_tokens.sum())
     if np.count_nonzero(num_tokens) < len(rows):
         has_some = num_tokens > 0
         rows, starts, num_tokens = rows[has_some], starts[has_some], num_tokens[has_some]
-    return Work(rows, starts, num_tokens, starts + num_tokens)
+    return Work(rows, starts, num_tokens, starts + num_tokens, max_tokens - num_wanted)
 
 
-def join(table: RowTable, work: Work, new_rows: Rows, max_tokens: int) -> Work:
+def join(table: RowTable, work: Work, new_rows: Rows) -> Work:
     """Append the first chunks of newly assigned rows; the last one may have to share its prompt out."""
     rows = np.concatenate([work.rows, new_rows])
     starts = table.scheduled[rows]
-    num_tokens = np.concatenate([work.num_tokens, table.expected[new_rows] - table.scheduled[new_rows]])
-    num_tokens[-1] -= max(int(num_tokens.sum()) - max_tokens, 0)
-    return Work(rows, starts, num_tokens, starts + num_tokens)
+    new_tokens = table.expected[new_rows] - table.scheduled[new_rows]
+    num_left = work.num_left - int(new_tokens.sum())
+    new_tokens[-1] += min(num_left, 0)
+    num_tokens = np.concatenate([work.num_tokens, new_tokens])
+    return Work(rows, starts, num_tokens, starts + num_tokens, max(num_left, 0))
 
 
 def out_of_blocks(table: RowTable, work: Work) -> Rows:

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from aioengine.outputs import FinishReason
-from aioengine.scheduler.budget import join, out_of_blocks, share_budget
+from aioengine.scheduler.budget import Budget, join, out_of_blocks, share_budget
 from aioengine.scheduler.kv_manager import KVManager
 from aioengine.scheduler.plan import EMPTY, Int32, StepPlan, StepResult, int32
 from aioengine.scheduler.preemption import Preemption
@@ -46,17 +46,17 @@ class Scheduler:
     Args:
         kv: the blocks.
         max_num_seqs: rows.
-        max_num_batched_tokens: tokens a step; at least one a row.
+        budget: tokens a step.
         eos_token_ids: tokens that end a sequence which does not ignore them.
     """
 
     def __init__(
-        self, kv: KVManager, *, max_num_seqs: int, max_num_batched_tokens: int, eos_token_ids: tuple[int, ...] = ()
+        self, kv: KVManager, *, max_num_seqs: int, budget: Budget, eos_token_ids: tuple[int, ...] = ()
     ) -> None:
-        assert max_num_batched_tokens >= max_num_seqs, "each row needs a token a step"
+        assert budget.max_tokens >= max_num_seqs, "each row needs a token a step"
         self.kv = kv
         self.table = RowTable(max_num_seqs, kv.block_size)
-        self.max_num_batched_tokens = max_num_batched_tokens
+        self.budget = budget
         self.eos_token_ids = frozenset(eos_token_ids)
         self.waiting = WaitingQueue()
         self.blocked: dict[int, Sequence] = {}
@@ -152,12 +152,12 @@ class Scheduler:
         """
         self.preemption.park_blocked()
         claim = self.preemption.yield_to_higher()
-        work = share_budget(self.table, self.max_num_batched_tokens, claim)
+        work = share_budget(self.table, self.budget, claim)
         growing = out_of_blocks(self.table, work)
         is_tight = len(growing) > self.kv.pool.num_free
         while len(growing) > self.kv.pool.num_free:
             self.preemption.preempt(self.preemption.victim())
-            work = share_budget(self.table, self.max_num_batched_tokens, claim)
+            work = share_budget(self.table, self.budget, claim)
             growing = out_of_blocks(self.table, work)
         grown_blocks = EMPTY
         if len(growing):
@@ -165,9 +165,9 @@ class Scheduler:
             grown_blocks = int32(self.kv.grow(self.table.occupants_of(growing)))
         admitted: list[Sequence] = []
         if self.waiting and not (is_tight and len(work.rows)):
-            admitted = self._admit(self.max_num_batched_tokens - int(work.num_tokens.sum()), now)
+            admitted = self._admit(work.num_left, now)
             if admitted:
-                work = join(self.table, work, self.table.run(admitted), self.max_num_batched_tokens)
+                work = join(self.table, work, self.table.run(admitted))
         if not len(work.rows):
             return None
         return self._steps.make_plan(work, growing, grown_blocks, self.kv.take_copies(), admitted)
@@ -257,10 +257,10 @@ class Scheduler:
 
     # Sharing out a step
 
-    def _admit(self, budget: int, now: float) -> list[Sequence]:
-        """Take sequences from the queue while rows, blocks and budget last; the first that does not fit ends it."""
+    def _admit(self, num_left: int, now: float) -> list[Sequence]:
+        """Take sequences from the queue while rows, blocks and tokens last; the first that does not fit ends it."""
         admitted: list[Sequence] = []
-        while budget > 0 and self.table.free_rows and (sequence := self.waiting.peek()) is not None:
+        while num_left > 0 and self.table.free_rows and (sequence := self.waiting.peek()) is not None:
             match = self.kv.lookup(sequence)
             if match.pending is not None:
                 self.kv.cache.wait(match.pending, sequence)
@@ -283,7 +283,7 @@ class Scheduler:
                 self._started.append(sequence)
             self.table.assign(sequence)
             admitted.append(sequence)
-            budget -= sequence.num_tokens - sequence.num_computed_tokens
+            num_left -= sequence.num_tokens - sequence.num_computed_tokens
         return admitted
 
     # Taking in a result
