@@ -231,11 +231,12 @@ def test_a_dead_engine_is_heard_once(open_engine: Open, device: Any) -> None:
 # Ctrl-C
 
 
-def test_ctrl_c_in_a_step_loses_nothing(open_engine: Open, device: Any) -> None:
+@pytest.mark.parametrize("every", [7, 1], ids=["now and then", "while the one before is dealt with"])
+def test_ctrl_c_in_a_step_loses_nothing(open_engine: Open, device: Any, every: int) -> None:
     engine = open_engine(device, max_num_seqs=3, max_waiting=3)
 
     def interrupt_sometimes() -> None:
-        if device.num_sampled % 7 == 0:
+        if device.num_sampled % every == 0:
             press_ctrl_c()
 
     def raise_in_a_wait(number: int, frame: Any) -> None:

@@ -100,7 +100,7 @@ class LLMEngine(Facade):
 
     def get_num_unfinished_requests(self) -> int:
         """Requests whose last output, or error, no `step` has brought yet."""
-        return self._requests.num_untold
+        return self._requests.num_unreturned
 
     # What they bring
 
@@ -119,23 +119,34 @@ class LLMEngine(Facade):
             EngineDead: the engine broke; raised once, and all requests are gone.
             RuntimeError: the engine sleeps, and there is nothing to return.
         """
+        requests = self._requests
         told: dict[str, RequestOutput | AioEngineError] = {}
+        is_interrupted = False
 
         async def tell(engine: Engine) -> None:
             while True:
-                changed = self._requests.changed
-                await self._requests.tell(told)
-                if told or not self._requests.num_untold:
+                changed = requests.changed
+                await requests.read()
+                if (
+                    is_interrupted
+                ):  # twice: nothing waits for this any more, and the next step may wait for what it read
+                    return await put_back()
+                requests.move_news(told)
+                if told or not requests.num_untold:
                     return
                 await self._check_awake(engine)
                 await changed.wait()
 
+        async def put_back() -> None:
+            requests.put_back(told)
+
         try:
             self._host.run(tell)
         except BaseException:
-            if told:  # Ctrl-C, at the moment when there was something
-                self._host.ask(lambda _: self._requests.put_back(told))
+            is_interrupted = True
+            self._host.start_soon(put_back)
             raise
+        requests.forget_told(told)
         outputs = [item for item in told.values() if isinstance(item, RequestOutput)]
         for error in told.values():
             if isinstance(error, AioEngineError):
@@ -151,8 +162,8 @@ class LLMEngine(Facade):
 class _Requests:
     """The requests of an `LLMEngine`, and their outputs and errors that no step has returned or raised yet.
 
-    For the loop's thread alone, but for `num_untold`. Holds no reference to the `LLMEngine`: one that is dropped closes
-    itself, and tasks of the loop would keep it alive.
+    For the loop's thread alone, but for `num_unreturned` and `forget_told`. Holds no reference to the `LLMEngine`: one
+    that is dropped closes itself, and tasks of the loop would keep it alive.
 
     Attributes:
         changed: set at the next change, and replaced then, so that each of several waiting steps is woken once.
@@ -166,13 +177,19 @@ class _Requests:
         self._news: dict[str, None] = {}
         """Ids of the streams with something to read, in the order in which it came."""
         self._untold: dict[str, RequestOutput | AioEngineError] = {}
-        """What was read, and no step has returned or raised yet."""
+        """What was read, and no step has taken yet."""
+        self._told: dict[int, dict[str, RequestOutput | AioEngineError]] = {}
+        """What a step has taken and not returned or raised yet, by its id: Ctrl-C may come between."""
 
     @property
     def num_untold(self) -> int:
+        """Requests whose end no step has taken yet; from any thread."""
+        return len(self._streams) + _num_ends(self._untold)
+
+    @property
+    def num_unreturned(self) -> int:
         """Requests whose end no step has brought yet; from any thread."""
-        is_end = [isinstance(item, AioEngineError) or item.finished for item in list(self._untold.values())]
-        return len(self._streams) + sum(is_end)
+        return self.num_untold + sum(map(_num_ends, list(self._told.values())))
 
     def check_new(self, request_id: str) -> None:
         if request_id in self._streams or request_id in self._untold:
@@ -216,21 +233,28 @@ class _Requests:
         self.changed.set()
         self.changed = asyncio.Event()
 
-    async def tell(self, told: dict[str, RequestOutput | AioEngineError]) -> None:
-        """Move what is new into ``told``: all outputs, or else one error; first what was left from the last time."""
-        if not self._untold:
-            await self._read()
+    def move_news(self, told: dict[str, RequestOutput | AioEngineError]) -> None:
+        """Move what is new into ``told``, until `forget_told` or `put_back`: all outputs, or else one error."""
+        self._told[id(told)] = told
         outputs = [request_id for request_id, item in self._untold.items() if isinstance(item, RequestOutput)]
         for request_id in outputs or list(self._untold)[:1]:
-            told[request_id] = self._untold.pop(request_id)
+            told[request_id] = self._untold[request_id]
+            del self._untold[request_id]
+
+    def forget_told(self, told: dict[str, RequestOutput | AioEngineError]) -> None:
+        """From any thread."""
+        self._told.pop(id(told), None)
 
     def put_back(self, told: dict[str, RequestOutput | AioEngineError]) -> None:
         for request_id, item in told.items():
             self._untold.setdefault(request_id, item)
+        self.forget_told(told)
         self._change()
 
-    async def _read(self) -> None:
-        """Take what is new from the streams."""
+    async def read(self) -> None:
+        """Take what is new from the streams, unless something is left from the last time."""
+        if self._untold:
+            return
         news, self._news = self._news, {}
         for stream in [self._streams[request_id] for request_id in news if request_id in self._streams]:
             try:
@@ -265,6 +289,10 @@ class _Requests:
         self._news.pop(request_id, None)  # an abort is news, too
         self._untold.pop(request_id, None)
         self._change()
+
+
+def _num_ends(told: dict[str, RequestOutput | AioEngineError]) -> int:
+    return sum(isinstance(item, AioEngineError) or item.finished for item in list(told.values()))
 
 
 def _attributes(engine_args: Any) -> dict[str, Any]:
