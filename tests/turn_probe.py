@@ -12,8 +12,20 @@ from typing import Any
 
 from aioengine.turns import Turns, turns_here
 
-LONGEST_S = 0.06
-"""Of a turn, on a busy machine: the budget, a piece of work, and what else there is take 5 to 10 ms on an idle one."""
+REFERENCE_S = 0.004
+
+
+def _reference_s() -> float:
+    """What 50,000 short strings take of this processor: `REFERENCE_S` of one on which the bound below was chosen."""
+    began = time.thread_time()
+    for number in range(50_000):
+        str(number)
+    return time.thread_time() - began
+
+
+LONGEST_S = 0.06 * max(1.0, min(_reference_s() for _ in range(3)) / REFERENCE_S)
+"""Of a turn, on a busy machine: the budget, a piece of work, and what else there is take 5 to 10 ms on an idle one. Longer
+where the processor is slower, since the same work takes longer there."""
 
 
 class TurnProbe:
