@@ -130,7 +130,8 @@ class LLMEngine(Facade):
                 if (
                     is_interrupted
                 ):  # twice: nothing waits for this any more, and the next step may wait for what it read
-                    return await put_back()
+                    await put_back()
+                    return
                 requests.move_news(told)
                 if told or not requests.num_untold:
                     return
