@@ -24,8 +24,8 @@ def _reference_s() -> float:
 
 
 LONGEST_S = 0.06 * max(1.0, min(_reference_s() for _ in range(3)) / REFERENCE_S)
-"""Of a turn, on a busy machine: the budget, a piece of work, and what else there is take 5 to 10 ms on an idle one. On a
-slower processor it is longer, since the same work is."""
+"""Of a turn, on a busy machine: the budget, a piece of work, and what else there is take 5 to 10 ms on an idle one. On
+a slower processor it is longer, since the same work is."""
 
 
 class TurnProbe:
