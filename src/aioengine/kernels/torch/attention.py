@@ -8,32 +8,14 @@ from torch import Tensor
 from aioengine.kernels.operations import PagedKV
 from aioengine.kernels.torch.quantized import read_lines
 
-GATHERED_VALUES = 2**22
-"""Keys of single queries that are gathered at once, in values, and as many values."""
-
 
 def attend_decode(q: Tensor, kv: PagedKV, decodes: Tensor, out: Tensor, *, num_splits: int, max_context: int) -> None:
-    """As `Operations.attend_decode`; waits for the device. Rows of about one length are attended at once."""
-    k_cache, v_cache, block_tables, scale, window, soft_cap = kv
-    is_padding = decodes[:, 0] < 0
-    out[decodes[is_padding, 1].long()] = 0
-    by_length = decodes[~is_padding].long()
-    assert ((by_length[:, 2] > 0) & (by_length[:, 2] <= max_context)).all()
-    by_length = by_length[by_length[:, 2].argsort()]
-    num_rows = max(1, GATHERED_VALUES // (k_cache[0, 0].numel() * min(max_context, window or max_context)))
-    for start in range(0, len(by_length), num_rows):
-        rows, tokens, contexts = by_length[start : start + num_rows].unbind(1)
-        first_seen = torch.zeros_like(contexts) if window is None else (contexts - window).clamp(min=0)
-        seen = first_seen[:, None] + torch.arange(int((contexts - first_seen).max()), device=q.device)
-        is_seen = seen < contexts[:, None]
-        # Lanes behind a row's end read its first key, which is finite where the row is: 0 · NaN would be NaN.
-        seen = torch.where(is_seen, seen, first_seen[:, None])
-        blocks = block_tables[rows].gather(1, seen // k_cache.shape[1]).long()
-        k, v = (read_lines(cache[blocks, seen % cache.shape[1]], _sum_dtype(q)) for cache in (k_cache, v_cache))
-        queries = q[tokens].view(len(rows), k.shape[2], -1, q.shape[2]).to(k.dtype)
-        scores = _capped(queries @ k.permute(0, 2, 3, 1) * scale, soft_cap)
-        weights = scores.masked_fill(~is_seen[:, None, None], float("-inf")).softmax(-1)
-        out[tokens] = (weights @ v.transpose(1, 2)).flatten(1, 2).to(out.dtype)
+    """As `Operations.attend_decode`; waits for the device. A tile of one query token for each entry."""
+    rows, tokens, contexts = decodes.unbind(1)
+    is_padding = rows < 0
+    out[tokens[is_padding].long()] = 0
+    assert (is_padding | ((contexts > 0) & (contexts <= max_context))).all()
+    attend_prefill(q, kv, torch.stack((rows, tokens, torch.ones_like(rows), contexts - 1), dim=1), out)
 
 
 def attend_prefill(q: Tensor, kv: PagedKV, tiles: Tensor, out: Tensor) -> None:
@@ -64,15 +46,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, so
     Returns:
         [n, h, d], in the dtype of the sums.
     """
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    scores = _capped(torch.einsum("nhd,shd->hns", q.to(k.dtype), k) * scale, soft_cap)
+    queries = q.to(k.dtype).unflatten(1, (k.shape[1], -1))
+    scores = _capped(torch.einsum("ngid,mgd->ginm", queries, k) * scale, soft_cap)
     key_positions = torch.arange(len(k), device=q.device)
     query_positions = key_positions[len(k) - len(q) :, None]
     is_seen = key_positions <= query_positions
     if window is not None:
         is_seen &= key_positions > query_positions - window
     weights = scores.masked_fill(~is_seen, float("-inf")).softmax(-1)
-    return torch.einsum("hns,shd->nhd", weights, v)
+    return torch.einsum("ginm,mgd->ngid", weights, v).flatten(1, 2)
 
 
 def _capped(scores: Tensor, soft_cap: float | None) -> Tensor:
