@@ -134,7 +134,7 @@ def test_thresholds_are_exact(top_k: int, top_p: float) -> None:
     logits = random_logits(3, 300, seed=top_k)
     rows = make_rows(3, temperature=2.0, top_k=[top_k, 0, top_k], top_p=[1, top_p, top_p])
     samples = rows.to(DEVICE)
-    floors = thresholds.find_floors(logits.to(DEVICE), samples, None).floors.cpu()
+    floors = thresholds.find_floors(logits.to(DEVICE), samples, None)[1].cpu()
     top, temperature = logits.amax(dim=1), torch.full((3,), 2.0)
     everything = torch.full((3,), -torch.inf)
     expected = reference.threshold(logits, everything, top, temperature, samples.cpu())

@@ -105,28 +105,22 @@ class PagedAttention:
         """What `aioengine.models.decoder.Decoder` calls in each layer of a step."""
 
         def attend(layer: int, qkv: Tensor, qk_weight: Tensor | None, *, window: int | None) -> Tensor:
-            return self._attend(step, layer, qkv, qk_weight, window)
+            """Rotate, write this step's keys and values, then attend: [T, h · d] from [T, (h + 2 g) · d]."""
+            operations, k_cache, v_cache = self.operations, self.cache[2 * layer], self.cache[2 * layer + 1]
+            assert self.rope_table is not None
+            q = operations.rotate_and_write(
+                qkv, step.positions, step.slots, self.rope_table, qk_weight, self._eps, k_cache, v_cache
+            )
+            out = torch.empty_like(q)
+            kv = PagedKV(k_cache, v_cache, self._block_tables, self._softmax_scale, window)
+            if step.decodes is not None:
+                sizes = {"num_splits": step.num_splits, "max_context": step.max_context}
+                operations.attend_decode(q, kv, step.decodes, out, **sizes)
+            if step.tiles is not None:
+                operations.attend_prefill(q, kv, step.tiles, out)
+            return out.flatten(1)
 
         return attend
-
-    def _attend(
-        self, step: StepTensors, layer: int, qkv: Tensor, qk_weight: Tensor | None, window: int | None
-    ) -> Tensor:
-        """Rotate, write this step's keys and values, then attend: [T, h · d] from [T, (h + 2 g) · d]."""
-        k_cache, v_cache = self.cache[2 * layer], self.cache[2 * layer + 1]
-        assert self.rope_table is not None
-        q = self.operations.rotate_and_write(
-            qkv, step.positions, step.slots, self.rope_table, qk_weight, self._eps, k_cache, v_cache
-        )
-        out = torch.empty_like(q)
-        kv = PagedKV(k_cache, v_cache, self._block_tables, self._softmax_scale, window)
-        if step.decodes is not None:
-            self.operations.attend_decode(
-                q, kv, step.decodes, out, num_splits=step.num_splits, max_context=step.max_context
-            )
-        if step.tiles is not None:
-            self.operations.attend_prefill(q, kv, step.tiles, out)
-        return out.flatten(1)
 
 
 def choose_num_splits(num_rows: int, num_kv_heads: int, max_context: int, num_multiprocessors: int) -> int:

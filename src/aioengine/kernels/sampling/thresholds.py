@@ -20,8 +20,6 @@ Stays if, at 64 rows of 128,256 logits, it beats torch's `sort` and `cumsum` by 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -151,14 +149,15 @@ def _scan_kernel(
 
 
 @triton.jit
-def _key_of(x):
+def key_of(x):
     """Float32 to int32 of the same order; -0 and 0 are one."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _of_key(key):
+def of_key(key):
+    """`key_of` backwards."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
@@ -239,7 +238,7 @@ def _find(
             words = tl.load(reached + nth, mask=nth < num_reached, other=0) * WORDS_OF_BLOCK + place % WORDS_OF_BLOCK
             _, x = load_logits(logits, masks, logits_row, mask, words, nth < num_reached, vocab, HAS_MASK)
             x = tl.reshape(x, [TILE])
-            keys = _key_of(x)
+            keys = key_of(x)
             is_inside = (keys > low) & (keys <= high)
             weights = tl.where(is_inside, tl.where(by_mass, tl.exp((x - top) * cold), 1.0), 0.0)
             above += _weigh(keys, weights, low, step, PIVOTS)
@@ -263,7 +262,7 @@ def _find(
         place = tl.arange(0, MAX_GATHERED)
         x = tl.load(gathered + place, mask=place < num_inside, other=-INFINITY)
         weights = tl.where(place < num_inside, tl.where(by_mass, tl.exp((x - top) * cold), 1.0), 0.0)
-        high = _search(_key_of(x), weights, low, high, base, target, PIVOTS)
+        high = _search(key_of(x), weights, low, high, base, target, PIVOTS)
     return high
 
 
@@ -306,8 +305,8 @@ def _floor_kernel(
     mass_of_block = tl.load(masses + sample * num_blocks + blocks, mask=blocks < num_weighed, other=0.0)
     total = tl.sum(mass_of_block * tl.exp((highest - top) * cold), axis=0)
     threshold = tl.where(min_p > 0, top + temperature * tl.log(tl.where(min_p > 0, min_p, 1.0)), -INFINITY)
-    low = tl.maximum(_key_of(threshold).to(tl.int64) - 1, _KEY_OF_MINUS_INFINITY)
-    high = _key_of(top).to(tl.int64)
+    low = tl.maximum(key_of(threshold).to(tl.int64) - 1, _KEY_OF_MINUS_INFINITY)
+    high = key_of(top).to(tl.int64)
     for nth_filter in range(2):
         by_mass = nth_filter == 1
         if tl.where(by_mass, top_p < 1, top_k > 0):
@@ -315,7 +314,7 @@ def _floor_kernel(
             part = 0.0
             # Read again: what is kept in registers all the while is spilled.
             highest = tl.load(maxima + sample * num_blocks + blocks, mask=blocks < num_blocks, other=-INFINITY)
-            keys = _key_of(highest)
+            keys = key_of(highest)
             weights = tl.where(by_mass, tl.exp((highest - top) * cold), 1.0)
             reach = low
             if by_mass:
@@ -324,7 +323,7 @@ def _floor_kernel(
                     # Logits that weigh so little are dropped even if all V of them do.
                     lightest = top + temperature * tl.log((1 - top_p) * total / vocab)
                     lightest -= (tl.abs(top) + temperature) * _SLACK
-                    reach = tl.maximum(reach, _key_of(lightest).to(tl.int64) - 1)
+                    reach = tl.maximum(reach, key_of(lightest).to(tl.int64) - 1)
                 else:
                     part = top_p
             if part == 0:
@@ -351,32 +350,23 @@ def _floor_kernel(
                 TILE_BLOCKS,
                 MAX_GATHERED,
             )
-            threshold = tl.maximum(threshold, _of_key(key.to(tl.int32)))
+            threshold = tl.maximum(threshold, of_key(key.to(tl.int32)))
             low = key - 1
     # A token this far below the likeliest one loses to it, whatever the noise of the two.
     tl.store(floors + sample, tl.maximum(threshold, top - temperature * NOISE_SPAN))
 
 
-class Floors(NamedTuple):
-    """What a draw needs to look at few logits.
-
-    Attributes:
-        maxima: float32 [s, blocks], of each `BLOCK` of the sample's logits; not written for samples without a filter.
-        floors: float32 [s], the lowest logit that may win; -inf for samples without a filter; NaN where a logit is.
-        tops: float32 [s], the highest logit, or NaN; -inf for samples without a filter.
-    """
-
-    maxima: Tensor
-    floors: Tensor
-    tops: Tensor
-
-
-def find_floors(logits: Tensor, samples: Tensor, masks: Tensor | None) -> Floors:
+def find_floors(logits: Tensor, samples: Tensor, masks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """The thresholds of min-p, then top-k, then top-p on what is left, renormalised; with arguments as `draw` has.
 
     One read of the logits of samples with a filter, bound by bandwidth (131 MB for 256 of 128,256: 33 µs at 4 TB/s);
     then a program a sample, bound by latency: some 10 µs where a few thousand logits are in reach, and 40 µs where a
     top-p keeps most of the vocabulary.
+
+    Returns:
+        maxima: float32 [s, blocks], of each `BLOCK` of the sample's logits; not written for samples without a filter.
+        floors: float32 [s], the lowest logit that may win; -inf for samples without a filter; NaN where a logit is.
+        tops: float32 [s], the highest logit, or NaN; -inf for samples without a filter.
     """
     num_samples, vocab = len(samples), logits.shape[1]
     num_blocks = triton.cdiv(vocab, BLOCK)
@@ -402,4 +392,4 @@ def find_floors(logits: Tensor, samples: Tensor, masks: Tensor | None) -> Floors
         min(TILE_BLOCKS, padded_blocks), min(MAX_GATHERED, padded_blocks * BLOCK),
         num_warps=FLOOR_WARPS, enable_fp_fusion=True,
     )  # fmt: skip
-    return Floors(maxima, floors, tops)
+    return maxima, floors, tops

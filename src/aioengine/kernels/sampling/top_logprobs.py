@@ -21,6 +21,7 @@ from torch import Tensor
 from aioengine.errors import InternalError
 from aioengine.kernels.launch_checks import check_logits, check_samples, check_tensor
 from aioengine.kernels.sampling.constants import FLAGS, LOGITS_ROW, LOGPROBS, SAMPLE_STRIDE
+from aioengine.kernels.sampling.thresholds import key_of, of_key
 
 BLOCK = 128
 """Tokens that share a maximum: one warp reads 512 bytes."""
@@ -45,15 +46,8 @@ _NAN_KEY = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def _keys(logits):
-    """int32 of the same order; -0 is still below 0."""
-    bits = logits.to(tl.int32, bitcast=True)
-    keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return tl.where(logits == logits, keys, _NAN_KEY)
-
-
-@triton.jit
-def _logits(keys):
-    return (keys ^ ((keys >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    """int32 of the same order, NaN above +inf."""
+    return tl.where(logits == logits, key_of(logits), _NAN_KEY)
 
 
 @triton.jit
@@ -69,8 +63,7 @@ def _ids(ranked):
 
 @triton.jit
 def _ranked(keys, ids):
-    """int64, the higher the sooner: by key, -0 taken for 0, then the lowest id."""
-    keys = tl.where(keys == -1, 0, keys)
+    """int64, the higher the sooner: by key, then the lowest id."""
     return (keys.to(tl.int64) << 32) | _counted_down(ids).to(tl.int64)
 
 
@@ -99,7 +92,7 @@ def _read_kernel(
         keys = tl.max(_keys(values), axis=1)
         tl.store(block_keys + sample.to(tl.int64) * num_blocks + blocks, keys, mask=blocks < num_blocks)
         # One sum a tile and not a block: sums within a thread are cheap, those across a warp are half of this kernel.
-        top = _logits(tl.max(keys, axis=0))
+        top = of_key(tl.max(keys, axis=0))
         is_finite = tl.abs(top) < float("inf")
         total = tl.sum(tl.exp(values - tl.where(is_finite, top, 0.0)))
         tl.store(tile_tops + sample.to(tl.int64) * num_tiles + tile, top)
@@ -172,7 +165,7 @@ def _choose_kernel(
                     ranked = tl.where(ranked == last, _NONE, ranked)
                 at = sample.to(tl.int64) * k + start + places
                 tl.store(ids + at, _ids(chosen), mask=places < count)
-                tl.store(logprobs + at, _logits((chosen >> 32).to(tl.int32)) - mass, mask=places < count)
+                tl.store(logprobs + at, of_key((chosen >> 32).to(tl.int32)) - mass, mask=places < count)
                 if start + ROUNDS < k:
                     # The best that is left in each of these blocks, for the next turn.
                     rest = tl.max(ranked, axis=1)
