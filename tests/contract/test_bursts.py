@@ -57,7 +57,7 @@ async def test_no_turn_is_long_however_many_come_and_end(
     calls = [(prompt(i), params) for i in range(count)]
     with TurnProbe() as coming:
         tasks = begun(engine, calls)
-        await until(lambda: engine._runtime.core.num_unstarted == count)  # type: ignore[union-attr]
+        await until(lambda: engine._running().core.num_unstarted == count)
         await until(has_load(engine, waiting=count))
     with TurnProbe() as ending:
         engine.abort_all()
@@ -81,7 +81,7 @@ async def test_refusals_are_spread_too(make_engine: MakeEngine) -> None:
 async def test_they_are_taken_in_order_a_few_a_turn(make_engine: MakeEngine) -> None:
     engine = await make_engine(**ROOMY)
     await engine.pause()
-    core = engine._runtime.core  # type: ignore[union-attr]
+    core = engine._running().core
     with few_a_turn():
         tasks = begun(engine, [(f"Once {i}", {"seed": i}) for i in range(60)])
         counts = [0]
@@ -98,7 +98,7 @@ async def test_they_are_taken_in_order_a_few_a_turn(make_engine: MakeEngine) -> 
 async def test_abort_all_ends_all_at_once_and_tells_them_a_few_a_turn(make_engine: MakeEngine) -> None:
     engine = await make_engine(**ROOMY)
     await engine.pause()
-    core: Any = engine._runtime.core  # type: ignore[union-attr]
+    core: Any = engine._running().core
     tasks = begun(engine, [(f"Once {i}", {"n": 2, "temperature": 1.0}) for i in range(30)])
     async with engine.stream("Once more") as stream:
         await until(lambda: core.num_unstarted == 61)
@@ -173,7 +173,7 @@ async def test_seeds_of_an_engines_seed_do_not_depend_on_turns(make_engine: Make
 async def test_all_hear_of_the_end_where_they_wait_for_a_turn_a_place_or_their_tokens(make_engine: MakeEngine) -> None:
     engine = await make_engine(**{**ROOMY, "max_waiting": 10})
     await engine.pause()
-    core = engine._runtime.core  # type: ignore[union-attr]
+    core = engine._running().core
     with few_a_turn() as turns:
         tasks = begun(engine, [(f"Once {i}", {}) for i in range(40)])
         await until(lambda: core.num_unstarted == 10)

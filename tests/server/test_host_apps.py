@@ -352,7 +352,7 @@ async def test_a_server_that_is_closed_lets_what_runs_end_or_aborts_it(
             closing = tasks.start(server.aclose(drain_timeout_s=drain_timeout_s))
             app: Any = server._config.app
             await until(lambda: app.state.api.is_draining)  # and /health says so
-            executor = engine._runtime.core.executor  # type: ignore[union-attr]
+            executor = engine._running().core.executor
             await until(lambda: bool(executor.unfinished))
             while drain_timeout_s and executor.unfinished:
                 executor.unfinished[0].complete()

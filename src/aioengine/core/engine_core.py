@@ -64,7 +64,7 @@ class EngineCore(CoreState):
         except GeneratorExit:  # the loop is gone
             raise
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
-            self._end_all(_closed)
+            self._end_all(closed_early)
             await self._endings.tell_all()
             raise
         except BaseException as exc:  # a panic of a library's in Rust is no Exception
@@ -78,8 +78,7 @@ class EngineCore(CoreState):
             self._has_news.clear()
             self._launch()
             await self._publish()
-            if self._conditions:
-                self._conditions.check()
+            self._conditions.check()
             if self._in_flight:
                 await self._finish_oldest()
             else:
@@ -237,7 +236,8 @@ class EngineCore(CoreState):
         self._conditions.end_all()
 
 
-def _closed() -> EngineClosed:
+def closed_early() -> EngineClosed:
+    """What a request hears that had not ended when the engine was closed."""
     return EngineClosed("the engine was closed before this request had ended")
 
 

@@ -8,6 +8,7 @@ import time
 from asyncio import AbstractEventLoop, get_running_loop
 from asyncio import Future as AsyncioFuture
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,13 +42,8 @@ class InProcess:
         self._hooks = hooks
 
     async def find_model(self) -> ModelFolder:
-        config = self._config
-
-        def resolve() -> ModelFolder:
-            has_weights = config.load_format != "dummy"
-            return ModelFolder.resolve(config.model, revision=config.revision, with_weights=has_weights)
-
-        self._files = await find(resolve, config, self._hooks.worker)
+        has_weights = self._config.load_format != "dummy"
+        self._files = await find(self._config, self._hooks.worker, with_weights=has_weights)
         return self._files
 
     async def open(self, on_progress: OnProgress | None = None) -> None:
@@ -85,8 +81,9 @@ class InProcess:
             written.add_done_callback(_log_dump)
 
 
-async def find(resolve: Callable[[], ModelFolder], config: EngineConfig, worker: TextWorker) -> ModelFolder:
+async def find(config: EngineConfig, worker: TextWorker, *, with_weights: bool) -> ModelFolder:
     """Resolve a model's folder, in a thread."""
+    resolve = partial(ModelFolder.resolve, config.model, revision=config.revision, with_weights=with_weights)
     is_here = config.model is None or await worker.run(Path(config.model).exists, None)
     # A download cannot be stopped; a cancelled start, or Ctrl-C, must not wait for gigabytes.
     return await (worker.run(resolve, None) if is_here else run_abandonable(resolve))

@@ -8,7 +8,6 @@ import secrets
 import sys
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +21,6 @@ from aioengine.errors import AioEngineError, ConfigError, EngineDead, InvalidReq
 from aioengine.executor.in_process import clock_of, find
 from aioengine.models.folder import ModelFolder
 from aioengine.progress import OnProgress
-from aioengine.text.worker import TextWorker
 from aioengine.transport.addresses import START_DESCRIPTORS, PrivateFolder, check_descriptors, remove_private
 from aioengine.transport.channel import Channel, Context, bind, end_context, make_context
 from aioengine.transport.child import TOKEN
@@ -129,7 +127,8 @@ class InChild:
         # Noted where it is made, so that a start that is cancelled here removes it.
         await self._hooks.worker.run(self._make_folder, None)
         self._begin()
-        return await _find_small_files(self._config, self._hooks.worker)
+        # What a tokenizer is made of; the engine's process looks for the weights itself.
+        return await find(self._config, self._hooks.worker, with_weights=False)
 
     async def open(self, on_progress: OnProgress | None = None) -> None:
         clock = clock_of(asyncio.get_running_loop())
@@ -297,10 +296,4 @@ async def _find_tokenizer(attached: Attached, model: str | None, hooks: CoreHook
     if model is None and await hooks.worker.run(path.exists, None):
         return await hooks.worker.run(ModelFolder.read, None, path)
     config = _read_config(attached.config) if model is None else EngineConfig(model=model)
-    return await _find_small_files(config, hooks.worker)
-
-
-async def _find_small_files(config: EngineConfig, worker: TextWorker) -> ModelFolder:
-    """What a tokenizer is made of; the engine's process looks for the weights itself."""
-    resolve = partial(ModelFolder.resolve, config.model, revision=config.revision, with_weights=False)
-    return await find(resolve, config, worker)
+    return await find(config, hooks.worker, with_weights=False)

@@ -175,7 +175,7 @@ class Channel:
         socket = self.socket
         receive = self._receive_with_connection if self._tells_connections else socket.recv_multipart
         # Asked for each time: catching what an empty socket raises takes three times as long.
-        while len(batch) < limit and socket.getsockopt(_EVENTS) & _POLLIN:  # type: ignore[operator]
+        while len(batch) < limit and int(socket.getsockopt(_EVENTS)) & _POLLIN:
             batch.append(receive(_DONTWAIT))
         return batch
 
@@ -190,8 +190,7 @@ class Channel:
     def _look(self) -> None:
         """Act on the socket's state; asking for it takes the news off the file descriptor."""
         while True:
-            events = self.socket.getsockopt(_EVENTS)
-            assert isinstance(events, int)
+            events = int(self.socket.getsockopt(_EVENTS))
             if events & _POLLIN and self._waiter is not None and not self._waiter.done():
                 self._waiter.set_result(None)
             if not (events & _POLLOUT and self._backlog):

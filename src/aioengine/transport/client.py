@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import anyio
 import msgspec
 
 from aioengine.config import EngineConfig
 from aioengine.core.control import WAKE_TAGS, AnyControl, Resume, Sleep, WakeUp
-from aioengine.core.engine_core import PUBLISH_SLICE
+from aioengine.core.engine_core import PUBLISH_SLICE, closed_early
 from aioengine.core.health import Beat, Health, dead, judge
 from aioengine.core.listener import UNLIMITED, Conditions, Endings, Listener, SampledLogprobs
 from aioengine.core.observers import Observers, UserCode
@@ -43,6 +43,8 @@ FINISHED_A_MESSAGE = 64
 """Sequences; the engine ends those of a message in one turn of its loop."""
 
 DescribeCut = Callable[[], Awaitable[str]]
+
+News = TypeVar("News", wire.Started, wire.First, wire.PromptLogprobsMessage, wire.Ended, wire.Failed)
 
 
 class RemoteCore:
@@ -89,9 +91,9 @@ class RemoteCore:
         self._live: dict[int, Sequence] = {}
         """By the numbers that the engine knows them by, which are their orders."""
         self._unstarted: set[int] = set()
-        self._endings = Endings(self.user_code, self._look)
-        self._next_number = 0
         self._conditions = Conditions()
+        self._endings = Endings(self.user_code, self._conditions.check)
+        self._next_number = 0
         self._calls = ControlCalls(link)
         self._stats = attached.stats
         self._beat = attached.first_beat
@@ -160,7 +162,7 @@ class RemoteCore:
         for member in choices:
             member.finish_reason, member.stop_reason = reason, stop_reason
             self._release(member).on_end()
-        self._look()
+        self._conditions.check()
 
     def abort_all(self) -> None:
         """As `EngineCore.abort_all`."""
@@ -257,7 +259,7 @@ class RemoteCore:
         except GeneratorExit:  # the loop is gone
             raise
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
-            self._end_all(_closed)
+            self._end_all(closed_early)
             await self._endings.tell_all()
             raise
         except BaseException as error:
@@ -273,7 +275,7 @@ class RemoteCore:
             for frames in messages:
                 await turns_here().take()
                 await self._take(frames)
-            self._look()
+            self._conditions.check()
             if self._is_cut and not messages:
                 reason = await self._describe_cut()
                 self.die(EngineDead(f"the engine is gone: {reason}"))
@@ -339,30 +341,24 @@ class RemoteCore:
 
     async def _on_outputs(self, body: wire.StepOutputsMessage) -> None:
         now = self.clock()
-        for started in body.started:
-            sequence = self._live.get(started.number)
-            if sequence is not None:
-                sequence.num_cached_tokens = started.num_cached_tokens
-                sequence.admitted_at = now
-                sequence.has_run = True
-                sequence.listener.on_started()
+        for started, sequence in self._with_sequences(body.started):
+            sequence.num_cached_tokens = started.num_cached_tokens
+            sequence.admitted_at = now
+            sequence.has_run = True
+            sequence.listener.on_started()
             self._waits_no_more(started.number)
-        for first in body.first:
-            sequence = self._live.get(first.number)
-            if sequence is not None:
-                sequence.children = ()  # its other choices are on their own from now on
-                sequence.first_token_at = now
-                sequence.admitted_at = now - first.prefill_time_s
+        for first, sequence in self._with_sequences(body.first):
+            sequence.children = ()  # its other choices are on their own from now on
+            sequence.first_token_at = now
+            sequence.admitted_at = now - first.prefill_time_s
         logprobs = dict(body.logprobs)
         last_of = {ended.number: ended for ended in body.ended}
         for begin in range(0, len(body.numbers), PUBLISH_SLICE):
             if begin:
                 await asyncio.sleep(0)
             self._on_tokens(body, begin, logprobs, last_of, now)
-        for of_prompt in body.prompts:
-            sequence = self._live.get(of_prompt.number)
-            if sequence is not None:
-                sequence.listener.on_prompt_logprobs(of_prompt.position, [of_prompt.logprobs])
+        for of_prompt, sequence in self._with_sequences(body.prompts):
+            sequence.listener.on_prompt_logprobs(of_prompt.position, [of_prompt.logprobs])
         self._on_ends(body)
         if body.record is not None:
             self._on_record(body.record)
@@ -390,25 +386,21 @@ class RemoteCore:
             sequence.listener.on_token(token_id, logprobs.get(index) if logprobs else None)
 
     def _on_ends(self, body: wire.StepOutputsMessage) -> None:
-        for ended in body.ended:
-            sequence = self._live.get(ended.number)
-            if sequence is not None:
-                sequence.finish_reason, sequence.stop_reason = ended.finish_reason, ended.stop_reason
-                sequence.num_preemptions = ended.num_preemptions
-                self._endings.add(sequence.order, self._release(sequence))
-        for failed in body.failed:
-            sequence = self._live.get(failed.number)
-            if sequence is not None:
-                fault = failed.fault
-                if 0 <= failed.dump_of < len(body.failed):
-                    fault = msgspec.structs.replace(fault, dump=body.failed[failed.dump_of].fault.dump)
-                error = to_error(fault)
-                is_end = isinstance(error, EngineClosed) or not isinstance(error, AioEngineError)
-                told = death_of(fault) if is_end else error
-                self._endings.add(sequence.order, self._release(sequence), told)  # type: ignore[arg-type]
-                if isinstance(error, EngineClosed | EngineDead):
-                    # Its last words follow; a listener that hears of the end finds it so here already.
-                    self.die(death_of(failed.fault))
+        for ended, sequence in self._with_sequences(body.ended):
+            sequence.finish_reason, sequence.stop_reason = ended.finish_reason, ended.stop_reason
+            sequence.num_preemptions = ended.num_preemptions
+            self._endings.add(sequence.order, self._release(sequence))
+        for failed, sequence in self._with_sequences(body.failed):
+            fault = failed.fault
+            if 0 <= failed.dump_of < len(body.failed):
+                fault = msgspec.structs.replace(fault, dump=body.failed[failed.dump_of].fault.dump)
+            error = to_error(fault)
+            is_end = isinstance(error, EngineClosed | EngineDead)
+            told = error if isinstance(error, AioEngineError) and not is_end else death_of(fault)
+            self._endings.add(sequence.order, self._release(sequence), told)
+            if is_end:
+                # Its last words follow; a listener that hears of the end finds it so here already.
+                self.die(death_of(failed.fault))
         if self._endings:
             self._endings.tell_some()
 
@@ -430,6 +422,10 @@ class RemoteCore:
 
     # Odds and ends
 
+    def _with_sequences(self, news: Iterable[News]) -> Iterator[tuple[News, Sequence]]:
+        """News of sequences, and these; without those that have ended here."""
+        return ((each, sequence) for each in news if (sequence := self._live.get(each.number)) is not None)
+
     def _release(self, sequence: Sequence) -> Listener:
         """Its listener, which hears its end now and nothing more."""
         del self._live[sequence.order]
@@ -444,10 +440,6 @@ class RemoteCore:
             self._unstarted.discard(order)
             self._on_capacity()
 
-    def _look(self) -> None:
-        if self._conditions:
-            self._conditions.check()
-
     def _end_all(self, error: Callable[[], AioEngineError]) -> None:
         self.is_stopped = True
         self.user_code.keep()
@@ -460,7 +452,3 @@ class RemoteCore:
 
 def _allowed(listener: Listener) -> int:
     return -1 if listener.num_allowed == UNLIMITED else listener.num_allowed
-
-
-def _closed() -> EngineClosed:
-    return EngineClosed("the engine was closed before this request had ended")

@@ -250,8 +250,9 @@ class Welcome:
 
     def _fail(self, error: Exception) -> None:
         if self.failure is None:
-            is_ours = isinstance(error, ConfigError | ModelLoadError | EngineDead)
-            self.failure = error if is_ours else EngineDead(f"{type(error).__name__}: {error}")  # type: ignore[assignment]
+            if not isinstance(error, ConfigError | ModelLoadError | EngineDead):
+                error = EngineDead(f"{type(error).__name__}: {error}")
+            self.failure = error
 
 
 async def welcome(

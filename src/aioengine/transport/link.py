@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -154,25 +155,21 @@ class ControlCalls:
     async def call(self, control: AnyControl) -> Any:
         """As `RemoteCore.call`."""
         packed = wire.pack_control(control)  # at once: a bad argument is refused now, and none is read later
-        if isinstance(control, UNBLOCKING_CALLS):
-            return await self._call(packed)  # the holders of all turns may wait for just this
-        async with self._turns:
-            return await self._call(packed)
-
-    async def _call(self, packed: msgspec.Raw) -> Any:
-        if self._end is not None:
-            raise self._end()
-        returned: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        call_id = self._send(packed)
-        self._returned[call_id] = returned
-        try:
-            return await returned
-        except asyncio.CancelledError:
-            if self._end is None:
-                self._link.send(wire.CancelCall(call_id))
-            raise
-        finally:
-            self._returned.pop(call_id, None)
+        # The holders of all turns may wait for just this one.
+        async with contextlib.nullcontext() if isinstance(control, UNBLOCKING_CALLS) else self._turns:
+            if self._end is not None:
+                raise self._end()
+            returned: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            call_id = self._send(packed)
+            self._returned[call_id] = returned
+            try:
+                return await returned
+            except asyncio.CancelledError:
+                if self._end is None:
+                    self._link.send(wire.CancelCall(call_id))
+                raise
+            finally:
+                self._returned.pop(call_id, None)
 
     def send(self, control: AnyControl) -> None:
         """Send a call whose answer is not awaited."""

@@ -33,6 +33,7 @@ import anyio
 from aioengine.errors import ConfigError
 from aioengine.text.worker import run_abandonable
 from aioengine.transport.child import FAMILY, LOG_LEVEL, PARENT_PID, read_log_line
+from aioengine.turns import running_loop
 
 logger = logging.getLogger("aioengine")
 
@@ -150,7 +151,7 @@ class Child:
                 os.close(pidfd)
             self._kill_family()
 
-        if _is_on_a_running_loop():
+        if running_loop() is not None:
             # No daemon: the interpreter's end waits for it. At that end there are no more threads.
             with contextlib.suppress(RuntimeError):
                 threading.Thread(target=bury, name="aioengine-child").start()
@@ -390,11 +391,3 @@ def _wait_for_exit(pidfd: int, deadline: float) -> bool:
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
-
-
-def _is_on_a_running_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True

@@ -152,7 +152,7 @@ class EngineServer:
             # Waits for last words, and for that long at most.
             await end_context(self._context, self._worker)
             if self._address.scheme == "ipc" and self._is_bound:
-                await self._worker.run(_remove, None, self._address.path)
+                await self._worker.run(lambda: Path(self._address.path).unlink(missing_ok=True), None)
         await self._worker.aclose()
 
     # Tasks
@@ -382,7 +382,3 @@ def _send_returned(session: Session, returned: wire.Returned) -> None:
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         refusal = InvalidRequest(f"what the call returned is no plain data, and cannot be sent: {error}")
         session.send(wire.Returned(returned.call_id, fault=to_fault(refusal)))
-
-
-def _remove(path: str) -> None:
-    Path(path).unlink(missing_ok=True)

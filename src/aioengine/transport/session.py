@@ -302,7 +302,8 @@ class Follower:
         session.token_ids.append(token_id)
         self._num_tokens += 1
         if self._num_tokens == 1:
-            session.news.first.append(wire.First(self.number, self._prefill_time_s()))
+            time_s = self.sequence.first_token_at - self.sequence.admitted_at
+            session.news.first.append(wire.First(self.number, 0.0 if math.isnan(time_s) else time_s))
         if self._num_tokens >= self.num_allowed:
             session.core.block(self.sequence)
 
@@ -335,10 +336,6 @@ class Follower:
         if not self._has_started:
             session.num_unstarted -= 1
         session.mark()
-
-    def _prefill_time_s(self) -> float:
-        time_s = self.sequence.first_token_at - self.sequence.admitted_at
-        return 0.0 if math.isnan(time_s) else time_s
 
 
 def _share_dumps(failed: list[wire.Failed]) -> list[wire.Failed]:

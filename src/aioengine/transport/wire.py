@@ -249,10 +249,6 @@ def _encode_array(value: Any) -> memoryview:
     raise TypeError(f"a {type(value).__name__} is no plain data")
 
 
-def _decode_array(kind: Any, value: Any) -> NDArray[np.float64]:
-    return np.frombuffer(value, FLOAT64)
-
-
 T = TypeVar("T")
 
 _encoder = msgspec.msgpack.Encoder()
@@ -360,7 +356,7 @@ class Reader(Generic[Body]):
 
     def __init__(self, kinds: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[Envelope[Body]] = msgspec.msgpack.Decoder(
-            Envelope[kinds], dec_hook=_decode_array
+            Envelope[kinds], dec_hook=lambda _, value: np.frombuffer(value, FLOAT64)
         )
         self.due = 0
         """The number of the next message."""
