@@ -41,25 +41,6 @@ def spans(starts: NDArray[np.integer], counts: NDArray[np.integer]) -> Int64:
     return positions
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptTokens:
-    """Prompt tokens of a step whose log-probabilities are asked for.
-
-    Attributes:
-        index: int32 [m], which of the plan's rows each belongs to, ascending.
-        positions: int32 [m], its logits_row in the prompt.
-        token_ids: int64 [m], what it is.
-        predicted_at: int64 [m], where in the step's tokens the one before it is.
-        num_top: likeliest tokens to report for each.
-    """
-
-    index: Int32
-    positions: Int32
-    token_ids: Int64
-    predicted_at: Int64
-    num_top: int
-
-
 @dataclass(slots=True)
 class Deltas:
     """What a step changes before it computes; each a `Span` of the step's extra words, or None.
@@ -98,6 +79,8 @@ class Step:
             for the fixed sections.
             ``extra_pairs``: samples, their rows of logits, and token ids, of tokens that are reported always.
             ``prompt``: indices of tokens, then the token ids behind them.
+        prompt_tokens: int32 [m] each, of the prompt tokens whose log-probabilities are asked for: which of the plan's
+            rows each belongs to, ascending; its position in the prompt.
         extra_counts, extra_ids: int64 [s], how many of those each sample has, and which; None: no sample has any.
         processed: which rows of logits have logits processors.
         learning: first sample, and the tokens to which its own is to be added once it is known.
@@ -124,7 +107,7 @@ class Step:
     extra_counts: Int64 | None = None
     extra_ids: Int32 | None = None
     prompt: Span | None = None
-    prompt_tokens: PromptTokens | None = None
+    prompt_tokens: tuple[Int32, Int32] | None = None
     processed: list[int] = field(default_factory=list)
     learning: list[tuple[int, list[int]]] = field(default_factory=list)
 
@@ -330,16 +313,7 @@ class Batch:
 
     def _ask_for_more(self, step: Step, rows: Int32, logits_row_of_sample: Int64) -> None:
         """What few steps bring: prompt tokens to be scored, tokens that are reported always, logits processors."""
-        plan, extra = step.plan, step.extra
-        offsets = np.concatenate(([0], np.cumsum(plan.num_tokens))).astype(np.int32)
-        prompt = self._prompt_tokens(plan, offsets)
-        if prompt is not None:
-            step.is_plain = False
-            step.prompt_tokens = prompt
-            step.prompt = extra.add(np.concatenate((prompt.predicted_at, prompt.token_ids)).astype(np.int32))
-            step.sizes = step.sizes._replace(
-                num_prompt=len(prompt.token_ids), num_prompt_top=min(prompt.num_top, self._vocab_size)
-            )
+        self._score_prompts(step)
         if self._logprob_token_ids and step.features.num_top >= 0:
             of_rows = [self._logprob_token_ids.get(row, NO_IDS) for row in rows.tolist()]
             of_samples = [
@@ -352,7 +326,7 @@ class Batch:
                 samples = np.repeat(np.arange(len(of_samples)), step.extra_counts)
                 step.extra_ids = np.concatenate(of_samples).astype(np.int32)
                 pairs = np.concatenate((samples, logits_row_of_sample[samples], step.extra_ids))
-                step.extra_pairs = extra.add(pairs.astype(np.int32))
+                step.extra_pairs = step.extra.add(pairs.astype(np.int32))
                 step.sizes = step.sizes._replace(num_extra=len(samples))
             else:
                 step.extra_counts = None
@@ -378,31 +352,28 @@ class Batch:
             self._num_choices.pop(row, None)
         return num_samples if (num_samples > 1).any() else None
 
-    def _prompt_tokens(self, plan: StepPlan, offsets: Int32) -> PromptTokens | None:
-        """Of the rows that ask: each prompt token that follows one which the plan computes.
-
-        Args:
-            offsets: int32 [b + 1], where each row's tokens begin in the step.
-        """
+    def _score_prompts(self, step: Step) -> None:
+        """Of the rows that ask: each prompt token that follows one which the plan computes."""
+        plan = step.plan
         num_top = self._prompt_logprobs[plan.rows]
         asking = (num_top >= 0).nonzero()[0]
         rows, starts = plan.rows[asking], plan.starts[asking]
         # The prompt's last token predicts an output token.
         counts = np.minimum(plan.num_tokens[asking], self._num_prompt_tokens[rows] - 1 - starts).clip(min=0)
         if not counts.any():
-            return None
+            return
         positions = spans(starts + 1, counts)
         token_ids = [
             self._known[row][position]
             for row, position in zip(np.repeat(rows, counts).tolist(), positions.tolist(), strict=True)
         ]
-        return PromptTokens(
-            index=np.repeat(asking, counts).astype(np.int32),
-            positions=positions.astype(np.int32),
-            token_ids=np.array(token_ids, np.int64),
-            predicted_at=spans(offsets[asking], counts),
-            num_top=int(num_top[asking].max()),
-        )
+        first_tokens = np.cumsum(plan.num_tokens) - plan.num_tokens
+        predicted_at = spans(first_tokens[asking], counts)
+        step.is_plain = False
+        step.prompt_tokens = np.repeat(asking, counts).astype(np.int32), positions.astype(np.int32)
+        step.prompt = step.extra.add(np.concatenate((predicted_at, token_ids)).astype(np.int32))
+        num_top_asked = min(int(num_top[asking].max()), self._vocab_size)
+        step.sizes = step.sizes._replace(num_prompt=len(token_ids), num_prompt_top=num_top_asked)
 
     def _write_rows(self, step: Step, ends: Int32, fixed: FixedWords[NDArray[Any]], size: int | None) -> None:
         plan, count = step.plan, len(step.plan.rows)

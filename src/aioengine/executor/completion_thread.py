@@ -53,7 +53,7 @@ class Pending(Generic[T]):
 
     def __init__(self, job: Callable[[], T | DeferredResult[T]]) -> None:
         self._job: Callable[[], T | DeferredResult[T]] | None = job
-        self._result: T | None = None
+        self._result: Any = None
         self._error: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._outcome = threading.Lock()
@@ -67,7 +67,8 @@ class Pending(Generic[T]):
             await self._waiter
         if self._error is not None:
             raise self._error
-        return self._result  # type: ignore[return-value]  # a job that raised nothing brought a T
+        result: T = self._result
+        return result
 
     def run(self) -> None:
         """Run the job, in the device thread; once it is launched, wait for its end, in the completion thread."""
@@ -84,7 +85,7 @@ class Pending(Generic[T]):
             self.is_launched = True
         else:
             self._job = None
-            self._end(result, None)  # type: ignore[arg-type]  # no DeferredResult: the condition above is too much for mypy
+            self._end(result, None)
 
     def fail(self, error: Exception) -> None:
         """Bring an error instead of the job's outcome, unless that is there. What is launched is still waited for."""
@@ -97,7 +98,7 @@ class Pending(Generic[T]):
         if self.is_done and self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _end(self, result: T | None, error: BaseException | None) -> None:
+    def _end(self, result: Any, error: BaseException | None) -> None:
         # Never released: of two threads the first one counts, where a device that was given up comes back after all.
         if self._outcome.acquire(blocking=False):
             self._result = result

@@ -184,12 +184,12 @@ def _step_logprobs(step: Step, out: DeviceOutputs[NDArray[Any]], is_good: NDArra
 
 
 def _prompt_logprobs(step: Step, scored: Scored[NDArray[Any]]) -> PromptLogprobs | None:
-    prompt = step.prompt_tokens
-    if prompt is None:
+    if step.prompt_tokens is None:
         return None
+    index, positions = step.prompt_tokens
     return PromptLogprobs(
-        index=prompt.index,
-        positions=prompt.positions,
+        index=index,
+        positions=positions,
         logprobs=scored.logprobs,
         ranks=scored.ranks,
         top_ids=scored.top_ids,

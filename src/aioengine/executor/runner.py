@@ -26,7 +26,7 @@ from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, Sam
 from aioengine.kernels.zeros import lazy_zeros
 from aioengine.models.decoder import Decoder
 from aioengine.sampler.outputs import DeviceOutputs, OutputSizes
-from aioengine.sampler.processors import run_processors
+from aioengine.sampler.processors import ProcessedRow, run_processors
 from aioengine.sampler.rules import RuleSizes
 from aioengine.sampler.sampler import Features, Sampler, SampleTensors
 from aioengine.scheduler.plan import StepPlan, StepResult
@@ -361,7 +361,11 @@ class Runner:
             self._sampler.put_tables(deltas.rules.of(extra))
 
     def _compute(self, step: Step, size: int | None, failures: dict[int, Exception]) -> Tensor:
-        """Enqueue the step; returns where its words will be."""
+        """Enqueue the step; returns where its words will be.
+
+        Args:
+            failures: filled by row of logits with what goes wrong with its processors.
+        """
         self._stats.num_computed_tokens += step.num_tokens
         self._stats.num_sampled_tokens += len(step.row_of_sample)
         if size is not None:
@@ -372,25 +376,12 @@ class Runner:
         # Memory of its own: the last graph's words may be on their way to the host still.
         out = torch.empty(max(step.sizes.num_words, 1), dtype=torch.int32, device=self._accelerator.device)
         self._accelerator.enqueue(self._compute_logits, step)
-        process = None
-        if step.processed:
+        rows: list[ProcessedRow] = []
+        if step.processed:  # functions of the host's, which must see the tokens so far
             self._learn(len(self._learning))
-            process = self._processing(step, failures)
-        self._accelerator.enqueue(self._sample, step, out, process)
+            rows = self._batch.processed_rows(step)
+        self._accelerator.enqueue(self._sample, step, out, rows, failures)
         return out
-
-    def _processing(self, step: Step, failures: dict[int, Exception]) -> Callable[[Tensor], None]:
-        """A step's logits processors, which are the host's and must see the tokens so far.
-
-        Args:
-            failures: by row of logits, what goes wrong with its processors.
-        """
-        rows = self._batch.processed_rows(step)
-
-        def process(logits: Tensor) -> None:
-            failures.update(run_processors(logits, rows))
-
-        return process
 
     def _decode_work(self, key: GraphKey) -> Work:
         """A step of single tokens as work of sizes alone, over the fixed words, that can be captured."""
@@ -441,7 +432,8 @@ class Runner:
                 wanted = wanted.index_select(0, step.logits_tokens.of(self._extra))
             self._logits = self._decoder.logits(wanted)
 
-    def _sample(self, step: Step, out: Tensor, process: Callable[[Tensor], None] | None) -> None:
+    def _sample(self, step: Step, out: Tensor, rows: list[ProcessedRow], failures: dict[int, Exception]) -> None:
+        process = (lambda logits: failures.update(run_processors(logits, rows))) if rows else None
         outputs, fixed, logits = DeviceOutputs.of(out, step.sizes), self._fixed, self._logits
         if logits is not None:
             samples, scored_rows = fixed.samples, fixed.scored_rows

@@ -131,10 +131,10 @@ class Device:
 
     weights: Weights
     runner: Runner
+    _accelerator: Accelerator
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._accelerator: Accelerator | None = None
         self._asleep: set[c.WakeTag] = set()
         self._num_layers = 1
         self._kv_bytes_per_token = 0
@@ -233,7 +233,7 @@ class Device:
         if self._recording is not None:
             raise already_recording()
         recording = Recording(call)
-        recording.start(self._accelerator.profiler_activities() if self._accelerator is not None else ())
+        recording.start(self._accelerator.profiler_activities())
         self._recording = recording
 
     def _stop_profile(self, path: Path) -> None:
@@ -305,17 +305,15 @@ class Device:
 
     def _use_threads(self, all_of_them: bool) -> None:
         if self._max_threads:
-            assert self._accelerator is not None
             self._accelerator.use_threads(self._max_threads if all_of_them else 1)
 
     def _return_memory(self) -> None:
-        if self._accelerator is not None:
-            self._accelerator.release()
+        self._accelerator.release()
         return_freed_memory()
 
     def free(self) -> None:
         self._drop_profile()
-        accelerator = self._accelerator
+        accelerator: Accelerator | None = vars(self).get("_accelerator")  # none where it was not found
         vars(self).clear()
         if accelerator is not None:
             with contextlib.suppress(Exception):  # a lost device gives nothing back while the process lives

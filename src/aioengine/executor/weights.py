@@ -147,7 +147,7 @@ class Weights:
 
     def _read(self, source: Path | None, placement: Placement) -> Decoder:
         if source is None:
-            return self._load(placement=placement, on_progress=_ignore_progress, should_stop=self._should_stop)
+            return self._load(placement=placement, on_progress=lambda *_: None, should_stop=self._should_stop)
         return load_weights(
             source,
             self.config,
@@ -235,7 +235,3 @@ class Weights:
 
 def _tensor(staged: StagedTensor) -> Tensor:
     return torch.from_numpy(staged.data).view(FILE_DTYPES[staged.dtype]).view(staged.shape)
-
-
-def _ignore_progress(done: int, total: int, what: str = "") -> None:
-    pass

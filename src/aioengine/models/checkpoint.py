@@ -32,10 +32,6 @@ class CheckpointTensor(msgspec.Struct, frozen=True):
     count: int
     shape: tuple[int, ...]
 
-    @property
-    def num_elements(self) -> int:
-        return torch.Size(self.shape).numel()
-
     def of(self, parameter: Tensor) -> Tensor:
         """The rows, as a view of the dense parameter."""
         return parameter.narrow(0, self.first, self.count)

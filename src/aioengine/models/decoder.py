@@ -218,7 +218,7 @@ class Decoder(nn.Module):
                 self._bind(operations)
 
     def _bind(self, operations: Operations) -> None:
-        layers = list(self.decoder_layers())
+        layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]  # by their type
         first_norm, *next_norms = [*(layer.input_norm for layer in layers), self.norm]
         self._embed, self._embedding = self.embedding.operations.embed, self.embedding.packed
         self._rms_norm, self._first_weight = operations.rms_norm, first_norm.weight
@@ -260,12 +260,6 @@ class Decoder(nn.Module):
     def linears(self) -> Iterator[Linear]:
         """All matrices, as they lie in a checkpoint."""
         return (module for module in self.modules() if isinstance(module, Linear))
-
-    def decoder_layers(self) -> Iterator[DecoderLayer]:
-        """``layers``, by their type."""
-        for layer in self.layers:
-            assert isinstance(layer, DecoderLayer)
-            yield layer
 
     def forward(self, token_ids: Tensor, attend: Attend) -> Tensor:
         """One step for tokens of any number of sequences.

@@ -339,10 +339,6 @@ def _rope(fields: ConfigFields, head_dim: int) -> tuple[tuple[float, ...], float
     return values, scale
 
 
-def _default_rope(fields: ConfigFields, periods: Tensor) -> tuple[Tensor, float]:
-    return 1.0 / periods, 1.0
-
-
 def _linear_rope(fields: ConfigFields, periods: Tensor) -> tuple[Tensor, float]:
     """As if positions were ``factor`` times closer (Chen et al., 2023, arXiv:2306.15595)."""
     return 1.0 / periods / fields.rope_parameters["factor"], 1.0
@@ -386,7 +382,7 @@ def _yarn_rope(fields: ConfigFields, periods: Tensor) -> tuple[Tensor, float]:
 
 
 ROPE_TYPES: dict[str, Callable[[ConfigFields, Tensor], tuple[Tensor, float]]] = {
-    "default": _default_rope,
+    "default": lambda _, periods: (1.0 / periods, 1.0),
     "linear": _linear_rope,
     "llama3": _llama3_rope,
     "yarn": _yarn_rope,

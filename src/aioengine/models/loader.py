@@ -116,7 +116,9 @@ def read_config(folder: ModelFolder, config: EngineConfig) -> DecoderConfig:
     is_stated = config.dtype != "auto" or any(folder.config.get(key) for key in ("dtype", "torch_dtype"))
     if is_stated or config.load_format == "dummy":
         return found
-    return _with_dtype_of_files(found, read_catalogue(folder.path))
+    stored = read_catalogue(folder.path)
+    dtypes = [FILE_DTYPES.get(stored[name].dtype) for name in (EMBEDDING, HEAD) if name in stored]
+    return msgspec.structs.replace(found, dtype=next(filter(None, dtypes), found.dtype))
 
 
 def load_weights(
@@ -296,11 +298,6 @@ def _check_tensor(stored: Stored, shape: tuple[int, ...]) -> None:
         )
     if stored.shape != shape:
         raise ModelLoadError(f"{where} has shape {list(stored.shape)}; config.json makes it {list(shape)}")
-
-
-def _with_dtype_of_files(config: DecoderConfig, stored: dict[str, Stored]) -> DecoderConfig:
-    dtypes = [FILE_DTYPES.get(stored[name].dtype) for name in (EMBEDDING, HEAD) if name in stored]
-    return msgspec.structs.replace(config, dtype=next(filter(None, dtypes), config.dtype))
 
 
 def _allocate(config: DecoderConfig, placement: Placement, quantization: Quantization | None) -> Decoder:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import secrets
 import shutil
 import stat
@@ -80,7 +81,7 @@ def _write_weights(decoder: Decoder, part: Path, max_shard_bytes: int, should_st
     tensors, item_bytes = checkpoint_tensors(decoder.config), decoder.config.dtype.itemsize
     split = split_state_dict_into_shards_factory(
         tensors,
-        get_storage_size=lambda tensor: tensor.num_elements * item_bytes,
+        get_storage_size=lambda tensor: math.prod(tensor.shape) * item_bytes,
         filename_pattern=FILES,
         max_shard_size=max_shard_bytes,
     )
