@@ -105,7 +105,7 @@ class _ParamsMeta(msgspec.StructMeta):
             raise InvalidRequest(f"{self.__name__} takes keywords alone, such as temperature=0.7", param="params")
         if not _PLAIN_PARAMS.issuperset(given):
             given = without_neutral(NEUTRAL_PARAMS, given, invalid)
-            check_known_fields(self, given, invalid)  # type: ignore[arg-type]
+            check_known_fields(SamplingParams, given, invalid)
         return super().__call__(**given)
 
 

@@ -215,7 +215,7 @@ class AwaitOnly:
 
     __slots__ = ("__weakref__", "_coroutine", "close", "send", "throw")
 
-    def __init__(self, coroutine: CoroutineType[Any, Any, Any]) -> None:
+    def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         self._coroutine = coroutine
         self.send = coroutine.send
         self.throw = coroutine.throw
@@ -247,7 +247,7 @@ def await_only(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Cor
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> Any:
-        return AwaitOnly(function(*args, **kwargs))  # type: ignore[arg-type]
+        return AwaitOnly(function(*args, **kwargs))
 
     if sys.version_info >= (3, 12):
         return inspect.markcoroutinefunction(call)

@@ -103,9 +103,14 @@ def check_known_fields(
     known = struct_type.__struct_fields__
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1) if len(name) <= MAX_NAME_CHARS else []
-            hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
+            hint = nearest(name, known) or f"; known: {', '.join(known)}"
             raise error(name, f"unknown parameter {shorten(name)}{hint}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Which of the known names may have been meant, to be put behind a message; empty if none comes near."""
+    near = difflib.get_close_matches(name, known, n=1) if len(name) <= MAX_NAME_CHARS else []
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 NOT_YET = "this engine cannot do it yet"
@@ -206,7 +211,9 @@ def _check(value: Any, rule: _Rule) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, SIZED) or (isinstance(value, np.ndarray) and value.ndim == 1):
-        _check_length(value, rule)
+        limit, unit = (rule.max_chars, "characters") if isinstance(value, str) else (rule.max_items, "items")
+        if len(value) > limit:
+            raise _Refused(f"it has {len(value):,} {unit}, and at most {limit:,} are allowed; give fewer")
     if isinstance(value, np.ndarray) and value.ndim == 1 and rule.takes_items:
         value = value.tolist()
     try:
@@ -216,13 +223,6 @@ def _check(value: Any, rule: _Rule) -> Any:
             raise
         checked = _convert(_without_numpy(value), rule)
     return _look_through(checked) if rule.is_looked_through else checked
-
-
-def _check_length(value: Any, rule: _Rule) -> None:
-    is_text = isinstance(value, str)
-    limit, unit = (rule.max_chars, "characters") if is_text else (rule.max_items, "items")
-    if len(value) > limit:
-        raise _Refused(f"it has {len(value):,} {unit}, and at most {limit:,} are allowed; give fewer")
 
 
 def _convert(value: Any, rule: _Rule) -> Any:

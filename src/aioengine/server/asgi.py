@@ -126,7 +126,8 @@ class AsgiExchange:
             pass
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
-        await self._send({"type": "http.response.start", "status": status, "headers": _raw(headers)})
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
     async def write(self, data: bytes) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
@@ -147,10 +148,6 @@ def _path_below(scope: Scope) -> str:
     if root and path.startswith(root) and path[len(root) : len(root) + 1] in ("", "/"):
         path = path[len(root) :]
     return path or "/"
-
-
-def _raw(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
-    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
 
 
 # For routes of your own

@@ -9,7 +9,6 @@ field where there is one.
 from __future__ import annotations
 
 import asyncio
-import difflib
 import logging
 import re
 import zlib
@@ -26,7 +25,7 @@ from aioengine.server.errors import ApiError, api_error_of, invalid_value, missi
 from aioengine.server.exchange import Exchange, PerLoop
 from aioengine.server.schema import Body, ChatMessage, StreamOptions, TextPart, is_given, known_names
 from aioengine.turns import turns_here
-from aioengine.validation import MAX_NAME_CHARS, shorten
+from aioengine.validation import MAX_NAME_CHARS, nearest, shorten
 
 T = TypeVar("T", bound=Body)
 
@@ -93,10 +92,10 @@ class IgnoredFields:
         for name in new[:MAX_TOLD_AT_ONCE]:
             whole = place + name
             if self._unknown == "refuse":
-                message = f"unknown field {shorten(whole)}{_nearest(name, known) or '; leave it out'}"
+                message = f"unknown field {shorten(whole)}{nearest(name, sorted(known)) or '; leave it out'}"
                 raise ApiError(400, "unknown_parameter", message, param=whole[:MAX_NAME_CHARS])
             if self._is_new(whole):
-                near = _nearest(name, known)
+                near = nearest(name, sorted(known))
                 logger.warning(
                     "requests have the unknown field %s, which is ignored%s (said once)", shorten(whole), near
                 )
@@ -169,11 +168,6 @@ def has_more_texts(data: bytes, limit: int) -> bool:
     """Whether more than ``limit`` JSON texts may be in it: each has an opening quote, and that is never escaped."""
     num_quotes = data.count(b'"')
     return num_quotes > limit and num_quotes - data.count(b'\\"') > limit
-
-
-def _nearest(name: str, known: frozenset[str]) -> str:
-    near = difflib.get_close_matches(name, sorted(known), n=1) if len(name) <= MAX_NAME_CHARS else []
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 # From an exchange

@@ -125,14 +125,8 @@ class SharedState(ServerState):
 class HttpProtocol(HttpToolsProtocol):
     """One connection. Its head timer runs where a head is due: before the first request, and once one has begun."""
 
-    def __init__(
-        self,
-        config: Config,
-        server_state: SharedState,
-        app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
-    ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
+    def __init__(self, config: Config, server_state: SharedState, app_state: dict[str, Any]) -> None:
+        super().__init__(config, server_state, app_state)
         self.access_log = False  # uvicorn's own; the app has one
         self._state = server_state
         self._limits = server_state.limits

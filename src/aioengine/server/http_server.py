@@ -7,6 +7,7 @@ and waits for idle connections. What is imported with this module is light; uvic
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import socket
 import warnings
@@ -177,6 +178,7 @@ class HttpServer:
             timeout_keep_alive=self._limits.keep_alive_timeout_s,  # type: ignore[arg-type]
         )
         self._config.load()
+        self._connect = functools.partial(HttpProtocol, self._config, self._state, {})
         self._is_closed = False
         self._servers: list[asyncio.Server] = []
         self._ticker: asyncio.TimerHandle | None = None
@@ -279,12 +281,6 @@ class HttpServer:
         while not is_over() and self._death is None:
             self._changed.clear()
             await self._changed.wait()
-
-    def _connect(self) -> asyncio.Protocol:
-        made: asyncio.Protocol = self._config.http_protocol_class(  # type: ignore[call-arg]
-            config=self._config, server_state=self._state, app_state={}, _loop=self._loop
-        )
-        return made
 
     def _tick(self) -> None:
         self._state.default_headers = [(b"date", formatdate(usegmt=True).encode())]

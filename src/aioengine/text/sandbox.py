@@ -72,7 +72,8 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree: nodes.Template = _Counting().visit(super()._parse(source, name, filename))
-        return tree.set_environment(self)  # type: ignore[return-value]
+        tree.set_environment(self)
+        return tree
 
     @staticmethod
     def concat(texts: Iterable[str]) -> str:
