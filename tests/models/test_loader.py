@@ -140,7 +140,7 @@ def test_without_a_stated_dtype_the_files_counts(copied: Copied) -> None:
 def test_the_dtype_of_a_file_may_differ_from_the_configs(copied: Copied) -> None:
     folder = copied()
     edit_json(folder / "config.json", dtype="float16")
-    weight = load(folder).norm.weight
+    weight = load(folder).norm
     assert torch.equal(weight, load_file(folder / SINGLE_FILE)["model.norm.weight"].half())
 
 
@@ -154,7 +154,7 @@ def test_dummy_weights_need_no_files_and_are_always_the_same(copied: Copied) -> 
     assert_same(first, second)
     assert 0 < first.layers[0].qkv.weight.abs().max() < 0.1
     assert len(first.embedding.weight.unique()) > 1000
-    assert (first.norm.weight == 1).all()
+    assert (first.norm == 1).all()
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
@@ -232,7 +232,7 @@ def test_each_layer_is_packed_before_the_next_is_read(checkpoint: Checkpoint, lo
     decoder = load(folder, lambda done, _: told.append(done), load_format=load_format, operations=operations)
     layer_bytes = sum(parameter.nbytes for parameter in decoder.layers[0].parameters())
     embedding_bytes = decoder.embedding.weight.nbytes
-    before_layers = 2 * embedding_bytes + decoder.norm.weight.nbytes
+    before_layers = 2 * embedding_bytes + decoder.norm.nbytes
     ends = [before_layers + number * layer_bytes for number in (1, 2, 3)]
     assert packed_at == [embedding_bytes, before_layers, *(end for end in ends for _ in range(4))]
     assert {linear.packed.layout for linear in decoder.linears()} == {"flipped"}

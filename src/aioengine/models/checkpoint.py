@@ -54,7 +54,7 @@ def checkpoint_tensors(config: DecoderConfig) -> dict[str, CheckpointTensor]:
     vocab_size, hidden_size = config.vocab_size, config.hidden_size
     tensors = {
         EMBEDDING: CheckpointTensor("embedding.weight", 0, vocab_size, (vocab_size, hidden_size)),
-        "model.norm.weight": CheckpointTensor("norm.weight", 0, hidden_size, (hidden_size,)),
+        "model.norm.weight": CheckpointTensor("norm", 0, hidden_size, (hidden_size,)),
     }
     if not config.tie_word_embeddings:
         tensors[HEAD] = CheckpointTensor("head.weight", 0, vocab_size, (vocab_size, hidden_size))
@@ -66,15 +66,15 @@ def checkpoint_tensors(config: DecoderConfig) -> dict[str, CheckpointTensor]:
 
 def _layer_tensors(c: DecoderConfig, layer: str) -> Iterator[tuple[str, CheckpointTensor]]:
     q, kv, mlp, hidden = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.intermediate_size, c.hidden_size
-    yield "input_layernorm.weight", CheckpointTensor(f"{layer}.input_norm.weight", 0, hidden, (hidden,))
-    yield "post_attention_layernorm.weight", CheckpointTensor(f"{layer}.mlp_norm.weight", 0, hidden, (hidden,))
+    yield "input_layernorm.weight", CheckpointTensor(f"{layer}.input_norm", 0, hidden, (hidden,))
+    yield "post_attention_layernorm.weight", CheckpointTensor(f"{layer}.mlp_norm", 0, hidden, (hidden,))
     of_qkv = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
     yield from _stacked(f"{layer}.qkv", of_qkv, hidden, c.qkv_bias)
     yield from _stacked(f"{layer}.output", {"self_attn.o_proj": hidden}, q, c.output_bias)
     yield from _stacked(f"{layer}.gate_up", {"mlp.gate_proj": mlp, "mlp.up_proj": mlp}, hidden, c.mlp_bias)
     yield from _stacked(f"{layer}.down", {"mlp.down_proj": hidden}, mlp, c.mlp_bias)
     if c.qk_norm:
-        norm = f"{layer}.qk_norm.weight"
+        norm = f"{layer}.qk_norm"
         yield "self_attn.q_norm.weight", CheckpointTensor(norm, 0, c.num_heads, (c.head_dim,))
         yield "self_attn.k_norm.weight", CheckpointTensor(norm, c.num_heads, c.num_kv_heads, (c.head_dim,))
 

@@ -105,18 +105,6 @@ class Linear(nn.Module):
         return lambda x: linear(x, packed, bias, out_dtype)
 
 
-class RMSNorm(nn.Module):
-    """The weight of `Operations.rms_norm`.
-
-    Args:
-        shape: of the weight; the mean is over the last of its dims.
-    """
-
-    def __init__(self, shape: tuple[int, ...], *, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = _parameter(shape, dtype)
-
-
 class DecoderLayer(nn.Module):
     """Attention and MLP, each on a normalised input and added to the residual stream."""
 
@@ -130,30 +118,29 @@ class DecoderLayer(nn.Module):
 
         self.config = c
         self.index = index
-        self.input_norm = RMSNorm((c.hidden_size,), dtype=dtype)
+        self.input_norm = _parameter((c.hidden_size,), dtype)
         self.qkv = linear(c.hidden_size, (num_qk + c.num_kv_heads) * c.head_dim, c.qkv_bias)
         # A row for each head, so that queries and keys are normalised by one operation.
-        self.qk_norm = RMSNorm((num_qk, c.head_dim), dtype=dtype) if c.qk_norm else None
+        self.qk_norm = _parameter((num_qk, c.head_dim), dtype) if c.qk_norm else None
         self.output = linear(c.num_heads * c.head_dim, c.hidden_size, c.output_bias)
-        self.mlp_norm = RMSNorm((c.hidden_size,), dtype=dtype)
+        self.mlp_norm = _parameter((c.hidden_size,), dtype)
         self.gate_up = linear(c.hidden_size, 2 * c.intermediate_size, c.mlp_bias)
         self.down = linear(c.intermediate_size, c.hidden_size, c.mlp_bias)
 
-    def bind(self, operations: Operations, next_norm: RMSNorm) -> Layer:
+    def bind(self, operations: Operations, next_norm: Tensor) -> Layer:
         """The layer as a function of (x, residual, attend), which adds to ``residual`` and returns the next layer's x.
 
         x: [tokens, hidden], the normalised residual.
         """
         index, window, eps = self.index, self.config.windows[self.index], self.config.rms_norm_eps
         qkv, output, gate_up, down = (each.product() for each in (self.qkv, self.output, self.gate_up, self.down))
-        qk_weight = self.qk_norm.weight if self.qk_norm is not None else None
-        mlp_weight, next_weight = self.mlp_norm.weight, next_norm.weight
+        qk_norm, mlp_norm = self.qk_norm, self.mlp_norm
         add_rms_norm, gated_activation = operations.add_rms_norm, operations.gated_activation
 
         def run(x: Tensor, residual: Tensor, attend: Attend) -> Tensor:
-            attended = attend(index, qkv(x), qk_weight, window=window)
-            x = add_rms_norm(output(attended), residual, mlp_weight, eps)
-            return add_rms_norm(down(gated_activation(gate_up(x))), residual, next_weight, eps)
+            attended = attend(index, qkv(x), qk_norm, window=window)
+            x = add_rms_norm(output(attended), residual, mlp_norm, eps)
+            return add_rms_norm(down(gated_activation(gate_up(x))), residual, next_norm, eps)
 
         return run
 
@@ -187,7 +174,7 @@ class Decoder(nn.Module):
             of_embedding = of_head if c.tie_word_embeddings else None
             self.embedding = Linear(c.hidden_size, c.vocab_size, bias=False, dtype=c.dtype, quantization=of_embedding)
             self.layers = nn.ModuleList(DecoderLayer(c, index, quantization) for index in range(c.num_layers))
-            self.norm = RMSNorm((c.hidden_size,), dtype=c.dtype)
+            self.norm = _parameter((c.hidden_size,), c.dtype)
             self.head = None
             if not c.tie_word_embeddings:
                 self.head = Linear(c.hidden_size, c.vocab_size, bias=False, dtype=c.dtype, quantization=of_head)
@@ -221,7 +208,7 @@ class Decoder(nn.Module):
         layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]  # by their type
         first_norm, *next_norms = [*(layer.input_norm for layer in layers), self.norm]
         self._embed, self._embedding = self.embedding.operations.embed, self.embedding.packed
-        self._rms_norm, self._first_weight = operations.rms_norm, first_norm.weight
+        self._rms_norm, self._first_norm = operations.rms_norm, first_norm
         self._bound = tuple(layer.bind(operations, norm) for layer, norm in zip(layers, next_norms, strict=True))
         self._head = (self.embedding if self.head is None else self.head).product(torch.float32)
 
@@ -271,7 +258,7 @@ class Decoder(nn.Module):
             [tokens, hidden_size], after the final norm.
         """
         residual = self._embed(token_ids, self._embedding)
-        x = self._rms_norm(residual, self._first_weight, self.config.rms_norm_eps)
+        x = self._rms_norm(residual, self._first_norm, self.config.rms_norm_eps)
         for layer in self._bound:
             x = layer(x, residual, attend)
         return x
