@@ -12,13 +12,13 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args
+from typing import TYPE_CHECKING, Any, Literal, Union
 
 import msgspec
 from msgspec.structs import force_setattr
 
 from aioengine.errors import InvalidRequest
-from aioengine.validation import shorten
+from aioengine.validation import check_fields, invalid, shorten
 
 WeightDtype = Literal["F32", "BF16", "F16"]
 """As safetensors names them."""
@@ -57,7 +57,7 @@ class Pause(Control, frozen=True):
     mode: PauseMode = "keep"
 
     def __post_init__(self) -> None:
-        _check_mode(self.mode)
+        check_fields(self, invalid)
 
 
 class Resume(Control, frozen=True):
@@ -80,9 +80,7 @@ class Sleep(Control, frozen=True):
     mode: PauseMode = "abort"
 
     def __post_init__(self) -> None:
-        if isinstance(self.level, bool) or self.level not in get_args(SleepLevel):
-            raise InvalidRequest(f"level={shorten(self.level)}: 0, 1 or 2 is needed", param="level")
-        _check_mode(self.mode)
+        check_fields(self, invalid)
 
 
 class WakeUp(Control, frozen=True):
@@ -288,12 +286,6 @@ else:  # for decoders
 def name_of(call: Control) -> str:
     """Such as "save_sharded_state"."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", type(call).__name__).lower()
-
-
-def _check_mode(mode: object) -> None:
-    if not isinstance(mode, str) or mode not in get_args(PauseMode):
-        modes = ", ".join(map(repr, get_args(PauseMode)))
-        raise InvalidRequest(f"mode={shorten(mode)}: choose one of {modes}", param="mode")
 
 
 def _check_count(count: object, param: str) -> None:

@@ -14,7 +14,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar, TypeVarTuple, overload
+from typing import Any, TypeVar, TypeVarTuple
 
 import torch
 
@@ -71,12 +71,6 @@ class DeviceThread:
     def should_stop(self) -> Callable[[], bool]:
         """For long jobs to ask from the thread: whether it is to end, since it was told so or its loop is gone."""
         return self._work.should_stop
-
-    @overload
-    def submit(self, job: Callable[[*Ts], DeferredResult[T]], *args: *Ts) -> Pending[T]: ...
-
-    @overload
-    def submit(self, job: Callable[[*Ts], T | DeferredResult[T]], *args: *Ts) -> Pending[T]: ...
 
     def submit(self, job: Callable[[*Ts], T | DeferredResult[T]], *args: *Ts) -> Pending[T]:
         """Queue a job with its arguments, without waiting. Once the thread is to stop, it fails with `DeviceLost`."""
