@@ -2,6 +2,7 @@
 
 import sys
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from kernels.harness import BOTH, DEVICE, TOLERANCES, assert_same, int32, make_c
 from kernels.paged_cases import assert_close, paged_case
 from torch import Tensor
 
-from aioengine.kernels.attention.paged import KVCacheShape, PagedAttention, StepTensors
+from aioengine.kernels.attention.paged import KVCacheShape, PagedAttention
 from aioengine.kernels.operations import PagedKV
 from aioengine.kernels.torch import operations as reference
 
@@ -62,14 +63,14 @@ class Case:
         self.tiles = int32([[row, firsts[row], *rows[row][::-1]] for row in range(len(rows))])
         seen = [[row, firsts[row], start + 1] for row, (start, _) in enumerate(decodes)]
         tiles = int32([[row, firsts[row], *rows[row][::-1]] for row in range(len(decodes), len(rows))])
-        self.step = StepTensors(
-            positions=positions.int(),
-            slots=slots.int(),
-            decodes=int32(seen) if decodes else None,
-            tiles=tiles if chunks else None,
-            num_splits=self.attention.num_splits(len(decodes), 201),
-            max_context=201,
-        )
+        self.step: dict[str, Any] = {
+            "positions": positions.int(),
+            "slots": slots.int(),
+            "decodes": int32(seen) if decodes else None,
+            "tiles": tiles if chunks else None,
+            "num_splits": self.attention.num_splits(len(decodes), 201),
+            "max_context": 201,
+        }
 
     def oracle(self, window: int | None = None) -> Tensor:
         out = torch.empty_like(self.case.q)
@@ -87,7 +88,7 @@ def test_a_step_is_the_oracles_in_layers_of_any_window_and_leaves_its_keys_in_th
     ops: ModuleType, decodes: list[tuple[int, int]], chunks: list[tuple[int, int]], dtype: torch.dtype
 ) -> None:
     case = Case(ops, decodes, chunks, dtype)
-    attend = case.attention.begin(case.step)
+    attend = case.attention.begin(**case.step)
     for layer, window in enumerate((None, 5)):
         assert_close(attend(layer, case.qkv.clone(), None, window=window), case.oracle(window))
     assert_same(case.attention.cache, case.full)

@@ -20,7 +20,7 @@ from aioengine.executor.batch import NUM_TOP_SIZES, Batch, Deltas, Step
 from aioengine.executor.graphs import DecodeGraphs, GraphKey
 from aioengine.executor.launched import LaunchedStep, PinnedBuffers
 from aioengine.executor.step_words import WORDS_A_ROW, ExtraWords, FixedWords
-from aioengine.kernels.attention.paged import PagedAttention, StepTensors
+from aioengine.kernels.attention.paged import PagedAttention
 from aioengine.kernels.operations import Operations
 from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow, param_of
 from aioengine.kernels.zeros import lazy_zeros
@@ -250,8 +250,7 @@ class Runner:
         for table in (self._history, self._sampler.masks):
             self._operations.put_spans(table, tiles, no_block)
         self._attention.copy_blocks(no_block, no_block)
-        step = StepTensors(positions=positions, slots=slots, decodes=None, tiles=tiles, num_splits=1, max_context=1)
-        self._decoder(token_ids, self._attention.begin(step))
+        self._decoder(token_ids, self._attention.begin(positions=positions, slots=slots, tiles=tiles))
 
     def _attend_to_nothing(self, layer: int, qkv: Tensor, qk_weight: Tensor | None, *, window: int | None) -> Tensor:
         assert self._decoder is not None
@@ -407,7 +406,7 @@ class Runner:
         token_ids, positions, slots = self._operations.gather_tokens(
             fixed.rows[:num_rows], self._history, self._block_tables, self._block_size, num_tokens
         )
-        step = StepTensors(
+        attend = attention.begin(
             positions=positions,
             slots=slots,
             decodes=fixed.decodes[:num_decodes] if num_decodes else None,
@@ -415,7 +414,7 @@ class Runner:
             num_splits=attention.num_splits(num_decodes, max_context) if num_decodes else 1,
             max_context=max_context,
         )
-        hidden: Tensor = self._decoder(token_ids, attention.begin(step))
+        hidden: Tensor = self._decoder(token_ids, attend)
         return hidden
 
     def _compute_logits(self, step: Step) -> None:

@@ -41,26 +41,6 @@ class KVCacheShape:
         return 2 * self.num_layers * elements * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTensors:
-    """Where a step's tokens are, on the device; arguments as in `Operations`.
-
-    Attributes:
-        positions, slots: int32 [T].
-        decodes: int32 [m, 3]; None: none.
-        tiles: int32 [m, 4]; None: none.
-        num_splits: of long contexts.
-        max_context: no context is longer.
-    """
-
-    positions: Tensor
-    slots: Tensor
-    decodes: Tensor | None
-    tiles: Tensor | None
-    num_splits: int
-    max_context: int
-
-
 class PagedAttention:
     """Keys and values in one tensor, and the model's numbers that attention needs.
 
@@ -101,23 +81,37 @@ class PagedAttention:
         """For so many single query tokens."""
         return choose_num_splits(num_rows, self._num_kv_heads, max_context, self._num_multiprocessors)
 
-    def begin(self, step: StepTensors) -> Callable[..., Tensor]:
-        """What `aioengine.models.decoder.Decoder` calls in each layer of a step."""
+    def begin(
+        self,
+        *,
+        positions: Tensor,
+        slots: Tensor,
+        decodes: Tensor | None = None,
+        tiles: Tensor | None = None,
+        num_splits: int = 1,
+        max_context: int = 1,
+    ) -> Callable[..., Tensor]:
+        """What `aioengine.models.decoder.Decoder` calls in each layer of a step; arguments as in `Operations`.
+
+        Args:
+            positions, slots: int32 [T].
+            decodes: int32 [m, 3]. tiles: int32 [m, 4].
+            num_splits: of the contexts of ``decodes``, none of which is longer than ``max_context``.
+        """
 
         def attend(layer: int, qkv: Tensor, qk_weight: Tensor | None, *, window: int | None) -> Tensor:
             """Rotate, write this step's keys and values, then attend: [T, h · d] from [T, (h + 2 g) · d]."""
             operations, k_cache, v_cache = self.operations, self.cache[2 * layer], self.cache[2 * layer + 1]
             assert self.rope_table is not None
             q = operations.rotate_and_write(
-                qkv, step.positions, step.slots, self.rope_table, qk_weight, self._eps, k_cache, v_cache
+                qkv, positions, slots, self.rope_table, qk_weight, self._eps, k_cache, v_cache
             )
             out = torch.empty_like(q)
             kv = PagedKV(k_cache, v_cache, self._block_tables, self._softmax_scale, window)
-            if step.decodes is not None:
-                sizes = {"num_splits": step.num_splits, "max_context": step.max_context}
-                operations.attend_decode(q, kv, step.decodes, out, **sizes)
-            if step.tiles is not None:
-                operations.attend_prefill(q, kv, step.tiles, out)
+            if decodes is not None:
+                operations.attend_decode(q, kv, decodes, out, num_splits=num_splits, max_context=max_context)
+            if tiles is not None:
+                operations.attend_prefill(q, kv, tiles, out)
             return out.flatten(1)
 
         return attend
