@@ -7,6 +7,7 @@ the states of the parts are put together in their order, in one chunk or by a se
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,7 @@ from aioengine.kernels.native.kernels.simd import (
 )
 
 read_f32, write_f32 = FLOAT32.load, FLOAT32.store
+ONE = np.float32(1)
 
 # The arguments of `attend_decode`, by their offsets. K_CACHE, V_CACHE: lines of `LINE_BYTES` a position and KV head.
 # DECODES: int32 [decodes, 3]. SOFT_CAP: 0: none. STATES: float32 [decodes, NUM_PARTS, heads, a state].
@@ -132,19 +134,29 @@ def multiply_add(b: Any, sums: Any, x: Any, y: Any) -> Any:
     return call(b, "llvm.x86.avx512bf16.dpbf16ps.512", sums.type, sums, b.bitcast(x, pairs), b.bitcast(y, pairs))
 
 
-def make_products(lane: ir.Type, heads: int) -> Any:
+HEADS_AT_ONCE = (4, 2, 1)
+"""Query heads that share each key and value that is loaded, as many as there are."""
+
+
+@inlined
+def heads_at_once(num_heads):
+    return 4 if num_heads >= 4 else 2 if num_heads >= 2 else 1
+
+
+def make_products(lane: ir.Type) -> Any:
     """A function that multiplies 1, 2 or 4 queries with as many keys as make the sums a register each.
 
     Args:
+        heads: how many queries.
         q: the queries, ``q_stride`` bytes apart: float32, or words like the keys', with zeros to whole vectors.
         k, offsets: a key is at k + offsets[n]: ``count`` numbers of a type, in whole vectors, or words of two bfloat16.
         to: float32 [heads, SEGMENT], of which the first columns are written.
     """
-    num_keys, sums = REGISTER_LANES // heads, ir.VectorType(F32, REGISTER_LANES)
+    sums = ir.VectorType(F32, REGISTER_LANES)
     words = ir.VectorType(I32 if lane is I32 else F32, REGISTER_LANES)
 
-    @instruction(types.none, *[types.int64] * 6)
-    def products(b: Any, q: Any, q_stride: Any, k: Any, offsets: Any, count: Any, to: Any) -> None:
+    def emit(b: Any, heads: int, q: Any, q_stride: Any, k: Any, offsets: Any, count: Any, to: Any) -> None:
+        num_keys = REGISTER_LANES // heads
         places = [(head, key) for head in range(heads) for key in range(num_keys)]
         held = {place: cgutils.alloca_once(b, sums) for place in places}
         for place in places:
@@ -174,23 +186,41 @@ def make_products(lane: ir.Type, heads: int) -> Any:
             of_head = shuffled(b, totals, totals, range(head * num_keys, (head + 1) * num_keys))
             store(b, b.add(to, number(4 * SEGMENT * head)), of_head, 4)
 
+    @instruction(types.none, *[types.int64] * 7)
+    def products(b: Any, heads: Any, *arguments: Any) -> None:
+        for each in HEADS_AT_ONCE:
+            with b.if_then(b.icmp_signed("==", heads, number(each))):
+                emit(b, each, *arguments)
+
     return products
 
 
-def make_weighted_sum(lane: ir.Type, heads: int, vectors: int) -> Any:
+MOST_SUMS = 16 if REGISTER_LANES == LANES else 4
+"""Vectors of 16 sums that stay in registers."""
+
+
+def widest(heads: int) -> int:
+    """Vectors of sums of so many heads that are changed together."""
+    return min(4, MOST_SUMS // heads)
+
+
+def make_weighted_sum(lane: ir.Type) -> Any:
     """A function that makes sums · factor + Σ weight · value of sums.
 
     Args:
-        weights: float32, of 1, 2 or 4 queries, `SEGMENT` apart.
+        heads: 1, 2 or 4 queries.
+        vectors: how many of each query's sums are changed, 1 or as many as `widest` says.
+        weights: float32, of the queries, `SEGMENT` apart.
         v, offsets: a value is at v + offsets[n].
         factors: float32, a query's in each line of 64 bytes.
-        sums: float32, a query's ``stride`` bytes apart; of each as many vectors are changed.
+        sums: float32, a query's ``stride`` bytes apart.
         ahead, later: what is at ahead + later[n] is brought into the cache.
     """
 
-    @instruction(types.none, *[types.int64] * 9)
-    def weighted_sum(
+    def emit(
         b: Any,
+        heads: int,
+        vectors: int,
         weights: Any,
         v: Any,
         offsets: Any,
@@ -229,29 +259,18 @@ def make_weighted_sum(lane: ir.Type, heads: int, vectors: int) -> Any:
             whole = shuffled(b, registers[0], registers[-1], range(LANES))
             store(b, at[place], in_memory_order(b, whole, lane), 64)
 
+    @instruction(types.none, *[types.int64] * 11)
+    def weighted_sum(b: Any, heads: Any, vectors: Any, *arguments: Any) -> None:
+        for each in HEADS_AT_ONCE:
+            with b.if_then(b.icmp_signed("==", heads, number(each))):
+                for most in sorted({1, widest(each)}):
+                    with b.if_then(b.icmp_signed("==", vectors, number(most))):
+                        emit(b, each, most, *arguments)
+
     return weighted_sum
 
 
-def for_heads(make: Callable[[int], Any]) -> Any:
-    """A function that does something for the heads of a group: four, two or one at once, by what is made for so many;
-    they get the first head before the arguments."""
-    of_4, of_2, of_1 = (make(heads) for heads in (4, 2, 1))
-
-    @inlined
-    def for_each(args, *arguments):
-        head, group = 0, get_i64(args + NUM_HEADS) // get_i64(args + NUM_KV_HEADS)
-        while head + 4 <= group:
-            of_4(head, args, *arguments)
-            head += 4
-        if head + 2 <= group:
-            of_2(head, args, *arguments)
-            head += 2
-        if head < group:
-            of_1(head, args, *arguments)
-
-    return for_each
-
-
+@cache
 def make_pad(lane: ir.Type) -> Any:
     @instruction(types.none, types.int64, types.int64, types.int64)
     def copy(b: Any, source: Any, to: Any, count: Any) -> None:
@@ -296,66 +315,56 @@ def make_score(lane: ir.Type) -> Any:
     """A function that writes the products of queries with a segment's keys; what is at the same offsets from ``ahead``
     comes into the cache meanwhile."""
     per_word = 2 if lane is I32 else 1
-    pad = make_pad(I16 if lane is I32 else lane)
-
-    def for_some(heads: int) -> Any:
-        products, num_keys = make_products(lane, heads), REGISTER_LANES // heads
-
-        @inlined
-        def score(head, args, room, q, q_stride, k, offsets, begin, end, ahead, later):
-            line_bytes, count = get_i64(args + LINE_BYTES), padded(get_i64(args + HEAD_DIM)) // per_word
-            for n in range(begin // num_keys * num_keys, end, num_keys):
-                to = room + SCORES + 4 * (SEGMENT * head + n)
-                products(q + head * q_stride, q_stride, k, offsets + 8 * n, count, to)
-                for key in range(n, n + num_keys):
-                    for at in range(0, line_bytes, 64):
-                        prefetch(ahead + get_i64(later + 8 * key) + at)
-
-        return score
-
-    for_each = for_heads(for_some)
+    pad, products = make_pad(I16 if lane is I32 else lane), make_products(lane)
 
     @inlined
     def score(args, room, q, q_stride, k, offsets, begin, end, ahead):
-        later = offsets
+        head, group, later = 0, get_i64(args + NUM_HEADS) // get_i64(args + NUM_KV_HEADS), offsets
+        line_bytes, count = get_i64(args + LINE_BYTES), padded(get_i64(args + HEAD_DIM)) // per_word
         if get_i64(args + HEAD_DIM) % LANES:
             pad(room, k, offsets, get_i64(args + HEAD_DIM))
             k, offsets = room + LINES, room + PLACES
-        for_each(args, room, q, q_stride, k, offsets, begin, end, ahead, later)
+        while head < group:
+            heads = heads_at_once(group - head)
+            num_keys = REGISTER_LANES // heads
+            n = begin & -num_keys  # no range by a step that is not constant, for which numba divides
+            while n < end:
+                to = room + SCORES + 4 * (SEGMENT * head + n)
+                products(heads, q + head * q_stride, q_stride, k, offsets + 8 * n, count, to)
+                for key in range(n, n + num_keys):
+                    for at in range(0, line_bytes, 64):
+                        prefetch(ahead + get_i64(later + 8 * key) + at)
+                n += num_keys
+            head += heads
 
     return score
 
 
 def make_add_values(lane: ir.Type) -> Any:
     """A function that adds a segment's weighted values to the states of a group."""
-    pad, size = make_pad(lane), lane_bytes(lane)
-
-    def for_some(heads: int) -> Any:
-        vectors = 4 if REGISTER_LANES == LANES else 4 // heads
-        wide, narrow = make_weighted_sum(lane, heads, vectors), make_weighted_sum(lane, heads, 1)
-
-        @inlined
-        def add_values(head, args, room, v, offsets, begin, num_keys, state, stride, ahead, later):
-            head_dim = get_i64(args + HEAD_DIM)
-            weights, factors = room + SCORES + 4 * (SEGMENT * head + begin), room + FACTORS + 64 * head
-            offsets, later, sums, n = offsets + 8 * begin, later + 8 * begin, state + head * stride, 0
-            while n + LANES * vectors <= head_dim:
-                wide(weights, v + n * size, offsets, num_keys, factors, sums + 4 * n, stride, ahead + n * size, later)
-                n += LANES * vectors
-            while n < head_dim:
-                narrow(weights, v + n * size, offsets, num_keys, factors, sums + 4 * n, stride, ahead + n * size, later)
-                n += LANES
-
-        return add_values
-
-    for_each = for_heads(for_some)
+    pad, weighted_sum, size = make_pad(lane), make_weighted_sum(lane), lane_bytes(lane)
 
     @inlined
     def add_values(args, room, v, offsets, begin, num_keys, state, stride, ahead, later):
-        if get_i64(args + HEAD_DIM) % LANES:
-            pad(room, v, offsets, get_i64(args + HEAD_DIM))
+        head, group, head_dim = 0, get_i64(args + NUM_HEADS) // get_i64(args + NUM_KV_HEADS), get_i64(args + HEAD_DIM)
+        if head_dim % LANES:
+            pad(room, v, offsets, head_dim)
             v, offsets = room + LINES, room + PLACES
-        for_each(args, room, v, offsets, begin, num_keys, state, stride, ahead, later)
+        offsets, later = offsets + 8 * begin, later + 8 * begin
+        while head < group:
+            heads, n = heads_at_once(group - head), 0
+            weights, factors = room + SCORES + 4 * (SEGMENT * head + begin), room + FACTORS + 64 * head
+            while n < head_dim:
+                vectors = min(4, MOST_SUMS // heads)
+                if n + LANES * vectors > head_dim:
+                    vectors = 1
+                sums = state + head * stride + 4 * n
+                weighted_sum(
+                    heads, vectors, weights, v + n * size, offsets, num_keys, factors, sums, stride, ahead + n * size,
+                    later,
+                )  # fmt: skip
+                n += LANES * vectors
+            head += heads
 
     return add_values
 
@@ -369,17 +378,18 @@ def padded(head_dim):
 
 
 @inlined
-def clear_states(states, num_states, head_dim):
+def clear_states(states, num_states, head_dim, weight):
     for nth in range(num_states):
-        clear_state(states + nth * (4 * padded(head_dim) + 128), padded(head_dim))
+        clear_state(states + nth * (4 * padded(head_dim) + 128), padded(head_dim), weight)
 
 
 @inlined
-def clear_state(state, padded_dim):
+def clear_state(state, padded_dim, weight):
+    """Of no key: the weights' sum is 0, or 1 for a result of zeros."""
     for n in range(0, padded_dim, LANES):
         write_f32(state + 4 * n, zeros())
     put_f32(state + 4 * padded_dim, LOWEST)
-    put_f32(state + 4 * padded_dim + 64, ZERO)
+    put_f32(state + 4 * padded_dim + 64, weight)
 
 
 @inlined
@@ -431,50 +441,53 @@ def weigh(args, room, group, state, stride, begin, end):
         write_f32(highest_at + 64, splat(get_f32(highest_at + 64)) * factor + splat(sum_of(total)))
 
 
-def make_attend_decode(memory: Memory, lane: ir.Type) -> Any:
-    """A chunk is a query token, some KV heads and, with `NUM_SPLITS` above 1, every so many-th part of the context,
-    whose states it leaves to `combine`.
+@inlined
+def read_scales(args, room, k, v, offsets):
+    """The scales of a segment's int8 keys and values, which are behind these."""
+    for n in range(SEGMENT):
+        at = get_i64(offsets + 8 * n) + get_i64(args + HEAD_DIM)
+        put_f32(room + SCALES + 4 * n, get_f32(k + at))
+        put_f32(room + SCALES + 4 * (SEGMENT + n), get_f32(v + at))
 
-    Args:
-        memory: of queries, of the result, and of keys and values, unless these are int8.
-        lane: as which keys are read, of bfloat16 words of two where these can be multiplied.
-    """
-    copy_queries, score, add_values = (
-        make_copy_queries(memory, lane), make_score(lane), make_add_values(I16 if lane is I32 else lane),
-    )  # fmt: skip
-    copy_queries_int8, score_int8, add_values_int8 = make_copy_queries(memory, I8), make_score(I8), make_add_values(I8)
-    finish, size = make_finish(memory), memory.size
-    room_for_queries, room_for_total, room_for_part, room_for_segment = (
-        stack(4 * MAX_STATES), stack(4 * MAX_STATES), stack(4 * MAX_STATES), stack(ROOM_BYTES),
-    )  # fmt: skip
+
+def make_attend_segment(lane: ir.Type) -> Any:
+    """A function that adds a segment's keys and values to the states of a group."""
+    score, add_values = make_score(lane), make_add_values(I16 if lane is I32 else lane)
+    score_int8, add_values_int8 = make_score(I8), make_add_values(I8)
 
     @inlined
     def attend_segment(args, room, q, k, v, offsets, begin, end, ahead, later, state, stride):
-        """A segment's keys and values for the query heads of a group."""
-        group, head_dim = get_i64(args + NUM_HEADS) // get_i64(args + NUM_KV_HEADS), get_i64(args + HEAD_DIM)
-        is_int8 = get_i64(args + IS_INT8)
-        if is_int8:
-            for n in range(SEGMENT):
-                at = get_i64(offsets + 8 * n) + head_dim
-                put_f32(room + SCALES + 4 * n, get_f32(k + at))
-                put_f32(room + SCALES + 4 * (SEGMENT + n), get_f32(v + at))
+        group = get_i64(args + NUM_HEADS) // get_i64(args + NUM_KV_HEADS)
+        if get_i64(args + IS_INT8):
+            read_scales(args, room, k, v, offsets)
             score_int8(args, room, q, stride, k, offsets, begin, end, v)
-        else:
-            score(args, room, q, stride, k, offsets, begin, end, v)
-        weigh(args, room, group, state, stride, begin, end)
-        if is_int8:
+            weigh(args, room, group, state, stride, begin, end)
             add_values_int8(args, room, v, offsets, begin, end - begin, state, stride, ahead, later)
         else:
+            score(args, room, q, stride, k, offsets, begin, end, v)
+            weigh(args, room, group, state, stride, begin, end)
             add_values(args, room, v, offsets, begin, end - begin, state, stride, ahead, later)
+
+    return attend_segment
+
+
+def make_attend_part(lane: ir.Type) -> Any:
+    """A function that makes the states of a part, of some KV heads: segment by segment, each for these heads, with the
+    next one's keys found meanwhile.
+
+    Args:
+        first: the first position that is seen.
+        states: float32, of the query heads of the KV heads.
+    """
+    attend_segment = make_attend_segment(lane)
 
     @inlined
     def attend_part(args, room, q, table, context, first, part, first_kv_head, end_kv_head, states):
-        """A part's segments, each for some KV heads."""
         group, num_kv_heads = get_i64(args + NUM_HEADS) // get_i64(args + NUM_KV_HEADS), get_i64(args + NUM_KV_HEADS)
         block_size, line_bytes = get_i64(args + BLOCK_SIZE), get_i64(args + LINE_BYTES)
         k_cache, v_cache = get_i64(args + K_CACHE), get_i64(args + V_CACHE)
         stride = 4 * padded(get_i64(args + HEAD_DIM)) + 128
-        clear_states(states, (end_kv_head - first_kv_head) * group, get_i64(args + HEAD_DIM))
+        clear_states(states, (end_kv_head - first_kv_head) * group, get_i64(args + HEAD_DIM), ZERO)
         num_segments = (context + SEGMENT - 1) // SEGMENT
         first_segment = max(part * (PART // SEGMENT), first // SEGMENT)
         for segment in range(first_segment, min((part + 1) * (PART // SEGMENT), num_segments)):
@@ -496,6 +509,23 @@ def make_attend_decode(memory: Memory, lane: ir.Type) -> Any:
                     here, begin, end, k_cache + next_head * line_bytes, list_of_next, states + nth * stride, stride,
                 )  # fmt: skip
 
+    return attend_part
+
+
+def make_attend_decode(memory: Memory, lane: ir.Type) -> Any:
+    """A chunk is a query token, some KV heads and, with `NUM_SPLITS` above 1, every so many-th part of the context,
+    whose states it leaves to `combine`.
+
+    Args:
+        memory: of queries, of the result, and of keys and values, unless these are int8.
+        lane: as which keys are read, of bfloat16 words of two where these can be multiplied.
+    """
+    copy_queries, copy_queries_int8 = make_copy_queries(memory, lane), make_copy_queries(memory, I8)
+    attend_part, finish, size = make_attend_part(lane), make_finish(memory), memory.size
+    room_for_queries, room_for_total, room_for_part, room_for_segment = (
+        stack(4 * MAX_STATES), stack(4 * MAX_STATES), stack(4 * MAX_STATES), stack(ROOM_BYTES),
+    )  # fmt: skip
+
     def attend_decode(args, chunk, thread):
         num_heads, num_kv_heads, head_dim = (
             get_i64(args + NUM_HEADS), get_i64(args + NUM_KV_HEADS), get_i64(args + HEAD_DIM),
@@ -507,29 +537,26 @@ def make_attend_decode(memory: Memory, lane: ir.Type) -> Any:
         end_kv_head = min(first_kv_head + kv_heads_a_chunk, num_kv_heads)
         decode = get_i64(args + DECODES) + 12 * nth
         row, token, context = get_i32(decode), get_i32(decode + 4), get_i32(decode + 8)
+        if row < 0:
+            context = 0
         group, stride = num_heads // num_kv_heads, 4 * padded(head_dim) + 128
         first_head, count = first_kv_head * group, (end_kv_head - first_kv_head) * group
         of_token = (token * num_heads + first_head) * head_dim * size
-        total, of_part, room = room_for_total(), room_for_part(), room_for_segment()
-        clear_states(total, count, head_dim)
-        if row < 0:
-            context = 0
-            for head in range(count):
-                put_f32(total + (head + 1) * stride - 64, np.float32(1))
-        q = room_for_queries()
+        queries, total, of_part, room = room_for_queries(), room_for_total(), room_for_part(), room_for_segment()
         if get_i64(args + IS_INT8):
-            copy_queries_int8(q, get_i64(args + Q) + of_token, count, head_dim, stride)
+            copy_queries_int8(queries, get_i64(args + Q) + of_token, count, head_dim, stride)
         else:
-            copy_queries(q, get_i64(args + Q) + of_token, count, head_dim, stride)
+            copy_queries(queries, get_i64(args + Q) + of_token, count, head_dim, stride)
+        clear_states(total, count, head_dim, ONE if row < 0 else ZERO)
         table = get_i64(args + BLOCK_TABLES) + 4 * row * get_i64(args + TABLE_WIDTH)
         first = max(0, context - get_i64(args + WINDOW))
         for part in range(first // PART, (context + PART - 1) // PART):
+            if part % num_splits != split:
+                continue
             if num_splits > 1:
-                if part % num_splits != split:
-                    continue
                 nth_part = nth * get_i64(args + NUM_PARTS) + part
                 of_part = get_i64(args + STATES) + (nth_part * num_heads + first_head) * stride
-            attend_part(args, room, q, table, context, first, part, first_kv_head, end_kv_head, of_part)
+            attend_part(args, room, queries, table, context, first, part, first_kv_head, end_kv_head, of_part)
             if num_splits == 1:
                 for head in range(count):
                     merge_states(total + head * stride, of_part + head * stride, padded(head_dim))
@@ -554,16 +581,13 @@ def make_combine(memory: Memory) -> Any:
         decode, num_heads, head_dim = get_i64(args + 16) + 12 * chunk, get_i64(args + 32), get_i64(args + 40)
         row, token, context = get_i32(decode), get_i32(decode + 4), get_i32(decode + 8)
         out = get_i64(args + 24) + token * num_heads * head_dim * size
-        padded_dim = (head_dim + 15) // 16 * 16
-        stride = 4 * padded_dim + 128
+        padded_dim, stride = padded(head_dim), 4 * padded(head_dim) + 128
         total = room()
         first = max(0, context - get_i64(args + 48))
         if row < 0:
             context = 0
         for head in range(num_heads):
-            clear_state(total, padded_dim)
-            if row < 0:
-                put_f32(total + 4 * padded_dim + 64, np.float32(1))
+            clear_state(total, padded_dim, ONE if row < 0 else ZERO)
             for part in range(first // PART, (context + PART - 1) // PART):
                 merge_states(total, states + ((chunk * num_parts + part) * num_heads + head) * stride, padded_dim)
             finish(out + head * head_dim * size, total, head_dim, padded_dim)
