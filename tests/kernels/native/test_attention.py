@@ -94,27 +94,28 @@ def test_scores_of_a_decode_may_be_large_and_contexts_long(teams: list[Team]) ->
     assert_decodes(teams, case, decodes, scale=300.0)
 
 
-INT8_HEADS = pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "block_size"),
-    [(16, 8, 128, 16), (3, 1, 80, 7), (7, 1, 72, 5), (4, 1, 256, 32), (3, 3, 2, 1), (1, 1, 512, 16)],
-    ids=str,
+INT8_SIZES = pytest.mark.parametrize(
+    "sizes",
+    [
+        {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": block_size, "dtype": dtype}
+        for dtype in (FP32, BF16, FP16)
+        for heads, kv_heads, head_dim, block_size in (
+            (16, 8, 128, 16),
+            (3, 1, 80, 7),
+            (7, 1, 72, 5),
+            (4, 1, 256, 32),
+            (3, 3, 2, 1),
+            (1, 1, 512, 16),
+        )
+    ],
+    ids=lambda sizes: "-".join(map(str, sizes.values())),
 )
 
 
-@INT8_HEADS
+@INT8_SIZES
 @pytest.mark.parametrize("window", [None, 33, 200])
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
-def test_a_decode_reads_an_int8_cache(
-    teams: list[Team],
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    window: int | None,
-    dtype: torch.dtype,
-) -> None:
-    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": block_size}
-    case, decodes = decode_case(heads, [600, *CONTEXTS], window, **sizes, dtype=dtype, cache_dtype=torch.int8)
+def test_a_decode_reads_an_int8_cache(teams: list[Team], sizes: dict[str, Any], window: int | None) -> None:
+    case, decodes = decode_case(sizes["heads"], [600, *CONTEXTS], window, **sizes, cache_dtype=torch.int8)
     assert_decodes(teams, case, decodes, window=window, soft_cap=None if window is None else 3.0)
 
 
@@ -197,21 +198,11 @@ def test_a_tile_caps_scores(teams: list[Team], soft_cap: float) -> None:
     assert_prefills(teams, case, tiles, scale=1.0, soft_cap=soft_cap)
 
 
-@INT8_HEADS
+@INT8_SIZES
 @pytest.mark.parametrize("window", [None, 33])
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
-def test_a_tile_reads_an_int8_cache(
-    teams: list[Team],
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    window: int | None,
-    dtype: torch.dtype,
-) -> None:
-    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": block_size}
+def test_a_tile_reads_an_int8_cache(teams: list[Team], sizes: dict[str, Any], window: int | None) -> None:
     chunks = [(123, 7), (0, 70), (0, 1)]
-    case, tiles = prefill_case(heads, chunks, window, **sizes, dtype=dtype, cache_dtype=torch.int8)
+    case, tiles = prefill_case(sizes["heads"], chunks, window, **sizes, cache_dtype=torch.int8)
     assert_prefills(teams, case, tiles, window=window, soft_cap=None if window is None else 3.0)
 
 
