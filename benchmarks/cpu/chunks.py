@@ -72,17 +72,20 @@ def main() -> int:
 
 async def measure(args: argparse.Namespace, folder: Path, chunk: int) -> dict[str, float]:
     """The figures of one engine."""
-    options: dict[str, Any] = {"max_model_len": min(4096, read_shape(folder).max_len), "max_num_seqs": 64}
-    vocab_size = read_shape(folder).vocab
+    shape = read_shape(folder)
+    max_len = min(4096, shape.max_len)
+    options: dict[str, Any] = {"max_model_len": max_len, "max_num_seqs": 64}
     async with Engine(str(folder), quantization=args.quantization, max_mixed_prefill_tokens=chunk, **options) as engine:
         await run(engine, WARM_UP)
-        figures = await interrupt(engine, args.streams, args.prompt, vocab_size)
+        figures = await interrupt(engine, args.streams, min(args.prompt, max_len - 1), shape.vocab, max_len)
         if not args.without_w3:
-            figures["W3, tok/s"] = (await run(engine, make_jobs("W3", 0, vocab_size=vocab_size)))["out_tok_s"]
+            figures["W3, tok/s"] = (await run(engine, make_jobs("W3", 0, vocab_size=shape.vocab)))["out_tok_s"]
     return figures
 
 
-async def interrupt(engine: Engine, num_streams: int, prompt_tokens: int, vocab_size: int) -> dict[str, float]:
+async def interrupt(
+    engine: Engine, num_streams: int, prompt_tokens: int, vocab_size: int, max_len: int
+) -> dict[str, float]:
     """Let streams run, send a long prompt, and look at both until its first token is there."""
     rng = random.Random(0)
     clock = asyncio.get_running_loop().time
@@ -94,7 +97,11 @@ async def interrupt(engine: Engine, num_streams: int, prompt_tokens: int, vocab_
 
     async def stream(index: int) -> None:
         async with engine.stream(
-            prompt(STREAM_PROMPT), max_tokens=3000, temperature=0.0, ignore_eos=True, detokenize=False
+            prompt(STREAM_PROMPT),
+            max_tokens=max_len - STREAM_PROMPT,
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
         ) as deltas:
             async for _ in deltas:
                 times[index].append(clock())
