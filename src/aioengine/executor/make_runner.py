@@ -30,7 +30,7 @@ HOST_CHUNK_TOKENS = 64
 """Of prompts beside decodes. From here on products run near the matrix rate, so that smaller chunks would cost prompts
 more than they spare streams; benchmarks/README.md has both ends."""
 
-HOST_CHUNK_BYTES = 8e9
+HOST_CHUNK_BYTES = 4e9
 """Tokens times bytes of weights: a smaller step of a small model is overhead for the most part."""
 
 DEVICE_MAX_IN_FLIGHT = 2
