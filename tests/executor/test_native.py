@@ -14,8 +14,10 @@ from aioengine.config import EngineConfig
 from aioengine.core.executor_protocol import ExecutorStats
 from aioengine.executor.host import HostAccelerator
 from aioengine.executor.make_runner import make_runner
+from aioengine.executor.runner import START_FEATURES
 from aioengine.kernels.native.library import Library, compile_library
 from aioengine.kernels.native.operations import NativeOperations
+from aioengine.kernels.native.team import Team
 
 PROMPT = [5, 11, 3, 70, 2]
 
@@ -51,9 +53,9 @@ def accelerator(library: Library) -> Iterator[Any]:
     made.close()
 
 
-def start(accelerator: HostAccelerator) -> Any:
+def start(accelerator: HostAccelerator, **fields: Any) -> Any:
     config = EngineConfig(max_num_seqs=8, block_size=4, kv_cache_memory_bytes=2**20)
-    runner, _ = make_runner(accelerator, tiny_decoder(), config, ExecutorStats(), lambda *_: None)
+    runner, _ = make_runner(accelerator, tiny_decoder(**fields), config, ExecutorStats(), lambda *_: None)
     return runner
 
 
@@ -114,3 +116,25 @@ def test_steps_go_on_without_native_kernels_that_cannot_take_over(
     assert "could not take over" in caplog.text
     assert not len(runner.graphs)
     assert {linear.packed.layout for linear in runner._decoder.linears()} == {"rows"}
+
+
+def kept_bytes(runner: Any, sizes: range) -> int:
+    """By the programs of these sizes, beside the weights and the KV cache."""
+    programs = [program for key, program in runner.graphs._graphs.items() if key.size in sizes]
+    assert len(programs) == len(START_FEATURES) * len(sizes)
+    kept = {storage.data_ptr(): storage.nbytes() for program in programs for storage in program._kept}
+    for own in (*runner._decoder.parameters(), runner._attention.cache):
+        kept.pop(own.untyped_storage().data_ptr(), None)
+    return sum(kept.values())
+
+
+def test_programs_of_all_sizes_and_layers_share_their_memory(library: Library, accelerator: Any) -> None:
+    def captured(num_layers: int) -> Any:
+        accelerator.operations = NativeOperations(team)
+        runner = start(accelerator, num_layers=num_layers, windows=(None,) * num_layers)
+        runner.warm_up(captures_all=True, on_capture=lambda *_: None)
+        return runner
+
+    accelerator._team = team = Team(library, 1)
+    runner, shallow = captured(num_layers=4), captured(num_layers=1)
+    assert kept_bytes(runner, range(1, 9)) == kept_bytes(runner, range(8, 9)) == kept_bytes(shallow, range(1, 9))

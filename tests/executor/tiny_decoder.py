@@ -23,9 +23,9 @@ def tiny_config(**fields: Any) -> DecoderConfig:
     return DecoderConfig(**{**defaults, **fields})
 
 
-def tiny_decoder(seed: int = 0) -> Decoder:
-    """On the CPU, ready for a runner."""
-    decoder = Decoder(tiny_config(), torch.device("cpu"))
+def tiny_decoder(seed: int = 0, **fields: Any) -> Decoder:
+    """On the CPU, ready for a runner; fields as in `tiny_config`."""
+    decoder = Decoder(tiny_config(**fields), torch.device("cpu"))
     generator = torch.Generator().manual_seed(seed)
     with torch.inference_mode():
         for name, parameter in decoder.named_parameters():

@@ -30,7 +30,7 @@ KERNELS = {
 }
 assert KERNELS
 OPERATIONS = [name for name in vars(Operations) if not name.startswith("_")]
-NOT_KERNELS = {"prefill_tile", "pack", "unpack", "linear", "embed"}
+NOT_KERNELS = {"prefill_tile", "attention_output", "pack", "unpack", "linear", "embed"}
 """The last four are torch's own products on a GPU, too."""
 
 

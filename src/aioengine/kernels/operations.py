@@ -140,6 +140,13 @@ class Operations(Protocol):
             q: [T, h, d].
         """
 
+    def attention_output(self, q: Tensor) -> Tensor:
+        """Room for what `attend_decode` and `attend_prefill` write, uninitialised, until it is next asked for.
+
+        Returns:
+            [T, h, d], same dtype as ``q``.
+        """
+
     def attend_decode(
         self, q: Tensor, kv: PagedKV, decodes: Tensor, out: Tensor, *, num_splits: int, max_context: int
     ) -> None:

@@ -15,6 +15,7 @@ from nightly import nightly
 from aioengine.errors import InternalError
 from aioengine.kernels.native.kernels.team_words import MAX_CHUNKS
 from aioengine.kernels.native.library import Library
+from aioengine.kernels.native.operations import NativeOperations
 from aioengine.kernels.native.team import Team
 
 NUM_SPANS = 5
@@ -71,3 +72,11 @@ def test_threads_of_a_team_that_was_dropped_have_what_they_read(library: Library
     del thread
     gc.collect()
     assert words() is None
+
+
+def test_programs_over_buffers_that_were_outgrown_keep_little_memory(team: Team) -> None:
+    operations, weight, kept = NativeOperations(team), torch.ones(1), dict[int, int]()
+    for num_rows in range(1, 2000, 30):
+        program = team.capture(partial(operations.rms_norm, torch.ones(num_rows, 1), weight, 1e-5))
+        kept |= {each.data_ptr(): each.nbytes() for each in program._kept[-1:]}
+    assert sum(kept.values()) < 2 * max(kept.values())

@@ -106,7 +106,7 @@ class PagedAttention:
             q = operations.rotate_and_write(
                 qkv, positions, slots, self.rope_table, qk_weight, self._eps, k_cache, v_cache
             )
-            out = torch.empty_like(q)
+            out = operations.attention_output(q)
             kv = PagedKV(k_cache, v_cache, self._block_tables, self._softmax_scale, window)
             if decodes is not None:
                 operations.attend_decode(q, kv, decodes, out, num_splits=num_splits, max_context=max_context)

@@ -51,11 +51,14 @@ class NativeOperations:
         self._buffers: dict[tuple[str, int, torch.dtype], Tensor] = {}
 
     def _buffer(self, role: str, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        """[num_rows, width], where the last one of this role, width and dtype was, unless that had fewer rows."""
+        """[num_rows, width], where the last one of this role, width and dtype was, unless that had fewer rows.
+
+        By powers of two: programs keep what they were captured over, and all that was outgrown is less than what is.
+        """
         key = role, width, dtype
         buffer = self._buffers.get(key)
         if buffer is None or len(buffer) < num_rows:
-            num_kept = 1 << (num_rows - 1).bit_length() if num_rows < 64 else -(-num_rows // 64) * 64
+            num_kept = 1 << max(num_rows - 1, 0).bit_length()  # what is not written takes no memory
             buffer = self._buffers[key] = torch.empty(num_kept, width, dtype=dtype)
         return buffer[:num_rows]
 
@@ -65,6 +68,9 @@ class NativeOperations:
     def prefill_tile(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
         """As many tokens as share each segment of keys that is packed."""
         return max(1, MAX_ROWS * num_kv_heads // num_heads)
+
+    def attention_output(self, q: Tensor) -> Tensor:
+        return self._buffer("attended", len(q), q.shape[1] * q.shape[2], q.dtype).view(q.shape)
 
     def attend_prefill(self, q: Tensor, kv: PagedKV, tiles: Tensor, out: Tensor) -> None:
         _check_attention("attend_prefill", q, kv, out)

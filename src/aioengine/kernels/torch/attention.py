@@ -9,6 +9,11 @@ from aioengine.kernels.operations import PagedKV
 from aioengine.kernels.torch.quantized import read_lines
 
 
+def attention_output(q: Tensor) -> Tensor:
+    """As `Operations.attention_output`, in memory of its own."""
+    return torch.empty_like(q)
+
+
 def attend_decode(q: Tensor, kv: PagedKV, decodes: Tensor, out: Tensor, *, num_splits: int, max_context: int) -> None:
     """As `Operations.attend_decode`; waits for the device. A tile of one query token for each entry."""
     rows, tokens, contexts = decodes.unbind(1)
