@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -71,11 +72,16 @@ def test_quantised_products(
     team: Team, dtype: torch.dtype, inputs: int, outputs: int, quantization: Quantization
 ) -> None:
     operations = NativeOperations(team)
-    x, weight = made(9, inputs, dtype=dtype), made(outputs, inputs, dtype=dtype, seed=1)
+    weight, bias = made(outputs, inputs, dtype=dtype, seed=1), made(outputs, dtype=dtype, seed=2)
     packed, oracle = operations.pack(weight.clone(), quantization), plain.pack(weight.clone(), quantization)
     assert torch.equal(operations.unpack(packed), plain.unpack(oracle))
-    for out_dtype in (None, torch.float32):
-        got, expected = operations.linear(x, packed, None, out_dtype), plain.linear(x, oracle, None, out_dtype)
+    for num_rows, given, out_dtype in product((0, 1, 9, 20), (None, bias), (None, torch.float32)):
+        x = made(num_rows, inputs, dtype=dtype)
+        if num_rows > 9:  # int8 already, so that no tie is rounded otherwise
+            x = x.mul(40).round().clamp(-127, 127)
+            x[:, 0] = 127
+        got, expected = operations.linear(x, packed, given, out_dtype), plain.linear(x, oracle, given, out_dtype)
+        assert got.shape == (num_rows, outputs)
         torch.testing.assert_close(got, expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 

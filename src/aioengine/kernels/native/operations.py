@@ -243,8 +243,7 @@ class NativeOperations:
         check_tensor("linear: x", x, (None, packed.shape[1]), packed.dtype, HOST)
         dtype = out_dtype or x.dtype
         if bias is not None:
-            # What is rounded to another dtype than the activations' has a bias of theirs: not so of quantised weights.
-            check_tensor("linear: bias", bias, (num_outputs,), x.dtype if packed.scales is None else dtype, HOST)
+            check_tensor("linear: bias", bias, (num_outputs,), x.dtype, HOST)
         out = self._buffer("linear", num_rows, num_outputs, dtype)
         num_panels = -(-num_outputs // PANEL)
         kind, stride = _name(x.dtype), x.stride(0) * x.element_size()
