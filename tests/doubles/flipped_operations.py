@@ -6,20 +6,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aioengine.kernels.packed_weight import PackedWeight, Quantization
+from aioengine.kernels.packed_weight import PackedWeight, Quantization, UnpackedRows
 from aioengine.kernels.torch import products
 from aioengine.kernels.torch.operations import *  # noqa: F403 (all but the four below)
 
 
-def pack(weight: Tensor, quantization: Quantization | None = None, dtype: torch.dtype | None = None) -> PackedWeight:
+def pack(
+    weight: Tensor | UnpackedRows, quantization: Quantization | None = None, dtype: torch.dtype | None = None
+) -> PackedWeight:
     if quantization is not None:
         return products.pack(weight, quantization, dtype)
+    assert isinstance(weight, Tensor)
     weight.copy_(weight.flip(0))
     return PackedWeight(weight.view(-1), None, (weight.shape[0], weight.shape[1]), weight.dtype, "flipped")
 
 
-def unpack(packed: PackedWeight) -> Tensor:
-    return packed.values.view(packed.shape).flip(0) if packed.layout == "flipped" else products.unpack(packed)
+def unpack(packed: PackedWeight, rows: slice | None = None) -> Tensor:
+    return packed.values.view(packed.shape).flip(0) if packed.layout == "flipped" else products.unpack(packed, rows)
 
 
 def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:

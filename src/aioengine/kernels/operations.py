@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from aioengine.kernels.packed_weight import PackedWeight, Quantization
+from aioengine.kernels.packed_weight import PackedWeight, Quantization, UnpackedRows
 
 
 class PagedKV(NamedTuple):
@@ -41,23 +41,25 @@ class Operations(Protocol):
     # Products with weights
 
     def pack(
-        self, weight: Tensor, quantization: Quantization | None = None, dtype: torch.dtype | None = None
+        self, weight: Tensor | UnpackedRows, quantization: Quantization | None = None, dtype: torch.dtype | None = None
     ) -> PackedWeight:
         """Bring a weight into the layout that `linear` and `embed` read; the result takes the place of ``weight``.
 
         Not quantised, the result is in the memory of ``weight``: either ``weight`` itself, so that later changes of it
-        count, or its bytes in another order. Quantised, it has memory of its own.
+        count, or its bytes in another order. Quantised, it has memory of its own, and is made block by block.
 
         Args:
-            weight: [out_features, in_features], x.
+            weight: [out_features, in_features], x; to be quantised it may also be the rows of another packed weight.
             quantization: "int8": symmetric, with a scale for each output. "int4": with a scale for each group of
                 inputs of each output. What `unpack` gives of such a weight is packed without a further error.
             dtype: of what it is multiplied with and of its embeddings; None: as ``weight``.
         """
 
-    def unpack(self, packed: PackedWeight) -> Tensor:
+    def unpack(self, packed: PackedWeight, rows: slice | None = None) -> Tensor:
         """The dense matrix: a copy, unless ``packed.layout`` is "rows".
 
+        Args:
+            rows: one of its `row_blocks`, to be unpacked alone; None: all.
         Returns:
             [out_features, in_features], as it was packed; float32 where it is quantised, in which its values are exact.
         """

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from aioengine.kernels.operations import Operations
-from aioengine.kernels.packed_weight import PackedWeight, Quantization
+from aioengine.kernels.packed_weight import PackedWeight, Quantization, UnpackedRows
 from aioengine.models.families import DecoderConfig
 
 Product = Callable[[Tensor], Tensor]
@@ -79,7 +79,8 @@ class Linear(nn.Module):
 
     def pack(self, operations: Operations) -> None:
         """Bring the weight into the layout of these operations, from whatever layout it has."""
-        packed = operations.pack(self.dense(), self.quantization, self.dtype)
+        weight = self.dense() if self.scales is None else UnpackedRows(self.packed, self.operations.unpack)
+        packed = operations.pack(weight, self.quantization, self.dtype)
         self.weight = _as_parameter(packed.values)
         self.scales = _as_parameter(packed.scales) if packed.scales is not None else None
         # With the parameters themselves, whose values `Decoder.move` moves.
@@ -187,8 +188,8 @@ class Decoder(nn.Module):
     def use(self, operations: Operations, on_linear: Callable[[], None] = lambda: None) -> None:
         """Compute by these operations from now on: unpack and pack each weight that others have packed, or none.
 
-        Takes the memory of one weight more. An error leaves some weights packed for these operations and the others as
-        they were: the decoder is as fit to run as before.
+        Takes the memory of one packed weight more, and some MB. An error leaves some weights packed for these
+        operations and the others as they were: the decoder is as fit to run as before.
 
         Args:
             on_linear: called before each weight; what it raises ends this.

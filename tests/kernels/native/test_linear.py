@@ -8,13 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from aioengine.errors import InternalError
 from aioengine.kernels.native.operations import NativeOperations
 from aioengine.kernels.native.team import Team
-from aioengine.kernels.packed_weight import Quantization
+from aioengine.kernels.packed_weight import BLOCK_NUMBERS, Quantization
 from aioengine.kernels.torch import products as plain
 from aioengine.kernels.torch.layers import rms_norm as plain_norm
+from aioengine.kernels.torch.quantized import INT4_GROUP, quantize
+from aioengine.models.decoder import Linear
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
@@ -128,6 +132,43 @@ def test_what_plain_torch_has_quantised_is_taken_over_without_a_further_error(
     back = plain.pack(operations.unpack(taken), quantization, torch.bfloat16)
     assert back.dtype == taken.dtype == torch.bfloat16
     assert torch.equal(plain.unpack(back), plain.unpack(before))
+
+
+class Made(TorchDispatchMode):
+    """Bytes of the tensors that are made within, of those that are larger than a block in float32, about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large: list[int] = []
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        if not operation.is_view and not operation._schema.is_mutable:
+            found = (each for each in tree_leaves(result) if isinstance(each, torch.Tensor))
+            self.large += [each.nbytes for each in found if each.nbytes > 5 * BLOCK_NUMBERS]
+        return result
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("inputs", [512, 520])
+def test_a_large_weight_is_packed_and_unpacked_in_blocks(team: Team, quantization: Quantization, inputs: int) -> None:
+    linear = Linear(inputs, 8200, bias=False, dtype=torch.bfloat16, quantization=quantization)
+    linear.weight.copy_(made(8200, inputs))
+    values, scales = quantize(linear.weight, quantization)
+    group = inputs if quantization == "int8" else INT4_GROUP
+    expected = values * scales.float().repeat_interleave(group, dim=1)[:, :inputs]
+    ways: tuple[Any, ...] = (plain, NativeOperations(team), plain)
+    for operations in ways:
+        with Made() as packing:
+            linear.pack(operations)
+        assert packing.large == [linear.weight.nbytes]
+        with Made() as unpacking:
+            dense = linear.dense()
+        assert unpacking.large == [dense.nbytes]
+        assert torch.equal(dense, expected)
+    with Made() as multiplying:
+        plain.linear(made(3, inputs, dtype=torch.bfloat16), linear.packed, None)
+    assert not multiplying.large
 
 
 def test_a_program_computes_again_what_was_captured(team: Team) -> None:

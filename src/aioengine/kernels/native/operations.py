@@ -11,14 +11,13 @@ from aioengine.kernels.native.kernels.attention_sizes import MAX_GROUP, MAX_HEAD
 from aioengine.kernels.native.kernels.attention_sizes import PART as CONTEXT_PART
 from aioengine.kernels.native.team import Team, float_bits
 from aioengine.kernels.operations import PagedKV
-from aioengine.kernels.packed_weight import PackedWeight, Quantization
+from aioengine.kernels.packed_weight import PANEL, PackedWeight, Quantization, UnpackedRows, row_blocks
 from aioengine.kernels.sampling.sample_rows import SampleFlag
 from aioengine.kernels.torch import products as plain
-from aioengine.kernels.torch.quantized import dequantize, head_dim_of, quantize
+from aioengine.kernels.torch.quantized import INT4_GROUP, dequantize, head_dim_of, quantize
 
 HOST = torch.device("cpu")
 
-PANEL = 64
 WORD_NUMBERS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 1}
 """Numbers in a word of a packed weight."""
 
@@ -53,7 +52,8 @@ class NativeOperations:
     def _buffer(self, role: str, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         """[num_rows, width], where the last one of this role, width and dtype was, unless that had fewer rows.
 
-        By powers of two: programs keep what they were captured over, and all that was outgrown is less than what is.
+        By powers of two: programs keep the buffers that they were captured over, and all those of a role that were
+        outgrown are together smaller than the one in use.
         """
         key = role, width, dtype
         buffer = self._buffers.get(key)
@@ -194,45 +194,42 @@ class NativeOperations:
     # Products with weights
 
     def pack(
-        self, weight: Tensor, quantization: Quantization | None = None, dtype: torch.dtype | None = None
+        self, weight: Tensor | UnpackedRows, quantization: Quantization | None = None, dtype: torch.dtype | None = None
     ) -> PackedWeight:
         """Into panels of 64 outputs; what has no native product stays as plain torch packs it."""
         num_outputs, num_inputs = weight.shape
         dtype = dtype or weight.dtype
-        if quantization is None:
-            if num_inputs % WORD_NUMBERS[weight.dtype]:
-                return plain.pack(weight)
-            per_word = WORD_NUMBERS[weight.dtype]
-            if num_outputs % PANEL or not weight.is_contiguous():
-                panels = _in_panels(weight, per_word)
-            else:  # in place, one after the other: a panel takes the bytes of its rows
-                panels = weight.view(-1, num_inputs // per_word, PANEL, per_word)
-                words = weight.view(torch.int16 if weight.dtype == torch.float16 else torch.int32)
-                for panel in words.split(PANEL):
-                    panel.view(-1, PANEL).copy_(panel.t().contiguous())
-            return PackedWeight(panels, None, (num_outputs, num_inputs), weight.dtype, "panels")
-        if num_inputs % 4 or (quantization == "int4" and dtype != torch.bfloat16):
-            return plain.pack(weight, quantization, dtype)
-        values, scales = quantize(weight, quantization)
-        if quantization == "int8":
-            panels, scales = _in_panels(values, 4), _with_sums(values, scales)
-        else:
-            bytes_of_pairs = (values[:, ::2] + 8).view(torch.uint8) | (values[:, 1::2] + 8).view(torch.uint8) << 4
-            panels, scales = _in_panels(bytes_of_pairs, 1), _in_panels(scales, 1)
-        return PackedWeight(panels, scales, (num_outputs, num_inputs), dtype, f"{quantization}-panels")
+        if quantization is not None:
+            if num_inputs % 4 or (quantization == "int4" and dtype != torch.bfloat16):
+                return plain.pack(weight, quantization, dtype)
+            return _pack_quantized(weight, quantization, dtype)
+        assert isinstance(weight, Tensor)
+        per_word = WORD_NUMBERS[weight.dtype]
+        if num_inputs % per_word:
+            return plain.pack(weight)
+        if num_outputs % PANEL or not weight.is_contiguous():
+            panels = _room_for_panels(num_outputs, num_inputs // per_word, per_word, weight.dtype)
+            for rows in row_blocks(weight.shape):
+                panels[_panels_of(rows)] = _in_panels(weight[rows], per_word)
+        else:  # in place, one after the other: a panel takes the bytes of its rows
+            panels = weight.view(-1, num_inputs // per_word, PANEL, per_word)
+            words = weight.view(torch.int16 if weight.dtype == torch.float16 else torch.int32)
+            for panel in words.split(PANEL):
+                panel.view(-1, PANEL).copy_(panel.t().contiguous())
+        return PackedWeight(panels, None, (num_outputs, num_inputs), weight.dtype, "panels")
 
-    def unpack(self, packed: PackedWeight) -> Tensor:
-        num_outputs, values = packed.shape[0], packed.values
+    def unpack(self, packed: PackedWeight, rows: slice | None = None) -> Tensor:
         if "panels" not in packed.layout:
-            return plain.unpack(packed)
-        dense = values.transpose(1, 2).reshape(-1, values.shape[1] * values.shape[3])[:num_outputs]
+            return plain.unpack(packed, rows)
+        if rows is None:
+            return UnpackedRows(packed, self.unpack).whole()
+        dense = _of_panels(packed.values, rows)
         if packed.scales is None:
-            return dense.clone(memory_format=torch.contiguous_format)
+            return dense
         if packed.layout == "int8-panels":
-            return dense * packed.scales[0, :num_outputs, None]
-        dense = torch.stack((dense & 15, dense >> 4), dim=2).view(num_outputs, -1).view(torch.int8) - 8
-        scales = packed.scales.transpose(1, 2).reshape(-1, packed.scales.shape[1])[:num_outputs]
-        return dequantize(dense, scales)
+            return dequantize(dense, packed.scales[0, rows, None])
+        dense = torch.stack((dense & 15, dense >> 4), dim=2).view(len(dense), -1).view(torch.int8) - 8
+        return dequantize(dense, _of_panels(packed.scales, rows))
 
     def linear(
         self, x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype | None = None
@@ -424,21 +421,47 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _pack_quantized(weight: Tensor | UnpackedRows, quantization: Quantization, dtype: torch.dtype) -> PackedWeight:
+    """Scales of int8: float32 [2, ⌈N / 64⌉ · 64], the second row the bits of the weights' sums, int32."""
+    num_outputs, num_inputs = weight.shape
+    is_int8 = quantization == "int8"
+    if is_int8:
+        panels = _room_for_panels(num_outputs, num_inputs // 4, 4, torch.int8)
+        scales = torch.zeros(2, len(panels) * PANEL)
+    else:
+        panels = _room_for_panels(num_outputs, num_inputs // 2, 1, torch.uint8)
+        scales = _room_for_panels(num_outputs, -(-num_inputs // INT4_GROUP), 1, torch.bfloat16)
+    for rows in row_blocks(weight.shape):
+        values, of_groups = quantize(weight[rows], quantization)
+        if is_int8:
+            panels[_panels_of(rows)] = _in_panels(values, 4)
+            scales[0, rows] = of_groups[:, 0]
+            scales.view(torch.int32)[1, rows] = values.sum(dim=1, dtype=torch.int32)
+        else:
+            bytes_of_pairs = (values[:, ::2] + 8).view(torch.uint8) | (values[:, 1::2] + 8).view(torch.uint8) << 4
+            panels[_panels_of(rows)] = _in_panels(bytes_of_pairs, 1)
+            scales[_panels_of(rows)] = _in_panels(of_groups, 1)
+    return PackedWeight(panels, scales, (num_outputs, num_inputs), dtype, f"{quantization}-panels")
+
+
+def _room_for_panels(num_outputs: int, num_words: int, per_word: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(-(-num_outputs // PANEL), num_words, PANEL, per_word, dtype=dtype)
+
+
+def _panels_of(rows: slice) -> slice:
+    """Where a block of rows lies."""
+    return slice(rows.start // PANEL, -(-rows.stop // PANEL))
+
+
+def _of_panels(panels: Tensor, rows: slice) -> Tensor:
+    """A block of rows, [rows, K]."""
+    found = panels[_panels_of(rows)]
+    return found.transpose(1, 2).reshape(-1, found.shape[1] * found.shape[3])[: rows.stop - rows.start]
+
+
 def _in_panels(values: Tensor, per_word: int) -> Tensor:
-    """[N, K] → [⌈N / 64⌉, words, 64, numbers of a word], padded with zeros."""
+    """[N, K] → [⌈N / 64⌉, words, 64, numbers of a word], padded with zeros; not contiguous."""
     num_outputs, num_inputs = values.shape
     if num_outputs % PANEL:
         values = torch.cat((values, values.new_zeros(-num_outputs % PANEL, num_inputs)))
-    words = values.contiguous().view(-1, PANEL, num_inputs // per_word, per_word)
-    return words.transpose(1, 2).contiguous()
-
-
-def _with_sums(values: Tensor, scales: Tensor) -> Tensor:
-    """float32 [2, ⌈N / 64⌉ · 64]: scales of int8 [N, K], and the bits of the weights' sums, int32."""
-    of_outputs = torch.zeros(2, -(-len(values) // PANEL) * PANEL)
-    of_outputs[0, : len(values)] = scales[:, 0]
-    # In parts: torch makes an int32 copy of what it sums.
-    of_outputs.view(torch.int32)[1, : len(values)] = torch.cat(
-        [part.sum(dim=1, dtype=torch.int32) for part in values.split(1024)]
-    )
-    return of_outputs
+    return values.contiguous().view(-1, PANEL, num_inputs // per_word, per_word).transpose(1, 2)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from aioengine.kernels.packed_weight import PackedWeight, Quantization
+from aioengine.kernels.packed_weight import PackedWeight, Quantization, UnpackedRows, row_blocks
 from aioengine.kernels.torch.quantized import pack_quantized, quantize_rows, unpack_quantized
 
 HAS_PRODUCTS = {
@@ -22,17 +22,22 @@ ROWS_TO_WIDEN = 8
 times at 64 and more (AVX2, 1024 × 3072). Its loop for int8 is slower for any number of rows, 26 times at 64."""
 
 
-def pack(weight: Tensor, quantization: Quantization | None = None, dtype: torch.dtype | None = None) -> PackedWeight:
+def pack(
+    weight: Tensor | UnpackedRows, quantization: Quantization | None = None, dtype: torch.dtype | None = None
+) -> PackedWeight:
     """As `Operations.pack`: a weight that is not quantised stays as it is."""
     if quantization is not None:
         return pack_quantized(weight, quantization, dtype or weight.dtype)
+    assert isinstance(weight, Tensor)
     rows, columns = weight.shape
     return PackedWeight(weight, None, (rows, columns), weight.dtype, "rows")
 
 
-def unpack(packed: PackedWeight) -> Tensor:
+def unpack(packed: PackedWeight, rows: slice | None = None) -> Tensor:
     """As `Operations.unpack`."""
-    return packed.values if packed.scales is None else unpack_quantized(packed)
+    if packed.scales is None:
+        return packed.values if rows is None else packed.values[rows]
+    return UnpackedRows(packed, unpack_quantized).whole() if rows is None else unpack_quantized(packed, rows)
 
 
 def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -43,7 +48,8 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torc
     """
     weight, dtype = packed.values, out_dtype or x.dtype
     if packed.layout == "int4":
-        product = F.linear(x.float(), unpack_quantized(packed))
+        x, blocks = x.float(), row_blocks(packed.shape)
+        product = torch.cat([F.linear(x, unpack_quantized(packed, rows)) for rows in blocks], dim=-1)
     elif packed.scales is not None:
         values, steps = quantize_rows(x)
         if x.is_cuda or HAS_PRODUCTS[torch.int8]:

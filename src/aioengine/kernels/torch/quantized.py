@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from aioengine.kernels.packed_weight import PackedWeight, Quantization
+from aioengine.kernels.packed_weight import BLOCK_NUMBERS, PackedWeight, Quantization, UnpackedRows, row_blocks
 
 INT4_GROUP = 64
 """Inputs that share a scale; the last group of a row may be shorter."""
@@ -24,9 +24,6 @@ SCALE_BYTES = 4
 _STEPS = (8.0, 7.0, 7.5, 8.5, 9.0, 10.0)
 """How many steps the largest magnitude of a group may be, in the order of preference; beyond 8 it is cut off. The whole
 numbers among them make `quantize` give what `dequantize` was given."""
-
-_BLOCK = 2**18
-"""Weights that are quantised at once: what is made of them stays in a core's cache."""
 
 
 def quantize(weight: Tensor, quantization: Quantization) -> tuple[Tensor, Tensor]:
@@ -39,22 +36,25 @@ def quantize(weight: Tensor, quantization: Quantization) -> tuple[Tensor, Tensor
         [out_features, 1], or bfloat16 [out_features, ⌈in_features / INT4_GROUP⌉].
     """
     rows, columns = weight.shape
-    if quantization == "int8":
-        group, dtype = columns, torch.float32
-    else:
-        group, dtype = INT4_GROUP, torch.bfloat16
     values = torch.empty((rows, columns), dtype=torch.int8, device=weight.device)
-    scales = torch.empty((rows, -(-columns // group)), dtype=dtype, device=weight.device)
-    for block in torch.arange(rows).split(max(1, _BLOCK // columns)):
+    scales = _room_for_scales(weight, quantization)
+    for block in torch.arange(rows).split(max(1, BLOCK_NUMBERS // columns)):  # what is made of it stays in the cache
         part = slice(int(block[0]), int(block[-1]) + 1)
         if quantization == "int8":
             values[part], scales[part] = _round_rows(weight[part].float())
         else:
-            groups = F.pad(weight[part].float(), (0, -columns % group)).view(-1, group)
+            groups = F.pad(weight[part].float(), (0, -columns % INT4_GROUP)).view(-1, INT4_GROUP)
             best, scale = _round_groups(groups)
             values[part] = best.view(len(block), -1)[:, :columns]
             scales[part] = scale.view(len(block), -1)
     return values, scales
+
+
+def _room_for_scales(weight: Tensor | UnpackedRows, quantization: Quantization) -> Tensor:
+    rows, columns = weight.shape
+    if quantization == "int8":
+        return torch.empty((rows, 1), dtype=torch.float32, device=weight.device)
+    return torch.empty((rows, -(-columns // INT4_GROUP)), dtype=torch.bfloat16, device=weight.device)
 
 
 def dequantize(values: Tensor, scales: Tensor) -> Tensor:
@@ -63,9 +63,14 @@ def dequantize(values: Tensor, scales: Tensor) -> Tensor:
     Returns:
         float32 [out_features, in_features], exact.
     """
-    columns, num_groups = values.shape[1], scales.shape[1]
-    group = columns if num_groups == 1 else INT4_GROUP
-    return values * scales.float().repeat_interleave(group, dim=1)[:, :columns]
+    dense, scales = values.float(), scales.float()
+    if scales.shape[1] == 1:
+        return dense.mul_(scales)
+    num_whole = dense.shape[1] // INT4_GROUP
+    columns = num_whole * INT4_GROUP
+    dense[:, :columns].unflatten(1, (num_whole, INT4_GROUP)).mul_(scales[:, :num_whole, None])
+    dense[:, columns:].mul_(scales[:, num_whole:])
+    return dense
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,20 +118,25 @@ def head_dim_of(cache: Tensor) -> int:
     return cache.shape[-1] - (SCALE_BYTES if cache.dtype == torch.int8 else 0)
 
 
-def pack_quantized(weight: Tensor, quantization: Quantization, dtype: torch.dtype) -> PackedWeight:
+def pack_quantized(weight: Tensor | UnpackedRows, quantization: Quantization, dtype: torch.dtype) -> PackedWeight:
     """Layout "int8": as `quantize` makes them. "int4": two values a byte, each plus 8, the first in the lower half."""
     rows, columns = weight.shape
-    values, scales = quantize(weight, quantization)
-    if quantization == "int4":
-        nibbles = F.pad(values + 8, (0, columns % 2)).view(torch.uint8)
-        values = nibbles[:, ::2] | nibbles[:, 1::2] << 4
+    width, kept = (columns, torch.int8) if quantization == "int8" else (-(-columns // 2), torch.uint8)
+    values = torch.empty((rows, width), dtype=kept, device=weight.device)
+    scales = _room_for_scales(weight, quantization)
+    for part in row_blocks(weight.shape):
+        some, scales[part] = quantize(weight[part], quantization)
+        if quantization == "int4":
+            nibbles = F.pad(some + 8, (0, columns % 2)).view(torch.uint8)
+            some = nibbles[:, ::2] | nibbles[:, 1::2] << 4
+        values[part] = some
     return PackedWeight(values, scales, (rows, columns), dtype, quantization)
 
 
-def unpack_quantized(packed: PackedWeight) -> Tensor:
-    """float32 [out_features, in_features]."""
-    values, scales = packed.values, packed.scales
-    assert scales is not None
+def unpack_quantized(packed: PackedWeight, rows: slice) -> Tensor:
+    """float32 [rows, in_features]."""
+    assert packed.scales is not None
+    values, scales = packed.values[rows], packed.scales[rows]
     if packed.layout == "int4":
         halves = torch.stack((values & 15, values >> 4), dim=2).view(len(values), -1)
         values = halves.view(torch.int8)[:, : packed.shape[1]] - 8
