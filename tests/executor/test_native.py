@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from executor.plans import PlanWriter
+from executor.plans import PlanWriter, greedy_tokens
 from executor.tiny_decoder import tiny_decoder
 
 from aioengine.config import EngineConfig
+from aioengine.core.control import Sleep, WakeUp
 from aioengine.core.executor_protocol import ExecutorStats
 from aioengine.executor.host import HostAccelerator
 from aioengine.executor.make_runner import make_runner
 from aioengine.executor.runner import START_FEATURES
+from aioengine.executor.torch_executor import TorchExecutor
 from aioengine.kernels.native.library import Library, compile_library
 from aioengine.kernels.native.operations import NativeOperations
 from aioengine.kernels.native.team import Team
+from aioengine.models.decoder import Linear
+from aioengine.models.folder import DEMO_MODEL, ModelFolder
 
 PROMPT = [5, 11, 3, 70, 2]
 
@@ -138,3 +143,22 @@ def test_programs_of_all_sizes_and_layers_share_their_memory(library: Library, a
     accelerator._team = team = Team(library, 1)
     runner, shallow = captured(num_layers=4), captured(num_layers=1)
     assert kept_bytes(runner, range(1, 9)) == kept_bytes(runner, range(8, 9)) == kept_bytes(shallow, range(1, 9))
+
+
+async def test_weights_that_are_read_again_are_packed_once(accelerator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(max_num_seqs=8, block_size=4, kv_cache_memory_bytes=2**22, max_model_len=128)
+    folder = await asyncio.to_thread(ModelFolder.read, DEMO_MODEL)
+    executor = await TorchExecutor.start(folder, config, find_accelerator=lambda: accelerator)
+    tokens = await greedy_tokens(executor)
+    accelerator._compilation.is_ready = True
+    assert await greedy_tokens(executor) == tokens
+    packed: list[Any] = []
+    pack = Linear.pack
+    monkeypatch.setattr(Linear, "pack", lambda self, operations: (packed.append(operations), pack(self, operations)))
+    await executor.perform(Sleep(2))
+    await executor.perform(WakeUp(frozenset(("weights", "kv_cache"))))
+    (num_linears,) = await executor.apply_model(lambda decoder: len(list(decoder.linears())))
+    assert len(packed) == num_linears
+    assert {type(operations) for operations in packed} == {NativeOperations}
+    assert await greedy_tokens(executor) == tokens
+    await executor.aclose()

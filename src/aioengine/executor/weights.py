@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -87,6 +88,10 @@ class Weights:
         """
         if self._came_as_tensors:
             raise weights_came_as_tensors()
+        if self.decoder is not None:
+            # Others than those of the start, if native kernels came meanwhile.
+            operations = self.decoder.embedding.operations
+            self._placement = msgspec.structs.replace(self._placement, operations=operations)
         self.decoder = None
 
     def move_away(self) -> None:
