@@ -1,9 +1,11 @@
 """What quantisation costs the bundled model, which is small, so that it costs more than in larger ones."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from kernels.harness import native, reference
 from models.reference import PagedAttend, load, logprobs
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -34,6 +36,7 @@ def perplexity(texts: list[Tensor], computed: list[Tensor]) -> float:
     return math.exp(torch.cat(losses).mean())
 
 
+@pytest.mark.parametrize("operations", [reference, native], ids=["torch", "native"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("quantization", "loss", "agreement", "divergence"), [("int8", 0.002, 0.975, 0.0012), ("int4", 0.015, 0.92, 0.03)]
@@ -43,12 +46,16 @@ def test_perplexity_and_greedy_tokens_stay(
     exact: list[Tensor],
     quantization: str,
     dtype: str,
+    operations: Any,
     loss: float,
     agreement: float,
     divergence: float,
 ) -> None:
     decoder = load(DEMO_MODEL, quantization=quantization, dtype=dtype)
-    assert_near(texts, [logprobs(decoder, ids) for ids in texts], exact, loss, agreement, divergence)
+    decoder.use(operations)
+    attends = [PagedAttend(decoder, length=len(ids), operations=operations) for ids in texts]
+    computed = [logprobs(decoder, ids, attend=attend) for ids, attend in zip(texts, attends, strict=True)]
+    assert_near(texts, computed, exact, loss, agreement, divergence)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
