@@ -9,6 +9,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from aioengine.core.executor_protocol import DeviceLost
 from aioengine.errors import ConfigError, InvalidRequest
 from aioengine.executor import torch_executor
 from aioengine.executor.device_thread import THREAD_NAME
-from aioengine.executor.host import HostAccelerator
+from aioengine.executor.host import HostAccelerator, num_usable_threads
 from aioengine.executor.torch_executor import TorchExecutor, is_large_step
 from aioengine.models.decoder import Decoder
 
@@ -226,6 +227,26 @@ async def test_a_small_step_takes_one_thread_and_a_large_one_all_unless_told_oth
         await executor.aclose()
     assert counts == [expected, 2]
     assert torch.get_num_threads() == before
+
+
+async def test_an_executor_leaves_the_process_torchs_number_of_threads_and_the_next_one_takes_it(model: Model) -> None:
+    def in_a_new_thread(ask: Callable[[], int]) -> int:
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(ask).result()
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        usable = in_a_new_thread(num_usable_threads)
+        for num_threads in (1, None):
+            executor = await model.start(num_threads=num_threads)
+            assert executor._device._max_threads == (0 if num_threads else usable)
+            await executor.launch(a_plan()).finish()
+            assert in_a_new_thread(torch.get_num_threads) == 3
+            await executor.aclose()
+            assert in_a_new_thread(torch.get_num_threads) == torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 # Steps

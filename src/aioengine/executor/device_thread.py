@@ -20,6 +20,7 @@ import torch
 
 from aioengine.core.executor_protocol import DeviceLost
 from aioengine.executor.completion_thread import CompletionThread, DeferredResult, Pending, Waker
+from aioengine.executor.host import use_torch_threads
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -161,7 +162,7 @@ def _run(work: _ThreadState) -> None:
     """The thread's whole life."""
     waiter = CompletionThread(work.wake)
     if work.num_threads is not None:
-        torch.set_num_threads(work.num_threads)
+        use_torch_threads(work.num_threads)
     with torch.inference_mode():
         while (pending := work.next_job()) is not None:
             pending.run()

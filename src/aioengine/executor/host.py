@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import time
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,24 @@ def num_usable_threads(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path(
             quota_us, period_us = (each / "cpu.max").read_text().split()
             allowed = min(allowed, float(quota_us) / float(period_us))
     return max(1, int(allowed))
+
+
+def use_torch_threads(num_threads: int) -> None:
+    """From torch's next operation in this thread on, as many threads at most.
+
+    `torch.set_num_threads` would also set the number that all threads begin with which have not asked torch yet.
+    """
+    torch.get_num_threads()  # a thread's first operation would take the process's number
+    for set_number in _thread_setters():
+        set_number(num_threads)
+
+
+@cache
+def _thread_setters() -> list[Callable[[int], Any]]:
+    """Those of OpenMP and MKL, as far as torch has them: each sets the number of the calling thread alone."""
+    linked = ctypes.PyDLL(torch._C.__file__)  # also finds what that is linked with
+    names = "omp_set_num_threads", "MKL_Set_Num_Threads_Local"
+    return [getattr(linked, name) for name in names if hasattr(linked, name)]
 
 
 class HostEvent:
@@ -92,7 +112,7 @@ class HostAccelerator:
 
     def use_threads(self, num_threads: int) -> None:
         """From the next operation on, as many of them at most."""
-        torch.set_num_threads(num_threads)  # 0.2 µs, and for this thread alone
+        use_torch_threads(num_threads)
         if self._team is not None:
             self._team.use_threads(num_threads)
 
