@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
+from aioengine.kernels.native import library as kept
 from aioengine.kernels.native.library import Compilation, find_library, library_path, read_part
 from doubles.held_compiler import HeldCompiler
 
@@ -49,3 +51,12 @@ def test_a_file_that_is_not_whole_is_compiled_again(monkeypatch: pytest.MonkeyPa
         compilation = Compilation(["common"])
         assert compilation._child is not None
         compilation.close()
+
+
+def test_the_compiler_takes_no_module_from_the_working_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "random.py").write_text("raise ImportError('the wrong one')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *(path for path in sys.path if path != str(kept.PACKAGE.parent))])
+    with kept._start_child((), None) as child:
+        assert child.communicate()[1] == b""
+    assert child.returncode == 0

@@ -30,6 +30,7 @@ logger = logging.getLogger("aioengine")
 DIGEST_BYTES = 16
 
 HERE = Path(__file__).parent
+PACKAGE = HERE.parents[1]
 SOURCES = (
     *sorted((HERE / "kernels").glob("*.py")),
     *(HERE / name for name in ("library.py", "../sampling/sample_rows.py", "../../sampling_params.py")),
@@ -240,12 +241,13 @@ def _can_be_kept() -> bool:
 
 
 def _start_child(parts: Iterable[str], cache_home: str | None) -> subprocess.Popen[bytes]:
-    paths = os.pathsep.join(path for path in sys.path if path)
+    # Without the working folder, whose files may be called as any module; this package may have come from there.
+    paths = os.pathsep.join((*(path for path in sys.path if path), str(PACKAGE.parent)))
     environment = {**os.environ, "PYTHONPATH": paths, "NUMBA_OPT": "0"}
     if cache_home is not None:
         environment["XDG_CACHE_HOME"] = cache_home
     return subprocess.Popen(
-        [sys.executable, "-c", _COMPILE, str(os.getpid()), *parts],
+        [sys.executable, "-P", "-c", _COMPILE, str(os.getpid()), *parts],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
