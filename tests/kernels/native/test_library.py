@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import tempfile
@@ -57,6 +58,19 @@ def test_the_compiler_takes_no_module_from_the_working_folder(monkeypatch: pytes
     (tmp_path / "random.py").write_text("raise ImportError('the wrong one')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", *(path for path in sys.path if path != str(kept.PACKAGE.parent))])
-    with kept._start_child((), None) as child:
-        assert child.communicate()[1] == b""
-    assert child.returncode == 0
+    with io.FileIO(tmp_path / "errors", "w+") as errors:
+        assert kept._start_child((), None, errors).wait() == 0, (tmp_path / "errors").read_text()
+
+
+def test_a_compiler_that_writes_much_ends_and_its_last_lines_are_the_problem(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    program = "import sys\nsys.stderr.write('import a\\n' * 50_000)\nraise OSError('no room')"
+    monkeypatch.setattr(kept, "_COMPILE", program)
+    compilation = Compilation(["common"])
+    assert compilation._child is not None
+    assert compilation._child.wait(60) == 1
+    assert compilation.poll() is None
+    assert compilation.problem.startswith("import a\n")
+    assert compilation.problem.endswith("\nOSError: no room")

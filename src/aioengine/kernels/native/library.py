@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import gc
 import hashlib
+import io
 import logging
 import os
 import shutil
@@ -18,7 +19,7 @@ from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from llvmlite import binding
 
@@ -28,6 +29,9 @@ from aioengine.kernels.native.kernels.parts import ALL_PARTS, COMMON, part_of
 logger = logging.getLogger("aioengine")
 
 DIGEST_BYTES = 16
+
+MESSAGE_BYTES, MESSAGE_LINES = 4000, 10
+"""The most that is said of what a child has written before it failed."""
 
 HERE = Path(__file__).parent
 PACKAGE = HERE.parents[1]
@@ -185,12 +189,15 @@ class Compilation:
         self._is_over = False
         self._child: subprocess.Popen[bytes] | None = None
         self._cache_home: str | None = None
+        self._errors: IO[bytes] = io.BytesIO()
         self.problem = ""
         if any(read_part(part) is None for part in self._parts):
             try:
                 if not _can_be_kept():
                     self._cache_home = tempfile.mkdtemp(prefix="aioengine-")
-                self._child = _start_child(self._parts, self._cache_home)
+                # In memory: a pipe would hold up a child that writes much, and a folder for a file might not be there.
+                self._errors = io.FileIO(os.memfd_create("aioengine-compiler"), "r+")
+                self._child = _start_child(self._parts, self._cache_home, self._errors)
             except OSError as error:  # no room for a folder, or for a process
                 self._give_up(str(error))
 
@@ -202,20 +209,26 @@ class Compilation:
         """The library, once, as soon as it is there."""
         if self._is_over:
             return None
-        errors = self._child.communicate()[1].decode() if self._child is not None else ""
+        if self._child is not None:
+            self._child.wait()
         library = find_library(self._parts, self._cache_home)
         if library is None:
-            self._give_up(errors[-1000:])
+            self._give_up(self._last_words())
         self.close()
         return library
+
+    def _last_words(self) -> str:
+        """The last lines that the child has written."""
+        self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - MESSAGE_BYTES))
+        return "\n".join(self._errors.read().decode(errors="replace").splitlines()[-MESSAGE_LINES:])
 
     def close(self) -> None:
         """End the child, if it has not ended, and remove what it leaves behind. Idempotent."""
         self._is_over = True
-        if self._child is not None and self._child.stderr is not None:
+        self._errors.close()
+        if self._child is not None:
             self._child.kill()
             self._child.wait()
-            self._child.stderr.close()
             for unfinished in library_path(COMMON, self._cache_home).parent.glob(f"*.{self._child.pid}"):
                 unfinished.unlink(missing_ok=True)
         if self._cache_home is not None:
@@ -240,7 +253,7 @@ def _can_be_kept() -> bool:
     return is_writable
 
 
-def _start_child(parts: Iterable[str], cache_home: str | None) -> subprocess.Popen[bytes]:
+def _start_child(parts: Iterable[str], cache_home: str | None, errors: IO[bytes]) -> subprocess.Popen[bytes]:
     # Without the working folder, whose files may be called as any module; this package may have come from there.
     paths = os.pathsep.join((*(path for path in sys.path if path), str(PACKAGE.parent)))
     environment = {**os.environ, "PYTHONPATH": paths, "NUMBA_OPT": "0"}
@@ -250,7 +263,7 @@ def _start_child(parts: Iterable[str], cache_home: str | None) -> subprocess.Pop
         [sys.executable, "-P", "-c", _COMPILE, str(os.getpid()), *parts],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
+        stderr=errors,
         env=environment,
     )
 
