@@ -74,3 +74,27 @@ def test_a_compiler_that_writes_much_ends_and_its_last_lines_are_the_problem(
     assert compilation.poll() is None
     assert compilation.problem.startswith("import a\n")
     assert compilation.problem.endswith("\nOSError: no room")
+
+
+def test_where_the_compiler_cannot_write_it_compiles_into_a_folder_that_goes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    code = read_part("common")
+    assert code is not None
+    (tmp_path / "code").write_bytes(code)
+    brought = f"""
+import sys, types
+from pathlib import Path
+sys.modules["aioengine.kernels.native.kernels.compiler"] = types.SimpleNamespace(
+    compile_part=lambda *_: Path({str(tmp_path / "code")!r}).read_bytes()
+)
+"""
+    monkeypatch.setattr(kept, "_COMPILE", brought + kept._COMPILE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    library_path("common").with_suffix(".lock").mkdir(parents=True)
+    found = Compilation(["common"]).wait()
+    assert found is not None
+    assert found.address("put_spans")
+    assert "compiled for this engine alone: [Errno 21] Is a directory" in caplog.text
+    assert not list(tmp_path.glob("aioengine-*"))

@@ -30,6 +30,9 @@ logger = logging.getLogger("aioengine")
 
 DIGEST_BYTES = 16
 
+NOT_WRITTEN = os.EX_CANTCREAT
+"""The compiling child's exit status where the system refused it something, such as a file."""
+
 MESSAGE_BYTES, MESSAGE_LINES = 4000, 10
 """The most that is said of what a child has written before it failed."""
 
@@ -175,7 +178,8 @@ def compile_parts(parts: Iterable[str]) -> None:
 class Compilation:
     """The library, or a child process that compiles it while this one serves without it.
 
-    Where the user's folder cannot be written to it compiles into one that goes with this object.
+    Where the user's folder cannot be written to, which may show when the child tries, it compiles into one that goes
+    with this object.
 
     Args:
         parts: of the library.
@@ -192,30 +196,41 @@ class Compilation:
         self._errors: IO[bytes] = io.BytesIO()
         self.problem = ""
         if any(read_part(part) is None for part in self._parts):
-            try:
-                if not _can_be_kept():
-                    self._cache_home = tempfile.mkdtemp(prefix="aioengine-")
-                # In memory: a pipe would hold up a child that writes much, and a folder for a file might not be there.
-                self._errors = io.FileIO(os.memfd_create("aioengine-compiler"), "r+")
-                self._child = _start_child(self._parts, self._cache_home, self._errors)
-            except OSError as error:  # no room for a folder, or for a process
-                self._give_up(str(error))
+            self._start(_why_not_kept())
 
     def poll(self) -> Library | None:
         """The library, once, when it is there."""
-        return None if self._child is not None and self._child.poll() is None else self.wait()
-
-    def wait(self) -> Library | None:
-        """The library, once, as soon as it is there."""
-        if self._is_over:
+        if self._is_over or (self._child is not None and self._child.poll() is None):
             return None
-        if self._child is not None:
-            self._child.wait()
+        if self._child is not None and self._child.returncode == NOT_WRITTEN and self._cache_home is None:
+            self._start(self._last_words())
+            return None
         library = find_library(self._parts, self._cache_home)
         if library is None:
             self._give_up(self._last_words())
         self.close()
         return library
+
+    def wait(self) -> Library | None:
+        """The library, once, as soon as it is there."""
+        library = None
+        while library is None and not self._is_over:
+            if self._child is not None:
+                self._child.wait()
+            library = self.poll()
+        return library
+
+    def _start(self, why_not_kept: str | None) -> None:
+        try:
+            if why_not_kept is not None:
+                logger.warning("native kernels are not kept, but compiled for this engine alone: %s", why_not_kept)
+                self._cache_home = tempfile.mkdtemp(prefix="aioengine-")
+            self._errors.close()
+            # In memory: a pipe would hold up a child that writes much, and a folder for a file might not be there.
+            self._errors = io.FileIO(os.memfd_create("aioengine-compiler"), "r+")
+            self._child = _start_child(self._parts, self._cache_home, self._errors)
+        except OSError as error:  # no room for a folder, or for a process
+            self._give_up(str(error))
 
     def _last_words(self) -> str:
         """The last lines that the child has written."""
@@ -240,17 +255,14 @@ class Compilation:
         self.close()
 
 
-def _can_be_kept() -> bool:
-    """Whether the folder of the library can be written to; says so if not."""
+def _why_not_kept() -> str | None:
+    """What is wrong with the folder of the library, as far as that can be seen."""
     try:
         folder = library_path(COMMON).parent
         folder.mkdir(parents=True, exist_ok=True)
-        is_writable, problem = os.access(folder, os.W_OK | os.X_OK), f"{folder} cannot be written to"
     except OSError as error:
-        is_writable, problem = False, str(error)
-    if not is_writable:
-        logger.warning("native kernels are not kept, but compiled for this engine alone: %s", problem)
-    return is_writable
+        return str(error)
+    return None if os.access(folder, os.W_OK | os.X_OK) else f"{folder} cannot be written to"
 
 
 def _start_child(parts: Iterable[str], cache_home: str | None, errors: IO[bytes]) -> subprocess.Popen[bytes]:
@@ -272,6 +284,10 @@ _COMPILE = """
 import sys
 from aioengine.transport.child import die_with_parent
 die_with_parent(int(sys.argv[1]))
-from aioengine.kernels.native.library import compile_parts
-compile_parts(sys.argv[2:])
+from aioengine.kernels.native.library import NOT_WRITTEN, compile_parts
+try:
+    compile_parts(sys.argv[2:])
+except OSError as error:
+    sys.stderr.write(str(error))
+    sys.exit(NOT_WRITTEN)
 """
