@@ -16,6 +16,7 @@ from torch import Tensor
 from aioengine.errors import InternalError
 from aioengine.executor.accelerator import DeviceEvent, DeviceMemory, Graph, HostWords, Ts, Work
 from aioengine.executor.memory import available_memory
+from aioengine.kernels.attention.paged import PROGRAMS_PER_MULTIPROCESSOR
 from aioengine.kernels.native.library import Compilation
 from aioengine.kernels.native.operations import NativeOperations
 from aioengine.kernels.native.team import Team
@@ -88,7 +89,6 @@ class HostAccelerator:
     is_host = True
     device = torch.device("cpu")
     name = "cpu"
-    num_multiprocessors = 1
     capability = 0
 
     def __init__(
@@ -99,6 +99,8 @@ class HostAccelerator:
     ) -> None:
         self.can_capture = num_threads is not None
         self._num_threads = num_threads or 1
+        # Contexts are cut for as many programs as there are threads, by `PROGRAMS_PER_MULTIPROCESSOR`.
+        self.num_multiprocessors = max(1, self._num_threads // PROGRAMS_PER_MULTIPROCESSOR)
         self._team: Team | None = None
         self._compilation = Compilation(parts) if num_threads is not None else None
         self.operations: Operations = torch_operations

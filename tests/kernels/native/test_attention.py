@@ -13,6 +13,9 @@ from kernels.paged_cases import PagedCase, assert_close, attend, paged_case
 from torch import Tensor
 
 from aioengine.errors import InternalError
+from aioengine.executor.host import HostAccelerator
+from aioengine.kernels.attention.paged import choose_num_splits
+from aioengine.kernels.native.library import Library
 from aioengine.kernels.native.operations import NativeOperations
 from aioengine.kernels.native.team import Team
 from aioengine.kernels.torch import attention as reference
@@ -87,6 +90,20 @@ def test_a_decode_reads_nothing_before_the_window(teams: list[Team], window: int
 def test_a_decode_caps_scores(teams: list[Team], soft_cap: float) -> None:
     case, decodes = decode_case(3, [90, 600], heads=6, kv_heads=2)
     assert_decodes(teams, case, decodes, scale=1.0, soft_cap=soft_cap)
+
+
+def test_a_long_context_is_cut_for_the_threads_that_there_are_with_one_result(library: Library) -> None:
+    case, decodes = decode_case(4, [1900], heads=4, kv_heads=2)
+    computed, splits = [], []
+    for num_threads in (1, 2, 8):
+        accelerator, team = HostAccelerator(num_threads=num_threads), Team(library, num_threads)
+        splits.append(choose_num_splits(1, 2, 1900, accelerator.num_multiprocessors))
+        computed.append(attend_decode(team, case, decodes, num_splits=splits[-1]))
+        accelerator.close()
+        team.close()
+    assert splits == [1, 1, 4]
+    assert_same(computed[1], computed[0])
+    assert_same(computed[2], computed[0])
 
 
 def test_scores_of_a_decode_may_be_large_and_contexts_long(teams: list[Team]) -> None:

@@ -93,12 +93,13 @@ class NativeOperations:
         num_heads, head_dim, num_kv_heads, num_decodes = *q.shape[1:], k_cache.shape[2], len(decodes)
         if not has_kernels(num_heads, num_kv_heads, head_dim):
             raise InternalError(f"attend_decode: {num_heads} heads of {head_dim}, {num_kv_heads} KV heads: too many")
+        name, num_parts = _name(q.dtype), -(-max_context // CONTEXT_PART)
+        num_splits = min(num_splits, num_parts)
         # A few heads whose keys lie side by side, as long as there are chunks for all threads.
         num_slices = -(-CHUNKS_A_THREAD * self._team.num_threads // max(1, num_decodes * num_splits))
         heads_of_states = MAX_STATES // (num_heads // num_kv_heads * _state_size(head_dim))
         kv_heads_a_chunk = max(1, min(HEADS_A_CHUNK, num_kv_heads // num_slices, heads_of_states))
         num_slices = -(-num_kv_heads // kv_heads_a_chunk)
-        name, num_parts = _name(q.dtype), -(-max_context // CONTEXT_PART)
         states: Tensor | int = 0
         if num_splits > 1:
             states = self._buffer("states", num_decodes * num_parts * num_heads, _state_size(head_dim), torch.float32)
