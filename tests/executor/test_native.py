@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from executor.tiny_decoder import tiny_decoder
 from aioengine.config import EngineConfig
 from aioengine.core.control import Sleep, WakeUp
 from aioengine.core.executor_protocol import ExecutorStats
+from aioengine.executor.device_thread import DeviceThread
 from aioengine.executor.host import HostAccelerator
 from aioengine.executor.make_runner import make_runner
 from aioengine.executor.runner import START_FEATURES
@@ -49,10 +51,15 @@ def library() -> Library:
     return compile_library()
 
 
-@pytest.fixture
-def accelerator(library: Library) -> Iterator[Any]:
+def accelerator_of(library: Library) -> Any:
     made: Any = HostAccelerator(num_threads=2)
     made._compilation = Compiling(library)
+    return made
+
+
+@pytest.fixture
+def accelerator(library: Library) -> Iterator[Any]:
+    made = accelerator_of(library)
     with torch.inference_mode():
         yield made
     made.close()
@@ -162,3 +169,24 @@ async def test_weights_that_are_read_again_are_packed_once(accelerator: Any, mon
     assert {type(operations) for operations in packed} == {NativeOperations}
     assert await greedy_tokens(executor) == tokens
     await executor.aclose()
+
+
+async def test_kernels_have_room_on_the_stack_though_the_program_s_threads_have_little(library: Library) -> None:
+    def compute() -> list[int]:
+        accelerator = accelerator_of(library)
+        accelerator._compilation.is_ready = True
+        runner, writer = start(accelerator), PlanWriter(128, 4)
+        for row in range(8):
+            writer.add(row, PROMPT)
+        tokens = tokens_of(runner, writer, 12)
+        accelerator.close()
+        return tokens
+
+    before = threading.stack_size(256 * 1024)
+    try:
+        thread = DeviceThread()
+        assert await thread.submit(compute).finish() == await thread.submit(expected_tokens, 12).finish()
+        await thread.aclose()
+        assert threading.stack_size() == 256 * 1024
+    finally:
+        threading.stack_size(before)

@@ -21,6 +21,7 @@ import torch
 from aioengine.core.executor_protocol import DeviceLost
 from aioengine.executor.completion_thread import CompletionThread, DeferredResult, Pending, Waker
 from aioengine.executor.host import use_torch_threads
+from aioengine.kernels.native.team import start_thread
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -63,7 +64,7 @@ class DeviceThread:
         self._ended = self._work.ended
         weakref.finalize(self, self._work.stop)
         try:
-            self._work.thread.start()
+            start_thread(self._work.thread)
         except RuntimeError:  # too many threads
             self._work.waker.release()
             raise

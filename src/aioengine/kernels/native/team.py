@@ -36,6 +36,26 @@ _ROOM_FOR_RESULTS = (ctypes.c_int64 * 2)()
 """numba's functions write a status there; those of the library have none."""
 
 
+STACK_BYTES = 8 * 2**20
+"""Linux's own default. Kernels take up to 1 MiB of it for what they compute with."""
+
+_starting = threading.Lock()
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread that kernels run in, though the program may have chosen smaller stacks for its threads.
+
+    Raises:
+        RuntimeError: there are too many threads.
+    """
+    with _starting:  # the size is the process's, and asking for it would change it, too
+        chosen = threading.stack_size(STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(chosen)
+
+
 class Team:
     """Threads that run native kernels, the caller's one of them. For one thread at a time.
 
@@ -63,7 +83,7 @@ class Team:
                 arguments = serve, self._address, thread, library, self._words
                 name = f"aioengine-kernels-{thread}"
                 started = threading.Thread(target=_serve, args=arguments, name=name, daemon=True)
-                started.start()
+                start_thread(started)
                 self._threads.append(started)
         except RuntimeError:  # too many threads
             self.close()
