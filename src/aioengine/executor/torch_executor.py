@@ -377,8 +377,9 @@ def _host(config: EngineConfig, folder: ModelFolder | None) -> HostAccelerator:
 def is_large_step(weight_bytes: int, num_layers: int, num_tokens: int, context_bytes: int) -> bool:
     """Whether a step's operations are long enough for more than one thread: by a layer's work, in bytes to be read.
 
-    Threads wait for each other at the end of each operation, which takes a microsecond. Where another process holds one
-    of their cores they wait for that one: the bundled model is 1.3 to 1.5 times as fast with one thread then.
+    torch's threads wait for each other at the end of each operation, which takes a microsecond. Where another process
+    holds one of their cores they wait for that one: the bundled model is 1.3 to 1.5 times as fast with one thread then.
+    Native ones wait for chunks that have begun alone.
 
     Args:
         weight_bytes: of all parameters; a product with 16 tokens takes as long as reading its weights.
