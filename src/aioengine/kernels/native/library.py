@@ -229,7 +229,7 @@ class Compilation:
             # In memory: a pipe would hold up a child that writes much, and a folder for a file might not be there.
             self._errors = io.FileIO(os.memfd_create("aioengine-compiler"), "r+")
             self._child = _start_child(self._parts, self._cache_home, self._errors)
-        except OSError as error:  # no room for a folder, or for a process
+        except (OSError, AttributeError) as error:  # no room for a folder or a process, or a system without memfd
             self._give_up(str(error))
 
     def _last_words(self) -> str:
