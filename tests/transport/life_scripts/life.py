@@ -22,7 +22,7 @@ from aioengine.transport.process import Child
 STAGES = ("spawned", "loading", "ready", "idle", "busy", "asleep", "closing")
 """spawned: its process has not said HELLO; ready: it has said READY, and nobody is attached to it yet."""
 
-START_TIMEOUT_S = 1.0
+START_TIMEOUT_S = 3.0
 STOP_TIMEOUT_S = 0.3
 
 _DEVICES = {"loading": "slow_to_load", "busy": "held", "closing": "clinging"}
