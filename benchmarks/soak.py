@@ -270,8 +270,8 @@ class Soak:
         return added
 
     def _count_dismissed(self, release: Callable[[int], None], num_sequences: int) -> None:
-        """A request that is aborted at the door is answered, and never comes to the core."""
-        self.report.num_accepted += not num_sequences
+        """A request that is aborted at the door is answered and never comes to the core; one that is refused raises."""
+        self.report.num_accepted += not num_sequences and sys.exc_info()[0] is None
         release(num_sequences)
 
     async def _warm_up(self) -> None:
