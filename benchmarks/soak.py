@@ -55,6 +55,7 @@ from aioengine import (
     StepFailed,
     Stream,
 )
+from aioengine.executor.graphs import MAX_GRAPHS
 
 MAX_STEP_TOKENS = 128
 TICK_S = 0.001
@@ -600,9 +601,10 @@ class Soak:
             self._peaks[what] = max(self._peaks[what], count)
 
     def _sample(self) -> Sample:
-        gc.collect()
         num_prefixes, num_blocks = len(self._core.kv.cache.ready), self._core.kv.pool.num_blocks
         self._expect(num_prefixes <= num_blocks, f"{num_prefixes} prefixes are cached in {num_blocks} blocks")
+        num_graphs = self._drop_graphs()
+        gc.collect()
         return Sample(
             num_requests=self._num_started,
             rss_mib=rss_mib(),
@@ -611,7 +613,21 @@ class Soak:
             num_tasks=len(asyncio.all_tasks()),
             num_objects=len(gc.get_objects()),
             num_cached_prefixes=num_prefixes,
+            num_graphs=num_graphs,
         )
+
+    def _drop_graphs(self) -> int:
+        """Drop the graphs of decode steps, lest they hide what else grows; returns how many there were.
+
+        There is one for each number of rows and combination of sampling that came twice, and mixed use goes on meeting
+        new ones: a cache with a bound of its own.
+        """
+        graphs = self._core.executor._device.runner.graphs
+        num_graphs = len(graphs)
+        self._expect(num_graphs <= MAX_GRAPHS, f"{num_graphs} graphs are kept; {MAX_GRAPHS} may be")
+        graphs.clear()
+        graphs._seen.clear()
+        return num_graphs
 
     def _judge(self, samples: list[Sample]) -> None:
         """Fit a line through what was sampled, and hold what it grew by against its bound."""

@@ -48,6 +48,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     num_tasks: int
     num_objects: int
     num_cached_prefixes: int
+    num_graphs: int
 
 
 class Growth(msgspec.Struct, frozen=True, kw_only=True):

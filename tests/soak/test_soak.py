@@ -78,6 +78,7 @@ def test_a_leak_is_told_from_noise(soak: Any, lost_each: float, is_bounded: bool
             num_tasks=3,
             num_objects=70,
             num_cached_prefixes=40,
+            num_graphs=50,
         )
 
     growth = soak.Growth.fit("rss_mib", [sample(count) for count in range(4000, 20001, 500)], bound=16.0)
