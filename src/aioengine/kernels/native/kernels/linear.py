@@ -298,8 +298,8 @@ def make_tile(kind: Kind, rows: int, start: Start) -> Any:
                 b.store(load(b, sums_of[place], kind.sums.llvm, 64) if start is Start.SUMS else zero, held[place])
             with cgutils.for_range(b, num_words, intp=I64) as loop:
                 offset = b.add(first_byte, b.mul(loop.index, number(vector_bytes * VECTORS)))
-                # With large registers one row's loads are far enough ahead of its few products. On two cores of Zen 1 it
-                # reads bfloat16 at 17.6 GB/s with this, and at 15.8 without.
+                # With large registers, the loads of one row are far enough ahead of its few products. With small ones,
+                # two cores of Zen 1 read bfloat16 at 17.6 GB/s with this, and at 15.8 without.
                 if rows > 1 or HAS_FEW_REGISTERS:
                     with b.if_then(b.icmp_signed("!=", ahead, number(0))):
                         for line in range(0, vector_bytes * num_vectors, 64):
