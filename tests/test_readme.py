@@ -38,8 +38,9 @@ BUNDLED = "http://127.0.0.1:8000"
 DEADLINE_S = 90
 IM_END = 2
 """A token that ends the demo model's output."""
-NIGHTLY = {"processes.md", "without-asyncio.md"}
-"""Pages whose commands are run by `make nightly` alone: four seconds each, and tests of the commands run their like."""
+NIGHTLY = {"cpu.md", "processes.md", "without-asyncio.md"}
+"""Pages whose commands are run by `make nightly` alone: four seconds each, compiling kernels half a minute, and tests
+of the commands run their like."""
 
 
 def blocks_of(page: Path, language: str) -> list[str]:
@@ -231,7 +232,7 @@ def test_the_commands_of_a_page_run_in_their_order(page: Path, home: Path, reque
                     assert servers.enter_context(serving(command, home)) == below
                 case ["curl", *_]:
                     ask_with_curl(command, request.getfixturevalue("url"))
-                case ["aioengine" | "mkdir", *_]:
+                case ["aioengine" | "mkdir", *_] | ["python", "-m", "aioengine.kernels.native", *_]:
                     run_command(command.removeprefix("pip install . && "), below, home)
                 case _:
                     raise AssertionError(f"no test runs {command}")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from aioengine.kernels.native import library as kept
+from aioengine.kernels.native.__main__ import main
 from aioengine.kernels.native.library import Compilation, find_library, library_path, read_part
 from doubles.held_compiler import HeldCompiler
 
@@ -98,3 +99,45 @@ sys.modules["aioengine.kernels.native.kernels.compiler"] = types.SimpleNamespace
     assert found.address("put_spans")
     assert "compiled for this engine alone: [Errno 21] Is a directory" in caplog.text
     assert not list(tmp_path.glob("aioengine-*"))
+
+
+def test_kernels_compiled_ahead_are_there_for_the_first_start(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    caplog.set_level("INFO", "aioengine")
+    HeldCompiler(tmp_path, monkeypatch).go_on()
+    assert main(["bfloat16", "int8"]) is None
+    paths = [library_path(part) for part in ("common", "bfloat16", "bfloat16-int8")]
+    assert capsys.readouterr().out.splitlines() == [str(path) for path in paths]
+    assert all(path.is_file() for path in paths)
+    assert [record.message for record in caplog.records][-1] == "native kernels are compiled"
+    caplog.clear()
+    assert Compilation(["common", "bfloat16", "bfloat16-int8"]).poll() is not None
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("arguments", "outcome", "message"),
+    [
+        ([], "works", "usage: "),
+        (["bf16"], "works", "usage: "),
+        (["bfloat16", "int2"], "works", "usage: "),
+        (["bfloat16"], "raises", "numba knows no such processor"),
+        (["bfloat16"], "cannot write", "the folder cannot be written to"),
+    ],
+)
+def test_compiling_ahead_says_what_went_wrong(
+    arguments: list[str], outcome: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if outcome == "cannot write":
+        (tmp_path / "file").touch()
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        HeldCompiler(tmp_path, monkeypatch, cache_home=tmp_path / "file").go_on()
+    else:
+        HeldCompiler(tmp_path, monkeypatch, outcome).go_on()
+    problem = main(arguments)
+    assert problem is not None
+    assert message in problem

@@ -196,6 +196,7 @@ class Compilation:
         self._errors: IO[bytes] = io.BytesIO()
         self.problem = ""
         if any(read_part(part) is None for part in self._parts):
+            logger.info("compiling native kernels beside this program, once a machine; until then steps are slow")
             self._start(_why_not_kept())
 
     def poll(self) -> Library | None:
@@ -208,6 +209,8 @@ class Compilation:
         library = find_library(self._parts, self._cache_home)
         if library is None:
             self._give_up(self._last_words())
+        elif self._child is not None:
+            logger.info("native kernels are compiled")
         self.close()
         return library
 
