@@ -215,6 +215,16 @@ def test_a_tile_caps_scores(teams: list[Team], soft_cap: float) -> None:
     assert_prefills(teams, case, tiles, scale=1.0, soft_cap=soft_cap)
 
 
+@pytest.mark.parametrize(("scale", "dtype"), [(0.11, FP32), (0.3, FP32), (0.11, BF16), (1.0, BF16), (30.0, BF16)])
+def test_scores_of_a_tile_may_rise_from_segment_to_segment(teams: list[Team], scale: float, dtype: torch.dtype) -> None:
+    """By less than what needs new sums and by more, to several hundred."""
+    case, tiles = prefill_case(9, [(0, 400), (300, 9)], dtype=dtype)
+    for row, (begin, end) in enumerate(((0, 400), (0, 309))):
+        for position in range(begin, end):
+            case.k_cache[case.block_tables[row, position // 16], position % 16] *= 0.1 + position / 100
+    assert_prefills(teams, case, tiles, scale=scale)
+
+
 @INT8_SIZES
 @pytest.mark.parametrize("window", [None, 33])
 def test_a_tile_reads_an_int8_cache(teams: list[Team], sizes: dict[str, Any], window: int | None) -> None:

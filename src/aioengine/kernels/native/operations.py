@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -27,6 +29,8 @@ CHUNK = 8192
 CHUNKS_A_THREAD = 4
 HEADS_A_CHUNK = 8
 NO_WINDOW = 1 << 40
+LOG2_E = math.log2(math.e)
+"""Attention's kernels compute by powers of 2."""
 
 ROWS_A_CHUNK = 192
 """Rows of activations in a chunk of a product: they stay in the second-level cache while a panel is read."""
@@ -80,7 +84,7 @@ class NativeOperations:
             f"attend_prefill_{_name(q.dtype)}", len(tiles) * k_cache.shape[2],
             q, k_cache, v_cache, block_tables, block_tables.shape[1], tiles, out,
             q.shape[1], k_cache.shape[2], q.shape[2], k_cache.shape[1],
-            float_bits(scale), window or NO_WINDOW, float_bits(soft_cap or 0.0),
+            float_bits(scale * LOG2_E), window or NO_WINDOW, float_bits((soft_cap or 0.0) * LOG2_E),
             k_cache.dtype == torch.int8, k_cache.shape[3] * k_cache.element_size(),
         )  # fmt: skip
 
@@ -107,8 +111,8 @@ class NativeOperations:
             f"attend_decode_{name}", num_decodes * num_slices * num_splits,
             q, k_cache, v_cache, block_tables, block_tables.shape[1], decodes, out,
             num_heads, num_kv_heads, head_dim, k_cache.shape[1],
-            float_bits(scale), window or NO_WINDOW, float_bits(soft_cap or 0.0), kv_heads_a_chunk, num_splits,
-            states, num_parts, k_cache.dtype == torch.int8, k_cache.shape[3] * k_cache.element_size(),
+            float_bits(scale * LOG2_E), window or NO_WINDOW, float_bits((soft_cap or 0.0) * LOG2_E), kv_heads_a_chunk,
+            num_splits, states, num_parts, k_cache.dtype == torch.int8, k_cache.shape[3] * k_cache.element_size(),
         )  # fmt: skip
         if num_splits > 1:
             self._team.launch(

@@ -18,7 +18,7 @@ from numba.core import cgutils
 from aioengine.kernels.native.kernels.attention import LOWEST, SEGMENT, ZERO, find_keys, shape_scores
 from aioengine.kernels.native.kernels.attention_sizes import MAX_GROUP, MAX_HEAD_DIM, MAX_STATES, PART
 from aioengine.kernels.native.kernels.compiler import inlined, kernel
-from aioengine.kernels.native.kernels.functions import exp
+from aioengine.kernels.native.kernels.functions import exp2
 from aioengine.kernels.native.kernels.simd import (
     BF16,
     BFLOAT16,
@@ -397,8 +397,8 @@ def merge_states(total, part, padded_dim):
     """Put a later part's state to the total."""
     at, weight_at = 4 * padded_dim, 4 * padded_dim + 64
     highest = max(get_f32(total + at), get_f32(part + at))
-    old = exp(splat(get_f32(total + at) - highest))
-    new = exp(splat(get_f32(part + at) - highest))
+    old = exp2(splat(get_f32(total + at) - highest))
+    new = exp2(splat(get_f32(part + at) - highest))
     for n in range(0, padded_dim, LANES):
         write_f32(total + 4 * n, read_f32(total + 4 * n) * old + read_f32(part + 4 * n) * new)
     weight = splat(get_f32(total + weight_at)) * old + splat(get_f32(part + weight_at)) * new
@@ -428,10 +428,10 @@ def weigh(args, room, group, state, stride, begin, end):
         before = get_f32(highest_at)
         highest = shape_scores(row, scales, get_f32(args + SCALE), get_f32(args + SOFT_CAP), begin, end)
         highest = max(before, highest)
-        factor = exp(splat(before - highest))
+        factor = exp2(splat(before - highest))
         total = zeros()
         for n in range(0, SEGMENT, LANES):
-            weight = exp(read_f32(row + 4 * n) - splat(highest))
+            weight = exp2(read_f32(row + 4 * n) - splat(highest))
             total = total + weight
             if scales:
                 weight = weight * read_f32(scales + 4 * (SEGMENT + n))

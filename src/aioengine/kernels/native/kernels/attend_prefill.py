@@ -1,8 +1,9 @@
 """Attention of tiles of query tokens, as products of small matrices (Dao, 2023, "FlashAttention-2", arXiv:2307.08691).
 
 The keys and the values of a segment are packed as weights are, for all query heads of a group and all tokens of a tile:
-keys as [words of a head][64 keys], values as [panels of 64 of a head][words of keys][64]. Six rows at a time, a row
-being a token and a query head, then go through scores, softmax and weighted values while these are in the cache.
+keys as [words of a head][64 keys], values as [panels of 64 of a head][words of keys][64]. A row being a token and a
+query head, six rows at a time then go through scores and softmax, and after all rows have, six at a time add weighted
+values to their sums: so the keys, and then the values, are in the first-level cache for all rows but the first six.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from aioengine.kernels.native.kernels.attention import LOWEST, SEGMENT, find_keys, shape_scores
+from aioengine.kernels.native.kernels.attention import LOWEST, SEGMENT, find_keys, shape
 from aioengine.kernels.native.kernels.attention_sizes import MAX_HEAD_DIM, MAX_ROWS
 from aioengine.kernels.native.kernels.compiler import inlined, kernel
-from aioengine.kernels.native.kernels.functions import exp
-from aioengine.kernels.native.kernels.linear import KINDS, PANEL, TILE_ROWS, make_panel
+from aioengine.kernels.native.kernels.functions import exp2
+from aioengine.kernels.native.kernels.linear import KINDS, PANEL, TILE_ROWS, Start, make_panel
 from aioengine.kernels.native.kernels.simd import (
     BFLOAT16,
     FLOAT16,
@@ -27,17 +28,20 @@ from aioengine.kernels.native.kernels.simd import (
     I32,
     LANES,
     Memory,
-    constant,
-    fma,
+    bits_of,
     get_f32,
     get_i32,
     get_i64,
     i32x16,
     instruction,
+    is_above,
     load,
     load_lanes,
     load_some_int8,
+    max_of,
+    maximum,
     number,
+    prefetch,
     put_f32,
     put_i64,
     splat,
@@ -54,27 +58,28 @@ MAX_NUMBERS = MAX_ROWS * 256
 Q, K_CACHE, V_CACHE, BLOCK_TABLES, TABLE_WIDTH, TILES, OUT = range(0, 56, 8)
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, SCALE, WINDOW, SOFT_CAP, IS_INT8, LINE_BYTES = range(56, 128, 8)
 
-# A chunk's memory, by offsets. Of the rows that are computed at once: queries, and states, each the sums [padded
-# head_dim], 16 parts of the weights' sum, and the highest score. Of a segment: packed keys and values; where its keys
-# are, and where `LINES` are (int64 [SEGMENT]); the scales of keys and values, if they are int8 (float32 [2, SEGMENT]);
-# `LINES` then: these keys or values in the queries' dtype. Of six rows: products, weights, and factors of sums, a line
-# each. Last, 16 × 16 words to be transposed.
+# A chunk's memory, by offsets. Of the rows that are computed at once: queries; states, of each six rows the sums
+# [panels of a head][6][64], and behind them of each row 16 parts of the weights' sum and the highest score; weights of
+# a segment. Of a segment: packed keys and values; where its keys are, and where `LINES` are (int64 [SEGMENT]); the
+# scales of keys and values, if they are int8 (float32 [2, SEGMENT]); `LINES` then: these keys or values in the queries'
+# dtype. Of six rows: products of queries and keys. Last, 16 × 16 words to be transposed.
 QUERIES = 0
 STATES = QUERIES + 4 * MAX_NUMBERS
-KEYS = STATES + 4 * MAX_NUMBERS + 128 * MAX_ROWS
+WEIGHTS = STATES + 4 * MAX_NUMBERS + 128 * MAX_ROWS
+KEYS = WEIGHTS + 4 * SEGMENT * MAX_ROWS
 VALUES = KEYS + 4 * SEGMENT * MAX_HEAD_DIM
 OFFSETS = VALUES + 4 * SEGMENT * MAX_HEAD_DIM
 PLACES = OFFSETS + 8 * SEGMENT
 SCALES = PLACES + 8 * SEGMENT
 LINES = SCALES + 2 * 4 * SEGMENT
 SUMS = LINES + 4 * SEGMENT * MAX_HEAD_DIM
-WEIGHTS = SUMS + 4 * PANEL * TILE_ROWS
-FACTORS = WEIGHTS + 4 * PANEL * TILE_ROWS
-SQUARE = FACTORS + 64 * TILE_ROWS
+SQUARE = SUMS + 4 * PANEL * TILE_ROWS
 ROOM_BYTES = SQUARE + 64 * LANES
 
 read_f32, write_f32 = FLOAT32.load, FLOAT32.store
 ONE = np.float32(1)
+MARGIN = np.float32(12)
+"""By so much may scores be higher than the one that weights are relative to."""
 
 
 @instruction(types.none, types.int64, types.int64)
@@ -99,13 +104,27 @@ def transpose(b: Any, x: Any, to: Any) -> None:
 @instruction(types.none, *[types.int64] * 4)
 def store_pairs(b: Any, x: Any, y: Any, count: Any, to: Any) -> None:
     """Interleave numbers of 16 bits as words, those at ``x`` in the lower halves; 0 in lanes from ``count`` on."""
-    low, high = (b.zext(load_lanes(b, at, I16, count), i32x16.llvm) for at in (x, y))
-    store(b, to, b.or_(low, b.shl(high, constant(i32x16, 16))), 64)
+    low, high = load_lanes(b, x, I16, count), load_lanes(b, y, I16, count)
+    lanes = [lane for nth in range(LANES) for lane in (nth, LANES + nth)]
+    store(b, to, b.shuffle_vector(low, high, ir.Constant(ir.VectorType(I32, 2 * LANES), lanes)), 64)
 
 
 @inlined
 def padded_head(args):
     return (get_i64(args + HEAD_DIM) + PANEL - 1) // PANEL * PANEL
+
+
+def make_take(memory: Memory, work: Memory) -> Any:
+    """A function of (x, count, to) that brings 16 numbers into another dtype, others than the first ``count`` as 0."""
+    if memory is work:
+        return memory.copy_some
+    load_some, store = memory.load_some, work.store
+
+    @inlined
+    def take_some(x, count, to):
+        store(to, load_some(x, count))
+
+    return take_some
 
 
 def make_pack(memory: Memory, work: Memory) -> Any:
@@ -114,7 +133,7 @@ def make_pack(memory: Memory, work: Memory) -> Any:
     """
     size, work_size = memory.size, work.size
     per_word = 4 // work_size
-    load_some, store_whole, store_work = memory.load_some, memory.store, work.store
+    load_some, store_whole, take_some = memory.load_some, memory.store, make_take(memory, work)
 
     @inlined
     def pack_keys(k, offsets, head_dim, room):
@@ -122,9 +141,9 @@ def make_pack(memory: Memory, work: Memory) -> Any:
             for n in range(0, head_dim, LANES * per_word):
                 for key in range(LANES):
                     at = k + get_i64(offsets + 8 * (first_key + key)) + n * size
-                    for part in range(per_word):
-                        values = load_some(at + part * LANES * size, head_dim - n - part * LANES)
-                        store_work(room + SQUARE + 64 * key + part * LANES * work_size, values)
+                    to = room + SQUARE + 64 * key
+                    for part in range(0, LANES * per_word, LANES):
+                        take_some(at + part * size, head_dim - n - part, to + part * work_size)
                 transpose(room + SQUARE, room + KEYS + (n // per_word * SEGMENT + first_key) * 4)
 
     @inlined
@@ -165,75 +184,112 @@ def make_pack(memory: Memory, work: Memory) -> Any:
     return pack
 
 
-def make_attend_strip(work: Memory, panel_of: Any) -> Any:
-    """A function of (args, room, strip, rows, begin_row, seen) that adds a segment's values to the states of six rows.
+def make_attend_strip(work: Memory) -> tuple[Any, Any]:
+    """Two functions for six rows: one of (args, room, strip, rows, begin_row, seen) that makes weights of a segment's
+    scores, and one of (args, room, strip, rows, begin_row) that adds the segment's weighted values to the rows' sums.
 
     Args:
+        work: of queries, keys, values and weights in products.
         strip: the first row. begin_row: the first one in the room.
         seen: how many of the segment's positions the tile's first token sees; less than 0 or more than there are, too.
     """
+    kind = KINDS["bfloat16" if work is BFLOAT16 else "float32"]
+    score_panel, add_panel = make_panel(kind), make_panel(kind, Start.SUMS)
     work_size = work.size
     per_word, store_work = 4 // work_size, work.store
 
     @inlined
-    def weigh(args, scores, state, weights, factors, scales, end):
-        """A row's weights of a segment's keys up to ``end``, and the factor of what was summed before."""
-        before = get_f32(state + 64)
-        begin, end = max(0, end - get_i64(args + WINDOW)), min(SEGMENT, end)
-        highest = shape_scores(scores, scales, get_f32(args + SCALE), get_f32(args + SOFT_CAP), begin, end)
-        factor = splat(ONE)
-        if highest > before:
-            factor = exp(splat(before - highest))
-        else:
-            highest = before
-        total = read_f32(state) * factor
-        for n in range(0, SEGMENT, LANES):
-            weight = exp(read_f32(scores + 4 * n) - splat(highest))
-            total = total + weight
-            if scales:
-                weight = weight * read_f32(scales + 4 * (SEGMENT + n))
-            store_work(weights + n * work_size, weight)
-        write_f32(state, total)
-        put_f32(state + 64, highest)
-        write_f32(factors, factor)
+    def states_of(room, row, padded_dim):
+        """Of the six rows that begin with one."""
+        return room + STATES + row * (4 * padded_dim + 128)
 
     @inlined
-    def attend_strip(args, room, strip, rows, begin_row, seen):
+    def raise_highest(state, sums, padded_dim, highest):
+        """Bring what a row has summed to a higher score."""
+        factor = exp2(splat(get_f32(state + 64) - highest))
+        put_f32(state + 64, highest)
+        write_f32(state, read_f32(state) * factor)
+        for n in range(0, TILE_ROWS * padded_dim, TILE_ROWS * PANEL):
+            for lane in range(n, n + PANEL, LANES):
+                write_f32(sums + 4 * lane, read_f32(sums + 4 * lane) * factor)
+
+    @inlined
+    def end_weights(s, highest, value_scales, to):
+        """16 weights, of the shaped scores. Written are what the values are multiplied by."""
+        weights = exp2(s - highest)
+        if value_scales:
+            store_work(to, weights * read_f32(value_scales))
+        else:
+            store_work(to, weights)
+        return weights
+
+    @inlined
+    def weigh(args, scores, state, sums, padded_dim, weights, scales, end):
+        """A row's weights of a segment's keys up to ``end``; what was summed before is brought to the highest score."""
+        scale, soft_cap = get_f32(args + SCALE), get_f32(args + SOFT_CAP)
+        begin = max(0, end - get_i64(args + WINDOW))
+        s0 = shape(scores, scales, scale, soft_cap, begin, end)
+        s1 = shape(scores + 64, scales and scales + 64, scale, soft_cap, begin - 16, end - 16)
+        s2 = shape(scores + 128, scales and scales + 128, scale, soft_cap, begin - 32, end - 32)
+        s3 = shape(scores + 192, scales and scales + 192, scale, soft_cap, begin - 48, end - 48)
+        highest = maximum(maximum(s0, s1), maximum(s2, s3))
+        # Weights of 4,096 at most are as exact as those of 1, and sums are seldom brought to a higher score so.
+        if bits_of(is_above(highest, splat(get_f32(state + 64) + MARGIN))):
+            raise_highest(state, sums, padded_dim, max_of(highest))
+        highest = splat(get_f32(state + 64))
+        scales = scales and scales + 4 * SEGMENT
+        total = read_f32(state) + end_weights(s0, highest, scales, weights)
+        total = total + end_weights(s1, highest, scales and scales + 64, weights + 16 * work_size)
+        total = total + end_weights(s2, highest, scales and scales + 128, weights + 32 * work_size)
+        total = total + end_weights(s3, highest, scales and scales + 192, weights + 48 * work_size)
+        write_f32(state, total)
+
+    @inlined
+    def weigh_strip(args, room, strip, rows, begin_row, seen):
         padded_dim, group = padded_head(args), get_i64(args + NUM_HEADS) // get_i64(args + NUM_KV_HEADS)
-        num_words = (get_i64(args + HEAD_DIM) + per_word - 1) // per_word
-        query_bytes, state_bytes = padded_dim * work_size, 4 * padded_dim + 128
-        sums, weights, scales = room + SUMS, room + WEIGHTS, room + SCALES if get_i64(args + IS_INT8) else 0
+        num_words, query_bytes = (get_i64(args + HEAD_DIM) + per_word - 1) // per_word, padded_dim * work_size
+        scores, scales = room + SUMS, room + SCALES if get_i64(args + IS_INT8) else 0
+        sums, weights = (
+            states_of(room, strip - begin_row, padded_dim),
+            room + WEIGHTS + 4 * SEGMENT * (strip - begin_row),
+        )
+        states = sums + 4 * TILE_ROWS * padded_dim
         queries = room + QUERIES + (strip - begin_row) * query_bytes
-        states = room + STATES + (strip - begin_row) * state_bytes
-        panel_of(queries, query_bytes, room + KEYS, num_words, sums, rows, 0, 0)
+        score_panel(queries, query_bytes, room + KEYS, num_words, scores, rows, 0, 0)
         for nth in range(rows):
             weigh(
-                args, sums + 4 * PANEL * nth, states + nth * state_bytes + 4 * padded_dim,
-                weights + nth * SEGMENT * work_size, room + FACTORS + 64 * nth, scales, seen + (strip + nth) // group,
+                args, scores + 4 * PANEL * nth, states + 128 * nth, sums + 4 * PANEL * nth, padded_dim,
+                weights + nth * SEGMENT * work_size, scales, seen + (strip + nth) // group,
             )  # fmt: skip
+
+    @inlined
+    def add_strip(args, room, strip, rows, begin_row, seen):
+        padded_dim, group = padded_head(args), get_i64(args + NUM_HEADS) // get_i64(args + NUM_KV_HEADS)
+        num_words = (min(SEGMENT, seen + (strip + rows - 1) // group) + per_word - 1) // per_word
+        sums, weights = (
+            states_of(room, strip - begin_row, padded_dim),
+            room + WEIGHTS + 4 * SEGMENT * (strip - begin_row),
+        )
         for n in range(0, padded_dim, PANEL):
-            of_panel = room + VALUES + n * (SEGMENT // per_word) * 4
-            panel_of(weights, SEGMENT * work_size, of_panel, SEGMENT // per_word, sums, rows, 0, 0)
-            for nth in range(rows):
-                factor, at = read_f32(room + FACTORS + 64 * nth), states + nth * state_bytes + 4 * n
-                for lane in range(0, 4 * PANEL, 64):
-                    added = read_f32(sums + 4 * PANEL * nth + lane)
-                    write_f32(at + lane, fma(read_f32(at + lane), factor, added))
+            values = room + VALUES + n * (SEGMENT // per_word) * 4
+            add_panel(
+                weights, SEGMENT * work_size, values, num_words, sums + n * TILE_ROWS * 4, rows, 0, 0
+            )  # fmt: skip
 
-    return attend_strip
+    return weigh_strip, add_strip
 
 
-def make_attend_prefill(memory: Memory, work: Memory, panel_of: Any) -> Any:
+def make_attend_prefill(memory: Memory, work: Memory) -> Any:
     """A chunk is a tile and a KV head.
 
     Args:
         memory: of queries, keys, values and the result.
         work: of queries, keys, values and weights in products.
-        panel_of: as `make_panel` makes it, for ``work``.
     """
     size, work_size = memory.size, work.size
-    load_some, store_some, store_work = memory.load_some, memory.store_some, work.store
-    pack, attend_strip, room_of_chunk = make_pack(memory, work), make_attend_strip(work, panel_of), stack(ROOM_BYTES)
+    store_some, take_some = memory.store_some, make_take(memory, work)
+    pack, room_of_chunk = make_pack(memory, work), stack(ROOM_BYTES)
+    weigh_strip, add_strip = make_attend_strip(work)
 
     @inlined
     def place_of(args, row):
@@ -243,28 +299,55 @@ def make_attend_prefill(memory: Memory, work: Memory, panel_of: Any) -> Any:
         return (row // group * num_heads + row % group) * get_i64(args + HEAD_DIM) * size
 
     @inlined
+    def sees_some(strip, rows, group, window, seen):
+        """Whether one of a strip's rows sees one of a segment's keys."""
+        return seen + (strip + rows - 1) // group > 0 and seen + strip // group - window < SEGMENT
+
+    @inlined
     def begin_rows(args, q, begin_row, end_row, room):
         head_dim, padded_dim = get_i64(args + HEAD_DIM), padded_head(args)
-        to, state = room + QUERIES, room + STATES
+        to = room + QUERIES
         for row in range(begin_row, end_row):
             at = q + place_of(args, row)
             for n in range(0, padded_dim, LANES):
-                store_work(to + n * work_size, load_some(at + n * size, head_dim - n))
-                write_f32(state + 4 * n, zeros())
-            write_f32(state + 4 * padded_dim, zeros())
-            put_f32(state + 4 * padded_dim + 64, LOWEST)
+                take_some(at + n * size, head_dim - n, to + n * work_size)
             to += padded_dim * work_size
-            state += 4 * padded_dim + 128
+        for strip in range(0, end_row - begin_row, TILE_ROWS):
+            sums = room + STATES + strip * (4 * padded_dim + 128)
+            for n in range(0, TILE_ROWS * padded_dim, LANES):
+                write_f32(sums + 4 * n, zeros())
+            for nth in range(TILE_ROWS):
+                state = sums + 4 * TILE_ROWS * padded_dim + 128 * nth
+                write_f32(state, zeros())
+                put_f32(state + 64, LOWEST)
 
     @inlined
     def end_rows(args, out, begin_row, end_row, room):
-        head_dim, padded_dim, state = get_i64(args + HEAD_DIM), padded_head(args), room + STATES
+        head_dim, padded_dim = get_i64(args + HEAD_DIM), padded_head(args)
         for row in range(begin_row, end_row):
-            to = out + place_of(args, row)
-            total = splat(sum_of(read_f32(state + 4 * padded_dim)))
+            to, nth = out + place_of(args, row), (row - begin_row) % TILE_ROWS
+            sums = room + STATES + (row - begin_row - nth) * (4 * padded_dim + 128)
+            factor = splat(ONE / sum_of(read_f32(sums + 4 * TILE_ROWS * padded_dim + 128 * nth)))
             for n in range(0, head_dim, LANES):
-                store_some(to + n * size, read_f32(state + 4 * n) / total, head_dim - n)
-            state += 4 * padded_dim + 128
+                at = sums + (n // PANEL * TILE_ROWS + nth) * PANEL * 4 + n % PANEL * 4
+                store_some(to + n * size, read_f32(at) * factor, head_dim - n)
+
+    @inlined
+    def find_segment(args, room, row, segment, first_seen, end_seen):
+        """Write where the keys of a segment are that a tile's rows see."""
+        table = get_i64(args + BLOCK_TABLES) + 4 * row * get_i64(args + TABLE_WIDTH)
+        line, start = get_i64(args + NUM_KV_HEADS) * get_i64(args + LINE_BYTES), segment * SEGMENT
+        begin, end = max(0, first_seen - start), min(SEGMENT, end_seen - start)
+        find_keys(room + OFFSETS, table, get_i64(args + BLOCK_SIZE), line, segment, begin, end)
+
+    @inlined
+    def fetch_some(args, k, v, room, begin, end):
+        """Bring keys and values into the second-level cache."""
+        for nth in range(begin, end):
+            offset = get_i64(room + OFFSETS + 8 * nth)
+            for byte in range(offset, offset + get_i64(args + LINE_BYTES), 64):
+                prefetch(k + byte)
+                prefetch(v + byte)
 
     def attend_prefill(args, chunk, thread):
         num_heads, num_kv_heads = get_i64(args + NUM_HEADS), get_i64(args + NUM_KV_HEADS)
@@ -275,38 +358,40 @@ def make_attend_prefill(memory: Memory, work: Memory, panel_of: Any) -> Any:
         room, window, group = room_of_chunk(), get_i64(args + WINDOW), num_heads // num_kv_heads
         num_rows = get_i32(tile + 8) * group
         first_head = (first_token * num_heads + kv_head * group) * get_i64(args + HEAD_DIM) * size
-        line_bytes, table = (
-            get_i64(args + LINE_BYTES),
-            get_i64(args + BLOCK_TABLES) + 4 * row * get_i64(args + TABLE_WIDTH),
-        )
+        line_bytes = get_i64(args + LINE_BYTES)
         k, v = get_i64(args + K_CACHE) + kv_head * line_bytes, get_i64(args + V_CACHE) + kv_head * line_bytes
         rows_at_once = min(MAX_ROWS, MAX_NUMBERS // padded_head(args) // TILE_ROWS * TILE_ROWS)
         for begin_row in range(0, num_rows, rows_at_once):
             end_row = min(begin_row + rows_at_once, num_rows)
-            begin_rows(args, get_i64(args + Q) + first_head, begin_row, end_row, room)
             first_seen = max(0, position + begin_row // group + 1 - window)
             end_seen = position + (end_row - 1) // group + 1
-            for segment in range(first_seen // SEGMENT, (end_seen + SEGMENT - 1) // SEGMENT):
-                start = segment * SEGMENT
-                begin, end = max(0, first_seen - start), min(SEGMENT, end_seen - start)
-                find_keys(
-                    room + OFFSETS, table, get_i64(args + BLOCK_SIZE), num_kv_heads * line_bytes, segment, begin, end
-                )
+            first, end = first_seen // SEGMENT, (end_seen + SEGMENT - 1) // SEGMENT
+            keys_a_strip = (SEGMENT * TILE_ROWS + end_row - begin_row - 1) // (end_row - begin_row)
+            find_segment(args, room, row, first, first_seen, end_seen)
+            fetch_some(args, k, v, room, 0, SEGMENT)
+            begin_rows(args, get_i64(args + Q) + first_head, begin_row, end_row, room)
+            for segment in range(first, end):
                 pack(args, k, v, room)
-                seen = position + 1 - start
+                fetched = SEGMENT
+                if segment + 1 < end:
+                    find_segment(args, room, row, segment + 1, first_seen, end_seen)
+                    fetched = 0
+                seen = position + 1 - segment * SEGMENT
                 for strip in range(begin_row, end_row, TILE_ROWS):
                     rows = min(TILE_ROWS, end_row - strip)
-                    if seen + (strip + rows - 1) // group > 0 and seen + strip // group - window < SEGMENT:
-                        attend_strip(args, room, strip, rows, begin_row, seen)
+                    if sees_some(strip, rows, group, window, seen):
+                        weigh_strip(args, room, strip, rows, begin_row, seen)
+                    fetch_some(args, k, v, room, fetched, min(SEGMENT, fetched + keys_a_strip))
+                    fetched += keys_a_strip
+                for strip in range(begin_row, end_row, TILE_ROWS):
+                    rows = min(TILE_ROWS, end_row - strip)
+                    if sees_some(strip, rows, group, window, seen):
+                        add_strip(args, room, strip, rows, begin_row, seen)
             end_rows(args, get_i64(args + OUT) + first_head, begin_row, end_row, room)
 
     return attend_prefill
 
 
-_panel_of_float32 = make_panel(KINDS["float32"])
-kernel(name="attend_prefill_float32")(make_attend_prefill(FLOAT32, FLOAT32, _panel_of_float32))
-kernel(name="attend_prefill_float16")(make_attend_prefill(FLOAT16, FLOAT32, _panel_of_float32))
-if HAS_DOT_BF16:
-    kernel(name="attend_prefill_bfloat16")(make_attend_prefill(BFLOAT16, BFLOAT16, make_panel(KINDS["bfloat16"])))
-else:
-    kernel(name="attend_prefill_bfloat16")(make_attend_prefill(BFLOAT16, FLOAT32, _panel_of_float32))
+kernel(name="attend_prefill_float32")(make_attend_prefill(FLOAT32, FLOAT32))
+kernel(name="attend_prefill_float16")(make_attend_prefill(FLOAT16, FLOAT32))
+kernel(name="attend_prefill_bfloat16")(make_attend_prefill(BFLOAT16, BFLOAT16 if HAS_DOT_BF16 else FLOAT32))

@@ -65,27 +65,36 @@ def find_keys(offsets, table, block_size, line, segment, begin, end):
 
 
 @inlined
-def shape_scores(scores, key_scales, scale, soft_cap, begin, end):
-    """Scale, cap and mask the products of one query with a segment's keys, in place.
+def shape(scores, key_scales, scale, soft_cap, begin, end):
+    """Scale, cap and mask the products of one query with 16 keys.
 
     Args:
-        scores: float32 [SEGMENT].
-        key_scales: float32 [SEGMENT], factors of the keys; 0: none.
+        scores: float32 [16].
+        key_scales: float32 [16], factors of the keys; 0: none.
         soft_cap: 0: none.
-        begin, end: of the positions that the query sees, within the segment.
+        begin, end: of the positions that the query sees, counted from the first of these.
+    """
+    s = load(scores) * splat(scale)
+    if key_scales:
+        s = s * load(key_scales)
+    if soft_cap > ZERO:
+        s = splat(soft_cap) * tanh(s / splat(soft_cap))
+    if begin > 0 or end < LANES:
+        s = select(first_lanes(end), s, splat(NEVER))
+        s = select(first_lanes(begin), splat(NEVER), s)
+    return s
+
+
+@inlined
+def shape_scores(scores, key_scales, scale, soft_cap, begin, end):
+    """`shape` the products of one query with a segment's keys, in place.
+
     Returns:
         the highest score, or `LOWEST`.
     """
     highest = splat(LOWEST)
     for n in range(0, SEGMENT, LANES):
-        s = load(scores + 4 * n) * splat(scale)
-        if key_scales:
-            s = s * load(key_scales + 4 * n)
-        if soft_cap > ZERO:
-            s = splat(soft_cap) * tanh(s / splat(soft_cap))
-        if begin > n or end < n + LANES:
-            s = select(first_lanes(end - n), s, splat(NEVER))
-            s = select(first_lanes(begin - n), splat(NEVER), s)
+        s = shape(scores + 4 * n, key_scales and key_scales + 4 * n, scale, soft_cap, begin - n, end - n)
         store(scores + 4 * n, s)
         highest = maximum(s, highest)
     return max_of(highest)

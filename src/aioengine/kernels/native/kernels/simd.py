@@ -210,20 +210,25 @@ def round_even(b: Any, x: Any) -> Any:
     return call(b, "llvm.roundeven.v16f32", x.type, x)
 
 
-@instruction(types.float32, f32x16)
-def sum_of(b: Any, x: Any) -> Any:
-    """The lanes' sum, in one order: halves added to halves."""
-    zero = ir.Constant(F32, 0.0)
+def _by_halves(b: Any, x: Any, join: Callable[[Any, Any], Any]) -> Any:
+    """The lanes as one: halves joined with halves."""
     for half in (8, 4, 2, 1):
         lanes = ir.VectorType(I32, half)
         low, high = (ir.Constant(lanes, list(range(first, first + half))) for first in (0, half))
-        x = b.fadd(b.shuffle_vector(x, x, low), b.shuffle_vector(x, x, high))
-    return b.fadd(b.extract_element(x, ir.Constant(I32, 0)), zero)
+        x = join(b.shuffle_vector(x, x, low), b.shuffle_vector(x, x, high))
+    return b.extract_element(x, ir.Constant(I32, 0))
+
+
+@instruction(types.float32, f32x16)
+def sum_of(b: Any, x: Any) -> Any:
+    """The lanes' sum, in one order."""
+    return b.fadd(_by_halves(b, x, b.fadd), ir.Constant(F32, 0.0))
 
 
 @instruction(types.float32, f32x16)
 def max_of(b: Any, x: Any) -> Any:
-    return call(b, "llvm.vector.reduce.fmax.v16f32", F32, x)
+    """Of lanes that are numbers. LLVM's reduction goes from lane to lane, since one might be none."""
+    return _by_halves(b, x, lambda low, high: b.select(b.fcmp_ordered(">", low, high), low, high))
 
 
 @instruction(i32x16, f32x16)
@@ -429,8 +434,9 @@ def _vector_on_stack(b: Any, vector: ir.VectorType) -> Any:
         return b.alloca(vector)
 
 
-def _loads(lane: ir.Type) -> tuple[Any, Any, Any, Any]:
-    """Load and store of 16 numbers of a type as float32: all, and the first ``count``, which may be more or less."""
+def _loads(lane: ir.Type) -> tuple[Any, Any, Any, Any, Any]:
+    """Load and store of 16 numbers of a type as float32: all, and the first ``count``, which may be more or less. And a
+    copy of 16, others than the first ``count`` as 0."""
     narrow = ir.VectorType(lane, LANES)
 
     @instruction(f32x16, types.int64)
@@ -449,7 +455,11 @@ def _loads(lane: ir.Type) -> tuple[Any, Any, Any, Any]:
     def store_some(b: Any, address: Any, x: Any, count: Any) -> None:
         store_lanes(b, address, to_narrow(b, x, lane), count)
 
-    return load_16, load_some, store_16, store_some
+    @instruction(types.none, *[types.int64] * 3)
+    def copy_some(b: Any, address: Any, count: Any, to: Any) -> None:
+        store(b, to, load_lanes(b, address, lane, count))
+
+    return load_16, load_some, store_16, store_some, copy_some
 
 
 @instruction(f32x16, types.int64, types.int64)
@@ -482,6 +492,7 @@ class Memory(NamedTuple):
     load_some: Any
     store: Any
     store_some: Any
+    copy_some: Any
 
 
 FLOAT32 = Memory(4, *_loads(F32))
