@@ -316,13 +316,16 @@ class Bench:
                 print(f"| {workload} | {engine.name} | " + " | ".join(cells) + " |")
 
     def _equal_tokens(self, workload: str, peer: str) -> str:
-        """How many of the first tokens of each repetition's first request come before one that is another."""
+        """How many of the first tokens of each repetition's first request come before one that is another.
+
+        A runner may have done fewer repetitions than it was asked for.
+        """
         ours, theirs = self.of(OURS, workload), self.of(peer, workload)
         if not ours or not theirs:
             return "–"
         equal = total = 0
         runs = (figure.report["results"][workload]["runs"] for figure in (ours[0], theirs[0]))
-        for own, other in zip(*runs, strict=True):
+        for own, other in zip(*runs, strict=False):
             pairs = list(zip(own["ids"], other["ids"], strict=False))
             equal += next((index for index, (a, b) in enumerate(pairs) if a != b), len(pairs))
             total += len(pairs)

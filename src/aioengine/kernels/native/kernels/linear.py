@@ -103,7 +103,10 @@ PLANE_BYTES = 4 * WIDE_WORDS * PANEL
 """Of its words as one of their parts."""
 
 INT4_GROUP_WORDS = 32
-AHEAD_BYTES = 8192
+
+AHEAD_BYTES = 4096
+"""How far ahead few rows have a weight fetched. By it two cores of Zen 4 read 3 % more bfloat16 and 8 % more int8, and
+those of Zen 1 11 % more bfloat16."""
 
 
 class Kind(NamedTuple):
@@ -298,12 +301,9 @@ def make_tile(kind: Kind, rows: int, start: Start) -> Any:
                 b.store(load(b, sums_of[place], kind.sums.llvm, 64) if start is Start.SUMS else zero, held[place])
             with cgutils.for_range(b, num_words, intp=I64) as loop:
                 offset = b.add(first_byte, b.mul(loop.index, number(vector_bytes * VECTORS)))
-                # With large registers, the loads of one row are far enough ahead of its few products. With small ones,
-                # two cores of Zen 1 read bfloat16 at 17.6 GB/s with this, and at 15.8 without.
-                if rows > 1 or HAS_FEW_REGISTERS:
-                    with b.if_then(b.icmp_signed("!=", ahead, number(0))):
-                        for line in range(0, vector_bytes * num_vectors, 64):
-                            prefetch_line(b, b.add(b.add(ahead, offset), number(line)))
+                with b.if_then(b.icmp_signed("!=", ahead, number(0))):
+                    for line in range(0, vector_bytes * num_vectors, 64):
+                        prefetch_line(b, b.add(b.add(ahead, offset), number(line)))
                 for nth, part in enumerate(kind.parts):
                     if nth and (rows > 1 or kind.word_bytes > 1):  # one row needs few registers, int4 much to widen
                         forget_loads(b)
