@@ -31,7 +31,8 @@ def test_it_compares_the_engine_with_the_limits_and_with_a_peer(tmp_path: Path) 
     peers = ["--runners", str(tmp_path), "--peer", f"other-q8={sys.executable},file.gguf", "--peer", "gone=/no/python"]
     figures, plot = tmp_path / "figures.json", tmp_path / "plot.png"
     files = ["--json", str(figures), "--plot", str(plot)]
-    ended = run("benchmarks.cpu", "--model", "demo", "--tiny", "--rounds", "1", "--only", "W1,lag", *peers, *files)
+    workloads = ["--tiny", "--rounds", "1", "--reps", "2", "--only", "W1,lag"]  # the peer does one repetition
+    ended = run("benchmarks.cpu", "--model", "demo", *workloads, *peers, *files)
     assert ended.returncode == 1, ended.stderr  # since one peer is not there
     assert "gone, W1, round 1 failed: FileNotFoundError" in ended.stdout
     assert plot.read_bytes().startswith(b"\x89PNG")

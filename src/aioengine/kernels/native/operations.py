@@ -30,7 +30,7 @@ CHUNKS_A_THREAD = 4
 HEADS_A_CHUNK = 8
 NO_WINDOW = 1 << 40
 LOG2_E = math.log2(math.e)
-"""Attention's kernels compute by powers of 2."""
+"""A factor of the scale and the soft cap: kernels of attention compute by powers of 2."""
 
 ROWS_A_CHUNK = 192
 """Rows of activations in a chunk of a product: they stay in the second-level cache while a panel is read."""

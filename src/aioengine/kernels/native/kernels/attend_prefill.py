@@ -184,34 +184,42 @@ def make_pack(memory: Memory, work: Memory) -> Any:
     return pack
 
 
+@inlined
+def sums_of(room, strip, padded_dim):
+    """The sums of six rows, by the first one's place in the room."""
+    return room + STATES + strip * (4 * padded_dim + 128)
+
+
+@inlined
+def state_of(sums, nth, padded_dim):
+    """Of one of six rows: 16 parts of the weights' sum, and behind these 64 bytes the score of weight 1."""
+    return sums + 4 * TILE_ROWS * padded_dim + 128 * nth
+
+
+@inlined
+def raise_highest(state, sums, padded_dim, highest):
+    """Bring what a row has summed to a higher score."""
+    factor = exp2(splat(get_f32(state + 64) - highest))
+    put_f32(state + 64, highest)
+    write_f32(state, read_f32(state) * factor)
+    for n in range(0, TILE_ROWS * padded_dim, TILE_ROWS * PANEL):
+        for lane in range(n, n + PANEL, LANES):
+            write_f32(sums + 4 * lane, read_f32(sums + 4 * lane) * factor)
+
+
 def make_attend_strip(work: Memory) -> tuple[Any, Any]:
-    """Two functions for six rows: one of (args, room, strip, rows, begin_row, seen) that makes weights of a segment's
-    scores, and one of (args, room, strip, rows, begin_row) that adds the segment's weighted values to the rows' sums.
+    """Two functions of (args, room, strip, rows, begin_row, seen) for six rows: one makes weights of their products
+    with a segment's keys, and one adds the segment's weighted values to their sums.
 
     Args:
         work: of queries, keys, values and weights in products.
-        strip: the first row. begin_row: the first one in the room.
+        strip: the first of the rows. begin_row: the first one in the room.
         seen: how many of the segment's positions the tile's first token sees; less than 0 or more than there are, too.
     """
     kind = KINDS["bfloat16" if work is BFLOAT16 else "float32"]
     score_panel, add_panel = make_panel(kind), make_panel(kind, Start.SUMS)
     work_size = work.size
     per_word, store_work = 4 // work_size, work.store
-
-    @inlined
-    def states_of(room, row, padded_dim):
-        """Of the six rows that begin with one."""
-        return room + STATES + row * (4 * padded_dim + 128)
-
-    @inlined
-    def raise_highest(state, sums, padded_dim, highest):
-        """Bring what a row has summed to a higher score."""
-        factor = exp2(splat(get_f32(state + 64) - highest))
-        put_f32(state + 64, highest)
-        write_f32(state, read_f32(state) * factor)
-        for n in range(0, TILE_ROWS * padded_dim, TILE_ROWS * PANEL):
-            for lane in range(n, n + PANEL, LANES):
-                write_f32(sums + 4 * lane, read_f32(sums + 4 * lane) * factor)
 
     @inlined
     def end_weights(s, highest, value_scales, to):
@@ -225,7 +233,9 @@ def make_attend_strip(work: Memory) -> tuple[Any, Any]:
 
     @inlined
     def weigh(args, scores, state, sums, padded_dim, weights, scales, end):
-        """A row's weights of a segment's keys up to ``end``; what was summed before is brought to the highest score."""
+        """A row's weights of a segment's keys up to ``end``: 4 times 16 of them. What was summed before is brought to
+        the highest score, if that is much higher than the one before.
+        """
         scale, soft_cap = get_f32(args + SCALE), get_f32(args + SOFT_CAP)
         begin = max(0, end - get_i64(args + WINDOW))
         s0 = shape(scores, scales, scale, soft_cap, begin, end)
@@ -249,16 +259,13 @@ def make_attend_strip(work: Memory) -> tuple[Any, Any]:
         padded_dim, group = padded_head(args), get_i64(args + NUM_HEADS) // get_i64(args + NUM_KV_HEADS)
         num_words, query_bytes = (get_i64(args + HEAD_DIM) + per_word - 1) // per_word, padded_dim * work_size
         scores, scales = room + SUMS, room + SCALES if get_i64(args + IS_INT8) else 0
-        sums, weights = (
-            states_of(room, strip - begin_row, padded_dim),
-            room + WEIGHTS + 4 * SEGMENT * (strip - begin_row),
-        )
-        states = sums + 4 * TILE_ROWS * padded_dim
+        sums = sums_of(room, strip - begin_row, padded_dim)
+        weights = room + WEIGHTS + 4 * SEGMENT * (strip - begin_row)
         queries = room + QUERIES + (strip - begin_row) * query_bytes
         score_panel(queries, query_bytes, room + KEYS, num_words, scores, rows, 0, 0)
         for nth in range(rows):
             weigh(
-                args, scores + 4 * PANEL * nth, states + 128 * nth, sums + 4 * PANEL * nth, padded_dim,
+                args, scores + 4 * PANEL * nth, state_of(sums, nth, padded_dim), sums + 4 * PANEL * nth, padded_dim,
                 weights + nth * SEGMENT * work_size, scales, seen + (strip + nth) // group,
             )  # fmt: skip
 
@@ -266,10 +273,8 @@ def make_attend_strip(work: Memory) -> tuple[Any, Any]:
     def add_strip(args, room, strip, rows, begin_row, seen):
         padded_dim, group = padded_head(args), get_i64(args + NUM_HEADS) // get_i64(args + NUM_KV_HEADS)
         num_words = (min(SEGMENT, seen + (strip + rows - 1) // group) + per_word - 1) // per_word
-        sums, weights = (
-            states_of(room, strip - begin_row, padded_dim),
-            room + WEIGHTS + 4 * SEGMENT * (strip - begin_row),
-        )
+        sums = sums_of(room, strip - begin_row, padded_dim)
+        weights = room + WEIGHTS + 4 * SEGMENT * (strip - begin_row)
         for n in range(0, padded_dim, PANEL):
             values = room + VALUES + n * (SEGMENT // per_word) * 4
             add_panel(
@@ -277,6 +282,31 @@ def make_attend_strip(work: Memory) -> tuple[Any, Any]:
             )  # fmt: skip
 
     return weigh_strip, add_strip
+
+
+@inlined
+def sees_some(strip, rows, group, window, seen):
+    """Whether one of a strip's rows sees one of a segment's keys."""
+    return seen + (strip + rows - 1) // group > 0 and seen + strip // group - window < SEGMENT
+
+
+@inlined
+def find_segment(args, room, row, segment, first_seen, end_seen):
+    """Write where the keys of a segment are that a tile's rows see."""
+    table = get_i64(args + BLOCK_TABLES) + 4 * row * get_i64(args + TABLE_WIDTH)
+    line, start = get_i64(args + NUM_KV_HEADS) * get_i64(args + LINE_BYTES), segment * SEGMENT
+    begin, end = max(0, first_seen - start), min(SEGMENT, end_seen - start)
+    find_keys(room + OFFSETS, table, get_i64(args + BLOCK_SIZE), line, segment, begin, end)
+
+
+@inlined
+def fetch_some(args, k, v, room, begin, end):
+    """Bring keys and values into the second-level cache."""
+    for nth in range(begin, end):
+        offset = get_i64(room + OFFSETS + 8 * nth)
+        for byte in range(offset, offset + get_i64(args + LINE_BYTES), 64):
+            prefetch(k + byte)
+            prefetch(v + byte)
 
 
 def make_attend_prefill(memory: Memory, work: Memory) -> Any:
@@ -299,11 +329,6 @@ def make_attend_prefill(memory: Memory, work: Memory) -> Any:
         return (row // group * num_heads + row % group) * get_i64(args + HEAD_DIM) * size
 
     @inlined
-    def sees_some(strip, rows, group, window, seen):
-        """Whether one of a strip's rows sees one of a segment's keys."""
-        return seen + (strip + rows - 1) // group > 0 and seen + strip // group - window < SEGMENT
-
-    @inlined
     def begin_rows(args, q, begin_row, end_row, room):
         head_dim, padded_dim = get_i64(args + HEAD_DIM), padded_head(args)
         to = room + QUERIES
@@ -313,41 +338,23 @@ def make_attend_prefill(memory: Memory, work: Memory) -> Any:
                 take_some(at + n * size, head_dim - n, to + n * work_size)
             to += padded_dim * work_size
         for strip in range(0, end_row - begin_row, TILE_ROWS):
-            sums = room + STATES + strip * (4 * padded_dim + 128)
+            sums = sums_of(room, strip, padded_dim)
             for n in range(0, TILE_ROWS * padded_dim, LANES):
                 write_f32(sums + 4 * n, zeros())
             for nth in range(TILE_ROWS):
-                state = sums + 4 * TILE_ROWS * padded_dim + 128 * nth
-                write_f32(state, zeros())
-                put_f32(state + 64, LOWEST)
+                write_f32(state_of(sums, nth, padded_dim), zeros())
+                put_f32(state_of(sums, nth, padded_dim) + 64, LOWEST)
 
     @inlined
     def end_rows(args, out, begin_row, end_row, room):
         head_dim, padded_dim = get_i64(args + HEAD_DIM), padded_head(args)
         for row in range(begin_row, end_row):
             to, nth = out + place_of(args, row), (row - begin_row) % TILE_ROWS
-            sums = room + STATES + (row - begin_row - nth) * (4 * padded_dim + 128)
-            factor = splat(ONE / sum_of(read_f32(sums + 4 * TILE_ROWS * padded_dim + 128 * nth)))
+            sums = sums_of(room, row - begin_row - nth, padded_dim)
+            factor = splat(ONE / sum_of(read_f32(state_of(sums, nth, padded_dim))))
             for n in range(0, head_dim, LANES):
                 at = sums + (n // PANEL * TILE_ROWS + nth) * PANEL * 4 + n % PANEL * 4
                 store_some(to + n * size, read_f32(at) * factor, head_dim - n)
-
-    @inlined
-    def find_segment(args, room, row, segment, first_seen, end_seen):
-        """Write where the keys of a segment are that a tile's rows see."""
-        table = get_i64(args + BLOCK_TABLES) + 4 * row * get_i64(args + TABLE_WIDTH)
-        line, start = get_i64(args + NUM_KV_HEADS) * get_i64(args + LINE_BYTES), segment * SEGMENT
-        begin, end = max(0, first_seen - start), min(SEGMENT, end_seen - start)
-        find_keys(room + OFFSETS, table, get_i64(args + BLOCK_SIZE), line, segment, begin, end)
-
-    @inlined
-    def fetch_some(args, k, v, room, begin, end):
-        """Bring keys and values into the second-level cache."""
-        for nth in range(begin, end):
-            offset = get_i64(room + OFFSETS + 8 * nth)
-            for byte in range(offset, offset + get_i64(args + LINE_BYTES), 64):
-                prefetch(k + byte)
-                prefetch(v + byte)
 
     def attend_prefill(args, chunk, thread):
         num_heads, num_kv_heads = get_i64(args + NUM_HEADS), get_i64(args + NUM_KV_HEADS)

@@ -1,7 +1,8 @@
 """What decode and prefill attention have in common: cached keys by position, scores, and an online softmax's state.
 
 Softmax in parts (Milakov and Gimelshein, 2018, arXiv:1805.02867): of a part of the keys with scores s the state is
-m = max s, l = Σ e^(s - m) and a = Σ e^(s - m) · v; two states are one after both are brought to the larger m.
+m = max s, l = Σ e^(s - m) and a = Σ e^(s - m) · v; two states are one after both are brought to the larger m. Here the
+base is 2: launchers multiply the scale and the soft cap by log₂ e.
 
 Keys are visited in segments of `SEGMENT` positions, from multiples of it on: what a query is given does not depend on
 which queries are beside it.

@@ -210,8 +210,8 @@ def round_even(b: Any, x: Any) -> Any:
     return call(b, "llvm.roundeven.v16f32", x.type, x)
 
 
-def _by_halves(b: Any, x: Any, join: Callable[[Any, Any], Any]) -> Any:
-    """The lanes as one: halves joined with halves."""
+def _reduce(b: Any, x: Any, join: Callable[[Any, Any], Any]) -> Any:
+    """The lanes joined to one: halves with halves."""
     for half in (8, 4, 2, 1):
         lanes = ir.VectorType(I32, half)
         low, high = (ir.Constant(lanes, list(range(first, first + half))) for first in (0, half))
@@ -222,13 +222,13 @@ def _by_halves(b: Any, x: Any, join: Callable[[Any, Any], Any]) -> Any:
 @instruction(types.float32, f32x16)
 def sum_of(b: Any, x: Any) -> Any:
     """The lanes' sum, in one order."""
-    return b.fadd(_by_halves(b, x, b.fadd), ir.Constant(F32, 0.0))
+    return b.fadd(_reduce(b, x, b.fadd), ir.Constant(F32, 0.0))
 
 
 @instruction(types.float32, f32x16)
 def max_of(b: Any, x: Any) -> Any:
     """Of lanes that are numbers. LLVM's reduction goes from lane to lane, since one might be none."""
-    return _by_halves(b, x, lambda low, high: b.select(b.fcmp_ordered(">", low, high), low, high))
+    return _reduce(b, x, lambda low, high: b.select(b.fcmp_ordered(">", low, high), low, high))
 
 
 @instruction(i32x16, f32x16)
@@ -435,8 +435,7 @@ def _vector_on_stack(b: Any, vector: ir.VectorType) -> Any:
 
 
 def _loads(lane: ir.Type) -> tuple[Any, Any, Any, Any, Any]:
-    """Load and store of 16 numbers of a type as float32: all, and the first ``count``, which may be more or less. And a
-    copy of 16, others than the first ``count`` as 0."""
+    """The functions of a `Memory`. A ``count`` may be more than 16 or less than 0."""
     narrow = ir.VectorType(lane, LANES)
 
     @instruction(f32x16, types.int64)
@@ -485,6 +484,7 @@ class Memory(NamedTuple):
 
     Attributes:
         size: bytes of a number.
+        copy_some: of (address, count, to): 16 numbers as they are, others than the first ``count`` as 0.
     """
 
     size: int
