@@ -10,7 +10,7 @@ import pytest
 from waiting import until
 
 from aioengine.errors import EngineClosed
-from aioengine.text.worker import TextWorker
+from aioengine.text.worker import TextWorker, run_abandonable
 
 LONG = TextWorker.MAX_INLINE_CHARS + 1
 BOTH_LOOPS = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
@@ -150,3 +150,30 @@ async def test_the_thread_of_a_dropped_worker_ends() -> None:
     gc.collect()
     thread.join(10)
     assert not thread.is_alive()
+
+
+async def test_a_wait_that_is_cancelled_while_its_thread_unwinds_leaves_no_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    may_end = threading.Event()
+    unwinding = []
+
+    class SlowToEnd(threading.Thread):
+        def run(self) -> None:
+            super().run()
+            unwinding.append(self)
+            may_end.wait(30)
+
+    monkeypatch.setattr(threading, "Thread", SlowToEnd)
+    async with asyncio.TaskGroup() as group:
+        waiting = group.create_task(run_abandonable(lambda: 1))
+        await until(lambda: bool(unwinding))
+        for _ in range(10):  # by now it has heard of the result
+            await asyncio.sleep(0)
+        waiting.cancel()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        may_end.set()
+    assert waiting.cancelled()
+    assert not unwinding[0].is_alive()

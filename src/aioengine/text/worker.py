@@ -154,9 +154,23 @@ async def run_abandonable(function: Callable[[], T], *, grace_s: float = 0.0) ->
         finally:
             with anyio.CancelScope(shield=True), anyio.move_on_after(grace_s):
                 await call.ended.wait()
-            # It only unwinds now; a join would hold the loop for as long as it waits for the GIL.
-            while call.ended.is_set() and thread.is_alive():  # noqa: ASYNC110 - a thread's end sets no event
-                await asyncio.sleep(0)
+            if call.ended.is_set():
+                await _wait_for_unwinding(thread)
+
+
+async def _wait_for_unwinding(thread: threading.Thread) -> None:
+    """Wait for the end of a thread whose work is done: also when the wait is cancelled, since it takes microseconds.
+
+    A join would hold the loop for as long as the thread waits for the GIL.
+    """
+    cancelled = None
+    while thread.is_alive():
+        try:
+            await asyncio.sleep(0)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
 
 
 def _outside_work(name: str) -> contextlib.AbstractContextManager[Any]:
