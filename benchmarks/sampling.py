@@ -134,7 +134,7 @@ class Steps:
         step, _ = self._batch.step(self._plan, self._fixed, ExtraWords(), {})
         on_device = self._on_device
         samples = SampleTensors(on_device.samples, on_device.sample_of_row, on_device.scored_rows, on_device.kept)
-        out = DeviceOutputs.of(torch.empty(step.sizes.num_words, dtype=torch.int32), step.sizes)
+        out = DeviceOutputs(torch.empty(step.sizes.num_words, dtype=torch.int32), step.sizes)
         process = (lambda given: run_processors(given, self._batch.processed_rows(step))) if step.processed else None
         self._sampler.sample(logits, samples, step.features, out, process)
         seconds = time.thread_time() - start
@@ -157,7 +157,7 @@ class PromptSteps:
     def run(self, logits: torch.Tensor) -> float:
         start = time.thread_time()
         sizes = OutputSizes(0, num_prompt=len(self._hidden), num_prompt_top=5)
-        out = DeviceOutputs.of(torch.empty(sizes.num_words, dtype=torch.int32), sizes).prompt
+        out = DeviceOutputs(torch.empty(sizes.num_words, dtype=torch.int32), sizes).prompt
         self._sampler.score_prompt(
             lambda rows: logits[int(rows[0]) : int(rows[-1]) + 1], self._hidden, self._wanted, out
         )

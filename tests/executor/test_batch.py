@@ -162,7 +162,7 @@ def test_tables_grow_by_powers_of_two(count: int) -> None:
 def result_of(tables: Tables, plan: StepPlan, status: dict[int, Status], failed: dict[int, Exception]) -> Any:
     step, _ = tables.step(plan)
     words = np.full(step.sizes.num_words, POISON, np.int32)
-    out = DeviceOutputs.of(words, step.sizes)
+    out = DeviceOutputs(words, step.sizes)
     out.token_ids[:] = np.arange(100, 100 + len(out.token_ids))
     out.status[:] = [status.get(sample, Status.SAMPLED) for sample in range(len(out.status))]
     out.sampled.logprobs[:] = -np.arange(len(out.sampled.logprobs))

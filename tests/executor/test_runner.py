@@ -13,7 +13,7 @@ from executor.tiny_decoder import tiny_decoder
 
 from aioengine.config import EngineConfig
 from aioengine.core.executor_protocol import DeviceLost, ExecutorStats
-from aioengine.executor.host import HostAccelerator, num_usable_threads
+from aioengine.executor.host import HostAccelerator, chunk_tokens, num_usable_threads
 from aioengine.executor.make_runner import make_runner
 from aioengine.kernels.torch import operations
 from aioengine.models.decoder import Decoder
@@ -154,3 +154,19 @@ def test_threads_are_no_more_than_the_control_groups_allow(
         (tmp_path / group / "cpu.max").write_text(limit + "\n")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     assert num_usable_threads(tmp_path, own) == expected
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "weight_bytes", "expected"),
+    [
+        ({}, 1_200_000_000, 64),
+        ({"avx512_bf16": False}, 8_000_000, 500),
+        ({"avx512_bf16": True}, 1_200_000_000, 128),
+        ({"avx512_bf16": True}, 50_000_000, 320),
+    ],
+)
+def test_prompts_beside_decodes_come_in_chunks_that_fit_the_processor_and_the_model(
+    capabilities: dict[str, bool], weight_bytes: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    assert chunk_tokens(weight_bytes) == expected

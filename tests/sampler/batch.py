@@ -198,7 +198,7 @@ class Rows:
                 failures.update(run_processors(given, rows))
 
         words = torch.full((self.step.sizes.num_words,), POISON, dtype=torch.int32)
-        self.launch(logits, DeviceOutputs.of(words, self.step.sizes), process)
+        self.launch(logits, DeviceOutputs(words, self.step.sizes), process)
         return self.read(logits, words, failures)
 
     def launch(

@@ -90,7 +90,7 @@ def test_prompt_logprobs_are_the_log_softmax_of_the_prompts_logits(
         monkeypatch.setattr("aioengine.sampler.sampler.PROMPT_CHUNK_ELEMENTS", elements)
         most.clear()
         sizes = OutputSizes(0, num_prompt=41, num_prompt_top=width)
-        result = DeviceOutputs.of(torch.zeros(sizes.num_words, dtype=torch.int32), sizes).prompt
+        result = DeviceOutputs(torch.zeros(sizes.num_words, dtype=torch.int32), sizes).prompt
         sampler.score_prompt(logits_of, hidden, wanted, result)
         assert max(most) == tokens_a_chunk
         of_tokens = expected[np.arange(41), token_ids]

@@ -30,7 +30,7 @@ def test_a_step_consists_of_operations_alone(members: tuple[int, ...]) -> None:
     requests = of_all_kinds()
     rows = Rows([requests[member] for member in members], VOCAB, operations=as_launches(operations))
     logits, recorder = random_logits(len(members), VOCAB, seed=1), Recorder()
-    out = DeviceOutputs.of(torch.zeros(rows.step.sizes.num_words, dtype=torch.int32), rows.step.sizes)
+    out = DeviceOutputs(torch.zeros(rows.step.sizes.num_words, dtype=torch.int32), rows.step.sizes)
     recorder.run(lambda: rows.launch(logits, out))
     assert recorder.launches
     for launch in recorder.launches:

@@ -80,9 +80,8 @@ class HostWords:
         """From now until that event it is the device's."""
         self._lent_until = until
 
-    @property
-    def array(self) -> NDArray[np.int32]:
-        """The words, to read and write on the host.
+    def take_back(self) -> None:
+        """Have them be the host's again.
 
         Raises:
             InternalError: the device has them.
@@ -92,6 +91,11 @@ class HostWords:
             if not until.is_done():
                 raise InternalError("host memory was used while a copy from or to it was under way")
             self._lent_until = None
+
+    @property
+    def array(self) -> NDArray[np.int32]:
+        """The words, to read and write on the host; raises as `take_back`."""
+        self.take_back()
         return self._array
 
 

@@ -33,6 +33,17 @@ Int64 = NDArray[np.int64]
 
 NO_IDS = np.zeros(0, np.int64)
 
+IS_RANDOM, HAS_FILTERS, HAS_MASK, IS_PENALISED, HAS_EDITS, HAS_RULES, HAS_MIN_TOKENS, WANTS_LOGPROBS = (
+    1 << bit for bit in range(8)
+)
+"""What is to be known of a row at each step, as bits of one number: a step asks once for those of all its rows."""
+
+LOGITS_ROW, END, OUTPUT_POSITION, CHOICE, FLAGS = map(
+    int, (SampleRow.LOGITS_ROW, SampleRow.END, SampleRow.OUTPUT_POSITION, SampleRow.CHOICE, SampleRow.FLAGS)
+)
+LOGITS, FIRST, LOGPROBS = int(Want.LOGITS), int(SampleFlag.FIRST), int(SampleFlag.LOGPROBS)
+"""Numbers, since a member of an enumeration is looked up by a function of Python's."""
+
 
 def spans(starts: NDArray[np.integer], counts: NDArray[np.integer]) -> Int64:
     """int64 [sum of counts]: ``starts[i]``, ``starts[i] + 1``, … ``counts[i]`` of them, one span after the other."""
@@ -136,12 +147,8 @@ class Batch:
         self._num_prompt_tokens, self._logprobs, self._min_tokens, self._prompt_logprobs = np.zeros(
             (4, max_num_seqs), np.int32
         )
-        self._has_rules = np.zeros(max_num_seqs, np.bool_)
-        """Whether the logits are changed at each step."""
-        self._has_filters = np.zeros(max_num_seqs, np.bool_)
-        self._is_penalised = np.zeros(max_num_seqs, np.bool_)
-        self._has_edits = np.zeros(max_num_seqs, np.bool_)
-        self._has_mask = np.zeros(max_num_seqs, np.bool_)
+        self._flags = np.zeros(max_num_seqs, np.int32)
+        """`IS_RANDOM` and the following."""
         self._processed: dict[int, tuple[tuple[LogitsProcessor, ...], Tensor | None]] = {}
         """Logits processors of rows, and the only ids that are allowed to them, int64 [any]."""
         self._known: dict[int, list[int]] = {}
@@ -178,15 +185,14 @@ class Batch:
         return deltas
 
     def _remove(self, rows: Int32) -> None:
-        self._num_blocks[rows] = 0
         for row in rows.tolist():
+            self._num_blocks[row] = 0
             self.rules.remove(row)
             self._processed.pop(row, None)
             self._known.pop(row, None)
             self._num_choices.pop(row, None)
             self._logprob_token_ids.pop(row, None)
-            if self._has_mask[row]:
-                self._has_mask[row] = False
+            if self._flags[row] & HAS_MASK:
                 self._free_masks.append(int(self._words[row, SampleRow.MASK]))
 
     def _add_all(self, added: tuple[RowAdded, ...], blocks: TableSpans, deltas: Deltas, extra: ExtraWords) -> None:
@@ -211,29 +217,35 @@ class Batch:
             self._num_choices[row] = sampling.num_choices
         if sampling.logprob_token_ids:
             self._logprob_token_ids[row] = np.array(sampling.logprob_token_ids, np.int64)
-        self._has_filters[row] = sampling.temperature > 0 and is_any_on(sampling, FILTERS)
-        self._is_penalised[row] = is_any_on(sampling, PENALTIES)
         allowed = np.array(sampling.allowed_token_ids, np.int64)
         if sampling.logits_processors:
             self._processed[row] = sampling.logits_processors, torch.from_numpy(allowed) if len(allowed) else None
         if sampling.logits_processors or sampling.prompt_logprobs >= 0:
             self._known[row] = added.token_ids.tolist()
-        self._has_edits[row] = self.rules.add(row, sampling)
-        self._has_rules[row] = bool(
-            self._has_edits[row] or self._is_penalised[row] or len(allowed) or sampling.logits_processors
-        )
-        self._words[row, SampleRow.ROW] = row
+        is_random, is_penalised = sampling.temperature > 0, is_any_on(sampling, PENALTIES)
+        has_edits = self.rules.add(row, sampling)
         # With processors the allowed ids are kept before these, which may say otherwise.
         has_mask = len(allowed) > 0 and not sampling.logits_processors
-        self._words[row, SampleRow.MASK] = self._take_mask(row, allowed, masks) if has_mask else -1
+        has_rules = has_edits or is_penalised or len(allowed) > 0 or bool(sampling.logits_processors)
+        self._flags[row] = (
+            is_random * IS_RANDOM
+            | (is_random and is_any_on(sampling, FILTERS)) * HAS_FILTERS
+            | has_mask * HAS_MASK
+            | is_penalised * IS_PENALISED
+            | has_edits * HAS_EDITS
+            | has_rules * HAS_RULES
+            | (self._min_tokens[row] > 0) * HAS_MIN_TOKENS
+            | (sampling.logprobs >= 0) * WANTS_LOGPROBS
+        )
+        self._words[row, SampleRow.ROW] = row
+        self._words[row, SampleRow.MASK] = self._take_mask(allowed, masks) if has_mask else -1
 
-    def _take_mask(self, row: int, allowed: Int64, masks: TableSpans) -> int:
+    def _take_mask(self, allowed: Int64, masks: TableSpans) -> int:
         """A row of the bitmasks, of the only ids that are allowed."""
         if not self._free_masks:
             self._free_masks.append(self.num_masks)
             self.num_masks += 1
         mask = self._free_masks.pop()
-        self._has_mask[row] = True
         masks.add(mask, 0, pack_bits(allowed, self._vocab_size))
         return mask
 
@@ -269,13 +281,21 @@ class Batch:
             the step, and that size, to which it is padded; None: it is to be run as it is.
         """
         ends = plan.starts + plan.num_tokens
-        sampled = np.flatnonzero(plan.wants == Want.LOGITS)
+        sampled = np.flatnonzero(plan.wants == LOGITS)
         rows, end = plan.rows[sampled], ends[sampled]
         positions = end - self._num_prompt_tokens[rows]
         num_choices = self._num_samples(rows, positions)
-        counts = np.ones(len(rows), np.int32) if num_choices is None else num_choices
-        logits_row_of_sample = np.arange(len(rows)) if num_choices is None else np.repeat(np.arange(len(rows)), counts)
-        features = self._features(rows, positions)
+        logits_row_of_sample = np.arange(len(rows))
+        if num_choices is not None:
+            logits_row_of_sample = np.repeat(logits_row_of_sample, num_choices)
+        flags = self._flags[rows]
+        any_flags = int(np.bitwise_or.reduce(flags))
+        is_ruled, has_edits = flags & HAS_RULES > 0, any_flags & HAS_EDITS > 0
+        if any_flags & HAS_MIN_TOKENS:
+            is_below = positions < self._min_tokens[rows]
+            is_ruled |= is_below
+            has_edits |= bool(is_below.any())
+        features = self._features(rows, any_flags, has_edits=has_edits)
         num_rows, num_tokens = len(plan.rows), int(plan.num_tokens.sum())
         step = Step(
             plan=plan,
@@ -285,8 +305,8 @@ class Batch:
             features=features,
             sampled=sampled,
             row_of_sample=sampled[logits_row_of_sample],
-            wants_logprobs=(self._logprobs[rows] >= 0)[logits_row_of_sample],
-            is_ruled=(self._has_rules[rows] | (positions < self._min_tokens[rows]))[logits_row_of_sample],
+            wants_logprobs=(flags & WANTS_LOGPROBS > 0)[logits_row_of_sample],
+            is_ruled=is_ruled[logits_row_of_sample],
             sizes=OutputSizes(len(logits_row_of_sample), features.num_top),
             is_plain=num_tokens == num_rows and num_choices is None and features.num_top in (-1, *NUM_TOP_SIZES),
             extra=extra,
@@ -294,17 +314,16 @@ class Batch:
         self._ask_for_more(step, rows, logits_row_of_sample)
         size = size_for.get(num_rows) if step.is_plain and len(sampled) else None
         self._write_rows(step, ends, fixed, size)
-        self._write_samples(step, (rows, end, positions), (logits_row_of_sample, counts), fixed, size)
+        self._write_samples(step, (rows, end, positions), (logits_row_of_sample, num_choices), fixed, size)
         return step, size
 
-    def _features(self, rows: Int32, positions: Int32) -> Features:
-        has_edits = (self._has_edits[rows] | (positions < self._min_tokens[rows])).any()
-        most = int(self._logprobs[rows].max(initial=-1))
+    def _features(self, rows: Int32, any_flags: int, *, has_edits: bool) -> Features:
+        most = int(self._logprobs[rows].max()) if any_flags & WANTS_LOGPROBS else -1
         return Features(
-            has_filters=bool(self._has_filters[rows].any()),
-            is_greedy=not self._params["temperature"][rows].any(),
-            has_masks=bool(self._has_mask[rows].any()),
-            is_penalised=bool(self._is_penalised[rows].any()),
+            has_filters=any_flags & HAS_FILTERS > 0,
+            is_greedy=any_flags & IS_RANDOM == 0,
+            has_masks=any_flags & HAS_MASK > 0,
+            is_penalised=any_flags & IS_PENALISED > 0,
             rules=self.rules.sizes if has_edits else RuleSizes(),
             num_top=min(next((size for size in NUM_TOP_SIZES if size >= most), most), self._vocab_size)
             if most >= 0
@@ -313,7 +332,8 @@ class Batch:
 
     def _ask_for_more(self, step: Step, rows: Int32, logits_row_of_sample: Int64) -> None:
         """What few steps bring: prompt tokens to be scored, tokens that are reported always, logits processors."""
-        self._score_prompts(step)
+        if self._known:
+            self._score_prompts(step)
         if self._logprob_token_ids and step.features.num_top >= 0:
             of_rows = [self._logprob_token_ids.get(row, NO_IDS) for row in rows.tolist()]
             of_samples = [
@@ -411,28 +431,30 @@ class Batch:
         self,
         step: Step,
         of_logits_rows: tuple[Int32, Int32, Int32],
-        samples_of_logits_rows: tuple[Int64, Int32],
+        samples_of_logits_rows: tuple[Int64, Int32 | None],
         fixed: FixedWords[NDArray[Any]],
         size: int | None,
     ) -> None:
         rows, ends, positions = of_logits_rows
-        logits_row_of_sample, counts = samples_of_logits_rows
+        logits_row_of_sample, num_choices = samples_of_logits_rows
         count = len(logits_row_of_sample)
         is_fixed = count <= self._max_num_seqs
         samples = fixed.samples[:count] if is_fixed else np.empty((count, SAMPLE_WORDS), np.int32)
         samples[:] = self._words[rows[logits_row_of_sample]]
-        samples[:, SampleRow.LOGITS_ROW] = logits_row_of_sample if size is None else step.sampled
-        samples[:, SampleRow.END] = ends[logits_row_of_sample]
-        samples[:, SampleRow.OUTPUT_POSITION] = positions[logits_row_of_sample]
-        first_samples = np.cumsum(counts) - counts
-        nth = np.arange(count) - first_samples[logits_row_of_sample]
-        samples[:, SampleRow.CHOICE] += nth.astype(np.int32)
-        samples[:, SampleRow.FLAGS] = (nth == 0) * int(SampleFlag.FIRST) + step.wants_logprobs * int(
-            SampleFlag.LOGPROBS
-        )
+        samples[:, LOGITS_ROW] = logits_row_of_sample if size is None else step.sampled
+        samples[:, END] = ends[logits_row_of_sample]
+        samples[:, OUTPUT_POSITION] = positions[logits_row_of_sample]
+        samples[:, FLAGS] = FIRST
+        first_samples = logits_row_of_sample
+        if num_choices is not None:
+            first_samples = np.cumsum(num_choices) - num_choices
+            nth = np.arange(count) - first_samples[logits_row_of_sample]
+            samples[:, CHOICE] += nth.astype(np.int32)
+            samples[:, FLAGS] = (nth == 0) * FIRST
         scored_rows = fixed.scored_rows if is_fixed else np.empty(count, np.int32)
         if step.features.num_top >= 0:
-            scored_rows[:count] = np.where(step.wants_logprobs, samples[:, SampleRow.LOGITS_ROW], -1)
+            samples[:, FLAGS] += step.wants_logprobs * LOGPROBS
+            scored_rows[:count] = np.where(step.wants_logprobs, samples[:, LOGITS_ROW], -1)
             scored_rows[count:] = -1
             kept = np.unique(scored_rows[:count][step.wants_logprobs & step.is_ruled]).astype(np.int64)
             fixed.kept[: len(kept)] = kept_spans(kept, self._vocab_size)

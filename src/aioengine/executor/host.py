@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,26 @@ from aioengine.kernels.native.operations import NativeOperations
 from aioengine.kernels.native.team import Team
 from aioengine.kernels.operations import Operations
 from aioengine.kernels.torch import operations as torch_operations
+
+
+class Chunk(NamedTuple):
+    """Of prompts beside decodes: so many tokens at least, since below that products leave the matrix rate, and prompts
+    lose more than streams gain; of a small model as many as read so many bytes of weights, since a smaller step of it
+    is overhead for the most part. benchmarks/README.md has both ends.
+    """
+
+    tokens: int
+    weight_bytes: float
+
+
+SMALL_CHUNK, LARGE_CHUNK = Chunk(64, 4e9), Chunk(128, 16e9)
+"""The second where AVX-512 multiplies bfloat16: such a core computes a token several times as fast as one with AVX2."""
+
+
+def chunk_tokens(weight_bytes: int) -> int:
+    """Tokens of prompts in a step in which rows decode, for a model of so many bytes."""
+    chunk = LARGE_CHUNK if torch.cpu.get_capabilities().get("avx512_bf16") else SMALL_CHUNK
+    return max(chunk.tokens, int(chunk.weight_bytes / weight_bytes))
 
 
 def num_usable_threads(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
@@ -102,6 +122,7 @@ class HostAccelerator:
         # Contexts are cut for as many programs as there are threads, by `PROGRAMS_PER_MULTIPROCESSOR`.
         self.num_multiprocessors = max(1, self._num_threads // PROGRAMS_PER_MULTIPROCESSOR)
         self._team: Team | None = None
+        self._num_torch_threads = 0
         self._compilation = Compilation(parts) if num_threads is not None else None
         self.operations: Operations = torch_operations
 
@@ -114,7 +135,9 @@ class HostAccelerator:
 
     def use_threads(self, num_threads: int) -> None:
         """From the next operation on, as many of them at most."""
-        use_torch_threads(num_threads)
+        if num_threads != self._num_torch_threads:
+            use_torch_threads(num_threads)
+            self._num_torch_threads = num_threads
         if self._team is not None:
             self._team.use_threads(num_threads)
 

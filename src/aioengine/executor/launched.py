@@ -14,10 +14,12 @@ from aioengine.core.executor_protocol import DeviceLost
 from aioengine.executor.accelerator import Accelerator, DeviceEvent, HostWords
 from aioengine.executor.batch import Step, spans
 from aioengine.executor.completion_thread import DeferredResult
-from aioengine.executor.step_words import WORDS_A_ROW, ExtraWords
+from aioengine.executor.step_words import WORDS_A_ROW, ExtraWords, FixedWords
 from aioengine.kernels.sampling.sample_rows import Status
-from aioengine.sampler.outputs import DeviceOutputs, Scored
+from aioengine.sampler.outputs import DeviceOutputs
 from aioengine.scheduler.plan import PromptLogprobs, RowFailure, StepLogprobs, StepResult, int32
+
+SAMPLED = int(Status.SAMPLED)
 
 
 class PinnedBuffers:
@@ -26,8 +28,19 @@ class PinnedBuffers:
     def __init__(self, accelerator: Accelerator, max_num_seqs: int) -> None:
         self._accelerator = accelerator
         self.fixed = accelerator.host_words(max_num_seqs * WORDS_A_ROW)
+        self._sections = FixedWords.of(self.fixed.array, max_num_seqs)
         self.extra = accelerator.host_words(1)
         self.out = accelerator.host_words(1)
+
+    @property
+    def sections(self) -> FixedWords[NDArray[Any]]:
+        """Of the fixed words, to be written.
+
+        Raises:
+            InternalError: the device has them.
+        """
+        self.fixed.take_back()
+        return self._sections
 
     def write_extra(self, extra: ExtraWords) -> None:
         self.extra = self._grown(self.extra, extra.num_words)
@@ -108,12 +121,13 @@ def make_result(
         failed_logits_rows: what the logits processors of a row of logits raised.
         seconds: how long the step held the device. ended_at_s: as in `StepResult`.
     """
-    out = DeviceOutputs.of(words, step.sizes)
+    out = DeviceOutputs(words, step.sizes)
     num_samples, num_rows = len(step.row_of_sample), len(step.plan.rows)
     token_ids, status = out.token_ids[:num_samples], out.status[:num_samples]
-    is_good = status == Status.SAMPLED
-    failures = _failures(step, status, failed_logits_rows)
-    if failures:
+    is_good = status == SAMPLED
+    failures: tuple[RowFailure, ...] = ()
+    if failed_logits_rows or not is_good.all():
+        failures = _failures(step, status, failed_logits_rows)
         is_good &= ~np.isin(step.row_of_sample, [failure.index for failure in failures])
         token_ids = token_ids[is_good]
     counts = np.bincount(step.row_of_sample[is_good], minlength=num_rows)
@@ -122,7 +136,7 @@ def make_result(
         offsets=np.concatenate(([0], np.cumsum(counts))).astype(np.int32),
         token_ids=token_ids,
         logprobs=_step_logprobs(step, out, is_good) if step.features.num_top >= 0 else None,
-        prompt_logprobs=_prompt_logprobs(step, out.prompt),
+        prompt_logprobs=_prompt_logprobs(step, out),
         failures=failures,
         device_time_s=seconds,
         ended_at_s=ended_at_s,
@@ -133,7 +147,7 @@ def _failures(
     step: Step, status: NDArray[np.int32], failed_logits_rows: Mapping[int, Exception]
 ) -> tuple[RowFailure, ...]:
     errors = {int(step.sampled[logits_row]): error for logits_row, error in failed_logits_rows.items()}
-    for sample in np.flatnonzero(status != Status.SAMPLED).tolist():
+    for sample in np.flatnonzero(status != SAMPLED).tolist():
         index = int(step.row_of_sample[sample])
         if index not in errors:
             errors[index] = _why_hopeless(
@@ -183,10 +197,11 @@ def _step_logprobs(step: Step, out: DeviceOutputs[NDArray[Any]], is_good: NDArra
     )
 
 
-def _prompt_logprobs(step: Step, scored: Scored[NDArray[Any]]) -> PromptLogprobs | None:
+def _prompt_logprobs(step: Step, out: DeviceOutputs[NDArray[Any]]) -> PromptLogprobs | None:
     if step.prompt_tokens is None:
         return None
     index, positions = step.prompt_tokens
+    scored = out.prompt
     return PromptLogprobs(
         index=index,
         positions=positions,

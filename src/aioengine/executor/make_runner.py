@@ -13,6 +13,7 @@ from aioengine.core.executor_protocol import ExecutorInfo, ExecutorStats
 from aioengine.errors import ConfigError
 from aioengine.executor.accelerator import Accelerator
 from aioengine.executor.graphs import GRAPH_BYTES, default_sizes
+from aioengine.executor.host import chunk_tokens
 from aioengine.executor.memory import num_kv_blocks
 from aioengine.executor.runner import START_FEATURES, Runner
 from aioengine.executor.tune import tune_attention
@@ -26,13 +27,6 @@ HOST_MAX_IN_FLIGHT = 1
 """On a CPU the loop and the device share the cores, and a queued step costs a wasted token where a stop is seen late.
 For the bundled model 2 is 15 to 20 % faster all the same; in the shape of Qwen3-0.6B 3 % faster with one stream, and
 1 % slower with 16."""
-
-HOST_CHUNK_TOKENS = 64
-"""Of prompts beside decodes. From here on products run near the matrix rate, so that smaller chunks would cost prompts
-more than they spare streams; benchmarks/README.md has both ends."""
-
-HOST_CHUNK_BYTES = 4e9
-"""Tokens times bytes of weights: a smaller step of a small model is overhead for the most part."""
 
 DEVICE_MAX_IN_FLIGHT = 2
 """The next step lies in the device's queue when one ends."""
@@ -98,14 +92,13 @@ def make_runner(
             on_capture=lambda done, total: on_progress(done, total, "capturing CUDA graphs"),
         )
         logger.info("%d CUDA graphs captured, in %.1f s", len(runner.graphs), time.monotonic() - started)
-    host_chunk = max(HOST_CHUNK_TOKENS, int(HOST_CHUNK_BYTES / decoder.weight_bytes))
     info = ExecutorInfo(
         num_blocks=num_blocks,
         block_size=config.block_size,
         max_model_len=model.max_model_len,
         vocab_size=model.vocab_size,
         max_in_flight=max_in_flight,
-        max_mixed_prefill_tokens=host_chunk if accelerator.is_host else None,
+        max_mixed_prefill_tokens=chunk_tokens(decoder.weight_bytes) if accelerator.is_host else None,
         kv_cache_bytes=num_blocks * shape.bytes_per_block,
         weight_bytes=decoder.weight_bytes,
         device=accelerator.name,

@@ -189,7 +189,7 @@ class Runner:
             param_of(samples, name).fill_(0.9)
         num_top = min(NUM_TOP_SIZES[-1], self._vocab_size)
         sizes = OutputSizes(num_logits_rows, num_top, num_prompt=num_tokens, num_prompt_top=num_top)
-        out = DeviceOutputs.of(torch.zeros(sizes.num_words, dtype=torch.int32, device=device), sizes)
+        out = DeviceOutputs(torch.zeros(sizes.num_words, dtype=torch.int32, device=device), sizes)
         scored = out.sampled
         self._operations.top_logprobs(logits, samples, scored.log_mass, scored.top_ids, scored.top_logprobs)
         self._operations.draw(logits, samples, None, out.token_ids, out.status, has_filters=True, is_greedy=False)
@@ -320,8 +320,7 @@ class Runner:
     def _write(self, plan: StepPlan, staging: PinnedBuffers) -> tuple[Step, int | None]:
         if self._broken_by is not None:
             raise self._broken_by
-        extra = ExtraWords()
-        fixed = FixedWords.of(staging.fixed.array, len(self._history))
+        extra, fixed = ExtraWords(), staging.sections
         deltas = self._batch.apply(plan, fixed, extra)
         step, size = self._batch.step(plan, fixed, extra, self.graphs.size_for)
         step.deltas = deltas
@@ -385,7 +384,7 @@ class Runner:
     def _decode_work(self, key: GraphKey) -> Work:
         """A step of single tokens as work of sizes alone, over the fixed words, that can be captured."""
         size, features = key
-        fixed, out = self._fixed, DeviceOutputs.of(self._out, OutputSizes(size, features.num_top))
+        fixed, out = self._fixed, DeviceOutputs(self._out, OutputSizes(size, features.num_top))
         at = SampleTensors(fixed.samples[:size], fixed.sample_of_row, fixed.scored_rows[:size], fixed.kept[:size])
 
         def work() -> None:
@@ -433,7 +432,7 @@ class Runner:
 
     def _sample(self, step: Step, out: Tensor, rows: list[ProcessedRow], failures: dict[int, Exception]) -> None:
         process = (lambda logits: failures.update(run_processors(logits, rows))) if rows else None
-        outputs, fixed, logits = DeviceOutputs.of(out, step.sizes), self._fixed, self._logits
+        outputs, fixed, logits = DeviceOutputs(out, step.sizes), self._fixed, self._logits
         if logits is not None:
             samples, scored_rows = fixed.samples, fixed.scored_rows
             if step.samples is not None and step.scored_rows is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -56,57 +58,63 @@ class OutputSizes(NamedTuple):
         )
 
     @property
-    def sections(self) -> list[int]:
-        """How many words each section has: the samples' two, then five of each `Scored`."""
-        return [self.num_samples] * 2 + [words for m, k in self.scored for words in (m, m, m, m * k, m * k)]
-
-    @property
     def num_words(self) -> int:
-        return sum(map(aligned, self.sections))
+        return _layout(self)[-1][1]
 
 
-class DeviceOutputs(NamedTuple, Generic[Words]):
+class DeviceOutputs(Generic[Words]):
     """Views of the words.
 
     Attributes:
         token_ids, status: int32 [samples]; the second as in `aioengine.kernels.sampling.sample_rows.Status`.
-        sampled, extra, prompt: empty where no row asked.
     """
 
-    token_ids: Words
-    status: Words
-    sampled: Scored[Words]
-    extra: Scored[Words]
-    prompt: Scored[Words]
+    def __init__(self, words: Words, sizes: OutputSizes) -> None:
+        self._words: Words = words
+        self._sizes: OutputSizes = sizes
+        (first, end), (first_status, end_status) = _layout(sizes)[:2]
+        self.token_ids: Words = words[first:end]
+        self.status: Words = words[first_status:end_status]
 
-    @classmethod
-    def of(cls, words: Words, sizes: OutputSizes) -> DeviceOutputs[Words]:
-        views: list[Words] = []
-        first = 0
-        for length in sizes.sections:
-            views.append(words[first : first + length])
-            first += aligned(length)
-        token_ids, status, *rest = views
-        of_samples, of_extra, of_prompt = (k for _, k in sizes.scored)
-        scored = _scored(rest[:5], of_samples), _scored(rest[5:10], of_extra), _scored(rest[10:], of_prompt)
-        return cls(token_ids, status, *scored)
+    @property
+    def sampled(self) -> Scored[Words]:
+        """Of the samples; empty where no row asked, as the other two."""
+        return self._scored(0)
+
+    @property
+    def extra(self) -> Scored[Words]:
+        """Of the tokens that are reported always."""
+        return self._scored(1)
+
+    @property
+    def prompt(self) -> Scored[Words]:
+        """Of the prompt tokens."""
+        return self._scored(2)
+
+    def _scored(self, nth: int) -> Scored[Words]:
+        m, k = self._sizes.scored[nth]
+        spans = _layout(self._sizes)[2 + 5 * nth : 7 + 5 * nth]
+        logprobs, log_mass, ranks, top_ids, top_logprobs = (self._words[first:end] for first, end in spans)
+        return Scored(
+            logprobs=_floats(logprobs),
+            log_mass=_floats(log_mass),
+            ranks=ranks,
+            top_ids=top_ids.reshape(m, k),
+            top_logprobs=_floats(top_logprobs).reshape(m, k),
+        )
+
+
+@lru_cache(maxsize=1024)
+def _layout(sizes: OutputSizes) -> list[tuple[int, int]]:
+    """First word and end of each section: the samples' two, then five of each `Scored`; last, the end of all."""
+    lengths = [sizes.num_samples] * 2 + [words for m, k in sizes.scored for words in (m, m, m, m * k, m * k)]
+    firsts = [0, *accumulate(map(aligned, lengths))]
+    return [(first, first + length) for first, length in zip(firsts, [*lengths, 0], strict=True)]
 
 
 def aligned(num_words: int) -> int:
     """Rounded up to 16 bytes, so that kernels are compiled for one alignment of their arguments."""
     return -(-num_words // ALIGNMENT) * ALIGNMENT
-
-
-def _scored(sections: list[Any], k: int) -> Scored[Any]:
-    logprobs, log_mass, ranks, top_ids, top_logprobs = sections
-    m = len(ranks)
-    return Scored(
-        logprobs=_floats(logprobs),
-        log_mass=_floats(log_mass),
-        ranks=ranks,
-        top_ids=top_ids.reshape(m, k),
-        top_logprobs=_floats(top_logprobs).reshape(m, k),
-    )
 
 
 def _floats(words: Any) -> Any:

@@ -135,11 +135,12 @@ class Sampler:
             out: ``sampled`` is filled if ``features.num_top`` is 0 or more.
             process: changes logits in place by what is no kernel.
         """
-        ops, samples, scored = self.operations, at.samples, out.sampled
+        ops, samples = self.operations, at.samples
         is_scored = features.num_top >= 0
         keeps = is_scored and (features.has_rules or process is not None)
         words = logits.view(torch.int32)
         if is_scored:
+            scored = out.sampled
             ops.top_logprobs(logits, samples, scored.log_mass, scored.top_ids, scored.top_logprobs)
         if keeps:
             ops.put_spans(self._kept, at.kept, words.view(-1))

@@ -75,7 +75,7 @@ def test_a_program_of_a_step_samples_what_the_oracle_samples(teams: list[Team], 
     raw = random_logits(len(members), 5003, seed=1)
     rows, logits = Rows(requests, 5003, operations=NativeOperations(teams[1])), torch.full_like(raw, torch.nan)
     words = torch.zeros(rows.step.sizes.num_words, dtype=torch.int32)
-    out = DeviceOutputs.of(words, rows.step.sizes)
+    out = DeviceOutputs(words, rows.step.sizes)
     program = teams[1].capture(lambda: rows.launch(logits, out))
     expected = sample_for(requests, raw)
     for _ in range(2):
