@@ -9,7 +9,7 @@ from torch import Tensor
 
 from aioengine.errors import InternalError
 from aioengine.kernels.launch_checks import FLOATS, check_tensor
-from aioengine.kernels.native.kernels.attention_sizes import MAX_GROUP, MAX_HEAD_DIM, MAX_ROWS, MAX_STATES
+from aioengine.kernels.native.kernels.attention_sizes import MAX_HEAD_DIM, MAX_HEADS, MAX_ROWS, MAX_STATES
 from aioengine.kernels.native.kernels.attention_sizes import PART as CONTEXT_PART
 from aioengine.kernels.native.team import Team, float_bits
 from aioengine.kernels.operations import PagedKV
@@ -101,8 +101,8 @@ class NativeOperations:
         num_splits = min(num_splits, num_parts)
         # A few heads whose keys lie side by side, as long as there are chunks for all threads.
         num_slices = -(-CHUNKS_A_THREAD * self._team.num_threads // max(1, num_decodes * num_splits))
-        heads_of_states = MAX_STATES // (num_heads // num_kv_heads * _state_size(head_dim))
-        kv_heads_a_chunk = max(1, min(HEADS_A_CHUNK, num_kv_heads // num_slices, heads_of_states))
+        most_heads = min(MAX_HEADS, MAX_STATES // _state_size(head_dim)) // (num_heads // num_kv_heads)
+        kv_heads_a_chunk = max(1, min(HEADS_A_CHUNK, num_kv_heads // num_slices, most_heads))
         num_slices = -(-num_kv_heads // kv_heads_a_chunk)
         states: Tensor | int = 0
         if num_splits > 1:
@@ -398,7 +398,7 @@ class NativeOperations:
 def has_kernels(num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
     """Whether attention has kernels for heads of these numbers and this size."""
     group = num_heads // num_kv_heads
-    return head_dim <= MAX_HEAD_DIM and group <= MAX_GROUP and group * _state_size(head_dim) <= MAX_STATES
+    return head_dim <= MAX_HEAD_DIM and group <= MAX_HEADS and group * _state_size(head_dim) <= MAX_STATES
 
 
 def _state_size(head_dim: int) -> int:

@@ -3,8 +3,8 @@
 PART = 512
 """Positions that have a softmax state of their own: contexts are cut into chunks at multiples of it alone."""
 
-MAX_GROUP = 128
-"""The most query heads that share a KV head, in decodes."""
+MAX_HEADS = 128
+"""The most query heads of a decode's chunk, and so the most that share a KV head."""
 
 MAX_STATES = 32768
 """The most float32 numbers in the states of a decode's chunk."""
