@@ -36,6 +36,9 @@ class Compiling:
         self._library = library
         self.is_ready = False
 
+    def begin(self) -> None:
+        pass
+
     def poll(self) -> Library | None:
         if not self.is_ready:
             return None

@@ -9,7 +9,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
+from aioengine.executor.host import HostAccelerator
 from aioengine.kernels.native import library as kept
 from aioengine.kernels.native.__main__ import main
 from aioengine.kernels.native.library import Compilation, find_library, library_path, read_part
@@ -60,7 +62,9 @@ def test_the_compiler_takes_no_module_from_the_working_folder(monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", *(path for path in sys.path if path != str(kept.PACKAGE.parent))])
     with io.FileIO(tmp_path / "errors", "w+") as errors:
-        assert kept._start_child((), None, errors).wait() == 0, (tmp_path / "errors").read_text()
+        child = kept._start_child((), None, errors)
+        child.communicate()
+        assert child.returncode == 0, (tmp_path / "errors").read_text()
 
 
 def test_a_compiler_that_writes_much_ends_and_its_last_lines_are_the_problem(
@@ -99,6 +103,37 @@ sys.modules["aioengine.kernels.native.kernels.compiler"] = types.SimpleNamespace
     assert found.address("put_spans")
     assert "compiled for this engine alone: [Errno 21] Is a directory" in caplog.text
     assert not list(tmp_path.glob("aioengine-*"))
+
+
+@pytest.mark.parametrize(("head_start_s", "begins"), [(600.0, True), (0.0, False)])
+def test_the_compiler_leaves_the_cores_to_an_engine_until_it_is_told_to_begin_or_a_time_is_over(
+    head_start_s: float, begins: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(kept, "HEAD_START_S", head_start_s)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compilation = Compilation(["common"])
+    assert compilation._child is not None
+    if begins:
+        compilation.begin()
+    assert compilation._child.wait(60) == 0
+    assert compilation.poll() is not None
+
+
+def test_the_compiler_begins_when_the_first_step_has_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(kept, "HEAD_START_S", 600.0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    accelerator = HostAccelerator(num_threads=1, parts=["common"])
+    compilation = accelerator._compilation
+    assert compilation is not None
+    assert compilation._child is not None
+    assert compilation._child.stdin is not None
+    for _ in range(2):
+        assert accelerator.newer_operations() is None
+        assert not compilation._child.stdin.closed
+    accelerator.copy_out(torch.zeros(1, dtype=torch.int32), accelerator.host_words(1), 1)
+    assert compilation._child.wait(60) == 0
+    assert accelerator.newer_operations() is not None
+    accelerator.close()
 
 
 def test_kernels_compiled_ahead_are_there_for_the_first_start(
