@@ -75,6 +75,7 @@ class Engine(EngineControl):
         self._make_backend = _backend_of(self.config, executor, process)
         self._is_to_be_entered = False
         """It was started by `start` or `connect`, and an ``async with`` may still follow."""
+        vars(self).update(start=_refuse_another, connect=_refuse_another)  # of the class; hides them from this object
 
     @classmethod
     async def start(
@@ -390,3 +391,10 @@ def _backend_of(
 
     options = ProcessOptions() if process is True else process
     return lambda hooks: InChild(config, options, hooks)
+
+
+def _refuse_another(*_args: object, **_kwargs: object) -> Never:
+    raise RuntimeError(
+        "this would make another engine, of other settings: `engine = await Engine.start(...)` makes one and starts "
+        "it; to start one that is made write `async with engine:`"
+    )

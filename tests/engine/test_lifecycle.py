@@ -104,6 +104,13 @@ async def test_an_engine_leaves_nothing_behind(make_executor: Any, depth: int) -
     assert num_open_files() == num_files
 
 
+@pytest.mark.parametrize("name", ["start", "connect"])
+def test_an_engine_that_is_made_makes_no_other_engine(name: str) -> None:
+    engine = Engine("another-model")
+    with pytest.raises(RuntimeError, match="to start one that is made write `async with engine:`"):
+        getattr(engine, name)("a-model")
+
+
 async def test_an_engine_starts_once_and_one_that_was_started_may_be_entered_once(make_executor: Any) -> None:
     engine = await Engine.start(executor=make_executor())
     await engine.__aenter__()

@@ -36,6 +36,8 @@ class Compiling:
         self._library = library
         self.is_ready = False
 
+    is_running = False
+
     def begin(self) -> None:
         pass
 

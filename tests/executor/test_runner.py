@@ -157,16 +157,17 @@ def test_threads_are_no_more_than_the_control_groups_allow(
 
 
 @pytest.mark.parametrize(
-    ("capabilities", "weight_bytes", "expected"),
+    ("features", "dtype", "weight_bytes", "expected"),
     [
-        ({}, 1_200_000_000, 64),
-        ({"avx512_bf16": False}, 8_000_000, 500),
-        ({"avx512_bf16": True}, 1_200_000_000, 128),
-        ({"avx512_bf16": True}, 50_000_000, 320),
+        ({}, torch.bfloat16, 1_200_000_000, 64),
+        ({"avx512bf16": False}, torch.bfloat16, 8_000_000, 500),
+        ({"avx512bf16": True}, torch.bfloat16, 1_200_000_000, 128),
+        ({"avx512bf16": True}, torch.bfloat16, 50_000_000, 320),
+        ({"avx512bf16": True}, torch.float32, 2_400_000_000, 64),
     ],
 )
 def test_prompts_beside_decodes_come_in_chunks_that_fit_the_processor_and_the_model(
-    capabilities: dict[str, bool], weight_bytes: int, expected: int, monkeypatch: pytest.MonkeyPatch
+    features: dict[str, bool], dtype: torch.dtype, weight_bytes: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-    assert chunk_tokens(weight_bytes) == expected
+    monkeypatch.setattr("aioengine.executor.host.binding.get_host_cpu_features", lambda: features)
+    assert chunk_tokens(weight_bytes, dtype) == expected

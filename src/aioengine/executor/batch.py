@@ -41,8 +41,8 @@ IS_RANDOM, HAS_FILTERS, HAS_MASK, IS_PENALISED, HAS_EDITS, HAS_RULES, HAS_MIN_TO
 LOGITS_ROW, END, OUTPUT_POSITION, CHOICE, FLAGS = map(
     int, (SampleRow.LOGITS_ROW, SampleRow.END, SampleRow.OUTPUT_POSITION, SampleRow.CHOICE, SampleRow.FLAGS)
 )
+"""Words of a sample, as numbers: a member of an enumeration is looked up by a function of Python's."""
 LOGITS, FIRST, LOGPROBS = int(Want.LOGITS), int(SampleFlag.FIRST), int(SampleFlag.LOGPROBS)
-"""Numbers, since a member of an enumeration is looked up by a function of Python's."""
 
 
 def spans(starts: NDArray[np.integer], counts: NDArray[np.integer]) -> Int64:
@@ -194,6 +194,7 @@ class Batch:
             self._logprob_token_ids.pop(row, None)
             if self._flags[row] & HAS_MASK:
                 self._free_masks.append(int(self._words[row, SampleRow.MASK]))
+            self._flags[row] = 0
 
     def _add_all(self, added: tuple[RowAdded, ...], blocks: TableSpans, deltas: Deltas, extra: ExtraWords) -> None:
         tokens, masks = TableSpans(extra), TableSpans(extra)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from llvmlite import binding
 from torch import Tensor
 
 from aioengine.errors import InternalError
@@ -25,23 +26,27 @@ from aioengine.kernels.torch import operations as torch_operations
 
 
 class Chunk(NamedTuple):
-    """Of prompts beside decodes: so many tokens at least, since below that products leave the matrix rate, and prompts
-    lose more than streams gain; of a small model as many as read so many bytes of weights, since a smaller step of it
-    is overhead for the most part. benchmarks/README.md has both ends.
+    """How much of prompts is computed beside decodes. benchmarks/README.md has both ends.
+
+    Attributes:
+        tokens: at least; with fewer, products leave the matrix rate, and prompts lose more than streams gain.
+        token_bytes: tokens times bytes of weights, at least; a smaller step of a small model is overhead for the most
+            part.
     """
 
     tokens: int
-    weight_bytes: float
+    token_bytes: float
 
 
 SMALL_CHUNK, LARGE_CHUNK = Chunk(64, 4e9), Chunk(128, 16e9)
-"""The second where AVX-512 multiplies bfloat16: such a core computes a token several times as fast as one with AVX2."""
+"""The second of bfloat16 where AVX-512 multiplies it: such a core computes a token several times as fast as others."""
 
 
-def chunk_tokens(weight_bytes: int) -> int:
-    """Tokens of prompts in a step in which rows decode, for a model of so many bytes."""
-    chunk = LARGE_CHUNK if torch.cpu.get_capabilities().get("avx512_bf16") else SMALL_CHUNK
-    return max(chunk.tokens, int(chunk.weight_bytes / weight_bytes))
+def chunk_tokens(weight_bytes: int, dtype: torch.dtype) -> int:
+    """Tokens of prompts in a step in which rows decode, for a model of so many bytes that computes in ``dtype``."""
+    is_fast = dtype == torch.bfloat16 and binding.get_host_cpu_features().get("avx512bf16", False)
+    chunk = LARGE_CHUNK if is_fast else SMALL_CHUNK
+    return max(chunk.tokens, int(chunk.token_bytes / weight_bytes))
 
 
 def num_usable_threads(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
@@ -122,7 +127,6 @@ class HostAccelerator:
         # Contexts are cut for as many programs as there are threads, by `PROGRAMS_PER_MULTIPROCESSOR`.
         self.num_multiprocessors = max(1, self._num_threads // PROGRAMS_PER_MULTIPROCESSOR)
         self._team: Team | None = None
-        self._num_torch_threads = 0
         self._compilation = Compilation(parts) if num_threads is not None else None
         self.operations: Operations = torch_operations
 
@@ -135,9 +139,11 @@ class HostAccelerator:
 
     def use_threads(self, num_threads: int) -> None:
         """From the next operation on, as many of them at most."""
-        if num_threads != self._num_torch_threads:
+        if self._compilation is not None and self._compilation.is_running:
+            # torch's threads would wait for the one whose core the compiler takes.
+            num_threads = max(1, num_threads - 1)
+        if num_threads != torch.get_num_threads():
             use_torch_threads(num_threads)
-            self._num_torch_threads = num_threads
         if self._team is not None:
             self._team.use_threads(num_threads)
 

@@ -98,7 +98,7 @@ def make_runner(
         max_model_len=model.max_model_len,
         vocab_size=model.vocab_size,
         max_in_flight=max_in_flight,
-        max_mixed_prefill_tokens=chunk_tokens(decoder.weight_bytes) if accelerator.is_host else None,
+        max_mixed_prefill_tokens=chunk_tokens(decoder.weight_bytes, model.dtype) if accelerator.is_host else None,
         kv_cache_bytes=num_blocks * shape.bytes_per_block,
         weight_bytes=decoder.weight_bytes,
         device=accelerator.name,

@@ -104,7 +104,7 @@ class DeviceOutputs(Generic[Words]):
         )
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=32)
 def _layout(sizes: OutputSizes) -> list[tuple[int, int]]:
     """First word and end of each section: the samples' two, then five of each `Scored`; last, the end of all."""
     lengths = [sizes.num_samples] * 2 + [words for m, k in sizes.scored for words in (m, m, m, m * k, m * k)]

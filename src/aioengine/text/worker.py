@@ -170,7 +170,10 @@ async def _wait_for_unwinding(thread: threading.Thread) -> None:
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
-        raise cancelled
+        try:
+            raise cancelled
+        finally:
+            del cancelled  # its traceback holds this frame
 
 
 def _outside_work(name: str) -> contextlib.AbstractContextManager[Any]:

@@ -98,7 +98,16 @@ sys.modules["aioengine.kernels.native.kernels.compiler"] = types.SimpleNamespace
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     library_path("common").with_suffix(".lock").mkdir(parents=True)
-    found = Compilation(["common"]).wait()
+    monkeypatch.setattr(kept, "HEAD_START_S", 0.0)
+    compilation = Compilation(["common"])
+    assert compilation._child is not None
+    pipe = compilation._child.stdin
+    assert pipe is not None
+    compilation._child.wait(60)
+    monkeypatch.setattr(kept, "HEAD_START_S", 600.0)  # the second child has none
+    assert compilation.poll() is None
+    assert pipe.closed
+    found = compilation.wait()
     assert found is not None
     assert found.address("put_spans")
     assert "compiled for this engine alone: [Errno 21] Is a directory" in caplog.text

@@ -109,7 +109,8 @@ def read_lines(cached: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if cached.dtype != torch.int8:
         return cached.to(dtype)
-    values, scales = cached[..., :-SCALE_BYTES], cached[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+    values, last = cached[..., :-SCALE_BYTES], cached[..., -SCALE_BYTES:]
+    scales = last.clone(memory_format=torch.contiguous_format).view(torch.float32)  # a view's would begin anywhere
     return values.to(dtype) * scales.to(dtype)
 
 

@@ -152,7 +152,8 @@ def heads_at_once(num_heads):
 def positions_at_once(group, bytes_a_position):
     """Positions of `BLOCK_BYTES`: a power of two, and as many as a product takes at least."""
     positions, fewest = SEGMENT, REGISTER_LANES if group % 2 else 8
-    while positions > fewest and positions * bytes_a_position > BLOCK_BYTES:
+    most_bytes = BLOCK_BYTES * 4 if group >= 8 else BLOCK_BYTES  # there, reading the sums costs more than waiting
+    while positions > fewest and positions * bytes_a_position > most_bytes:
         positions //= 2
     return positions
 
@@ -364,7 +365,7 @@ def make_score(lane: ir.Type) -> Any:
 
 def make_add_values(lane: ir.Type) -> Any:
     """A function that adds a segment's weighted values to states; what comes next, of values and then of the next
-    segment's keys, comes into the cache meanwhile."""
+    segment's keys, comes into the cache meanwhile. Factors are 1 from the second block of positions on."""
     pad, weighted_sum, size = make_pad(lane), make_weighted_sum(lane), lane_bytes(lane)
 
     @inlined
