@@ -14,7 +14,7 @@ from aioengine.errors import InternalError
 from aioengine.kernels.native.operations import NativeOperations
 from aioengine.kernels.native.team import Team
 from aioengine.kernels.torch import layers as reference
-from aioengine.kernels.torch.quantized import read_lines
+from aioengine.kernels.torch.quantized import quantize_lines, read_lines
 
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 WIDTHS = pytest.mark.parametrize("width", [1, 7, 16, 123, 1024, 9000])
@@ -174,3 +174,9 @@ def test_a_cache_of_another_dtype_is_refused(team: Team) -> None:
     case.caches = [cache.half() for cache in case.caches]
     with pytest.raises(InternalError, match="float16"):
         case.computed(team)
+
+
+@pytest.mark.parametrize("head_dim", [2, 6, 8])
+def test_one_int8_line_is_read_wherever_its_scale_lies(head_dim: int) -> None:
+    x = torch.linspace(-1, 1, head_dim)[None]
+    torch.testing.assert_close(read_lines(quantize_lines(x), torch.float32), x, rtol=0, atol=0.5 / 127)

@@ -6,12 +6,13 @@ import io
 import os
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from aioengine.executor.host import HostAccelerator
+from aioengine.executor.host import HostAccelerator, use_torch_threads
 from aioengine.kernels.native import library as kept
 from aioengine.kernels.native.__main__ import main
 from aioengine.kernels.native.library import Compilation, find_library, library_path, read_part
@@ -122,10 +123,13 @@ def test_the_compiler_leaves_the_cores_to_an_engine_until_it_is_told_to_begin_or
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     compilation = Compilation(["common"])
     assert compilation._child is not None
+    assert compilation.is_running is not begins
     if begins:
         compilation.begin()
+    assert compilation.is_running
     assert compilation._child.wait(60) == 0
     assert compilation.poll() is not None
+    assert not compilation.is_running
 
 
 def test_the_compiler_begins_when_the_first_step_has_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -143,6 +147,28 @@ def test_the_compiler_begins_when_the_first_step_has_run(monkeypatch: pytest.Mon
     assert compilation._child.wait(60) == 0
     assert accelerator.newer_operations() is not None
     accelerator.close()
+
+
+def test_torch_leaves_the_compiler_a_core_once_it_has_begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = HeldCompiler(tmp_path, monkeypatch)
+
+    def counts() -> list[int]:
+        """torch's threads of a step: at first, after something else set them, beside the compiler, and afterwards."""
+        accelerator = HostAccelerator(num_threads=2, parts=["common"])
+        found = []
+        for then in (
+            lambda: use_torch_threads(1),
+            lambda: accelerator.copy_out(torch.zeros(1, dtype=torch.int32), accelerator.host_words(1), 1),
+            lambda: (compiler.go_on(), accelerator.newer_operations()),
+            lambda: accelerator.close(),
+        ):
+            accelerator.use_threads(2)
+            found.append(torch.get_num_threads())
+            then()
+        return found
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(counts).result() == [2, 2, 1, 2]
 
 
 def test_kernels_compiled_ahead_are_there_for_the_first_start(

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import version
@@ -197,6 +198,7 @@ class Compilation:
     def __init__(self, parts: Iterable[str]) -> None:
         self._parts = tuple(parts)
         self._has_begun = False
+        self._begins_at_s = 0.0
         self._is_over = False
         self._child: subprocess.Popen[bytes] | None = None
         self._cache_home: str | None = None
@@ -213,13 +215,16 @@ class Compilation:
             self._let_child_begin()
 
     def _let_child_begin(self) -> None:
+        """Close the pipe that it waits on."""
         if self._child is not None and self._child.stdin is not None:
             self._child.stdin.close()
 
     @property
     def is_running(self) -> bool:
-        """Whether the child takes a core."""
-        return self._has_begun and self._child is not None and not self._is_over
+        """Whether the child takes a core, or is about to: begun or by itself."""
+        if self._child is None or self._is_over:
+            return False
+        return self._has_begun or time.monotonic() >= self._begins_at_s
 
     def poll(self) -> Library | None:
         """The library, once, when it is there."""
@@ -256,6 +261,7 @@ class Compilation:
             # In memory: a pipe would hold up a child that writes much, and a folder for a file might not be there.
             self._errors = io.FileIO(os.memfd_create("aioengine-compiler"), "r+")
             self._child = _start_child(self._parts, self._cache_home, self._errors)
+            self._begins_at_s = time.monotonic() + HEAD_START_S
             if self._has_begun:
                 self._let_child_begin()
         except (OSError, AttributeError) as error:  # no room for a folder or a process, or a system without memfd

@@ -286,7 +286,9 @@ def make_weighted_sum(lane: ir.Type) -> Any:
 
 
 @cache
-def make_pad(lane: ir.Type) -> Any:
+def make_find_vectors(lane: ir.Type) -> Any:
+    """A function that says where lines are in whole vectors: (address, offsets), as they come or of copies."""
+
     @instruction(types.none, types.int64, types.int64, types.int64)
     def copy(b: Any, source: Any, to: Any, count: Any) -> None:
         store(b, to, load_lanes(b, source, lane, count))
@@ -294,16 +296,18 @@ def make_pad(lane: ir.Type) -> Any:
     size = lane_bytes(lane)
 
     @inlined
-    def pad(room, x, offsets, num_lines, head_dim):
-        """Copy some lines to `LINES`, with zeros to whole vectors."""
+    def find_vectors(room, x, offsets, num_lines, head_dim):
+        if head_dim % LANES == 0:
+            return x, offsets
         stride = padded(head_dim) * size
         for key in range(num_lines):
             line = x + get_i64(offsets + 8 * key)
             put_i64(room + PLACES + 8 * key, key * stride)
             for n in range(0, head_dim, LANES):
                 copy(line + n * size, room + LINES + key * stride + n * size, head_dim - n)
+        return room + LINES, room + PLACES
 
-    return pad
+    return find_vectors
 
 
 def make_copy_queries(memory: Memory, lane: ir.Type) -> Any:
@@ -330,7 +334,7 @@ def make_score(lane: ir.Type) -> Any:
     """A function that writes the products of queries with a segment's keys; what comes next, of keys and then of
     values, comes into the cache meanwhile."""
     per_word = 2 if lane is I32 else 1
-    pad, products = make_pad(I16 if lane is I32 else lane), make_products(lane)
+    find_vectors, products = make_find_vectors(I16 if lane is I32 else lane), make_products(lane)
 
     @inlined
     def score(args, room, q, q_stride, k, v, offsets, begin, end, num_kv_heads, positions):
@@ -342,11 +346,8 @@ def make_score(lane: ir.Type) -> Any:
             if n + positions >= end:
                 later, ahead = offsets + 8 * begin, v
             for kv_head in range(num_kv_heads):
-                keys, places, next_keys = k + kv_head * line_bytes, here, ahead + kv_head * line_bytes
-                if head_dim % LANES:
-                    pad(room, keys, places, positions, head_dim)
-                    keys, places = room + LINES, room + PLACES
-                head = kv_head * group
+                keys, places = find_vectors(room, k + kv_head * line_bytes, here, positions, head_dim)
+                head, next_keys = kv_head * group, ahead + kv_head * line_bytes
                 while head < (kv_head + 1) * group:
                     heads = heads_at_once((kv_head + 1) * group - head)
                     num_keys, key = REGISTER_LANES // heads, 0  # no range by a step that is not constant: numba divides
@@ -366,7 +367,7 @@ def make_score(lane: ir.Type) -> Any:
 def make_add_values(lane: ir.Type) -> Any:
     """A function that adds a segment's weighted values to states; what comes next, of values and then of the next
     segment's keys, comes into the cache meanwhile. Factors are 1 from the second block of positions on."""
-    pad, weighted_sum, size = make_pad(lane), make_weighted_sum(lane), lane_bytes(lane)
+    find_vectors, weighted_sum, size = make_find_vectors(lane), make_weighted_sum(lane), lane_bytes(lane)
 
     @inlined
     def add_values(args, room, k, v, offsets, offsets_later, begin, end, num_kv_heads, positions, state, stride):
@@ -378,11 +379,8 @@ def make_add_values(lane: ir.Type) -> Any:
             if n + positions >= end:
                 later, ahead = offsets_later, k
             for kv_head in range(num_kv_heads):
-                values, places, next_values = v + kv_head * line_bytes, here, ahead + kv_head * line_bytes
-                if head_dim % LANES:
-                    pad(room, values, places, num_values, head_dim)
-                    values, places = room + LINES, room + PLACES
-                head = kv_head * group
+                values, places = find_vectors(room, v + kv_head * line_bytes, here, num_values, head_dim)
+                head, next_values = kv_head * group, ahead + kv_head * line_bytes
                 while head < (kv_head + 1) * group:
                     heads, first = heads_at_once((kv_head + 1) * group - head), 0
                     weights, factors = room + SCORES + 4 * (SEGMENT * head + n), room + FACTORS + 64 * head
