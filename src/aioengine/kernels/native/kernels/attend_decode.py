@@ -1,9 +1,10 @@
 """Attention of single query tokens, straight from the blocks of the KV cache (Dao et al., 2023, "Flash-Decoding").
 
-The query heads of a group share each key and value that is loaded. Keys are gone through in the order in which they lie
-in memory, some positions at a time, each by all KV heads of a chunk: so two cores of Zen 4 read 29 GB/s of Qwen3-0.6B's
-cache, where they read 25 one head after the other. Contexts are cut into parts of `PART` positions; the states of the
-parts are put together in their order, in one chunk or by a second kernel: with the same result.
+The query heads of a group share each key and value that is loaded. Where those of a position are many bytes, they are
+gone through in the order in which they lie in memory, some positions at a time by all KV heads of a chunk: so one and
+two cores of Zen 4 read 15 % more of Qwen3-0.6B's cache than one head after the other. Contexts are cut
+into parts of `PART` positions; the states of the parts are put together in their order, in one chunk or by a second
+kernel: with the same result.
 """
 
 from __future__ import annotations
@@ -62,9 +63,8 @@ from aioengine.kernels.native.kernels.simd import (
 read_f32, write_f32 = FLOAT32.load, FLOAT32.store
 ONE = np.float32(1)
 
-BLOCK_BYTES = 16384
-"""Of keys that all KV heads of a chunk go through before the next ones, which are brought into the cache meanwhile.
-With twice as much two cores of Zen 4 read 5 GB/s less."""
+WIDE_BYTES = 2048
+"""Of one position's keys: of half a page."""
 
 # The arguments of `attend_decode`, by their offsets. K_CACHE, V_CACHE: lines of `LINE_BYTES` a position and KV head.
 # DECODES: int32 [decodes, 3]. SOFT_CAP: 0: none. STATES: float32 [decodes, NUM_PARTS, heads, a state].
@@ -149,13 +149,12 @@ def heads_at_once(num_heads):
 
 
 @inlined
-def positions_at_once(group, bytes_a_position):
-    """Positions of `BLOCK_BYTES`: a power of two, and as many as a product takes at least."""
-    positions, fewest = SEGMENT, REGISTER_LANES if group % 2 else 8
-    most_bytes = BLOCK_BYTES * 4 if group >= 8 else BLOCK_BYTES  # there, reading the sums costs more than waiting
-    while positions > fewest and positions * bytes_a_position > most_bytes:
-        positions //= 2
-    return positions
+def is_wide(group, position_bytes):
+    """Whether the keys of a chunk's heads at one position are so many bytes that memory is better read in its order
+    than a segment of one head after the other: unless so much is computed with each key that sums had better stay in
+    registers.
+    """
+    return position_bytes >= WIDE_BYTES and group < 8
 
 
 def make_products(lane: ir.Type) -> Any:
@@ -343,6 +342,7 @@ def make_score(lane: ir.Type) -> Any:
         count = padded(head_dim) // per_word
         while n < end:
             here, later, ahead = offsets + 8 * n, offsets + 8 * (n + positions), k
+            num_seen = min(positions, end - n)
             if n + positions >= end:
                 later, ahead = offsets + 8 * begin, v
             for kv_head in range(num_kv_heads):
@@ -350,8 +350,9 @@ def make_score(lane: ir.Type) -> Any:
                 head, next_keys = kv_head * group, ahead + kv_head * line_bytes
                 while head < (kv_head + 1) * group:
                     heads = heads_at_once((kv_head + 1) * group - head)
-                    num_keys, key = REGISTER_LANES // heads, 0  # no range by a step that is not constant: numba divides
-                    while key < positions:
+                    num_keys = REGISTER_LANES // heads
+                    key = max(begin - n, 0) & -num_keys  # no range by a step that is not constant: numba divides
+                    while key < num_seen:
                         to = room + SCORES + 4 * (SEGMENT * head + n + key)
                         products(heads, q + head * q_stride, q_stride, keys, places + 8 * key, count, to)
                         for nth in range(key, key + num_keys):
@@ -370,14 +371,14 @@ def make_add_values(lane: ir.Type) -> Any:
     find_vectors, weighted_sum, size = make_find_vectors(lane), make_weighted_sum(lane), lane_bytes(lane)
 
     @inlined
-    def add_values(args, room, k, v, offsets, offsets_later, begin, end, num_kv_heads, positions, state, stride):
+    def add_values(args, room, v, offsets, k_later, offsets_later, begin, end, num_kv_heads, positions, state, stride):
         group, line_bytes = get_i64(args + NUM_HEADS) // get_i64(args + NUM_KV_HEADS), get_i64(args + LINE_BYTES)
         head_dim, n = get_i64(args + HEAD_DIM), begin
         while n < end:
             here, later, ahead = offsets + 8 * n, offsets + 8 * (n + positions), v
             num_values = min(positions, end - n)
             if n + positions >= end:
-                later, ahead = offsets_later, k
+                later, ahead = offsets_later, k_later
             for kv_head in range(num_kv_heads):
                 values, places = find_vectors(room, v + kv_head * line_bytes, here, num_values, head_dim)
                 head, next_values = kv_head * group, ahead + kv_head * line_bytes
@@ -490,28 +491,31 @@ def make_attend_segment(lane: ir.Type) -> Any:
     score_int8, add_values_int8 = make_score(I8), make_add_values(I8)
 
     @inlined
-    def attend_segment(args, room, q, k, v, offsets, offsets_later, begin, end, num_kv_heads, state, stride):
+    def attend_segment(
+        args, room, q, k, v, offsets, k_later, offsets_later, begin, end, num_kv_heads, positions, state, stride
+    ):
         group, line_bytes = get_i64(args + NUM_HEADS) // get_i64(args + NUM_KV_HEADS), get_i64(args + LINE_BYTES)
-        positions = positions_at_once(group, num_kv_heads * line_bytes)
         if get_i64(args + IS_INT8):
             score_int8(args, room, q, stride, k, v, offsets, begin, end, num_kv_heads, positions)
             for kv_head in range(num_kv_heads):
                 read_scales(args, room, k + kv_head * line_bytes, v + kv_head * line_bytes, offsets)
                 weigh(args, room, kv_head * group, group, state, stride, begin, end)
             add_values_int8(
-                args, room, k, v, offsets, offsets_later, begin, end, num_kv_heads, positions, state, stride
+                args, room, v, offsets, k_later, offsets_later, begin, end, num_kv_heads, positions, state, stride
             )
         else:
             score(args, room, q, stride, k, v, offsets, begin, end, num_kv_heads, positions)
             weigh(args, room, 0, group * num_kv_heads, state, stride, begin, end)
-            add_values(args, room, k, v, offsets, offsets_later, begin, end, num_kv_heads, positions, state, stride)
+            add_values(
+                args, room, v, offsets, k_later, offsets_later, begin, end, num_kv_heads, positions, state, stride
+            )
 
     return attend_segment
 
 
 def make_attend_part(lane: ir.Type) -> Any:
     """A function that makes the states of a part, of some KV heads: segment by segment, where the next one's keys lie
-    found before.
+    found before, and in a segment one head after the other, or all together where that `is_wide`.
 
     Args:
         first: the first position that is seen.
@@ -525,8 +529,11 @@ def make_attend_part(lane: ir.Type) -> Any:
         block_size, line_bytes = get_i64(args + BLOCK_SIZE), get_i64(args + LINE_BYTES)
         k_cache, v_cache = get_i64(args + K_CACHE), get_i64(args + V_CACHE)
         stride = 4 * padded(get_i64(args + HEAD_DIM)) + 128
-        num_kv_heads_here = end_kv_head - first_kv_head
-        clear_states(states, num_kv_heads_here * group, get_i64(args + HEAD_DIM), ZERO)
+        clear_states(states, (end_kv_head - first_kv_head) * group, get_i64(args + HEAD_DIM), ZERO)
+        heads_together, positions = 1, SEGMENT
+        if is_wide(group, (end_kv_head - first_kv_head) * line_bytes):
+            # As many positions as a product takes of one query, or of two.
+            heads_together, positions = end_kv_head - first_kv_head, REGISTER_LANES if group % 2 else 8
         num_segments = (context + SEGMENT - 1) // SEGMENT
         first_segment = max(part * (PART // SEGMENT), first // SEGMENT)
         for segment in range(first_segment, min((part + 1) * (PART // SEGMENT), num_segments)):
@@ -539,10 +546,17 @@ def make_attend_part(lane: ir.Type) -> Any:
                 find_keys(later, table, block_size, num_kv_heads * line_bytes, segment + 1, 0, end_later)
             else:
                 later = here
-            attend_segment(
-                args, room, q, k_cache + first_kv_head * line_bytes, v_cache + first_kv_head * line_bytes,
-                here, later, begin, end, num_kv_heads_here, states, stride,
-            )  # fmt: skip
+            kv_head = first_kv_head
+            while kv_head < end_kv_head:
+                nth, next_head, list_of_next = (kv_head - first_kv_head) * group, kv_head + heads_together, here
+                if next_head == end_kv_head:
+                    next_head, list_of_next = first_kv_head, later
+                attend_segment(
+                    args, room, q + nth * stride, k_cache + kv_head * line_bytes, v_cache + kv_head * line_bytes, here,
+                    k_cache + next_head * line_bytes, list_of_next, begin, end, heads_together, positions,
+                    states + nth * stride, stride,
+                )  # fmt: skip
+                kv_head += heads_together
 
     return attend_part
 
