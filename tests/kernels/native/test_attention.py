@@ -68,6 +68,10 @@ def assert_decodes(teams: list[Team], case: PagedCase, decodes: Tensor, **keywor
         (8, 1, 256, 32, BF16),
         (71, 1, 64, 64, BF16),
         (3, 3, 2, 3, FP32),
+        (8, 8, 128, 16, BF16),
+        (24, 8, 136, 7, BF16),
+        (24, 8, 72, 16, FP32),
+        (64, 8, 128, 16, BF16),
     ],
     ids=str,
 )
@@ -80,9 +84,13 @@ def test_a_decode_attends_to_all_keys(
 
 
 @pytest.mark.parametrize("window", [1, 33, 64, 200, 1 << 40])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(2, 1, 64), (16, 8, 128), (24, 8, 136)])
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_a_decode_reads_nothing_before_the_window(teams: list[Team], window: int, dtype: torch.dtype) -> None:
-    case, decodes = decode_case(window, [200, 31, 1300], window, heads=2, kv_heads=1, block_size=8, dtype=dtype)
+def test_a_decode_reads_nothing_before_the_window(
+    teams: list[Team], window: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": 8, "dtype": dtype}
+    case, decodes = decode_case(window, [200, 31, 1300, 5], window, **sizes)
     assert_decodes(teams, case, decodes, window=window)
 
 
@@ -123,6 +131,7 @@ INT8_SIZES = pytest.mark.parametrize(
             (4, 1, 256, 32),
             (3, 3, 2, 1),
             (1, 1, 512, 16),
+            (16, 8, 264, 16),
         )
     ],
     ids=lambda sizes: "-".join(map(str, sizes.values())),
