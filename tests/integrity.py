@@ -48,7 +48,7 @@ def check_table(table: RowTable, *, is_caching: bool) -> None:
     assert sorted(table.free_rows + [sequence.row for sequence in occupants]) == list(range(len(table.occupants)))
     assert [sequence.row for sequence in table.running] == table.running_rows.tolist()
     assert [s.precedence for s in table.running] == sorted(s.precedence for s in table.running)
-    block_size = table._block_size
+    block_size = table.block_size
     for sequence in occupants:
         row = sequence.row
         assert table.computed[row] <= table.scheduled[row] <= table.expected[row] <= table.last[row] + 1

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from aioengine.errors import InternalError as InternalError
     from aioengine.errors import InvalidRequest as InvalidRequest
     from aioengine.errors import ModelLoadError as ModelLoadError
+    from aioengine.errors import OutputNotParsed as OutputNotParsed
     from aioengine.errors import PromptTooLong as PromptTooLong
     from aioengine.errors import StepFailed as StepFailed
     from aioengine.errors import WireError as WireError
@@ -49,6 +50,12 @@ if TYPE_CHECKING:
     from aioengine.sampling_params import SamplingParams as SamplingParams
     from aioengine.scheduler.plan import LogitsProcessor as LogitsProcessor
     from aioengine.scheduler.plan import LogitsRow as LogitsRow
+    from aioengine.structured.constraints import Choice as Choice
+    from aioengine.structured.constraints import Grammar as Grammar
+    from aioengine.structured.constraints import Json as Json
+    from aioengine.structured.constraints import Regex as Regex
+    from aioengine.structured.constraints import StructuralTags as StructuralTags
+    from aioengine.structured.constraints import Tag as Tag
 
 _HOMES = {
     "blocking.llm": ["LLM"],
@@ -60,12 +67,13 @@ _HOMES = {
     "engine": ["Engine", "Stream"],
     "errors": [
         *("AioEngineError", "ConfigError", "EngineClosed", "EngineDead", "EngineOverloaded", "InternalError"),
-        *("InvalidRequest", "ModelLoadError", "PromptTooLong", "StepFailed", "WireError"),
+        *("InvalidRequest", "ModelLoadError", "OutputNotParsed", "PromptTooLong", "StepFailed", "WireError"),
     ],
     "metrics": ["EngineMetrics", "EngineStats", "Observer", "RequestMetrics", "StepRecord"],
     "outputs": ["CompletionDelta", "CompletionOutput", "Logprob", "RequestOutput"],
     "sampling_params": ["SamplingParams"],
     "scheduler.plan": ["LogitsProcessor", "LogitsRow"],
+    "structured.constraints": ["Choice", "Grammar", "Json", "Regex", "StructuralTags", "Tag"],
 }
 
 __all__ = [name for names in _HOMES.values() for name in names]

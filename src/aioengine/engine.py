@@ -21,6 +21,7 @@ from aioengine.errors import ConfigError, EngineClosed
 from aioengine.executor.in_process import InProcess
 from aioengine.frontend.admission import OnFull
 from aioengine.frontend.engine_control import EngineControl
+from aioengine.frontend.output_type import OutputType
 from aioengine.frontend.prompt import (
     Call,
     ChatMessage,
@@ -184,6 +185,7 @@ class Engine(EngineControl):
         cache_salt: str | None = None,
         on_full: OnFull = "wait",
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        output_type: Any = None,
         **sampling: Unpack[SamplingKeywords],
     ) -> RequestOutput:
         """Complete a prompt.
@@ -206,15 +208,25 @@ class Engine(EngineControl):
                 Among them ``add_generation_prompt``: end the prompt with what begins an answer, True where no message
                 is continued; ``continue_final_message``: leave the last message open, so that the answer goes on with
                 it.
+            output_type: a type, such as a pydantic model: the answer is JSON of its schema, and ``parsed`` a value.
         Raises:
-            InvalidRequest: a value is bad; raised before anything is queued.
+            InvalidRequest: a value is bad; raised before anything is queued, but for a grammar that cannot be enforced.
+            OutputNotParsed: the answer is no value of ``output_type``, such as one that was cut.
             EngineOverloaded, StepFailed, EngineDead, EngineClosed: see their docstrings.
         """
         check_asyncio()
         call = {"priority": priority, "cache_salt": cache_salt, "on_full": on_full, "may_wait": True}
+        wanted = OutputType(output_type) if output_type is not None else None
+        if wanted is not None:
+            params, sampling = wanted.constrain(params or sampling_params, sampling)
+            sampling_params = None
         stream = self._make_stream(prompt, params, sampling_params, sampling, chat_template_kwargs, request_id, **call)
         async with stream:
-            return await stream.finish()
+            output = await stream.finish()
+        if wanted is None:
+            return output
+        num_chars = sum(len(choice.text) for choice in output.outputs)
+        return await self._here().worker_for(num_chars).run(wanted.parse, num_chars, output)
 
     def stream(
         self,

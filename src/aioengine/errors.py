@@ -7,6 +7,7 @@ something different about each. Every message names the thing that was wrong and
 from __future__ import annotations
 
 import traceback
+from typing import Self
 
 MAX_TEXT_CHARS = 10_000
 MAX_TRACEBACK_LINES = 1000
@@ -18,6 +19,13 @@ _EXCEPTIONS = vars(BaseExceptionGroup)["exceptions"]
 
 class AioEngineError(Exception):
     """Everything that aioengine raises on purpose."""
+
+    def anew(self) -> Self:
+        """A copy for one request: a shared one would collect the tracebacks of all."""
+        copy = type(self).__new__(type(self), *self.args)
+        vars(copy).update(vars(self))
+        copy.__cause__ = self.__cause__
+        return copy
 
 
 class InvalidRequest(AioEngineError):
@@ -74,6 +82,20 @@ class EngineOverloaded(AioEngineError):
         self.retry_after_s = retry_after_s
 
 
+class OutputNotParsed(AioEngineError):
+    """An answer is no value of the ``output_type`` that was asked for: it was cut, or a validator refused it.
+
+    Attributes:
+        text: what there is of it.
+        output: the `RequestOutput`.
+    """
+
+    def __init__(self, message: str, text: str = "", output: object = None) -> None:
+        super().__init__(message)
+        self.text = text
+        self.output = output
+
+
 class StepFailed(AioEngineError):
     """The device step that held this request broke; the engine goes on with the others.
 
@@ -104,12 +126,6 @@ class EngineDead(AioEngineError):
     def __init__(self, message: str, *, dump: str = "") -> None:
         super().__init__(message)
         self.dump = dump
-
-    def anew(self) -> EngineDead:
-        """A copy for one request: a shared one would collect the tracebacks of all."""
-        copy = EngineDead(str(self), dump=self.dump)
-        copy.__cause__ = self.__cause__
-        return copy
 
 
 class WireError(AioEngineError):

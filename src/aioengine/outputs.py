@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from aioengine.metrics import RequestMetrics
 from aioengine.plain_struct import PlainStruct
@@ -59,6 +59,7 @@ class CompletionOutput(PlainStruct, frozen=True, kw_only=True):
             token that ended it; empty with ``detokenize=False``.
         token_ids: all sampled tokens, EOS or stop token included.
         cumulative_logprob: sum over the sampled tokens, if log-probabilities were asked for.
+        parsed: the value that the text stands for, if an ``output_type`` was asked for.
     """
 
     index: int
@@ -68,6 +69,7 @@ class CompletionOutput(PlainStruct, frozen=True, kw_only=True):
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    parsed: Any = None
 
 
 class RequestOutput(PlainStruct, frozen=True, kw_only=True):
@@ -96,3 +98,8 @@ class RequestOutput(PlainStruct, frozen=True, kw_only=True):
     def text(self) -> str:
         """The first completion's text."""
         return self.outputs[0].text
+
+    @property
+    def parsed(self) -> Any:
+        """The first completion's value, if an ``output_type`` was asked for."""
+        return self.outputs[0].parsed

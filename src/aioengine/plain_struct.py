@@ -17,7 +17,7 @@ class PlainStruct(msgspec.Struct, frozen=True):
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, those of the structs inside included, as plain values; token ids that are keys stay ints."""
-        plain: dict[str, Any] = msgspec.to_builtins(self)
+        plain: dict[str, Any] = _to_builtins(self)
         return plain
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
@@ -47,5 +47,16 @@ class PlainStruct(msgspec.Struct, frozen=True):
             "type": "function-wrap",
             "function": {"type": "no-info", "function": take},
             "schema": plain,
-            "serialization": {"type": "function-plain", "function": msgspec.to_builtins, "return_schema": plain},
+            "serialization": {"type": "function-plain", "function": _to_builtins, "return_schema": plain},
         }
+
+
+def _to_builtins(value: Any) -> Any:
+    return msgspec.to_builtins(value, enc_hook=_open)
+
+
+def _open(value: Any) -> Any:
+    """Of a parsed answer that is a value of pydantic's."""
+    if callable(getattr(value, "model_dump", None)):
+        return value.model_dump(mode="json")
+    raise TypeError(f"a {type(value).__name__} has no plain form")

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from aioengine.errors import InvalidRequest
+from aioengine.structured.constraints import Constraint, as_constraint, from_vllm
 from aioengine.validation import (
     NOT_YET,
     Neutral,
@@ -47,7 +48,7 @@ NEUTRAL_PARAMS = {
     **dict.fromkeys(("stop", "stop_token_ids", "bad_words", "logits_processors"), Neutral((None,))),
     "best_of": Neutral((None, 1), "give n, and choose by the choices' cumulative_logprob"),
     **dict.fromkeys(
-        ("structured_outputs", "guided_decoding", "prompt_logprob_token_ids", "repetition_detection"),
+        ("prompt_logprob_token_ids", "repetition_detection"),
         Neutral((None,), NOT_YET),
     ),
     "use_beam_search": Neutral((None, False), NOT_YET),
@@ -64,7 +65,7 @@ NEUTRAL_PARAMS = {
         (None,), "cut the token ids yourself: a prompt that is too long is an error here"
     ),
     "skip_reading_prefix_cache": Neutral((None, False), "give a cache_salt of its own"),
-    "thinking_token_budget": Neutral((None, -1), NOT_YET),
+    "thinking_token_budget": Neutral((None, -1), "give max_thinking_tokens"),
     "extra_args": Neutral((None, {}), "write a function for logits_processors, and bind what it needs"),
     "skip_clone": Neutral((None, False, True)),
 }
@@ -72,11 +73,15 @@ NEUTRAL_PARAMS = {
 
 NEUTRAL_ARGUMENTS = {
     **dict.fromkeys(
+        (*("lora_request", "prompt_adapter_request", "data_parallel_rank"),),
+        Neutral((None,), NOT_YET),
+    ),
+    **dict.fromkeys(
         (
             *("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-            *("guided_options_request", "lora_request", "prompt_adapter_request", "data_parallel_rank"),
+            "guided_options_request",
         ),
-        Neutral((None,), NOT_YET),
+        Neutral((None,), "give structured, such as a JSON schema, Regex(...) or Choice([...])"),
     ),
     "max_completion_tokens": Neutral((None,), "give max_tokens"),
     "max_new_tokens": Neutral((None,), "give max_tokens"),
@@ -104,9 +109,20 @@ class _ParamsMeta(msgspec.StructMeta):
         if args:
             raise InvalidRequest(f"{self.__name__} takes keywords alone, such as temperature=0.7", param="params")
         if not _PLAIN_PARAMS.issuperset(given):
-            given = without_neutral(NEUTRAL_PARAMS, given, invalid)
+            given = _with_constraint(without_neutral(NEUTRAL_PARAMS, given, invalid))
             check_known_fields(SamplingParams, given, invalid)
         return super().__call__(**given)
+
+
+def _with_constraint(given: dict[str, Any]) -> dict[str, Any]:
+    """The keywords with vLLM's names for ``structured`` replaced by it."""
+    for name in CONSTRAINTS_OF_VLLM & given.keys():
+        given = given | {"structured": from_vllm(given[name]) or given.get("structured")}
+        del given[name]
+    return given
+
+
+CONSTRAINTS_OF_VLLM = {"structured_outputs", "guided_decoding"}
 
 
 FILTER = {"role": "filter"}
@@ -213,6 +229,13 @@ class SamplingParams(
         str | Annotated[tuple[ShortText, ...], Meta(max_length=MAX_BAD_WORDS)],
         Meta(description="texts that must not be generated, by their tokens"),
     ] = ()
+    structured: Constraint | None = None
+    """What the text must be: a JSON schema as a dict, a type, or `Json`, `Regex`, `Choice`, `Grammar`,
+    `StructuralTags`."""
+    max_thinking_tokens: Annotated[
+        Annotated[int, Meta(ge=0, le=MAX_INT)] | None,
+        Meta(description="the most tokens of reasoning before the answer, where the model's format is known"),
+    ] = None
     logits_processors: Annotated[tuple[Any, ...], Meta(max_length=MAX_LOGITS_PROCESSORS)] = ()
     """Functions over logits, in this process only: see `aioengine.LogitsProcessor`."""
     logprobs: Annotated[
@@ -243,6 +266,8 @@ class SamplingParams(
         for name in ("stop", "bad_words"):
             if isinstance(getattr(self, name), str):
                 msgspec.structs.force_setattr(self, name, (getattr(self, name),))
+        if self.structured is not None:
+            msgspec.structs.force_setattr(self, "structured", as_constraint(self.structured))
         check_fields(self, invalid)
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise invalid("seed", f"seed={shorten(self.seed)}: a signed 64-bit integer is needed")
@@ -311,6 +336,8 @@ class SamplingKeywords(TypedDict, total=False):
     logit_bias: dict[int, float] | None
     allowed_token_ids: list[int] | tuple[int, ...] | None
     bad_words: str | list[str] | tuple[str, ...] | None
+    structured: Any
+    max_thinking_tokens: int | None
     logits_processors: list[Any] | tuple[Any, ...] | None
     logprobs: int | None
     logprob_token_ids: list[int] | tuple[int, ...] | None
@@ -336,7 +363,7 @@ def make_params(
             raise InvalidRequest("params and sampling_params are two names of one argument: give one", param="params")
         params = alias
     if not _PLAIN_PARAMS.issuperset(sampling):
-        sampling = without_neutral(NEUTRAL_ARGUMENTS | NEUTRAL_PARAMS, sampling, invalid)
+        sampling = _with_constraint(without_neutral(NEUTRAL_ARGUMENTS | NEUTRAL_PARAMS, sampling, invalid))
         check_known_fields(SamplingParams, sampling, invalid)
     if params is None:
         return SamplingParams(**{**defaults, **sampling})

@@ -24,7 +24,7 @@ from aioengine.kernels.attention.choices import (
     PREFILL,
     TUNED,
     AttentionShape,
-    Choice,
+    LaunchChoice,
     candidates,
     choice_of,
 )
@@ -54,14 +54,14 @@ class TimedGpu(FakeAccelerator):
         launched: arguments of what was launched last, by kernel.
     """
 
-    def __init__(self, script: Callable[[str, Choice], float], **memory: int) -> None:
+    def __init__(self, script: Callable[[str, LaunchChoice], float], **memory: int) -> None:
         super().__init__(**{"free_bytes": 4 * MIB, **memory})
         self.script = script
         self.now = 0.0
         self.computes = False
-        self.timed: list[tuple[str, Choice]] = []
+        self.timed: list[tuple[str, LaunchChoice]] = []
         self.launched: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-        self._last = "", Choice()
+        self._last = "", LaunchChoice()
         attend = {"attend_decode": self._attend_decode, "attend_prefill": self._attend_prefill}
         self.operations: Any = SimpleNamespace(**{**vars(reference), **attend, "IS_TUNABLE": True})
 
@@ -90,11 +90,11 @@ class TimedGpu(FakeAccelerator):
         tune_attention(self, model, CACHE, deadline_s=deadline_s, clock=lambda: self.now)
 
 
-def chosen() -> dict[str, Choice]:
+def chosen() -> dict[str, LaunchChoice]:
     return {kernel: choice_of(kernel, CPU, SHAPE) for kernel in ATTENTION_KERNELS}
 
 
-def last_is_fastest(kernel: str, choice: Choice) -> float:
+def last_is_fastest(kernel: str, choice: LaunchChoice) -> float:
     return 1.0 / (1 + CANDIDATES[kernel].index(choice))
 
 
@@ -124,7 +124,7 @@ def test_after_the_deadline_what_is_not_measured_is_as_by_default() -> None:
 
 
 def test_candidates_that_cannot_be_launched_are_passed_over() -> None:
-    def script(kernel: str, choice: Choice) -> float:
+    def script(kernel: str, choice: LaunchChoice) -> float:
         if choice.num_stages > 2:
             raise RuntimeError("out of shared memory")
         return 1.0
@@ -141,7 +141,7 @@ def test_candidates_that_cannot_be_launched_are_passed_over() -> None:
 def test_what_cannot_be_measured_is_as_by_default(
     memory: dict[str, int], model: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def script(kernel: str, choice: Choice) -> float:
+    def script(kernel: str, choice: LaunchChoice) -> float:
         raise RuntimeError("no such launch")
 
     with caplog.at_level(logging.DEBUG, "aioengine"):

@@ -20,7 +20,7 @@ from aioengine.kernels.attention.choices import (
     DECODE_IN_SPLITS,
     PREFILL,
     AttentionShape,
-    Choice,
+    LaunchChoice,
     candidates,
     default_choice,
     trying,
@@ -62,7 +62,7 @@ class Launch:
 
     name: str
     run: Callable[[], object]
-    choice: Choice | None = None
+    choice: LaunchChoice | None = None
     min_capability: int = 80
     is_default: bool = True
 

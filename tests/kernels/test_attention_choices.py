@@ -21,7 +21,7 @@ from aioengine.kernels.attention.choices import (
     PREFILL_ROWS,
     TUNED,
     AttentionShape,
-    Choice,
+    LaunchChoice,
     candidates,
     choice_of,
     default_choice,
@@ -96,13 +96,13 @@ def attended(kernel: str, operations: Any) -> torch.Tensor:
     [(kernel, choice) for kernel in ATTENTION_KERNELS for choice in candidates(kernel, SERVED, 90)],
     ids=str,
 )
-def test_attention_is_right_by_every_choice_over_the_same_tiles(kernel: str, choice: Choice) -> None:
+def test_attention_is_right_by_every_choice_over_the_same_tiles(kernel: str, choice: LaunchChoice) -> None:
     with trying(choice):
         computed = attended(kernel, triton_operations)
     assert_close(computed, attended(kernel, reference))
 
 
-def launched(monkeypatch: pytest.MonkeyPatch, kernel: str) -> Choice:
+def launched(monkeypatch: pytest.MonkeyPatch, kernel: str) -> LaunchChoice:
     """How a kernel is launched now."""
     monkeypatch.setattr(paged_decode, "_decode_kernel", Kernel())
     monkeypatch.setattr(paged_prefill, "_prefill_kernel", Kernel())
@@ -110,7 +110,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, kernel: str) -> Choice:
         attended(kernel, triton_operations)
     found = raised.value.keywords
     names = ("M", "N") if kernel == PREFILL else ("N",)
-    return Choice(
+    return LaunchChoice(
         num_warps=found["num_warps"],
         num_stages=found["num_stages"],
         constants=tuple((name, found[name]) for name in names),
@@ -135,7 +135,7 @@ def test_launches_are_by_what_was_chosen_for_the_kernel_the_gpu_and_the_shape(
 
 
 def test_a_trial_is_its_threads_own_and_ends_with_a_failure() -> None:
-    seen: list[Choice] = []
+    seen: list[LaunchChoice] = []
 
     def fail() -> None:
         thread = threading.Thread(target=lambda: seen.append(choice_of(DECODE, CPU, SERVED)))

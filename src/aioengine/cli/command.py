@@ -121,7 +121,8 @@ def _form(kinds: list[Any]) -> str:
 
 
 def _has_text_form(kind: Any) -> bool:
-    return kind is not Any and all(_has_text_form(_unwrap(argument)[0]) for argument in get_args(kind))
+    is_plain = kind is not Any and not (isinstance(kind, type) and issubclass(kind, msgspec.Struct))
+    return is_plain and all(_has_text_form(_unwrap(argument)[0]) for argument in get_args(kind))
 
 
 def _unwrap(hint: Any) -> tuple[Any, str]:

@@ -14,10 +14,11 @@ import anyio
 from aioengine.config import EngineConfig
 from aioengine.core import control as c
 from aioengine.core.executor_protocol import DeviceLost, Executor, ExecutorInfo, PendingStep
+from aioengine.core.grammars import Grammars
 from aioengine.core.health import Beat, Health, dead, judge
 from aioengine.core.listener import Conditions, Endings, Listener
 from aioengine.core.observers import Observers, UserCode
-from aioengine.errors import EngineClosed, EngineDead, InvalidRequest
+from aioengine.errors import AioEngineError, EngineClosed, EngineDead, InvalidRequest
 from aioengine.outputs import FinishReason
 from aioengine.scheduler.budget import Budget
 from aioengine.scheduler.kv_manager import KVManager
@@ -25,6 +26,7 @@ from aioengine.scheduler.plan import StepPlan
 from aioengine.scheduler.prefix_cache import hash_prompt, root_of
 from aioengine.scheduler.scheduler import Scheduler, SchedulerStats
 from aioengine.scheduler.sequence import Reason, Request, Sequence, make_choices
+from aioengine.structured.grammar import CompiledGrammar
 
 T = TypeVar("T")
 
@@ -46,6 +48,7 @@ class CoreState:
     Args:
         executor: started; the caller closes it after `EngineCore.run` has ended.
         config: the engine's.
+        grammars: compiles what requests ask for; None: requests with grammars are refused.
         eos_token_ids: the model's.
         on_capacity: called when a waiting sequence has begun to run or has ended.
         write_dump: begins to keep the report of a failed step, and returns at once.
@@ -57,6 +60,7 @@ class CoreState:
         executor: Executor,
         config: EngineConfig,
         *,
+        grammars: Grammars | None = None,
         eos_token_ids: tuple[int, ...] = (),
         on_capacity: Callable[[], None] = lambda: None,
         write_dump: Callable[[str], None] = lambda _: None,
@@ -83,6 +87,7 @@ class CoreState:
         self.clock = clock
         self.user_code = UserCode()
         self.observers = Observers(self.user_code, log_interval_s=config.log_stats_interval_s, now_s=clock())
+        self.grammars = grammars
         self._on_capacity = on_capacity
         self._write_dump = write_dump
         self._live: dict[int, Sequence] = {}
@@ -117,10 +122,39 @@ class CoreState:
         self.check_accepting()
         sequence.arrived_at = self.clock() if arrived_at is None else arrived_at
         choices = (sequence, *sequence.children)
-        self.scheduler.add(sequence, Reason.PAUSED if self._holds else Reason.NONE)
+        reason = Reason.PAUSED if self._holds else Reason.NONE
+        if sequence.request.has_grammar:
+            reason |= self._find_grammar(sequence)
+        self.scheduler.add(sequence, reason)
         for member, listener in zip(choices, listeners, strict=True):
             member.listener = listener
             self._live[member.order] = member
+        self._has_news.set()
+
+    def _find_grammar(self, sequence: Sequence) -> Reason:
+        """Give it its grammar; or begin to compile that, which it waits for."""
+        if self.grammars is None:
+            raise InvalidRequest("structured: this engine has no model folder to compile it for", param="structured")
+        grammar = self.grammars.get(sequence.request)
+        if grammar is not None:
+            sequence.take_grammar(grammar)
+            return Reason.NONE
+        self.grammars.begin(sequence.request, lambda outcome: self._on_grammar(sequence, outcome))
+        return Reason.GRAMMAR
+
+    def _on_grammar(self, sequence: Sequence, outcome: CompiledGrammar | AioEngineError) -> None:
+        if sequence.has_ended or self.is_stopped:
+            return
+        if not isinstance(outcome, AioEngineError):
+            sequence.take_grammar(outcome)
+            self.scheduler.unblock(sequence, Reason.GRAMMAR)
+        else:
+            choices = (sequence, *sequence.children)
+            self.scheduler.finish(sequence, "error")
+            for member in choices:
+                self._endings.add(member.order, self._release(member), outcome.anew())
+            self._endings.tell_some()
+            self._on_capacity()
         self._has_news.set()
 
     def check_accepting(self) -> None:

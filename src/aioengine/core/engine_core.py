@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
@@ -48,6 +48,8 @@ class EngineCore(CoreState):
     _unpublished: Iterator[tuple[int, tuple[Sequence, int]]] = iter(())
     """(index, (sequence, token)) of the last step's output: the tokens that were not handed out yet."""
     _unpublished_prompts: Iterator[tuple[Sequence, int, list[SampledLogprobs]]] = iter(())
+    _forced: Mapping[int, list[int]] = {}
+    """By index, the tokens that a grammar put behind those in `_unpublished`."""
     _logprobs: OutputLogprobs | None = None
     """Of the tokens in `_unpublished`; None where no request asked for any."""
 
@@ -128,6 +130,7 @@ class EngineCore(CoreState):
         self._logprobs = OutputLogprobs(output) if output.logprobs is not None else None
         self._unpublished_prompts = slice_prompt_logprobs(output.prompt_logprobs)
         self._unpublished = enumerate(zip(output.sequences, output.token_ids, strict=True))
+        self._forced = output.forced
         if self.scheduler.num_unstarted != num_unstarted:  # children may end with their first token, without a row
             self._on_capacity()
 
@@ -157,6 +160,10 @@ class EngineCore(CoreState):
                 if self._logprobs is not None and (logprobs := self._logprobs.get(index)) is not None:
                     weight += len(logprobs.others) // LOGPROBS_A_TOKEN
                 listener.on_token(token_id, logprobs)
+                if self._forced:
+                    for forced_id in self._forced.get(index, ()):
+                        weight += 1
+                        listener.on_token(forced_id, None)
                 if sequence.finish_reason is not None and sequence.listener is listener:
                     self._release(sequence).on_end()
             if weight >= self.publish_slice:

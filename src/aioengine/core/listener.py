@@ -46,7 +46,8 @@ class Listener(Protocol):
         """The sequence has taken its first row. Not called for one that ends without a row."""
 
     def on_token(self, token_id: int, logprobs: SampledLogprobs | None) -> None:
-        """A token was sampled; if it is the last one, the sequence's ``finish_reason`` is set."""
+        """A token was sampled, or forced by a grammar; with the last one the sequence's ``finish_reason`` is set, and
+        so it may be with some before that."""
 
     def on_prompt_logprobs(self, position: int, logprobs: list[SampledLogprobs]) -> None:
         """About the prompt's tokens from ``position`` on; after a preemption some may come again, and alike."""

@@ -113,7 +113,7 @@ def make_record(
     return StepRecord(
         step=plan.step,
         num_tokens=int(plan.num_tokens.sum()),
-        num_sampled=len(output.token_ids),
+        num_sampled=len(output.token_ids) + sum(map(len, output.forced.values())),
         num_prompt_tokens=sum(len(sequence.prompt) for sequence in output.first),
         device_time_s=result.device_time_s,
         step_time_s=now - launched_at,
@@ -165,6 +165,8 @@ def _describe(params: SamplingParams) -> str:
     for name in params.__struct_fields__:
         value = getattr(params, name)
         if value != getattr(default, name):
+            if isinstance(value, msgspec.Struct):
+                value = type(value).__name__
             is_long = name in ("stop", "bad_words") or isinstance(value, tuple | dict)
             shown.append(f"{name}: {len(value)}" if is_long else f"{name}={value}")
     return ", ".join(shown) or "default parameters"

@@ -7,7 +7,7 @@ take them, so that a steady decode step takes a few array operations, whatever t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from aioengine.sampler.rules import RuleSizes, RuleTable, pack_bits
 from aioengine.sampler.sampler import Features, kept_spans
 from aioengine.sampling_params import FILTERS, PENALTIES, ROW_PARAMS, is_any_on
 from aioengine.scheduler.plan import Int32, LogitsProcessor, LogitsRow, RowAdded, StepPlan, Want, int32
+from aioengine.structured.rows import GrammarRow
 
 NUM_TOP_SIZES = (0, 5, 20)
 """Numbers of likeliest tokens for which there are graphs; others are rounded up."""
@@ -33,9 +34,10 @@ Int64 = NDArray[np.int64]
 
 NO_IDS = np.zeros(0, np.int64)
 
-IS_RANDOM, HAS_FILTERS, HAS_MASK, IS_PENALISED, HAS_EDITS, HAS_RULES, HAS_MIN_TOKENS, WANTS_LOGPROBS = (
-    1 << bit for bit in range(8)
-)
+(
+    *(IS_RANDOM, HAS_FILTERS, HAS_MASK, HAS_GRAMMAR, IS_PENALISED, HAS_EDITS, HAS_RULES, HAS_MIN_TOKENS),
+    WANTS_LOGPROBS,
+) = (1 << bit for bit in range(9))
 """What is to be known of a row at each step, as bits of one number: a step asks once for those of all its rows."""
 
 LOGITS_ROW, END, OUTPUT_POSITION, CHOICE, FLAGS = map(
@@ -69,6 +71,23 @@ class Deltas:
     rules: Span | None = None
 
 
+class GrammarSample(NamedTuple):
+    """A token that a row with a grammar brings.
+
+    Attributes:
+        sample: the row's own, of several choices the first one's.
+        plan_index: which of the plan's rows it is.
+        position: of the token, in prompt and output.
+        mask: its row of the bitmasks.
+    """
+
+    sample: int
+    plan_index: int
+    position: int
+    row: GrammarRow
+    mask: int
+
+
 @dataclass(slots=True, kw_only=True)
 class Step:
     """A step, as the host knows it.
@@ -93,6 +112,7 @@ class Step:
         prompt_tokens: int32 [m] each, of the prompt tokens whose log-probabilities are asked for: which of the plan's
             rows each belongs to, ascending; its position in the prompt.
         extra_counts, extra_ids: int64 [s], how many of those each sample has, and which; None: no sample has any.
+        grammars: the samples whose rows have grammars.
         processed: which rows of logits have logits processors.
         learning: first sample, and the tokens to which its own is to be added once it is known.
     """
@@ -119,6 +139,7 @@ class Step:
     extra_ids: Int32 | None = None
     prompt: Span | None = None
     prompt_tokens: tuple[Int32, Int32] | None = None
+    grammars: list[GrammarSample] = field(default_factory=list)
     processed: list[int] = field(default_factory=list)
     learning: list[tuple[int, list[int]]] = field(default_factory=list)
 
@@ -127,11 +148,13 @@ class Batch:
     """The rows of an executor, on the host.
 
     Args:
+        max_tokens: that the history of a row holds.
         tile: the most query tokens of an attention tile.
     """
 
-    def __init__(self, *, max_num_seqs: int, vocab_size: int, tile: int) -> None:
+    def __init__(self, *, max_num_seqs: int, vocab_size: int, max_tokens: int, tile: int) -> None:
         self._max_num_seqs = max_num_seqs
+        self._max_tokens = max_tokens
         self._vocab_size = vocab_size
         self.tile = tile
         self.rules = RuleTable(vocab_size)
@@ -155,6 +178,7 @@ class Batch:
         """Tokens of the rows about which the host must know them."""
         self._num_choices: dict[int, int] = {}
         """Of rows that bring several tokens at their first output position."""
+        self._grammars: dict[int, GrammarRow] = {}
         self._logprob_token_ids: dict[int, Int64] = {}
         self._free_masks: list[int] = []
         self.num_masks = 0
@@ -172,7 +196,7 @@ class Batch:
         fixed.grown[:, 0] = -1
         if len(plan.copied_from):
             deltas.copies = extra.add(np.concatenate((plan.copied_from, plan.copied_to)))
-        if plan.added or len(plan.grown_rows) > self._max_num_seqs:
+        if plan.added or self._grammars or len(plan.grown_rows) > self._max_num_seqs:
             blocks = TableSpans(extra)
             self._add_all(plan.added, blocks, deltas, extra)
             if len(plan.grown_rows) > self._max_num_seqs:
@@ -189,6 +213,7 @@ class Batch:
             self._num_blocks[row] = 0
             self.rules.remove(row)
             self._processed.pop(row, None)
+            self._grammars.pop(row, None)
             self._known.pop(row, None)
             self._num_choices.pop(row, None)
             self._logprob_token_ids.pop(row, None)
@@ -203,6 +228,10 @@ class Batch:
             blocks.add(row.row, 0, row.block_ids)
             tokens.add(row.row, 0, row.token_ids)
             self._describe(row, masks)
+        for number, grammar_row in self._grammars.items():
+            while grammar_row.unsent:
+                position, token_ids = grammar_row.unsent.popleft()
+                tokens.add(number, position, np.array(token_ids[: self._max_tokens - position], np.int32))
         deltas.tokens, deltas.masks = tokens.end(), masks.end()
 
     def _describe(self, added: RowAdded, masks: TableSpans) -> None:
@@ -228,10 +257,15 @@ class Batch:
         # With processors the allowed ids are kept before these, which may say otherwise.
         has_mask = len(allowed) > 0 and not sampling.logits_processors
         has_rules = has_edits or is_penalised or len(allowed) > 0 or bool(sampling.logits_processors)
+        if sampling.grammar is not None:
+            allowed_bits = pack_bits(allowed, self._vocab_size) if has_mask else None
+            self._grammars[row] = added.make_grammar_row(allowed_bits)
+            has_mask = has_rules = True
         self._flags[row] = (
             is_random * IS_RANDOM
             | (is_random and is_any_on(sampling, FILTERS)) * HAS_FILTERS
             | has_mask * HAS_MASK
+            | (sampling.grammar is not None) * HAS_GRAMMAR
             | is_penalised * IS_PENALISED
             | has_edits * HAS_EDITS
             | has_rules * HAS_RULES
@@ -312,6 +346,8 @@ class Batch:
             is_plain=num_tokens == num_rows and num_choices is None and features.num_top in (-1, *NUM_TOP_SIZES),
             extra=extra,
         )
+        if any_flags & HAS_GRAMMAR:
+            step.grammars = self._grammar_samples(step, (rows, end), logits_row_of_sample)
         self._ask_for_more(step, rows, logits_row_of_sample)
         size = size_for.get(num_rows) if step.is_plain and len(sampled) else None
         self._write_rows(step, ends, fixed, size)
@@ -330,6 +366,17 @@ class Batch:
             if most >= 0
             else -1,
         )
+
+    def _grammar_samples(
+        self, step: Step, of_logits_rows: tuple[Int32, Int32], logits_row_of_sample: Int64
+    ) -> list[GrammarSample]:
+        found = []
+        for logits_row, (row, end) in enumerate(zip(*(column.tolist() for column in of_logits_rows), strict=True)):
+            if row in self._grammars:
+                sample = int(np.searchsorted(logits_row_of_sample, logits_row))
+                mask = int(self._words[row, SampleRow.MASK])
+                found.append(GrammarSample(sample, int(step.sampled[logits_row]), end, self._grammars[row], mask))
+        return found
 
     def _ask_for_more(self, step: Step, rows: Int32, logits_row_of_sample: Int64) -> None:
         """What few steps bring: prompt tokens to be scored, tokens that are reported always, logits processors."""

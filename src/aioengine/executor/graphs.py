@@ -31,10 +31,12 @@ class GraphKey(NamedTuple):
     """Attributes:
     size: rows, padding included.
     features: of the sampling.
+    is_late: without the sampling, which is not in the graph.
     """
 
     size: int
     features: Features
+    is_late: bool = False
 
 
 def default_sizes(max_num_seqs: int) -> tuple[int, ...]:
@@ -92,7 +94,7 @@ class DecodeGraphs:
             self._graphs[key] = self._accelerator.capture(work)
         except InternalError as error:
             self._refused.add(key)
-            logger.debug("steps of %d rows with %s are no graph: %s", *key, error)
+            logger.debug("steps like %s are no graph: %s", key, error)
         except Exception:  # the step itself has run; without graphs steps are slower, and right
             self._is_broken = True
             logger.exception("a step of %d rows could not be captured as a graph; no more will be", key.size)
@@ -101,6 +103,10 @@ class DecodeGraphs:
         """Forget all: what they were captured over is not there any more."""
         self._graphs.clear()
         self._refused.clear()
+
+    def clear_late(self) -> None:
+        """Forget the forward passes, which leave their logits elsewhere from now on."""
+        self._graphs = {key: graph for key, graph in self._graphs.items() if not key.is_late}
 
     def clear_ruled(self) -> None:
         """Forget those with rules or bitmasks, whose memory has moved."""

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from aioengine.config import EngineConfig
 from aioengine.core.engine_core import EngineCore
 from aioengine.core.executor_protocol import Executor, ExecutorInfo
+from aioengine.core.grammars import Grammars
 from aioengine.core.protocol import CoreHooks
 from aioengine.errors import ConfigError
 from aioengine.models.folder import ModelFolder
@@ -40,6 +41,7 @@ class InProcess:
         self._config = config
         self._executor = executor
         self._hooks = hooks
+        self._grammars: Grammars | None = None
 
     async def find_model(self) -> ModelFolder:
         has_weights = self._config.load_format != "dummy"
@@ -53,10 +55,13 @@ class InProcess:
             self._executor = await module.TorchExecutor.start(self._files, self._config, on_progress=on_progress)
             assert self._executor is not None
         _check_room(self._executor.info)
+        info, eos_token_ids = self._executor.info, self._files.eos_token_ids
+        self._grammars = Grammars(self._files, info.vocab_size, eos_token_ids)
         self.core = EngineCore(
             self._executor,
             self._config,
-            eos_token_ids=self._files.eos_token_ids,
+            grammars=self._grammars,
+            eos_token_ids=eos_token_ids,
             on_capacity=self._hooks.on_capacity,
             write_dump=self._write_dump,
             clock=clock_of(get_running_loop()),
@@ -67,8 +72,12 @@ class InProcess:
         return await self.core.at_device("apply_model", self._executor.apply_model(function))
 
     async def aclose(self) -> None:
-        if self._executor is not None:
-            await self._executor.aclose()
+        try:
+            if self._grammars is not None:
+                await self._grammars.aclose()
+        finally:
+            if self._executor is not None:
+                await self._executor.aclose()
 
     def abandon(self) -> None:
         """The device thread sees for itself that its loop is gone."""

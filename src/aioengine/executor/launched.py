@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -31,6 +32,8 @@ class PinnedBuffers:
         self._sections = FixedWords.of(self.fixed.array, max_num_seqs)
         self.extra = accelerator.host_words(1)
         self.out = accelerator.host_words(1)
+        self.late = accelerator.host_words(1)
+        """What comes to a step's sampling when its forward pass has been launched."""
 
     @property
     def sections(self) -> FixedWords[NDArray[Any]]:
@@ -46,6 +49,11 @@ class PinnedBuffers:
         self.extra = self._grown(self.extra, extra.num_words)
         extra.write(self.extra.array)
 
+    def late_words(self, num_words: int) -> NDArray[np.int32]:
+        """So many of ``late``, to be written."""
+        self.late = self._grown(self.late, num_words)
+        return self.late.array[:num_words]
+
     def make_room(self, num_words: int) -> None:
         """For what comes back."""
         self.out = self._grown(self.out, num_words)
@@ -56,6 +64,7 @@ class PinnedBuffers:
     def lend(self, until: DeviceEvent) -> None:
         self.fixed.lend(until)
         self.extra.lend(until)
+        self.late.lend(until)
 
 
 class LaunchedStep(DeferredResult[StepResult]):
@@ -79,15 +88,29 @@ class LaunchedStep(DeferredResult[StepResult]):
         self._failures = failures
         self._keep = keep
         self._num_words = step.sizes.num_words
+        self._learning = threading.Lock()
+        self._is_learned = not (step.learning or step.grammars)
+        self._forced: dict[int, list[int]] = {}
 
     @property
     def is_done(self) -> bool:
         return self._done.is_done()
 
-    def token_ids(self) -> list[int]:
-        """The samples' tokens; waits for them."""
-        self._done.wait()
-        return list(self._words.array[: self.step.sizes.num_samples].tolist())
+    def learn(self) -> None:
+        """Take in the tokens that the host must know, in the order of launches: the first of its threads that asks
+        waits for them and does it."""
+        with self._learning:
+            if self._is_learned:
+                return
+            self._done.wait()
+            out = DeviceOutputs(self._words.array[: self._num_words], self.step.sizes)
+            token_ids = out.token_ids.tolist()
+            for sample, known in self.step.learning:
+                known.append(token_ids[sample])
+            for sample, _, position, row, _ in self.step.grammars:
+                if out.status[sample] == SAMPLED and (forced := row.learn(position, token_ids[sample])):
+                    self._forced[sample] = forced
+            self._is_learned = True
 
     def wait(self) -> StepResult:
         """Block until the device is done, without the GIL.
@@ -97,13 +120,16 @@ class LaunchedStep(DeferredResult[StepResult]):
         """
         try:
             self._done.wait()
+            self.learn()
             seconds = self._done.seconds_since(self._started)
         except Exception as error:
             raise DeviceLost(f"the device failed: {error}") from error
         ended_at_s = time.monotonic()
         words = self._words.array[: self._num_words].copy()
         self._keep = None
-        return make_result(self.step, words, self._failures, seconds=seconds, ended_at_s=ended_at_s)
+        return make_result(
+            self.step, words, self._failures, forced=self._forced, seconds=seconds, ended_at_s=ended_at_s
+        )
 
 
 def make_result(
@@ -111,6 +137,7 @@ def make_result(
     words: NDArray[np.int32],
     failed_logits_rows: Mapping[int, Exception],
     *,
+    forced: Mapping[int, list[int]] = {},
     seconds: float,
     ended_at_s: float,
 ) -> StepResult:
@@ -119,6 +146,7 @@ def make_result(
     Args:
         words: int32, of ``step.sizes``; the result keeps views of it.
         failed_logits_rows: what the logits processors of a row of logits raised.
+        forced: by sample, the tokens that follow its own by a grammar.
         seconds: how long the step held the device. ended_at_s: as in `StepResult`.
     """
     out = DeviceOutputs(words, step.sizes)
@@ -130,6 +158,9 @@ def make_result(
         failures = _failures(step, status, failed_logits_rows)
         is_good &= ~np.isin(step.row_of_sample, [failure.index for failure in failures])
         token_ids = token_ids[is_good]
+    if forced:
+        nth = np.cumsum(is_good) - 1
+        forced = {int(nth[sample]): token_ids for sample, token_ids in forced.items() if is_good[sample]}
     counts = np.bincount(step.row_of_sample[is_good], minlength=num_rows)
     return StepResult(
         step=step.plan.step,
@@ -138,6 +169,7 @@ def make_result(
         logprobs=_step_logprobs(step, out, is_good) if step.features.num_top >= 0 else None,
         prompt_logprobs=_prompt_logprobs(step, out),
         failures=failures,
+        forced=forced,
         device_time_s=seconds,
         ended_at_s=ended_at_s,
     )
@@ -147,6 +179,9 @@ def _failures(
     step: Step, status: NDArray[np.int32], failed_logits_rows: Mapping[int, Exception]
 ) -> tuple[RowFailure, ...]:
     errors = {int(step.sampled[logits_row]): error for logits_row, error in failed_logits_rows.items()}
+    for _, index, _, row, _ in step.grammars:
+        if row.problem and index not in errors:
+            errors[index] = ValueError(f"structured: {row.problem}")
     for sample in np.flatnonzero(status != SAMPLED).tolist():
         index = int(step.row_of_sample[sample])
         if index not in errors:
@@ -165,7 +200,8 @@ def _why_hopeless(*, is_nan: bool, is_ruled: bool, has_processors: bool) -> Exce
         return ArithmeticError(after if has_processors else "the model's logits are not numbers")
     if is_ruled:
         return ValueError(
-            "no token is left to sample: allowed_token_ids, bad_words, min_tokens or a logits processor mask all"
+            "no token is left to sample: structured, allowed_token_ids, bad_words, min_tokens or a logits processor "
+            "mask all, or do so together"
         )
     return ArithmeticError("the model's logits are all -inf")
 

@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +31,7 @@ from aioengine.sampler.processors import ProcessedRow, run_processors
 from aioengine.sampler.rules import RuleSizes
 from aioengine.sampler.sampler import Features, Sampler, SampleTensors
 from aioengine.scheduler.plan import StepPlan, StepResult
+from aioengine.structured.rows import fill_masks
 
 logger = logging.getLogger("aioengine")
 
@@ -83,7 +85,9 @@ class Runner:
         self._block_size = block_size
         self._max_model_len = c.max_model_len
         self._decoder: Decoder | None = decoder
-        self._batch = Batch(max_num_seqs=max_num_seqs, vocab_size=c.vocab_size, tile=self._tile())
+        self._batch = Batch(
+            max_num_seqs=max_num_seqs, vocab_size=c.vocab_size, max_tokens=c.max_model_len + 1, tile=self._tile()
+        )
         self._vocab_size = c.vocab_size
         self._history = lazy_zeros(max_num_seqs, c.max_model_len + 1, dtype=torch.int32, device=device)
         self._block_tables = lazy_zeros(
@@ -96,6 +100,10 @@ class Runner:
         self._hidden: Tensor | None = None
         self._logits: Tensor | None = None
         """Of the step between its forward pass and its sampling, [T, hidden_size] and float32 [n, vocab]."""
+        self._late_logits = torch.zeros(0, c.vocab_size, device=device)
+        """Where the graphs of forward passes leave theirs, which are sampled when the host has made masks."""
+        self._late = torch.zeros(0, dtype=torch.int32, device=device)
+        """On the device: spans, and the bitmasks of the rows that have grammars."""
         self._out = torch.zeros(
             OutputSizes(max_num_seqs, NUM_TOP_SIZES[-1]).num_words, dtype=torch.int32, device=device
         )
@@ -285,7 +293,7 @@ class Runner:
             raise DeviceLost(f"a plan could not be applied: {error}") from error
         failures: dict[int, Exception] = {}
         try:
-            out = self._compute(step, size, failures)
+            out = self._compute(step, size, failures, staging)
             staging.make_room(step.sizes.num_words)
             done = self._accelerator.copy_out(out, staging.out, step.sizes.num_words)
         except Exception:
@@ -294,7 +302,7 @@ class Runner:
         staging.lend(done)
         self._last_copy = done
         launched = LaunchedStep(step, staging.out, (started, done), failures, keep=out)
-        if step.learning:
+        if step.learning or step.grammars:
             self._learning.append(launched)
         return launched.wait() if self._accelerator.is_host else launched
 
@@ -358,7 +366,7 @@ class Runner:
         if deltas.rules is not None:
             self._sampler.put_tables(deltas.rules.of(extra))
 
-    def _compute(self, step: Step, size: int | None, failures: dict[int, Exception]) -> Tensor:
+    def _compute(self, step: Step, size: int | None, failures: dict[int, Exception], staging: PinnedBuffers) -> Tensor:
         """Enqueue the step; returns where its words will be.
 
         Args:
@@ -369,12 +377,23 @@ class Runner:
         if size is not None:
             if self._last_copy is not None:
                 self._accelerator.enqueue_after(self._last_copy)  # it reads where this step is going to write
-            self.graphs.run(GraphKey(size, step.features), self._decode_work)
+            key = GraphKey(size, step.features)
+            if not step.grammars:
+                self.graphs.run(key, self._decode_work)
+            elif self._accelerator.is_host:  # all before it has run, so that its masks need not come late
+                self._mask(step, staging)
+                self.graphs.run(key, self._decode_work)
+            else:
+                self._make_late_room(size)
+                self.graphs.run(GraphKey(size, Features(), is_late=True), self._forward_work)
+                self._mask(step, staging)
+                self._accelerator.enqueue(self._sample_work(key))
             return self._out
         # Memory of its own: the last graph's words may be on their way to the host still.
         out = torch.empty(max(step.sizes.num_words, 1), dtype=torch.int32, device=self._accelerator.device)
         self._accelerator.enqueue(self._compute_logits, step)
         rows: list[ProcessedRow] = []
+        self._mask(step, staging)
         if step.processed:  # functions of the host's, which must see the tokens so far
             self._learn(len(self._learning))
             rows = self._batch.processed_rows(step)
@@ -383,16 +402,63 @@ class Runner:
 
     def _decode_work(self, key: GraphKey) -> Work:
         """A step of single tokens as work of sizes alone, over the fixed words, that can be captured."""
-        size, features = key
-        fixed, out = self._fixed, DeviceOutputs(self._out, OutputSizes(size, features.num_top))
-        at = SampleTensors(fixed.samples[:size], fixed.sample_of_row, fixed.scored_rows[:size], fixed.kept[:size])
+        size = key.size
 
         def work() -> None:
             assert self._decoder is not None
             hidden = self._forward(size, size, size, None, self._max_model_len)
-            self._sampler.sample(self._decoder.logits(hidden), at, features, out)
+            self._sample_decodes(key, self._decoder.logits(hidden))
 
         return work
+
+    def _forward_work(self, key: GraphKey) -> Work:
+        """The first part of a step whose tokens are sampled late; it leaves its logits for the second."""
+        size, late_logits = key.size, self._late_logits
+
+        def work() -> None:
+            assert self._decoder is not None
+            hidden = self._forward(size, size, size, None, self._max_model_len)
+            late_logits[:size] = self._decoder.logits(hidden)
+
+        return work
+
+    def _sample_work(self, key: GraphKey) -> Work:
+        """The second part."""
+        return lambda: self._sample_decodes(key, self._late_logits[: key.size])
+
+    def _sample_decodes(self, key: GraphKey, logits: Tensor) -> None:
+        size, features = key.size, key.features
+        fixed, out = self._fixed, DeviceOutputs(self._out, OutputSizes(size, features.num_top))
+        at = SampleTensors(fixed.samples[:size], fixed.sample_of_row, fixed.scored_rows[:size], fixed.kept[:size])
+        self._sampler.sample(logits, at, features, out)
+
+    def _make_late_room(self, size: int) -> None:
+        if size > len(self._late_logits):
+            self.graphs.clear_late()
+            self._late_logits = self._late_logits.new_zeros(1 << (size - 1).bit_length(), self._vocab_size)
+
+    def _mask(self, step: Step, staging: PinnedBuffers) -> None:
+        """Bring the masks of the rows that have grammars, which wait for the tokens before: not on the device, which
+        is busy with the step's forward pass meanwhile."""
+        if not step.grammars:
+            return
+        self._learn(len(self._learning))
+        count, width = len(step.grammars), self._sampler.masks.shape[1]
+        words = staging.late_words(count * (4 + width))
+        masks = words[4 * count :].reshape(count, width)
+        fill_masks([(sample.row, sample.position) for sample in step.grammars], masks)
+        spans = words[: 4 * count].reshape(count, 4)
+        spans[:, 0] = [sample.mask for sample in step.grammars]
+        spans[:, 1], spans[:, 3] = 0, width
+        spans[:, 2] = 4 * count + np.arange(count) * width
+        self._accelerator.enqueue(self._put_masks, staging.late.tensor, count, len(words))
+
+    def _put_masks(self, late: Tensor, count: int, num_words: int) -> None:
+        if num_words > len(self._late):
+            self._late = self._late.new_empty(1 << (num_words - 1).bit_length())
+        words = self._late[:num_words]
+        words.copy_(late[:num_words], non_blocking=True)
+        self._operations.put_spans(self._sampler.masks, words[: 4 * count].view(-1, 4), words)
 
     def _forward(
         self, num_rows: int, num_tokens: int, num_decodes: int, tiles: Tensor | None, max_context: int
@@ -453,7 +519,4 @@ class Runner:
     def _learn(self, count: int) -> None:
         """Take in the tokens of the oldest of the steps whose tokens the host must know; waits for them."""
         for _ in range(count):
-            launched = self._learning.popleft()
-            token_ids = launched.token_ids()
-            for sample, known in launched.step.learning:
-                known.append(token_ids[sample])
+            self._learning.popleft().learn()

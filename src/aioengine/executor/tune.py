@@ -23,7 +23,7 @@ from aioengine.kernels.attention.choices import (
     PREFILL,
     TUNED,
     AttentionShape,
-    Choice,
+    LaunchChoice,
     candidates,
     trying,
 )
@@ -87,8 +87,8 @@ def tune_attention(
 
 
 def _fastest(
-    rehearsal: Rehearsal, kernel: str, found: tuple[Choice, ...], ends_at_s: float, clock: Callable[[], float]
-) -> Choice:
+    rehearsal: Rehearsal, kernel: str, found: tuple[LaunchChoice, ...], ends_at_s: float, clock: Callable[[], float]
+) -> LaunchChoice:
     """The fastest of the candidates that could be measured in time, else the first."""
     seconds = dict.fromkeys(found, math.inf)
     for choice in found:
@@ -126,7 +126,7 @@ class Rehearsal:
         # Bytes below 0x3C make small numbers in each of the dtypes, none of them infinite or NaN.
         self._caches.view(torch.uint8).random_(0x3C)
 
-    def seconds_of(self, kernel: str, choice: Choice) -> float:
+    def seconds_of(self, kernel: str, choice: LaunchChoice) -> float:
         """Of one launch of a kernel of `aioengine.kernels.attention.choices`, in one layer.
 
         Raises:

@@ -79,7 +79,7 @@ class Completion:
             self.logprobs.append(self._request.with_texts(token_id, logprobs))
             self._cumulative_logprob += logprobs.logprob
         detokenizer = self._detokenizer
-        if detokenizer is not None and (self.sequence.finish_reason != "stop" or self._has_stop_text):
+        if detokenizer is not None and (not self._is_stop_token() or self._has_stop_text):
             text = detokenizer.feed_one(token_id)
             if text:
                 self._texts.append(text)
@@ -89,6 +89,11 @@ class Completion:
                 return
         if len(token_ids) >= self._tell_at:
             self._tell()
+
+    def _is_stop_token(self) -> bool:
+        """Whether the newest token is the one that has ended the sequence; others may have come with it."""
+        sequence = self.sequence
+        return sequence.finish_reason == "stop" and len(self.token_ids) == len(sequence.output_ids)
 
     def on_prompt_logprobs(self, position: int, logprobs: list[SampledLogprobs]) -> None:
         ids = self.sequence.slice_ids(position, position + len(logprobs))

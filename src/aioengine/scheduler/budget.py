@@ -75,8 +75,13 @@ def join(table: RowTable, work: Work, new_rows: Rows) -> Work:
 
 
 def out_of_blocks(table: RowTable, work: Work) -> Rows:
-    """The rows that need a block: one each, since a prompt has all of its own and a decode is one token."""
-    return work.rows[work.ends > table.capacity[work.rows]]
+    """The rows that need a block, each as often as it needs one: once where it decodes; a prompt has all of its own."""
+    num_lacking = work.ends - table.capacity[work.rows]
+    lacking = num_lacking > 0
+    rows = work.rows[lacking]
+    if len(rows) and int(num_lacking.max()) > table.block_size:  # tokens that a grammar forced
+        rows = np.repeat(rows, -(-num_lacking[lacking] // table.block_size))
+    return rows
 
 
 def _ration(num_tokens: Int32, max_tokens: int, claim: Claim | None) -> Int32:

@@ -8,7 +8,7 @@ carries a few small arrays and no token ids: sampled tokens are already on the d
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -16,6 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aioengine.sampling_params import RowParams
+from aioengine.structured.grammar import CompiledGrammar, Mask
+from aioengine.structured.rows import GrammarRow
 
 Int32 = NDArray[np.int32]
 Int8 = NDArray[np.int8]
@@ -71,8 +73,8 @@ class RowSampling(RowParams, frozen=True, kw_only=True, gc=False):
 
     A draw depends on (``seed``, ``choice``, output position) only, where the first output token has position 0.
     The logits are changed in this order, after log-probabilities were taken: ``allowed_token_ids``, ``bad_words``,
-    ``stop_ids``, ``logit_bias``, ``logits_processors``, penalties (repetition, frequency, presence), temperature, then
-    the filters.
+    ``stop_ids``, ``logit_bias``, ``logits_processors``, penalties (repetition, frequency, presence), the grammar's
+    mask, temperature, then the filters.
     """
 
     seed: int = 0
@@ -91,6 +93,10 @@ class RowSampling(RowParams, frozen=True, kw_only=True, gc=False):
     """Token sequences that must not come up in the output: the last token of one is masked behind the others."""
     logits_processors: tuple[LogitsProcessor, ...] = ()
     """In this order. A plan that has some stays in this process."""
+    grammar: CompiledGrammar | None = None
+    """What the output's text must be. A plan that has one stays in this process, too."""
+    ignores_end: bool = False
+    """Tokens that end the output come only where the grammar leaves no other."""
     logprobs: int = -1
     """Likeliest tokens to report beside the sampled one; -1: no log-probabilities at all."""
     logprob_token_ids: tuple[int, ...] = ()
@@ -114,6 +120,25 @@ class RowAdded(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     num_prompt_tokens: int
     block_ids: Int32
     sampling: RowSampling
+
+    def make_grammar_row(self, allowed: Mask | None = None) -> GrammarRow:
+        """The grammar of a row that has one, behind the tokens of its output that are known.
+
+        Args:
+            allowed: of the only tokens that its other rules admit; None: all.
+        """
+        sampling = self.sampling
+        assert sampling.grammar is not None
+        has_rules = sampling.allowed_token_ids or sampling.bad_words or sampling.logits_processors or sampling.stop_ids
+        return GrammarRow(
+            sampling.grammar,
+            self.num_prompt_tokens,
+            self.token_ids[self.num_prompt_tokens :].tolist(),
+            jumps=sampling.logprobs < 0,
+            is_forcing=not (has_rules or sampling.ignores_end),
+            ignores_end=sampling.ignores_end,
+            allowed=allowed,
+        )
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -173,6 +198,7 @@ def _describe_sampling(sampling: RowSampling) -> dict[str, Any]:
     fields = msgspec.structs.asdict(sampling)
     fields["logits_processors"] = [repr(processor) for processor in sampling.logits_processors]
     fields["bad_words"] = f"<{len(sampling.bad_words)} sequences>"
+    fields["grammar"] = None if sampling.grammar is None else type(sampling.grammar).__name__
     return {
         name: f"<{len(value)} items>" if isinstance(value, tuple) and len(value) > MAX_DESCRIBED_ITEMS else value
         for name, value in fields.items()
@@ -245,6 +271,9 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         token_ids: int32 [tokens sampled].
         logprobs, prompt_logprobs: None where no row asked.
         failures: of single rows, ascending.
+        forced: by the index of a token in ``token_ids``, those that follow it without a choice, by its row's grammar.
+            They are in the row's history from the next plan on, with no KV; a row has the first of those that steps
+            in flight sample among them.
         device_time_s: how long the step held the device.
         ended_at_s: when it ended, by ``time.monotonic`` or the clock of a virtual loop; 0.0 if unknown.
     """
@@ -255,5 +284,6 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     logprobs: StepLogprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None
     failures: tuple[RowFailure, ...] = ()
+    forced: Mapping[int, Sequence[int]] = {}
     device_time_s: float = 0.0
     ended_at_s: float = 0.0

@@ -35,7 +35,7 @@ class RowTable:
     def __init__(self, max_num_seqs: int, block_size: int) -> None:
         self.occupants: list[Sequence | None] = [None] * max_num_seqs
         self.free_rows = list(range(max_num_seqs - 1, -1, -1))
-        self._block_size = block_size
+        self.block_size = block_size
         self._removed: list[int] = []
         self._running: list[Sequence] = []
         """Launched steps hold the list, and that of the rows: neither is changed in place."""
@@ -61,7 +61,7 @@ class RowTable:
         """Give a sequence a free row; it has its blocks."""
         row = sequence.row = self.free_rows.pop()
         self.occupants[row] = sequence
-        size = self._block_size
+        size = self.block_size
         self.computed[row] = self.scheduled[row] = sequence.num_computed_tokens
         self.expected[row] = sequence.num_tokens
         self.last[row] = sequence.limit - 1

@@ -67,6 +67,8 @@ class Scheduler:
         self._next_order = 0
         self._num_forks = 0
         """Sequences with children."""
+        self._known_until = 0
+        """Steps before this one may bring tokens that a grammar has forced meanwhile."""
         self._steps = StepsInFlight(self.table)
         kv.cache.on_wake = lambda sequence: self.unblock(sequence, Reason.PENDING_PREFIX)
         self.preemption = Preemption(kv, self.table, self.waiting, self.blocked)
@@ -161,7 +163,7 @@ class Scheduler:
             growing = out_of_blocks(self.table, work)
         grown_blocks = EMPTY
         if len(growing):
-            self.table.capacity[growing] += self.kv.block_size
+            np.add.at(self.table.capacity, growing, self.kv.block_size)
             grown_blocks = int32(self.kv.grow(self.table.occupants_of(growing)))
         admitted: list[Sequence] = []
         if self.waiting and not (is_tight and len(work.rows)):
@@ -189,6 +191,9 @@ class Scheduler:
         self.table.computed[rows] = ends
         self._mark_ready(rows, ends, sequences)
         has_token = counts > 0
+        if plan.step < self._known_until:
+            num_known = np.fromiter((sequence.num_tokens for sequence in sequences), np.int32, len(sequences))
+            has_token &= num_known <= ends
         if np.count_nonzero(has_token) < len(rows):
             rows, ends, indices, counts = rows[has_token], ends[has_token], indices[has_token], counts[has_token]
             sequences = list(compress(sequences, has_token.tolist()))
@@ -201,7 +206,8 @@ class Scheduler:
         for sequence, token_id in zip(sequences, ids, strict=True):
             sequence.output_ids.append(token_id)
         born, born_indices = self._fork(sequences, result, indices, counts, now) if self._num_forks else ([], [])
-        self._stop(rows, ends, sequences, token_ids)
+        forced = self._force(sequences, result, indices) if result.forced else {}
+        self._stop(rows, ends, sequences, token_ids, forced)
         if born:
             ids += result.token_ids[born_indices].tolist()
             sequences = sequences + born  # not in place: launched steps hold the list
@@ -215,6 +221,7 @@ class Scheduler:
             first=first,
             prompt_logprobs=prompt_logprobs,
             failed=failed,
+            forced=forced,
         )
 
     def fail(self, plan: StepPlan) -> list[Sequence]:
@@ -348,11 +355,38 @@ class Scheduler:
             parent.children = ()
         return born, born_indices
 
-    def _stop(self, rows: Rows, ends: Int32, sequences: list[Sequence], token_ids: Int32) -> None:
+    def _force(self, sequences: list[Sequence], result: StepResult, indices: Int32) -> dict[int, list[int]]:
+        """Append the tokens that grammars force behind the new ones, each up to the one that ends its sequence.
+
+        Returns:
+            them, by the index of the token before them.
+        """
+        forced: dict[int, list[int]] = {}
+        for index, result_index in enumerate(indices.tolist()):
+            sequence, token_ids = sequences[index], list(result.forced.get(result_index, ()))
+            taken = 0
+            while taken < len(token_ids) and not self._is_over(sequence):
+                sequence.output_ids.append(token_ids[taken])
+                taken += 1
+            if taken:
+                forced[index] = token_ids[:taken]
+                row = sequence.row
+                self.table.expected[row] = max(int(self.table.expected[row]), sequence.num_tokens)
+        if forced:
+            self._known_until = self._steps.num_planned
+        return forced
+
+    def _is_over(self, sequence: Sequence) -> bool:
+        return sequence.check_stop(sequence.output_ids[-1], self.eos_token_ids)[0] is not None
+
+    def _stop(
+        self, rows: Rows, ends: Int32, sequences: list[Sequence], token_ids: Int32, forced: dict[int, list[int]]
+    ) -> None:
         """End the sequences whose newest token ends them: a few candidates by columns, then each by the rules."""
         is_candidate = ends >= self.table.stop_search_start[rows]
         for eos in self.eos_token_ids:
             is_candidate |= token_ids == eos
+        is_candidate[list(forced)] = True
         for index in is_candidate.nonzero()[0].tolist():
             sequence = sequences[index]
             reason, stop_reason = sequence.check_stop(sequence.output_ids[-1], self.eos_token_ids)

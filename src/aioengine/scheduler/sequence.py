@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from aioengine.outputs import FinishReason
 from aioengine.sampling_params import ROW_PARAMS, SamplingParams
 from aioengine.scheduler.plan import Int32, RowAdded, RowSampling, int32
+from aioengine.structured.grammar import CompiledGrammar, Thinking
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -33,6 +34,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         bad_words: ``params.bad_words`` as token ids.
         priority: smaller goes first, whenever it came.
         cache_salt: requests share cached prefixes only with those of the same salt.
+        thinking: the reasoning that comes before what ``params.structured`` asks for; None: there is none.
     """
 
     request_id: str
@@ -43,6 +45,12 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     bad_words: tuple[tuple[int, ...], ...] = ()
     priority: int = 0
     cache_salt: str = ""
+    thinking: Thinking | None = None
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether a grammar is to be compiled before it can run."""
+        return self.params.structured is not None or (self.thinking is not None and self.thinking.max_tokens >= 0)
 
 
 class Reason(enum.IntFlag):
@@ -57,6 +65,8 @@ class Reason(enum.IntFlag):
     """It was added while the engine is paused or asleep."""
     FORK = 8
     """The prompt that it shares with the request's other choices is not computed yet."""
+    GRAMMAR = 16
+    """Its grammar is not compiled yet."""
 
 
 @dataclass(slots=True, eq=False)
@@ -156,6 +166,11 @@ class Sequence:
         ids: list[int] = self.prompt[start:stop].tolist()
         return ids + self.output_ids[: max(stop - n, 0)]
 
+    def take_grammar(self, grammar: CompiledGrammar) -> None:
+        """Its grammar is compiled, and that of its children."""
+        for member in (self, *self.children):
+            member.sampling = msgspec.structs.replace(member.sampling, grammar=grammar)
+
     def introduce(self) -> RowAdded:
         """What a device has to know of it when it takes its row."""
         sampling = self.sampling
@@ -177,7 +192,7 @@ class Sequence:
         """
         params = self.request.params
         if len(self.output_ids) >= params.min_tokens:
-            if token_id in eos_token_ids and not params.ignore_eos:
+            if token_id in eos_token_ids and (not params.ignore_eos or self.sampling.grammar is not None):
                 return "stop", None
             if token_id in self.stop_token_ids:
                 return "stop", token_id
@@ -213,6 +228,7 @@ def _row_sampling(request: Request, eos_token_ids: tuple[int, ...]) -> RowSampli
         seed=request.seed,
         num_choices=params.num_sequences,
         min_tokens=params.min_tokens,
+        ignores_end=params.ignore_eos,
         stop_ids=stop_ids if params.min_tokens else (),
         logit_bias=tuple(params.logit_bias.items()) if params.logit_bias else (),
         allowed_token_ids=params.allowed_token_ids or (),

@@ -95,6 +95,7 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
         first: the sequences whose first token it brought, but for children.
         prompt_logprobs: about the prompts of these sequences, which have not ended.
         failed: sequences that ended because their own row failed, and why.
+        forced: by index, the tokens that follow ``token_ids[index]`` by a grammar, applied as well.
     """
 
     sequences: list[Sequence]
@@ -105,6 +106,7 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
     first: list[Sequence]
     prompt_logprobs: list[tuple[Sequence, PromptLogprobs]]
     failed: list[tuple[Sequence, Exception]]
+    forced: dict[int, list[int]] = {}
 
 
 def split_prompt_logprobs(

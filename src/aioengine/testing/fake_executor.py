@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,6 +29,7 @@ from aioengine.scheduler.plan import (
     Want,
     int32,
 )
+from aioengine.structured.rows import GrammarRow, fill_masks
 from aioengine.turns import running_loop
 
 T = TypeVar("T")
@@ -56,6 +57,7 @@ NUM_PROMPT_RANKS = 4
 class Row(NamedTuple):
     added: RowAdded
     tokens: list[int]
+    grammar: GrammarRow | None
 
 
 class RowWork(NamedTuple):
@@ -110,7 +112,7 @@ class FakeStep:
 class FakeExecutor:
     """An `Executor` for tests of your own apps.
 
-    Of a row's `RowSampling` it heeds what chooses tokens outright (``seed``, ``choice``, ``num_choices``,
+    Of a row's `RowSampling` it heeds what chooses tokens outright (``seed``, ``choice``, ``num_choices``, ``grammar``,
     ``allowed_token_ids``, ``bad_words``, ``min_tokens`` with ``stop_ids``) and what is to be reported. It has no logits
     that temperature, filters, penalties, ``logit_bias`` or ``logits_processors`` could change. Its log-probabilities
     are made up: the likeliest token has -0.5, and each next id 1 less.
@@ -244,12 +246,16 @@ class FakeExecutor:
         for row in plan.removed.tolist():
             self._rows.pop(row)
         for added in plan.added:
-            self._rows[added.row] = Row(added, added.token_ids.tolist())
+            grammar = added.make_grammar_row() if added.sampling.grammar is not None else None
+            self._rows[added.row] = Row(added, added.token_ids.tolist(), grammar)
 
     def _compute(self, plan: StepPlan) -> StepResult:
         works = self._works(plan)
         results = [self._sample(work) for work in works]
         sampled = [tokens for tokens, _ in results]
+        firsts = itertools.accumulate(map(len, sampled), initial=0)
+        of_works = zip(firsts, works, sampled, strict=False)
+        forced = {first: self._forced(work, tokens) for first, work, tokens in of_works}
         self.stats.num_computed_tokens += int(plan.num_tokens.sum())
         self.stats.num_sampled_tokens += sum(map(len, sampled))
         lines = [(work.row.added.sampling, token) for work, of in zip(works, sampled, strict=True) for token in of]
@@ -260,8 +266,19 @@ class FakeExecutor:
             logprobs=_made_logprobs(lines, self.info.vocab_size),
             prompt_logprobs=self._prompt_logprobs(works),
             failures=tuple(RowFailure(i, error) for i, (_, error) in enumerate(results) if error is not None),
+            forced={first: token_ids for first, token_ids in forced.items() if token_ids},
             device_time_s=self.step_time_s,
         )
+
+    def _forced(self, work: RowWork, sampled: list[int]) -> list[int]:
+        """What the row's grammar puts behind its own token."""
+        row = work.row
+        if row.grammar is None or not sampled:
+            return []
+        forced = row.grammar.learn(work.end, sampled[0])
+        if forced:
+            row.tokens[work.end + 1 :] = forced
+        return forced
 
     def _works(self, plan: StepPlan) -> list[RowWork]:
         columns = (plan.rows, plan.starts, plan.num_tokens, plan.wants)
@@ -281,19 +298,29 @@ class FakeExecutor:
         """
         if not work.samples:
             return [], None
-        tokens, error = self._choose_all(self._read(work), work.row.added), None
+        row, error = work.row, None
+        tokens = self._choose_all(self._read(work), row)
         if not tokens:
-            error = ValueError("no token may be sampled: allowed_token_ids, bad_words and min_tokens leave none")
-        work.row.tokens.append(tokens[0] if tokens else MEANINGLESS)
+            problem = row.grammar.problem if row.grammar is not None else ""
+            rules = "structured, allowed_token_ids, bad_words and min_tokens leave none"
+            error = ValueError(f"no token may be sampled: {problem or rules}")
+        row.tokens[work.end :] = [tokens[0] if tokens else MEANINGLESS, *row.tokens[work.end + 1 :]]
         return tokens, error
 
-    def _choose_all(self, held: list[int], added: RowAdded) -> list[int]:
+    def _choose_all(self, held: list[int], row: Row) -> list[int]:
         """A token for each choice at output position 0, and for the row's own one later; none where rules leave none.
 
         It is what the sampler says, or the next higher id that may be sampled.
         """
-        sampling, output, vocab_size = added.sampling, held[added.num_prompt_tokens :], self.info.vocab_size
-        allowed, masked = sampling.allowed_token_ids or range(vocab_size), _masked(output, sampling)
+        added, vocab_size = row.added, self.info.vocab_size
+        sampling, output = added.sampling, held[added.num_prompt_tokens :]
+        masked = _masked(output, sampling)
+        allowed: Container[int] = sampling.allowed_token_ids or range(vocab_size)
+        if row.grammar is not None:
+            bits = np.zeros((1, -(-vocab_size // 32)), np.int32)
+            fill_masks([(row.grammar, len(held))], bits)
+            ids = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
+            allowed = {token for token in ids.tolist() if token in allowed}
         tokens: list[int] = []
         for choice in range(sampling.choice, sampling.choice + (1 if output else sampling.num_choices)):
             token = self._sampler(held, msgspec.structs.replace(sampling, choice=choice))

@@ -42,6 +42,7 @@ class TextWorker:
         self._unfinished: set[_Call[Any]] = set()
         self._threads = _Threads()
         self.give_way = self._threads.give_way
+        self.leave_behind = self._threads.leave_behind
         weakref.finalize(self, self._threads.close).atexit = False
 
     async def run(self, function: Callable[P, T], /, size: int | None, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -113,6 +114,13 @@ class _Threads:
                 self._resident = None
                 if not self._waiting.empty():
                     self._start_resident()
+
+    def leave_behind(self) -> None:
+        """Have another thread take what comes next; from the loop, of a thread whose work nothing can stop."""
+        with self._lock:
+            self._resident = None
+            if not self._waiting.empty():
+                self._start_resident()
 
     def close(self) -> None:
         """End the threads when nothing waits any more."""

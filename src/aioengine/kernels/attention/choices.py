@@ -46,7 +46,7 @@ class AttentionShape(NamedTuple):
         return cls(head_dim, group, num_kv_heads, q.element_size(), k_cache.element_size(), block_size)
 
 
-class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LaunchChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How to launch a kernel.
 
     Attributes:
@@ -59,16 +59,16 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     constants: tuple[tuple[str, int], ...] = ()
 
 
-TUNED: dict[tuple[str, int | None, AttentionShape], Choice] = {}
+TUNED: dict[tuple[str, int | None, AttentionShape], LaunchChoice] = {}
 """By kernel, GPU and shape. What is there stays: an engine that runs has compiled it."""
 
 
-_trial: ContextVar[Choice | None] = ContextVar("_trial", default=None)
+_trial: ContextVar[LaunchChoice | None] = ContextVar("_trial", default=None)
 """A thread's own."""
 
 
 @contextmanager
-def trying(choice: Choice) -> Iterator[None]:
+def trying(choice: LaunchChoice) -> Iterator[None]:
     """Within it this thread's launches are by ``choice``; other threads may serve meanwhile."""
     token = _trial.set(choice)
     try:
@@ -77,17 +77,17 @@ def trying(choice: Choice) -> Iterator[None]:
         _trial.reset(token)
 
 
-def choice_of(kernel: str, device: torch.device, shape: AttentionShape) -> Choice:
+def choice_of(kernel: str, device: torch.device, shape: AttentionShape) -> LaunchChoice:
     """How to launch a kernel now."""
     return _trial.get() or TUNED.get((kernel, device.index, shape)) or default_choice(kernel, shape)
 
 
-def default_choice(kernel: str, shape: AttentionShape) -> Choice:
+def default_choice(kernel: str, shape: AttentionShape) -> LaunchChoice:
     return candidates(kernel, shape, 80)[0]
 
 
 @cache
-def candidates(kernel: str, shape: AttentionShape, capability: int) -> tuple[Choice, ...]:
+def candidates(kernel: str, shape: AttentionShape, capability: int) -> tuple[LaunchChoice, ...]:
     """The default, then others worth measuring: by Triton 3.9 none spills (``python -m benchmarks.gpu.compile``).
     Few, since each is compiled, for 0.1 to 2 s.
 
@@ -103,7 +103,7 @@ def candidates(kernel: str, shape: AttentionShape, capability: int) -> tuple[Cho
     return _decode_candidates(width, shape.group, shape.element_size, shape.cache_element_size)
 
 
-def _decode_candidates(width: int, group: int, element_size: int, cache_element_size: int) -> tuple[Choice, ...]:
+def _decode_candidates(width: int, group: int, element_size: int, cache_element_size: int) -> tuple[LaunchChoice, ...]:
     # 8,192 values: two tiles of 16-bit keys and values are 64 KiB in shared memory, with 110 registers a thread, and
     # leave room for three programs a multiprocessor. Products of float32 keep whole operands in registers.
     n = min(max((2048 if element_size == 4 else 8192) // width, 16), 128)
@@ -132,7 +132,9 @@ def _decode_candidates(width: int, group: int, element_size: int, cache_element_
     return _choices(("N",), found)
 
 
-def _prefill_candidates(width: int, element_size: int, cache_element_size: int, capability: int) -> tuple[Choice, ...]:
+def _prefill_candidates(
+    width: int, element_size: int, cache_element_size: int, capability: int
+) -> tuple[LaunchChoice, ...]:
     # 64 rows a warp group; more of them in a program read each key fewer times from the L2 cache, which would be the
     # bound at 64 rows. Without Hopper's matrix units, which read shared memory, operands take registers.
     is_hopper = capability >= 90
@@ -155,9 +157,9 @@ def _prefill_candidates(width: int, element_size: int, cache_element_size: int, 
     return _choices(("M", "N"), found)
 
 
-def _choices(names: tuple[str, ...], rows: Sequence[tuple[int, ...]]) -> tuple[Choice, ...]:
+def _choices(names: tuple[str, ...], rows: Sequence[tuple[int, ...]]) -> tuple[LaunchChoice, ...]:
     """Of the constants, then warps and stages."""
     return tuple(
-        Choice(num_warps=row[-2], num_stages=row[-1], constants=tuple(zip(names, row[:-2], strict=True)))
+        LaunchChoice(num_warps=row[-2], num_stages=row[-1], constants=tuple(zip(names, row[:-2], strict=True)))
         for row in rows
     )

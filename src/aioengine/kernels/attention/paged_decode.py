@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.errors import InternalError
-from aioengine.kernels.attention.choices import DECODE, DECODE_IN_SPLITS, AttentionShape, Choice, choice_of
+from aioengine.kernels.attention.choices import DECODE, DECODE_IN_SPLITS, AttentionShape, LaunchChoice, choice_of
 from aioengine.kernels.launch_checks import FLOATS, check_tensor
 from aioengine.kernels.operations import PagedKV
 
@@ -221,7 +221,7 @@ def attend_decode(q: Tensor, kv: PagedKV, decodes: Tensor, out: Tensor, *, num_s
         )  # fmt: skip
 
 
-def _choose(num_splits: int, max_context: int, device: torch.device, shape: AttentionShape) -> tuple[int, Choice]:
+def _choose(num_splits: int, max_context: int, device: torch.device, shape: AttentionShape) -> tuple[int, LaunchChoice]:
     """Into how many parts contexts are cut in fact, and how that is launched."""
     if num_splits > 1:
         choice = choice_of(DECODE_IN_SPLITS, device, shape)

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aioengine.kernels.attention.choices import PREFILL, PREFILL_ROWS, AttentionShape, Choice, choice_of
+from aioengine.kernels.attention.choices import PREFILL, PREFILL_ROWS, AttentionShape, LaunchChoice, choice_of
 from aioengine.kernels.attention.paged_decode import (
     LOG2_E,
     NO_WINDOW,
@@ -205,7 +205,7 @@ def prefill_tile(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
 
 
 @functools.cache
-def _constants(shape: AttentionShape, choice: Choice) -> dict[str, int]:
+def _constants(shape: AttentionShape, choice: LaunchChoice) -> dict[str, int]:
     constants = dict(choice.constants)
     tile = prefill_tile(shape.group * shape.num_kv_heads, shape.num_kv_heads, shape.head_dim)
     return {

@@ -1,0 +1,165 @@
+"""Grammars of requests, compiled in threads beside the loop; each once, while it is remembered."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from aioengine.errors import AioEngineError, EngineOverloaded, InternalError, InvalidRequest
+from aioengine.models.folder import ModelFolder
+from aioengine.scheduler.sequence import Request
+from aioengine.structured.constraints import Constraint
+from aioengine.structured.grammar import CompiledGrammar, ThinkingGrammar
+from aioengine.text.loading import has_tokenizer, load_tokenizer
+from aioengine.text.worker import TextWorker
+
+if TYPE_CHECKING:
+    from aioengine.structured.guidance import GuidanceGrammar, Vocabulary
+
+logger = logging.getLogger("aioengine")
+
+COMPILE_TIMEOUT_S = 10.0
+"""Of one grammar; its thread is left alone then, and another takes the next one."""
+
+MAX_OVERDUE = 2
+"""Threads that may be left alone; with more grammars are refused until one has ended."""
+
+MAX_REMEMBERED = 256
+MAX_REMEMBERED_BYTES = 8 * 2**20
+"""Of the constraints' texts; what is compiled of them is bounded by the library's limits."""
+
+CLOSE_GRACE_S = 1.0
+
+OnCompiled = Callable[[CompiledGrammar | AioEngineError], None]
+
+
+class Grammars:
+    """Compiles what requests ask for, for one model's vocabulary, one after the other.
+
+    The tokenizer is read when the first grammar comes. A text is compiled once, and those that were used last are
+    remembered.
+
+    Args:
+        folder: the model's.
+        num_tokens: of its vocabulary.
+        ending_ids: tokens that end an output.
+    """
+
+    def __init__(self, folder: ModelFolder, num_tokens: int, ending_ids: tuple[int, ...]) -> None:
+        self._folder = folder
+        self._num_tokens = num_tokens
+        self._ending_ids = ending_ids
+        self._worker = TextWorker(close_grace_s=CLOSE_GRACE_S)
+        self._vocabulary: Vocabulary | None = None
+        self._remembered: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
+        self._num_bytes = 0
+        self._queue: OrderedDict[bytes, tuple[Constraint, list[OnCompiled]]] = OrderedDict()
+        """What is to be compiled, and what is told of it; the first is being compiled."""
+        self._num_overdue = 0
+
+    def get(self, request: Request) -> CompiledGrammar | None:
+        """The request's grammar, if there is nothing left to compile."""
+        constraint = request.params.structured
+        if constraint is None:
+            return self._with_thinking(request, None)
+        key = constraint.content
+        compiled = self._remembered.get(key)
+        if compiled is None:
+            return None
+        self._remembered.move_to_end(key)
+        return self._with_thinking(request, compiled)
+
+    def begin(self, request: Request, on_compiled: OnCompiled) -> None:
+        """Compile the request's grammar; ``on_compiled`` is called, in a later turn of the loop, with it or with what
+        keeps it from being one."""
+        constraint = request.params.structured
+        assert constraint is not None, "there is nothing to compile"
+
+        def tell(compiled: CompiledGrammar | AioEngineError) -> None:
+            on_compiled(compiled if isinstance(compiled, AioEngineError) else self._with_thinking(request, compiled))
+
+        key = constraint.content
+        if key in self._queue:
+            self._queue[key][1].append(tell)
+            return
+        if self._num_overdue >= MAX_OVERDUE:
+            busy = EngineOverloaded("grammars that take long are being compiled; try again later", retry_after_s=1.0)
+            asyncio.get_running_loop().call_soon(tell, busy)
+            return
+        self._queue[key] = constraint, [tell]
+        if len(self._queue) == 1:
+            self._compile(key)
+
+    async def aclose(self) -> None:
+        """Compile no more. A thread that is still at one ends by itself."""
+        self._queue.clear()
+        await self._worker.aclose()
+
+    def _with_thinking(self, request: Request, compiled: CompiledGrammar | None) -> CompiledGrammar:
+        if request.thinking is not None:
+            return ThinkingGrammar(request.thinking, compiled, self._ending_ids)
+        assert compiled is not None, "the request has no grammar"
+        return compiled
+
+    def _compile(self, key: bytes) -> None:
+        """Hand the first of the queue to the thread, and go on with the next when it is done or overdue."""
+        constraint = self._queue[key][0]
+        outcome = self._worker.begin(lambda: self._load_vocabulary().compile(constraint))
+        is_overdue = False
+
+        def give_up() -> None:
+            nonlocal is_overdue
+            is_overdue = True
+            self._num_overdue += 1
+            self._worker.leave_behind()
+            told = f"structured: it takes more than {COMPILE_TIMEOUT_S:g} s to compile; give a simpler one"
+            self._end(key, InvalidRequest(told, param="structured"))
+
+        def on_done(done: asyncio.Future[GuidanceGrammar]) -> None:
+            timer.cancel()
+            error = None if done.cancelled() else done.exception()
+            if is_overdue:
+                self._num_overdue -= 1
+            elif error is None and not done.cancelled():
+                self._remember(key, done.result())
+                self._end(key, done.result())
+            elif isinstance(error, AioEngineError):
+                self._end(key, error)
+            else:
+                logger.error("a grammar could not be compiled", exc_info=error)
+                self._end(key, InternalError(f"the grammar could not be compiled: {error}"))
+
+        timer = asyncio.get_running_loop().call_later(COMPILE_TIMEOUT_S, give_up)
+        outcome.add_done_callback(on_done)
+
+    def _end(self, key: bytes, compiled: CompiledGrammar | AioEngineError) -> None:
+        """Tell what waits for the first of the queue, and begin with the next."""
+        if key not in self._queue:  # closed
+            return
+        _, waiting = self._queue.pop(key)
+        if self._queue:
+            self._compile(next(iter(self._queue)))
+        for tell in waiting:
+            tell(compiled)
+
+    def _remember(self, key: bytes, compiled: CompiledGrammar) -> None:
+        self._remembered[key] = compiled
+        self._num_bytes += len(key)
+        while len(self._remembered) > MAX_REMEMBERED or self._num_bytes > MAX_REMEMBERED_BYTES:
+            self._num_bytes -= len(self._remembered.popitem(last=False)[0])
+
+    def _load_vocabulary(self) -> Vocabulary:
+        """In the thread; the first time it takes from 10 ms to a second."""
+        if self._vocabulary is None:
+            from aioengine.structured.guidance import Vocabulary
+
+            backend = load_tokenizer(self._folder.path).backend if has_tokenizer(self._folder.path) else None
+            if backend is None:
+                raise InvalidRequest(
+                    "structured: the model has no tokenizer.json, which grammars are compiled for", param="structured"
+                )
+            self._vocabulary = Vocabulary(backend.to_str(), self._num_tokens, self._ending_ids)
+        return self._vocabulary

@@ -1,0 +1,301 @@
+"""What an answer's text may be: a JSON schema, a regular expression, a choice, a grammar, or text with tagged spans.
+
+Plain data, so that it travels with a request. `aioengine.structured.guidance` compiles it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from aioengine.errors import InvalidRequest
+from aioengine.validation import check_fields, shorten, typed
+
+MAX_CONSTRAINT_BYTES = 512 * 1024
+"""Of a constraint as JSON, so that queues and caches of them are bounded; compiling has bounds of its own."""
+
+MAX_LEVELS = 200
+"""Levels of lists and dicts in a schema; recursion is written with ``$ref``."""
+
+MAX_CHOICES = 4096
+MAX_TAGS = 256
+
+Text = Annotated[str, Meta(min_length=1, max_length=MAX_CONSTRAINT_BYTES)]
+
+
+def _refuse(_: str, message: str) -> InvalidRequest:
+    return InvalidRequest(f"structured: {message}", param="structured")
+
+
+class _Constraint(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind"):
+    """What all have in common: they are checked when they are made.
+
+    Raises:
+        InvalidRequest: a field has a wrong value, or all of it is too large or too deep.
+    """
+
+    def __post_init__(self) -> None:
+        check_fields(self, _refuse)
+        try:
+            content = self.content
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise _refuse("", f"it is not JSON: {error}") from None
+        if len(content) > MAX_CONSTRAINT_BYTES:
+            raise _refuse("", f"it has {len(content):,} bytes of JSON; at most {MAX_CONSTRAINT_BYTES:,} are taken")
+
+    @property
+    def content(self) -> bytes:
+        """All that it says: equal for equal constraints; the order of a schema's properties counts."""
+        return _encoder.encode(self)
+
+
+class Json(_Constraint, frozen=True, tag="json"):
+    """JSON that a schema admits; without one, any JSON object.
+
+    A schema with a keyword that cannot be enforced is refused, unless it is ``lenient``.
+
+    Attributes:
+        schema: a JSON schema (draft 7 to 2020-12).
+        whitespace: admit a space, or a line break and indentation, between the tokens of JSON. Else ``, `` and ``: ``
+            separate them on one line, and more tokens follow from the schema alone, which are not computed.
+        lenient: keywords that cannot be enforced are passed over, and the output may break them.
+    """
+
+    schema: dict[str, Any] | bool = msgspec.field(default_factory=lambda: {"type": "object"})
+    whitespace: bool = True
+    lenient: bool = False
+
+    def __post_init__(self) -> None:
+        if _depth(self.schema) > MAX_LEVELS:
+            raise _refuse("", f"the schema is deeper than {MAX_LEVELS} levels; write recursion with $ref")
+        super().__post_init__()
+
+
+class Regex(_Constraint, frozen=True, tag="regex"):
+    """Text that a regular expression matches as a whole, in the syntax of Rust's regex: no look-around, no
+    back-references."""
+
+    pattern: Text
+
+
+class Choice(_Constraint, frozen=True, tag="choice"):
+    """One of some texts."""
+
+    options: Annotated[tuple[Text, ...], Meta(min_length=1, max_length=MAX_CHOICES)]
+
+
+class Grammar(_Constraint, frozen=True, tag="grammar"):
+    """Text that a context-free grammar admits: Lark's syntax, beginning at ``start``, with llguidance's extensions; or
+    GBNF (``root ::= ...``)."""
+
+    text: Text
+
+
+class Tag(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A constrained span.
+
+    Attributes:
+        begin, end: the texts around it; ``begin`` may hold special tokens.
+        schema: of the JSON in it; or
+        pattern: a regular expression for it.
+    """
+
+    begin: Text
+    end: str = ""
+    schema: dict[str, Any] | bool | None = None
+    pattern: Text | None = None
+
+
+class StructuralTags(_Constraint, frozen=True, tag="tags"):
+    """Free text with constrained spans: where the text comes to a trigger, a tag that begins with it must follow.
+
+    Attributes:
+        triggers: each tag begins with one of them, or with several.
+        is_required: there is at least one span, and no text but white space before it.
+    """
+
+    tags: Annotated[tuple[Tag, ...], Meta(min_length=1, max_length=MAX_TAGS)]
+    triggers: Annotated[tuple[Text, ...], Meta(min_length=1, max_length=MAX_TAGS)]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for tag in self.tags:
+            if not any(tag.begin.startswith(trigger) for trigger in self.triggers):
+                raise _refuse("", f"no trigger begins the tag {shorten(tag.begin)}; give one in triggers")
+            if (tag.schema is None) == (tag.pattern is None):
+                raise _refuse("", f"the tag {shorten(tag.begin)} needs either a schema or a pattern")
+
+
+Constraint = Json | Regex | Choice | Grammar | StructuralTags
+"""Any of them, as a request holds it."""
+
+_encoder = msgspec.json.Encoder()
+
+
+def _depth(value: Any) -> int:
+    """Levels of lists and dicts, at most one more than `MAX_LEVELS`: what is deeper, or holds itself, ends there."""
+    level, values = 0, [value]
+    while values and level <= MAX_LEVELS:
+        values = [
+            item
+            for outer in values
+            if isinstance(outer, dict | list | tuple)
+            for item in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(item, dict | list | tuple)
+        ]
+        level += 1
+    return level
+
+
+# From what callers give
+
+
+def as_constraint(given: Any) -> Constraint:
+    """A constraint, a JSON schema as a dict, or a type: pydantic's models, dataclasses, msgspec's structs, TypedDicts,
+    and what is made of them, such as ``list[Item]``.
+
+    Raises:
+        InvalidRequest: it is none of these, or has no schema.
+    """
+    if isinstance(given, Constraint):
+        return given
+    if isinstance(given, dict | bool):
+        return Json(given)
+    if is_type(given):
+        return Json(schema_of(given))
+    raise _refuse("", f"it is {typed(given)}; give a JSON schema as a dict, a type, or Json, Regex, Choice, ...")
+
+
+def is_type(given: Any) -> bool:
+    """Whether it is a type, or made of types, such as ``int | None``."""
+    return isinstance(given, type) or typing.get_origin(given) is not None
+
+
+def schema_of(kind: Any) -> dict[str, Any]:
+    """The JSON schema of a type. Its objects have no other properties than the type's, where that does not say.
+
+    Raises:
+        InvalidRequest: neither pydantic nor msgspec has one for it.
+    """
+    problem: Exception | None = None
+    for make in _schema_makers(kind):
+        try:
+            schema: dict[str, Any] = _closed(make())
+            return schema
+        except Exception as error:  # a class of the caller's own may raise anything while its schema is made
+            problem = problem or error
+    raise _refuse("", f"{shorten(kind)} has no JSON schema: {type(problem).__name__}: {problem}"[:500]) from None
+
+
+def _closed(schema: Any) -> Any:
+    """A copy in which objects with properties have no others, unless they say so: a model would go on adding some."""
+    if isinstance(schema, list):
+        return [_closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {key: _closed(value) for key, value in schema.items() if key in _OF_SCHEMAS}
+    closed |= {
+        key: {name: _closed(value) for name, value in schema[key].items()} for key in _OF_NAMES if key in schema
+    }
+    if "properties" in schema:
+        closed.setdefault("additionalProperties", False)
+    return {**schema, **closed}
+
+
+_OF_SCHEMAS = frozenset({"additionalProperties", "anyOf", "items", "oneOf", "prefixItems"})
+"""Keywords whose values are schemas, or lists of them."""
+_OF_NAMES = ("$defs", "definitions", "properties")
+"""Keywords whose values are schemas by name."""
+
+
+def _schema_makers(kind: Any) -> list[Any]:
+    def by_pydantic() -> Any:
+        import pydantic
+
+        return pydantic.TypeAdapter(kind).json_schema()
+
+    if callable(getattr(kind, "model_json_schema", None)):
+        return [kind.model_json_schema]
+    return [lambda: msgspec.json.schema(kind), by_pydantic]
+
+
+def from_vllm(given: Any) -> Constraint | None:
+    """vLLM's ``StructuredOutputsParams`` or ``GuidedDecodingParams``, or a dict of their fields.
+
+    Returns:
+        None where no constraint is in it.
+    Raises:
+        InvalidRequest: several are, or what is in it is none.
+    """
+    if given is None:
+        return None
+    if isinstance(given, Constraint):
+        return given
+    fields = given if isinstance(given, Mapping) else _fields_of(given)
+    is_compact = bool(fields.get("disable_any_whitespace"))
+    names = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+    asked = {name: fields[name] for name in names if fields.get(name) not in (None, False)}
+    if len(asked) > 1:
+        raise _refuse("", f"{', '.join(asked)} are several constraints; give one")
+    for name, value in asked.items():
+        match name:
+            case "json":
+                schema = read_schema(value) if isinstance(value, str | dict | bool) else schema_of(value)
+                return Json(schema, whitespace=not is_compact)
+            case "json_object":
+                return Json(whitespace=not is_compact)
+            case "structural_tag":
+                return read_structural_tag(value)
+            case "regex":
+                return Regex(value)
+            case "choice":
+                return Choice(value)
+            case "grammar":
+                return Grammar(value)
+    return None
+
+
+def _fields_of(given: Any) -> dict[str, Any]:
+    if dataclasses.is_dataclass(given) and not isinstance(given, type):
+        return {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
+    try:
+        return dict(vars(given))
+    except TypeError:
+        raise _refuse("", f"structured_outputs is {typed(given)}; give a dict such as {{'json': schema}}") from None
+
+
+def read_schema(given: str | dict[str, Any] | bool) -> Any:
+    """A JSON schema, also as text.
+
+    Raises:
+        InvalidRequest: the text is no JSON object.
+    """
+    if not isinstance(given, str):
+        return given
+    try:
+        return msgspec.json.decode(given, type=dict[str, Any] | bool)
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
+        raise _refuse("", f"the schema is no JSON object: {error}") from None
+
+
+def read_structural_tag(given: Any) -> StructuralTags:
+    """``{"structures": [{"begin", "schema", "end"}], "triggers": [...]}`` as a dict or as text, in vLLM's and SGLang's
+    form.
+
+    Raises:
+        InvalidRequest: it has another form.
+    """
+    value = read_schema(given) if isinstance(given, str) else given
+    try:
+        tags = tuple(
+            Tag(begin=one["begin"], end=one.get("end", ""), schema=read_schema(one["schema"]))
+            for one in value["structures"]
+        )
+        return StructuralTags(tags, tuple(value["triggers"]))
+    except (KeyError, TypeError, AttributeError):
+        raise _refuse("", 'a structural tag needs {"structures": [{"begin", "schema", "end"}], "triggers"}') from None

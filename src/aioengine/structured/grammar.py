@@ -1,0 +1,182 @@
+"""What a compiled constraint is, whichever library compiled it; and the one around it, for text before it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+Mask = NDArray[np.int32]
+"""int32 [⌈vocab / 32⌉]: bit ``t % 32`` of word ``t // 32`` is set where token ``t`` may come next."""
+
+
+class Matcher(Protocol):
+    """How far one sequence has come in its grammar. For one thread at a time."""
+
+    @property
+    def ending_ids(self) -> Sequence[int]:
+        """The tokens that end the output."""
+
+    @property
+    def is_free(self) -> bool:
+        """Whether any token may come next."""
+
+    @property
+    def problem(self) -> str:
+        """Why it cannot go on: a token that the grammar does not admit, or a bound of the library; empty if it can."""
+
+    def consume(self, token_ids: Sequence[int]) -> None:
+        """Take in the next tokens; see ``problem``."""
+
+    def forced(self) -> list[int]:
+        """The only tokens that can come next, as the tokenizer cuts their text; the end of the output among them."""
+
+    def fill(self, mask: Mask) -> None:
+        """Write which tokens may come next; where the text may end those that end it are among them."""
+
+
+class CompiledGrammar(Protocol):
+    """A constraint over one vocabulary. Any thread may use it."""
+
+    def matcher(self) -> Matcher:
+        """A new one, at the beginning of the text."""
+
+    def fill_all(self, matchers: Sequence[Matcher], indices: Sequence[int], masks: Mask) -> None:
+        """As `Matcher.fill` of each into ``masks[index]``, in parallel and without the GIL where the library can.
+
+        Args:
+            matchers: of this grammar, or of others of its class.
+            masks: int32 [any, ⌈vocab / 32⌉], contiguous.
+        """
+
+
+class Thinking(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Reasoning that comes before an answer, as tokens.
+
+    Attributes:
+        begin_ids: what begins it, where the prompt has not; empty if it cannot begin any more.
+        end_ids: what ends it.
+        forced_end_ids: what is put at its end when it has had ``max_tokens``; ends with ``end_ids``.
+        is_begun: the prompt has begun it.
+        max_tokens: -1: any number.
+    """
+
+    begin_ids: tuple[int, ...] = ()
+    end_ids: tuple[int, ...] = ()
+    forced_end_ids: tuple[int, ...] = ()
+    is_begun: bool = False
+    max_tokens: int = -1
+
+
+class ThinkingGrammar:
+    """Reasoning first, free and of bounded length; then what ``inner`` admits, or anything.
+
+    Args:
+        ending_ids: tokens that end the output, which must not come before what ``inner`` asks for.
+    """
+
+    def __init__(self, thinking: Thinking, inner: CompiledGrammar | None, ending_ids: Sequence[int]) -> None:
+        self.thinking = thinking
+        self.inner = inner
+        self.ending_ids = ending_ids
+
+    def matcher(self) -> Matcher:
+        return ThinkingMatcher(self)
+
+    def fill_all(self, matchers: Sequence[Matcher], indices: Sequence[int], masks: Mask) -> None:
+        for matcher, index in zip(matchers, indices, strict=True):
+            matcher.fill(masks[index])
+
+
+class ThinkingMatcher:
+    """See `ThinkingGrammar`."""
+
+    def __init__(self, grammar: ThinkingGrammar) -> None:
+        self._thinking = thinking = grammar.thinking
+        self._inner = grammar.inner.matcher() if grammar.inner is not None else None
+        self.ending_ids = grammar.ending_ids
+        self._begun: list[int] = []
+        """Tokens of ``begin_ids`` so far, while it may yet begin."""
+        self._may_begin = bool(thinking.begin_ids) and not thinking.is_begun
+        self._is_thinking = thinking.is_begun
+        self._num_tokens = 0
+        """Of the reasoning."""
+        self._last: list[int] = []
+        """Its last tokens, as many as ``end_ids``."""
+
+    @property
+    def is_free(self) -> bool:
+        if self._inner is None:
+            return True
+        return self._inner.is_free and not (self._is_thinking or self._may_begin)
+
+    @property
+    def problem(self) -> str:
+        return self._inner.problem if self._inner is not None else ""
+
+    def consume(self, token_ids: Sequence[int]) -> None:
+        for token_id in token_ids:
+            if self._is_thinking:
+                self._think(token_id)
+            elif self._may_begin and token_id == self._thinking.begin_ids[len(self._begun)]:
+                self._begun.append(token_id)
+                self._is_thinking = len(self._begun) == len(self._thinking.begin_ids)
+                self._may_begin = not self._is_thinking
+            else:
+                self._may_begin = False
+                if self._inner is not None:
+                    self._inner.consume([*self._begun, token_id])
+                self._begun.clear()
+
+    def _think(self, token_id: int) -> None:
+        ends = self._thinking.end_ids
+        self._num_tokens += 1
+        self._last = [*self._last, token_id][-len(ends) :]
+        self._is_thinking = tuple(self._last) != ends
+        if not self._is_thinking:
+            self._begun.clear()
+
+    def forced(self) -> list[int]:
+        if not self._is_thinking:
+            return self._inner.forced() if self._inner is not None and not self._may_begin else []
+        has_budget = self._thinking.max_tokens < 0 or self._num_tokens < self._thinking.max_tokens
+        return [] if has_budget else list(self._thinking.forced_end_ids)
+
+    def fill(self, mask: Mask) -> None:
+        if self._is_thinking or self._inner is None:
+            mask.fill(-1)
+            if self._inner is not None:
+                _clear(mask, self.ending_ids)
+            return
+        if self._begun:  # a marker of several tokens: it goes on, or was none
+            mask.fill(0)
+        else:
+            self._inner.fill(mask)
+        if self._may_begin:
+            _set(mask, self._thinking.begin_ids[len(self._begun)])
+
+
+def set_only(mask: Mask, token_id: int) -> None:
+    """Let this token alone be next."""
+    mask.fill(0)
+    _set(mask, token_id)
+
+
+def keep_going(mask: Mask, ending_ids: Sequence[int]) -> None:
+    """Take out the tokens that end the output, where others are left."""
+    others = mask.copy()
+    _clear(others, ending_ids)
+    if others.any():
+        mask[:] = others
+
+
+def _set(mask: Mask, token_id: int) -> None:
+    mask.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)
+
+
+def _clear(mask: Mask, token_ids: Sequence[int]) -> None:
+    for token_id in token_ids:
+        mask.view(np.uint32)[token_id // 32] &= np.uint32(~(1 << token_id % 32) & 0xFFFFFFFF)

@@ -1,0 +1,209 @@
+"""Constraints compiled by llguidance: grammars as Earley parsers over lexers of derivatives (Koppel et al.; github.com/
+guidance-ai/llguidance), whose masks take microseconds."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import llguidance
+import numpy as np
+from numpy.typing import NDArray
+
+from aioengine.errors import InvalidRequest
+from aioengine.structured.constraints import Choice, Constraint, Grammar, Json, Regex, StructuralTags
+from aioengine.structured.grammar import Mask, Matcher
+
+WHITESPACE = r"(\x20|\x0A\x20{0,64})"
+"""Between tokens of JSON, at most once: a model that may write any number of line breaks may never stop."""
+
+LIMITS: dict[str, Any] = {
+    "max_items_in_row": 2000,
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 25_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
+"""Of compiling (tens of ms) and of one mask (some ms); a lexer's state takes 1 to 2 kB."""
+
+NUM_SMALL = 4
+"""Masks of so many rows are computed one after the other: handing them to threads takes as long."""
+
+MAX_SHOWN_CHARS = 500
+
+GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.M)
+
+
+class Vocabulary:
+    """A tokenizer as llguidance knows it: what grammars are compiled for.
+
+    Args:
+        tokenizer_json: as `tokenizers.Tokenizer.to_str` gives it.
+        num_tokens: the model's; its masks have a bit for each.
+        ending_ids: tokens that end the output.
+    Raises:
+        InvalidRequest: llguidance cannot read the tokenizer, or there is no ending token.
+    """
+
+    def __init__(self, tokenizer_json: str, num_tokens: int, ending_ids: Sequence[int]) -> None:
+        known = json.loads(tokenizer_json)
+        added = known.get("added_tokens") or []
+        self.special_ids = {token["content"]: int(token["id"]) for token in added if token.get("special")}
+        num_known = max((int(token["id"]) + 1 for token in added), default=0)
+        num_known = max(num_known, len(known.get("model", {}).get("vocab") or ()))
+        endings = [token_id for token_id in ending_ids if token_id < max(num_tokens, num_known)]
+        if not endings:
+            raise InvalidRequest("structured: this model has no token that ends an output", param="structured")
+        self.ending_ids = endings
+        self.num_words = -(-max(num_tokens, num_known) // 32)
+        """Of a mask; the model's are cut where the tokenizer has more tokens."""
+        try:
+            self.tokenizer = llguidance.LLTokenizer(
+                tokenizer_json, n_vocab=max(num_tokens, num_known), eos_token=endings
+            )
+        except BaseException as error:  # a panic of the library's is no Exception
+            raise InvalidRequest(
+                f"structured: this model's tokenizer cannot be used for it: {str(error)[:MAX_SHOWN_CHARS]}",
+                param="structured",
+            ) from None
+
+    def compile(self, constraint: Constraint) -> GuidanceGrammar:
+        """Compile a constraint; not on the loop. Most of it runs without the GIL.
+
+        Raises:
+            InvalidRequest: it cannot be enforced, or takes more than `LIMITS` to do so.
+        """
+        try:
+            text = self._grammar_of(constraint)
+            limits = llguidance.LLParserLimits(**LIMITS)
+            matcher = llguidance.LLMatcher(self.tokenizer, text, log_level=0, limits=limits)
+            problem = matcher.get_error()
+        except InvalidRequest:
+            raise
+        except BaseException as error:
+            problem = f"{type(error).__name__}: {error}"
+        if problem:
+            hint = "; Json(schema, lenient=True) passes them over" if "nimplemented" in problem else ""
+            raise InvalidRequest(f"structured: it cannot be enforced: {_shown(problem)}{hint}", param="structured")
+        return GuidanceGrammar(self, matcher)
+
+    def _grammar_of(self, constraint: Constraint) -> str:
+        """What llguidance takes: Lark, or JSON around it."""
+        match constraint:
+            case Json(schema, has_whitespace, is_lenient):
+                spacing = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
+                if not has_whitespace:
+                    spacing = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+                options: Any = {**spacing, "lenient": is_lenient}
+                return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+            case Regex(pattern):
+                return llguidance.LLMatcher.grammar_from_regex(pattern)
+            case Choice(options):
+                return "start: " + " | ".join(map(_quoted, options))
+            case Grammar(text) if GBNF.search(text):
+                from llguidance.gbnf_to_lark import any_to_lark
+
+                return any_to_lark(text)
+            case Grammar(text):
+                return text
+            case StructuralTags():
+                return self._tags(constraint)
+
+    def _tags(self, constraint: StructuralTags) -> str:
+        names = [f"tag_{number}" for number in range(len(constraint.tags))]
+        rules = ["%llguidance {}", f"start: ({' | '.join(names)})* TEXT", r"TEXT: /(.|\n)*/"]
+        for name, tag in zip(names, constraint.tags, strict=True):
+            trigger = max((one for one in constraint.triggers if tag.begin.startswith(one)), key=len)
+            if trigger in self.special_ids:
+                head = f"TEXT <[{self.special_ids[trigger]}]>"
+            else:
+                rules.append(f"{name}_head[lazy]: TEXT {_quoted(trigger)}")
+                head = f"{name}_head"
+            body = f"%json {json.dumps(tag.schema)}" if tag.pattern is None else f"/{_slashed(tag.pattern)}/"
+            parts = (head, _quoted(tag.begin[len(trigger) :]), body, _quoted(tag.end))
+            rules.append(f"{name}: {' '.join(filter(None, parts))}")
+        return "\n".join(rules) + "\n"
+
+
+class GuidanceGrammar:
+    """A `CompiledGrammar`; its matchers are copies of one, which share what its lexer has found out."""
+
+    def __init__(self, vocabulary: Vocabulary, begun: Any) -> None:
+        self.vocabulary = vocabulary
+        self._begun = begun
+
+    def matcher(self) -> GuidanceMatcher:
+        return GuidanceMatcher(self.vocabulary, self._begun.deep_copy())
+
+    def fill_all(self, matchers: Sequence[Matcher], indices: Sequence[int], masks: NDArray[np.int32]) -> None:
+        if len(indices) <= NUM_SMALL or self.vocabulary.num_words > masks.shape[1]:
+            for matcher, index in zip(matchers, indices, strict=True):
+                matcher.fill(masks[index])
+            return
+        raw = [(matcher.raw, index) for matcher, index in zip(matchers, indices, strict=True)]  # type: ignore[attr-defined]
+        _threads().unsafe_compute_mask_ptr(raw, masks.ctypes.data, masks.shape[1] * masks.itemsize, len(masks))
+
+
+class GuidanceMatcher:
+    """A `Matcher`.
+
+    Attributes:
+        raw: llguidance's.
+    """
+
+    is_free = False
+
+    def __init__(self, vocabulary: Vocabulary, raw: Any) -> None:
+        self.raw = raw
+        self.ending_ids = vocabulary.ending_ids
+        self._vocabulary = vocabulary
+        self._is_over = False
+
+    @property
+    def problem(self) -> str:
+        return _shown(self.raw.get_error()) if self.raw.is_error() else ""
+
+    def consume(self, token_ids: Sequence[int]) -> None:
+        for token_id in token_ids:
+            if self._is_over:
+                return
+            self._is_over = token_id in self.ending_ids and self.raw.is_accepting()
+            if not self._is_over:
+                self.raw.consume_token(token_id)
+
+    def forced(self) -> list[int]:
+        if self._is_over or self.raw.is_error():
+            return []
+        forced: list[int] = self.raw.compute_ff_tokens()
+        return forced or ([self.ending_ids[0]] if self.raw.is_stopped() else [])
+
+    def fill(self, mask: Mask) -> None:
+        words = np.empty(self._vocabulary.num_words, np.int32) if self._vocabulary.num_words > len(mask) else mask
+        self.raw.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if words is not mask:
+            mask[:] = words[: len(mask)]
+
+
+@functools.cache
+def _threads() -> Any:
+    return llguidance.LLExecutor()
+
+
+def _quoted(text: str) -> str:
+    """As a literal of Lark's; empty for no text."""
+    return json.dumps(text, ensure_ascii=False) if text else ""
+
+
+def _slashed(pattern: str) -> str:
+    return pattern.replace("/", r"\/")
+
+
+def _shown(problem: str) -> str:
+    """The library's message on one line, without its parser's state."""
+    text = " ".join(problem.split("<state>")[0].split())
+    return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "..."
