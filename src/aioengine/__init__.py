@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from aioengine.errors import InternalError as InternalError
     from aioengine.errors import InvalidRequest as InvalidRequest
     from aioengine.errors import ModelLoadError as ModelLoadError
+    from aioengine.errors import NoTokenLeft as NoTokenLeft
     from aioengine.errors import OutputNotParsed as OutputNotParsed
     from aioengine.errors import PromptTooLong as PromptTooLong
     from aioengine.errors import StepFailed as StepFailed
@@ -67,7 +68,15 @@ _HOMES = {
     "engine": ["Engine", "Stream"],
     "errors": [
         *("AioEngineError", "ConfigError", "EngineClosed", "EngineDead", "EngineOverloaded", "InternalError"),
-        *("InvalidRequest", "ModelLoadError", "OutputNotParsed", "PromptTooLong", "StepFailed", "WireError"),
+        *(
+            "InvalidRequest",
+            "ModelLoadError",
+            "NoTokenLeft",
+            "OutputNotParsed",
+            "PromptTooLong",
+            "StepFailed",
+            "WireError",
+        ),
     ],
     "metrics": ["EngineMetrics", "EngineStats", "Observer", "RequestMetrics", "StepRecord"],
     "outputs": ["CompletionDelta", "CompletionOutput", "Logprob", "RequestOutput"],

@@ -110,6 +110,13 @@ class StepFailed(AioEngineError):
         self.dump = dump
 
 
+class NoTokenLeft(StepFailed):
+    """What this request asks for cannot be together: its grammar and its other rules leave no token to sample.
+
+    The caller's fault, found only when it comes to that.
+    """
+
+
 class EngineClosed(AioEngineError):
     """The engine was closed by your code."""
 

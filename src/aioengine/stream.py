@@ -128,6 +128,19 @@ class Stream:
             await self._entered().wait(for_end=False)
         return delta
 
+    async def begun(self) -> None:
+        """Wait until the request runs, or has ended: its grammar is compiled then, if it has one.
+
+        Raises:
+            InvalidRequest: the grammar cannot be enforced.
+            EngineOverloaded, StepFailed, EngineDead, EngineClosed: it has ended so.
+        """
+        state = self._entered()
+        await state.wait_begun()
+        if state.is_ended and state.error is not None:
+            self._is_exhausted = True
+            raise state.error
+
     async def finish(self) -> RequestOutput:
         """Wait for the end, reading nothing; returns the whole output. Lifts ``max_unread_tokens``."""
         state = self._entered()

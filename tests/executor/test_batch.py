@@ -18,7 +18,7 @@ from aioengine.kernels.torch import operations
 from aioengine.sampler.outputs import DeviceOutputs
 from aioengine.sampler.rules import RuleSizes, RuleTable, RuleTensors
 from aioengine.sampler.sampler import Features
-from aioengine.scheduler.plan import RowSampling, StepPlan
+from aioengine.scheduler.plan import NothingAllowed, RowSampling, StepPlan
 from doubles.fake_accelerator import FakeAccelerator
 
 POISON = 0x7F7F7F7F
@@ -31,7 +31,7 @@ class Tables:
     """A batch, and the bitmasks of the device as its words make them."""
 
     def __init__(self, *, sizes: tuple[int, ...] = ()) -> None:
-        self.batch = Batch(max_num_seqs=MAX_ROWS, vocab_size=VOCAB_SIZE, tile=8)
+        self.batch = Batch(max_num_seqs=MAX_ROWS, vocab_size=VOCAB_SIZE, max_tokens=4096, tile=8)
         self.masks = torch.zeros(8, 2, dtype=torch.int32)
         self.writer = PlanWriter(96, BLOCK_SIZE)
         self.size_for = DecodeGraphs(FakeAccelerator(), sizes).size_for
@@ -188,7 +188,7 @@ def test_rows_that_fail_bring_nothing_and_say_why() -> None:
     assert errors[0] == (0, ArithmeticError, "the model's logits are not numbers"), "one of its choices is enough"
     assert errors[1] == (1, ArithmeticError, "the logits are not numbers after the request's processors")
     assert errors[2] == (2, ArithmeticError, "the model's logits are all -inf")
-    assert errors[3][:2] == (3, ValueError)
+    assert errors[3][:2] == (3, NothingAllowed)
     assert result.failures[4].error is raised
     assert result.offsets.tolist() == [0, 0, 0, 0, 0, 0, 1]
     assert result.token_ids.tolist() == [106]
@@ -227,7 +227,7 @@ def test_a_graph_stands_in_for_one_that_does_less_and_for_no_other() -> None:
         return work
 
     def run(size: int, features: Features) -> str:
-        graphs.run(GraphKey(size, features), lambda key: work_of(*key), captures_first=True)
+        graphs.run(GraphKey(size, features), lambda key: work_of(key.size, key.features), captures_first=True)
         accelerator.synchronize()
         return works[int(ran)]
 

@@ -132,7 +132,7 @@ class Rows:
         self._operations = operations
         tokens = [request.prompt + request.output for request in requests]
         self.history = torch.zeros(num_rows, max(map(len, tokens)) + 2, dtype=torch.int32)
-        self.batch = Batch(max_num_seqs=num_rows, vocab_size=vocab, tile=16)
+        self.batch = Batch(max_num_seqs=num_rows, vocab_size=vocab, max_tokens=self.history.shape[1], tile=16)
         self.sampler = Sampler(operations, self.history, vocab)
         self._plan = StepPlan(
             step=1,

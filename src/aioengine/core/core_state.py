@@ -145,11 +145,12 @@ class CoreState:
     def _on_grammar(self, sequence: Sequence, outcome: CompiledGrammar | AioEngineError) -> None:
         if sequence.has_ended or self.is_stopped:
             return
+        choices = (sequence, *sequence.children)
         if not isinstance(outcome, AioEngineError):
             sequence.take_grammar(outcome)
-            self.scheduler.unblock(sequence, Reason.GRAMMAR)
+            for member in choices:
+                self.scheduler.unblock(member, Reason.GRAMMAR)
         else:
-            choices = (sequence, *sequence.children)
             self.scheduler.finish(sequence, "error")
             for member in choices:
                 self._endings.add(member.order, self._release(member), outcome.anew())

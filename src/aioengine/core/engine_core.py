@@ -18,8 +18,8 @@ from aioengine.core.core_state import CoreState, InFlight
 from aioengine.core.executor_protocol import DeviceLost
 from aioengine.core.listener import Listener, SampledLogprobs
 from aioengine.core.observers import make_record
-from aioengine.errors import AioEngineError, EngineClosed, EngineDead, StepFailed, describe, traceback_of
-from aioengine.scheduler.plan import PromptLogprobs, StepPlan
+from aioengine.errors import AioEngineError, EngineClosed, EngineDead, NoTokenLeft, StepFailed, describe, traceback_of
+from aioengine.scheduler.plan import NothingAllowed, PromptLogprobs, StepPlan
 from aioengine.scheduler.sequence import Sequence
 from aioengine.scheduler.steps import StepOutput
 from aioengine.validation import shorten
@@ -191,7 +191,8 @@ class EngineCore(CoreState):
         for sequence, own_cause in failed:
             if own_cause is not cause:
                 logger.error("%s: %s", sequence.request.request_id, "\n".join(traceback_of(own_cause)))
-            failure = StepFailed(f"{message}: {describe(own_cause)}", dump=dump)
+            kind = NoTokenLeft if isinstance(own_cause, NothingAllowed) else StepFailed
+            failure = kind(f"{message}: {describe(own_cause)}", dump=dump)
             failure.__cause__ = own_cause
             self._endings.add(sequence.order, self._release(sequence), failure)
         self._endings.tell_some()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from aioengine.scheduler.sequence import Request
 from aioengine.structured.constraints import Constraint
 from aioengine.structured.grammar import CompiledGrammar, ThinkingGrammar
 from aioengine.text.loading import has_tokenizer, load_tokenizer
-from aioengine.text.worker import TextWorker
+from aioengine.text.worker import TextWorker, outside_work
 
 if TYPE_CHECKING:
     from aioengine.structured.guidance import GuidanceGrammar, Vocabulary
@@ -106,20 +107,36 @@ class Grammars:
 
     def _compile(self, key: bytes) -> None:
         """Hand the first of the queue to the thread, and go on with the next when it is done or overdue."""
-        constraint = self._queue[key][0]
-        outcome = self._worker.begin(lambda: self._load_vocabulary().compile(constraint))
+        loop, constraint = asyncio.get_running_loop(), self._queue[key][0]
+        timer: asyncio.TimerHandle | None = None
+
+        def compile_it() -> GuidanceGrammar:
+            vocabulary = self._load_vocabulary()
+            loop.call_soon_threadsafe(begin_timer)
+            return vocabulary.compile(constraint)
+
+        def begin_timer() -> None:
+            nonlocal timer
+            timer = None if outcome.done() else loop.call_later(COMPILE_TIMEOUT_S, give_up)
+
+        outcome = self._worker.begin(compile_it)
+        outside = contextlib.ExitStack()
+        outside.enter_context(outside_work("grammar"))
         is_overdue = False
 
         def give_up() -> None:
             nonlocal is_overdue
             is_overdue = True
+            outside.close()
             self._num_overdue += 1
             self._worker.leave_behind()
             told = f"structured: it takes more than {COMPILE_TIMEOUT_S:g} s to compile; give a simpler one"
             self._end(key, InvalidRequest(told, param="structured"))
 
         def on_done(done: asyncio.Future[GuidanceGrammar]) -> None:
-            timer.cancel()
+            if timer is not None:
+                timer.cancel()
+            outside.close()
             error = None if done.cancelled() else done.exception()
             if is_overdue:
                 self._num_overdue -= 1
@@ -132,7 +149,6 @@ class Grammars:
                 logger.error("a grammar could not be compiled", exc_info=error)
                 self._end(key, InternalError(f"the grammar could not be compiled: {error}"))
 
-        timer = asyncio.get_running_loop().call_later(COMPILE_TIMEOUT_S, give_up)
         outcome.add_done_callback(on_done)
 
     def _end(self, key: bytes, compiled: CompiledGrammar | AioEngineError) -> None:

@@ -18,7 +18,7 @@ from aioengine.executor.completion_thread import DeferredResult
 from aioengine.executor.step_words import WORDS_A_ROW, ExtraWords, FixedWords
 from aioengine.kernels.sampling.sample_rows import Status
 from aioengine.sampler.outputs import DeviceOutputs
-from aioengine.scheduler.plan import PromptLogprobs, RowFailure, StepLogprobs, StepResult, int32
+from aioengine.scheduler.plan import NothingAllowed, PromptLogprobs, RowFailure, StepLogprobs, StepResult, int32
 
 SAMPLED = int(Status.SAMPLED)
 
@@ -181,7 +181,7 @@ def _failures(
     errors = {int(step.sampled[logits_row]): error for logits_row, error in failed_logits_rows.items()}
     for _, index, _, row, _ in step.grammars:
         if row.problem and index not in errors:
-            errors[index] = ValueError(f"structured: {row.problem}")
+            errors[index] = NothingAllowed(f"structured: {row.problem}")
     for sample in np.flatnonzero(status != SAMPLED).tolist():
         index = int(step.row_of_sample[sample])
         if index not in errors:
@@ -199,7 +199,7 @@ def _why_hopeless(*, is_nan: bool, is_ruled: bool, has_processors: bool) -> Exce
         after = "the logits are not numbers after the request's processors"
         return ArithmeticError(after if has_processors else "the model's logits are not numbers")
     if is_ruled:
-        return ValueError(
+        return NothingAllowed(
             "no token is left to sample: structured, allowed_token_ids, bad_words, min_tokens or a logits processor "
             "mask all, or do so together"
         )

@@ -62,7 +62,7 @@ class Completion:
     # Called by the core
 
     def on_started(self) -> None:
-        pass
+        self._request.on_started()
 
     def on_token(self, token_id: int, logprobs: SampledLogprobs | None) -> None:
         if self.is_ended:
@@ -218,6 +218,8 @@ class RequestState:
         self._ended_at = math.nan
         self._waiter: asyncio.Future[None] | None = None
         self._waits_for_end = False
+        self._has_started = False
+        self._is_started: asyncio.Future[None] | None = None
         self._watcher: Callable[[], None] | None = None
 
     def arrive(self, core: Core) -> None:
@@ -278,6 +280,12 @@ class RequestState:
 
     # Called by the completions
 
+    def on_started(self) -> None:
+        """A choice has taken its first row."""
+        self._has_started = True
+        if self._is_started is not None and not self._is_started.done():
+            self._is_started.set_result(None)
+
     def on_news(self, completion: Completion) -> None:
         if not completion.is_listed:
             completion.is_listed = True
@@ -293,6 +301,7 @@ class RequestState:
             self.abort()  # the others end in here, too, and the last of them may have been counted already
         if not self._num_open and math.isnan(self._ended_at):
             self._ended_at = self.core.clock()
+            self.on_started()
             metrics, reasons = self._metrics(), self._finish_reasons()
             self.core.observers.on_request(metrics, reasons)
             log_end(self.core.config, self.request_id, reasons, metrics)
@@ -342,6 +351,16 @@ class RequestState:
                 await self._waiter
             finally:
                 self._waiter = None
+
+    async def wait_begun(self) -> None:
+        """Wait until one of its choices has taken a row, or the request has ended."""
+        if self._has_started or self.is_ended:
+            return
+        self._is_started = asyncio.get_running_loop().create_future()
+        try:
+            await self._is_started
+        finally:
+            self._is_started = None
 
     def watch(self, watcher: Callable[[], None]) -> None:
         """Call ``watcher`` when there is something to take that was not there before, and at the end."""

@@ -250,6 +250,10 @@ class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     top_logprobs: Float32
 
 
+class NothingAllowed(ValueError):
+    """A row's own rules leave no token to sample."""
+
+
 class RowFailure(msgspec.Struct, frozen=True, gc=False):
     """One row's part of a step failed, and no other's: its logits are no numbers, or a processor of its own raised.
 

@@ -10,7 +10,15 @@ from collections.abc import Mapping
 
 import msgspec
 
-from aioengine.errors import EngineClosed, EngineDead, EngineOverloaded, InvalidRequest, PromptTooLong, StepFailed
+from aioengine.errors import (
+    EngineClosed,
+    EngineDead,
+    EngineOverloaded,
+    InvalidRequest,
+    NoTokenLeft,
+    PromptTooLong,
+    StepFailed,
+)
 from aioengine.server.exchange import Response
 
 JSON_HEADERS = {"content-type": "application/json"}
@@ -72,6 +80,11 @@ def api_error_of(error: Exception, *, param_names: Mapping[str, str] | None = No
         return unavailable(f"no requests are taken now: {error}")
     if isinstance(error, EngineDead):
         return ApiError(503, "engine_dead", "the engine has stopped working")
+    if isinstance(error, NoTokenLeft):
+        told = (
+            "what is asked for leaves no token to generate: structured output, allowed or forbidden tokens contradict"
+        )
+        return ApiError(400, "no_token_left", told)
     if isinstance(error, StepFailed):
         return ApiError(500, "step_failed", "the step that computed this request failed; send it again")
     return ApiError(500, "internal_error", "an internal error; its request id is in the log")

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import anyio
+
 from aioengine.engine import Engine, Stream
 from aioengine.errors import AioEngineError, InvalidRequest
 from aioengine.outputs import CompletionDelta, RequestOutput
@@ -26,9 +28,11 @@ EVENT_HEADERS = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",  # else nginx collects events before it passes them on
 }
+BEGIN_WAIT_S = 10.0
+"""How long a stream with a grammar waits for its row before it begins to answer."""
 KEEPALIVE = b": still here\n\n"
 """A comment, which clients of server-sent events pass over."""
-CHAT_NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}
+CHAT_NAMES = {"prompt": "messages", "logprobs": "top_logprobs", "structured": "response_format"}
 """What chats call the engine's parameters."""
 
 
@@ -131,6 +135,9 @@ class GenerationCall:
                     await group.enter(stack)
                     if not request.stream:
                         return Response(200, await answer.whole(await group.finish()), JSON_HEADERS)
+                    if streams[0].params.structured is not None:
+                        with anyio.move_on_after(BEGIN_WAIT_S):  # a grammar that cannot be enforced is a 400
+                            await streams[0].begun()
                     await self._relay(request, group, answer, cut)
                     return None
             finally:

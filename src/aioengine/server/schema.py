@@ -13,6 +13,7 @@ import msgspec
 
 from aioengine.sampling_params import ROW_PARAMS, SamplingParams
 from aioengine.server.errors import ApiError, invalid_value, unsupported
+from aioengine.structured.constraints import Constraint, Json, from_vllm, read_structural_tag
 
 if TYPE_CHECKING:
     Integer = int
@@ -57,8 +58,8 @@ class Generation(RowFields, kw_only=True):
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
         **dict.fromkeys((
-            "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs",
-            "kv_transfer_params", "min_thinking_tokens", "prompt_logprobs", "truncate_prompt_tokens",
+            "guided_decoding_backend", "guided_whitespace_pattern", "kv_transfer_params", "min_thinking_tokens",
+            "prompt_logprobs", "truncate_prompt_tokens",
         ), ()),
         **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids", "use_beam_search"), (False,)),
         "best_of": (1,),
@@ -89,6 +90,12 @@ class Generation(RowFields, kw_only=True):
     request_id: str | None = None
     priority: Integer | None = None
     cache_salt: str | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
     def __post_init__(self) -> None:
         for name in integer_fields(type(self)):
@@ -110,7 +117,22 @@ class Generation(RowFields, kw_only=True):
 
     def sampling(self) -> dict[str, Any]:
         """The fields that were given, as keywords of `SamplingParams`."""
-        return {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        sampling = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        constraint = self._constraint()
+        return sampling if constraint is None else {**sampling, "structured": constraint}
+
+    def _constraint(self) -> Constraint | None:
+        """What the text must be, by whichever of the fields for it was given."""
+        guided = {name: value for name in GUIDED if (value := getattr(self, f"guided_{name}")) is not None}
+        given = {
+            **{f"guided_{name}": from_vllm({name: value}) for name, value in guided.items()},
+            "structured_outputs": from_vllm(self.structured_outputs),
+            "response_format": read_response_format(self.response_format),
+        }
+        names = [name for name, constraint in given.items() if constraint is not None]
+        if len(names) > 1:
+            raise invalid_value(names[1], f"{' and '.join(names)} are several constraints: give one")
+        return given[names[0]] if names else None
 
     def check(self) -> None:
         """Refuse what contradicts itself."""
@@ -120,6 +142,30 @@ class Generation(RowFields, kw_only=True):
                 raise invalid_value("stream_options", told)
             if self.stream_options.include_obfuscation:
                 raise unsupported("stream_options.include_obfuscation")
+
+
+GUIDED = ("json", "regex", "choice", "grammar")
+"""What vLLM's fields of these names ask for, behind ``guided_``."""
+
+
+def read_response_format(given: dict[str, Any] | None) -> Constraint | None:
+    """OpenAI's ``response_format``, and vLLM's further type ``structural_tag``."""
+    kind = given.get("type") if given is not None else "text"
+    if given is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return Json()
+    if kind == "json_schema":
+        wrapped = given.get("json_schema")
+        schema = wrapped.get("schema") if isinstance(wrapped, dict) else None
+        if not isinstance(schema, dict | bool):
+            told = 'response_format needs {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}'
+            raise invalid_value("response_format", told)
+        return Json(schema)
+    if kind == "structural_tag":
+        return read_structural_tag(given)
+    told = "response_format.type is text, json_object or json_schema"
+    raise invalid_value("response_format", told)
 
 
 SAMPLING_FIELDS = tuple(name for name in Generation.__struct_fields__ if name in SamplingParams.__struct_fields__)
@@ -132,7 +178,6 @@ class CompletionRequest(Generation, kw_only=True):
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
         **Generation.NEUTRAL,
         "add_special_tokens": (True,),
-        "response_format": ({"type": "text"},),
         "suffix": ("",),
     }
 
@@ -177,7 +222,6 @@ class ChatRequest(Generation, kw_only=True):
         "function_call": ("none", "auto"),
         "mm_processor_kwargs": ({},),
         "modalities": (["text"],),
-        "response_format": ({"type": "text"},),
         "tool_choice": ("none", "auto", {"type": "auto"}),
     }
     LEFT_OUT: ClassVar[tuple[str, ...]] = ("tools", "functions")

@@ -199,9 +199,7 @@ def _closed(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     closed = {key: _closed(value) for key, value in schema.items() if key in _OF_SCHEMAS}
-    closed |= {
-        key: {name: _closed(value) for name, value in schema[key].items()} for key in _OF_NAMES if key in schema
-    }
+    closed |= {key: {name: _closed(value) for name, value in schema[key].items()} for key in _OF_NAMES if key in schema}
     if "properties" in schema:
         closed.setdefault("additionalProperties", False)
     return {**schema, **closed}

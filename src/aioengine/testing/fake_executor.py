@@ -19,6 +19,7 @@ from aioengine.core.worker_functions import Worker, registered
 from aioengine.scheduler.plan import (
     Float32,
     Int32,
+    NothingAllowed,
     PromptLogprobs,
     RowAdded,
     RowFailure,
@@ -303,7 +304,7 @@ class FakeExecutor:
         if not tokens:
             problem = row.grammar.problem if row.grammar is not None else ""
             rules = "structured, allowed_token_ids, bad_words and min_tokens leave none"
-            error = ValueError(f"no token may be sampled: {problem or rules}")
+            error = NothingAllowed(f"no token may be sampled: {problem or rules}")
         row.tokens[work.end :] = [tokens[0] if tokens else MEANINGLESS, *row.tokens[work.end + 1 :]]
         return tokens, error
 

@@ -62,7 +62,7 @@ class TextWorker:
         if size is not None and size <= self.MAX_INLINE_CHARS:
             await turns_here().take()
             return function(*args, **kwargs)
-        with _outside_work("text"):
+        with outside_work("text"):
             return await self.begin(lambda: function(*args, **kwargs))
 
     def begin(self, function: Callable[[], T]) -> asyncio.Future[T]:
@@ -153,7 +153,7 @@ async def run_abandonable(function: Callable[[], T], *, grace_s: float = 0.0) ->
     Cancelling waits ``grace_s`` for the function, then abandons it: its thread goes on to the end by itself, and
     nothing waits for that, not even the interpreter's exit.
     """
-    with _outside_work("loading"):
+    with outside_work("loading"):
         call = _Call(function)
         thread = threading.Thread(target=call.run, name="aioengine-load", daemon=True)
         thread.start()
@@ -184,10 +184,10 @@ async def _wait_for_unwinding(thread: threading.Thread) -> None:
             del cancelled  # its traceback holds this frame
 
 
-def _outside_work(name: str) -> contextlib.AbstractContextManager[Any]:
+def outside_work(name: str) -> contextlib.AbstractContextManager[Any]:
     """What tells a loop with a virtual clock of work outside of it."""
-    outside_work = getattr(asyncio.get_running_loop(), "outside_work", None)
-    return contextlib.nullcontext() if outside_work is None else outside_work(name)
+    tell = getattr(asyncio.get_running_loop(), "outside_work", None)
+    return contextlib.nullcontext() if tell is None else tell(name)
 
 
 class _Call(Generic[T]):

@@ -53,6 +53,7 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "PromptTooLong": ("length", "limit", "is_lower_bound"),
     "EngineOverloaded": ("retry_after_s",),
     "StepFailed": ("dump",),
+    "NoTokenLeft": ("dump",),
     "EngineDead": ("dump",),
 }
 """What aioengine's own errors are made of beside their messages."""

@@ -1,0 +1,215 @@
+"""A row's grammar in step with a device: what is sampled, what is forced, and that neither depends on the rest."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from nightly import seeds
+from structured.conftest import ANIMAL, NUM_TOKENS, check_json, compile_grammar, decode, ending_ids, tokenizer
+
+from aioengine import Choice, Json, Regex
+from aioengine.structured.grammar import CompiledGrammar, Thinking, ThinkingGrammar
+from aioengine.structured.rows import GrammarRow, fill_masks
+
+CONSTRAINTS = {
+    "json": Json(ANIMAL),
+    "json on one line": Json(ANIMAL, whitespace=False),
+    "regex": Regex("(ab|cd){2,5} and (one|two)"),
+    "choice": Choice(["a red fox", "a red fox and a green owl", "nothing at all"]),
+}
+
+
+def allowed(row: GrammarRow, position: int) -> list[int]:
+    mask = np.zeros((1, NUM_TOKENS // 32), np.int32)
+    fill_masks([(row, position)], mask)
+    ids: list[int] = np.flatnonzero(np.unpackbits(mask.view(np.uint8)[0], bitorder="little")).tolist()
+    return ids
+
+
+def choose(ids: list[int], output: list[int], seed: int) -> int:
+    """What a device samples: it depends on the tokens before, and on nothing else."""
+    return random.Random(f"{seed} {output}").choice(sorted(ids))
+
+
+def run(grammar: CompiledGrammar, seed: int, *, depth: int = 1, breaks: bool = False, **options: Any) -> list[int]:
+    """The output of a device with ``depth`` steps in flight.
+
+    Args:
+        breaks: the row is given up and taken again at random, as when it is preempted.
+        options: of the row.
+    """
+    rng = random.Random(seed)
+    output: list[int] = []
+    """What the host knows."""
+    history: list[int] = []
+    """What the device has sampled or was sent."""
+    row = GrammarRow(grammar, 0, output, **options)
+    in_flight: list[tuple[int, int, list[int]]] = []
+    while not (output and output[-1] in ending_ids()) and len(output) < 300:
+        while len(in_flight) < depth:
+            position = max(len(output), in_flight[-1][0] + 1 if in_flight else 0)
+            while row.unsent:
+                first, token_ids = row.unsent.popleft()
+                history[first : first + len(token_ids)] = token_ids
+            assert len(history) >= position, "the device lacks a token"
+            token_id = choose(allowed(row, position), history[:position], seed)
+            history[position : position + 1] = [token_id]
+            in_flight.append((position, token_id, row.learn(position, token_id)))
+        position, token_id, forced = in_flight.pop(0)
+        if position == len(output):
+            output += [token_id, *forced]
+        else:
+            assert output[position] == token_id, "a step in flight sampled another token than was forced"
+            assert not forced, "what is forced is told once"
+        if breaks and rng.random() < 0.2:
+            in_flight.clear()
+            row, history = GrammarRow(grammar, 0, output, **options), list(output)
+    assert not row.problem
+    return output
+
+
+@pytest.mark.parametrize("seed", seeds(20))
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_the_output_is_the_same_however_a_row_comes_to_it(name: str, seed: int) -> None:
+    grammar = compile_grammar(CONSTRAINTS[name])
+    wanted = run(grammar, seed)
+    for depth in (1, 2, 4):
+        for jumps in (True, False):
+            for breaks in (True, False):
+                assert run(grammar, seed, depth=depth, jumps=jumps, breaks=breaks) == wanted, (depth, jumps, breaks)
+
+
+@pytest.mark.parametrize("seed", seeds(50))
+def test_what_is_sampled_is_what_was_asked_for(seed: int) -> None:
+    for whitespace in (True, False):
+        output = run(compile_grammar(Json(ANIMAL, whitespace=whitespace)), seed)
+        assert output[-1] in ending_ids()
+        check_json(decode(output), ANIMAL)
+
+
+def test_a_row_that_jumps_samples_fewer_tokens() -> None:
+    grammar = compile_grammar(Json(ANIMAL, whitespace=False))
+    row = GrammarRow(grammar, 0, [])
+    output: list[int] = []
+    num_sampled = 0
+    while not (output and output[-1] in ending_ids()):
+        token_id = choose(allowed(row, len(output)), output, 3)
+        output += [token_id, *row.learn(len(output), token_id)]
+        num_sampled += 1
+    assert num_sampled < 0.6 * len(output)
+
+
+def test_forced_tokens_are_those_that_the_tokenizer_makes_of_their_text() -> None:
+    text = '{"animal": "'
+    row = GrammarRow(compile_grammar(Json(ANIMAL, whitespace=False)), 0, [])
+    first = allowed(row, 0)
+    assert len(first) == 1
+    ids = [*first, *row.learn(0, first[0])]
+    wanted = tokenizer().encode(text).ids
+    assert wanted[: len(ids)] == ids, "a prefix: the last piece may go on with what is sampled next"
+    assert len(ids) >= len(wanted) - 1
+
+
+def test_only_the_end_may_follow_where_nothing_else_can_come_and_only_there() -> None:
+    grammar = compile_grammar(Choice(["yes", "yes please"]))
+    row = GrammarRow(grammar, 0, [], is_forcing=False)
+    output: list[int] = []
+    for token_id in tokenizer().encode("yes").ids:
+        assert not set(ending_ids()) & set(allowed(row, len(output)))
+        row.learn(len(output), token_id)
+        output.append(token_id)
+    assert set(ending_ids()) < set(allowed(row, len(output)))
+    for token_id in tokenizer().encode(" please").ids:
+        row.learn(len(output), token_id)
+        output.append(token_id)
+    assert set(allowed(row, len(output))) == set(ending_ids())
+
+
+def test_an_end_is_ignored_while_there_is_more_to_come() -> None:
+    grammar = compile_grammar(Choice(["yes", "yes please"]))
+    ids = tokenizer().encode("yes").ids
+    row = GrammarRow(grammar, 0, ids, is_forcing=False, ignores_end=True)
+    assert not set(ending_ids()) & set(allowed(row, len(ids)))
+    ids += tokenizer().encode(" please").ids
+    row = GrammarRow(grammar, 0, ids, is_forcing=False, ignores_end=True)
+    assert set(allowed(row, len(ids))) == set(ending_ids())
+
+
+def test_other_rules_of_a_request_take_tokens_away() -> None:
+    grammar = compile_grammar(Regex("[ab]+"))
+    (a,) = tokenizer().encode("a").ids
+    bits = np.zeros(NUM_TOKENS // 32, np.int32)
+    bits[a // 32] |= np.int32(1 << a % 32)
+    row = GrammarRow(grammar, 0, [], is_forcing=False, allowed=bits)
+    assert allowed(row, 0) == [a]
+
+
+def test_a_token_that_the_grammar_does_not_admit_ends_the_row_and_says_so() -> None:
+    row = GrammarRow(compile_grammar(Regex("[ab]+")), 0, [])
+    row.learn(0, tokenizer().encode("x").ids[0])
+    assert row.problem
+    assert allowed(row, 1) == []
+
+
+# Reasoning before an answer
+
+BEGIN, END = tokenizer().encode("begin").ids, tokenizer().encode(" the end").ids
+
+
+def thinking(**fields: Any) -> Thinking:
+    return Thinking(end_ids=tuple(END), forced_end_ids=tuple(END), **fields)
+
+
+def test_reasoning_is_free_and_the_grammar_begins_behind_it() -> None:
+    grammar = ThinkingGrammar(thinking(is_begun=True), compile_grammar(Choice(["yes"])), ending_ids())
+    row = GrammarRow(grammar, 0, [])
+    output = tokenizer().encode("the fox is red").ids
+    for position, token_id in enumerate(output):
+        ids = allowed(row, position)
+        assert len(ids) == NUM_TOKENS - len(ending_ids()), "anything but an end, which would leave the answer out"
+        assert row.learn(position, token_id) == []
+    told = []
+    for token_id in END:
+        told = row.learn(len(output), token_id)
+        output.append(token_id)
+    assert decode(told) == "yes"
+    assert told[-1] in ending_ids()
+
+
+def test_reasoning_ends_when_it_has_had_its_tokens() -> None:
+    grammar = ThinkingGrammar(thinking(is_begun=True, max_tokens=3), None, ending_ids())
+    row = GrammarRow(grammar, 0, [])
+    (word,) = tokenizer().encode("a").ids
+    assert row.learn(0, word) == []
+    assert row.learn(1, word) == []
+    assert row.learn(2, word) == END
+    assert len(allowed(row, 3 + len(END))) == NUM_TOKENS, "behind it nothing is asked for"
+
+
+def test_reasoning_without_a_budget_of_any_token_is_ended_at_once() -> None:
+    row = GrammarRow(ThinkingGrammar(thinking(is_begun=True, max_tokens=0), None, ending_ids()), 0, [])
+    assert [allowed(row, position) for position in range(len(END))] == [[token_id] for token_id in END]
+
+
+def test_a_model_may_begin_to_reason_by_itself() -> None:
+    inner = compile_grammar(Choice(["yes"]))
+    grammar = ThinkingGrammar(thinking(begin_ids=tuple(BEGIN)), inner, ending_ids())
+    row = GrammarRow(grammar, 0, [])
+    assert set(allowed(row, 0)) == {BEGIN[0], *allowed(GrammarRow(inner, 0, [], is_forcing=False), 0)}
+    output: list[int] = []
+    for token_id in [*BEGIN, *tokenizer().encode("so").ids, *END]:
+        assert token_id in allowed(row, len(output))
+        told = row.learn(len(output), token_id)
+        output.append(token_id)
+    assert decode(told) == "yes"
+
+
+def test_a_model_may_leave_reasoning_out() -> None:
+    inner = compile_grammar(Choice(["yes", "no"]))
+    grammar = ThinkingGrammar(thinking(begin_ids=tuple(BEGIN)), inner, ending_ids())
+    row = GrammarRow(grammar, 0, [])
+    first = tokenizer().encode("no").ids[0]
+    assert row.learn(0, first)[-1] in ending_ids()
