@@ -33,7 +33,7 @@ FLOORS = """
     kernels
     outputs
     config metrics sampling_params
-    structured
+    structured tool_calls
     own_process plain_struct progress turns validation
     _version errors
 """.strip().splitlines()

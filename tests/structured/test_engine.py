@@ -139,7 +139,7 @@ async def test_rules_beside_a_grammar_hold_too() -> None:
             with contextlib.suppress(NoTokenLeft):
                 out = await engine.generate("x", structured=Choice(["fox", "owl"]), bad_words=["fox"], seed=seed)
                 assert out.text == "owl"
-        b = engine.tokenizer.encode("b")
+        (b, *_) = [await engine.tokenize("b", add_special_tokens=False)]
         out = await engine.generate("x", structured=Regex("[abc]+"), allowed_token_ids=b, max_tokens=5)
         assert out.text == "bbbbb"
         out = await engine.generate("x", structured=Choice(["stop here", "stop there"]), stop=["here"], seed=4)

@@ -1,0 +1,273 @@
+"""What a caller says of tools, and what a model's answer turns out to be: content, reasoning and calls."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, get_type_hints
+
+import msgspec
+
+from aioengine.errors import InvalidRequest
+from aioengine.plain_struct import PlainStruct
+from aioengine.validation import invalid, nearest, shorten, typed
+
+MAX_TOOLS = 128
+MAX_TOOLS_BYTES = 1_000_000
+"""Of all tools together, as JSON."""
+MAX_NAME_CHARS = 64
+
+NO_TOKENS: Mapping[str, int] = {}
+
+ToolName = Annotated[str, msgspec.Meta(pattern=rf"^[A-Za-z0-9_.-]{{1,{MAX_NAME_CHARS}}}\Z")]
+
+
+def _any_object() -> dict[str, Any]:
+    return {"type": "object", "properties": {}}
+
+
+class Tool(PlainStruct, frozen=True):
+    """A function that the model may ask for.
+
+    Attributes:
+        parameters: a JSON schema of its arguments, which are an object.
+        strict: the model is kept from giving arguments that the schema does not admit.
+    """
+
+    name: ToolName
+    parameters: dict[str, Any] = msgspec.field(default_factory=_any_object)
+    description: str = ""
+    strict: bool = False
+
+    def as_openai(self) -> dict[str, Any]:
+        """The dict that chat templates expect."""
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
+
+
+class ToolChoice(PlainStruct, frozen=True):
+    """What the model may, or must, call.
+
+    Attributes:
+        mode: "auto": calls or none; "none": no call; "required": one call or more; "tool": one call, of the one name.
+        names: of the tools that may be called; None: of all.
+    """
+
+    mode: Literal["auto", "none", "required", "tool"] = "auto"
+    names: tuple[str, ...] | None = None
+
+    def pick(self, tools: Iterable[Tool]) -> tuple[Tool, ...]:
+        """Those of the tools that may be called."""
+        if self.mode == "none":
+            return ()
+        return tuple(tool for tool in tools if self.names is None or tool.name in self.names)
+
+
+class ToolCall(PlainStruct, frozen=True):
+    """A complete call; ``arguments`` is the text of a JSON object."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class ToolCallDelta(PlainStruct, frozen=True):
+    """A piece of a call.
+
+    Attributes:
+        index: which call of the answer, in the order in which they began.
+        id, name: in the first piece of a call alone.
+        arguments: a piece of JSON text; those of a complete call, joined, are `ToolCall.arguments`.
+    """
+
+    index: int
+    id: str | None
+    name: str | None
+    arguments: str
+
+
+class Piece(NamedTuple):
+    """What a piece of an answer's text turned out to be."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[ToolCallDelta, ...] = ()
+
+
+class AnswerParser(Protocol):
+    """Tells content, reasoning and calls apart, in a text that arrives in pieces.
+
+    What comes out depends on the text, never on where it was cut, and no text makes a parser raise. Each character is
+    exactly one of these:
+
+    - content or reasoning;
+    - a call's. A call is *begun*, and its first delta given, when the text has named one of the tools in the format's
+      way and its arguments begin. What led there is its markup. It is *complete* when the format's JSON (or list of
+      arguments) is closed; the closing marker may be missing, since a model may stop before it.
+    - markup between the parts: reasoning's markers with the newlines beside them, harmony's with the white space
+      beside them, white space before a call, and what follows the last call if it is white space alone.
+
+    What looks like a call, and is none, is content: all of it if the call is not begun yet. Of a begun one its deltas
+    stay, the call never gets into ``calls``, and from what was no argument any more on the text is content. Where the
+    text ends inside a begun call, what was read of it and not given yet (half a marker, say) is that call's.
+
+    Attributes:
+        calls: the complete calls, in order.
+        is_cut: a call was begun and not completed: the text is over, or went wrong inside it.
+    """
+
+    @property
+    def calls(self) -> list[ToolCall]: ...
+
+    @property
+    def is_cut(self) -> bool: ...
+
+    def feed(self, text: str) -> Piece:
+        """Take more of the text; returns what is certain now."""
+        ...
+
+    def finish(self) -> Piece:
+        """The text is over; returns what was held back."""
+        ...
+
+
+# Reading what callers give
+
+
+def read_tools(given: Any) -> tuple[Tool, ...]:
+    """Tools, from what a caller gives.
+
+    Args:
+        given: a list of `Tool`, of dicts in the form of OpenAI's chat API (``{"type": "function", "function": {…}}``),
+            of its responses API (the same without the inner dict) or of Anthropic's (``input_schema``), and of Python
+            functions, of which the name, the docstring and the annotations are read. None: no tools.
+    Raises:
+        InvalidRequest: one is none of these, or has a name that another has, or there are too many.
+    """
+    if given is None:
+        return ()
+    if not isinstance(given, list | tuple):
+        raise invalid("tools", f"tools must be a list of functions, not {typed(given)}")
+    if len(given) > MAX_TOOLS:
+        raise invalid("tools", f"there are {len(given)} tools, and at most {MAX_TOOLS} are allowed; give fewer")
+    tools: dict[str, Tool] = {}
+    num_bytes = 0
+    for number, one in enumerate(given):
+        try:
+            encoded = msgspec.json.encode(_fields_of(one))
+            tool = msgspec.json.decode(encoded, type=Tool)
+        except (msgspec.MsgspecError, TypeError, ValueError, RecursionError, OverflowError) as exc:
+            raise invalid("tools", f"tools[{number}]={shorten(one)}: {exc}") from None
+        if tool.parameters.get("type", "object") != "object":
+            raise invalid("tools", f"tools[{number}]: the schema of its arguments must have type 'object'")
+        if tool.name in tools:
+            raise invalid("tools", f"tools[{number}]: another tool is called {tool.name!r}, too; rename one")
+        tools[tool.name] = tool
+        num_bytes += len(encoded)
+    if num_bytes > MAX_TOOLS_BYTES:
+        message = f"the tools have {num_bytes:,} bytes, and at most {MAX_TOOLS_BYTES:,} are allowed; shorten them"
+        raise invalid("tools", message)
+    return tuple(tools.values())
+
+
+def read_tool_choice(given: Any, tools: Iterable[Tool]) -> ToolChoice:
+    """What ``tool_choice`` means, in OpenAI's spellings or Anthropic's; a plain tool's name stands for that tool.
+
+    Raises:
+        InvalidRequest: it is none of these, or asks for a tool that is not there.
+    """
+    known = [tool.name for tool in tools]
+    mode, names = (given.mode, given.names) if isinstance(given, ToolChoice) else _mode_and_names(given, known)
+    if mode not in ("auto", "none", "required", "tool"):
+        raise _wrong_choice(given)
+    for name in names or ():
+        if name not in known:
+            hint = (nearest(name, known) if isinstance(name, str) else "") or "; give one of the tools"
+            raise invalid("tool_choice", f"tool_choice asks for {shorten(name)}, which is no tool{hint}")
+    if known and names != ():
+        return ToolChoice(mode, names)
+    if mode in ("required", "tool"):
+        raise invalid("tool_choice", "tool_choice asks for a call, but there are no tools; give tools")
+    return ToolChoice("none")
+
+
+def _wrong_choice(given: Any) -> InvalidRequest:
+    choices = "'auto', 'none', 'required' or {'type': 'function', 'function': {'name': …}}"
+    return invalid("tool_choice", f"tool_choice={shorten(given)} is not understood; give {choices}")
+
+
+def _mode_and_names(given: Any, known: list[str]) -> tuple[Any, tuple[str, ...] | None]:
+    try:
+        if given is None:
+            return "auto", None
+        if isinstance(given, str):
+            mode = "required" if given == "any" else given
+            return ("tool", (given,)) if given in known and mode not in ("auto", "none", "required") else (mode, None)
+        kind = given["type"]
+        if kind in ("function", "tool"):
+            return "tool", ((given.get("function") or given)["name"],)
+        if kind == "allowed_tools":
+            body = given.get("allowed_tools") or given
+            return body.get("mode", "auto"), tuple((one.get("function") or one)["name"] for one in body["tools"])
+        return _mode_and_names(kind if isinstance(kind, str) else 0, [])
+    except (KeyError, TypeError, AttributeError):
+        raise _wrong_choice(given) from None
+
+
+def _fields_of(given: Any) -> Any:
+    if isinstance(given, Tool):
+        return given
+    if not isinstance(given, Mapping):
+        if callable(given):
+            return _fields_of_function(given)
+        raise TypeError("give a function, a Tool, or a dict with a name and a schema")
+    if given.get("type", "function") not in ("function", "custom"):
+        raise TypeError(f"tools of type {shorten(given['type'])} are not supported; give functions")
+    inner = given.get("function")
+    inner = inner if isinstance(inner, Mapping) else given
+    fields = {name: inner.get(name) for name in ("name", "description", "strict", "parameters")}
+    if fields["parameters"] is None:
+        fields["parameters"] = inner.get("input_schema")
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _fields_of_function(function: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        name = function.__name__
+        hints = get_type_hints(function, include_extras=True)
+        arguments = {}
+        for parameter in inspect.signature(function).parameters.values():
+            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                raise TypeError(f"its parameter {parameter.name} cannot be given by name")
+            default = msgspec.NODEFAULT if parameter.default is parameter.empty else parameter.default
+            arguments[parameter.name] = (hints.get(parameter.name, Any), default)
+        schema = _schema_of(name, arguments)
+    except Exception as exc:  # annotations and defaults are the caller's, and so is what evaluating them raises
+        raise TypeError(f"no schema can be made of this function: {exc}; give a Tool") from None
+    return {"name": name, "description": inspect.getdoc(function) or "", "parameters": schema}
+
+
+def _schema_of(name: str, arguments: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
+    """A JSON schema of an object of these: name -> (type, default, or NODEFAULT where one must be given)."""
+    try:
+        import pydantic
+        from pydantic.json_schema import GenerateJsonSchema
+    except ImportError:
+        struct = msgspec.defstruct(
+            name, [(key, kind, default) for key, (kind, default) in arguments.items()], kw_only=True
+        )
+        definitions = msgspec.json.schema(struct)["$defs"]
+        schema: dict[str, Any] = definitions.pop(name)
+        schema |= {"$defs": definitions} if definitions else {}
+    else:
+
+        class Untitled(GenerateJsonSchema):
+            def field_title_should_be_set(self, schema: Any) -> bool:
+                return False  # each would only repeat the argument's name
+
+        fields: Any = {
+            key: (kind, ... if default is msgspec.NODEFAULT else default) for key, (kind, default) in arguments.items()
+        }
+        schema = pydantic.create_model(name, **fields).model_json_schema(schema_generator=Untitled)
+    del schema["title"]
+    return schema | {"additionalProperties": False}

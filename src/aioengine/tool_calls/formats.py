@@ -1,0 +1,107 @@
+"""The formats by name, and which of them a model's chat template asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import entry_points
+from typing import Protocol
+
+from aioengine.errors import ConfigError
+from aioengine.tool_calls.calls import NO_TOKENS, AnswerParser, Tool, ToolChoice
+from aioengine.tool_calls.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
+from aioengine.tool_calls.harmony import HARMONY
+from aioengine.tool_calls.hermes import HERMES
+from aioengine.tool_calls.llama3_json import LLAMA3_JSON
+from aioengine.tool_calls.mistral import MISTRAL, MISTRAL_ARGS
+from aioengine.tool_calls.pythonic import PYTHONIC
+from aioengine.tool_calls.qwen3_coder import QWEN3_CODER
+from aioengine.validation import nearest, shorten
+
+ENTRY_POINT_GROUP = "aioengine.tool_formats"
+
+
+class ToolFormat(Protocol):
+    """How a family of models writes calls.
+
+    Attributes:
+        keeps_special_tokens: its markers are special tokens, so that an answer must be decoded with them.
+    """
+
+    name: str
+    keeps_special_tokens: bool
+
+    def make_parser(self, tools: Iterable[Tool], make_id: Callable[[], str]) -> AnswerParser:
+        """A parser of one answer; ``make_id`` gives an id for each call."""
+        ...
+
+    def grammar(
+        self, tools: Iterable[Tool], choice: ToolChoice, *, parallel: bool, token_ids: Mapping[str, int] = NO_TOKENS
+    ) -> str:
+        """A Lark grammar, in llguidance's dialect, of the answers that the choice admits, read by this format's parser.
+
+        One call or more ("required"; one if not ``parallel``), one call of the tool ("tool"), or any text with calls
+        in it ("auto"), each of a tool that may be called, with arguments that its schema admits, in its order. The
+        end of the answer is the model's own end token.
+
+        Args:
+            token_ids: text -> id of the tokenizer's added tokens. A marker that is one of them is that token, another
+                is text.
+        Raises:
+            InternalError: no tool may be called.
+        """
+        ...
+
+
+_formats: dict[str, ToolFormat] = {
+    format.name: format
+    for format in (  # noqa: A001
+        HERMES, QWEN3_CODER, LLAMA3_JSON, PYTHONIC, MISTRAL, MISTRAL_ARGS, DEEPSEEK_V3, DEEPSEEK_V31, HARMONY,
+    )
+}  # fmt: skip
+
+
+def register_tool_format(name: str, format: ToolFormat) -> None:  # noqa: A002
+    """Make a format known by a name; one that had it is replaced."""
+    _formats[name] = format
+
+
+def find_tool_format(name: str) -> ToolFormat:
+    """A format that is built in, was registered, or is an entry point of the group ``aioengine.tool_formats``.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if name not in _formats:
+        for entry_point in entry_points(group=ENTRY_POINT_GROUP, name=name):
+            register_tool_format(name, entry_point.load())
+    if name not in _formats:
+        raise ConfigError(f"no tool format is called {shorten(name)}{nearest(name, _formats)}; known: {known_names()}")
+    return _formats[name]
+
+
+def known_names() -> str:
+    return ", ".join(sorted({*_formats, *entry_points(group=ENTRY_POINT_GROUP).names}))
+
+
+def detect_tool_format(chat_template: str) -> str | None:
+    """The format that a chat template makes a model write, where its text leaves no doubt; else None."""
+
+    def has(*parts: str) -> bool:
+        return all(part in chat_template for part in parts)
+
+    # GLM, Hunyuan, Nemotron: other calls between the same markers.
+    is_other = any(map(has, ("<arg_key>", "<tool_sep>", "<tool_calls>", "<TOOLCALL>")))
+    is_listed = has("[func_name1(") or has("[func_name(")
+    found = {
+        "hermes": has("<tool_call>", "</tool_call>", "arguments") and not has("<function=") and not is_other,
+        "qwen3_coder": has("<tool_call>", "<function=", "<parameter="),
+        "llama3_json": has("<|start_header_id|>", '"parameters": ', '{"name": ') and not is_listed and not is_other,
+        "pythonic": is_listed,
+        "mistral": has("[TOOL_CALLS]") and not has("[ARGS]"),
+        "mistral_args": has("[TOOL_CALLS]", "[ARGS]"),
+        "deepseek_v3": has("<｜tool▁calls▁begin｜>", "```json"),
+        "deepseek_v31": has("<｜tool▁calls▁begin｜>") and not has("```json"),
+        "harmony": has("<|start|>", "<|channel|>", "<|message|>"),
+    }
+    names = [name for name, is_found in found.items() if is_found]
+    return names[0] if len(names) == 1 else None

@@ -1,0 +1,202 @@
+"""What a format consists of, and how its grammar is written: in the Lark dialect of llguidance (its docs/syntax.md)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from aioengine.errors import InternalError
+from aioengine.tool_calls.calls import NO_TOKENS, AnswerParser, Tool, ToolChoice
+from aioengine.tool_calls.reading import Reading, StepParser, Steps
+
+MAX_REFERENCES = 32
+"""Of references that lead to references, in a schema; more are taken for a circle."""
+
+_JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
+
+
+class GrammarWriter:
+    """A grammar that is being written, for the tools that may be called.
+
+    Args:
+        parallel: there may be several calls.
+        token_ids: text -> id, of the markers that are tokens of their own. Only such a token matches there: the same
+            text spelled out by others is not what a model was trained to write.
+
+    Attributes:
+        tools: those that may be called.
+        is_many: there may be more than one call.
+        is_free: there may be none, and text.
+    """
+
+    def __init__(
+        self, tools: Iterable[Tool], choice: ToolChoice, *, parallel: bool, token_ids: Mapping[str, int]
+    ) -> None:
+        self.tools = choice.pick(tools)
+        if not self.tools:
+            raise InternalError("a grammar of calls was asked for where no tool may be called")
+        self.is_many = parallel and choice.mode != "tool"
+        self.is_free = choice.mode == "auto"
+        self._token_ids = token_ids
+        self._rules: list[str] = []
+
+    def marker(self, text: str) -> str:
+        return f"<[{self._token_ids[text]}]>" if text in self._token_ids else quoted(text)
+
+    def rule(self, body: str, options: str = "") -> str:
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}{options}: {body}")
+        return name
+
+    def one_of(self, bodies: Iterable[str]) -> str:
+        return self.rule(" | ".join(bodies))
+
+    def several(self, one: str, between: str) -> str:
+        """One, or as many as there may be."""
+        return self.rule(f"{one} ({between} {one})*" if self.is_many else one)
+
+    def json(self, schema: Mapping[str, Any], tool: Tool) -> str:
+        """JSON as models are trained to write it: on one line, with a space or none after a separator.
+
+        What the schema asks for and llguidance cannot hold is an error where the tool is strict, else let go.
+        """
+        spacing = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+        return "%json " + json.dumps({**schema, "x-guidance": {**spacing, "lenient": not tool.strict}})
+
+    def json_call(self, tool: Tool, arguments_key: str) -> str:
+        """A call that is an object."""
+        head = f'{{"name": "{tool.name}", "{arguments_key}": '
+        return f"{quoted(head)} {self.json(tool.parameters, tool)} {quoted('}')}"
+
+    def text_without(self, *markers: str, beginning: str = "") -> str:
+        """Any text without these in it; its first character is no space and no ``beginning`` where that is given."""
+        name = f"T{len(self._rules)}"
+        inner = "|".join(re.escape(marker).replace("/", r"\/") for marker in markers)
+        body = rf"/([^\s{re.escape(beginning)}](?s:.*))?/" if beginning else "/(?s:.*)/"
+        self._rules.append(f"{name}: {body}" + (f" & ~/(?s:.*)({inner})(?s:.*)/" if markers else ""))
+        return name
+
+    def text_until(self, marker: str, *others: str, beginning: str = "") -> str:
+        """Any text without ``others`` in it, as above, and then the marker, for the first time."""
+        others = tuple(other for other in others if other != marker)
+        if marker in self._token_ids:
+            return self.rule(f"{self.text_without(marker, *others, beginning=beginning)} {self.marker(marker)}")
+        return self.rule(f"{self.text_without(*others, beginning=beginning)} {quoted(marker)}", "[lazy]")
+
+    def finish(self, start: str) -> str:
+        return "\n".join((f"start: {start}", *self._rules)) + "\n"
+
+    def finish_marked(self, begin: str, calls: str, *others: str, between: str | None) -> str:
+        """The grammar of a format whose calls begin with a marker.
+
+        Args:
+            calls: what follows the marker.
+            others: markers that the format reads, too.
+            between: what parts two of these; None: ``calls`` are all.
+        """
+        is_many = self.is_many and between is not None
+        if self.is_free:
+            times = "*" if is_many else "?"
+            return self.finish(
+                f"({self.text_until(begin, *others)} {calls}){times} {self.text_without(begin, *others)}"
+            )
+        one = f"{self.marker(begin)} {calls}"
+        return self.finish(self.several(one, between or "") if is_many else one)
+
+    def finish_unmarked(self, tag: str, calls: str, *, beginning: str) -> str:
+        """The grammar of a format whose calls are all of an answer, or follow a tag.
+
+        Args:
+            beginning: the character that calls begin with and other answers do not.
+        """
+        tagged = f"{self.marker(tag)}? {calls}"
+        if not self.is_free:
+            return self.finish(tagged)
+        text = self.text_without(tag, beginning=beginning)
+        return self.finish(f"{text} | {tagged} | {self.text_until(tag, beginning=beginning)} {calls}")
+
+
+class StepFormat:
+    """A `ToolFormat` of the two things that a format is: how its calls are read, and how they are written.
+
+    Args:
+        read: goes through an answer until its text is over.
+        write: the grammar of what `read` reads as calls.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        read: Callable[[Reading], Steps[None]],
+        write: Callable[[GrammarWriter], str],
+        *,
+        keeps_special_tokens: bool,
+    ) -> None:
+        self.name = name
+        self.keeps_special_tokens = keeps_special_tokens
+        self._read = read
+        self._write = write
+
+    def make_parser(self, tools: Iterable[Tool], make_id: Callable[[], str]) -> AnswerParser:
+        return StepParser(self._read, tools, make_id)
+
+    def grammar(
+        self, tools: Iterable[Tool], choice: ToolChoice, *, parallel: bool, token_ids: Mapping[str, int] = NO_TOKENS
+    ) -> str:
+        return self._write(GrammarWriter(tools, choice, parallel=parallel, token_ids=token_ids))
+
+
+def quoted(text: str) -> str:
+    return json.dumps(text) if text else ""
+
+
+def properties_of(tool: Tool) -> dict[str, dict[str, Any]]:
+    """The schema of each declared argument, able to stand alone."""
+    root = _resolved(tool.parameters, tool.parameters)
+    shared: dict[str, Any] = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
+    properties = root.get("properties")
+    if not isinstance(properties, dict):
+        return {}
+    return {name: {**_resolved(schema, tool.parameters), **shared} for name, schema in properties.items() if name}
+
+
+def required_of(tool: Tool) -> frozenset[str]:
+    return frozenset(_resolved(tool.parameters, tool.parameters).get("required") or ())
+
+
+def types_of(schema: Any, root: Mapping[str, Any], depth: int = MAX_REFERENCES) -> frozenset[str]:
+    """The JSON types that a schema admits; empty where it does not say."""
+    schema = _resolved(schema, root)
+    if not depth:
+        return frozenset()
+    kind = schema.get("type")
+    if isinstance(kind, str | list):
+        return frozenset((kind,) if isinstance(kind, str) else (one for one in kind if isinstance(one, str)))
+    if (values := choices_of(schema)) is not None:
+        return frozenset(_JSON_TYPES.get(type(value), "object") for value in values)
+    members = [types_of(one, root, depth - 1) for key in ("anyOf", "oneOf") for one in schema.get(key) or ()]
+    return frozenset().union(*members) if all(members) else frozenset()
+
+
+def choices_of(schema: Mapping[str, Any]) -> list[Any] | None:
+    """The values of which it must be one; None where the schema lists none."""
+    if "const" in schema:
+        return [schema["const"]]
+    values = schema.get("enum")
+    return values if isinstance(values, list) else None
+
+
+def _resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema that one refers to inside ``root``; what it says beside the reference goes on top."""
+    for _ in range(MAX_REFERENCES):
+        if not isinstance(schema, dict) or not isinstance(reference := schema.get("$ref"), str):
+            break
+        target: Any = root
+        for part in reference.removeprefix("#").split("/")[1:]:
+            target = target.get(part) if isinstance(target, dict) else None
+        if not isinstance(target, dict):
+            break
+        schema = {**target, **{key: value for key, value in schema.items() if key != "$ref"}}
+    return schema if isinstance(schema, dict) else {}

@@ -1,0 +1,72 @@
+"""The messages of gpt-oss, which are reasoning, content or a call.
+
+    <|channel|>analysis<|message|>The user asks for the weather.<|end|>
+    <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"city": "Paris"}<|call|>
+
+(On one line.) "analysis" is reasoning; "final" is content, and so is "commentary" to no function, which is meant for
+the user, too. A second message of one kind begins on a new line. The model stops after a call.
+"""
+
+from __future__ import annotations
+
+import re
+
+from aioengine.tool_calls.grammars import GrammarWriter, StepFormat, quoted
+from aioengine.tool_calls.reading import MAX_KEYWORD_CHARS, Markers, NotACall, Reading, Steps
+
+START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
+END, RETURN, CALL = "<|end|>", "<|return|>", "<|call|>"
+_MARKERS, _MESSAGES = Markers(START, CHANNEL, END, RETURN, CALL), Markers(MESSAGE)
+_HEADER = re.compile(
+    r"(?:<\|start\|>(?P<role>[^<]*))?(?:<\|channel\|>(?P<channel>\w+)(?P<rest>[^<]*))?(?:<\|constrain\|>[^<]*)?"
+)
+_RECIPIENT = re.compile(r"\bto=functions\.([^\s<]+)")
+
+
+def _read(reading: Reading) -> Steps[None]:
+    kinds: set[bool] = set()
+    while marker := (yield from reading.show_until(_MARKERS)):
+        reading.shown = reading.content
+        if marker in (START, CHANNEL):
+            yield from reading.attempt(_read_message(reading, marker, kinds))
+        else:
+            reading.drop()
+
+
+def _read_message(reading: Reading, marker: str, kinds: set[bool]) -> Steps[None]:
+    """Read a call, or the header of what is to be shown; ``kinds``: whether the messages so far were reasoning."""
+    text = marker + (yield from reading.read_until(_MESSAGES, longest=MAX_KEYWORD_CHARS))
+    header = _HEADER.fullmatch(text)
+    if header is None:
+        raise NotACall
+    recipient = _RECIPIENT.search(f"{header['role']} {header['rest']}")
+    if recipient is None:
+        reading.drop()
+        is_reasoning = header["channel"] == "analysis"
+        reading.shown = reading.reasoning if is_reasoning else reading.content
+        reading.shown += ["\n"] if is_reasoning in kinds else []
+        kinds.add(is_reasoning)
+        return
+    if (yield from reading.skip_space()) != "{":
+        raise NotACall
+    reading.begin_call(recipient[1])
+    yield from reading.json_value(reading.add_arguments)
+    reading.end_call()
+    yield from reading.close()
+
+
+def _write(writer: GrammarWriter) -> str:
+    channel, message, start = map(writer.marker, (CHANNEL, MESSAGE, START))
+    text = f"{message} {writer.text_until(END, *_MARKERS.texts)} {start} {quoted('assistant')}"
+    before = writer.rule(f"{channel} ({quoted('analysis')} | {quoted('commentary')}) {text}")
+    head = writer.rule(f"{quoted(' ')} {writer.marker(CONSTRAIN)} {quoted('json')} {message}")
+    last = [
+        f"{channel} {quoted(f'commentary to=functions.{tool.name}')} {head} {writer.json(tool.parameters, tool)}"
+        for tool in writer.tools
+    ]
+    if writer.is_free:
+        last.append(f"{channel} {quoted('final')} {message} {writer.text_without(*_MARKERS.texts)}")
+    return writer.finish(f"{before}* {writer.one_of(last)}")
+
+
+HARMONY = StepFormat("harmony", _read, _write, keeps_special_tokens=True)

@@ -1,0 +1,352 @@
+"""How the formats read: an answer in pieces, as steps that wait for more text where they need it.
+
+A format is a generator over a `Reading`: plain code from left to right, that yields where the text has not come yet.
+What it takes of the text is held until it is known what that was: `drop` makes it markup, `release` shows it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Generator, Iterable
+from typing import TypeVar
+
+from aioengine.tool_calls.calls import Piece, Tool, ToolCall, ToolCallDelta
+from aioengine.tool_calls.json_scanner import JsonScanner
+
+MAX_KEYWORD_CHARS = 256
+"""Of what stands between two markers and is no value: a name, a key, a header."""
+
+SPACE, NEWLINES = re.compile(r"\s*"), re.compile(r"\n*")
+_NAME_KEY, _ARGUMENT_KEYS, _OTHER_KEYS = "name", ("arguments", "parameters"), ("id", "type")
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+
+
+class NotACall(Exception):
+    """What was read is no call, from the character on that the reading stands at."""
+
+
+class Markers:
+    """Texts to be found in a text, the first of them in it; where two begin, the longer one."""
+
+    def __init__(self, *texts: str) -> None:
+        self.texts = texts
+        self._pattern = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
+        self._first_chars = re.compile("[" + "".join(re.escape(text[0]) for text in texts) + "]")
+        self._longest = max(map(len, texts))
+
+    def find(self, text: str, at: int) -> re.Match[str] | None:
+        return self._pattern.search(text, at)
+
+    def may_begin(self, text: str, at: int) -> int:
+        """Where in ``text``, which has none, one may be beginning; its length if nowhere."""
+        at = max(at, len(text) - self._longest + 1)
+        while found := self._first_chars.search(text, at):
+            at = found.start()
+            if any(marker.startswith(text[at:]) for marker in self.texts):
+                return at
+            at += 1
+        return len(text)
+
+
+class _OpenCall:
+    def __init__(self, index: int, id: str, name: str) -> None:  # noqa: A002
+        self.index, self.id, self.name = index, id, name
+        self.arguments: list[str] = []
+
+
+class Reading:
+    """A text that is being read, what has been held of it, and what came out.
+
+    Attributes:
+        text, at: the part that is here, and how far it was taken.
+        is_over: no more will come.
+        marker: the one that `read_until` has found last.
+        shown: where text goes that is no call: ``content`` or ``reasoning``.
+    """
+
+    def __init__(self, tools: Iterable[Tool], make_id: Callable[[], str]) -> None:
+        self.tools = {tool.name: tool for tool in tools}
+        self.text, self.at, self.is_over = "", 0, False
+        self.marker = ""
+        self.calls: list[ToolCall] = []
+        self.is_cut = False
+        self.content: list[str] = []
+        self.reasoning: list[str] = []
+        self.shown = self.content
+        self.make_id = make_id
+        self._held: list[str] = []
+        self._open: _OpenCall | None = None
+        self._num_begun = 0
+        self._deltas: dict[int, tuple[str | None, str | None, list[str]]] = {}
+
+    def take_piece(self) -> Piece:
+        """What came out since the last time."""
+        deltas = (ToolCallDelta(n, call_id, name, "".join(parts)) for n, (call_id, name, parts) in self._deltas.items())
+        piece = Piece("".join(self.content), "".join(self.reasoning), tuple(deltas))
+        for given in (self.content, self.reasoning, self._deltas):
+            given.clear()
+        return piece
+
+    # What becomes of text
+
+    def take(self, end: int) -> str:
+        """Hold the text up to ``end``; returns it."""
+        taken = self.text[self.at : end]
+        self._held.append(taken)
+        self.at = end
+        return taken
+
+    def drop(self) -> None:
+        """What is held is markup."""
+        self._held.clear()
+
+    def release(self) -> None:
+        """What is held is shown."""
+        self.shown += self._held
+        self._held.clear()
+
+    def begin_call(self, name: str, arguments: str = "") -> None:
+        """What is held is the beginning of a call.
+
+        Raises:
+            NotACall: no tool has this name.
+        """
+        if name not in self.tools:
+            raise NotACall
+        self.drop()
+        self._open = _OpenCall(self._num_begun, self.make_id(), name)
+        self._num_begun += 1
+        self._deltas[self._open.index] = (self._open.id, name, [])
+        self.add_arguments(arguments)
+
+    def add_arguments(self, text: str) -> None:
+        assert self._open is not None
+        self._open.arguments.append(text)
+        if text:
+            self._deltas.setdefault(self._open.index, (None, None, []))[2].append(text)
+
+    def end_call(self) -> None:
+        assert self._open is not None
+        self.calls.append(ToolCall(self._open.id, self._open.name, "".join(self._open.arguments)))
+        self._open = None
+        self.drop()
+
+    @property
+    def is_in_call(self) -> bool:
+        return self._open is not None
+
+    def attempt(self, steps: Steps[None]) -> Steps[None]:
+        """Go through steps that read a call, or several. Where they find none what they have taken is shown."""
+        try:
+            yield from steps
+        except NotACall:
+            if self._open is not None:
+                self._open, self.is_cut = None, True
+                if self.is_over:
+                    self.at = len(self.text)
+                    self.drop()
+            # White space at its end may still be before a call.
+            held = "".join(self._held)
+            self.shown.append(held.rstrip())
+            self._held[:] = [held[len(self.shown[-1]) :]]
+
+    # Reading
+
+    def show_until(self, markers: Markers, *, space: str | None = None) -> Steps[str]:
+        """Show text up to a marker; returns the marker, held with the space before it. "" when the text is over.
+
+        Args:
+            space: the characters that are space; None: all white space.
+        """
+        while True:
+            found = markers.find(self.text, self.at)
+            stop = found.start() if found else len(self.text) if self.is_over else markers.may_begin(self.text, self.at)
+            end_of_shown = self.at + len(self.text[self.at : stop].rstrip(space))
+            if end_of_shown > self.at:
+                self.release()
+                self.shown.append(self.text[self.at : end_of_shown])
+                self.at = end_of_shown
+            self.take(stop)
+            if found:
+                self.take(found.end())
+                return found[0]
+            if self.is_over:
+                self.release()
+                return ""
+            yield
+
+    def read_until(
+        self, markers: Markers, *, longest: int | None = None, give: Callable[[str], None] | None = None
+    ) -> Steps[str]:
+        """Take the text before a marker, and the marker.
+
+        Args:
+            longest: the most characters before it.
+            give: is given the text as it comes, which then is not held.
+        Returns:
+            the text, if it is not given away.
+        """
+        parts: list[str] = []
+        room = float("inf") if longest is None else longest
+        while True:
+            found = markers.find(self.text, self.at)
+            stop = found.start() if found else markers.may_begin(self.text, self.at)
+            if stop - self.at > room:
+                self.take(self.at + int(room))
+                raise NotACall
+            room -= stop - self.at
+            if give is None:
+                parts.append(self.take(stop))
+            else:
+                give(self.text[self.at : stop])
+                self.at = stop
+            if found:
+                self.marker = self.take(found.end())
+                return "".join(parts)
+            if self.is_over:
+                raise NotACall
+            yield
+
+    def peek(self) -> Steps[str]:
+        """The next character, not taken; "" when the text is over."""
+        while self.at == len(self.text) and not self.is_over:
+            yield
+        return self.text[self.at : self.at + 1]
+
+    def skip_space(self, space: re.Pattern[str] = SPACE) -> Steps[str]:
+        """Take white space; returns the next character, not taken, or "" when the text is over."""
+        while True:
+            found = space.match(self.text, self.at)
+            self.take(found.end() if found else self.at)
+            if self.at < len(self.text) or self.is_over:
+                return self.text[self.at : self.at + 1]
+            yield
+
+    def literal(self, expected: str) -> Steps[bool]:
+        """Whether the text goes on with this, which is taken if so."""
+        while True:
+            here = self.text[self.at : self.at + len(expected)]
+            if here == expected:
+                self.take(self.at + len(expected))
+                return True
+            if self.is_over or not expected.startswith(here):
+                return False
+            yield
+
+    def expect(self, expected: str) -> Steps[None]:
+        if not (yield from self.literal(expected)):
+            raise NotACall
+
+    def json_value(self, give: Callable[[str], None] | None = None) -> Steps[str]:
+        """Take a JSON value; its text is given as it comes, or else held and returned."""
+        scanner = JsonScanner()
+        parts: list[str] = []
+        while True:
+            end = scanner.scan(self.text, self.at)
+            if give is None:
+                parts.append(self.take(end))
+            else:
+                give(self.text[self.at : end])
+                self.at = end
+            if scanner.is_done:
+                return "".join(parts)
+            if scanner.is_wrong or self.is_over:
+                raise NotACall
+            yield
+
+    # What several formats have
+
+    def json_call(self, *, needs_arguments: bool = False) -> Steps[None]:
+        """A call that is an object, with a name and arguments in any order.
+
+        Args:
+            needs_arguments: an object with a tool's name alone is no call; else it is one without arguments.
+        """
+        name: str | None = None
+        arguments: str | None = None
+        yield from self.skip_space()
+        yield from self.expect("{")
+        is_more = True
+        while is_more:
+            if (yield from self.skip_space()) != '"':
+                raise NotACall
+            key = json.loads((yield from self.json_value()))
+            yield from self.skip_space()
+            yield from self.expect(":")
+            first = yield from self.skip_space()
+            if key == _NAME_KEY and name is None and first == '"':
+                name = json.loads((yield from self.json_value()))
+                if name not in self.tools:
+                    raise NotACall
+                if arguments is not None:
+                    self.begin_call(name, arguments)
+            elif key in _ARGUMENT_KEYS and arguments is None and first == "{":
+                if name is not None:
+                    self.begin_call(name)
+                    arguments = ""
+                    yield from self.json_value(self.add_arguments)
+                else:
+                    arguments = yield from self.json_value()
+            elif key in _OTHER_KEYS or self.is_in_call:
+                yield from self.json_value()
+            else:
+                raise NotACall
+            yield from self.skip_space()
+            is_more = yield from self.literal(",")
+        if name is None or (needs_arguments and not self.is_in_call):
+            raise NotACall
+        yield from self.expect("}")
+        if not self.is_in_call:
+            self.begin_call(name, "{}")
+        self.end_call()
+
+    def close(self, *markers: str) -> Steps[None]:
+        """After a complete call: these markers are markup where they are there, and so is white space at the end."""
+        for marker in markers:
+            yield from self.skip_space()
+            if (yield from self.literal(marker)):
+                self.drop()
+            elif self.is_over and marker.startswith(self.text[self.at :]):
+                self.at = len(self.text)
+        if not (yield from self.skip_space()):
+            self.drop()
+
+
+class StepParser:
+    """An `AnswerParser` that goes through a format's steps.
+
+    Args:
+        make_steps: the format: goes on until the text is over.
+        make_id: an id for each call that begins.
+    """
+
+    def __init__(
+        self, make_steps: Callable[[Reading], Steps[None]], tools: Iterable[Tool], make_id: Callable[[], str]
+    ) -> None:
+        self._reading = Reading(tools, make_id)
+        self._steps = make_steps(self._reading)
+        next(self._steps)
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        return self._reading.calls
+
+    @property
+    def is_cut(self) -> bool:
+        return self._reading.is_cut
+
+    def feed(self, text: str) -> Piece:
+        reading = self._reading
+        assert not reading.is_over, "the text is over"
+        # What is not taken is never longer than a marker, so that this is no quadratic copying.
+        reading.text, reading.at = reading.text[reading.at :] + text, 0
+        next(self._steps)
+        return reading.take_piece()
+
+    def finish(self) -> Piece:
+        self._reading.is_over = True
+        next(self._steps, None)
+        return self._reading.take_piece()
