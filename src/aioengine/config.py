@@ -60,9 +60,11 @@ NEUTRAL_CONFIG = {
     "override_generation_config": Neutral((None, {}), "give each request the values that it is to have"),
     "logits_processors": Neutral((None, []), "give them to each request"),
     "enable_lora": Neutral((None, False), NOT_YET),
-    "structured_outputs_config": Neutral((None, {}), NOT_YET),
-    "guided_decoding_backend": Neutral((None, "auto"), NOT_YET),
-    "reasoning_parser": Neutral((None, ""), NOT_YET),
+    "structured_outputs_config": Neutral((None, {}), "there is one backend, llguidance"),
+    "guided_decoding_backend": Neutral((None, "auto", "guidance"), "there is one backend, llguidance"),
+    "reasoning_parser": Neutral((None, ""), "give reasoning_format"),
+    "tool_call_parser": Neutral((None, ""), "give tool_format"),
+    "enable_auto_tool_choice": Neutral((None, False, True)),
     "limit_mm_per_prompt": Neutral((None, {}, {"image": 0}), TEXT_ALONE),
     "mm_processor_kwargs": Neutral((None, {}), TEXT_ALONE),
     "allowed_local_media_path": Neutral((None, ""), TEXT_ALONE),
@@ -137,6 +139,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = "start"
     tune_kernels: Annotated[bool, Meta(description="measure launch parameters of a GPU's kernels at the start")] = True
     enable_prefix_caching: Annotated[bool, Meta(description="reuse the KV blocks of equal prompt beginnings")] = True
+    tool_format: Annotated[
+        Name, Meta(description="how the model writes tool calls; auto: as its chat template tells")
+    ] = "auto"
+    reasoning_format: Annotated[
+        Name, Meta(description="how the model marks its reasoning; auto: as its chat template tells; none: not at all")
+    ] = "auto"
     max_logprobs: Annotated[int, Meta(ge=0, description="most likeliest tokens that a request may ask for")] = 20
     max_in_flight: Annotated[
         Annotated[int, Meta(ge=1, le=8)] | None, Meta(description="steps queued on the device; absent: its own")

@@ -20,6 +20,7 @@ from aioengine.core.protocol import Backend, CoreHooks
 from aioengine.errors import ConfigError, EngineClosed
 from aioengine.executor.in_process import InProcess
 from aioengine.frontend.admission import OnFull
+from aioengine.frontend.answer_format import AnswerOptions, ReasoningEffort, template_variables
 from aioengine.frontend.engine_control import EngineControl
 from aioengine.frontend.output_type import OutputType
 from aioengine.frontend.prompt import (
@@ -185,6 +186,10 @@ class Engine(EngineControl):
         cache_salt: str | None = None,
         on_full: OnFull = "wait",
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Any = None,
+        tool_choice: Any = None,
+        parallel_tool_calls: bool = True,
+        reasoning_effort: ReasoningEffort | None = None,
         output_type: Any = None,
         **sampling: Unpack[SamplingKeywords],
     ) -> RequestOutput:
@@ -208,6 +213,12 @@ class Engine(EngineControl):
                 Among them ``add_generation_prompt``: end the prompt with what begins an answer, True where no message
                 is continued; ``continue_final_message``: leave the last message open, so that the answer goes on with
                 it.
+            tools: functions that a chat's answer may ask for: Python functions, `Tool`, or dicts as OpenAI's or
+                Anthropic's clients give them. What it asks for is in ``tool_calls``; to call it is the caller's.
+            tool_choice: "auto", "none", "required" (a call of some tool, by a grammar), or a tool's name; in OpenAI's
+                and Anthropic's spellings, too. A tool that is ``strict`` gets arguments that its schema admits alone.
+            parallel_tool_calls: whether one answer may ask for several calls.
+            reasoning_effort: for models that can be told: "none" lets them answer without reasoning.
             output_type: a type, such as a pydantic model: the answer is JSON of its schema, and ``parsed`` a value.
         Raises:
             InvalidRequest: a value is bad; raised before anything is queued, but for a grammar that cannot be enforced.
@@ -215,7 +226,8 @@ class Engine(EngineControl):
             EngineOverloaded, StepFailed, EngineDead, EngineClosed: see their docstrings.
         """
         check_asyncio()
-        call = {"priority": priority, "cache_salt": cache_salt, "on_full": on_full, "may_wait": True}
+        call: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "on_full": on_full, "may_wait": True}
+        call |= {"effort": reasoning_effort, "options": AnswerOptions.of(tools, tool_choice, parallel_tool_calls)}
         wanted = OutputType(output_type) if output_type is not None else None
         if wanted is not None:
             params, sampling = wanted.constrain(params or sampling_params, sampling)
@@ -239,6 +251,10 @@ class Engine(EngineControl):
         cache_salt: str | None = None,
         on_full: OnFull = "wait",
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Any = None,
+        tool_choice: Any = None,
+        parallel_tool_calls: bool = True,
+        reasoning_effort: ReasoningEffort | None = None,
         max_unread_tokens: int | None = None,
         stream_interval: int | None = None,
         **sampling: Unpack[SamplingKeywords],
@@ -256,8 +272,9 @@ class Engine(EngineControl):
             stream_interval: tokens of a choice between two deltas, the first and the last delta aside; absent: the
                 engine's.
         """
-        call = {"priority": priority, "cache_salt": cache_salt, "on_full": on_full}
+        call: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "on_full": on_full}
         call |= {"max_unread_tokens": max_unread_tokens, "stream_interval": stream_interval}
+        call |= {"effort": reasoning_effort, "options": AnswerOptions.of(tools, tool_choice, parallel_tool_calls)}
         return self._make_stream(prompt, params, sampling_params, sampling, chat_template_kwargs, request_id, **call)
 
     def _make_stream(
@@ -270,17 +287,21 @@ class Engine(EngineControl):
         request_id: str | None,
         *,
         cache_salt: Any,
+        effort: Any,
+        options: AnswerOptions,
         may_wait: Any = False,
         **call: Any,
     ) -> Stream:
         """As `stream`. With ``may_wait`` it is checked on entering if this turn of the loop has no time left.
 
         Args:
-            template: the ``chat_template_kwargs``.
+            template: the ``chat_template_kwargs``. effort: the ``reasoning_effort``.
             call: the other fields of `Call`.
         """
         runtime = self._here_or_starting()
         prompt, cache_salt = open_prompt(prompt, cache_salt)
+        if effort is not None and isinstance(template, Mapping | None):
+            template = {**template_variables(effort), **(template or {})}
         name = make_id() if request_id is None else request_id
         checked_call = Call(request_id=name, cache_salt=cache_salt, **call)
         seed = None
@@ -291,7 +312,7 @@ class Engine(EngineControl):
             checked = make_params(params, runtime.sampling_defaults, sampling, alias=sampling_params)
             if seed is not None:
                 checked = msgspec.structs.replace(checked, seed=seed)
-            return check_request(runtime, prompt, checked, template)
+            return check_request(runtime, prompt, checked, template, options)
 
         is_later = runtime.is_starting or (may_wait and runtime.turns.is_busy)
         if is_later:  # the caller may go on with what it gave

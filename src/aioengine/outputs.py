@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import msgspec
+
 from aioengine.metrics import RequestMetrics
 from aioengine.plain_struct import PlainStruct
+from aioengine.tool_calls.calls import ToolCall, ToolCallDelta
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 """Why a choice ended."""
@@ -37,6 +40,8 @@ class CompletionDelta(PlainStruct, frozen=True, kw_only=True):
     Attributes:
         index: which choice of the request.
         text: all deltas' texts together are the completion's text.
+        reasoning: and theirs its reasoning.
+        tool_calls: pieces of its tool calls.
         token_ids: tokens whose text may still be held back (half a character, the beginning of a stop string).
         logprobs: one for each of ``token_ids``, if asked for.
         finish_reason: "stop", "length" or "abort".
@@ -49,6 +54,8 @@ class CompletionDelta(PlainStruct, frozen=True, kw_only=True):
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    reasoning: str = ""
+    tool_calls: list[ToolCallDelta] = msgspec.field(default_factory=list)
 
 
 class CompletionOutput(PlainStruct, frozen=True, kw_only=True):
@@ -56,7 +63,10 @@ class CompletionOutput(PlainStruct, frozen=True, kw_only=True):
 
     Attributes:
         text: the decode of ``token_ids`` alone, by default without special tokens, and without the stop string or stop
-            token that ended it; empty with ``detokenize=False``.
+            token that ended it; empty with ``detokenize=False``. Of an answer to a chat, what is neither reasoning nor
+            a tool call.
+        reasoning: what came before the answer, where the model's format of it is known; None: nothing did.
+        tool_calls: the complete ones.
         token_ids: all sampled tokens, EOS or stop token included.
         cumulative_logprob: sum over the sampled tokens, if log-probabilities were asked for.
         parsed: the value that the text stands for, if an ``output_type`` was asked for.
@@ -70,6 +80,8 @@ class CompletionOutput(PlainStruct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     parsed: Any = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] = msgspec.field(default_factory=list)
 
 
 class RequestOutput(PlainStruct, frozen=True, kw_only=True):
@@ -103,3 +115,13 @@ class RequestOutput(PlainStruct, frozen=True, kw_only=True):
     def parsed(self) -> Any:
         """The first completion's value, if an ``output_type`` was asked for."""
         return self.outputs[0].parsed
+
+    @property
+    def reasoning(self) -> str | None:
+        """The first completion's."""
+        return self.outputs[0].reasoning
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        """The first completion's."""
+        return self.outputs[0].tool_calls

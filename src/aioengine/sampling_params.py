@@ -91,7 +91,6 @@ NEUTRAL_ARGUMENTS = {
     "tokenization_kwargs": Neutral((None, {}), "give token ids, such as those of Engine.tokenize"),
     "trace_headers": Neutral((None, {}), "spans have the context in which the call is made"),
     "prompt_text": Neutral(None),
-    "tools": Neutral((None, []), NOT_YET),
     "documents": Neutral((None, []), NOT_YET),
     "chat_template": Neutral((None,), "put a chat_template.jinja into the model's folder"),
     "chat_template_content_format": Neutral((None, "auto", "string"), "contents are given to the template as text"),

@@ -102,7 +102,7 @@ class Stream:
                 runtime.core.check_accepting()
                 size = num_chars(asked.prompt, asked.params)
                 prepared = await runtime.worker_for(size).run(prepare, size, runtime, call, asked)
-                state.begin(*prepared, runtime.tokenizer)
+                state.begin(prepared.text, prepared.sequence, runtime.tokenizer, prepared.plan)
             else:
                 await runtime.turns.take()
                 state.end_unbegun(*unprepared(call, asked))

@@ -15,6 +15,7 @@ from msgspec import Meta
 from aioengine.core.protocol import MAX_ID_CHARS, MAX_PRIORITY, MAX_SALT_CHARS, check_limits
 from aioengine.errors import PromptTooLong
 from aioengine.frontend.admission import OnFull
+from aioengine.frontend.answer_format import PLAIN, AnswerOptions, AnswerPlan, with_constraint
 from aioengine.frontend.runtime import Runtime
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.plan import int32
@@ -62,6 +63,20 @@ class Checked(NamedTuple):
     prompt: Prompt
     params: SamplingParams
     template_kwargs: dict[str, Any]
+    options: AnswerOptions
+
+
+class Prepared(NamedTuple):
+    """A request on its way to the core.
+
+    Attributes:
+        text: that was tokenized; None for token ids.
+        plan: of its answer.
+    """
+
+    text: str | None
+    sequence: Sequence
+    plan: AnswerPlan
 
 
 # At the call
@@ -96,7 +111,9 @@ def open_prompt(prompt: Any, cache_salt: str | None) -> tuple[Any, str | None]:
     raise invalid("prompt", "a prompt dict needs a prompt (text) or prompt_token_ids (a list of ints)")
 
 
-def check_request(runtime: Runtime, prompt: Any, params: SamplingParams, template_kwargs: Any) -> Checked:
+def check_request(
+    runtime: Runtime, prompt: Any, params: SamplingParams, template_kwargs: Any, options: AnswerOptions
+) -> Checked:
     """Hold a request against the engine's limits, the model's vocabulary and its tokenizer.
 
     The prompt and the template's variables are copied: the caller may change all that is in them while the request
@@ -110,7 +127,9 @@ def check_request(runtime: Runtime, prompt: Any, params: SamplingParams, templat
         if getattr(params, name) and runtime.tokenizer is None:
             raise invalid(name, f"{name} needs a tokenizer, and this model has none")
     taken = _take_prompt(runtime, prompt)
-    return Checked(taken, params, take_template_kwargs(template_kwargs, is_chat=_is_chat(taken)))
+    is_chat = _is_chat(taken)
+    runtime.answer_formats.check(options, params, is_chat=is_chat)
+    return Checked(taken, params, take_template_kwargs(template_kwargs, is_chat=is_chat), options)
 
 
 def _take_prompt(runtime: Runtime, prompt: Any) -> Prompt:
@@ -152,14 +171,13 @@ def num_chars(prompt: Prompt, params: SamplingParams) -> int | None:
 # On the way to the core
 
 
-def prepare(runtime: Runtime, call: Call, checked: Checked) -> tuple[str | None, Sequence]:
-    """Turn a prompt into a sequence; pure and thread-safe, so that long prompts are prepared off the loop.
-
-    Returns:
-        the text that was tokenized, None for token ids; and the sequence.
-    """
-    text, ids = _tokenize(runtime, checked.prompt, checked.template_kwargs)
-    params = checked.params
+def prepare(runtime: Runtime, call: Call, checked: Checked) -> Prepared:
+    """Turn a prompt into a sequence; pure and thread-safe, so that long prompts are prepared off the loop."""
+    text, ids = _tokenize(runtime, checked)
+    plan = PLAIN
+    if text is not None and _is_chat(checked.prompt):
+        plan = runtime.answer_formats.plan(checked.options, checked.params, text)
+    params = with_constraint(checked.params, plan)
     limit = runtime.info.max_model_len - 1  # room for one output token
     if len(ids) > limit:
         raise PromptTooLong(len(ids), limit)
@@ -175,8 +193,9 @@ def prepare(runtime: Runtime, call: Call, checked: Checked) -> tuple[str | None,
         bad_words=runtime.require_tokenizer().encode_bad_words(params.bad_words) if params.bad_words else (),
         priority=call.priority,
         cache_salt=call.cache_salt or "",
+        thinking=plan.thinking,
     )
-    return text, runtime.core.make_sequence(request)
+    return Prepared(text, runtime.core.make_sequence(request), plan)
 
 
 def unprepared(call: Call, checked: Checked) -> tuple[str | None, Sequence]:
@@ -193,12 +212,15 @@ def unprepared(call: Call, checked: Checked) -> tuple[str | None, Sequence]:
     return text, make_choices(request)
 
 
-def _tokenize(runtime: Runtime, prompt: Prompt, template_kwargs: dict[str, Any]) -> tuple[str | None, list[int]]:
+def _tokenize(runtime: Runtime, checked: Checked) -> tuple[str | None, list[int]]:
+    prompt, variables = checked.prompt, checked.template_kwargs
+    if checked.options.tools:
+        variables = {**variables, "tools": [tool.as_openai() for tool in checked.options.tools]}
     limit = runtime.info.max_model_len - 1
     if isinstance(prompt, list) and not isinstance(prompt[0], dict):
         return None, prompt  # checked at the call
     tokenizer = runtime.require_tokenizer()
-    text = prompt if isinstance(prompt, str) else tokenizer.render_chat(prompt, **template_kwargs)
+    text = prompt if isinstance(prompt, str) else tokenizer.render_chat(prompt, **variables)
     if runtime.longest_token_chars is not None:
         at_least = len(text) // (MAX_NORMALIZED_CHARS * runtime.longest_token_chars)
         if at_least > limit:  # megabytes that cannot fit are refused before they are tokenized

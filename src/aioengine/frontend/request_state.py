@@ -14,6 +14,7 @@ from aioengine.core.listener import UNLIMITED, SampledLogprobs
 from aioengine.core.observers import log_begin, log_end
 from aioengine.core.protocol import Core
 from aioengine.errors import AioEngineError, InvalidRequest
+from aioengine.frontend.answer_format import PLAIN, AnswerPlan
 from aioengine.metrics import RequestMetrics
 from aioengine.outputs import CompletionDelta, CompletionOutput, FinishReason, Logprob, RequestOutput, TokenLogprobs
 from aioengine.sampling_params import SamplingParams
@@ -21,6 +22,7 @@ from aioengine.scheduler.sequence import Sequence
 from aioengine.text.detokenizer import Detokenizer, make_detokenizer
 from aioengine.text.token_table import TokenTable
 from aioengine.text.tokenizer import Tokenizer
+from aioengine.tool_calls.calls import AnswerParser, Piece
 
 
 class Completion:
@@ -36,7 +38,13 @@ class Completion:
         detokenizer: None: there is no text then.
     """
 
-    def __init__(self, sequence: Sequence, request: RequestState, detokenizer: Detokenizer | None) -> None:
+    def __init__(
+        self,
+        sequence: Sequence,
+        request: RequestState,
+        detokenizer: Detokenizer | None,
+        plan: AnswerPlan = PLAIN,
+    ) -> None:
         self.sequence = sequence
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] | None = [] if sequence.sampling.logprobs >= 0 else None
@@ -58,6 +66,7 @@ class Completion:
         self._texts: list[str] = []
         self._num_read_ids = 0
         self._num_read_texts = 0
+        self._answer = Answer(plan.make_parser()) if plan.make_parser is not None and detokenizer is not None else None
 
     # Called by the core
 
@@ -143,6 +152,7 @@ class Completion:
         """What has arrived since the last `take`, merged; a sequence that was blocked for it goes on."""
         first = self._num_read_ids
         text = "".join(self._texts[self._num_read_texts :])
+        piece = self._read_answer().take() if self._answer is not None else Piece(text)
         self._num_read_ids = len(self.token_ids)
         self._num_read_texts = len(self._texts)
         self._tell_at = self._num_read_ids + self._interval
@@ -152,7 +162,9 @@ class Completion:
             self._request.core.unblock(self.sequence)
         return CompletionDelta(
             index=index,
-            text=text,
+            text=piece.content,
+            reasoning=piece.reasoning,
+            tool_calls=list(piece.calls),
             token_ids=self.token_ids[first:],
             logprobs=self.logprobs[first:] if self.logprobs is not None else None,
             finish_reason=self.finish_reason if self.error is None else None,  # the error itself comes next
@@ -161,15 +173,24 @@ class Completion:
 
     def output(self, index: int) -> CompletionOutput:
         """The completion as far as it has come."""
+        answer = self._read_answer() if self._answer is not None else None
         return CompletionOutput(
             index=index,
-            text="".join(self._texts),
+            text="".join(self._texts) if answer is None else answer.content,
+            reasoning=None if answer is None else answer.reasoning or None,
+            tool_calls=[] if answer is None else answer.parser.calls.copy(),
             token_ids=list(self.token_ids),
             cumulative_logprob=self._cumulative_logprob if self.logprobs is not None else None,
             logprobs=list(self.logprobs) if self.logprobs is not None else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )
+
+    def _read_answer(self) -> Answer:
+        """Its parts, of all its text so far."""
+        assert self._answer is not None
+        self._answer.read(self._texts, is_over=self.is_ended)
+        return self._answer
 
     def _tell(self) -> None:
         self._tell_at = self._num_read_ids + self._request.max_unread
@@ -183,6 +204,47 @@ class Completion:
         self.stop_reason = stop_reason
         self._request.on_news(self)
         self._request.on_ended(self)
+
+
+class Answer:
+    """A choice's text, told apart as it is read: content, reasoning, tool calls.
+
+    Attributes:
+        parser: has its complete calls.
+    """
+
+    def __init__(self, parser: AnswerParser) -> None:
+        self.parser = parser
+        self._num_fed = 0
+        self._is_over = False
+        self._pieces: list[Piece] = []
+        self._num_taken = 0
+
+    @property
+    def content(self) -> str:
+        """All so far."""
+        return "".join(piece.content for piece in self._pieces)
+
+    @property
+    def reasoning(self) -> str:
+        """All so far."""
+        return "".join(piece.reasoning for piece in self._pieces)
+
+    def read(self, texts: list[str], *, is_over: bool) -> None:
+        """Read what has come to ``texts`` since the last call."""
+        text = "".join(texts[self._num_fed :])
+        self._num_fed = len(texts)
+        if text:
+            self._pieces.append(self.parser.feed(text))
+        if is_over and not self._is_over:
+            self._is_over = True
+            self._pieces.append(self.parser.finish())
+
+    def take(self) -> Piece:
+        """What has been read since the last call."""
+        pieces, self._num_taken = self._pieces[self._num_taken :], len(self._pieces)
+        content, reasoning = ("".join(getattr(piece, name) for piece in pieces) for name in ("content", "reasoning"))
+        return Piece(content, reasoning, tuple(call for piece in pieces for call in piece.calls))
 
 
 class RequestState:
@@ -228,13 +290,16 @@ class RequestState:
         self._arrival_time = time.time()
         self._arrived_at = core.clock()
 
-    def begin(self, text: str | None, sequence: Sequence, tokenizer: Tokenizer | None) -> None:
+    def begin(
+        self, text: str | None, sequence: Sequence, tokenizer: Tokenizer | None, plan: AnswerPlan = PLAIN
+    ) -> None:
         """Hand its sequence, and those of its other choices, to the core, and follow them.
 
         Args:
             text: of the prompt, where it has one.
+            plan: how the text of its choices is read.
         """
-        completions = self._follow(text, sequence, tokenizer)
+        completions = self._follow(text, sequence, tokenizer, plan)
         self.core.add(sequence, completions, arrived_at=self._arrived_at)
         self.completions = completions
         log_begin(self.core.config, sequence.request, text)
@@ -248,7 +313,9 @@ class RequestState:
             completion.sequence.finish_reason = "abort"
             completion.on_end()
 
-    def _follow(self, text: str | None, first: Sequence, tokenizer: Tokenizer | None) -> list[Completion]:
+    def _follow(
+        self, text: str | None, first: Sequence, tokenizer: Tokenizer | None, plan: AnswerPlan = PLAIN
+    ) -> list[Completion]:
         """A completion of each choice, by index."""
         params = first.request.params
         self._prompt_text = text
@@ -258,7 +325,9 @@ class RequestState:
         self._tokenizer = tokenizer if params.detokenize else None
         if first.sampling.prompt_logprobs >= 0:
             self.prompt_logprobs = [None] * len(first.prompt)
-        return [Completion(choice, self, _detokenizer_for(self._tokenizer, params)) for choice in self._sequences]
+        if plan.keeps_special_tokens:
+            params = msgspec.structs.replace(params, skip_special_tokens=False)
+        return [Completion(choice, self, _detokenizer_for(self._tokenizer, params), plan) for choice in self._sequences]
 
     @property
     def is_begun(self) -> bool:

@@ -34,6 +34,7 @@ from aioengine.errors import (
     describe,
 )
 from aioengine.frontend.admission import Admission, OnFull
+from aioengine.frontend.answer_format import AnswerFormats
 from aioengine.frontend.request_state import RequestState
 from aioengine.metrics import EngineMetrics
 from aioengine.models.folder import ModelFolder
@@ -68,6 +69,7 @@ class Runtime:
     files: ModelFolder
     tokenizer: Tokenizer | None
     core: Core
+    answer_formats: AnswerFormats
 
     def __init__(self, config: EngineConfig, make_backend: Callable[[CoreHooks], Backend]) -> None:
         self._given_config = config
@@ -251,6 +253,7 @@ class Runtime:
         with loading_bar(f"loading {self.files.path.name}", is_shown=self._given_config.show_progress) as show:
             await self._load(show)
         self.core = self.backend.core
+        self.answer_formats = AnswerFormats(self.config, self.tokenizer)
         self.core.observers.num_at_door = lambda: self.admission.num_waiting
         self.admission.capacity = self.config.max_waiting
         logger.info("%s", self.describe())

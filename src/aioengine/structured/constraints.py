@@ -131,7 +131,15 @@ class StructuralTags(_Constraint, frozen=True, tag="tags"):
                 raise _refuse("", f"the tag {shorten(tag.begin)} needs either a schema or a pattern")
 
 
-Constraint = Json | Regex | Choice | Grammar | StructuralTags
+class Either(_Constraint, frozen=True, tag="either"):
+    """Text that one of some constraints admits: made by the engine, of tool calls and of an answer with a schema."""
+
+    options: Annotated[
+        tuple[Json | Regex | Choice | Grammar | StructuralTags, ...], Meta(min_length=1, max_length=MAX_TAGS)
+    ]
+
+
+Constraint = Json | Regex | Choice | Grammar | StructuralTags | Either
 """Any of them, as a request holds it."""
 
 _encoder = msgspec.json.Encoder()

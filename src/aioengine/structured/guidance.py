@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aioengine.errors import InvalidRequest
-from aioengine.structured.constraints import Choice, Constraint, Grammar, Json, Regex, StructuralTags
+from aioengine.structured.constraints import Choice, Constraint, Either, Grammar, Json, Regex, StructuralTags
 from aioengine.structured.grammar import Mask, Matcher
 
 WHITESPACE = r"(\x20|\x0A\x20{0,64})"
@@ -113,6 +113,19 @@ class Vocabulary:
                 return text
             case StructuralTags():
                 return self._tags(constraint)
+            case Either(options):
+                names = [f"option_{number}" for number in range(len(options))]
+                rules = "start: " + " | ".join(f"@{name}" for name in names)
+                inner = [self._named(name, option) for name, option in zip(names, options, strict=True)]
+                return json.dumps({"grammars": [{"name": "either", "lark_grammar": rules}, *inner]})
+
+    def _named(self, name: str, constraint: Constraint) -> dict[str, Any]:
+        """As one of several grammars."""
+        text = self._grammar_of(constraint)
+        if text.lstrip().startswith("{"):
+            (grammar,) = json.loads(text)["grammars"]
+            return {**grammar, "name": name}
+        return {"name": name, "lark_grammar": text}
 
     def _tags(self, constraint: StructuralTags) -> str:
         names = [f"tag_{number}" for number in range(len(constraint.tags))]

@@ -237,6 +237,13 @@ class Tokenizer:
         return {token_id: token.content for token_id, token in tokens.items() if token.special}
 
     @cached_property
+    def added_tokens(self) -> dict[str, int]:
+        """The ids of tokens that stand beside the vocabulary's own, special or not, by their contents."""
+        if self._fast is None:
+            return {content: token_id for token_id, content in self.special_tokens.items()}
+        return {token.content: token_id for token_id, token in self._fast.get_added_tokens_decoder().items()}
+
+    @cached_property
     def joined_special_tokens(self) -> dict[int, str]:
         """The special tokens' contents by id, for a detokenizer that puts nothing between them.
 

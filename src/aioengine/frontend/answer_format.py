@@ -1,0 +1,231 @@
+"""What an answer to a chat consists of beside content: which tools it may call, and how the model writes its reasoning.
+
+`AnswerOptions` are what a call asks for, checked; `AnswerFormats` what a started engine's model writes;
+`AnswerPlan` the two together for one rendered prompt: how its text is read, and what constrains it.
+"""
+
+from __future__ import annotations
+
+import functools
+import secrets
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from aioengine.config import EngineConfig
+from aioengine.sampling_params import SamplingParams
+from aioengine.structured.constraints import Constraint, Either, Grammar
+from aioengine.structured.grammar import Thinking
+from aioengine.text.tokenizer import Tokenizer
+from aioengine.tool_calls.calls import AnswerParser, Tool, ToolChoice, read_tool_choice, read_tools
+from aioengine.tool_calls.formats import ToolFormat, detect_tool_format, find_tool_format, known_names
+from aioengine.tool_calls.reasoning import (
+    ReasoningFormat,
+    ReasoningParser,
+    detect_reasoning_format,
+    find_reasoning_format,
+)
+from aioengine.validation import invalid, shorten
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+HARMONY_ANSWER = "<|channel|>final<|message|>"
+HARMONY_END = "<|end|><|start|>assistant"
+"""What closes a message of gpt-oss and opens the next one; its answer is the message of the final channel."""
+
+
+class AnswerOptions(NamedTuple):
+    """What a call asks of its answer.
+
+    Attributes:
+        tools: those that the prompt tells of.
+        choice: which of them may be, or must be, called.
+        is_parallel: several may be called in one answer.
+    """
+
+    tools: tuple[Tool, ...] = ()
+    choice: ToolChoice = ToolChoice("none")
+    is_parallel: bool = True
+
+    @classmethod
+    def of(cls, tools: Any, tool_choice: Any, parallel_tool_calls: Any) -> AnswerOptions:
+        """Of a call's arguments.
+
+        Raises:
+            InvalidRequest: one of them is wrong.
+        """
+        if tools is None and tool_choice is None:
+            return NO_OPTIONS
+        read = read_tools(tools)
+        choice = read_tool_choice(tool_choice, read)
+        if parallel_tool_calls not in (None, True, False):
+            given = shorten(parallel_tool_calls)
+            raise invalid("parallel_tool_calls", f"parallel_tool_calls={given}: True or False is needed")
+        return cls(read if choice.mode != "none" else (), choice, parallel_tool_calls is not False)
+
+
+NO_OPTIONS = AnswerOptions()
+
+
+def template_variables(effort: Any) -> dict[str, Any]:
+    """What chat templates read of a ``reasoning_effort``, under the names that they use.
+
+    Raises:
+        InvalidRequest: it is none.
+    """
+    if effort is None:
+        return {}
+    if effort not in ReasoningEffort.__args__:  # type: ignore[attr-defined]
+        names = ", ".join(ReasoningEffort.__args__)  # type: ignore[attr-defined]
+        raise invalid("reasoning_effort", f"reasoning_effort={shorten(effort)}: one of {names} is needed")
+    thinks = effort != "none"
+    return {"enable_thinking": thinks, "thinking": thinks, **({"reasoning_effort": effort} if thinks else {})}
+
+
+class AnswerFormats:
+    """How the model of a started engine writes calls and reasoning.
+
+    Args:
+        tokenizer: None: there are no chats.
+    Raises:
+        ConfigError: the config names a format that is not known.
+    """
+
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
+        template = (tokenizer.chat_template if tokenizer is not None else None) or ""
+        self._tokenizer = tokenizer
+        tool_name = detect_tool_format(template) if config.tool_format == "auto" else config.tool_format
+        reasoning_name = config.reasoning_format
+        if reasoning_name == "auto":
+            reasoning_name = detect_reasoning_format(template) or "none"
+        self._tools: ToolFormat | None = None if tool_name is None else find_tool_format(tool_name)
+        self._reasoning = None if reasoning_name == "none" else find_reasoning_format(reasoning_name)
+
+    def check(self, options: AnswerOptions, params: SamplingParams, *, is_chat: bool) -> None:
+        """Refuse what cannot be had of this model, or together.
+
+        Raises:
+            InvalidRequest
+        """
+        if options.tools and not is_chat:
+            raise invalid("tools", "tools are for chats: give the prompt as a list of messages")
+        if options.tools and self._tools is None:
+            raise invalid(
+                "tools",
+                "the format in which this model writes tool calls cannot be told from its chat template: start the "
+                f"engine with tool_format; known: {known_names()}",
+            )
+        if options.tools and not params.detokenize:
+            raise invalid("detokenize", "tool calls are read from text, and detokenize=False makes none")
+        if options.choice.mode in ("required", "tool") and params.structured is not None:
+            raise invalid("structured", "tool_choice asks for a call, and structured for another text: give one")
+        if params.max_thinking_tokens is not None and (self._reasoning is None or not is_chat):
+            raise invalid(
+                "max_thinking_tokens",
+                "max_thinking_tokens is for chats with models whose reasoning format is known: start the engine with "
+                "reasoning_format, or leave it out",
+            )
+
+    def plan(self, options: AnswerOptions, params: SamplingParams, prompt_text: str) -> AnswerPlan:
+        """How the answer to a rendered chat is read, and what constrains it."""
+        reasoning, tools = self._reasoning, self._tools if options.tools else None
+        if reasoning is None and tools is None:
+            return PLAIN
+        constraint = self._constraint(options, params)
+        is_begun = reasoning is not None and reasoning.is_begun_by_prompt(prompt_text)
+        thinking = None
+        if reasoning is not None and (constraint is not None or params.max_thinking_tokens is not None):
+            thinking = self._thinking(reasoning, prompt_text, params, is_begun=is_begun, has_tools=tools is not None)
+        keeps = bool((tools and tools.keeps_special_tokens) or (reasoning and reasoning.keeps_special_tokens))
+
+        def make_parser() -> AnswerParser:
+            inner = tools.make_parser(options.tools, make_call_id) if tools is not None else None
+            if reasoning is None:
+                assert inner is not None
+                return inner
+            return ReasoningParser(reasoning, inner, is_begun)
+
+        return AnswerPlan(constraint, thinking, make_parser, keeps)
+
+    def _constraint(self, options: AnswerOptions, params: SamplingParams) -> Constraint | None:
+        """What the text behind the reasoning must be."""
+        if not options.tools:
+            return params.structured
+        assert self._tools is not None
+        choice, may_be_called = options.choice, options.choice.pick(options.tools)
+        is_forced = choice.mode in ("required", "tool")
+        is_shaped = is_forced or params.structured is not None
+        if not (is_shaped or choice.names is not None or any(tool.strict for tool in may_be_called)):
+            return None
+        # With a shape for the answer there are calls, or an answer of that shape, and no other text.
+        shape = ToolChoice("required", choice.names) if is_shaped and not is_forced else choice
+        text = self._tools.grammar(may_be_called, shape, parallel=options.is_parallel, token_ids=self._added_tokens)
+        calls, shaped = Grammar(text), params.structured
+        if shaped is None:
+            return calls
+        assert not isinstance(shaped, Either), "it is made here alone"
+        return Either((calls, shaped))
+
+    @functools.cached_property
+    def _added_tokens(self) -> dict[str, int]:
+        assert self._tokenizer is not None
+        return self._tokenizer.added_tokens
+
+    def _thinking(
+        self,
+        reasoning: ReasoningFormat,
+        prompt_text: str,
+        params: SamplingParams,
+        *,
+        is_begun: bool,
+        has_tools: bool,
+    ) -> Thinking | None:
+        max_tokens = -1 if params.max_thinking_tokens is None else params.max_thinking_tokens
+        if reasoning.has_own_parser:
+            if has_tools:  # its grammar of calls admits reasoning before them
+                return None
+            end = self._ids(HARMONY_ANSWER)
+            return Thinking(
+                end_ids=end, forced_end_ids=(*self._ids(HARMONY_END), *end), is_begun=True, max_tokens=max_tokens
+            )
+        if prompt_text.rstrip().endswith(reasoning.end):
+            return None  # it was ended before it began
+        end = self._ids(reasoning.end)
+        begin = () if is_begun else self._ids(reasoning.begin)
+        return Thinking(begin_ids=begin, end_ids=end, forced_end_ids=end, is_begun=is_begun, max_tokens=max_tokens)
+
+    def _ids(self, text: str) -> tuple[int, ...]:
+        assert self._tokenizer is not None
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+class AnswerPlan(NamedTuple):
+    """For one prompt.
+
+    Attributes:
+        constraint: what the text behind the reasoning must be.
+        thinking: the reasoning, where something constrains it or what follows.
+        make_parser: of one choice; None: the text is the content.
+        keeps_special_tokens: its text is to have those.
+    """
+
+    constraint: Constraint | None = None
+    thinking: Thinking | None = None
+    make_parser: Callable[[], AnswerParser] | None = None
+    keeps_special_tokens: bool = False
+
+
+PLAIN = AnswerPlan()
+
+
+def make_call_id() -> str:
+    """As OpenAI's look."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+def with_constraint(params: SamplingParams, plan: AnswerPlan) -> SamplingParams:
+    """The parameters by which the core samples."""
+    if plan.constraint is None or plan.constraint is params.structured:
+        return params
+    return msgspec.structs.replace(params, structured=plan.constraint)
