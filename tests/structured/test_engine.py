@@ -16,6 +16,7 @@ from executor.late_device import start_late
 from integrity import check_integrity
 from nightly import seeds
 from structured.conftest import ANIMAL, check_json, compile_grammar, decode, ending_ids
+from waiting import Tasks, until
 
 from aioengine import (
     Choice,
@@ -276,6 +277,7 @@ async def test_tags_in_free_text_are_kept_to() -> None:
 
 @pytest.mark.virtual_clock
 async def test_a_request_waits_for_its_grammar_and_no_other_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = Tasks()
     gate = asyncio.Event()
     loop = asyncio.get_running_loop()
     compile_now = Vocabulary.compile
@@ -286,7 +288,7 @@ async def test_a_request_waits_for_its_grammar_and_no_other_does(monkeypatch: py
 
     monkeypatch.setattr(Vocabulary, "compile", compile_late)
     async with over_fake(2) as engine:
-        waiting = [asyncio.ensure_future(engine.generate("x", structured=Regex("[ab]{5}"), seed=n)) for n in range(3)]
+        waiting = [tasks.start(engine.generate("x", structured=Regex("[ab]{5}"), seed=n)) for n in range(3)]
         out = await engine.generate("y", max_tokens=5)
         assert len(out.outputs[0].token_ids) == 5
         assert engine.stats().waiting == 3
@@ -348,10 +350,10 @@ async def test_closing_ends_those_that_wait_for_a_grammar(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Vocabulary, "compile", compile_late)
     engine = await Engine.start(executor=FakeExecutor(vocab_size=2048))
-    task = asyncio.ensure_future(engine.generate("x", structured=Regex("a+")))
-    while not engine.stats().waiting:
-        await asyncio.sleep(0)
-    closing = asyncio.ensure_future(engine.aclose())
+    tasks = Tasks()
+    task = tasks.start(engine.generate("x", structured=Regex("a+")))
+    await until(lambda: engine.stats().waiting)
+    closing = tasks.start(engine.aclose())
     with pytest.raises(EngineClosed):
         await task
     gate.set()

@@ -17,6 +17,7 @@ from aioengine.config import EngineConfig
 from aioengine.sampling_params import SamplingParams
 from aioengine.structured.constraints import Constraint, Either, Grammar
 from aioengine.structured.grammar import Thinking
+from aioengine.structured.json_schema import put_right, unsound_keywords
 from aioengine.text.tokenizer import Tokenizer
 from aioengine.tool_calls.calls import AnswerParser, Tool, ToolChoice, read_tool_choice, read_tools
 from aioengine.tool_calls.formats import ToolFormat, detect_tool_format, find_tool_format, known_names
@@ -102,6 +103,11 @@ class AnswerFormats:
         self._tools: ToolFormat | None = None if tool_name is None else find_tool_format(tool_name)
         self._reasoning = None if reasoning_name == "none" else find_reasoning_format(reasoning_name)
 
+    @property
+    def has_tools(self) -> bool:
+        """Whether the format of the model's tool calls is known."""
+        return self._tools is not None
+
     def check(self, options: AnswerOptions, params: SamplingParams, *, is_chat: bool) -> None:
         """Refuse what cannot be had of this model, or together.
 
@@ -118,6 +124,9 @@ class AnswerFormats:
             )
         if options.tools and not params.detokenize:
             raise invalid("detokenize", "tool calls are read from text, and detokenize=False makes none")
+        for tool in options.tools:
+            if tool.strict and (unsound := unsound_keywords(tool.parameters)):
+                raise invalid("tools", f"tool {tool.name!r} cannot be strict: {'; '.join(unsound)}")
         if options.choice.mode in ("required", "tool") and params.structured is not None:
             raise invalid("structured", "tool_choice asks for a call, and structured for another text: give one")
         if params.max_thinking_tokens is not None and (self._reasoning is None or not is_chat):
@@ -160,6 +169,9 @@ class AnswerFormats:
             return None
         # With a shape for the answer there are calls, or an answer of that shape, and no other text.
         shape = ToolChoice("required", choice.names) if is_shaped and not is_forced else choice
+        may_be_called = tuple(
+            msgspec.structs.replace(tool, parameters=put_right(tool.parameters)) for tool in may_be_called
+        )
         text = self._tools.grammar(may_be_called, shape, parallel=options.is_parallel, token_ids=self._added_tokens)
         calls, shaped = Grammar(text), params.structured
         if shaped is None:

@@ -188,6 +188,11 @@ class EngineControl:
 
     # Text
 
+    @property
+    def has_tools(self) -> bool:
+        """Whether the format is known in which the model writes tool calls, so that ``tools`` may be given."""
+        return self._here().answer_formats.has_tools
+
     async def tokenize(
         self,
         prompt: str | list[ChatMessage],

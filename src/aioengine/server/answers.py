@@ -15,6 +15,7 @@ import msgspec
 
 import aioengine
 from aioengine.outputs import CompletionDelta, CompletionOutput, FinishReason, Logprob, RequestOutput, TokenLogprobs
+from aioengine.tool_calls.calls import ToolCallDelta
 
 DONE = b"data: [DONE]\n\n"
 FINGERPRINT = f"aioengine-{aioengine.__version__}"
@@ -95,6 +96,8 @@ class Answer(ABC):
         self._event_end = b'}],"usage":null}\n\n' if has_usage else b"}]}\n\n"
         self._prefixes: dict[int, bytes] = {}
         """Of each choice's events."""
+        self._calling: set[int] = set()
+        """Choices that have begun a tool call."""
         self._begun: set[int] = set()
         """Choices of which some log-probabilities have been told."""
 
@@ -189,9 +192,25 @@ class ChatAnswer(Answer):
                 choice.logprobs or (), lambda position: positions.append(self._position(number, position))
             )
             logprobs = _content(positions)
-        message = encode({"role": "assistant", "content": choice.text, "refusal": None})
-        ending = _ending(choice.finish_reason, choice.stop_reason)
+        message = encode(message_of(choice))
+        ending = _ending(finish_reason_of(choice.finish_reason, bool(choice.tool_calls)), choice.stop_reason)
         return b'{"index":%d,"message":%b,"logprobs":%b,%b}' % (number, message, logprobs, ending)
+
+    def event(self, choice: int, delta: CompletionDelta, usage: Usage | None = None) -> bytes:
+        if not (delta.reasoning or delta.tool_calls or choice in self._calling):
+            return super().event(choice, delta, usage)
+        if delta.tool_calls:
+            self._calling.add(choice)
+        told: dict[str, Any] = {"content": delta.text} if delta.text else {}
+        if delta.reasoning:
+            told["reasoning_content"] = delta.reasoning
+        if delta.tool_calls:
+            told["tool_calls"] = [_call_delta(call) for call in delta.tool_calls]
+        if not told and delta.finish_reason is None and self._top_logprobs is None:
+            return b""
+        logprobs = b"null" if self._top_logprobs is None else self._logprobs(choice, delta.logprobs or ())
+        ending = _ending(finish_reason_of(delta.finish_reason, choice in self._calling), delta.stop_reason)
+        return self._event(choice, b'"delta":%b,"logprobs":%b,%b' % (encode(told), logprobs, ending), usage)
 
     def opening(self, num_choices: int, usage: Usage | None = None) -> bytes:
         content = b'"delta":{"role":"assistant","content":"","refusal":null},"logprobs":null,"finish_reason":null'
@@ -335,6 +354,33 @@ def split_delta(delta: CompletionDelta, max_positions: int) -> Iterator[Completi
         ids, part = delta.token_ids[first:end], positions[first:end]
         yield CompletionDelta(index=delta.index, text="", token_ids=ids, logprobs=part)
     yield msgspec.structs.replace(delta, token_ids=delta.token_ids[last:], logprobs=positions[last:])
+
+
+def message_of(choice: CompletionOutput) -> dict[str, Any]:
+    """A chat's answer as a message."""
+    message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+    if choice.reasoning is not None:
+        message["reasoning_content"] = choice.reasoning
+    if choice.tool_calls:
+        message["content"] = choice.text or None
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in choice.tool_calls
+        ]
+    return message
+
+
+def finish_reason_of(reason: FinishReason | None, has_calls: bool) -> str | None:
+    """What the API calls it."""
+    return "tool_calls" if reason == "stop" and has_calls else reason
+
+
+def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
+    """A piece of a tool call; the first one of it names it."""
+    function = {"arguments": call.arguments}
+    if call.id is None:
+        return {"index": call.index, "function": function}
+    return {"index": call.index, "id": call.id, "type": "function", "function": {"name": call.name, **function}}
 
 
 def _content(positions: Sequence[bytes]) -> bytes:

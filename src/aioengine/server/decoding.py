@@ -81,8 +81,8 @@ class IgnoredFields:
             self._check_unknown(names, frozenset(StreamOptions.__struct_fields__), "stream_options.")
         for name, value in fields.items():
             if name in kind.NEUTRAL and is_given(value) and not _is_one_of(value, kind.NEUTRAL[name]):
-                if name in ("tool_choice", "function_call"):
-                    raise unsupported(name, "must be none or auto, or be left out: tools are not supported yet")
+                if name == "function_call":
+                    raise unsupported(name, "must be none or auto, or be left out: give tools and tool_choice")
                 raise unsupported(name)
             if name in kind.LEFT_OUT and is_given(value) and bytes(value) != b"[]" and self._is_new(name):
                 logger.warning("requests have %s, which are not supported yet and left out (said once)", name)
@@ -306,24 +306,30 @@ def read_messages(raw: msgspec.Raw, max_messages: int) -> list[dict[str, Any]]:
         raise invalid_value("messages", "messages is empty; give at least one")
     if len(messages) > max_messages:
         raise _too_many("messages", max_messages)
-    _check_tool_calls([bytes(message.tool_calls) for message in messages if is_given(message.tool_calls)])
+    calls = [bytes(message.tool_calls) for message in messages if is_given(message.tool_calls)]
+    _check_size(calls, "messages", "the messages' tool_calls have")
     return [_plain_message(place, message) for place, message in enumerate(messages)]
 
 
-def _check_tool_calls(calls: list[bytes]) -> None:
-    """Refuse what would take long to decode and copy."""
-    if sum(map(len, calls)) > MAX_TOOL_BYTES:
-        raise invalid_value(
-            "messages", f"the messages' tool_calls have more than {MAX_TOOL_BYTES:,} bytes; send less at once"
-        )
+def read_tools(raw: msgspec.Raw) -> list[dict[str, Any]] | None:
+    """A chat's tools as the engine takes them; None: there are none."""
+    if not is_given(raw):
+        return None
+    _check_size([bytes(raw)], "tools", "tools has")
+    tools: list[dict[str, Any]] = _decode(bytes(raw), list[dict[str, Any]], "tools")
+    return tools
+
+
+def _check_size(values: list[bytes], param: str, they_have: str) -> None:
+    """Refuse JSON of tools that would take long to decode and copy."""
+    if sum(map(len, values)) > MAX_TOOL_BYTES:
+        raise invalid_value(param, f"{they_have} more than {MAX_TOOL_BYTES:,} bytes; send less at once")
     # Values are counted by what stands around them; arguments are texts, and full of that. Without what is escaped each
     # quote begins or ends a text.
-    plain = (call.replace(b"\\\\", b"").replace(b'\\"', b"") for call in calls)
+    plain = (value.replace(b"\\\\", b"").replace(b'\\"', b"") for value in values)
     structure = b"".join([part for call in plain for part in call.split(b'"')[::2]])
     if sum(map(structure.count, (b",", b"[", b"{"))) > MAX_TOOL_VALUES:
-        raise invalid_value(
-            "messages", f"the messages' tool_calls have more than {MAX_TOOL_VALUES:,} values; send less at once"
-        )
+        raise invalid_value(param, f"{they_have} more than {MAX_TOOL_VALUES:,} values; send less at once")
 
 
 def _plain_message(place: int, message: ChatMessage) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,12 +17,14 @@ from aioengine.outputs import CompletionDelta, RequestOutput
 from aioengine.server.access_log import MAX_ID_CHARS, is_fit_id
 from aioengine.server.answers import Answer, ChatAnswer, CompletionAnswer, Usage, error_event, split_delta, usage_of
 from aioengine.server.config import ServerConfig
-from aioengine.server.decoding import read_messages, read_prompts
+from aioengine.server.decoding import read_messages, read_prompts, read_tools
 from aioengine.server.errors import JSON_HEADERS, api_error_of, invalid_value
 from aioengine.server.exchange import Exchange, Response, WriteMonitor, run_while_connected
 from aioengine.server.record import RequestRecord
 from aioengine.server.schema import ChatRequest, CompletionRequest, Generation, template_kwargs
 from aioengine.turns import turns_here
+
+logger = logging.getLogger("aioengine.server")
 
 EVENT_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -50,6 +53,9 @@ def check_request(exchange: Exchange, record: RequestRecord, request: Generation
 class GenerationCall:
     """A request for a generation, from its decoded body to its last event."""
 
+    _has_told = False
+    """Whether the log tells of tools that were left out."""
+
     def __init__(self, engine: Engine, config: ServerConfig, exchange: Exchange, record: RequestRecord) -> None:
         self._engine = engine
         self._config = config
@@ -60,7 +66,8 @@ class GenerationCall:
         """Answer a chat; None when that was a stream, which has been written."""
         messages = read_messages(request.messages, self._config.max_messages)
         try:
-            streams = await self._streams(request, [messages], chat_template_kwargs=template_kwargs(request))
+            options = {"chat_template_kwargs": template_kwargs(request), **self._answer_options(request)}
+            streams = await self._streams(request, [messages], **options)
             answer = ChatAnswer(
                 self._head("chatcmpl", streams),
                 self._engine.token_bytes,
@@ -75,6 +82,24 @@ class GenerationCall:
             if request.chat_template_kwargs is None:
                 names["chat_template_kwargs"] = "add_generation_prompt"
             raise api_error_of(error, param_names=names) from error
+
+    def _answer_options(self, request: ChatRequest) -> dict[str, Any]:
+        """What a chat asks of its answer; tools that may be called, of a model that cannot, are left out."""
+        tools = read_tools(request.tools)
+        if tools and not self._engine.has_tools and request.tool_choice in (None, "auto", "none", {"type": "auto"}):
+            tools = None
+            if not GenerationCall._has_told:
+                GenerationCall._has_told = True
+                logger.warning(
+                    "requests have tools, which are left out: the format of this model's calls cannot be told from its "
+                    "chat template (said once); --tool-format names one"
+                )
+        return {
+            "tools": tools,
+            "tool_choice": request.tool_choice if tools or request.tool_choice not in ("auto", "none") else None,
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "reasoning_effort": request.reasoning_effort,
+        }
 
     async def complete(self, request: CompletionRequest) -> Response | None:
         """Complete prompts; None when that was a stream, which has been written."""

@@ -67,8 +67,8 @@ class Generation(RowFields, kw_only=True):
         "logits_processors": ([],),
     }  # fmt: skip
     HINTS: ClassVar[tuple[str, ...]] = (
-        "metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_options",
-        "prompt_cache_retention", "reasoning_effort", "safety_identifier", "service_tier", "store", "user", "verbosity",
+        "metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+        "safety_identifier", "service_tier", "store", "user", "verbosity",
     )  # fmt: skip
 
     model: str | None = None
@@ -175,6 +175,8 @@ SAMPLING_FIELDS = tuple(name for name in Generation.__struct_fields__ if name in
 class CompletionRequest(Generation, kw_only=True):
     """The body of ``/v1/completions``."""
 
+    HINTS: ClassVar[tuple[str, ...]] = (*Generation.HINTS, "parallel_tool_calls", "reasoning_effort")
+
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
         **Generation.NEUTRAL,
         "add_special_tokens": (True,),
@@ -222,9 +224,8 @@ class ChatRequest(Generation, kw_only=True):
         "function_call": ("none", "auto"),
         "mm_processor_kwargs": ({},),
         "modalities": (["text"],),
-        "tool_choice": ("none", "auto", {"type": "auto"}),
     }
-    LEFT_OUT: ClassVar[tuple[str, ...]] = ("tools", "functions")
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ("functions",)
 
     messages: msgspec.Raw = msgspec.Raw()
     logprobs: bool | None = None
@@ -233,6 +234,10 @@ class ChatRequest(Generation, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: msgspec.Raw = msgspec.Raw()
+    tool_choice: dict[str, Any] | str | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
 
     def check(self) -> None:
         super().check()

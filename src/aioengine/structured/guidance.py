@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from aioengine.errors import InvalidRequest
 from aioengine.structured.constraints import Choice, Constraint, Either, Grammar, Json, Regex, StructuralTags
 from aioengine.structured.grammar import Mask, Matcher
+from aioengine.structured.json_schema import put_right, unsound_keywords
 
 WHITESPACE = r"(\x20|\x0A\x20{0,64})"
 """Between tokens of JSON, at most once: a model that may write any number of line breaks may never stop."""
@@ -30,6 +31,9 @@ LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 """Of compiling (tens of ms) and of one mask (some ms); a lexer's state takes 1 to 2 kB."""
+
+ESCAPES = 'nrbtf\\"'
+"""Of texts of JSON, without ``\\u``: a key that is written otherwise would pass for another one."""
 
 NUM_SMALL = 4
 """Masks of so many rows are computed one after the other: handing them to threads takes as long."""
@@ -89,8 +93,27 @@ class Vocabulary:
             problem = f"{type(error).__name__}: {error}"
         if problem:
             hint = "; Json(schema, lenient=True) passes them over" if "nimplemented" in problem else ""
-            raise InvalidRequest(f"structured: it cannot be enforced: {_shown(problem)}{hint}", param="structured")
-        return GuidanceGrammar(self, matcher)
+            raise _refused(_shown(problem) + hint)
+        grammar = GuidanceGrammar(self, matcher)
+        self._try(grammar)
+        return grammar
+
+    def _try(self, grammar: GuidanceGrammar) -> None:
+        """Make the first masks: what no text fits, and most of what takes more than `LIMITS`, shows there.
+
+        Raises:
+            InvalidRequest: it does.
+        """
+        matcher = grammar.matcher()
+        mask = np.zeros(self.num_words, np.int32)
+        for _ in range(2):
+            matcher.fill(mask)
+            if matcher.problem:
+                raise _refused(matcher.problem)
+            if not mask.any():
+                raise _refused("no text fits it")
+            first = int(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))[0])
+            matcher.consume([first])
 
     def _grammar_of(self, constraint: Constraint) -> str:
         """What llguidance takes: Lark, or JSON around it."""
@@ -99,8 +122,10 @@ class Vocabulary:
                 spacing = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
                 if not has_whitespace:
                     spacing = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-                options: Any = {**spacing, "lenient": is_lenient}
-                return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+                if not is_lenient and (unsound := unsound_keywords(schema)):
+                    raise _refused("; ".join(unsound))
+                options: Any = {**spacing, "lenient": is_lenient, "json_allowed_escapes": ESCAPES}
+                return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(put_right(schema)), overrides=options)
             case Regex(pattern):
                 return llguidance.LLMatcher.grammar_from_regex(pattern)
             case Choice(options):
@@ -137,7 +162,7 @@ class Vocabulary:
             else:
                 rules.append(f"{name}_head[lazy]: TEXT {_quoted(trigger)}")
                 head = f"{name}_head"
-            body = f"%json {json.dumps(tag.schema)}" if tag.pattern is None else f"/{_slashed(tag.pattern)}/"
+            body = f"/{_slashed(tag.pattern)}/" if tag.pattern is not None else _inline_json(tag.schema)
             parts = (head, _quoted(tag.begin[len(trigger) :]), body, _quoted(tag.end))
             rules.append(f"{name}: {' '.join(filter(None, parts))}")
         return "\n".join(rules) + "\n"
@@ -205,6 +230,18 @@ class GuidanceMatcher:
 @functools.cache
 def _threads() -> Any:
     return llguidance.LLExecutor()
+
+
+def _inline_json(schema: Any) -> str:
+    """JSON of a schema inside a grammar of Lark's."""
+    if unsound := unsound_keywords(schema):
+        raise _refused("; ".join(unsound))
+    options = {"whitespace_pattern": WHITESPACE, "json_allowed_escapes": ESCAPES}
+    return "%json " + json.dumps({**put_right(schema), "x-guidance": options})
+
+
+def _refused(why: str) -> InvalidRequest:
+    return InvalidRequest(f"structured: it cannot be enforced: {why}", param="structured")
 
 
 def _quoted(text: str) -> str:

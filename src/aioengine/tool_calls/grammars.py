@@ -14,6 +14,9 @@ from aioengine.tool_calls.reading import Reading, StepParser, Steps
 MAX_REFERENCES = 32
 """Of references that lead to references, in a schema; more are taken for a circle."""
 
+ESCAPES = 'nrbtf\\"'
+"""Of texts of JSON, without ``\\u``: a key that is written otherwise would pass for another one."""
+
 _JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
 
 
@@ -63,6 +66,7 @@ class GrammarWriter:
         What the schema asks for and llguidance cannot hold is an error where the tool is strict, else let go.
         """
         spacing = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+        spacing["json_allowed_escapes"] = ESCAPES
         return "%json " + json.dumps({**schema, "x-guidance": {**spacing, "lenient": not tool.strict}})
 
     def json_call(self, tool: Tool, arguments_key: str) -> str:

@@ -1,0 +1,189 @@
+"""JSON schemas that llguidance takes and gets wrong: found, so that they are refused, or put right.
+
+It refuses most keywords that it does not know. A test has the smallest schema for each that it takes and gets wrong,
+with a text that it admits; when it has learnt one the test says so.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any
+
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_ONES = ("items", "additionalItems", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
+_IN_PLACE = ("allOf", "anyOf", "oneOf", "$ref", "const", "enum")
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+
+# Doubles hold each integer up to this one.
+_MAX_EXACT_INTEGER = 2**53
+# The library reckons multiples in 32 bits, and goes on with what is left of a larger product.
+_MAX_MULTIPLE = 2**32
+
+_YEAR = r"(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
+_LEAP_YEAR = r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_DAY_OF_ANY_YEAR = (
+    r"(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    r"|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+)
+_DATE = rf"(?:{_YEAR}-{_DAY_OF_ANY_YEAR}|{_LEAP_YEAR}-02-29)"
+# No leap seconds, and capital letters: what parsers of times commonly read.
+_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+EXACT_FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
+
+
+def subschemas(schema: Any, keywords: tuple[str, ...] = (*_MAPS, *_LISTS, *_ONES)) -> Iterator[dict[str, Any]]:
+    """The schema and all in it, under these keywords, that are mappings. Constants and defaults are no schemas."""
+    pending = [schema]
+    while pending:
+        node = pending.pop()
+        if not isinstance(node, dict):
+            continue
+        yield node
+        for keyword in keywords:
+            value = node.get(keyword)
+            if keyword in _MAPS:
+                pending.extend(value.values() if isinstance(value, dict) else ())
+            else:
+                pending.extend(value if isinstance(value, list) else [value])
+
+
+def unsound_keywords(schema: Any) -> list[str]:
+    """What in the schema would make the library admit wrong answers, as ``keyword: reason``; empty if nothing would."""
+    found: list[str] = []
+    if isinstance(schema, dict) and "x-guidance" in schema:
+        found.append("x-guidance: it changes how the grammar is made")
+    for node in subschemas(schema):
+        found.extend(_unsound_counts(node))
+        found.extend(_unsound_lists(node))
+        found.extend(_unsound_numbers(node))
+        together = _applied_together(node, schema)
+        found.extend(_unsound_multiples(together))
+        found.extend(_unsound_ranges(together))
+        found.extend(_unsound_patterns(node))
+    return list(dict.fromkeys(found))
+
+
+def _unsound_counts(node: dict[str, Any]) -> Iterator[str]:
+    # One key beside the required ones cannot be one of them; of two, the second may repeat the first.
+    if node.get("minProperties", 0) > len(set(node.get("required", ()))) + 1:
+        yield "minProperties: a key that is written twice counts twice"
+
+
+def _unsound_lists(node: dict[str, Any]) -> Iterator[str]:
+    if "additionalItems" not in node:
+        return
+    if "prefixItems" in node:
+        yield "additionalItems: prefixItems are dropped beside it"
+    if isinstance(node.get("items"), list):
+        keys = list(node)
+        first, last = sorted((keys.index("items"), keys.index("additionalItems")))
+        if any(key in _IN_PLACE for key in keys[first:last]):
+            yield "additionalItems: it is dropped where allOf, anyOf, oneOf, $ref, const or enum part it from items"
+
+
+def _unsound_numbers(node: dict[str, Any]) -> Iterator[str]:
+    for keyword in _BOUNDS:
+        if isinstance(node.get(keyword), bool):
+            yield f"{keyword}: true and false are of draft 4"
+        elif _is_rounded(node.get(keyword)):
+            yield f"{keyword}: numbers beyond 2**53 are rounded"
+    for keyword in ("const", "enum"):
+        if any(map(_is_rounded, _scalars(node.get(keyword)))):
+            yield f"{keyword}: numbers beyond 2**53 are rounded"
+
+
+def _is_rounded(value: Any) -> bool:
+    return _is_number(value) and abs(value) > _MAX_EXACT_INTEGER
+
+
+def _scalars(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from _scalars(item)
+    else:
+        yield value
+
+
+def _applied_together(node: dict[str, Any], root: Any) -> list[dict[str, Any]]:
+    """The node and what may be held against the same value as it is: the branches, or all there is for a reference."""
+    together = list(subschemas(node, ("allOf", "anyOf", "oneOf")))
+    return list(subschemas(root)) if any("$ref" in part for part in together) else together
+
+
+def _unsound_multiples(together: list[dict[str, Any]]) -> Iterator[str]:
+    multiples = {part["multipleOf"] for part in together if _is_number(part.get("multipleOf"))}
+    exact = [Fraction(str(multiple)) for multiple in multiples]
+    scale = math.lcm(*(multiple.denominator for multiple in exact))
+    if len(exact) > 1 and math.prod(multiple * scale for multiple in exact) >= _MAX_MULTIPLE:
+        yield "multipleOf: several of one number whose product is not below 2**32"
+
+
+def _unsound_ranges(together: list[dict[str, Any]]) -> Iterator[str]:
+    """Of a whole number that is excluded, where the other bound comes before the next whole number."""
+    numbers = [part for part in together if part.get("type") != "integer"]
+    bounds = {keyword: {part[keyword] for part in numbers if _is_number(part.get(keyword))} for keyword in _BOUNDS}
+    for excluded in bounds["exclusiveMinimum"]:
+        if excluded == int(excluded) and any(
+            excluded < other < excluded + 1 for other in bounds["maximum"] | bounds["exclusiveMaximum"]
+        ):
+            yield "exclusiveMinimum: it is admitted where the maximum is less than one away"
+    for excluded in bounds["exclusiveMaximum"]:
+        if excluded == int(excluded) and any(
+            excluded - 1 < other < excluded for other in bounds["minimum"] | bounds["exclusiveMinimum"]
+        ):
+            yield "exclusiveMaximum: it is admitted where the minimum is less than one away"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _unsound_patterns(node: dict[str, Any]) -> Iterator[str]:
+    named = node.get("patternProperties")
+    for pattern in (node.get("pattern"), *(named if isinstance(named, dict) else ())):
+        if not isinstance(pattern, str):
+            continue
+        for inside in re.findall(r"(?<!\\)(?:\\\\)*\[((?:\\.|[^\]\\])*)", pattern):
+            if "[" in re.sub(r"\\.", "", inside):
+                yield "pattern: [ within a class is a sign to JSON Schema, and a class of its own to the library"
+
+
+def put_right(schema: Any) -> dict[str, Any]:
+    """The schema as the library reads it best: an equal one, but for dates and times that are no days and hours.
+
+    The formats ``date``, ``time`` and ``date-time`` become patterns. A ``oneOf`` of references gets a sibling that says
+    nothing: the library then looks into the definitions, and may find that no two of them have a text in common.
+    """
+    if isinstance(schema, bool):
+        return {} if schema else {"enum": []}
+    better: dict[str, Any] = _put_right(schema)
+    return better
+
+
+def _put_right(schema: Any) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    better: dict[str, Any] = {}
+    for keyword, value in schema.items():
+        if keyword in _MAPS and isinstance(value, dict):
+            better[keyword] = {name: _put_right(inner) for name, inner in value.items()}
+        elif keyword in (*_LISTS, *_ONES):
+            better[keyword] = [_put_right(inner) for inner in value] if isinstance(value, list) else _put_right(value)
+        else:
+            better[keyword] = value
+    pattern = EXACT_FORMATS.get(str(better.get("format")))
+    if pattern is not None:
+        del better["format"]
+        if "pattern" in better:
+            better["allOf"] = [*better.get("allOf", ()), {"pattern": pattern}]
+        else:
+            better["pattern"] = pattern
+    if any("$ref" in option for option in better.get("oneOf", ()) if isinstance(option, dict)):
+        better["discriminator"] = {}
+    return better

@@ -1,0 +1,177 @@
+"""The sample of schemas is what it says, and what the grammars of it admit fits the schemas: always."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import pytest
+from jsonschema.validators import validator_for
+from nightly import seeds
+from structured.schema_sample import COUNTS, SAMPLE, SchemaCase
+from structured.soundness import UNSOUND, Unsound
+from structured.walks import ExactValidator, Grammar, Refused, compile_as_is, compile_schema, is_admitted, walk
+
+from aioengine.structured.json_schema import put_right, unsound_keywords
+
+# Of a class with && in it, Python's `re` warns that it may mean something else one day.
+pytestmark = pytest.mark.filterwarnings("ignore:Possible set intersection:FutureWarning")
+
+# What is refused, and a word of the refusal that names the reason.
+REFUSED = {
+    "at least two keys of a map": "minProperties",
+    "contains": "contains",
+    "contains some": "contains",
+    "draft 7 condition on a country": "if",
+    "draft 7 dependencies": "dependencies",
+    "dynamic reference": "$dynamicAnchor",
+    "false": "Unsatisfiable",
+    "if, then, else": "if",
+    "instructions for the compiler": "x-guidance",
+    "json pointer": "format: json-pointer",
+    "no item twice": "uniqueItems",
+    "no unevaluated items": "unevaluatedItems",
+    "no unevaluated properties": "unevaluatedProperties",
+    "not a string": "not",
+    "not this word": "not",
+    "one key asks for a schema": "dependentSchemas",
+    "one key asks for another": "dependentRequired",
+    "one of disjoint ranges": "oneOf",
+    "one of overlapping ranges": "oneOf",
+    "overlapping patterns": "patternProperty",
+    "password, a format of no meaning": "format: password",
+    "property names by pattern": "propertyNames",
+    "pydantic decimal": "look-around",
+    "pydantic tuple and set": "uniqueItems",
+    "recursive reference with siblings": "circular references with sibling keys",
+    "regular expression": "format: regex",
+    "relative uri": "format: uri-reference",
+    "two of three optional ones": "minProperties",
+    "zod record": "propertyNames",
+}
+# Their strings need a word that chance does not write. The examples of them hold.
+ENDLESS = {
+    "alternatives of which each has its anchor",
+    "pattern for an end",
+    "pattern that may match anywhere",
+    "pattern with quotes and slashes",
+}
+NUM_FREE_TOKENS = 60
+MAX_TOKENS = 800
+
+TAKEN = [case for case in SAMPLE if case.name not in REFUSED]
+
+# Compact, and with all the spaces that JSON admits.
+LAYOUTS: list[dict[str, Any]] = [{"separators": (",", ":")}, {"indent": 2, "separators": (" ,", ": ")}]
+
+_grammars: dict[str, Grammar] = {}
+
+
+def name_of(case: SchemaCase | Unsound) -> str:
+    return case.name
+
+
+def grammar_of(case: SchemaCase) -> Grammar:
+    if case.name not in _grammars:
+        _grammars[case.name] = compile_schema(case.schema)
+    return _grammars[case.name]
+
+
+def texts_of(instance: Any) -> list[str]:
+    return [json.dumps(instance, ensure_ascii=False, **layout) for layout in LAYOUTS]
+
+
+def test_the_sample_is_large_and_without_twins() -> None:
+    assert len(SAMPLE) >= 300
+    assert len({case.name for case in SAMPLE}) == len(SAMPLE)
+    assert len({json.dumps(case.schema) for case in SAMPLE}) == len(SAMPLE)
+    assert COUNTS["realistic"] >= 60
+    assert {case.name for case in SAMPLE} >= REFUSED.keys() | ENDLESS
+    assert {case.name for case in SAMPLE if case.tags & {"refused", "unsound"}} == REFUSED.keys()
+
+
+@pytest.mark.parametrize("case", SAMPLE, ids=name_of)
+def test_its_examples_are_for_and_against_the_schema(case: SchemaCase) -> None:
+    validator_for(case.schema, jsonschema.Draft202012Validator).check_schema(case.schema)
+    exact = ExactValidator(case.schema)
+    for instance in case.valid:
+        assert not exact.faults(json.dumps(instance)), instance
+    for instance in case.invalid:
+        assert exact.faults(json.dumps(instance)), instance
+
+
+@pytest.mark.parametrize("case", TAKEN, ids=name_of)
+def test_a_grammar_admits_the_examples_for_its_schema_and_no_others(case: SchemaCase) -> None:
+    grammar = grammar_of(case)
+    for instance in case.valid:
+        for text in texts_of(instance):
+            assert is_admitted(grammar, text), text
+    for instance in case.invalid:
+        for text in texts_of(instance):
+            assert not is_admitted(grammar, text), text
+
+
+@pytest.mark.parametrize("seed", seeds(40))
+@pytest.mark.parametrize("case", TAKEN, ids=name_of)
+def test_whatever_a_grammar_lets_end_fits_its_schema(case: SchemaCase, seed: int) -> None:
+    walked = walk(
+        grammar_of(case),
+        random.Random(f"{case.name} {seed}"),
+        num_free_tokens=NUM_FREE_TOKENS,
+        max_tokens=MAX_TOKENS // 4 if case.name in ENDLESS else MAX_TOKENS,
+    )
+    if case.name in ENDLESS:
+        return
+    assert walked.has_ended, walked.text
+    assert ExactValidator(case.schema).faults(walked.text) == [], walked.text
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_cannot_be_held_to_is_refused_by_its_keyword(name: str) -> None:
+    [case] = [case for case in SAMPLE if case.name == name]
+    with pytest.raises(Refused) as refusal:
+        compile_schema(case.schema)
+    assert REFUSED[name] in str(refusal.value)
+
+
+@pytest.mark.parametrize("case", UNSOUND, ids=name_of)
+def test_what_the_library_gets_wrong_is_refused_or_put_right(case: Unsound) -> None:
+    assert is_admitted(compile_as_is(case.schema), case.wrong_text), "the library has learnt it: take it off the list"
+    assert not fits(case), "the text fits the schema: no example"
+    if case.keyword:
+        assert [reason.split(":")[0] for reason in unsound_keywords(case.schema)] == [case.keyword]
+    else:
+        assert not is_admitted(compile_schema(case.schema), case.wrong_text)
+
+
+def fits(case: Unsound) -> bool:
+    try:
+        return not ExactValidator(case.schema).faults(case.wrong_text)
+    except json.JSONDecodeError:
+        return False
+
+
+def test_dates_that_are_put_right_are_those_of_the_calendar() -> None:
+    exact = compile_schema({"type": "string", "format": "date"})
+    for year in (1, 4, 1900, 2000, 2023, 2024, 2100, 2400, 9999):
+        for month in range(14):
+            for day in (0, 1, 28, 29, 30, 31, 32):
+                text = f'"{year:04}-{month:02}-{day:02}"'
+                is_day = not ExactValidator({"type": "string", "format": "date"}).faults(text)
+                assert is_admitted(exact, text) == is_day, text
+
+
+def test_nothing_is_put_right_where_no_schema_stands() -> None:
+    schema = {
+        "const": {"format": "date"},
+        "properties": {"format": {"type": "string"}, "items": {"format": "date", "pattern": "^2"}},
+        "default": {"oneOf": [{"$ref": "#"}]},
+    }
+    better = put_right(schema)
+    assert better["const"] == schema["const"]
+    assert better["default"] == schema["default"]
+    assert better["properties"]["format"] == {"type": "string"}
+    assert better["properties"]["items"]["pattern"] == "^2"
+    assert "format" not in better["properties"]["items"]
