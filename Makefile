@@ -20,6 +20,7 @@ types:
 tests:
 	$(PYTHON) -m pytest -n 2 --dist loadscope
 
-# What is too long for each change: the marked tests, and fifty orders of tasks for each test on a virtual clock.
+# What is too long for each change: the marked tests, and fifty orders of tasks for each test on a virtual clock. Wants
+# `pip install -e '.[dev,nightly]'`.
 nightly:
 	$(PYTHON) -m pytest -n 2 --dist loadscope -m 'nightly or virtual_clock' --clock-seeds 50

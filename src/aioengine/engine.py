@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 import os
 import random
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from types import TracebackType
-from typing import Any, Never, Self, Unpack
+from typing import TYPE_CHECKING, Any, Never, Self, Unpack
 
 import anyio
 import msgspec
@@ -40,6 +41,9 @@ from aioengine.sampling_params import SamplingKeywords, SamplingParams, make_par
 from aioengine.stream import Stream, await_only
 from aioengine.turns import running_loop
 from aioengine.validation import shorten
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
 
 __all__ = ["ChatMessage", "Engine", "Prompt", "Stream"]
 
@@ -347,6 +351,29 @@ class Engine(EngineControl):
         runtime = self._here()
         runtime.admission.check(num_sequences)
         runtime.core.check_accepting()
+
+    def openai_client(self, **options: Any) -> AsyncOpenAI:
+        """OpenAI's own client of this engine's API, in this process and on this loop: no port, no bytes on a socket.
+
+        For programs and libraries that speak to an ``openai.AsyncOpenAI``. Leaving a request (its task is cancelled,
+        its stream is closed) aborts it; closing the client aborts its requests; closing the engine ends them with an
+        error. The client needs no closing of its own. ``model`` may be left out.
+
+        Args:
+            options: of ``AsyncOpenAI`` (``timeout``, ``max_retries``, …), and ``config``: a
+                `aioengine.server.ServerConfig`, of which hosts, keys and ``write_timeout_s`` mean nothing here.
+        Raises:
+            ConfigError: the package openai is not installed; or an option would lead elsewhere.
+        """
+        from aioengine.integrations.openai_client import async_client
+
+        return async_client(self, **options)
+
+    def _start_task(
+        self, work: Callable[[], Coroutine[Any, Any, None]], name: str, on_closed: Callable[[], None]
+    ) -> asyncio.Task[None]:
+        """As `Runtime.start_task`, of an engine that runs on this loop or is being started there."""
+        return self._here_or_starting().start_task(work, name, on_closed)
 
     def abort(self, request_id: str) -> None:
         """End all requests of this id with what they have: ``finish_reason`` is "abort". Synchronous and idempotent."""

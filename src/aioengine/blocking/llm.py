@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import anyio
 
@@ -17,6 +17,9 @@ from aioengine.engine import Engine
 from aioengine.errors import InvalidRequest
 from aioengine.outputs import RequestOutput
 from aioengine.sampling_params import SamplingKeywords, SamplingParams, make_params
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 REFRESH_INTERVAL_S = 0.2
 """Of the progress bar: what an eye follows."""
@@ -102,6 +105,12 @@ class LLM(Facade):
         return self._complete(
             _list_chats(messages), sampling_params, priority, call, use_tqdm=use_tqdm, show_progress=show_progress
         )
+
+    def openai_client(self, **options: Any) -> OpenAI:
+        """OpenAI's own blocking client of this model, in this process, for any thread; as `Engine.openai_client`."""
+        from aioengine.integrations.openai_client import blocking_client
+
+        return blocking_client(self, **options)
 
     def _complete(
         self,

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any
 
@@ -57,6 +57,9 @@ LOAD_GRACE_S = 5.0
 CHAT_CLOSE_GRACE_S = 1.0
 """Longest wait of closing for chats that are rendered; their closed lanes stop them at the next step."""
 
+SIDE_TASK_GRACE_S = 5.0
+"""Longest wait of closing for side tasks; they have nothing left to wait for, and end in milliseconds."""
+
 
 class Runtime:
     """A started engine's parts; made on the loop that it lives on.
@@ -98,8 +101,10 @@ class Runtime:
         self._is_serving = False
         self._is_closing = False
         self._is_stoppable = False
-        # The one task that no task group owns: start and aclose may be called from different tasks.
-        self._supervisor = self._loop.create_task(self._supervise(), name="aioengine supervisor")
+        self._side_tasks: dict[asyncio.Task[None], Callable[[], None]] = {}
+        """Those of `start_task` that have not ended, with what tells each that the engine has been closed."""
+        # In no task group: start and aclose may be called from different tasks.
+        self._supervisor = self._make_task(self._supervise(), "aioengine supervisor")
 
     @property
     def config(self) -> EngineConfig:
@@ -215,6 +220,27 @@ class Runtime:
                 "asyncio.run_coroutine_threadsafe or loop.call_soon_threadsafe"
             )
 
+    def start_task(
+        self, work: Callable[[], Coroutine[Any, Any, None]], name: str, on_closed: Callable[[], None]
+    ) -> asyncio.Task[None]:
+        """Run what asks the engine on behalf of others than its caller, and raises nothing; the engine owns the task.
+
+        When the engine is closed ``on_closed`` is called, once all requests have heard of that; the task then has
+        `SIDE_TASK_GRACE_S` to end, and is cancelled.
+
+        Raises:
+            EngineClosed, EngineDead: it is closed, or being closed.
+        """
+        if self._is_closing:
+            raise self._end_error()
+        task = self._make_task(work(), name)
+        self._side_tasks[task] = on_closed
+        task.add_done_callback(self._side_tasks.pop)
+        return task
+
+    def _make_task(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        return self._loop.create_task(work, name=name)
+
     async def _supervise(self) -> None:
         is_loop_gone = False
         try:
@@ -320,9 +346,22 @@ class Runtime:
         async with contextlib.AsyncExitStack() as parts:  # closes the last one first, and each, whatever others raise
             for part in (self._chat_worker, self._large_worker, self.worker, self.backend):
                 parts.push_async_callback(part.aclose)
+        await self._end_side_tasks()
         if tokenizer is not None:
             # The caller may go on with it. Not before: chats that wait for their thread are to find closed lanes.
             tokenizer.template_lanes = Lanes(self._given_config.chat_template_timeout_s)
+
+    async def _end_side_tasks(self) -> None:
+        for on_closed in list(self._side_tasks.values()):
+            on_closed()
+        try:
+            if self._side_tasks:
+                await asyncio.wait(list(self._side_tasks), timeout=SIDE_TASK_GRACE_S)
+        finally:
+            for task in self._side_tasks:
+                task.cancel()
+        if self._side_tasks:
+            await asyncio.wait(list(self._side_tasks))
 
     # Requests
 
