@@ -66,7 +66,9 @@ class Completion:
         self._texts: list[str] = []
         self._num_read_ids = 0
         self._num_read_texts = 0
-        self._answer = Answer(plan.make_parser()) if plan.make_parser is not None and detokenizer is not None else None
+        self._answer = (
+            ParsedAnswer(plan.make_parser()) if plan.make_parser is not None and detokenizer is not None else None
+        )
 
     # Called by the core
 
@@ -186,7 +188,7 @@ class Completion:
             stop_reason=self.stop_reason,
         )
 
-    def _read_answer(self) -> Answer:
+    def _read_answer(self) -> ParsedAnswer:
         """Its parts, of all its text so far."""
         assert self._answer is not None
         self._answer.read(self._texts, is_over=self.is_ended)
@@ -206,7 +208,7 @@ class Completion:
         self._request.on_ended(self)
 
 
-class Answer:
+class ParsedAnswer:
     """A choice's text, told apart as it is read: content, reasoning, tool calls.
 
     Attributes:
