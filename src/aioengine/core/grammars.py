@@ -34,6 +34,10 @@ MAX_REMEMBERED_BYTES = 8 * 2**20
 
 CLOSE_GRACE_S = 1.0
 
+STACK_BYTES = 256 * 2**20
+"""Of the compiling thread: llguidance follows references and rules by recursion, 10 kB a level, and an overflow ends
+the process. A constraint of the largest size has 7,000 levels of references, or 30,000 rules of 2 kB."""
+
 OnCompiled = Callable[[CompiledGrammar | AioEngineError], None]
 
 
@@ -53,7 +57,7 @@ class Grammars:
         self._folder = folder
         self._num_tokens = num_tokens
         self._ending_ids = ending_ids
-        self._worker = TextWorker(close_grace_s=CLOSE_GRACE_S)
+        self._worker = TextWorker(close_grace_s=CLOSE_GRACE_S, stack_bytes=STACK_BYTES)
         self._vocabulary: Vocabulary | None = None
         self._remembered: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
         self._num_bytes = 0

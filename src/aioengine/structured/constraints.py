@@ -16,7 +16,7 @@ from msgspec import Meta
 from aioengine.errors import InvalidRequest
 from aioengine.validation import check_fields, shorten, typed
 
-MAX_CONSTRAINT_BYTES = 512 * 1024
+MAX_CONSTRAINT_BYTES = 256 * 1024
 """Of a constraint as JSON, so that queues and caches of them are bounded; compiling has bounds of its own."""
 
 MAX_LEVELS = 200

@@ -22,10 +22,10 @@ WHITESPACE = r"(\x20|\x0A\x20{0,64})"
 """Between tokens of JSON, at most once: a model that may write any number of line breaks may never stop."""
 
 LIMITS: dict[str, Any] = {
-    "max_items_in_row": 2000,
+    "max_items_in_row": 10_000,
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 100_000,
-    "step_max_items": 25_000,
+    "step_max_items": 100_000,
     "max_lexer_states": 50_000,
     "max_grammar_size": 200_000,
     "verbose_errors": False,
@@ -255,5 +255,6 @@ def _slashed(pattern: str) -> str:
 
 def _shown(problem: str) -> str:
     """The library's message on one line, without its parser's state."""
-    text = " ".join(problem.split("<state>")[0].split())
+    text = " ".join(problem.split("<state>")[0].replace("<non-verbose/>", "").split())
+    text = "no text fits it" if text.startswith("NoExtension") else text
     return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "..."

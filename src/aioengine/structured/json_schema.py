@@ -56,14 +56,15 @@ def unsound_keywords(schema: Any) -> list[str]:
     found: list[str] = []
     if isinstance(schema, dict) and "x-guidance" in schema:
         found.append("x-guidance: it changes how the grammar is made")
-    for node in subschemas(schema):
+    nodes = list(subschemas(schema))
+    for node in nodes:
         found.extend(_unsound_counts(node))
         found.extend(_unsound_lists(node))
         found.extend(_unsound_numbers(node))
-        together = _applied_together(node, schema)
+        found.extend(_unsound_patterns(node))
+    for together in _applied_together(nodes):
         found.extend(_unsound_multiples(together))
         found.extend(_unsound_ranges(together))
-        found.extend(_unsound_patterns(node))
     return list(dict.fromkeys(found))
 
 
@@ -110,10 +111,14 @@ def _scalars(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _applied_together(node: dict[str, Any], root: Any) -> list[dict[str, Any]]:
-    """The node and what may be held against the same value as it is: the branches, or all there is for a reference."""
-    together = list(subschemas(node, ("allOf", "anyOf", "oneOf")))
-    return list(subschemas(root)) if any("$ref" in part for part in together) else together
+def _applied_together(nodes: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """The nodes that may be held against one value: each with its branches; all of them where there are references."""
+    if any("$ref" in node for node in nodes):
+        yield nodes
+        return
+    for node in nodes:
+        if any(keyword in node for keyword in ("multipleOf", *_BOUNDS, "allOf", "anyOf", "oneOf")):
+            yield list(subschemas(node, ("allOf", "anyOf", "oneOf")))
 
 
 def _unsound_multiples(together: list[dict[str, Any]]) -> Iterator[str]:
