@@ -39,7 +39,7 @@ from aioengine.scheduler.plan import RowAdded, StepPlan, StepResult, Want, int32
 from aioengine.structured.constraints import as_constraint
 from aioengine.structured.grammar import CompiledGrammar
 from aioengine.structured.guidance import Vocabulary
-from aioengine.structured.rows import GrammarRow, fill_masks
+from aioengine.structured.rows import GrammarRow, GrammarRows
 from aioengine.testing import FakeExecutor
 
 NUM_ROWS = 256
@@ -96,6 +96,7 @@ class Gpu:
     """What the device thread owns: rows with their grammars, and the time at which the device is free."""
 
     def __init__(self) -> None:
+        self._rows = GrammarRows(NUM_TOKENS // 32)
         self._grammars: dict[int, GrammarRow] = {}
         self._free_at_s = 0.0
         self._rng = np.random.default_rng(0)
@@ -105,7 +106,8 @@ class Gpu:
         if (left := self._free_at_s - time.monotonic()) > 0:  # the tokens of the step before
             time.sleep(left)
         for row in plan.removed.tolist():
-            self._grammars.pop(row, None)
+            if (gone := self._grammars.pop(row, None)) is not None:
+                self._rows.remove(gone)
         for added in plan.added:
             self._add(added)
         sampled = np.flatnonzero(plan.wants == Want.LOGITS)
@@ -116,15 +118,15 @@ class Gpu:
         forced: dict[int, list[int]] = {}
         if masked:
             masks = np.empty((len(masked), NUM_TOKENS // 32), np.int32)
-            fill_masks([(row, ends[index]) for index, row in masked], masks)
+            self._rows.fill([(row, ends[index]) for index, row in masked], masks)
             bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
-            for (index, row), of_row in zip(masked, bits, strict=True):
+            for (index, _), of_row in zip(masked, bits, strict=True):
                 first = int(self._rng.integers(NUM_TOKENS))
                 nearest = int(of_row[first:].argmax())
                 token_id = first + nearest if of_row[first + nearest] else int(of_row.argmax())
                 token_ids[index] = token_id
-                if told := row.learn(ends[index], token_id):
-                    forced[index] = told
+            told = self._rows.learn([(row, ends[index], int(token_ids[index])) for index, row in masked])
+            forced = {index: of_row for (index, _), of_row in zip(masked, told, strict=True) if of_row}
         self._free_at_s = max(began_at_s + STEP_S, time.monotonic())
         counts = (plan.wants == Want.LOGITS).astype(np.int32)
         result = StepResult(
@@ -139,7 +141,7 @@ class Gpu:
 
     def _add(self, added: RowAdded) -> None:
         if added.sampling.grammar is not None:
-            self._grammars[added.row] = added.make_grammar_row()
+            self._grammars[added.row] = added.add_grammar(self._rows)
 
 
 class StandInGpu(FakeExecutor):
@@ -228,18 +230,19 @@ def masks(vocabulary: Vocabulary, num_words: int) -> None:
         costs: list[float] = []
         num_forced = num_sampled = 0
         for seed in range(4):
-            rows = [GrammarRow(grammar, 0, []) for _ in range(NUM_ROWS)]
+            table = GrammarRows(num_words)
+            rows = [table.add(grammar, 0, []) for _ in range(NUM_ROWS)]
             rng = np.random.default_rng(seed)
             position = 0
             filled = np.empty((NUM_ROWS, num_words), np.int32)
             while not rows[0].problem and position < 400:
                 began = time.perf_counter()
-                fill_masks([(row, position) for row in rows], filled)
+                table.fill([(row, position) for row in rows], filled)
                 cost = time.perf_counter() - began
                 ids = np.flatnonzero(np.unpackbits(filled[0].view(np.uint8), bitorder="little"))
                 token_id = int(rng.choice(ids))
                 began = time.perf_counter()
-                told = [row.learn(position, token_id) for row in rows]
+                told = table.learn([(row, position, token_id) for row in rows])
                 costs.append((cost + time.perf_counter() - began) / NUM_ROWS * 1e6)
                 num_sampled, num_forced = num_sampled + 1, num_forced + len(told[0])
                 position += 1 + len(told[0])
@@ -247,8 +250,8 @@ def masks(vocabulary: Vocabulary, num_words: int) -> None:
                     break
         ranked = sorted(costs)
         print(
-            f"masks, {name}: {num_words * 32:,} tokens, {NUM_ROWS} rows: median {statistics.median(costs):.1f} µs a row "
-            f"and step, mean {statistics.mean(costs):.1f}, p99 {ranked[int(len(ranked) * 0.99)]:.1f}; "
+            f"masks, {name}: {num_words * 32:,} tokens, {NUM_ROWS} rows: median {statistics.median(costs):.1f} µs a "
+            f"row and step, mean {statistics.mean(costs):.1f}, p99 {ranked[int(len(ranked) * 0.99)]:.1f}; "
             f"{num_forced / (num_forced + num_sampled):.0%} of the tokens are forced"
         )
 

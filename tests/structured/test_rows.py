@@ -12,7 +12,7 @@ from structured.conftest import ANIMAL, NUM_TOKENS, check_json, compile_grammar,
 
 from aioengine import Choice, Json, Regex
 from aioengine.structured.grammar import CompiledGrammar, Thinking, ThinkingGrammar
-from aioengine.structured.rows import GrammarRow, fill_masks
+from aioengine.structured.rows import GrammarRows
 
 CONSTRAINTS = {
     "json": Json(ANIMAL),
@@ -22,9 +22,29 @@ CONSTRAINTS = {
 }
 
 
-def allowed(row: GrammarRow, position: int) -> list[int]:
+class Row:
+    """One row of a device's."""
+
+    def __init__(self, grammar: CompiledGrammar, first: int, output_ids: list[int], **options: Any) -> None:
+        self._rows = GrammarRows(NUM_TOKENS // 32)
+        self._row = self._rows.add(grammar, first, output_ids, **options)
+        self.unsent = self._row.unsent
+
+    @property
+    def problem(self) -> str:
+        return self._row.problem
+
+    def learn(self, position: int, token_id: int) -> list[int]:
+        (told,) = self._rows.learn([(self._row, position, token_id)])
+        return told
+
+    def fill(self, position: int, masks: np.ndarray) -> None:
+        self._rows.fill([(self._row, position)], masks)
+
+
+def allowed(row: Row, position: int) -> list[int]:
     mask = np.zeros((1, NUM_TOKENS // 32), np.int32)
-    fill_masks([(row, position)], mask)
+    row.fill(position, mask)
     ids: list[int] = np.flatnonzero(np.unpackbits(mask.view(np.uint8)[0], bitorder="little")).tolist()
     return ids
 
@@ -46,7 +66,7 @@ def run(grammar: CompiledGrammar, seed: int, *, depth: int = 1, breaks: bool = F
     """What the host knows."""
     history: list[int] = []
     """What the device has sampled or was sent."""
-    row = GrammarRow(grammar, 0, output, **options)
+    row = Row(grammar, 0, output, **options)
     in_flight: list[tuple[int, int, list[int]]] = []
     while not (output and output[-1] in ending_ids()) and len(output) < 300:
         while len(in_flight) < depth:
@@ -66,7 +86,7 @@ def run(grammar: CompiledGrammar, seed: int, *, depth: int = 1, breaks: bool = F
             assert not forced, "what is forced is told once"
         if breaks and rng.random() < 0.2:
             in_flight.clear()
-            row, history = GrammarRow(grammar, 0, output, **options), list(output)
+            row, history = Row(grammar, 0, output, **options), list(output)
     assert not row.problem
     return output
 
@@ -92,7 +112,7 @@ def test_what_is_sampled_is_what_was_asked_for(seed: int) -> None:
 
 def test_a_row_that_jumps_samples_fewer_tokens() -> None:
     grammar = compile_grammar(Json(ANIMAL, whitespace=False))
-    row = GrammarRow(grammar, 0, [])
+    row = Row(grammar, 0, [])
     output: list[int] = []
     num_sampled = 0
     while not (output and output[-1] in ending_ids()):
@@ -104,7 +124,7 @@ def test_a_row_that_jumps_samples_fewer_tokens() -> None:
 
 def test_forced_tokens_are_those_that_the_tokenizer_makes_of_their_text() -> None:
     text = '{"animal": "'
-    row = GrammarRow(compile_grammar(Json(ANIMAL, whitespace=False)), 0, [])
+    row = Row(compile_grammar(Json(ANIMAL, whitespace=False)), 0, [])
     first = allowed(row, 0)
     assert len(first) == 1
     ids = [*first, *row.learn(0, first[0])]
@@ -115,7 +135,7 @@ def test_forced_tokens_are_those_that_the_tokenizer_makes_of_their_text() -> Non
 
 def test_only_the_end_may_follow_where_nothing_else_can_come_and_only_there() -> None:
     grammar = compile_grammar(Choice(["yes", "yes please"]))
-    row = GrammarRow(grammar, 0, [], is_forcing=False)
+    row = Row(grammar, 0, [], is_forcing=False)
     output: list[int] = []
     for token_id in tokenizer().encode("yes").ids:
         assert not set(ending_ids()) & set(allowed(row, len(output)))
@@ -131,10 +151,10 @@ def test_only_the_end_may_follow_where_nothing_else_can_come_and_only_there() ->
 def test_an_end_is_ignored_while_there_is_more_to_come() -> None:
     grammar = compile_grammar(Choice(["yes", "yes please"]))
     ids = tokenizer().encode("yes").ids
-    row = GrammarRow(grammar, 0, ids, is_forcing=False, ignores_end=True)
+    row = Row(grammar, 0, ids, is_forcing=False, ignores_end=True)
     assert not set(ending_ids()) & set(allowed(row, len(ids)))
     ids += tokenizer().encode(" please").ids
-    row = GrammarRow(grammar, 0, ids, is_forcing=False, ignores_end=True)
+    row = Row(grammar, 0, ids, is_forcing=False, ignores_end=True)
     assert set(allowed(row, len(ids))) == set(ending_ids())
 
 
@@ -143,12 +163,12 @@ def test_other_rules_of_a_request_take_tokens_away() -> None:
     (a,) = tokenizer().encode("a").ids
     bits = np.zeros(NUM_TOKENS // 32, np.int32)
     bits[a // 32] |= np.int32(1 << a % 32)
-    row = GrammarRow(grammar, 0, [], is_forcing=False, allowed=bits)
+    row = Row(grammar, 0, [], is_forcing=False, allowed=bits)
     assert allowed(row, 0) == [a]
 
 
 def test_a_token_that_the_grammar_does_not_admit_ends_the_row_and_says_so() -> None:
-    row = GrammarRow(compile_grammar(Regex("[ab]+")), 0, [])
+    row = Row(compile_grammar(Regex("[ab]+")), 0, [])
     row.learn(0, tokenizer().encode("x").ids[0])
     assert row.problem
     assert allowed(row, 1) == []
@@ -165,7 +185,7 @@ def thinking(**fields: Any) -> Thinking:
 
 def test_reasoning_is_free_and_the_grammar_begins_behind_it() -> None:
     grammar = ThinkingGrammar(thinking(is_begun=True), compile_grammar(Choice(["yes"])), ending_ids())
-    row = GrammarRow(grammar, 0, [])
+    row = Row(grammar, 0, [])
     output = tokenizer().encode("the fox is red").ids
     for position, token_id in enumerate(output):
         ids = allowed(row, position)
@@ -181,7 +201,7 @@ def test_reasoning_is_free_and_the_grammar_begins_behind_it() -> None:
 
 def test_reasoning_ends_when_it_has_had_its_tokens() -> None:
     grammar = ThinkingGrammar(thinking(is_begun=True, max_tokens=3), None, ending_ids())
-    row = GrammarRow(grammar, 0, [])
+    row = Row(grammar, 0, [])
     (word,) = tokenizer().encode("a").ids
     assert row.learn(0, word) == []
     assert row.learn(1, word) == []
@@ -190,15 +210,15 @@ def test_reasoning_ends_when_it_has_had_its_tokens() -> None:
 
 
 def test_reasoning_without_a_budget_of_any_token_is_ended_at_once() -> None:
-    row = GrammarRow(ThinkingGrammar(thinking(is_begun=True, max_tokens=0), None, ending_ids()), 0, [])
+    row = Row(ThinkingGrammar(thinking(is_begun=True, max_tokens=0), None, ending_ids()), 0, [])
     assert [allowed(row, position) for position in range(len(END))] == [[token_id] for token_id in END]
 
 
 def test_a_model_may_begin_to_reason_by_itself() -> None:
     inner = compile_grammar(Choice(["yes"]))
     grammar = ThinkingGrammar(thinking(begin_ids=tuple(BEGIN)), inner, ending_ids())
-    row = GrammarRow(grammar, 0, [])
-    assert set(allowed(row, 0)) == {BEGIN[0], *allowed(GrammarRow(inner, 0, [], is_forcing=False), 0)}
+    row = Row(grammar, 0, [])
+    assert set(allowed(row, 0)) == {BEGIN[0], *allowed(Row(inner, 0, [], is_forcing=False), 0)}
     output: list[int] = []
     for token_id in [*BEGIN, *tokenizer().encode("so").ids, *END]:
         assert token_id in allowed(row, len(output))
@@ -210,6 +230,6 @@ def test_a_model_may_begin_to_reason_by_itself() -> None:
 def test_a_model_may_leave_reasoning_out() -> None:
     inner = compile_grammar(Choice(["yes", "no"]))
     grammar = ThinkingGrammar(thinking(begin_ids=tuple(BEGIN)), inner, ending_ids())
-    row = GrammarRow(grammar, 0, [])
+    row = Row(grammar, 0, [])
     first = tokenizer().encode("no").ids[0]
     assert row.learn(0, first)[-1] in ending_ids()

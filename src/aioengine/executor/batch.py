@@ -22,7 +22,7 @@ from aioengine.sampler.rules import RuleSizes, RuleTable, pack_bits
 from aioengine.sampler.sampler import Features, kept_spans
 from aioengine.sampling_params import FILTERS, PENALTIES, ROW_PARAMS, is_any_on
 from aioengine.scheduler.plan import Int32, LogitsProcessor, LogitsRow, RowAdded, StepPlan, Want, int32
-from aioengine.structured.rows import GrammarRow
+from aioengine.structured.rows import GrammarRow, GrammarRows
 
 NUM_TOP_SIZES = (0, 5, 20)
 """Numbers of likeliest tokens for which there are graphs; others are rounded up."""
@@ -178,6 +178,7 @@ class Batch:
         """Tokens of the rows about which the host must know them."""
         self._num_choices: dict[int, int] = {}
         """Of rows that bring several tokens at their first output position."""
+        self.grammar_rows = GrammarRows(-(-vocab_size // 32))
         self._grammars: dict[int, GrammarRow] = {}
         self._logprob_token_ids: dict[int, Int64] = {}
         self._free_masks: list[int] = []
@@ -213,7 +214,8 @@ class Batch:
             self._num_blocks[row] = 0
             self.rules.remove(row)
             self._processed.pop(row, None)
-            self._grammars.pop(row, None)
+            if (grammar_row := self._grammars.pop(row, None)) is not None:
+                self.grammar_rows.remove(grammar_row)
             self._known.pop(row, None)
             self._num_choices.pop(row, None)
             self._logprob_token_ids.pop(row, None)
@@ -259,7 +261,7 @@ class Batch:
         has_rules = has_edits or is_penalised or len(allowed) > 0 or bool(sampling.logits_processors)
         if sampling.grammar is not None:
             allowed_bits = pack_bits(allowed, self._vocab_size) if has_mask else None
-            self._grammars[row] = added.make_grammar_row(allowed_bits)
+            self._grammars[row] = added.add_grammar(self.grammar_rows, allowed_bits)
             has_mask = has_rules = True
         self._flags[row] = (
             is_random * IS_RANDOM

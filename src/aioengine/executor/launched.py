@@ -19,6 +19,7 @@ from aioengine.executor.step_words import WORDS_A_ROW, ExtraWords, FixedWords
 from aioengine.kernels.sampling.sample_rows import Status
 from aioengine.sampler.outputs import DeviceOutputs
 from aioengine.scheduler.plan import NothingAllowed, PromptLogprobs, RowFailure, StepLogprobs, StepResult, int32
+from aioengine.structured.rows import GrammarRows
 
 SAMPLED = int(Status.SAMPLED)
 
@@ -71,6 +72,7 @@ class LaunchedStep(DeferredResult[StepResult]):
     """A step on its way: what a job of the device thread leaves to the completion thread.
 
     Args:
+        grammar_rows: those of the step's that have grammars are among them.
         keep: what the device still needs.
     """
 
@@ -80,12 +82,14 @@ class LaunchedStep(DeferredResult[StepResult]):
         words: HostWords,
         events: tuple[DeviceEvent, DeviceEvent],
         failures: dict[int, Exception],
+        grammar_rows: GrammarRows,
         keep: object,
     ) -> None:
         self.step = step
         self._words = words
         self._started, self._done = events
         self._failures = failures
+        self._grammar_rows = grammar_rows
         self._keep = keep
         self._num_words = step.sizes.num_words
         self._learning = threading.Lock()
@@ -107,9 +111,10 @@ class LaunchedStep(DeferredResult[StepResult]):
             token_ids = out.token_ids.tolist()
             for sample, known in self.step.learning:
                 known.append(token_ids[sample])
-            for sample, _, position, row, _ in self.step.grammars:
-                if out.status[sample] == SAMPLED and (forced := row.learn(position, token_ids[sample])):
-                    self._forced[sample] = forced
+            if self.step.grammars:
+                good = [one for one in self.step.grammars if out.status[one.sample] == SAMPLED]
+                told = self._grammar_rows.learn([(one.row, one.position, token_ids[one.sample]) for one in good])
+                self._forced = {one.sample: forced for one, forced in zip(good, told, strict=True) if forced}
             self._is_learned = True
 
     def wait(self) -> StepResult:

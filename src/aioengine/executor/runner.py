@@ -31,7 +31,6 @@ from aioengine.sampler.processors import ProcessedRow, run_processors
 from aioengine.sampler.rules import RuleSizes
 from aioengine.sampler.sampler import Features, Sampler, SampleTensors
 from aioengine.scheduler.plan import StepPlan, StepResult
-from aioengine.structured.rows import fill_masks
 
 logger = logging.getLogger("aioengine")
 
@@ -301,7 +300,7 @@ class Runner:
             raise
         staging.lend(done)
         self._last_copy = done
-        launched = LaunchedStep(step, staging.out, (started, done), failures, keep=out)
+        launched = LaunchedStep(step, staging.out, (started, done), failures, self._batch.grammar_rows, keep=out)
         if step.learning or step.grammars:
             self._learning.append(launched)
         return launched.wait() if self._accelerator.is_host else launched
@@ -446,7 +445,7 @@ class Runner:
         count, width = len(step.grammars), self._sampler.masks.shape[1]
         words = staging.late_words(count * (4 + width))
         masks = words[4 * count :].reshape(count, width)
-        fill_masks([(sample.row, sample.position) for sample in step.grammars], masks)
+        self._batch.grammar_rows.fill([(sample.row, sample.position) for sample in step.grammars], masks)
         spans = words[: 4 * count].reshape(count, 4)
         spans[:, 0] = [sample.mask for sample in step.grammars]
         spans[:, 1], spans[:, 3] = 0, width

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from aioengine.sampling_params import RowParams
 from aioengine.structured.grammar import CompiledGrammar, Mask
-from aioengine.structured.rows import GrammarRow
+from aioengine.structured.rows import GrammarRow, GrammarRows
 
 Int32 = NDArray[np.int32]
 Int8 = NDArray[np.int8]
@@ -121,8 +121,8 @@ class RowAdded(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     block_ids: Int32
     sampling: RowSampling
 
-    def make_grammar_row(self, allowed: Mask | None = None) -> GrammarRow:
-        """The grammar of a row that has one, behind the tokens of its output that are known.
+    def add_grammar(self, rows: GrammarRows, allowed: Mask | None = None) -> GrammarRow:
+        """Put a row that has a grammar among such rows, behind the tokens of its output that are known.
 
         Args:
             allowed: of the only tokens that its other rules admit; None: all.
@@ -130,7 +130,7 @@ class RowAdded(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         sampling = self.sampling
         assert sampling.grammar is not None
         has_rules = sampling.allowed_token_ids or sampling.bad_words or sampling.logits_processors or sampling.stop_ids
-        return GrammarRow(
+        return rows.add(
             sampling.grammar,
             self.num_prompt_tokens,
             self.token_ids[self.num_prompt_tokens :].tolist(),

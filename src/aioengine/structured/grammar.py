@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 import msgspec
 import numpy as np
@@ -21,15 +21,14 @@ class Matcher(Protocol):
         """The tokens that end the output."""
 
     @property
-    def is_free(self) -> bool:
-        """Whether any token may come next."""
-
-    @property
     def problem(self) -> str:
         """Why it cannot go on: a token that the grammar does not admit, or a bound of the library; empty if it can."""
 
     def consume(self, token_ids: Sequence[int]) -> None:
         """Take in the next tokens; see ``problem``."""
+
+    def consume_all(self, matchers: Sequence[Self], token_ids: Sequence[int]) -> None:
+        """As `consume` of one token by each of these, in parallel and without the GIL where the library can."""
 
     def forced(self) -> list[int]:
         """The only tokens that can come next, as the tokenizer cuts their text; the end of the output among them."""
@@ -37,20 +36,21 @@ class Matcher(Protocol):
     def fill(self, mask: Mask) -> None:
         """Write which tokens may come next; where the text may end those that end it are among them."""
 
+    def fill_all(self, matchers: Sequence[Self], indices: Sequence[int], masks: Mask) -> list[bool]:
+        """As `fill` of each of these into ``masks[index]``, as `consume_all`.
+
+        Args:
+            masks: int32 [any, ⌈vocab / 32⌉], contiguous.
+        Returns:
+            for each whether some may be `forced`; it follows from the mask alone.
+        """
+
 
 class CompiledGrammar(Protocol):
     """A constraint over one vocabulary. Any thread may use it."""
 
     def matcher(self) -> Matcher:
         """A new one, at the beginning of the text."""
-
-    def fill_all(self, matchers: Sequence[Matcher], indices: Sequence[int], masks: Mask) -> None:
-        """As `Matcher.fill` of each into ``masks[index]``, in parallel and without the GIL where the library can.
-
-        Args:
-            matchers: of this grammar, or of others of its class.
-            masks: int32 [any, ⌈vocab / 32⌉], contiguous.
-        """
 
 
 class Thinking(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -86,10 +86,6 @@ class ThinkingGrammar:
     def matcher(self) -> Matcher:
         return ThinkingMatcher(self)
 
-    def fill_all(self, matchers: Sequence[Matcher], indices: Sequence[int], masks: Mask) -> None:
-        for matcher, index in zip(matchers, indices, strict=True):
-            matcher.fill(masks[index])
-
 
 class ThinkingMatcher:
     """See `ThinkingGrammar`."""
@@ -106,12 +102,6 @@ class ThinkingMatcher:
         """Of the reasoning."""
         self._last: list[int] = []
         """Its last tokens, as many as ``end_ids``."""
-
-    @property
-    def is_free(self) -> bool:
-        if self._inner is None:
-            return True
-        return self._inner.is_free and not (self._is_thinking or self._may_begin)
 
     @property
     def problem(self) -> str:
@@ -139,24 +129,40 @@ class ThinkingMatcher:
         if not self._is_thinking:
             self._begun.clear()
 
+    def consume_all(self, matchers: Sequence[ThinkingMatcher], token_ids: Sequence[int]) -> None:
+        for matcher, token_id in zip(matchers, token_ids, strict=True):
+            matcher.consume((token_id,))
+
+    @property
+    def _is_to_end(self) -> bool:
+        """Whether the reasoning has had its tokens."""
+        return self._is_thinking and 0 <= self._thinking.max_tokens <= self._num_tokens
+
     def forced(self) -> list[int]:
-        if not self._is_thinking:
-            return self._inner.forced() if self._inner is not None and not self._may_begin else []
-        has_budget = self._thinking.max_tokens < 0 or self._num_tokens < self._thinking.max_tokens
-        return [] if has_budget else list(self._thinking.forced_end_ids)
+        if self._is_to_end:
+            return list(self._thinking.forced_end_ids)
+        is_inner = self._inner is not None and not (self._is_thinking or self._may_begin)
+        return self._inner.forced() if self._inner is not None and is_inner else []
 
     def fill(self, mask: Mask) -> None:
-        if self._is_thinking or self._inner is None:
+        if self._is_to_end:
+            set_only(mask, self._thinking.forced_end_ids[0])
+        elif self._is_thinking or self._inner is None:
             mask.fill(-1)
             if self._inner is not None:
                 _clear(mask, self.ending_ids)
-            return
-        if self._begun:  # a marker of several tokens: it goes on, or was none
-            mask.fill(0)
         else:
-            self._inner.fill(mask)
-        if self._may_begin:
-            _set(mask, self._thinking.begin_ids[len(self._begun)])
+            if self._begun:  # a marker of several tokens: it goes on, or was none
+                mask.fill(0)
+            else:
+                self._inner.fill(mask)
+            if self._may_begin:
+                _set(mask, self._thinking.begin_ids[len(self._begun)])
+
+    def fill_all(self, matchers: Sequence[ThinkingMatcher], indices: Sequence[int], masks: Mask) -> list[bool]:
+        for matcher, index in zip(matchers, indices, strict=True):
+            matcher.fill(masks[index])
+        return [True] * len(matchers)
 
 
 def set_only(mask: Mask, token_id: int) -> None:

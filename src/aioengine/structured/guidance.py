@@ -11,11 +11,10 @@ from typing import Any
 
 import llguidance
 import numpy as np
-from numpy.typing import NDArray
 
 from aioengine.errors import InvalidRequest
 from aioengine.structured.constraints import Choice, Constraint, Either, Grammar, Json, Regex, StructuralTags
-from aioengine.structured.grammar import Mask, Matcher
+from aioengine.structured.grammar import Mask
 from aioengine.structured.json_schema import put_right, unsound_keywords
 
 WHITESPACE = r"(\x20|\x0A\x20{0,64})"
@@ -34,6 +33,9 @@ LIMITS: dict[str, Any] = {
 
 ESCAPES = 'nrbtf\\"'
 """Of texts of JSON, without ``\\u``: a key that is written otherwise would pass for another one."""
+
+ENDING = 256
+"""In place of a first byte, of tokens that end the output."""
 
 NUM_SMALL = 4
 """Masks of so many rows are computed one after the other: handing them to threads takes as long."""
@@ -70,11 +72,34 @@ class Vocabulary:
             self.tokenizer = llguidance.LLTokenizer(
                 tokenizer_json, n_vocab=max(num_tokens, num_known), eos_token=endings
             )
+            self._note_first_bytes()
         except BaseException as error:  # a panic of the library's is no Exception
             raise InvalidRequest(
                 f"structured: this model's tokenizer cannot be used for it: {str(error)[:MAX_SHOWN_CHARS]}",
                 param="structured",
             ) from None
+
+    def begin_alike(self, masks: Mask, indices: Sequence[int]) -> list[bool]:
+        """Of each of these masks, whether all its tokens begin with the same byte, or all end the output."""
+        words = masks[list(indices)].view(np.uint32)
+        first_words = (words != 0).argmax(axis=1)
+        lowest_bits = words[np.arange(len(words)), first_words]
+        first_bits = np.log2(np.maximum(lowest_bits & (~lowest_bits + np.uint32(1)), 1)).astype(np.int64)
+        kinds = self._first_bytes[np.minimum(32 * first_words + first_bits, len(self._first_bytes) - 1)]
+        others = words & ~self._of_first_byte[kinds, : words.shape[1]]
+        return [not any_other for any_other in others.any(axis=1).tolist()]
+
+    def _note_first_bytes(self) -> None:
+        """Which byte each token begins with: int16 [tokens], `ENDING` of those that end the output; and bitmasks of
+        those of each kind, uint32 [ENDING + 1, words]."""
+        kinds = np.full(32 * self.num_words, ENDING + 1, np.int16)
+        for token_id in range(self.tokenizer.vocab_size):
+            text = self.tokenizer.decode_bytes([token_id])
+            if text:
+                kinds[token_id] = text[0]
+        kinds[self.ending_ids] = ENDING
+        bits = np.stack([np.packbits(kinds == kind, bitorder="little").view(np.uint32) for kind in range(ENDING + 2)])
+        self._first_bytes, self._of_first_byte = kinds, bits
 
     def compile(self, constraint: Constraint) -> GuidanceGrammar:
         """Compile a constraint; not on the loop. Most of it runs without the GIL.
@@ -178,14 +203,6 @@ class GuidanceGrammar:
     def matcher(self) -> GuidanceMatcher:
         return GuidanceMatcher(self.vocabulary, self._begun.deep_copy())
 
-    def fill_all(self, matchers: Sequence[Matcher], indices: Sequence[int], masks: NDArray[np.int32]) -> None:
-        if len(indices) <= NUM_SMALL or self.vocabulary.num_words > masks.shape[1]:
-            for matcher, index in zip(matchers, indices, strict=True):
-                matcher.fill(masks[index])
-            return
-        raw = [(matcher.raw, index) for matcher, index in zip(matchers, indices, strict=True)]  # type: ignore[attr-defined]
-        _threads().unsafe_compute_mask_ptr(raw, masks.ctypes.data, masks.shape[1] * masks.itemsize, len(masks))
-
 
 class GuidanceMatcher:
     """A `Matcher`.
@@ -193,8 +210,6 @@ class GuidanceMatcher:
     Attributes:
         raw: llguidance's.
     """
-
-    is_free = False
 
     def __init__(self, vocabulary: Vocabulary, raw: Any) -> None:
         self.raw = raw
@@ -208,11 +223,26 @@ class GuidanceMatcher:
 
     def consume(self, token_ids: Sequence[int]) -> None:
         for token_id in token_ids:
-            if self._is_over:
-                return
-            self._is_over = token_id in self.ending_ids and self.raw.is_accepting()
-            if not self._is_over:
+            if not self._is_end(token_id):
                 self.raw.consume_token(token_id)
+
+    def consume_all(self, matchers: Sequence[GuidanceMatcher], token_ids: Sequence[int]) -> None:
+        going_on = [
+            (matcher.raw, token_id)
+            for matcher, token_id in zip(matchers, token_ids, strict=True)
+            if not matcher._is_end(token_id)
+        ]
+        if len(going_on) <= NUM_SMALL:
+            for raw, token_id in going_on:
+                raw.consume_token(token_id)
+        else:
+            _threads().consume_token_par(going_on)
+
+    def _is_end(self, token_id: int) -> bool:
+        """Whether the output ends with this token, or has ended; llguidance takes no token then."""
+        if token_id in self.ending_ids and self.raw.is_accepting():
+            self._is_over = True
+        return self._is_over
 
     def forced(self) -> list[int]:
         if self._is_over or self.raw.is_error():
@@ -225,6 +255,16 @@ class GuidanceMatcher:
         self.raw.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if words is not mask:
             mask[:] = words[: len(mask)]
+
+    def fill_all(self, matchers: Sequence[GuidanceMatcher], indices: Sequence[int], masks: Mask) -> list[bool]:
+        vocabulary = self._vocabulary
+        if len(indices) <= NUM_SMALL or vocabulary.num_words > masks.shape[1]:
+            for matcher, index in zip(matchers, indices, strict=True):
+                matcher.fill(masks[index])
+        else:
+            raw = [(matcher.raw, index) for matcher, index in zip(matchers, indices, strict=True)]
+            _threads().unsafe_compute_mask_ptr(raw, masks.ctypes.data, masks.shape[1] * masks.itemsize, len(masks))
+        return vocabulary.begin_alike(masks, indices)
 
 
 @functools.cache

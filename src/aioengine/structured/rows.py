@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections import deque
 from collections.abc import Sequence
 
-from aioengine.structured.grammar import CompiledGrammar, Mask, keep_going, set_only
+import numpy as np
+
+from aioengine.structured.grammar import CompiledGrammar, Mask, Matcher, keep_going, set_only
 
 MAX_FORCED = 4096
 """Tokens that one token may bring along."""
@@ -15,17 +19,9 @@ class GrammarRow:
     """A sequence's way through its grammar, in step with a device that may be some tokens ahead of the host.
 
     Tokens that the grammar forces are known before the device samples them. A row that *jumps* takes them over at once:
-    `learn` gives them, the scheduler appends them, and they are computed together. Steps that were launched before that
-    sample them, too, under a mask of that one token, so that nothing else can come of it. A row that does not jump,
-    since it wants log-probabilities of each token, samples all of them so. Both have the same tokens.
-
-    Args:
-        num_prompt_tokens: the position of the first output token.
-        output_ids: those that are known already.
-        jumps: as above.
-        is_forcing: no rule of the request forbids tokens; with such rules it samples what mask and rules leave.
-        ignores_end: what ends the output comes only where nothing else can.
-        allowed: the only tokens that may come, besides what the grammar says; None: any.
+    `GrammarRows.learn` gives them, the scheduler appends them, and they are computed together. Steps that were launched
+    before that sample them, too, under a mask of that one token, so that nothing else can come of it. A row that does
+    not jump, since it wants log-probabilities of each token, samples all of them so. Both have the same tokens.
 
     Attributes:
         num_tokens: of prompt and output, forced ones that the device has not sampled included.
@@ -34,6 +30,94 @@ class GrammarRow:
     """
 
     def __init__(
+        self, grammar: CompiledGrammar, num_prompt_tokens: int, *, jumps: bool, is_forcing: bool, ignores_end: bool
+    ) -> None:
+        self.grammar = grammar
+        self.matcher = grammar.matcher()
+        self.num_tokens = num_prompt_tokens
+        self.unsent: deque[tuple[int, list[int]]] = deque()
+        self.problem = ""
+        self.slot = -1
+        """Its row of the table of masks."""
+        self.allowed: Mask | None = None
+        """The only tokens that may come, besides what the grammar says; None: any."""
+        self.is_forcing = is_forcing
+        self.is_masked = False
+        """Its mask in the table is that of the token at ``num_tokens``."""
+        self.has_rules = ignores_end
+        """Its mask is changed by rules of the request's own."""
+        self._ignores_end = ignores_end
+        self._jumps = jumps and is_forcing
+        self._forced: list[int] = []
+        """The last tokens up to ``num_tokens``, if they were forced."""
+        self._num_told = num_prompt_tokens
+        """Tokens that the caller has given or was told."""
+
+    def takes(self, position: int) -> bool:
+        """The device has sampled the token at this position: whether that is news, and not a forced one."""
+        self._num_told = max(self._num_told, position + 1)
+        if position < self.num_tokens:
+            return False
+        self.num_tokens = position + 1
+        self._forced = []
+        self.is_masked = False
+        return not self.problem
+
+    def force(self) -> bool:
+        """Take over the tokens that follow without a choice; whether there were some: it needs another mask then."""
+        self.problem = self.matcher.problem
+        if self.problem or not self.is_forcing or len(self._forced) >= MAX_FORCED:
+            return False
+        forced = self.matcher.forced()
+        if not forced:
+            return False
+        self._forced += forced
+        self.num_tokens += len(forced)
+        self.matcher.consume(forced)
+        self.problem = self.matcher.problem
+        return not self.problem
+
+    def restrict(self, mask: Mask) -> None:
+        """Take out what the request's own rules forbid."""
+        if self._ignores_end:
+            keep_going(mask, self.matcher.ending_ids)
+        if self.allowed is not None:
+            mask &= self.allowed
+
+    def tell(self) -> list[int]:
+        """The forced tokens that the caller was not told of, if the row jumps."""
+        if not self._jumps or self._num_told >= self.num_tokens:
+            return []
+        forced = self._forced[self._num_told - self.num_tokens :]
+        self.unsent.append((self._num_told, forced))
+        self._num_told = self.num_tokens
+        return forced
+
+    def fill(self, position: int, mask: Mask, own: Mask) -> None:
+        """Write which tokens may stand at this position; ``own`` is its mask in the table."""
+        if position < self.num_tokens:
+            set_only(mask, self._forced[position - self.num_tokens])
+        elif position > self.num_tokens:  # a step before has failed, and the row with it
+            mask.fill(-1)
+        elif self.problem:
+            mask.fill(0)
+        else:
+            mask[:] = own
+
+
+class GrammarRows:
+    """All such rows of a device, whose masks are made side by side, in a table. Two threads may use it.
+
+    Args:
+        num_words: of a mask.
+    """
+
+    def __init__(self, num_words: int) -> None:
+        self._masks = np.zeros((0, num_words), np.int32)
+        self._free_slots: list[int] = []
+        self._lock = threading.Lock()
+
+    def add(
         self,
         grammar: CompiledGrammar,
         num_prompt_tokens: int,
@@ -43,93 +127,91 @@ class GrammarRow:
         is_forcing: bool = True,
         ignores_end: bool = False,
         allowed: Mask | None = None,
-    ) -> None:
-        self.grammar = grammar
-        self.matcher = grammar.matcher()
-        self.num_tokens = num_prompt_tokens
-        self.unsent: deque[tuple[int, list[int]]] = deque()
-        self.problem = ""
-        self._jumps = jumps and is_forcing
-        self._is_forcing = is_forcing
-        self._ignores_end = ignores_end
-        self._allowed = allowed
-        self._forced: list[int] = []
-        """The last tokens up to ``num_tokens``, if they were forced."""
-        self._num_told = num_prompt_tokens
-        """Tokens that `learn` has been given or has given."""
-        self._force()
-        for position, token_id in enumerate(output_ids, num_prompt_tokens):  # in the same pieces as at first
-            self._take(position, token_id)
-        self._num_told = num_prompt_tokens + len(output_ids)
+    ) -> GrammarRow:
+        """Take in a row.
 
-    def learn(self, position: int, token_id: int) -> list[int]:
-        """The device has sampled this token; returns those that follow without a choice, if it jumps."""
-        self._take(position, token_id)
-        self._num_told = max(self._num_told, position + 1)
-        if not self._jumps or self._num_told >= self.num_tokens:
-            return []
-        forced = self._forced[self._num_told - self.num_tokens :]
-        self.unsent.append((self._num_told, forced))
-        self._num_told = self.num_tokens
-        return forced
+        Args:
+            num_prompt_tokens: the position of the first output token.
+            output_ids: those that are known already.
+            jumps: as above.
+            is_forcing: no rule of the request forbids tokens; with such rules it samples what mask and rules leave.
+            ignores_end: what ends the output comes only where nothing else can.
+            allowed: the only tokens that may come, besides what the grammar says; None: any.
+        """
+        row = GrammarRow(grammar, num_prompt_tokens, jumps=jumps, is_forcing=is_forcing, ignores_end=ignores_end)
+        row.allowed, row.has_rules = allowed, ignores_end or allowed is not None
+        with self._lock:
+            if not self._free_slots:
+                size = len(self._masks)
+                self._masks = np.concatenate([self._masks, np.zeros((max(size, 16), self._masks.shape[1]), np.int32)])
+                self._free_slots = list(range(size, len(self._masks)))
+            row.slot = self._free_slots.pop()
+            self._replay(row, num_prompt_tokens, output_ids)
+        return row
 
-    def fill(self, position: int, mask: Mask) -> bool:
-        """Write which tokens may stand at this position; False where the matcher must do it (`fill_masks`)."""
-        if self.problem:
-            mask.fill(0)
-        elif position < self.num_tokens:
-            set_only(mask, self._forced[position - self.num_tokens])
-        elif position > self.num_tokens:  # a step before has failed, and the row with it
-            mask.fill(-1)
-        elif self.matcher.is_free:
-            mask.fill(-1)
-            self.restrict(mask)
-        else:
-            return False
-        return True
+    def remove(self, row: GrammarRow) -> None:
+        """It has left its row of the device."""
+        with self._lock:
+            self._free_slots.append(row.slot)
+            row.slot = -1
 
-    def restrict(self, mask: Mask) -> None:
-        """Take out what the request's own rules forbid; the matcher has written the mask."""
-        self.problem = self.matcher.problem
-        if self._ignores_end:
-            keep_going(mask, self.matcher.ending_ids)
-        if self._allowed is not None:
-            mask &= self._allowed
+    def learn(self, sampled: Sequence[tuple[GrammarRow, int, int]]) -> list[list[int]]:
+        """The device has sampled these: (row, position, token) each, at most one of a row.
 
-    def _take(self, position: int, token_id: int) -> None:
-        if position >= self.num_tokens:  # else it was forced
-            self.num_tokens = position + 1
-            self._forced = []
-            self._consume([token_id])
-            self._force()
+        Returns:
+            for each, the tokens that follow without a choice, if the row jumps.
+        """
+        with self._lock:
+            news: list[GrammarRow] = []
+            by_class: dict[type, tuple[list[Matcher], list[int]]] = {}
+            for row, position, token_id in sampled:
+                if row.slot >= 0 and row.takes(position):
+                    news.append(row)
+                    matchers, token_ids = by_class.setdefault(type(row.matcher), ([], []))
+                    matchers.append(row.matcher)
+                    token_ids.append(token_id)
+            for matchers, token_ids in by_class.values():
+                matchers[0].consume_all(matchers, token_ids)
+            self._mask(news)
+            return [row.tell() for row, _, _ in sampled]
 
-    def _force(self) -> None:
-        """Take over the tokens that follow without a choice."""
-        while self._is_forcing and not self.problem and len(self._forced) < MAX_FORCED:
-            forced = self.matcher.forced()
-            if not forced:
-                return
-            self._forced += forced
-            self.num_tokens += len(forced)
-            self._consume(forced)
+    def fill(self, wanted: Sequence[tuple[GrammarRow, int]], masks: Mask) -> None:
+        """Write which tokens each row may sample at its position, ``wanted[i]`` into ``masks[i]``.
 
-    def _consume(self, token_ids: list[int]) -> None:
-        self.matcher.consume(token_ids)
-        self.problem = self.matcher.problem
+        Args:
+            masks: int32 [rows, ⌈vocab / 32⌉].
+        """
+        with self._lock:
+            self._mask([row for row, position in wanted if not row.is_masked and position == row.num_tokens])
+            for (row, position), mask in zip(wanted, masks, strict=True):
+                row.fill(position, mask, self._masks[row.slot])
 
+    def _replay(self, row: GrammarRow, first: int, output_ids: Sequence[int]) -> None:
+        """Bring a row behind tokens that are known, in the pieces in which it came to them at first."""
+        self._mask([row])
+        for position, token_id in enumerate(output_ids, first):
+            if row.takes(position):
+                row.matcher.consume([token_id])
+                self._mask([row])
 
-def fill_masks(rows: Sequence[tuple[GrammarRow, int]], masks: Mask) -> None:
-    """Write which tokens each row may sample at its position, ``rows[i]`` into ``masks[i]``.
-
-    Args:
-        masks: int32 [rows, ⌈vocab / 32⌉], contiguous.
-    """
-    waiting: dict[type, list[int]] = {}
-    for index, (row, position) in enumerate(rows):
-        if not row.fill(position, masks[index]):
-            waiting.setdefault(type(row.matcher), []).append(index)
-    for indices in waiting.values():
-        matchers = [rows[index][0].matcher for index in indices]
-        rows[indices[0]][0].grammar.fill_all(matchers, indices, masks)
-        for index in indices:
-            rows[index][0].restrict(masks[index])
+    def _mask(self, rows: list[GrammarRow]) -> None:
+        """Make the masks of the tokens behind all that is known of these rows, the forced ones included."""
+        while rows:
+            by_class: dict[type, tuple[list[Matcher], list[int]]] = {}
+            for row in rows:
+                matchers, slots = by_class.setdefault(type(row.matcher), ([], []))
+                matchers.append(row.matcher)
+                slots.append(row.slot)
+            may_be_forced: set[int] = set()
+            for matchers, slots in by_class.values():
+                told = matchers[0].fill_all(matchers, slots, self._masks)
+                may_be_forced.update(itertools.compress(slots, told))
+            again = []
+            for row in rows:
+                if row.slot in may_be_forced and row.force():
+                    again.append(row)
+                else:
+                    row.is_masked = True
+                    if row.has_rules:
+                        row.restrict(self._masks[row.slot])
+            rows = again

@@ -30,7 +30,7 @@ from aioengine.scheduler.plan import (
     Want,
     int32,
 )
-from aioengine.structured.rows import GrammarRow, fill_masks
+from aioengine.structured.rows import GrammarRow, GrammarRows
 from aioengine.turns import running_loop
 
 T = TypeVar("T")
@@ -157,6 +157,7 @@ class FakeExecutor:
         self.step_time_s = step_time_s
         self._sampler = sampler or (lambda token_ids, sampling: sample_hash(token_ids, sampling, vocab_size=vocab_size))
         self._rows: dict[int, Row] = {}
+        self._grammar_rows = GrammarRows(-(-vocab_size // 32))
         self._failures: dict[int, Exception] = {}
         self._lost: Exception | None = None
         self._busy_until = 0.0
@@ -245,9 +246,11 @@ class FakeExecutor:
     def apply(self, plan: StepPlan) -> None:
         """Take in a plan's deltas, as a device does before it computes."""
         for row in plan.removed.tolist():
-            self._rows.pop(row)
+            gone = self._rows.pop(row)
+            if gone.grammar is not None:
+                self._grammar_rows.remove(gone.grammar)
         for added in plan.added:
-            grammar = added.make_grammar_row() if added.sampling.grammar is not None else None
+            grammar = added.add_grammar(self._grammar_rows) if added.sampling.grammar is not None else None
             self._rows[added.row] = Row(added, added.token_ids.tolist(), grammar)
 
     def _compute(self, plan: StepPlan) -> StepResult:
@@ -276,7 +279,7 @@ class FakeExecutor:
         row = work.row
         if row.grammar is None or not sampled:
             return []
-        forced = row.grammar.learn(work.end, sampled[0])
+        (forced,) = self._grammar_rows.learn([(row.grammar, work.end, sampled[0])])
         if forced:
             row.tokens[work.end + 1 :] = forced
         return forced
@@ -319,7 +322,7 @@ class FakeExecutor:
         allowed: Container[int] = sampling.allowed_token_ids or range(vocab_size)
         if row.grammar is not None:
             bits = np.zeros((1, -(-vocab_size // 32)), np.int32)
-            fill_masks([(row.grammar, len(held))], bits)
+            self._grammar_rows.fill([(row.grammar, len(held))], bits)
             ids = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
             allowed = {token for token in ids.tolist() if token in allowed}
         tokens: list[int] = []
