@@ -20,7 +20,7 @@ from aioengine.structured.grammar import Thinking
 from aioengine.structured.json_schema import put_right, unsound_keywords
 from aioengine.text.tokenizer import Tokenizer
 from aioengine.tool_calls.calls import AnswerParser, Tool, ToolChoice, read_tool_choice, read_tools
-from aioengine.tool_calls.formats import ToolFormat, detect_tool_format, find_tool_format, known_names
+from aioengine.tool_calls.formats import ToolFormat, detect_tool_format, find_tool_format
 from aioengine.tool_calls.reasoning import (
     ReasoningFormat,
     ReasoningParser,
@@ -120,7 +120,7 @@ class AnswerFormats:
             raise invalid(
                 "tools",
                 "the format in which this model writes tool calls cannot be told from its chat template: start the "
-                f"engine with tool_format; known: {known_names()}",
+                "engine with tool_format, such as 'hermes'",
             )
         if options.tools and not params.detokenize:
             raise invalid("detokenize", "tool calls are read from text, and detokenize=False makes none")

@@ -279,7 +279,8 @@ class Runtime:
         with loading_bar(f"loading {self.files.path.name}", is_shown=self._given_config.show_progress) as show:
             await self._load(show)
         self.core = self.backend.core
-        self.answer_formats = AnswerFormats(self.config, self.tokenizer)
+        # A name that is not built in is looked for in files.
+        self.answer_formats = await self.worker.run(AnswerFormats, None, self.config, self.tokenizer)
         self.core.observers.num_at_door = lambda: self.admission.num_waiting
         self.admission.capacity = self.config.max_waiting
         logger.info("%s", self.describe())

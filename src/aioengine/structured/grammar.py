@@ -91,12 +91,13 @@ class ThinkingMatcher:
     """See `ThinkingGrammar`."""
 
     def __init__(self, grammar: ThinkingGrammar) -> None:
+        self._grammar = grammar
         self._thinking = thinking = grammar.thinking
         self._inner = grammar.inner.matcher() if grammar.inner is not None else None
         self.ending_ids = grammar.ending_ids
-        self._begun: list[int] = []
-        """Tokens of ``begin_ids`` so far, while it may yet begin."""
         self._may_begin = bool(thinking.begin_ids) and not thinking.is_begun
+        self._num_begun = 0
+        """Tokens of ``begin_ids`` so far, while it may yet begin: ``_inner`` has them, too, since it may be none."""
         self._is_thinking = thinking.is_begun
         self._num_tokens = 0
         """Of the reasoning."""
@@ -105,29 +106,26 @@ class ThinkingMatcher:
 
     @property
     def problem(self) -> str:
-        return self._inner.problem if self._inner is not None else ""
+        return self._inner.problem if self._inner is not None and not (self._is_thinking or self._may_begin) else ""
 
     def consume(self, token_ids: Sequence[int]) -> None:
         for token_id in token_ids:
             if self._is_thinking:
                 self._think(token_id)
-            elif self._may_begin and token_id == self._thinking.begin_ids[len(self._begun)]:
-                self._begun.append(token_id)
-                self._is_thinking = len(self._begun) == len(self._thinking.begin_ids)
-                self._may_begin = not self._is_thinking
-            else:
-                self._may_begin = False
-                if self._inner is not None:
-                    self._inner.consume([*self._begun, token_id])
-                self._begun.clear()
+                continue
+            self._may_begin = self._may_begin and token_id == self._thinking.begin_ids[self._num_begun]
+            self._num_begun += self._may_begin
+            if self._may_begin and self._num_begun == len(self._thinking.begin_ids):
+                self._is_thinking, self._may_begin = True, False
+                self._inner = self._grammar.inner.matcher() if self._grammar.inner is not None else None
+            elif self._inner is not None:
+                self._inner.consume((token_id,))
 
     def _think(self, token_id: int) -> None:
         ends = self._thinking.end_ids
         self._num_tokens += 1
         self._last = [*self._last, token_id][-len(ends) :]
         self._is_thinking = tuple(self._last) != ends
-        if not self._is_thinking:
-            self._begun.clear()
 
     def consume_all(self, matchers: Sequence[ThinkingMatcher], token_ids: Sequence[int]) -> None:
         for matcher, token_id in zip(matchers, token_ids, strict=True):
@@ -152,12 +150,11 @@ class ThinkingMatcher:
             if self._inner is not None:
                 _clear(mask, self.ending_ids)
         else:
-            if self._begun:  # a marker of several tokens: it goes on, or was none
-                mask.fill(0)
-            else:
-                self._inner.fill(mask)
+            self._inner.fill(mask)
             if self._may_begin:
-                _set(mask, self._thinking.begin_ids[len(self._begun)])
+                if self._inner.problem:  # its tokens so far can only be the marker's
+                    mask.fill(0)
+                _set(mask, self._thinking.begin_ids[self._num_begun])
 
     def fill_all(self, matchers: Sequence[ThinkingMatcher], indices: Sequence[int], masks: Mask) -> list[bool]:
         for matcher, index in zip(matchers, indices, strict=True):

@@ -87,7 +87,8 @@ class Vocabulary:
         first_bits = np.log2(np.maximum(lowest_bits & (~lowest_bits + np.uint32(1)), 1)).astype(np.int64)
         kinds = self._first_bytes[np.minimum(32 * first_words + first_bits, len(self._first_bytes) - 1)]
         others = words & ~self._of_first_byte[kinds, : words.shape[1]]
-        return [not any_other for any_other in others.any(axis=1).tolist()]
+        has_others: list[bool] = np.any(others, axis=1).tolist()
+        return [not has for has in has_others]
 
     def _note_first_bytes(self) -> None:
         """Which byte each token begins with: int16 [tokens], `ENDING` of those that end the output; and bitmasks of

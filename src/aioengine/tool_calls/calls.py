@@ -249,25 +249,16 @@ def _fields_of_function(function: Callable[..., Any]) -> dict[str, Any]:
 
 def _schema_of(name: str, arguments: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
     """A JSON schema of an object of these: name -> (type, default, or NODEFAULT where one must be given)."""
+    fields = [(key, kind, default) for key, (kind, default) in arguments.items()]
     try:
-        import pydantic
-        from pydantic.json_schema import GenerateJsonSchema
-    except ImportError:
-        struct = msgspec.defstruct(
-            name, [(key, kind, default) for key, (kind, default) in arguments.items()], kw_only=True
-        )
+        struct = msgspec.defstruct(name, fields, kw_only=True)
         definitions = msgspec.json.schema(struct)["$defs"]
         schema: dict[str, Any] = definitions.pop(name)
         schema |= {"$defs": definitions} if definitions else {}
-    else:
+    except TypeError:  # a type that pydantic may know
+        import pydantic
 
-        class Untitled(GenerateJsonSchema):
-            def field_title_should_be_set(self, schema: Any) -> bool:
-                return False  # each would only repeat the argument's name
-
-        fields: Any = {
-            key: (kind, ... if default is msgspec.NODEFAULT else default) for key, (kind, default) in arguments.items()
-        }
-        schema = pydantic.create_model(name, **fields).model_json_schema(schema_generator=Untitled)
+        given: Any = {key: (kind, ... if default is msgspec.NODEFAULT else default) for key, kind, default in fields}
+        schema = pydantic.create_model(name, **given).model_json_schema()
     del schema["title"]
     return schema | {"additionalProperties": False}

@@ -1,0 +1,214 @@
+"""What an answer to a chat consists of: calls, reasoning and content, told apart as they come, and held to."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+from engine.conftest import Serve, Served
+
+from aioengine import ConfigError, Engine, InvalidRequest, Json
+from aioengine.tool_calls.calls import Tool
+
+CHAT = [{"role": "user", "content": "What is 8 + 7?"}]
+FORMATS = {"tool_format": "hermes", "reasoning_format": "think"}
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+CLOCK = {
+    "type": "function",
+    "function": {
+        "name": "clock",
+        "description": "The time.",
+        "parameters": {
+            "type": "object",
+            "properties": {"zone": {"enum": ["utc", "local"]}},
+            "required": ["zone"],
+            "additionalProperties": False,
+        },
+    },
+}
+TOOLS = [add, CLOCK]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 8, "b": 7}}\n</tool_call>'
+OTHER_CALL = '<tool_call>\n{"name": "clock", "arguments": {"zone": "utc"}}\n</tool_call>'
+SHAPE = {
+    "type": "object",
+    "properties": {"sum": {"type": "integer"}},
+    "required": ["sum"],
+    "additionalProperties": False,
+}
+
+
+def say(served: Served, text: str, **variables: Any) -> None:
+    """The model's answer to `CHAT`."""
+    tokenizer = served.tokenizer
+    prompt = tokenizer.render_chat(CHAT, **variables)
+    end = tokenizer.encode("<|im_end|>", add_special_tokens=False)
+    served.say(tokenizer.encode(prompt, add_special_tokens=False), [*tokenizer.encode(text), *end])
+
+
+@pytest.mark.virtual_clock
+async def test_calls_are_told_from_content(serve: Serve) -> None:
+    async with serve(config=FORMATS) as served:
+        say(served, f"I add.\n{CALL}\n{OTHER_CALL}")
+        out = await served.engine.generate(CHAT, tools=TOOLS, max_tokens=200)
+        assert out.text == "I add."
+        assert [(call.name, call.arguments) for call in out.tool_calls] == [
+            ("add", '{"a": 8, "b": 7}'),
+            ("clock", '{"zone": "utc"}'),
+        ]
+        assert len({call.id for call in out.tool_calls}) == 2
+        assert out.outputs[0].finish_reason == "stop"
+        json.dumps(out.to_dict())
+
+
+@pytest.mark.virtual_clock
+@pytest.mark.parametrize("interval", [1, 3, 50])
+async def test_a_stream_brings_the_pieces_of_what_the_whole_has(serve: Serve, interval: int) -> None:
+    async with serve(config=FORMATS) as served:
+        say(served, f"<think>\nEight and seven.\n</think>\n\nI add.\n{CALL}")
+        async with served.engine.stream(CHAT, tools=TOOLS, max_tokens=200, stream_interval=interval) as stream:
+            deltas = [delta async for delta in stream]
+        out = stream.result
+        assert "".join(delta.text for delta in deltas) == out.text == "I add."
+        assert "".join(delta.reasoning for delta in deltas) == out.reasoning == "Eight and seven."
+        pieces = [piece for delta in deltas for piece in delta.tool_calls]
+        assert (pieces[0].name, pieces[0].id) == ("add", out.tool_calls[0].id)
+        assert all(piece.name is None for piece in pieces[1:])
+        assert "".join(piece.arguments for piece in pieces) == '{"a": 8, "b": 7}'
+        if interval == 1:
+            assert len(pieces) > 3, "arguments come as they are written"
+
+
+@pytest.mark.virtual_clock
+async def test_a_call_that_is_cut_is_none(serve: Serve) -> None:
+    async with serve(config=FORMATS) as served:
+        say(served, CALL)
+        num_tokens = len(served.tokenizer.encode(CALL)) - 12
+        out = await served.engine.generate(CHAT, tools=TOOLS, max_tokens=num_tokens)
+        assert out.outputs[0].finish_reason == "length"
+        assert out.tool_calls == []
+
+
+@pytest.mark.virtual_clock
+async def test_reasoning_is_split_off_chats_alone_and_where_a_format_is_named(serve: Serve) -> None:
+    text = "<think>\nSo.\n</think>\n\n15."
+    async with serve(config=FORMATS) as served:
+        say(served, text)
+        out = await served.engine.generate(CHAT, max_tokens=100)
+        assert (out.reasoning, out.text) == ("So.", "15.")
+        prompt = served.tokenizer.render_chat(CHAT)
+        out = await served.engine.generate(served.tokenizer.encode(prompt, add_special_tokens=False), max_tokens=100)
+        assert (out.reasoning, out.text) == (None, text)
+    async with serve(config={**FORMATS, "reasoning_format": "none"}) as served:
+        say(served, text)
+        out = await served.engine.generate(CHAT, max_tokens=100)
+        assert (out.reasoning, out.text) == (None, text)
+
+
+@pytest.mark.virtual_clock
+async def test_each_choice_has_an_answer_of_its_own(serve: Serve) -> None:
+    async with serve(config=FORMATS) as served:
+        say(served, f"Yes.\n{CALL}")
+        out = await served.engine.generate(CHAT, tools=TOOLS, max_tokens=200, n=3, temperature=0)
+        assert [choice.text for choice in out.outputs] == ["Yes."] * 3
+        assert [len(choice.tool_calls) for choice in out.outputs] == [1, 1, 1]
+
+
+@pytest.mark.virtual_clock
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("seed", range(4))
+async def test_a_call_that_is_required_comes_whatever_the_model_would_say(serve: Serve, depth: int, seed: int) -> None:
+    schemas = {"clock": CLOCK["function"]["parameters"], "add": {"required": ["a", "b"]}}
+    async with serve(depth=depth, config=FORMATS, num_blocks=400, max_model_len=512) as served:
+        call: dict[str, Any] = {"tools": TOOLS, "seed": seed, "parallel_tool_calls": False, "max_tokens": 400}
+        for choice, names in (
+            ("required", {"add", "clock"}),
+            ("clock", {"clock"}),
+            ({"type": "any"}, {"add", "clock"}),
+        ):
+            out = await served.engine.generate(CHAT, tool_choice=choice, **call)
+            if out.outputs[0].finish_reason == "stop":
+                (made,) = out.tool_calls
+                assert made.name in names
+                jsonschema.validate(json.loads(made.arguments), schemas[made.name])
+        allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [{"name": "clock"}]}}
+        out = await served.engine.generate(CHAT, tool_choice=allowed, **call)
+        assert [made.name for made in out.tool_calls] == ["clock"]
+
+
+@pytest.mark.virtual_clock
+@pytest.mark.parametrize("seed", range(4))
+async def test_with_a_schema_the_answer_is_of_it_or_a_call(serve: Serve, seed: int) -> None:
+    async with serve(config=FORMATS, num_blocks=400, max_model_len=512) as served:
+        out = await served.engine.generate(
+            CHAT, tools=[CLOCK], structured=Json(SHAPE, whitespace=False), seed=seed, max_tokens=400
+        )
+        if out.outputs[0].finish_reason == "stop":
+            if out.tool_calls:
+                assert out.text == ""
+            else:
+                jsonschema.validate(json.loads(out.text), SHAPE)
+
+
+@pytest.mark.virtual_clock
+async def test_strict_arguments_are_held_to_in_calls_that_the_model_begins(serve: Serve) -> None:
+    strict = Tool("clock", CLOCK["function"]["parameters"], strict=True)
+    async with serve(config=FORMATS, num_blocks=400, max_model_len=512) as served:
+        say(served, '<tool_call>\n{"name": "clock", "arguments": {"zone": "mars"}}\n</tool_call>')
+        out = await served.engine.generate(CHAT, tools=[strict], max_tokens=300)
+        (made,) = out.tool_calls
+        assert json.loads(made.arguments)["zone"] in ("utc", "local")
+
+
+@pytest.mark.virtual_clock
+async def test_reasoning_has_no_more_tokens_than_it_may(serve: Serve) -> None:
+    open_chat = [*CHAT, {"role": "assistant", "content": "<think>\n"}]
+    options: dict[str, Any] = {"chat_template_kwargs": {"continue_final_message": True}, "max_tokens": 60}
+    async with serve(config=FORMATS, num_blocks=400, max_model_len=512) as served:
+        for budget in (0, 1, 7):
+            out = await served.engine.generate(open_chat, max_thinking_tokens=budget, seed=3, **options)
+            ids = out.outputs[0].token_ids
+            end = served.tokenizer.encode("</think>", add_special_tokens=False)
+            assert ids[budget : budget + len(end)] == end
+            assert "</think>" not in out.text
+        out = await served.engine.generate(
+            open_chat, max_thinking_tokens=5, structured=Json(SHAPE, whitespace=False), seed=1, **options
+        )
+        jsonschema.validate(json.loads(out.text), SHAPE)
+
+
+@pytest.mark.virtual_clock
+async def test_what_cannot_be_is_refused_at_the_call(serve: Serve) -> None:
+    async with serve(config=FORMATS) as served:
+        for param, prompt, call in (
+            ("tools", "text", {"tools": TOOLS}),
+            ("tools", CHAT, {"tools": [{"type": "web_search"}]}),
+            ("tools", CHAT, {"tools": [add, add]}),
+            ("tool_choice", CHAT, {"tools": TOOLS, "tool_choice": "subtract"}),
+            ("tool_choice", CHAT, {"tool_choice": "required"}),
+            ("parallel_tool_calls", CHAT, {"tools": TOOLS, "parallel_tool_calls": "no"}),
+            ("structured", CHAT, {"tools": TOOLS, "tool_choice": "required", "structured": SHAPE}),
+            ("reasoning_effort", CHAT, {"reasoning_effort": "huge"}),
+            ("max_thinking_tokens", "text", {"max_thinking_tokens": 5}),
+            ("detokenize", CHAT, {"tools": TOOLS, "detokenize": False}),
+        ):
+            with pytest.raises(InvalidRequest) as raised:
+                await served.engine.generate(prompt, **call)
+            assert raised.value.param == param
+    async with serve() as served:
+        with pytest.raises(InvalidRequest, match="tool_format"):
+            await served.engine.generate(CHAT, tools=TOOLS)
+
+
+async def test_a_format_that_is_not_known_keeps_an_engine_from_starting() -> None:
+    for name in ("tool_format", "reasoning_format"):
+        with pytest.raises(ConfigError, match=r"hermes|think"):
+            async with Engine(**{name: "herms"}):
+                pass
