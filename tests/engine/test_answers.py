@@ -207,6 +207,21 @@ async def test_what_cannot_be_is_refused_at_the_call(serve: Serve) -> None:
             await served.engine.generate(CHAT, tools=TOOLS)
 
 
+async def test_an_engine_in_a_process_of_its_own_keeps_to_the_same() -> None:
+    open_chat = [*CHAT, {"role": "assistant", "content": "<think>\n"}]
+    texts = []
+    for process in (False, True):
+        async with Engine(process=process, dtype="float32", **FORMATS) as engine:
+            continued: dict[str, Any] = {"chat_template_kwargs": {"continue_final_message": True}}
+            thought = await engine.generate(
+                open_chat, max_thinking_tokens=4, structured=Json(SHAPE), temperature=0, max_tokens=60, **continued
+            )
+            jsonschema.validate(json.loads(thought.text), SHAPE)
+            called = await engine.generate(CHAT, tools=TOOLS, tool_choice="clock", temperature=0, max_tokens=200)
+            texts.append((thought.reasoning, thought.text, called.tool_calls[0].arguments))
+    assert texts[0] == texts[1]
+
+
 async def test_a_format_that_is_not_known_keeps_an_engine_from_starting() -> None:
     for name in ("tool_format", "reasoning_format"):
         with pytest.raises(ConfigError, match=r"hermes|think"):

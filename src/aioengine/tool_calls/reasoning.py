@@ -67,7 +67,7 @@ def find_reasoning_format(name: str) -> ReasoningFormat:
 def detect_reasoning_format(chat_template: str) -> str | None:
     """The format of the reasoning that a chat template speaks of, where its text leaves no doubt; else None."""
     found = {
-        "think": "</think>" in chat_template and "<think>" in chat_template,
+        "think": "<think>" in chat_template,
         "deepseek_r1": "</think>" in chat_template and "<think>" not in chat_template,
         "mistral": "[THINK]" in chat_template,
         "seed_oss": "<seed:think>" in chat_template,

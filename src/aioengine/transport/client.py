@@ -144,6 +144,7 @@ class RemoteCore:
                 priority=request.priority,
                 cache_salt=request.cache_salt,
                 num_allowed=_allowed(choices[0][1]),
+                thinking=request.thinking,
             )
         )
         for member, listener in choices:  # what could not be sent is not waited for

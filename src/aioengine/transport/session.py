@@ -22,6 +22,7 @@ from aioengine.metrics import StepRecord
 from aioengine.sampling_params import MAX_BAD_WORDS, MAX_BAD_WORDS_CHARS
 from aioengine.scheduler.plan import Int32
 from aioengine.scheduler.sequence import Request, Sequence
+from aioengine.structured.grammar import Thinking
 from aioengine.text.worker import TextWorker
 from aioengine.transport import wire
 from aioengine.transport.channel import Channel
@@ -44,6 +45,9 @@ RETRY_AFTER_S = 1.0
 
 MAX_HELD_FACTOR = 8
 """So many times what may wait and run at once may be held by a front end in all: the rest is blocked by its readers."""
+
+MAX_MARKER_TOKENS = 64
+"""Of a marker of reasoning."""
 
 MAX_BAD_SEQUENCES = 2 * MAX_BAD_WORDS
 MAX_BAD_TOKENS = 2 * 4 * (MAX_BAD_WORDS_CHARS + MAX_BAD_WORDS)
@@ -123,6 +127,7 @@ class Session:
                 bad_words=body.bad_words,
                 priority=body.priority,
                 cache_salt=body.cache_salt,
+                thinking=body.thinking,
             )
             # Hashing a token takes as long as tokenizing a character: a long prompt is hashed in the worker's thread.
             sequence = await self._worker.run(core.make_sequence, len(prompt), request)
@@ -168,6 +173,8 @@ class Session:
             raise InvalidRequest("bad_words holds more than any text makes", param="bad_words")
         if any(not word or not all(0 <= token < info.vocab_size for token in word) for word in body.bad_words):
             raise InvalidRequest("bad_words holds what is no token", param="bad_words")
+        if body.thinking is not None:
+            _check_thinking(body.thinking, info.vocab_size)
         if abs(body.priority) > MAX_PRIORITY or not -(2**63) <= body.seed < 2**64:
             raise InvalidRequest("priority or seed is out of range", param="priority")
         for param, limit in (("request_id", MAX_ID_CHARS), ("cache_salt", MAX_SALT_CHARS)):
@@ -336,6 +343,16 @@ class Follower:
         if not self._has_started:
             session.num_unstarted -= 1
         session.mark()
+
+
+def _check_thinking(thinking: Thinking, vocab_size: int) -> None:
+    """Raise what is wrong with the markers of reasoning."""
+    markers = (thinking.begin_ids, thinking.end_ids, thinking.forced_end_ids)
+    is_whole = thinking.end_ids and thinking.forced_end_ids[-len(thinking.end_ids) :] == thinking.end_ids
+    if not is_whole or any(len(ids) > MAX_MARKER_TOKENS for ids in markers):
+        raise InvalidRequest("thinking has no end, or markers that no text makes", param="max_thinking_tokens")
+    if not all(0 <= token < vocab_size for ids in markers for token in ids):
+        raise InvalidRequest("thinking holds what is no token", param="max_thinking_tokens")
 
 
 def _share_dumps(failed: list[wire.Failed]) -> list[wire.Failed]:

@@ -29,6 +29,7 @@ from aioengine.metrics import StepRecord
 from aioengine.outputs import FinishReason
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.scheduler import SchedulerStats
+from aioengine.structured.grammar import Thinking
 from aioengine.transport.wire_errors import Fault
 
 PROTOCOL_VERSION = 3
@@ -77,6 +78,7 @@ class AddRequest(WireMessage, frozen=True, tag=2):
     cache_salt: str = ""
     num_allowed: int = -1
     """Output tokens of each choice that may be computed for now; -1: all."""
+    thinking: Thinking | None = None
 
     def __post_init__(self) -> None:
         if len(self.prompt) % INT32.itemsize:
