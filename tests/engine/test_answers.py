@@ -218,7 +218,8 @@ async def test_an_engine_in_a_process_of_its_own_keeps_to_the_same() -> None:
             )
             jsonschema.validate(json.loads(thought.text), SHAPE)
             called = await engine.generate(CHAT, tools=TOOLS, tool_choice="clock", temperature=0, max_tokens=200)
-            texts.append((thought.reasoning, thought.text, called.tool_calls[0].arguments))
+            calls = [(call.name, call.arguments) for call in called.tool_calls]
+            texts.append((thought.reasoning, thought.text, called.reasoning, called.text, calls))
     assert texts[0] == texts[1]
 
 
