@@ -6,6 +6,7 @@ Plain data, so that it travels with a request. `aioengine.structured.guidance` c
 from __future__ import annotations
 
 import dataclasses
+import json
 import typing
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -73,6 +74,11 @@ class Json(_Constraint, frozen=True, tag="json"):
     def __post_init__(self) -> None:
         if _depth(self.schema) > MAX_LEVELS:
             raise _refuse("", f"the schema is deeper than {MAX_LEVELS} levels; write recursion with $ref")
+        try:  # a copy, which does not change with what the caller has
+            schema = json.loads(json.dumps(self.schema, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise _refuse("", f"the schema is no JSON: {error}") from None
+        msgspec.structs.force_setattr(self, "schema", schema)
         super().__post_init__()
 
 
