@@ -158,9 +158,15 @@ def test_what_is_too_deep_or_holds_itself_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [Json({"type": "integer"}, lenient=True), Regex("a"), Choice(["a"]), Grammar('start: "a"'), StructuralTags((Tag("<", schema={}),), ("<",))],
+    [
+        Json({"type": "integer"}, lenient=True),
+        Regex("a"),
+        Choice(["a"]),
+        Grammar('start: "a"'),
+        StructuralTags((Tag("<", schema={}),), ("<",)),
+    ],
     ids=lambda given: type(given).__name__,
-)  # fmt: skip
+)
 def test_a_constraint_travels_with_its_parameters(given: Any) -> None:
     params = SamplingParams(structured=given)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
