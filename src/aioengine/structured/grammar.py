@@ -27,9 +27,6 @@ class Matcher(Protocol):
     def consume(self, token_ids: Sequence[int]) -> None:
         """Take in the next tokens; see ``problem``."""
 
-    def consume_all(self, matchers: Sequence[Self], token_ids: Sequence[int]) -> None:
-        """As `consume` of one token by each of these, in parallel and without the GIL where the library can."""
-
     def forced(self) -> list[int]:
         """The only tokens that can come next, as the tokenizer cuts their text; the end of the output among them."""
 
@@ -37,7 +34,7 @@ class Matcher(Protocol):
         """Write which tokens may come next; where the text may end those that end it are among them."""
 
     def fill_all(self, matchers: Sequence[Self], indices: Sequence[int], masks: Mask) -> list[bool]:
-        """As `fill` of each of these into ``masks[index]``, as `consume_all`.
+        """As `fill` of each of these into ``masks[index]``, in parallel and without the GIL where the library can.
 
         Args:
             masks: int32 [any, ⌈vocab / 32⌉], contiguous.
@@ -126,10 +123,6 @@ class ThinkingMatcher:
         self._num_tokens += 1
         self._last = [*self._last, token_id][-len(ends) :]
         self._is_thinking = tuple(self._last) != ends
-
-    def consume_all(self, matchers: Sequence[ThinkingMatcher], token_ids: Sequence[int]) -> None:
-        for matcher, token_id in zip(matchers, token_ids, strict=True):
-            matcher.consume((token_id,))
 
     @property
     def _is_to_end(self) -> bool:

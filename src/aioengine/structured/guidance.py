@@ -37,7 +37,7 @@ ESCAPES = 'nrbtf\\"'
 ENDING = 256
 """In place of a first byte, of tokens that end the output."""
 
-NUM_SMALL = 4
+NUM_SMALL = 16
 """Masks of so many rows are computed one after the other: handing them to threads takes as long."""
 
 MAX_SHOWN_CHARS = 500
@@ -226,18 +226,6 @@ class GuidanceMatcher:
         for token_id in token_ids:
             if not self._is_end(token_id):
                 self.raw.consume_token(token_id)
-
-    def consume_all(self, matchers: Sequence[GuidanceMatcher], token_ids: Sequence[int]) -> None:
-        going_on = [
-            (matcher.raw, token_id)
-            for matcher, token_id in zip(matchers, token_ids, strict=True)
-            if not matcher._is_end(token_id)
-        ]
-        if len(going_on) <= NUM_SMALL:
-            for raw, token_id in going_on:
-                raw.consume_token(token_id)
-        else:
-            _threads().consume_token_par(going_on)
 
     def _is_end(self, token_id: int) -> bool:
         """Whether the output ends with this token, or has ended; llguidance takes no token then."""

@@ -15,6 +15,11 @@ MAX_FORCED = 4096
 """Tokens that one token may bring along."""
 
 
+MIN_JUMP = 4
+"""Fewer tokens are sampled one by one, unless the last one ends the output: a step that computes several tokens of a
+row is no graph, and costs more."""
+
+
 class GrammarRow:
     """A sequence's way through its grammar, in step with a device that may be some tokens ahead of the host.
 
@@ -85,10 +90,12 @@ class GrammarRow:
             mask &= self.allowed
 
     def tell(self) -> list[int]:
-        """The forced tokens that the caller was not told of, if the row jumps."""
+        """The forced tokens that the caller was not told of, if the row jumps over them."""
         if not self._jumps or self._num_told >= self.num_tokens:
             return []
         forced = self._forced[self._num_told - self.num_tokens :]
+        if len(forced) < MIN_JUMP and forced[-1] not in self.matcher.ending_ids:
+            return []
         self.unsent.append((self._num_told, forced))
         self._num_told = self.num_tokens
         return forced
@@ -163,15 +170,10 @@ class GrammarRows:
         """
         with self._lock:
             news: list[GrammarRow] = []
-            by_class: dict[type, tuple[list[Matcher], list[int]]] = {}
             for row, position, token_id in sampled:
                 if row.slot >= 0 and row.takes(position):
+                    row.matcher.consume((token_id,))
                     news.append(row)
-                    matchers, token_ids = by_class.setdefault(type(row.matcher), ([], []))
-                    matchers.append(row.matcher)
-                    token_ids.append(token_id)
-            for matchers, token_ids in by_class.values():
-                matchers[0].consume_all(matchers, token_ids)
             self._mask(news)
             return [row.tell() for row, _, _ in sampled]
 
