@@ -33,6 +33,7 @@ from aioengine.sampling_params import (
     SamplingParams,
     make_params,
 )
+from aioengine.structured.constraints import Constraint
 from aioengine.validation import check_fields, shorten
 
 FIELDS = SamplingParams.__struct_fields__
@@ -164,6 +165,8 @@ def is_plain(value: Any, name: str) -> bool:
         "max_tokens": lambda v: v is None or is_count(v),
         "logprobs": lambda v: v is None or is_count(v),
         "prompt_logprobs": lambda v: v is None or is_count(v),
+        "structured": lambda v: v is None or isinstance(v, Constraint),
+        "max_thinking_tokens": lambda v: v is None or is_count(v),
     }
     default = getattr(SamplingParams(), name)
     if name in kinds:

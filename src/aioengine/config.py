@@ -64,7 +64,7 @@ NEUTRAL_CONFIG = {
     "guided_decoding_backend": Neutral((None, "auto", "guidance"), "there is one backend, llguidance"),
     "reasoning_parser": Neutral((None, ""), "give reasoning_format"),
     "tool_call_parser": Neutral((None, ""), "give tool_format"),
-    "enable_auto_tool_choice": Neutral((None, False, True)),
+    "enable_auto_tool_choice": Neutral((None, False, True), "tools need no setting"),
     "limit_mm_per_prompt": Neutral((None, {}, {"image": 0}), TEXT_ALONE),
     "mm_processor_kwargs": Neutral((None, {}), TEXT_ALONE),
     "allowed_local_media_path": Neutral((None, ""), TEXT_ALONE),
@@ -217,6 +217,8 @@ class ConfigKeywords(TypedDict, total=False):
     cuda_graphs: Literal["start", "lazy", "off"]
     tune_kernels: bool
     enable_prefix_caching: bool
+    tool_format: str
+    reasoning_format: str
     max_logprobs: int
     max_in_flight: int | None
     num_threads: int | None

@@ -129,7 +129,7 @@ async def test_arguments_may_come_in_vllms_order_and_names(serve: Any, positiona
         ({"sampling_params": PARAMS, "max_tokens": 3}, "params", "not both"),
         ({"sampling_params": {"max_tokens": 3}}, "params", "must be a SamplingParams"),
         ({"lora_request": "adapter"}, "lora_request", "cannot do it yet"),
-        ({"params": PARAMS, "tools": [1]}, "tools", "cannot do it yet"),
+        ({"params": PARAMS, "tools": [1]}, "tools", "give a function"),
         ({"continue_final_message": True}, "continue_final_message", "chat_template_kwargs"),
         ({"best_of": 2}, "best_of", "give n"),
         ({"max_completion_tokens": 4}, "max_completion_tokens", "give max_tokens"),

@@ -15,6 +15,7 @@ import anyio
 from aioengine.blocking.facade import Facade
 from aioengine.engine import Engine
 from aioengine.errors import InvalidRequest
+from aioengine.frontend.answer_format import ReasoningEffort
 from aioengine.outputs import RequestOutput
 from aioengine.sampling_params import SamplingKeywords, SamplingParams, make_params
 
@@ -46,6 +47,7 @@ class LLM(Facade):
         show_progress: bool | None = None,
         priority: int | Sequence[int] | None = None,
         cache_salt: str | None = None,
+        output_type: Any = None,
         **sampling: Unpack[SamplingKeywords],
     ) -> list[RequestOutput]:
         """Complete prompts, and wait for all of them.
@@ -61,6 +63,7 @@ class LLM(Facade):
             show_progress: True shows it also where stderr is no terminal; absent: as ``use_tqdm`` says, on a terminal.
             priority: for all, or a list with one for each; smaller goes first.
             cache_salt: share cached prefixes only with requests of the same salt.
+            output_type: as in `Engine.generate`, for all prompts.
         Returns:
             an output for each prompt, in their order.
         Raises:
@@ -70,7 +73,7 @@ class LLM(Facade):
             RuntimeError: the engine sleeps.
         """
         make_params(None, {}, sampling)  # Engine.generate has arguments that are not for this method
-        call = {"cache_salt": cache_salt, **sampling}
+        call = {"cache_salt": cache_salt, "output_type": output_type, **sampling}
         return self._complete(
             _list_prompts(prompts), sampling_params, priority, call, use_tqdm=use_tqdm, show_progress=show_progress
         )
@@ -87,6 +90,11 @@ class LLM(Facade):
         add_generation_prompt: bool | None = None,
         continue_final_message: bool | str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Any = None,
+        tool_choice: Any = None,
+        parallel_tool_calls: bool = True,
+        reasoning_effort: ReasoningEffort | None = None,
+        output_type: Any = None,
         **sampling: Unpack[SamplingKeywords],
     ) -> list[RequestOutput]:
         """Answer conversations, by the model's chat template; as `generate`.
@@ -95,6 +103,7 @@ class LLM(Facade):
             messages: a conversation, a list of ``{"role": ..., "content": ...}``; or a list of conversations.
             add_generation_prompt, continue_final_message: short for these two of ``chat_template_kwargs``.
             chat_template_kwargs: variables for the template, such as ``enable_thinking``; as in `Engine.generate`.
+            tools, tool_choice, parallel_tool_calls, reasoning_effort, output_type: as there, for all conversations.
         """
         make_params(None, {}, sampling)
         named = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
@@ -102,6 +111,8 @@ class LLM(Facade):
         if named and isinstance(chat_template_kwargs, Mapping | None):
             chat_template_kwargs = {**named, **(chat_template_kwargs or {})}
         call = {"chat_template_kwargs": chat_template_kwargs, "cache_salt": cache_salt, **sampling}
+        call |= {"tools": tools, "tool_choice": tool_choice, "parallel_tool_calls": parallel_tool_calls}
+        call |= {"reasoning_effort": reasoning_effort, "output_type": output_type}
         return self._complete(
             _list_chats(messages), sampling_params, priority, call, use_tqdm=use_tqdm, show_progress=show_progress
         )
@@ -162,7 +173,7 @@ async def _run_all(
     """
     for number, call in enumerate(calls):  # one that can never run must not cost the others' work
         with _naming(number, len(calls)):
-            engine.stream(**call)
+            engine.stream(**{name: value for name, value in call.items() if name != "output_type"})
     error: Exception | None = None
     # By priority here, too: what is not in the engine yet is not sorted by it.
     queue = iter(sorted(range(len(calls)), key=lambda number: calls[number]["priority"]))
