@@ -18,6 +18,7 @@ from aioengine.scheduler.sequence import Reason, Request, Sequence, make_choices
 from aioengine.scheduler.steps import StepOutput
 from aioengine.testing.fake_executor import Sampler, sample_hash
 from doubles.fake_executor import FakeExecutor, FakeStep
+from doubles.run_grammar import RunGrammar
 
 EOS = 7
 VOCAB = 1000
@@ -74,6 +75,7 @@ class Core:
         seed: int = 1,
         priority: int = 0,
         cache_salt: str = "",
+        has_grammar: bool = False,
         **params: Any,
     ) -> Sequence:
         """Add a request; returns its first choice, whose ``children`` are the others."""
@@ -89,6 +91,8 @@ class Core:
             cache_salt=cache_salt,
         )
         sequence = make_choices(request, eos_token_ids=(EOS,))
+        if has_grammar:
+            sequence.take_grammar(RunGrammar(EOS))
         self.scheduler.add(sequence, reason)
         self.sequences += [sequence, *sequence.children]
         return sequence
@@ -184,9 +188,11 @@ class Core:
                 assert start == self._scheduled[row, epoch], "a token is computed twice or left out"
             self._scheduled[row, epoch] = end
             self._num_computed[occupants[row]] += num_tokens
-            known = len(held[row][0]) if row not in added else occupants[row].num_tokens
-            num_decodes += row not in added and num_tokens == 1 and end == known
-            assert (want == Want.LOGITS) == (end == known), "a row samples when all its known tokens are computed"
+            has_grammar = occupants[row].sampling.grammar is not None  # whose forced tokens the device knows already
+            known = len(held[row][0]) if row not in added and not has_grammar else occupants[row].num_tokens
+            num_decodes += row not in added and num_tokens == 1 and (end == known or has_grammar)
+            is_behind = (want == Want.LOGITS) == (end == known)
+            assert is_behind or has_grammar, "a row samples when all its known tokens are computed"
             assert end < occupants[row].limit, "the last token is sampled and never computed"
         if num_decodes:
             num_others = int(plan.num_tokens.sum()) - num_decodes
@@ -210,10 +216,17 @@ def expected_output(sequence: Sequence, *, vocab_size: int = VOCAB) -> tuple[lis
     prompt: list[int] = sequence.prompt.tolist()
     params = sequence.request.params
     output: list[int] = []
+    grammar = sequence.sampling.grammar
+    matcher = grammar.matcher() if grammar is not None else None
     while True:
         token = sample_hash(prompt + output, sequence.sampling, vocab_size=vocab_size)
+        if matcher is not None:
+            if token == EOS and params.ignore_eos:
+                token += 1
+            token = (matcher.forced() or [token])[0]
+            matcher.consume([token])
         output.append(token)
-        if token == EOS and not params.ignore_eos:
+        if token == EOS and (not params.ignore_eos or matcher is not None):
             return output, "stop", None
         if token in params.stop_token_ids:
             return output, "stop", token

@@ -37,6 +37,7 @@ requests = st.fixed_dictionaries(
         "priority": st.sampled_from([0, 0, 0, -1, 1]),
         "cache_salt": st.sampled_from(["", "", "salt"]),
         "prompt_logprobs": st.sampled_from([None, None, None, 1]),
+        "has_grammar": st.sampled_from([False, False, True]),
     }
 )
 
