@@ -1,4 +1,4 @@
-"""A grammar of runs, for schedulers: now and then some tokens follow without a choice, and anything else is admitted."""
+"""A grammar of runs, for schedulers: now and then some tokens follow without a choice; anything else is admitted."""
 
 from __future__ import annotations
 
