@@ -194,6 +194,8 @@ class Engine(EngineControl):
         tool_choice: Any = None,
         parallel_tool_calls: bool = True,
         reasoning_effort: ReasoningEffort | None = None,
+        chat_template: str | None = None,
+        add_special_tokens: bool | None = None,
         output_type: Any = None,
         **sampling: Unpack[SamplingKeywords],
     ) -> RequestOutput:
@@ -223,6 +225,9 @@ class Engine(EngineControl):
                 and Anthropic's spellings, too. A tool that is ``strict`` gets arguments that its schema admits alone.
             parallel_tool_calls: whether one answer may ask for several calls.
             reasoning_effort: for models that can be told: "none" lets them answer without reasoning.
+            chat_template: a Jinja text to render the chat by in place of the model's, with the same bounds.
+            add_special_tokens: to a text or a chat those that the tokenizer adds by itself, such as a BOS; absent: to a
+                text, and not to a chat, whose template writes them.
             output_type: a type, such as a pydantic model: the answer is JSON of its schema, and ``parsed`` a value.
         Raises:
             InvalidRequest: a value is bad; raised before anything is queued, but for a grammar that cannot be enforced.
@@ -232,6 +237,7 @@ class Engine(EngineControl):
         check_asyncio()
         call: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "on_full": on_full, "may_wait": True}
         call |= {"effort": reasoning_effort, "options": AnswerOptions.of(tools, tool_choice, parallel_tool_calls)}
+        call |= {"chat_template": chat_template, "add_special_tokens": add_special_tokens}
         wanted = OutputType(output_type) if output_type is not None else None
         if wanted is not None:
             params, sampling = wanted.constrain(params or sampling_params, sampling)
@@ -259,6 +265,8 @@ class Engine(EngineControl):
         tool_choice: Any = None,
         parallel_tool_calls: bool = True,
         reasoning_effort: ReasoningEffort | None = None,
+        chat_template: str | None = None,
+        add_special_tokens: bool | None = None,
         max_unread_tokens: int | None = None,
         stream_interval: int | None = None,
         **sampling: Unpack[SamplingKeywords],
@@ -279,6 +287,7 @@ class Engine(EngineControl):
         call: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "on_full": on_full}
         call |= {"max_unread_tokens": max_unread_tokens, "stream_interval": stream_interval}
         call |= {"effort": reasoning_effort, "options": AnswerOptions.of(tools, tool_choice, parallel_tool_calls)}
+        call |= {"chat_template": chat_template, "add_special_tokens": add_special_tokens}
         return self._make_stream(prompt, params, sampling_params, sampling, chat_template_kwargs, request_id, **call)
 
     def _make_stream(
@@ -316,7 +325,7 @@ class Engine(EngineControl):
             checked = make_params(params, runtime.sampling_defaults, sampling, alias=sampling_params)
             if seed is not None:
                 checked = msgspec.structs.replace(checked, seed=seed)
-            return check_request(runtime, prompt, checked, template, options)
+            return check_request(runtime, checked_call, prompt, checked, template, options)
 
         is_later = runtime.is_starting or (may_wait and runtime.turns.is_busy)
         if is_later:  # the caller may go on with what it gave

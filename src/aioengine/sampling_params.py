@@ -61,11 +61,7 @@ NEUTRAL_PARAMS = {
     "stream_interval": Neutral((None,), "give it to Engine.stream"),
     "flat_logprobs": Neutral((None, False), "log-probabilities are a dict for each token"),
     "prompt_logprob_start": Neutral((None, 0), "all of the prompt's are given"),
-    "truncate_prompt_tokens": Neutral(
-        (None,), "cut the token ids yourself: a prompt that is too long is an error here"
-    ),
     "skip_reading_prefix_cache": Neutral((None, False), "give a cache_salt of its own"),
-    "thinking_token_budget": Neutral((None, -1), "give max_thinking_tokens"),
     "extra_args": Neutral((None, {}), "write a function for logits_processors, and bind what it needs"),
     "skip_clone": Neutral((None, False, True)),
 }
@@ -92,7 +88,6 @@ NEUTRAL_ARGUMENTS = {
     "trace_headers": Neutral((None, {}), "spans have the context in which the call is made"),
     "prompt_text": Neutral(None),
     "documents": Neutral((None, []), NOT_YET),
-    "chat_template": Neutral((None,), "put a chat_template.jinja into the model's folder"),
     "chat_template_content_format": Neutral((None, "auto", "string"), "contents are given to the template as text"),
     "mm_processor_kwargs": Neutral((None, {}), "this engine takes text alone"),
     "add_generation_prompt": Neutral((None,), "give it in chat_template_kwargs"),
@@ -108,17 +103,23 @@ class _ParamsMeta(msgspec.StructMeta):
         if args:
             raise InvalidRequest(f"{self.__name__} takes keywords alone, such as temperature=0.7", param="params")
         if not _PLAIN_PARAMS.issuperset(given):
-            given = _with_constraint(without_neutral(NEUTRAL_PARAMS, given, invalid))
+            given = _in_own_names(without_neutral(NEUTRAL_PARAMS, given, invalid))
             check_known_fields(SamplingParams, given, invalid)
         return super().__call__(**given)
 
 
-def _with_constraint(given: dict[str, Any]) -> dict[str, Any]:
-    """The keywords with vLLM's names for ``structured`` replaced by it."""
+def _in_own_names(given: dict[str, Any]) -> dict[str, Any]:
+    """The keywords with vLLM's names for ``structured`` and ``max_thinking_tokens`` replaced by these."""
     for name in CONSTRAINTS_OF_VLLM & given.keys():
         given = given | {"structured": from_vllm(given[name]) or given.get("structured")}
         del given[name]
-    return given
+    budget = given.pop("thinking_token_budget", None)
+    if budget in (None, -1):
+        return given
+    if given.get("max_thinking_tokens") not in (None, budget):
+        told = "thinking_token_budget is vLLM's name of max_thinking_tokens: give one of them"
+        raise invalid("max_thinking_tokens", told)
+    return given | {"max_thinking_tokens": budget}
 
 
 CONSTRAINTS_OF_VLLM = {"structured_outputs", "guided_decoding"}
@@ -248,6 +249,10 @@ class SamplingParams(
     prompt_logprobs: Annotated[
         NumLikeliest | None, Meta(description="log-probabilities of each prompt token and of this many likeliest ones")
     ] = None
+    truncate_prompt_tokens: Annotated[
+        Annotated[int, Meta(ge=-1, le=MAX_INT)] | None,
+        Meta(description="take the last tokens of a longer prompt, so many; -1: as many as fit, with max_tokens"),
+    ] = None
     detokenize: Annotated[bool, Meta(description="make text of the tokens")] = True
     skip_special_tokens: Annotated[bool, Meta(description="leave special tokens out of the text")] = True
     spaces_between_special_tokens: Annotated[
@@ -272,6 +277,8 @@ class SamplingParams(
             raise invalid("seed", f"seed={shorten(self.seed)}: a signed 64-bit integer is needed")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise invalid("min_tokens", f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
+        if self.truncate_prompt_tokens == 0:
+            raise invalid("truncate_prompt_tokens", "truncate_prompt_tokens=0 leaves no prompt; give 1 or more, or -1")
         self._check_texts()
         for processor in self.logits_processors:
             if not callable(processor):
@@ -304,6 +311,12 @@ class SamplingParams(
     @property
     def is_greedy(self) -> bool:
         return self.temperature == GREEDY_TEMPERATURE
+
+    def num_prompt_tokens(self, max_model_len: int) -> int | None:
+        """The most tokens that are kept of a prompt, its last ones; None: all."""
+        if self.truncate_prompt_tokens == -1:
+            return max(1, max_model_len - (self.max_tokens or 1))
+        return self.truncate_prompt_tokens
 
     @property
     def num_sequences(self) -> int:
@@ -341,6 +354,7 @@ class SamplingKeywords(TypedDict, total=False):
     logprobs: int | None
     logprob_token_ids: list[int] | tuple[int, ...] | None
     prompt_logprobs: int | None
+    truncate_prompt_tokens: int | None
     detokenize: bool
     skip_special_tokens: bool
     spaces_between_special_tokens: bool
@@ -362,7 +376,7 @@ def make_params(
             raise InvalidRequest("params and sampling_params are two names of one argument: give one", param="params")
         params = alias
     if not _PLAIN_PARAMS.issuperset(sampling):
-        sampling = _with_constraint(without_neutral(NEUTRAL_ARGUMENTS | NEUTRAL_PARAMS, sampling, invalid))
+        sampling = _in_own_names(without_neutral(NEUTRAL_ARGUMENTS | NEUTRAL_PARAMS, sampling, invalid))
         check_known_fields(SamplingParams, sampling, invalid)
     if params is None:
         return SamplingParams(**{**defaults, **sampling})

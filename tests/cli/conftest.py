@@ -56,6 +56,16 @@ def call_main(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
     return call
 
 
+class Script:
+    """Lines as if they had been typed."""
+
+    def __init__(self, *lines: str) -> None:
+        self._lines = iter(lines)
+
+    async def read(self) -> str | None:
+        return next(self._lines, None)
+
+
 class Terminal:
     """A command in a pseudo-terminal of its own, where Ctrl-C is a signal or a key as the program wants it."""
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cli.conftest import COMMAND, DEADLINE_S, ENVIRONMENT, CallMain, Terminal
+from cli.conftest import COMMAND, DEADLINE_S, ENVIRONMENT, CallMain, Script, Terminal
 
 from aioengine import Engine, PromptTooLong
 from aioengine.cli.chat import talk
@@ -145,16 +145,6 @@ TOKENIZER = Tokenizer.load(DEMO_MODEL)
 REPLY = "Pip says hello to you, and to all the others."
 
 
-class Script:
-    """Lines as if they had been typed."""
-
-    def __init__(self, *lines: str) -> None:
-        self._lines = iter(lines)
-
-    async def read(self) -> str | None:
-        return next(self._lines, None)
-
-
 def talker(reply: str) -> Callable[[list[int], RowSampling], int]:
     """A sampler that gives ``reply`` to each message, whatever it is."""
     header = TOKENIZER.encode("<|im_start|>assistant\n", add_special_tokens=False)
@@ -239,8 +229,9 @@ async def test_a_failed_step_is_one_line_and_the_next_message_is_answered(capsys
 
 
 def test_control_characters_do_not_reach_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    Screen(is_terminal=True).write("a\x1b[2Jb\n\tc\x9b é🙂")
-    assert capsys.readouterr().out == "a�[2Jb\n\tc� é🙂"
+    for show in (Screen(is_terminal=True).write, Screen(is_terminal=True).think):
+        show("a\x1b[2Jb\n\tc\x9b é🙂")
+        assert "a�[2Jb\n\tc� é🙂" in capsys.readouterr().out
 
 
 # The program

@@ -61,6 +61,44 @@ def test_a_prompt_can_come_from_stdin_and_a_chat_answers_without_echo() -> None:
     assert "tokens/s" in done.stderr
 
 
+ANIMAL = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["fox", "owl"]}},
+    "required": ["kind"],
+    "additionalProperties": False,
+}
+
+
+def test_a_text_has_the_shape_that_was_asked_for_and_is_shown_alone(tmp_path: Path) -> None:
+    schema = json.dumps(ANIMAL)
+    file = tmp_path / "schema.json"
+    file.write_text(schema)
+    for given, stdin in ((schema, ""), (str(file), ""), ("-", schema)):
+        done = run("generate", "An animal:", "--json-schema", given, "--seed", "1", stdin=stdin)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["kind"] in ("fox", "owl")
+    done = run("generate", "An animal:", "--regex", "(fox|owl){2}", "--seed", "1")
+    assert re.fullmatch("(fox|owl){2}\n", done.stdout), done.stderr
+    done = run("generate", "-", "--chat", "--choice", "a fox", "--choice", "an owl", stdin="An animal!")
+    assert done.stdout in ("a fox\n", "an owl\n"), done.stderr
+
+
+def test_a_shape_that_cannot_be_is_said(call_main: CallMain, tmp_path: Path) -> None:
+    for args, says in (
+        (["--json-schema", "{"], "no JSON object"),
+        (["--json-schema", str(tmp_path / "none.json")], "No such file"),
+        (["--regex", "a", "--choice", "b"], "--regex and --choice are several shapes"),
+        (["--regex", ""], "structured"),
+        (["--json-schema", '{"type": "array", "uniqueItems": true}'], "uniqueItems"),
+    ):
+        code, _, stderr = call_main("generate", "x", *args)
+        assert code == 2, stderr
+        assert says in stderr
+        assert "Traceback" not in stderr
+    code, _, stderr = call_main("generate", "-", "--json-schema", "-")
+    assert (code, "stdin holds one thing" in stderr) == (2, True)
+
+
 def test_ctrl_c_ends_it_quietly_with_the_shells_code(open_terminal: Callable[..., Terminal]) -> None:
     terminal = open_terminal("generate", "Once upon a time", "--ignore-eos", "--max-model-len", "1000")
     terminal.wait_for("Once upon a time.{20}")  # it is generating by now

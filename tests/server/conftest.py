@@ -41,6 +41,7 @@ from aioengine.server import HttpLimits, ServerConfig, aiohttp_routes, create_ap
 from aioengine.server.api import Api
 from aioengine.server.http_protocol import HttpProtocol, SharedState
 from aioengine.server.record import RequestRecord
+from aioengine.testing.fake_executor import Sampler
 from doubles.fake_executor import FakeExecutor
 
 Adapter = Literal["starlette", "aiohttp"]
@@ -228,10 +229,18 @@ async def openai_client(url: str, **options: Any) -> AsyncIterator[AsyncOpenAI]:
 
 @asynccontextmanager
 async def fake_engine(
-    *, max_model_len: int = 256, is_manual: bool = False, step_time_s: float = 0.0, **config: Any
+    *,
+    max_model_len: int = 256,
+    is_manual: bool = False,
+    step_time_s: float = 0.0,
+    sampler: Sampler | None = None,
+    **config: Any,
 ) -> AsyncIterator[tuple[Engine, FakeExecutor]]:
     """An engine whose device does as it is told, with the bundled model's tokenizer."""
-    executor = FakeExecutor(vocab_size=2048, max_model_len=max_model_len, is_manual=is_manual, step_time_s=step_time_s)
+    device = {} if sampler is None else {"sampler": sampler, "num_blocks": 1024}
+    executor = FakeExecutor(
+        vocab_size=2048, max_model_len=max_model_len, is_manual=is_manual, step_time_s=step_time_s, **device
+    )
     async with Engine(seed=1, executor=executor, **config) as engine:
         yield engine, executor
 

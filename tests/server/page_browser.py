@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -65,6 +65,7 @@ class Tab:
         self.message = page.get_by_role("textbox", name="Message", exact=True)
         self.questions = page.locator("article.user .text")
         self.answers = page.locator("article.assistant .text")
+        self.folded = page.locator("article.assistant details")
         self.notes = page.locator("article .note")
         self.examples = page.get_by_role("group", name="Examples").get_by_role("button")
         self.failure = page.get_by_role("alert")
@@ -82,7 +83,7 @@ class Tab:
     async def set(self, label: str, value: str) -> None:
         """Make one of the sampling settings."""
         if not await self.page.get_by_label(label).is_visible():
-            await self.page.locator("summary").click()
+            await self.page.locator("#settings > summary").click()
         await self.page.get_by_label(label).fill(value)
 
     def plot(self, title: str) -> Locator:
@@ -184,10 +185,19 @@ def app_that_says(pieces: Callable[[], AsyncIterator[bytes]]) -> Starlette:
 
 
 @asynccontextmanager
-async def page_of(browser: Browser, app: Any, config: ServerConfig | None = None, **options: Any) -> AsyncIterator[Tab]:
-    """A tab with the page of an app, or of an engine with that device, which is served meanwhile; see `tab_at`."""
+async def page_of(
+    browser: Browser, app: Any, config: ServerConfig | None = None, *, formats: Mapping[str, str] = {}, **options: Any
+) -> AsyncIterator[Tab]:
+    """A tab with the page of an app, or of an engine with that device, which is served meanwhile; see `tab_at`.
+
+    Args:
+        formats: of the engine's tool calls and reasoning, as fields of its config.
+    """
     if isinstance(app, Talker):
-        async with Engine(executor=app) as engine, page_of(browser, create_app(engine, config), **options) as tab:
+        async with (
+            Engine(executor=app, **formats) as engine,
+            page_of(browser, create_app(engine, config), **options) as tab,
+        ):
             yield tab
     else:
         async with origin_of(app) as origin, tab_at(browser, f"{origin}/", **options) as tab:

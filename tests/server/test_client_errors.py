@@ -41,7 +41,8 @@ def finished(engine: Engine) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("asked", "param", "code"),
     [
-        ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
+        ({"response_format": {"type": "xml"}}, "response_format", "invalid_value"),
+        ({"web_search_options": {"a": 1}}, "web_search_options", "unsupported_parameter"),
         ({"max_tokens": "many"}, "max_tokens", "invalid_type"),
         ({"stream": True, "n": 1000}, "n", "invalid_value"),
     ],

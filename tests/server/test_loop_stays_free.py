@@ -97,6 +97,9 @@ def of_messages(item: bytes, count: int = 1, **fields: Any) -> bytes:
 PARTS = b'{"type":"text","text":"a"}'
 NAMES = ("tools", "functions", "documents", "audio", "metadata", "store")
 CALLED = USER[:-1] + b',"tool_calls":[{"function":{"arguments":%b}}]}'
+PROPERTIES = b",".join(b'"a%d":{"type":"string"}' % place for place in range(50))
+TOOL = b'{"function":{"name":"f%d","description":%b,"parameters":{"type":"object","properties":{%b}}}}'
+TOOLS = b"[" + b",".join(TOOL % (place, text_of(6000), PROPERTIES) for place in range(120)) + b"]"
 LONG_TEXT = listed(b"100", MAX_MODEL_LEN - 1)
 REFUSED_LARGE: dict[str, tuple[str, Callable[[], bytes]]] = {
     "20 MB of text": (COMPLETIONS, lambda: with_prompt(text_of(20 * MIB))),
@@ -140,14 +143,14 @@ REFUSED: dict[str, tuple[str, Callable[[], bytes]]] = {
     ),
     "16,000 parts of text": (CHATS, lambda: of_messages(message(listed(PARTS, 16_000)))),
     "refused fields of 80 KB each": (CHATS, lambda: of_messages(USER, **dict.fromkeys(NAMES, listed(b"[]", 27_000)))),
+    "20,000 tools": (
+        CHATS,
+        lambda: of_messages(USER, tools=listed(b'{"name":"what it does, and why, and when"}', 20_000)),
+    ),
     "12,000 ids to /abort": ("/abort", lambda: raw(request_ids=listed(b'"a"', 12_000))),
 }
 TAKEN: dict[str, tuple[str, Callable[[], bytes | dict[str, Any]]]] = {
     "arguments of 900 KB": (CHATS, lambda: of_messages(CALLED % ARGUMENTS)),
-    "tools of 900 KB": (
-        CHATS,
-        lambda: of_messages(USER, tools=listed(b'{"name":"what it does, and why, and when"}', 20_000)),
-    ),
     "tool calls with texts of 900 KB": (CHATS, lambda: of_messages(with_calls(text_of(900_000, MARKS)))),
     "as many tool calls as may be": (CHATS, lambda: of_messages(with_calls(listed(b"[]", 8000)))),
     "1 MB to /tokenize": (TOKENIZE, lambda: raw(prompt=text_of(MIB - 1000))),
@@ -179,6 +182,7 @@ CASES: dict[str, Case] = {
         COMPLETIONS, lambda: raw(**{f"u{place}": 0 for place in range(8000)}), (400, 503), at_once=64
     ),
     "64 times 1 MB, by default": Case(COMPLETIONS, lambda: with_prompt(text_of(MIB - 1000)), (400, 503), at_once=64),
+    "as many tools as may be": Case(CHATS, lambda: of_messages(USER, tools=TOOLS), (200, 400)),
     "2,048 messages": Case(CHATS, lambda: of_messages(USER, 2048), (200, 400)),
     "2,048 long messages": Case(CHATS, lambda: of_messages(message(text_of(400)), 2048), (200, 400)),
     "128 long prompts": Case(COMPLETIONS, lambda: with_prompt(listed(text_of(8000), 128)), (200, 400, 503)),
@@ -224,7 +228,7 @@ def collected() -> Iterator[None]:
 @contextlib.asynccontextmanager
 async def loaded(config: ServerConfig, model: str | None = None) -> AsyncIterator[Target]:
     device = {"max_model_len": MAX_MODEL_LEN, "num_blocks": 8192, "block_size": 16}
-    limits = {"max_n": 128, "max_num_seqs": 128, "max_waiting": 256, "max_logprobs": 20}
+    limits = {"max_n": 128, "max_num_seqs": 128, "max_waiting": 256, "max_logprobs": 20, "tool_format": "hermes"}
     async with served("serve", config, model=model, engine=limits, **device) as target:
         # The first chat of a process imports what renders it.
         assert (await target.ask(CHATS, raw(messages=listed(USER, 1), max_tokens=1))).status < 500

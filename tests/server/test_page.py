@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import hashlib
+import json
 import re
 from collections.abc import AsyncIterator
 from importlib import resources
@@ -173,7 +174,7 @@ async def test_settings_are_sent_and_those_left_alone_are_not(browser: Browser) 
         }
         for label, value in chosen.items():
             await tab.set(label, value)
-        await expect(tab.page.locator("summary")).to_have_text(
+        await expect(tab.page.locator("#settings > summary")).to_have_text(
             "Sampling: temperature 0.5, top p 0.9, max tokens 1, seed 7, system message"
         )
         await tab.ask("Two")
@@ -183,11 +184,69 @@ async def test_settings_are_sent_and_those_left_alone_are_not(browser: Browser) 
         assert second["messages"][0] == {"role": "system", "content": "Be brief."}
         assert second.items() >= {"temperature": 0.5, "top_p": 0.9, "max_tokens": 1, "seed": 7}.items()
         await tab.set("Seed", "seven")
-        await tab.page.locator("summary").click()
+        await tab.page.locator("#settings > summary").click()
         await tab.ask("Three")
         await expect(tab.page.get_by_label("Seed")).to_be_focused()
         await expect(tab.page.get_by_label("Seed")).to_be_visible()
         assert len(tab.asked()) == 2, "what is no number is not sent"
+
+
+TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
+FORMATS = {"tool_format": "hermes", "reasoning_format": "think"}
+THOUGHT, ARGUMENTS = "Is it <b>cold</b>? I will look.", '{"city": "Oslo"}'
+CALLING = f"""<think>
+{THOUGHT}
+</think>
+
+Let me look.
+<tool_call>
+{{"name": "get_weather", "arguments": {ARGUMENTS}}}
+</tool_call>"""
+
+
+@in_depth
+async def test_reasoning_and_calls_are_folded_and_grow_as_they_are_made(browser: Browser) -> None:
+    talker = Talker(CALLING, hold_after="<think>\nIs it <b>")
+    async with page_of(browser, talker, formats=FORMATS) as tab:
+        await tab.set("Tools", json.dumps(TOOLS))
+        await expect(tab.page.locator("#settings > summary")).to_have_text("Sampling: 1 tool")
+        await tab.ask("Is it cold in Oslo?")
+        reasoning = tab.folded.first
+        await expect(reasoning.locator("summary")).to_have_text("Reasoning")
+        await expect(reasoning.locator(".folded")).not_to_be_visible()
+        await reasoning.locator("summary").click()
+        await expect(reasoning.locator(".folded")).to_have_text("Is it <b>")
+        talker.go_on()
+        await expect(reasoning.locator(".folded")).to_have_text(THOUGHT)
+        await expect(tab.answers).to_have_text(["Let me look."])
+        await expect(tab.folded).to_have_count(2)
+        call = tab.folded.last
+        await expect(call.locator("summary")).to_have_text("Call of get_weather")
+        await expect(call.locator(".folded")).to_have_text(ARGUMENTS)
+        await expect(call.locator(".folded")).not_to_be_visible()
+        await expect(tab.notes.last).to_contain_text("asks for calls")
+        await tab.ask("And now?")
+        await expect(tab.notes).to_have_count(2)
+        first, second = tab.asked()
+        assert first["tools"] == TOOLS
+        (told,) = second["messages"][1]["tool_calls"]
+        assert told["function"] == {"name": "get_weather", "arguments": ARGUMENTS}
+        assert THOUGHT not in json.dumps(second["messages"])
+
+
+@in_depth
+async def test_tools_that_are_no_list_are_not_sent(browser: Browser) -> None:
+    async with page_of(browser, Talker("Yes.")) as tab:
+        for bad in ("{", "{}", "get_weather"):
+            await tab.set("Tools", bad)
+            await tab.page.locator("#settings > summary").click()
+            await tab.ask("Hello")
+            await expect(tab.page.get_by_label("Tools")).to_be_focused()
+        assert tab.asked() == []
+        await tab.set("Tools", "")
+        await tab.message.press("Enter")
+        await expect(tab.answers).to_have_text(["Yes."])
+        assert "tools" not in tab.asked()[0]
 
 
 @in_depth

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai.types import chat, completion_create_params
 
+from aioengine.errors import InvalidRequest
 from aioengine.sampling_params import SamplingParams
 from aioengine.server import decoding, schema
 from aioengine.server.decoding import (
@@ -24,8 +25,9 @@ from aioengine.server.decoding import (
     read_prompts,
     read_text,
     read_tokens,
+    read_tools,
 )
-from aioengine.server.errors import ApiError
+from aioengine.server.errors import ApiError, api_error_of
 from aioengine.server.schema import (
     AbortRequest,
     ChatRequest,
@@ -66,12 +68,12 @@ def refused(call: Callable[[], Any], param: str | None = None, code: str | None 
     return caught.value
 
 
-def tried(call: Callable[[], Any]) -> Any:
-    """What it gives, or the fault that it raises."""
+def tried(call: Callable[[], Any], names: dict[str, str] | None = None) -> Any:
+    """What it gives, or the fault that it raises, with the request's names for the engine's parameters."""
     try:
         return call()
-    except ApiError as fault:
-        return fault
+    except (ApiError, InvalidRequest) as fault:
+        return api_error_of(fault, param_names=names)
 
 
 def body_of(**fields: Any) -> bytes:
@@ -105,7 +107,10 @@ def test_every_field_is_either_the_samplers_or_looked_at(kind: Kind) -> None:
     looked_at = {
         "model", "stream", "stream_options", "request_id", "priority", "cache_salt", "prompt", "echo",
         "logprobs", "messages", "top_logprobs", "max_completion_tokens", "add_generation_prompt",
-        "continue_final_message", "chat_template_kwargs",
+        "continue_final_message", "chat_template_kwargs", "chat_template", "tools", "tool_choice",
+        "parallel_tool_calls", "reasoning_effort", "include_reasoning", "response_format", "structured_outputs",
+        "guided_json", "guided_regex", "guided_choice", "guided_grammar", "thinking_token_budget", "add_special_tokens",
+        "return_token_ids", "return_tokens_as_token_ids",
     }  # fmt: skip
     assert set(kind.__struct_fields__) == {*schema.SAMPLING_FIELDS, *(looked_at & set(kind.__struct_fields__))}
     all_names = [*kind.__struct_fields__, *kind.NEUTRAL, *kind.HINTS, *kind.LEFT_OUT]
@@ -133,33 +138,77 @@ def test_a_hint_is_taken_whatever_it_says(kind: Kind, name: str) -> None:
         assert checked(kind, **{name: value}) == checked(kind)
 
 
-@pytest.mark.parametrize(
-    "choice", [{}, *({"tool_choice": choice} for choice in (None, "none", "auto", {"type": "auto"}))]
-)
-@pytest.mark.parametrize("name", ["tools", "functions"])
-def test_tools_are_left_out_and_the_log_says_so_once(
-    name: str, choice: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_functions_are_left_out_and_the_log_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     ignored = IgnoredFields("refuse")
     for _ in range(3):
-        body = body_of(**{name: [{"type": "function", "function": {"name": "f"}}]}, **choice, parallel_tool_calls=True)
+        body = body_of(functions=[{"name": "f"}], function_call="auto")
         assert decode(body, ChatRequest, ignored=ignored) == ChatRequest()
         decode(body_of(tools=[], functions=None), ChatRequest, ignored=ignored)
     (record,) = caplog.records
     assert (record.name, record.levelname) == ("aioengine.server", "WARNING")
-    assert name in record.getMessage()
+    assert "functions" in record.getMessage()
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}, {"type": "any"}, 1])
-@pytest.mark.parametrize("name", ["tool_choice", "function_call"])
-def test_a_tool_that_must_be_called_is_refused(name: str, choice: Any) -> None:
-    fault = refused(lambda: checked(ChatRequest, tools=[{}], **{name: choice}), name, "unsupported_parameter")
-    assert "tools are not supported yet" in fault.message
+@pytest.mark.parametrize("choice", ["required", {"name": "f"}, 1])
+def test_a_function_that_must_be_called_is_refused_and_hears_of_tools(choice: Any) -> None:
+    call = partial(checked, ChatRequest, functions=[{}], function_call=choice)
+    assert "give tools and tool_choice" in refused(call, "function_call", "unsupported_parameter").message
 
 
-def test_tools_may_be_large() -> None:
-    tool = {"type": "function", "function": {"name": "f", "description": "what it does " * 500}}
-    assert decode(body_of(tools=[tool] * 50), ChatRequest) == ChatRequest()
+def test_tools_come_through_as_they_are() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "description": "what it does " * 500}}] * 50
+    assert read_tools(decode(body_of(tools=tools), ChatRequest).tools) == tools
+    assert read_tools(decode(body_of(tools=[]), ChatRequest).tools) == []
+    for body in (body_of(tools=None), body_of()):
+        assert read_tools(decode(body, ChatRequest).tools) is None
+
+
+@pytest.mark.parametrize(
+    ("tools", "code"),
+    [
+        ({}, "invalid_type"), (["f"], "invalid_type"), ("f", "invalid_type"),
+        ([{"description": "a" * decoding.MAX_TOOL_BYTES}], "invalid_value"),
+        ([{"parameters": [0] * decoding.MAX_TOOL_VALUES}], "invalid_value"),
+    ],
+)  # fmt: skip
+def test_tools_that_are_none_or_many_are_refused(tools: Any, code: str) -> None:
+    fault = refused(lambda: read_tools(decode(body_of(tools=tools), ChatRequest).tools))
+    assert ((fault.param or "").partition("[")[0], fault.code) == ("tools", code)
+
+
+def test_log_probabilities_are_raw_and_others_hear_so() -> None:
+    for kind in KINDS:
+        for mode in ("raw", "raw_logprobs", None):
+            assert checked(kind, logprobs_mode=mode) == checked(kind)
+        call = partial(checked, kind, logprobs_mode="processed")
+        fault = refused(call, "logprobs_mode", "unsupported_parameter")
+        assert "before rules, temperature and filters" in fault.message
+
+
+def test_one_constraint_at_a_time() -> None:
+    one: dict[str, Any] = {"response_format": {"type": "json_object"}}
+    others: dict[str, Any] = {
+        "guided_json": {}, "guided_regex": "a", "guided_choice": ["a"], "guided_grammar": 'start: "a"',
+        "structured_outputs": {"regex": "a"},
+    }  # fmt: skip
+    for kind in KINDS:
+        for name, value in (one | others).items():
+            assert "structured" in checked(kind, **{name: value}).sampling()
+        for name, value in others.items():
+            fault = refused(partial(checked(kind, **one, **{name: value}).sampling))
+            assert (fault.param, name in fault.message) == ("response_format", True)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {}, {"type": "xml"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {"name": "a"}},
+        {"type": "json_schema", "json_schema": {"schema": []}}, {"type": 1}, {"type": "json_schema", "schema": {}},
+    ],
+)  # fmt: skip
+def test_a_response_format_that_is_none_is_refused(given: Any) -> None:
+    for kind in KINDS:
+        refused(partial(checked(kind, response_format=given).sampling), "response_format", "invalid_value")
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in KINDS for name in schema.integer_fields(kind)])
@@ -181,8 +230,13 @@ def test_a_request_may_not_contradict_itself() -> None:
         for stream in (None, False):
             asked = {"stream": stream, "stream_options": {"include_usage": True}}
             refused(partial(checked, kind, **asked), "stream_options", "invalid_value")
+        whole = checked(kind, prompt_logprobs=2)
+        assert whole.sampling()["prompt_logprobs"] == 2
+        refused(partial(checked, kind, prompt_logprobs=0, stream=True), "prompt_logprobs", "invalid_value")
     refused(partial(checked, CompletionRequest, max_tokens=0), "max_tokens", "invalid_value")
     refused(partial(checked, ChatRequest, top_logprobs=3), "top_logprobs", "invalid_value")
+    cut: dict[str, Any] = {"echo": True, "truncate_prompt_tokens": 3}
+    refused(partial(checked, CompletionRequest, **cut), "truncate_prompt_tokens", "invalid_value")
     refused(partial(checked, ChatRequest, max_tokens=7, max_completion_tokens=8), "max_tokens", "invalid_value")
 
 
@@ -267,11 +321,12 @@ def test_half_a_surrogate_pair_is_not_told_as_a_body_that_was_cut_off() -> None:
 def test_whatever_a_field_holds_it_is_taken_or_refused_by_name(value: Any, place: tuple[Kind, str]) -> None:
     kind, name = place
     outcome = tried(lambda: checked(kind, **{name: value}))
-    if isinstance(outcome, ApiError):
-        assert outcome.status == 400
-        assert (outcome.param or "").startswith(name)
+    sampling = outcome if isinstance(outcome, ApiError) else tried(outcome.sampling, outcome.own_names())
+    if isinstance(sampling, ApiError):
+        assert sampling.status == 400
+        assert (sampling.param or "").startswith(name)
     else:
-        assert isinstance(outcome.sampling(), dict)
+        assert isinstance(sampling, dict)
 
 
 def test_a_large_body_may_not_be_made_of_many_texts() -> None:
@@ -438,6 +493,9 @@ def test_an_echo_asks_for_the_prompts_log_probabilities() -> None:
     assert echo.is_echo_alone
     assert echo.sampling() == {"max_tokens": 1, "logprobs": 2, "prompt_logprobs": 2}
     assert "prompt_logprobs" not in decode(body_of(logprobs=2), CompletionRequest).sampling()
+    for num_top, computed in ((1, 2), (5, 5)):
+        more = decode(body_of(echo=True, logprobs=2, prompt_logprobs=num_top), CompletionRequest)
+        assert more.sampling()["prompt_logprobs"] == computed
 
 
 def test_a_chats_limit_and_log_probabilities_have_names_of_their_own() -> None:

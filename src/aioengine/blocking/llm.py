@@ -90,6 +90,7 @@ class LLM(Facade):
         add_generation_prompt: bool | None = None,
         continue_final_message: bool | str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
         tools: Any = None,
         tool_choice: Any = None,
         parallel_tool_calls: bool = True,
@@ -103,6 +104,7 @@ class LLM(Facade):
             messages: a conversation, a list of ``{"role": ..., "content": ...}``; or a list of conversations.
             add_generation_prompt, continue_final_message: short for these two of ``chat_template_kwargs``.
             chat_template_kwargs: variables for the template, such as ``enable_thinking``; as in `Engine.generate`.
+            chat_template: to use in place of the model's.
             tools, tool_choice, parallel_tool_calls, reasoning_effort, output_type: as there, for all conversations.
         """
         make_params(None, {}, sampling)
@@ -110,11 +112,17 @@ class LLM(Facade):
         named = {name: value for name, value in named.items() if value is not None}
         if named and isinstance(chat_template_kwargs, Mapping | None):
             chat_template_kwargs = {**named, **(chat_template_kwargs or {})}
-        call = {"chat_template_kwargs": chat_template_kwargs, "cache_salt": cache_salt, **sampling}
+        call: dict[str, Any] = {"chat_template_kwargs": chat_template_kwargs, "chat_template": chat_template}
+        call |= {"cache_salt": cache_salt}
         call |= {"tools": tools, "tool_choice": tool_choice, "parallel_tool_calls": parallel_tool_calls}
         call |= {"reasoning_effort": reasoning_effort, "output_type": output_type}
         return self._complete(
-            _list_chats(messages), sampling_params, priority, call, use_tqdm=use_tqdm, show_progress=show_progress
+            _list_chats(messages),
+            sampling_params,
+            priority,
+            {**call, **sampling},
+            use_tqdm=use_tqdm,
+            show_progress=show_progress,
         )
 
     def openai_client(self, **options: Any) -> OpenAI:

@@ -15,12 +15,18 @@ from aioengine.cli.command import given, options_of, run
 from aioengine.cli.conversation import COMMAND_NAMES, Conversation, Todo, TurnEnd
 from aioengine.cli.generate import refuse_what_no_text_shows
 from aioengine.cli.terminal import Interrupts, Lines, PipedLines, Screen, TypedLines
+from aioengine.cli.tool_file import ToolFile
 from aioengine.config import EngineConfig
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead
 from aioengine.outputs import RequestOutput
 from aioengine.own_process import asked_by_signals
 from aioengine.sampling_params import SamplingParams
+from aioengine.tool_calls.calls import ToolCall
 
+MAX_ROUNDS = 16
+"""Answers to one question that ask for calls; then it is not asked again."""
+REFUSED = "error: the user has refused this call"
+STOPPED = "error: the user has stopped this call"
 GREETING = "/help lists the commands, Ctrl-D leaves"
 
 
@@ -31,13 +37,21 @@ GREETING = "/help lists the commands, Ctrl-D leaves"
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
     help="file that keeps the lines you type, for the next time; absent: none",
 )
+@click.option(
+    "--tools",
+    "tool_path",
+    type=click.Path(dir_okay=False, exists=True, path_type=Path),
+    help="a Python file: the model may call its functions, but those whose names begin with an underscore",
+)
+@click.option("--yes", "is_trusted", is_flag=True, help="make the calls without asking")
 @options_of(SamplingParams, absent="the model's, or {}")
 @options_of(EngineConfig)
-def chat(system: str | None, history: Path | None, **flags: Any) -> None:
+def chat(system: str | None, history: Path | None, tool_path: Path | None, is_trusted: bool, **flags: Any) -> None:
     """Talk with the model; the answers stream to stdout.
 
-    On a terminal, lines are edited and remembered. From a pipe, each line of stdin is a message or a command, and all
-    but the answers goes to stderr. /help lists the commands.
+    On a terminal, lines are edited and remembered, and reasoning is shown dimmed. From a pipe, each line of stdin is a
+    message or a command, and all but the answers goes to stderr. /help lists the commands. With --tools each call that
+    the model asks for is shown, and made if the next line says y.
     """
     sampling = given(SamplingParams, flags)
     if SamplingParams(**sampling).n > 1:  # bad flags are refused before the model is loaded
@@ -45,15 +59,29 @@ def chat(system: str | None, history: Path | None, **flags: Any) -> None:
     refuse_what_no_text_shows(sampling, "leave it out of a chat")
     if history is not None and not history.parent.is_dir():
         raise click.UsageError(f"--history {history}: there is no folder {history.parent}")
-    run(_chat(Conversation(system=system or None, sampling=sampling), history, given(EngineConfig, flags)))
+    if is_trusted and tool_path is None:
+        raise click.UsageError("--yes is for --tools")
+    tools = ToolFile.load(tool_path) if tool_path is not None else None
+    conversation = Conversation(system=system or None, sampling=sampling)
+    run(_chat(conversation, history, given(EngineConfig, flags), tools, is_trusted=is_trusted))
 
 
-async def _chat(conversation: Conversation, history: Path | None, config: dict[str, Any]) -> None:
+async def _chat(
+    conversation: Conversation,
+    history: Path | None,
+    config: dict[str, Any],
+    tools: ToolFile | None,
+    *,
+    is_trusted: bool,
+) -> None:
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal may not know every character
     screen = Screen(is_terminal=is_terminal)
     async with Engine(**config) as engine:
         screen.note(engine.describe())
+        if tools is not None and not engine.has_tools:
+            told = "the format of this model's calls cannot be told from its chat template: --tool-format names one"
+            raise click.UsageError(told)
         lines: Lines
         if is_terminal:
             screen.note(GREETING)
@@ -62,7 +90,7 @@ async def _chat(conversation: Conversation, history: Path | None, config: dict[s
             lines = PipedLines()
         interrupts = Interrupts()
         with asked_by_signals(interrupts.receive), interrupts.everything:
-            await talk(engine, conversation, lines, screen, interrupts)
+            await talk(engine, conversation, lines, screen, interrupts, tools=tools, is_trusted=is_trusted)
     if interrupts.signal is signal.SIGINT:
         raise KeyboardInterrupt
     if interrupts.signal is not None:
@@ -70,10 +98,19 @@ async def _chat(conversation: Conversation, history: Path | None, config: dict[s
 
 
 async def talk(
-    engine: Engine, conversation: Conversation, lines: Lines, screen: Screen, interrupts: Interrupts
+    engine: Engine,
+    conversation: Conversation,
+    lines: Lines,
+    screen: Screen,
+    interrupts: Interrupts,
+    *,
+    tools: ToolFile | None = None,
+    is_trusted: bool = False,
 ) -> None:
     """Do what a conversation says is to be done, until the user leaves.
 
+    Args:
+        tools: that the model may call. is_trusted: without a question to the user.
     Raises:
         EngineDead, EngineClosed: there will be no more answers.
     """
@@ -82,19 +119,62 @@ async def talk(
         if effect is Todo.LEAVE:
             return
         if effect is Todo.ASK:
-            effect = await _answer(engine, conversation, screen, interrupts)
+            for _ in range(MAX_ROUNDS):
+                told = await _answer(engine, conversation, screen, interrupts, tools)
+                if tools is None or isinstance(told, str):
+                    break
+                for call in told:
+                    await _make_call(call, tools, conversation, lines, screen, interrupts, is_trusted=is_trusted)
+            else:
+                told = f"[{conversation.answered('', TurnEnd.CALLS)}]"
+            assert isinstance(told, str), "there are no calls without tools"
+            effect = told
         if effect:
             screen.note(effect)
 
 
-async def _answer(engine: Engine, conversation: Conversation, screen: Screen, interrupts: Interrupts) -> str:
-    """Stream the answer; however it ends, the conversation is told. Returns what to tell the user of that."""
+async def _make_call(
+    call: ToolCall,
+    tools: ToolFile,
+    conversation: Conversation,
+    lines: Lines,
+    screen: Screen,
+    interrupts: Interrupts,
+    *,
+    is_trusted: bool,
+) -> None:
+    """Make one call, if the user wants it; the conversation hears what came of it."""
+    result = REFUSED
+    screen.note(f"{call.name}({call.arguments}){'' if is_trusted else '  call it? [y/N]'}")
+    if is_trusted or (await lines.read() or "").strip().lower() in ("y", "yes"):
+        with interrupts.stoppable() as scope:
+            result = await tools.call(call)
+        result = STOPPED if scope.cancelled_caught else result
+    screen.note(f"-> {result}")
+    conversation.returned(call, result)
+
+
+async def _answer(
+    engine: Engine, conversation: Conversation, screen: Screen, interrupts: Interrupts, tools: ToolFile | None
+) -> str | list[ToolCall]:
+    """Stream the answer; however it ends, the conversation is told.
+
+    Returns:
+        what to tell the user of that; or the calls that it asks for.
+    """
     stream: Stream | None = None
-    text, told = "", ""
+    text, told, is_thinking = "", "", False
+    asked: dict[str, Any] = {"tools": tools.tools} if tools is not None else {}
     try:
         with screen.writing(), interrupts.stoppable() as scope:
-            async with engine.stream(conversation.prompt(), **conversation.sampling) as stream:
+            async with engine.stream(conversation.prompt(), **asked, **conversation.sampling) as stream:
                 async for delta in stream:
+                    if delta.reasoning:
+                        is_thinking = True
+                        screen.think(delta.reasoning)
+                    if is_thinking and (delta.text or delta.finish_reason):
+                        is_thinking = False
+                        screen.think("\n")
                     text += delta.text
                     screen.write(delta.text)
     except (EngineDead, EngineClosed):
@@ -103,6 +183,11 @@ async def _answer(engine: Engine, conversation: Conversation, screen: Screen, in
         told = conversation.failed(error)
     else:
         is_stopped = scope.cancelled_caught or stream is None
+        if stream is not None and not is_stopped and (calls := stream.result.tool_calls):
+            if text:
+                screen.write("\n")
+            conversation.called(text, calls)
+            return calls
         end = TurnEnd.STOPPED if is_stopped else _end_of(stream.result, engine.info.max_model_len)
         if note := conversation.answered(text, end):
             told = f"[{note}]"

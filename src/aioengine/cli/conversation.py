@@ -11,6 +11,7 @@ import msgspec
 
 from aioengine.errors import AioEngineError, InvalidRequest, PromptTooLong
 from aioengine.sampling_params import SamplingParams
+from aioengine.tool_calls.calls import ToolCall
 
 KNOBS: dict[str, type[int] | type[float]] = {
     "temperature": float, "top_p": float, "top_k": int, "min_p": float, "max_tokens": int, "seed": int,
@@ -30,7 +31,8 @@ Ctrl-C stops an answer that is being written."""
 
 
 Message = dict[str, Any]
-""""role", "content", and of an answer that did not end by itself "cut", as it is saved."""
+""""role", "content", what calls and their results have, and of an answer that did not end by itself "cut", as it is
+saved."""
 
 
 class Todo(enum.Enum):
@@ -49,6 +51,7 @@ class TurnEnd(enum.Enum):
     WHOLE = ""
     STOPPED = "stopped; what came so far stays in the conversation"
     MAX_TOKENS = "cut at max_tokens"
+    CALLS = "stopped: it goes on asking for calls"
     FULL = "cut: the conversation is as long as the model allows; /reset starts a new one"
 
 
@@ -75,7 +78,7 @@ class Conversation:
 
     def prompt(self) -> list[Message]:
         """The messages for the engine."""
-        return [{"role": message["role"], "content": message["content"]} for message in self.messages]
+        return [{name: value for name, value in message.items() if name != "cut"} for message in self.messages]
 
     def take(self, line: str) -> Todo | str | None:
         """Do what a line of the user's asks for; a question is part of the conversation from now on. May write a file.
@@ -100,14 +103,31 @@ class Conversation:
     def answered(self, text: str, end: TurnEnd) -> str:
         """Add the answer to the last question; returns what to tell the user of how it ended."""
         if end is TurnEnd.STOPPED and not text:
-            self._turns.pop()
+            self._take_back()
             return "stopped before a word came; your message is taken back"
         self._turns.append({"role": "assistant", "content": text} | ({} if end is TurnEnd.WHOLE else {"cut": True}))
         return end.value
 
+    def called(self, text: str, calls: list[ToolCall]) -> None:
+        """Add an answer to the last question that asks for these calls; the results are `returned`, and it goes on."""
+        told = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in calls
+        ]
+        self._turns.append({"role": "assistant", "content": text, "tool_calls": told})
+
+    def returned(self, call: ToolCall, result: str) -> None:
+        """Add what came of a call."""
+        self._turns.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": result})
+
+    def _take_back(self) -> None:
+        """Forget the last question, and the calls that were made for it."""
+        while self._turns.pop()["role"] != "user":
+            pass
+
     def failed(self, error: AioEngineError) -> str:
         """Take the last question back, since there is no answer; returns one line on it for the user."""
-        self._turns.pop()
+        self._take_back()
         advice = "; /reset starts a new conversation" if isinstance(error, PromptTooLong) and self._turns else ""
         return f"{' '.join(str(error).split())} (your message is taken back{advice})"
 

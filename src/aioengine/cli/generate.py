@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import click
@@ -16,28 +17,81 @@ from aioengine.cli.command import given, options_of, run
 from aioengine.config import EngineConfig
 from aioengine.outputs import CompletionOutput, RequestOutput
 from aioengine.sampling_params import SamplingParams
+from aioengine.structured.constraints import Choice, Constraint, Json, Regex, read_schema
 
 
 @click.command()
 @click.argument("prompt")
 @click.option("--chat", "is_chat", is_flag=True, help="take PROMPT as a user's message, by the model's chat template")
 @click.option("--system", help="a system message before it; implies --chat")
+@click.option(
+    "--json-schema",
+    metavar="SCHEMA",
+    help='the text is JSON that this schema admits: a file, "-" for stdin, or the schema itself, {...}',
+)
+@click.option("--regex", metavar="PATTERN", help="the text is one that this regular expression matches as a whole")
+@click.option("--choice", "choices", multiple=True, metavar="TEXT", help="the text is one of these (repeatable)")
 @click.option("--json", "is_json", is_flag=True, help="print the whole output as JSON when it is there, not the text")
 @click.option("--stats", "shows_stats", is_flag=True, help="say afterwards, on stderr, how it ended and how fast")
 @options_of(SamplingParams, absent="the model's, or {}")
 @options_of(EngineConfig)
-def generate(prompt: str, is_chat: bool, system: str | None, is_json: bool, shows_stats: bool, **flags: Any) -> None:
+def generate(
+    prompt: str,
+    is_chat: bool,
+    system: str | None,
+    json_schema: str | None,
+    regex: str | None,
+    choices: tuple[str, ...],
+    is_json: bool,
+    shows_stats: bool,
+    **flags: Any,
+) -> None:
     """Complete PROMPT ("-": read it from stdin, but for a newline at its end), streaming the text to stdout.
 
-    With --n, the choices are shown when all have ended, one after the other, each under a line with its number.
+    A text is shown with what follows it; of a chat, and where the text has a shape (--json-schema, --regex, --choice),
+    what follows is shown alone. With --n, the choices are shown when all have ended, one after the other, each under a
+    line with its number.
     """
+    if prompt == json_schema == "-":
+        raise click.UsageError("stdin holds one thing: give either the prompt or the schema another way")
     prompt = _decode(sys.stdin.buffer.read()).removesuffix("\n") if prompt == "-" else _decode(os.fsencode(prompt))
     sampling = given(SamplingParams, flags)
+    if (shape := constraint_of(json_schema, regex, choices)) is not None:
+        sampling["structured"] = shape
     SamplingParams(**sampling)  # bad flags are refused before the model is loaded
     messages = as_messages(prompt, system) if is_chat or system is not None else None
     if not is_json:
         refuse_what_no_text_shows(sampling, "give --json with it")
     run(_generate(messages or prompt, is_json, shows_stats, given(EngineConfig, flags), sampling))
+
+
+def constraint_of(json_schema: str | None, regex: str | None, choices: tuple[str, ...]) -> Constraint | None:
+    """What the text must be, as the flags have it.
+
+    Raises:
+        click.UsageError: there are several, or no schema is where one should be.
+        InvalidRequest: it is none that can be enforced.
+    """
+    asked = {"--json-schema": json_schema, "--regex": regex, "--choice": choices or None}
+    names = [name for name, value in asked.items() if value is not None]
+    if len(names) > 1:
+        raise click.UsageError(f"{' and '.join(names)} are several shapes for one text: give one")
+    if json_schema is not None:
+        return Json(read_schema(_schema_text(json_schema)))
+    if regex is not None:
+        return Regex(regex)
+    return Choice(choices) if choices else None
+
+
+def _schema_text(given_as: str) -> str:
+    if given_as.lstrip().startswith("{"):
+        return given_as
+    if given_as == "-":
+        return _decode(sys.stdin.buffer.read(), "the schema")
+    try:
+        return _decode(Path(given_as).read_bytes(), "the schema")
+    except OSError as error:
+        raise click.UsageError(f"--json-schema {given_as}: {error.strerror or error}") from None
 
 
 def refuse_what_no_text_shows(sampling: dict[str, Any], advice: str) -> None:
@@ -76,8 +130,8 @@ async def _generate(
 
 
 async def show(engine: Engine, prompt: str | list[dict[str, Any]], sampling: dict[str, Any]) -> RequestOutput:
-    """Complete the prompt on stdout; a text is shown with what follows it, of a chat the answer alone."""
-    echo = prompt if isinstance(prompt, str) else ""
+    """Complete the prompt on stdout; a text is shown with what follows it, of a chat or a shape the answer alone."""
+    echo = prompt if isinstance(prompt, str) and "structured" not in sampling else ""
     async with engine.stream(prompt, **sampling) as stream:
         if sampling.get("n", 1) > 1:  # they come interleaved, and text on a terminal cannot
             choices = (await stream.finish()).outputs
@@ -91,12 +145,12 @@ async def show(engine: Engine, prompt: str | list[dict[str, Any]], sampling: dic
     return stream.result
 
 
-def _decode(raw: bytes) -> str:
+def _decode(raw: bytes, what: str = "the prompt") -> str:
     """UTF-8, whatever the locale says."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise click.UsageError(f"the prompt is not UTF-8: {error.reason} at byte {error.start}") from None
+        raise click.UsageError(f"{what} is not UTF-8: {error.reason} at byte {error.start}") from None
 
 
 def _write(text: str) -> None:

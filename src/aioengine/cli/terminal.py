@@ -38,9 +38,14 @@ class Screen:
         sys.stdout.flush()
 
     def note(self, text: str) -> None:
-        """Show what is not the model's."""
+        """Show what is not the model's answer, as a line."""
+        self.think(text + "\n")
+
+    def think(self, text: str) -> None:
+        """Show some of what is not its answer at once: its reasoning."""
         color = False if os.environ.get("NO_COLOR") else None
-        click.secho(text, err=not self._is_terminal, dim=True, color=color)
+        shown = text.translate(_CONTROL_CHARACTERS) if self._is_terminal else text
+        click.secho(shown, err=not self._is_terminal, dim=True, nl=False, color=color)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:

@@ -120,7 +120,7 @@ class AnswerFormats:
             raise invalid(
                 "tools",
                 "the format in which this model writes tool calls cannot be told from its chat template: start the "
-                "engine with tool_format, such as 'hermes'",
+                'engine with tool_format, such as "hermes"',
             )
         if options.tools and not params.detokenize:
             raise invalid("detokenize", "tool calls are read from text, and detokenize=False makes none")

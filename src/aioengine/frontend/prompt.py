@@ -21,6 +21,7 @@ from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.plan import int32
 from aioengine.scheduler.sequence import Request, Sequence, make_choices
 from aioengine.text.chat_input import copy_messages, take_template_kwargs
+from aioengine.text.loading import MAX_TEMPLATE_BYTES
 from aioengine.validation import check_fields, invalid, is_utf8, shorten, typed
 
 ChatMessage = dict[str, Any]
@@ -49,10 +50,12 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     on_full: OnFull
     max_unread_tokens: Annotated[int, Meta(ge=1)] | None = None
     stream_interval: Annotated[int, Meta(ge=1)] | None = None
+    chat_template: Annotated[str, Meta(min_length=1, max_length=MAX_TEMPLATE_BYTES)] | None = None
+    add_special_tokens: bool | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, invalid)
-        for name in ("request_id", "cache_salt"):
+        for name in ("request_id", "cache_salt", "chat_template"):
             if not is_utf8(getattr(self, name) or ""):
                 raise invalid(name, f"{name} has a lone surrogate, which has no UTF-8 form; remove it")
 
@@ -112,7 +115,7 @@ def open_prompt(prompt: Any, cache_salt: str | None) -> tuple[Any, str | None]:
 
 
 def check_request(
-    runtime: Runtime, prompt: Any, params: SamplingParams, template_kwargs: Any, options: AnswerOptions
+    runtime: Runtime, call: Call, prompt: Any, params: SamplingParams, template_kwargs: Any, options: AnswerOptions
 ) -> Checked:
     """Hold a request against the engine's limits, the model's vocabulary and its tokenizer.
 
@@ -126,15 +129,17 @@ def check_request(
     for name in ("stop", "bad_words"):
         if getattr(params, name) and runtime.tokenizer is None:
             raise invalid(name, f"{name} needs a tokenizer, and this model has none")
-    taken = _take_prompt(runtime, prompt)
+    taken = _take_prompt(runtime, prompt, params)
     is_chat = _is_chat(taken)
+    if call.chat_template is not None and not is_chat:
+        raise invalid("chat_template", "chat_template is for the messages of a chat, and this prompt is none")
     runtime.answer_formats.check(options, params, is_chat=is_chat)
     return Checked(taken, params, take_template_kwargs(template_kwargs, is_chat=is_chat), options)
 
 
-def _take_prompt(runtime: Runtime, prompt: Any) -> Prompt:
+def _take_prompt(runtime: Runtime, prompt: Any, params: SamplingParams) -> Prompt:
     max_ids = runtime.info.max_model_len - 1
-    prompt = _as_list(prompt, max_ids)
+    prompt = _as_list(prompt, max_ids, params.num_prompt_tokens(runtime.info.max_model_len))
     if not isinstance(prompt, str | list):
         raise invalid("prompt", f"prompt is {typed(prompt)}; give a str, a list of token ids, or a list of messages")
     if not prompt:
@@ -173,7 +178,7 @@ def num_chars(prompt: Prompt, params: SamplingParams) -> int | None:
 
 def prepare(runtime: Runtime, call: Call, checked: Checked) -> Prepared:
     """Turn a prompt into a sequence; pure and thread-safe, so that long prompts are prepared off the loop."""
-    text, ids = _tokenize(runtime, checked)
+    text, ids = _tokenize(runtime, call, checked)
     plan = PLAIN
     if text is not None and _is_chat(checked.prompt):
         plan = runtime.answer_formats.plan(checked.options, checked.params, text)
@@ -212,7 +217,7 @@ def unprepared(call: Call, checked: Checked) -> tuple[str | None, Sequence]:
     return text, make_choices(request)
 
 
-def _tokenize(runtime: Runtime, checked: Checked) -> tuple[str | None, list[int]]:
+def _tokenize(runtime: Runtime, call: Call, checked: Checked) -> tuple[str | None, list[int]]:
     prompt, variables = checked.prompt, checked.template_kwargs
     if checked.options.tools:
         variables = {**variables, "tools": [tool.as_openai() for tool in checked.options.tools]}
@@ -220,13 +225,20 @@ def _tokenize(runtime: Runtime, checked: Checked) -> tuple[str | None, list[int]
     if isinstance(prompt, list) and not isinstance(prompt[0], dict):
         return None, prompt  # checked at the call
     tokenizer = runtime.require_tokenizer()
-    text = prompt if isinstance(prompt, str) else tokenizer.render_chat(prompt, **variables)
-    if runtime.longest_token_chars is not None:
+    if isinstance(prompt, str):
+        text = prompt
+    else:
+        text = tokenizer.render_chat(prompt, chat_template=call.chat_template, **variables)
+    num_kept = checked.params.num_prompt_tokens(runtime.info.max_model_len)
+    if runtime.longest_token_chars is not None and num_kept is None:
         at_least = len(text) // (MAX_NORMALIZED_CHARS * runtime.longest_token_chars)
         if at_least > limit:  # megabytes that cannot fit are refused before they are tokenized
             raise PromptTooLong(at_least, limit, is_lower_bound=True)
     # A chat template writes the special tokens itself; the tokenizer would add a second BOS.
-    ids = tokenizer.encode(text, add_special_tokens=isinstance(prompt, str))
+    adds = isinstance(prompt, str) if call.add_special_tokens is None else call.add_special_tokens
+    ids = tokenizer.encode(text, add_special_tokens=adds)
+    if num_kept is not None:
+        ids = ids[-num_kept:]
     if not ids:
         raise invalid("prompt", "the prompt has no tokens; give at least one character or id")
     return text, _check_ids(ids, limit, runtime.info.vocab_size)
@@ -262,12 +274,14 @@ def _ids_below(vocab_size: int) -> Any:
     return list[Annotated[int, Meta(ge=0, lt=vocab_size)]]
 
 
-def _as_list(prompt: Any, max_ids: int) -> Any:
-    """Token ids as the list that they are: tuples, arrays and tensors of one dimension.
+def _as_list(prompt: Any, max_ids: int, num_kept: int | None) -> Any:
+    """Token ids as the list that they are: tuples, arrays and tensors of one dimension; of ids the last ``num_kept``.
 
     Raises:
         InvalidRequest, PromptTooLong: it cannot become one, or is too long to be worth it.
     """
+    if num_kept is not None and isinstance(prompt, list | tuple) and prompt and not isinstance(prompt[0], dict):
+        prompt = prompt[-num_kept:]
     if isinstance(prompt, tuple):
         if len(prompt) > max_ids and not isinstance(prompt[0], dict):
             raise PromptTooLong(len(prompt), max_ids)
@@ -275,6 +289,8 @@ def _as_list(prompt: Any, max_ids: int) -> Any:
     if getattr(prompt, "ndim", None) != 1 or not hasattr(prompt, "tolist"):
         return prompt
     try:
+        if num_kept is not None:
+            prompt = prompt[-num_kept:]
         length = len(prompt)
         items = prompt.tolist() if length <= max_ids else None
     except Exception as exc:  # an array of the caller's own may raise anything, and so may a tensor without data

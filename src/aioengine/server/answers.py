@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
 
 import aioengine
 from aioengine.outputs import CompletionDelta, CompletionOutput, FinishReason, Logprob, RequestOutput, TokenLogprobs
+from aioengine.server.decoding import IDS_A_TURN
 from aioengine.tool_calls.calls import ToolCallDelta
 
 DONE = b"data: [DONE]\n\n"
@@ -56,6 +57,34 @@ def _in_one_line(data: bytes) -> bytes:
     return data
 
 
+async def encode_ids(ids: Sequence[int]) -> bytes:
+    """A list that may be very long as JSON, with turns for others between its parts."""
+    parts = []
+    for first in range(0, len(ids), IDS_A_TURN):
+        parts.append(encode(ids[first : first + IDS_A_TURN])[1:-1])
+        await asyncio.sleep(0)
+    return b"[%b]" % b",".join(parts)
+
+
+class Extras(NamedTuple):
+    """What vLLM's further fields ask for.
+
+    Attributes:
+        has_reasoning: reasoning is told of.
+        has_token_ids: so are the ids of prompt and output.
+        is_by_ids: log-probabilities name tokens by their ids instead of their texts.
+        num_prompt_top: how many likeliest tokens to tell of at each position of the prompt; None: nothing.
+    """
+
+    has_reasoning: bool = True
+    has_token_ids: bool = False
+    is_by_ids: bool = False
+    num_prompt_top: int | None = None
+
+
+NO_EXTRAS = Extras()
+
+
 def error_event(body: bytes) -> bytes:
     """An error in the middle of a stream; ``body`` is that of an error response."""
     return b"data: %b\n\n" % body
@@ -70,6 +99,7 @@ class Answer(ABC):
         head: the answer's "id", "created" and "model".
         top_logprobs: how many likeliest tokens to tell of at each position; None without log-probabilities.
         has_usage: each event says that the usage comes later.
+        extras: what else it is to have.
     Attributes:
         max_positions: log-probabilities of so many tokens take about a millisecond to encode, see `split_delta`.
         has_echo: choices begin with their prompt.
@@ -85,11 +115,20 @@ class Answer(ABC):
     NO_TEXT: ClassVar[bytes]
 
     def __init__(
-        self, head: dict[str, object], token_bytes: TokenBytes, *, top_logprobs: int | None, has_usage: bool
+        self,
+        head: dict[str, object],
+        token_bytes: TokenBytes,
+        *,
+        top_logprobs: int | None,
+        has_usage: bool,
+        extras: Extras = NO_EXTRAS,
     ) -> None:
         self._head = head
         self._token_bytes = token_bytes
         self._top_logprobs = top_logprobs
+        self._extras = extras
+        self._tells_of_each_token = top_logprobs is not None or extras.has_token_ids
+        """Also of those that bring no text."""
         self.max_positions = max(1, ENTRIES_A_SLICE // ((top_logprobs or 0) + 1))
         self.has_echo = self.is_echo_alone = False
         self._event_head = self._head_of(self.PART)
@@ -112,8 +151,27 @@ class Answer(ABC):
             for place, output in enumerate(outputs)
             for choice in output.outputs
         ]
-        usage = encode(self.usage(outputs))
-        return b'%b,"choices":[%b],"usage":%b}' % (self._head_of(self.WHOLE), b",".join(choices), usage)
+        ends = b'"usage":%b%b' % (encode(self.usage(outputs)), await self._beside_choices(outputs))
+        return b'%b,"choices":[%b],%b}' % (self._head_of(self.WHOLE), b",".join(choices), ends)
+
+    async def _beside_choices(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """Further fields of a body."""
+        return b""
+
+    async def _of_prompt(self, output: RequestOutput) -> bytes:
+        """Fields about a prompt that were asked for, each with a comma before it."""
+        fields = b""
+        if self._extras.has_token_ids:
+            fields += b',"prompt_token_ids":' + await encode_ids(output.prompt_token_ids)
+        if (num_top := self._extras.num_prompt_top) is not None:
+            positions: list[bytes] = []
+
+            def add(position: TokenLogprobs | None) -> None:
+                positions.append(b"null" if position is None else encode(_plain_position(position, num_top)))
+
+            await self._add_all(output.prompt_logprobs or (), add)
+            fields += b',"prompt_logprobs":[%b]' % b",".join(positions)
+        return fields
 
     @abstractmethod
     async def _choice(self, number: int, output: RequestOutput, choice: CompletionOutput) -> bytes:
@@ -123,8 +181,12 @@ class Answer(ABC):
         """What the client is told that it has used."""
         return usage_of(outputs, is_prompt_alone=self.is_echo_alone)
 
-    def opening(self, num_choices: int, usage: Usage | None = None) -> bytes:
-        """Events before the first token."""
+    def opening(self, num_choices: int, usage: Usage | None = None, prompt_ids: Sequence[bytes] = ()) -> bytes:
+        """Events before the first token.
+
+        Args:
+            prompt_ids: each prompt's token ids as JSON, if they were asked for.
+        """
         return b""
 
     async def echo(self, choice: int, output: RequestOutput, usage: Usage | None) -> bytes:
@@ -134,13 +196,21 @@ class Answer(ABC):
     def event(self, choice: int, delta: CompletionDelta, usage: Usage | None = None) -> bytes:
         """The event of a delta; empty where it would say nothing."""
         text = self.TEXT % encode(delta.text) if delta.text else self.NO_TEXT
-        if delta.finish_reason is None and self._top_logprobs is None:
+        if delta.finish_reason is None and not self._tells_of_each_token:
             if not delta.text:
                 return b""
             return self._event(choice, text + b',"logprobs":null,"finish_reason":null', usage)
+        ending = _ending(delta.finish_reason, delta.stop_reason)
+        return self._event(choice, b"%b,%b,%b" % (text, self._of_tokens(choice, delta), ending), usage)
+
+    def _of_tokens(self, choice: int, delta: CompletionDelta) -> bytes:
+        """An event's fields about its tokens."""
         logprobs = b"null" if self._top_logprobs is None else self._logprobs(choice, delta.logprobs or ())
-        content = b'%b,"logprobs":%b,%b' % (text, logprobs, _ending(delta.finish_reason, delta.stop_reason))
-        return self._event(choice, content, usage)
+        return b'"logprobs":%b%b' % (logprobs, self._ids_of(delta))
+
+    def _ids_of(self, part: CompletionDelta | CompletionOutput) -> bytes:
+        """A field with its token ids and a comma before it, if they were asked for."""
+        return b',"token_ids":' + encode(part.token_ids) if self._extras.has_token_ids else b""
 
     @abstractmethod
     def _logprobs(self, choice: int, positions: Sequence[TokenLogprobs]) -> bytes:
@@ -168,7 +238,7 @@ class Answer(ABC):
             return b'%b%b}],"usage":%b}\n\n' % (prefix, content, encode(usage))
         return prefix + content + self._event_end
 
-    async def _add_all(self, positions: Sequence[TokenLogprobs], add: Callable[[TokenLogprobs], None]) -> None:
+    async def _add_all(self, positions: Sequence[P], add: Callable[[P], None]) -> None:
         """Add each position, with turns for others between them."""
         for first in range(0, len(positions), self.max_positions):
             for position in positions[first : first + self.max_positions]:
@@ -192,29 +262,36 @@ class ChatAnswer(Answer):
                 choice.logprobs or (), lambda position: positions.append(self._position(number, position))
             )
             logprobs = _content(positions)
-        message = encode(message_of(choice))
+        message = encode(message_of(choice, has_reasoning=self._extras.has_reasoning))
         ending = _ending(finish_reason_of(choice.finish_reason, bool(choice.tool_calls)), choice.stop_reason)
+        ending += self._ids_of(choice)
         return b'{"index":%d,"message":%b,"logprobs":%b,%b}' % (number, message, logprobs, ending)
 
+    async def _beside_choices(self, outputs: Sequence[RequestOutput]) -> bytes:
+        return await self._of_prompt(outputs[0])
+
     def event(self, choice: int, delta: CompletionDelta, usage: Usage | None = None) -> bytes:
-        if not (delta.reasoning or delta.tool_calls or choice in self._calling):
+        reasoning = delta.reasoning if self._extras.has_reasoning else ""
+        if not (reasoning or delta.tool_calls or choice in self._calling):
             return super().event(choice, delta, usage)
         if delta.tool_calls:
             self._calling.add(choice)
         told: dict[str, Any] = {"content": delta.text} if delta.text else {}
-        if delta.reasoning:
-            told["reasoning_content"] = delta.reasoning
+        if reasoning:
+            told["reasoning_content"] = reasoning
         if delta.tool_calls:
             told["tool_calls"] = [_call_delta(call) for call in delta.tool_calls]
-        if not told and delta.finish_reason is None and self._top_logprobs is None:
+        if not told and delta.finish_reason is None and not self._tells_of_each_token:
             return b""
-        logprobs = b"null" if self._top_logprobs is None else self._logprobs(choice, delta.logprobs or ())
         ending = _ending(finish_reason_of(delta.finish_reason, choice in self._calling), delta.stop_reason)
-        return self._event(choice, b'"delta":%b,"logprobs":%b,%b' % (encode(told), logprobs, ending), usage)
+        return self._event(choice, b'"delta":%b,%b,%b' % (encode(told), self._of_tokens(choice, delta), ending), usage)
 
-    def opening(self, num_choices: int, usage: Usage | None = None) -> bytes:
+    def opening(self, num_choices: int, usage: Usage | None = None, prompt_ids: Sequence[bytes] = ()) -> bytes:
         content = b'"delta":{"role":"assistant","content":"","refusal":null},"logprobs":null,"finish_reason":null'
-        return b"".join(self._event(choice, content, usage) for choice in range(num_choices))
+        events = [self._event(choice, content, usage) for choice in range(num_choices)]
+        if prompt_ids:  # beside the choices of the first event, as it is one prompt's
+            events[0] = b'%b,"prompt_token_ids":%b}\n\n' % (events[0].removesuffix(b"}\n\n"), prompt_ids[0])
+        return b"".join(events)
 
     def _logprobs(self, choice: int, positions: Sequence[TokenLogprobs]) -> bytes:
         return _content([self._position(choice, position) for position in positions])
@@ -227,7 +304,8 @@ class ChatAnswer(Answer):
         for token_id, entry in position.items():
             # One at a time: they stand in for each other, and do not follow each other.
             (data,) = self._token_bytes([token_id], is_start=is_start, skip_special_tokens=False)
-            entries[token_id] = {"token": _text_of(entry), "logprob": _finite(entry.logprob), "bytes": list(data)}
+            name = _id_name(token_id) if self._extras.is_by_ids else _text_of(entry)
+            entries[token_id] = {"token": name, "logprob": _finite(entry.logprob), "bytes": list(data)}
         ranked = sorted((entry.rank, token_id) for token_id, entry in position.items())
         top = [entries[token_id] for rank, token_id in ranked if rank <= (self._top_logprobs or 0)]
         return encode({**entries[next(iter(position))], "top_logprobs": top})
@@ -256,8 +334,9 @@ class CompletionAnswer(Answer):
         num_choices: int,
         prompt_texts: Sequence[str] = (),
         is_echo_alone: bool = False,
+        extras: Extras = NO_EXTRAS,
     ) -> None:
-        super().__init__(head, token_bytes, top_logprobs=top_logprobs, has_usage=has_usage)
+        super().__init__(head, token_bytes, top_logprobs=top_logprobs, has_usage=has_usage, extras=extras)
         self._num_choices = num_choices
         self._prompt_texts = prompt_texts
         self.has_echo = bool(prompt_texts)
@@ -269,17 +348,27 @@ class CompletionAnswer(Answer):
         if self.is_echo_alone:
             choice = _without_tokens(choice)
         text = choice.text
-        columns = _Columns(0)
+        columns = self._columns(0)
         if self.has_echo:
             text = self._prompt_texts[number // self._num_choices] + text
             await self._add_prompt(columns, output)
         await self._add_all(choice.logprobs or (), columns.add)
         logprobs = b"null" if self._top_logprobs is None else columns.encoded()
-        ending = _ending(choice.finish_reason, choice.stop_reason)
+        ending = _ending(choice.finish_reason, choice.stop_reason) + self._ids_of(choice)
+        ending += await self._of_prompt(output)
         return b'{"index":%d,"text":%b,"logprobs":%b,%b}' % (number, encode(text), logprobs, ending)
 
+    def opening(self, num_choices: int, usage: Usage | None = None, prompt_ids: Sequence[bytes] = ()) -> bytes:
+        content = b'"text":"","logprobs":null,"finish_reason":null,"token_ids":[],"prompt_token_ids":'
+        places = range(num_choices if prompt_ids else 0)
+        events = [self._event(place, content + prompt_ids[place // self._num_choices], usage) for place in places]
+        return b"".join(events)
+
+    def _columns(self, offset: int) -> _Columns:
+        return _Columns(offset, self._top_logprobs or 0, is_by_ids=self._extras.is_by_ids)
+
     async def echo(self, choice: int, output: RequestOutput, usage: Usage | None) -> bytes:
-        columns = _Columns(0)
+        columns = self._columns(0)
         await self._add_prompt(columns, output)
         self._offsets[choice] = columns.offset
         logprobs = b"null" if self._top_logprobs is None else columns.encoded()
@@ -294,7 +383,7 @@ class CompletionAnswer(Answer):
         return super().event(choice, _without_tokens(delta), usage)
 
     def _logprobs(self, choice: int, positions: Sequence[TokenLogprobs]) -> bytes:
-        columns = _Columns(self._offsets.get(choice, 0))
+        columns = self._columns(self._offsets.get(choice, 0))
         for position in positions:
             columns.add(position)
         self._offsets[choice] = columns.offset
@@ -303,18 +392,20 @@ class CompletionAnswer(Answer):
     async def _add_prompt(self, columns: _Columns, output: RequestOutput) -> None:
         if self._top_logprobs is None or output.prompt_logprobs is None:
             return
-        (first,) = self._token_bytes(output.prompt_token_ids[:1], is_start=True, skip_special_tokens=False)
-        columns.add_text(first.decode(errors="replace"), None, None)  # it follows nothing
+        first_id = output.prompt_token_ids[0]
+        (first,) = self._token_bytes([first_id], is_start=True, skip_special_tokens=False)
+        columns.add_token(first_id, first.decode(errors="replace"), None, None)  # it follows nothing
         await self._add_all([position for position in output.prompt_logprobs if position is not None], columns.add)
 
 
+P = TypeVar("P")
 C = TypeVar("C", CompletionOutput, CompletionDelta)
 
 
 def _without_tokens(choice: C) -> C:
     """What is told of a choice of which nothing is wanted but its prompt: the engine always generates one token."""
     reason: FinishReason = "length"
-    return msgspec.structs.replace(choice, text="", logprobs=None, finish_reason=reason, stop_reason=None)
+    return msgspec.structs.replace(choice, text="", token_ids=[], logprobs=None, finish_reason=reason, stop_reason=None)
 
 
 class _Columns:
@@ -322,23 +413,31 @@ class _Columns:
 
     Args:
         offset: characters before the first token.
+        num_top: likeliest tokens that are told of. is_by_ids: tokens are named by their ids.
     """
 
-    def __init__(self, offset: int) -> None:
+    def __init__(self, offset: int, num_top: int, *, is_by_ids: bool) -> None:
         self.offset = offset
+        self._num_top = num_top
+        self._is_by_ids = is_by_ids
         self._rows: list[tuple[bytes, bytes, bytes, bytes]] = []
 
     def add(self, position: TokenLogprobs) -> None:
         """A sampled token, and by their texts the likeliest ones, itself among them."""
         top: dict[str, float] = {}
-        for entry in position.values():
-            top.setdefault(_text_of(entry), _finite(entry.logprob))  # several half characters have the same text
-        sampled = next(iter(position.values()))
-        self.add_text(_text_of(sampled), _finite(sampled.logprob), top)
+        for token_id, entry in _likeliest(position, self._num_top).items():
+            name = self._name_of(token_id, _text_of(entry))
+            top.setdefault(name, _finite(entry.logprob))  # several half characters have the same text
+        sampled_id, sampled = next(iter(position.items()))
+        self.add_token(sampled_id, _text_of(sampled), _finite(sampled.logprob), top)
 
-    def add_text(self, text: str, logprob: float | None, top: dict[str, float] | None) -> None:
-        self._rows.append((encode(text), encode(logprob), encode(top), b"%d" % self.offset))
+    def add_token(self, token_id: int, text: str, logprob: float | None, top: dict[str, float] | None) -> None:
+        name = self._name_of(token_id, text)
+        self._rows.append((encode(name), encode(logprob), encode(top), b"%d" % self.offset))
         self.offset += len(text)
+
+    def _name_of(self, token_id: int, text: str) -> str:
+        return _id_name(token_id) if self._is_by_ids else text
 
     def encoded(self) -> bytes:
         columns = [b",".join(column) for column in zip(*self._rows, strict=True)] or [b""] * 4
@@ -356,10 +455,10 @@ def split_delta(delta: CompletionDelta, max_positions: int) -> Iterator[Completi
     yield msgspec.structs.replace(delta, token_ids=delta.token_ids[last:], logprobs=positions[last:])
 
 
-def message_of(choice: CompletionOutput) -> dict[str, Any]:
-    """A chat's answer as a message."""
+def message_of(choice: CompletionOutput, *, has_reasoning: bool = True) -> dict[str, Any]:
+    """A chat's answer as a message, also without its reasoning."""
     message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
-    if choice.reasoning is not None:
+    if choice.reasoning is not None and has_reasoning:
         message["reasoning_content"] = choice.reasoning
     if choice.tool_calls:
         message["content"] = choice.text or None
@@ -389,6 +488,25 @@ def _content(positions: Sequence[bytes]) -> bytes:
 
 def _ending(finish_reason: str | None, stop_reason: int | str | None) -> bytes:
     return b'"finish_reason":%b,"stop_reason":%b' % (encode(finish_reason), encode(stop_reason))
+
+
+def _likeliest(position: TokenLogprobs, num_top: int) -> TokenLogprobs:
+    """The position's own token, and so many of the likeliest: more may have been computed, for another field."""
+    own = next(iter(position))
+    return {token_id: entry for token_id, entry in position.items() if token_id == own or entry.rank <= num_top}
+
+
+def _plain_position(position: TokenLogprobs, num_top: int) -> dict[int, dict[str, Any]]:
+    """As vLLM writes one of a prompt."""
+    return {
+        token_id: {"logprob": _finite(entry.logprob), "rank": entry.rank, "decoded_token": entry.decoded_token}
+        for token_id, entry in _likeliest(position, num_top).items()
+    }
+
+
+def _id_name(token_id: int) -> str:
+    """As vLLM names a token by its id."""
+    return f"token_id:{token_id}"
 
 
 def _text_of(entry: Logprob) -> str:

@@ -16,8 +16,9 @@ import aioengine
 from aioengine.engine import Engine, check_asyncio
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, InvalidRequest
 from aioengine.server.access_log import log_request, logger, request_id_of
+from aioengine.server.answers import encode_ids
 from aioengine.server.config import ServerConfig
-from aioengine.server.decoding import IDS_A_TURN, BodyReader, read_messages, read_text, read_tokens
+from aioengine.server.decoding import BodyReader, read_messages, read_text, read_tokens
 from aioengine.server.errors import (
     JSON_HEADERS,
     ApiError,
@@ -470,8 +471,4 @@ def _json(value: Any, status: int = 200) -> Response:
 
 async def _with_ids(fields: dict[str, Any], name: str, ids: list[int]) -> bytes:
     """JSON of the fields and a list that may be very long, with turns for others between its parts."""
-    parts = []
-    for first in range(0, len(ids), IDS_A_TURN):
-        parts.append(msgspec.json.encode(ids[first : first + IDS_A_TURN])[1:-1])
-        await asyncio.sleep(0)
-    return b'%b,"%b":[%b]}' % (msgspec.json.encode(fields)[:-1], name.encode(), b",".join(parts))
+    return b'%b,"%b":%b}' % (msgspec.json.encode(fields)[:-1], name.encode(), await encode_ids(ids))

@@ -66,6 +66,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     enable_tokenizer_info_endpoint: Annotated[
         bool, Meta(description="serve /tokenizer_info: the tokenizer's configuration and the chat template")
     ] = False
+    trust_request_chat_template: Annotated[
+        bool, Meta(description="render chats by the chat_template of a request that has one; else that is a 400")
+    ] = False
     metrics_prefix: Annotated[
         str, Meta(pattern="^[a-zA-Z_:][a-zA-Z0-9_:]*$", description="before the names of /metrics that vLLM has, too")
     ] = "vllm:"

@@ -81,9 +81,7 @@ class IgnoredFields:
             self._check_unknown(names, frozenset(StreamOptions.__struct_fields__), "stream_options.")
         for name, value in fields.items():
             if name in kind.NEUTRAL and is_given(value) and not _is_one_of(value, kind.NEUTRAL[name]):
-                if name == "function_call":
-                    raise unsupported(name, "must be none or auto, or be left out: give tools and tool_choice")
-                raise unsupported(name)
+                raise unsupported(name, *([kind.INSTEAD[name]] if name in kind.INSTEAD else []))
             if name in kind.LEFT_OUT and is_given(value) and bytes(value) != b"[]" and self._is_new(name):
                 logger.warning("requests have %s, which are not supported yet and left out (said once)", name)
 

@@ -15,10 +15,20 @@ from aioengine.engine import Engine, Stream
 from aioengine.errors import AioEngineError, InvalidRequest
 from aioengine.outputs import CompletionDelta, RequestOutput
 from aioengine.server.access_log import MAX_ID_CHARS, is_fit_id
-from aioengine.server.answers import Answer, ChatAnswer, CompletionAnswer, Usage, error_event, split_delta, usage_of
+from aioengine.server.answers import (
+    Answer,
+    ChatAnswer,
+    CompletionAnswer,
+    Extras,
+    Usage,
+    encode_ids,
+    error_event,
+    split_delta,
+    usage_of,
+)
 from aioengine.server.config import ServerConfig
 from aioengine.server.decoding import read_messages, read_prompts, read_tools
-from aioengine.server.errors import JSON_HEADERS, api_error_of, invalid_value
+from aioengine.server.errors import JSON_HEADERS, api_error_of, invalid_value, unsupported
 from aioengine.server.exchange import Exchange, Response, WriteMonitor, run_while_connected
 from aioengine.server.record import RequestRecord
 from aioengine.server.schema import ChatRequest, CompletionRequest, Generation, template_kwargs
@@ -35,6 +45,10 @@ BEGIN_WAIT_S = 10.0
 """How long a stream with a grammar waits for its row before it begins to answer."""
 KEEPALIVE = b": still here\n\n"
 """A comment, which clients of server-sent events pass over."""
+MAX_CUT_IDS = 2**16
+"""Token ids of a prompt that is to be cut: decoding them takes 2 ms."""
+MAX_TEMPLATE_CHARS = 2**15
+"""Of a request's own template: Python's compiler holds the GIL while it is at one, for 0.2 s at the worst."""
 CHAT_NAMES = {"prompt": "messages", "logprobs": "top_logprobs", "structured": "response_format"}
 """What chats call the engine's parameters."""
 
@@ -73,10 +87,11 @@ class GenerationCall:
                 self._engine.token_bytes,
                 top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
                 has_usage=request.has_usage,
+                extras=_extras_of(request, has_reasoning=request.include_reasoning is not False),
             )
             return await self._answer(request, streams, answer)
         except InvalidRequest as error:
-            names = dict(CHAT_NAMES)
+            names = {**CHAT_NAMES, **request.own_names()}
             if request.max_completion_tokens is not None:
                 names["max_tokens"] = "max_completion_tokens"
             if request.chat_template_kwargs is None:
@@ -84,7 +99,17 @@ class GenerationCall:
             raise api_error_of(error, param_names=names) from error
 
     def _answer_options(self, request: ChatRequest) -> dict[str, Any]:
-        """What a chat asks of its answer; tools that may be called, of a model that cannot, are left out."""
+        """What a chat asks of its answer; tools that may be called, of a model that cannot, are left out.
+
+        Raises:
+            ApiError: it has a template of its own that is too long, or this server takes none.
+        """
+        if request.chat_template is not None and not self._config.trust_request_chat_template:
+            told = "of a request is a program, and this server runs none (--trust-request-chat-template); leave it out"
+            raise unsupported("chat_template", told)
+        if len(request.chat_template or "") > MAX_TEMPLATE_CHARS:
+            told = f"chat_template has more than {MAX_TEMPLATE_CHARS:,} characters, which few have; give a shorter one"
+            raise invalid_value("chat_template", told)
         tools = read_tools(request.tools)
         if tools and not self._engine.has_tools and request.tool_choice in (None, "auto", "none", {"type": "auto"}):
             tools = None
@@ -99,13 +124,21 @@ class GenerationCall:
             "tool_choice": request.tool_choice if tools or request.tool_choice not in ("auto", "none") else None,
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "reasoning_effort": request.reasoning_effort,
+            "chat_template": request.chat_template,
         }
 
     async def complete(self, request: CompletionRequest) -> Response | None:
         """Complete prompts; None when that was a stream, which has been written."""
-        prompts = await read_prompts(
-            request.prompt, max_prompts=self._config.max_prompts, max_ids=self._engine.info.max_model_len
-        )
+        try:
+            return await self._complete(request)
+        except InvalidRequest as error:
+            raise api_error_of(error, param_names=request.own_names()) from error
+
+    async def _complete(self, request: CompletionRequest) -> Response | None:
+        max_ids = self._engine.info.max_model_len
+        if request.truncate_prompt_tokens is not None:
+            max_ids = max(max_ids, MAX_CUT_IDS)
+        prompts = await read_prompts(request.prompt, max_prompts=self._config.max_prompts, max_ids=max_ids)
         streams = await self._streams(request, prompts)
         answer = CompletionAnswer(
             self._head("cmpl", streams),
@@ -115,6 +148,7 @@ class GenerationCall:
             num_choices=streams[0].params.n,
             prompt_texts=[await self._text_of(prompt) for prompt in prompts] if request.echo else (),
             is_echo_alone=request.is_echo_alone,
+            extras=_extras_of(request),
         )
         return await self._answer(request, streams, answer)
 
@@ -139,6 +173,7 @@ class GenerationCall:
                 request_id=record.request_id if request.request_id is None else request.request_id,
                 priority=request.priority or 0,
                 cache_salt=request.cache_salt,
+                add_special_tokens=request.add_special_tokens,
                 on_full="raise",
                 max_unread_tokens=self._config.max_unread_tokens if request.stream else None,
                 **options,
@@ -208,7 +243,10 @@ class GenerationCall:
                     record.time_to_first_token_s = time.monotonic() - record.started_at
                 await monitor.write(exchange.write(data))
 
-        if opening := answer.opening(group.num_choices, usage()):
+        prompt_ids = []
+        if request.return_token_ids:
+            prompt_ids = [await encode_ids(output.prompt_token_ids) for output in group.outputs()]
+        if opening := answer.opening(group.num_choices, usage(), prompt_ids):
             await monitor.write(exchange.write(opening))
         has_echo = answer.has_echo
         echoed: set[int] = set()
@@ -229,6 +267,15 @@ class GenerationCall:
                 else:
                     events.append(answer.event(choice, delta, usage(delta)))
             await write(events)
+
+
+def _extras_of(request: Generation, *, has_reasoning: bool = True) -> Extras:
+    return Extras(
+        has_reasoning=has_reasoning,
+        has_token_ids=bool(request.return_token_ids),
+        is_by_ids=bool(request.return_tokens_as_token_ids),
+        num_prompt_top=request.prompt_logprobs,
+    )
 
 
 def _note_outputs(record: RequestRecord, outputs: list[RequestOutput]) -> None:

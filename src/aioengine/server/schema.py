@@ -31,6 +31,8 @@ class Body(msgspec.Struct, kw_only=True):
     """Fields that change no answer: any value is taken, and not looked at."""
     LEFT_OUT: ClassVar[tuple[str, ...]] = ()
     """Fields that are not supported, and are left out with a warning in the log."""
+    INSTEAD: ClassVar[dict[str, str]] = {}
+    """What is said of fields that are not supported, where there is more to say."""
 
 
 class StreamOptions(msgspec.Struct):
@@ -59,13 +61,17 @@ class Generation(RowFields, kw_only=True):
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
         **dict.fromkeys((
             "guided_decoding_backend", "guided_whitespace_pattern", "kv_transfer_params", "min_thinking_tokens",
-            "prompt_logprobs", "truncate_prompt_tokens",
         ), ()),
-        **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids", "use_beam_search"), (False,)),
         "best_of": (1,),
         "length_penalty": (1, 1.0),
         "logits_processors": ([],),
+        "logprobs_mode": ("raw", "raw_logprobs"),
+        "use_beam_search": (False,),
     }  # fmt: skip
+    INSTEAD: ClassVar[dict[str, str]] = {
+        "logprobs_mode": 'must be "raw", or be left out: log-probabilities are of the model\'s logits, before rules, '
+        "temperature and filters"
+    }
     HINTS: ClassVar[tuple[str, ...]] = (
         "metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
         "safety_identifier", "service_tier", "store", "user", "verbosity",
@@ -96,6 +102,13 @@ class Generation(RowFields, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    max_thinking_tokens: Integer | None = None
+    thinking_token_budget: Integer | None = None
+    prompt_logprobs: Integer | None = None
+    truncate_prompt_tokens: Integer | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
     def __post_init__(self) -> None:
         for name in integer_fields(type(self)):
@@ -117,9 +130,19 @@ class Generation(RowFields, kw_only=True):
 
     def sampling(self) -> dict[str, Any]:
         """The fields that were given, as keywords of `SamplingParams`."""
-        sampling = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        names = (*SAMPLING_FIELDS, "thinking_token_budget")
+        sampling = {name: value for name in names if (value := getattr(self, name)) is not None}
         constraint = self._constraint()
         return sampling if constraint is None else {**sampling, "structured": constraint}
+
+    def own_names(self) -> dict[str, str]:
+        """What it calls those of the engine's parameters that it gives by a name of vLLM's or OpenAI's."""
+        constraints = ("response_format", "structured_outputs", *(f"guided_{name}" for name in GUIDED))
+        names = {
+            "structured": next((name for name in constraints if getattr(self, name) is not None), None),
+            "max_thinking_tokens": "thinking_token_budget" if self.thinking_token_budget is not None else None,
+        }
+        return {name: own for name, own in names.items() if own is not None}
 
     def _constraint(self) -> Constraint | None:
         """What the text must be, by whichever of the fields for it was given."""
@@ -136,6 +159,9 @@ class Generation(RowFields, kw_only=True):
 
     def check(self) -> None:
         """Refuse what contradicts itself."""
+        if self.stream and self.prompt_logprobs is not None:
+            told = "prompt_logprobs are not in streams: set stream to false, or leave them out"
+            raise invalid_value("prompt_logprobs", told)
         if self.stream_options is not None:
             if not self.stream:
                 told = "stream_options is for streams: set stream to true, or leave it out"
@@ -179,7 +205,6 @@ class CompletionRequest(Generation, kw_only=True):
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
         **Generation.NEUTRAL,
-        "add_special_tokens": (True,),
         "suffix": ("",),
     }
 
@@ -200,6 +225,8 @@ class CompletionRequest(Generation, kw_only=True):
         if self.max_tokens == 0 and not self.echo:
             told = "max_tokens=0: at least 1 is needed, or echo, which gives the prompt back"
             raise invalid_value("max_tokens", told)
+        if self.echo and self.truncate_prompt_tokens is not None:
+            raise invalid_value("truncate_prompt_tokens", "echo gives the whole prompt back: give one of the two")
 
     def sampling(self) -> dict[str, Any]:
         sampling = super().sampling()
@@ -209,7 +236,7 @@ class CompletionRequest(Generation, kw_only=True):
         if self.logprobs is not None:
             sampling["logprobs"] = self.logprobs
             if self.echo:
-                sampling["prompt_logprobs"] = self.logprobs
+                sampling["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
         return sampling
 
 
@@ -218,14 +245,18 @@ class ChatRequest(Generation, kw_only=True):
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
         **Generation.NEUTRAL,
-        **dict.fromkeys(("audio", "chat_template", "moderation", "web_search_options"), ()),
-        **dict.fromkeys(("add_special_tokens", "echo"), (False,)),
+        **dict.fromkeys(("audio", "moderation", "web_search_options"), ()),
         "documents": ([],),
+        "echo": (False,),
         "function_call": ("none", "auto"),
         "mm_processor_kwargs": ({},),
         "modalities": (["text"],),
     }
     LEFT_OUT: ClassVar[tuple[str, ...]] = ("functions",)
+    INSTEAD: ClassVar[dict[str, str]] = {
+        **Generation.INSTEAD,
+        "function_call": "must be none or auto, or be left out: give tools and tool_choice",
+    }
 
     messages: msgspec.Raw = msgspec.Raw()
     logprobs: bool | None = None
@@ -234,10 +265,12 @@ class ChatRequest(Generation, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: str | None = None
     tools: msgspec.Raw = msgspec.Raw()
     tool_choice: dict[str, Any] | str | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
 
     def check(self) -> None:
         super().check()

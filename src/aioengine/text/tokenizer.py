@@ -145,24 +145,28 @@ class Tokenizer:
         assert isinstance(table, WindowTable)
         return table.decode([i for i in ids if i < len(table.kinds)])
 
-    def render_chat(self, messages: object, /, **variables: Any) -> str:
+    def render_chat(self, messages: object, /, *, chat_template: str | None = None, **variables: Any) -> str:
         """The prompt text that the model's chat template makes of the messages, as `copy_messages` gives them.
 
         The first call of a process takes up to a second: not on the event loop. The keywords are those of
         `render_template`, as `take_template_kwargs` gives them; absent, ``add_generation_prompt`` is True.
 
+        Args:
+            chat_template: one to use in place of the model's.
+
         Raises:
             InvalidRequest: malformed messages, no template, or the template does not take these messages.
         """
         checked = check_messages(messages)
-        if self.chat_template is None:
+        template = self.chat_template if chat_template is None else chat_template
+        if template is None:
             raise InvalidRequest(
                 "this model has no chat template: give the prompt as one text or as token ids, "
                 "or put a chat_template.jinja into the model's folder",
                 param="prompt",
             )
         keywords = {"add_generation_prompt": True, **self._named_tokens, **variables}
-        return render_template(self.chat_template, checked, self.template_lanes, **keywords)
+        return render_template(template, checked, self.template_lanes, **keywords)
 
     @overload
     def apply_chat_template(

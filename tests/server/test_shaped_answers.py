@@ -1,0 +1,397 @@
+"""Answers with a shape, as the official client asks for them: schemas, tools, reasoning; whole and streamed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Literal
+
+import openai
+import pydantic
+import pytest
+from openai import AsyncOpenAI, pydantic_function_tool
+from server.conftest import ServedFake, on_both_adapters, read, serving_fake
+
+from aioengine.frontend import answer_format
+from aioengine.server.generation import GenerationCall
+from doubles.saying import Saying
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+HELLO: list[Any] = [{"role": "user", "content": "Hello!"}]
+CHAT: dict[str, Any] = {"model": "demo", "messages": HELLO, "temperature": 0}
+
+
+class Animal(pydantic.BaseModel):
+    kind: Literal["fox", "owl", "hare"]
+    legs: int = pydantic.Field(ge=0, le=8)
+
+
+ANIMAL = Animal.model_json_schema() | {"additionalProperties": False}
+OF_ANIMAL = {"type": "json_schema", "json_schema": {"name": "animal", "strict": True, "schema": ANIMAL}}
+SAID = '{"kind": "owl", "legs": 2}'
+
+
+class GetWeather(pydantic.BaseModel):
+    city: Literal["Rome", "Oslo"]
+
+
+def tool(name: str, strict: bool = False) -> Any:
+    schema = {**GetWeather.model_json_schema(), "additionalProperties": False}
+    return {"type": "function", "function": {"name": name, "parameters": schema, "strict": strict}}
+
+
+TOOLS: list[Any] = [tool("get_weather"), tool("get_time")]
+
+
+def call_of(name: str, city: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {{"city": "{city}"}}}}\n</tool_call>'
+
+
+TWO_CALLS = f"Let me look.\n{call_of('get_weather', 'Oslo')}\n{call_of('get_time', 'Rome')}"
+THOUGHT = "<think>\nIs it two? It is two.\n</think>\n\nTwo."
+
+
+@asynccontextmanager
+async def saying(*texts: str, **config: Any) -> AsyncIterator[ServedFake]:
+    """A served engine whose model says this, with the bundled model's tokenizer."""
+    options = {"max_model_len": 1024, "sampler": Saying(*texts), "tool_format": "hermes"}
+    async with serving_fake("starlette", **{**options, **config}) as served:
+        yield served
+
+
+async def refused(call: Any) -> openai.BadRequestError:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await call
+    return caught.value
+
+
+# Schemas
+
+
+@on_both_adapters
+async def test_a_pydantic_model_is_parsed_from_the_answer(client: AsyncOpenAI) -> None:
+    answer = await client.chat.completions.parse(**CHAT, max_tokens=200, response_format=Animal)
+    choice = answer.choices[0]
+    assert choice.finish_reason == "stop"
+    assert isinstance(choice.message.parsed, Animal)
+    assert choice.message.parsed == Animal.model_validate_json(choice.message.content or "")
+
+
+async def test_the_clients_stream_helper_parses_it_too(client: AsyncOpenAI) -> None:
+    async with client.chat.completions.stream(**CHAT, max_tokens=200, response_format=Animal) as stream:
+        async for _ in stream:
+            pass
+        final = await stream.get_final_completion()
+    assert isinstance(final.choices[0].message.parsed, Animal)
+
+
+@pytest.mark.parametrize(
+    ("asked", "pattern"),
+    [
+        ({"response_format": OF_ANIMAL}, None),
+        ({"guided_json": ANIMAL}, None),
+        ({"guided_json": json.dumps(ANIMAL)}, None),
+        ({"structured_outputs": {"json": ANIMAL}}, None),
+        ({"guided_regex": "(fox|owl) [0-9]{3}"}, "(fox|owl) [0-9]{3}"),
+        ({"guided_choice": ["a fox", "an owl"]}, "a fox|an owl"),
+        ({"guided_grammar": 'start: "(" /[a-c]{4}/ ")"'}, r"\([a-c]{4}\)"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
+    ],
+    ids=lambda value: "" if value is None or isinstance(value, str) else ",".join(value),
+)
+async def test_the_text_is_what_was_asked_for(client: AsyncOpenAI, asked: dict[str, Any], pattern: str | None) -> None:
+    for is_chat in (True, False):
+        options: Any = {"max_tokens": 200, "temperature": 1.0, "seed": 1, "extra_body": asked}
+        if is_chat:
+            chat = await client.chat.completions.create(model="demo", messages=HELLO, **options)
+            text, reason = chat.choices[0].message.content or "", chat.choices[0].finish_reason
+        else:
+            completion = await client.completions.create(model="demo", prompt="Once", **options)
+            text, reason = completion.choices[0].text, completion.choices[0].finish_reason
+        assert reason == "stop", text
+        if pattern is None:
+            Animal.model_validate_json(text)
+        else:
+            assert re.fullmatch(pattern, text)
+
+
+async def test_a_json_object_is_one() -> None:
+    said = '{"a": [1, {"b": null}], "c": "d"}'
+    async with saying(said) as (_, _, client, _):
+        asked: Any = {**CHAT, "response_format": {"type": "json_object"}}
+        whole = await client.chat.completions.create(**asked)
+        assert whole.choices[0].message.content == said
+    async with saying("No, I will not.") as (_, _, client, _):
+        whole = await client.chat.completions.create(**asked, max_tokens=50)
+        assert (whole.choices[0].message.content or "").startswith("{")
+
+
+BAD_SCHEMAS: dict[str, Any] = {
+    "no schema": {"type": 1},
+    "a keyword that cannot be enforced": {"type": "array", "uniqueItems": True},
+    "a reference to nothing": {"$ref": "#/$defs/no"},
+}
+
+
+@on_both_adapters
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("name", BAD_SCHEMAS)
+async def test_a_schema_that_cannot_be_enforced_is_a_400(client: AsyncOpenAI, name: str, is_streamed: bool) -> None:
+    wrapped = {"type": "json_schema", "json_schema": {"name": "bad", "schema": BAD_SCHEMAS[name]}}
+    asked: Any = {**CHAT, "response_format": wrapped, "stream": is_streamed}
+    error = await refused(client.chat.completions.create(**asked))
+    assert (error.param, error.type) == ("response_format", "invalid_request_error")
+    others = ({"guided_regex": "(?=a)b"}, {"guided_grammar": "start: nothing"}, {"structured_outputs": {"regex": "("}})
+    for extra in others:
+        error = await refused(client.completions.create(model="demo", prompt="a", stream=is_streamed, extra_body=extra))
+        assert [error.param] == list(extra)
+
+
+@pytest.mark.parametrize(
+    ("extra", "param"),
+    [
+        ({"guided_regex": "a"}, "response_format"),
+        ({"structured_outputs": {"regex": "a"}}, "response_format"),
+        ({"tools": TOOLS, "tool_choice": "required"}, "response_format"),
+    ],
+)
+async def test_constraints_that_contradict_each_other_are_a_400(extra: dict[str, Any], param: str) -> None:
+    async with saying(SAID) as (_, _, client, _):
+        for is_streamed in (False, True):
+            asked: Any = {**CHAT, "response_format": OF_ANIMAL, "stream": is_streamed, "extra_body": extra}
+            error = await refused(client.chat.completions.create(**asked))
+            assert error.param == param
+
+
+async def test_an_answer_that_was_cut_is_told_by_the_clients_own_error() -> None:
+    async with saying(SAID) as (_, _, client, _):
+        with pytest.raises(openai.LengthFinishReasonError):
+            await client.chat.completions.parse(**CHAT, max_tokens=3, response_format=Animal)
+
+
+# Tools
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_streamed_calls_add_up_to_the_whole_ones(n: int) -> None:
+    async with saying(TWO_CALLS, call_of("get_time", "Oslo")) as (_, _, client, _):
+        asked: Any = {**CHAT, "temperature": 1.0, "tools": TOOLS, "n": n}
+        whole = await client.chat.completions.create(**asked)
+        chunks = await read(await client.chat.completions.create(**asked, stream=True))
+        async with client.chat.completions.stream(**asked) as stream:
+            async for _ in stream:
+                pass
+            by_helper = await stream.get_final_completion()
+    first = whole.choices[0]
+    assert (first.finish_reason, (first.message.content or "").strip()) == ("tool_calls", "Let me look.")
+    assert [(one.function.name, json.loads(one.function.arguments)) for one in first.message.tool_calls or ()] == [
+        ("get_weather", {"city": "Oslo"}),
+        ("get_time", {"city": "Rome"}),
+    ]
+    for choice in whole.choices:
+        parts = [part for chunk in chunks for part in chunk.choices if part.index == choice.index]
+        assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + ["tool_calls"]
+        assert "".join(part.delta.content or "" for part in parts) == (choice.message.content or "")
+        calls: dict[int, dict[str, Any]] = {}
+        for delta in (delta for part in parts for delta in part.delta.tool_calls or ()):
+            call = calls.setdefault(delta.index, {"id": delta.id, "name": delta.function.name, "arguments": ""})
+            assert delta.id in (None, call["id"])
+            call["arguments"] += delta.function.arguments
+        assert all(call["id"].startswith("call_") for call in calls.values())
+        expected = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()]
+        assert [(call["name"], call["arguments"]) for call in calls.values()] == expected
+        told = by_helper.choices[choice.index].message.tool_calls or ()
+        assert [(call.function.name, call.function.arguments) for call in told] == expected
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    ("choice", "said", "names"),
+    [
+        ("auto", TWO_CALLS, ["get_weather", "get_time"]),
+        ("auto", "No call is needed.", []),
+        ("none", TWO_CALLS, []),
+        ("required", "I would rather not.", None),
+        ("required", call_of("get_time", "Rome"), ["get_time"]),
+        ({"type": "function", "function": {"name": "get_time"}}, call_of("get_weather", "Rome"), ["get_time"]),
+        ({"type": "function", "function": {"name": "get_time"}}, "I would rather not.", ["get_time"]),
+    ],
+    ids=str,
+)
+async def test_a_tool_choice_holds(choice: Any, said: str, names: list[str] | None, is_streamed: bool) -> None:
+    async with saying(said) as (_, _, client, _):
+        asked: Any = {**CHAT, "tools": TOOLS, "tool_choice": choice, "max_tokens": 300}
+        if is_streamed:
+            async with client.chat.completions.stream(**asked) as stream:
+                async for _ in stream:
+                    pass
+                answer: Any = await stream.get_final_completion()
+        else:
+            answer = await client.chat.completions.create(**asked)
+    (one,) = answer.choices
+    calls = one.message.tool_calls or []
+    assert (one.finish_reason == "tool_calls") == bool(calls)
+    if names is None:
+        assert calls
+    else:
+        assert [call.function.name for call in calls] == names
+    if choice not in ("auto", "none"):
+        assert all(json.loads(call.function.arguments)["city"] in ("Rome", "Oslo") for call in calls)
+        assert not one.message.content
+    if not calls:
+        assert one.message.content == said
+
+
+async def test_a_strict_tool_gets_arguments_that_its_model_admits() -> None:
+    wrong = call_of("get_weather", "Rome").replace("Rome", "Atlantis")
+    async with saying(wrong) as (_, _, client, _):
+        tools = [pydantic_function_tool(GetWeather, name="get_weather")]
+        answer = await client.chat.completions.parse(**CHAT, tools=tools, max_tokens=300)
+    (call,) = answer.choices[0].message.tool_calls or ()
+    assert isinstance(call.function.parsed_arguments, GetWeather)
+
+
+async def test_one_call_where_they_may_not_be_parallel() -> None:
+    said = TWO_CALLS.removeprefix("Let me look.\n")
+    async with saying(said) as (_, _, client, _):
+        asked: Any = {**CHAT, "tools": TOOLS, "tool_choice": "required"}
+        both = await client.chat.completions.create(**asked)
+        one = await client.chat.completions.create(**asked, parallel_tool_calls=False)
+    assert [len(answer.choices[0].message.tool_calls or ()) for answer in (both, one)] == [2, 1]
+
+
+async def test_a_call_that_was_cut_is_none() -> None:
+    async with saying(call_of("get_weather", "Rome")) as (_, _, client, _):
+        answer = await client.chat.completions.create(**CHAT, tools=TOOLS, max_tokens=12)
+    assert answer.choices[0].finish_reason == "length"
+    assert not answer.choices[0].message.tool_calls
+
+
+@pytest.mark.parametrize("choice", [None, "none", "auto", {"type": "auto"}], ids=str)
+async def test_tools_of_a_model_that_cannot_call_are_left_out_and_the_log_says_so_once(
+    choice: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GenerationCall, "_has_told", False)
+    monkeypatch.setattr(answer_format, "detect_tool_format", lambda template: None)
+    async with saying("Hello!", tool_format="auto") as (engine, _, client, _):
+        assert not engine.has_tools
+        asked: Any = {**CHAT, "tools": TOOLS} | ({} if choice is None else {"tool_choice": choice})
+        with caplog.at_level(logging.WARNING, "aioengine.server"):
+            answers = [await client.chat.completions.create(**asked) for _ in range(2)]
+        plain = await client.chat.completions.create(**CHAT)
+    assert all(answer.choices[0].message.content == "Hello!" for answer in answers)
+    assert {answer.usage.prompt_tokens for answer in (*answers, plain) if answer.usage} == {plain.usage.prompt_tokens}  # type: ignore[union-attr]
+    assert [message for message in caplog.messages if "--tool-format" in message] == caplog.messages
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_time"}}], ids=str)
+async def test_a_model_that_cannot_call_must_not_be_made_to(choice: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answer_format, "detect_tool_format", lambda template: None)
+    async with saying("Hello!", tool_format="auto") as (engine, _, client, _):
+        assert not engine.has_tools
+        for is_streamed in (False, True):
+            error = await refused(
+                client.chat.completions.create(**CHAT, tools=TOOLS, tool_choice=choice, stream=is_streamed)
+            )
+            assert error.param == "tools"
+            assert "tool_format" in error.message
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "no name at all"}}]}, "tools"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": TOOLS, "tool_choice": "get_wether"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+    ],
+)
+async def test_tools_that_cannot_be_are_a_400(asked: dict[str, Any], param: str) -> None:
+    async with saying("Hello!") as (_, _, client, _):
+        for is_streamed in (False, True):
+            error = await refused(
+                client.chat.completions.create(**CHAT, stream=is_streamed, extra_body=asked)  # the client checks some
+            )
+            assert error.param == param
+
+
+# Reasoning
+
+
+async def test_reasoning_is_told_apart_whole_and_streamed() -> None:
+    async with saying(THOUGHT, reasoning_format="think") as (_, _, client, _):
+        whole = await client.chat.completions.create(**CHAT)
+        chunks = await read(await client.chat.completions.create(**CHAT, stream=True))
+    message: Any = whole.choices[0].message
+    assert (message.reasoning_content, message.content) == ("Is it two? It is two.", "Two.")
+    deltas: list[Any] = [choice.delta for chunk in chunks for choice in chunk.choices]
+    assert "".join(delta.content or "" for delta in deltas) == message.content
+    pieces = [piece for delta in deltas if (piece := getattr(delta, "reasoning_content", None))]
+    assert "".join(pieces) == message.reasoning_content
+    assert len(pieces) > 3
+    assert [choice.finish_reason for chunk in chunks for choice in chunk.choices][-1] == "stop"
+
+
+async def test_reasoning_may_be_left_out() -> None:
+    async with saying(THOUGHT, reasoning_format="think") as (_, _, client, _):
+        asked: Any = {**CHAT, "extra_body": {"include_reasoning": False}}
+        whole = await client.chat.completions.create(**asked)
+        chunks = await read(await client.chat.completions.create(**asked, stream=True))
+        assert "include_reasoning" not in (whole.model_extra or {})
+    assert whole.choices[0].message.content == "Two."
+    assert not hasattr(whole.choices[0].message, "reasoning_content")
+    deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+    assert "".join(delta.content or "" for delta in deltas) == "Two."
+    assert not any(hasattr(delta, "reasoning_content") for delta in deltas)
+
+
+@pytest.mark.parametrize("name", ["max_thinking_tokens", "thinking_token_budget"])
+async def test_a_budget_ends_the_reasoning(name: str) -> None:
+    async with saying(THOUGHT, reasoning_format="think") as (_, _, client, _):
+        whole = await client.chat.completions.create(**CHAT)
+        for budget in (0, 3):
+            some = await client.chat.completions.create(**CHAT, extra_body={name: budget})
+            said = getattr(some.choices[0].message, "reasoning_content", "") or ""
+            assert len(said) < len(whole.choices[0].message.reasoning_content)  # type: ignore[attr-defined]
+            assert whole.choices[0].message.reasoning_content.startswith(said)  # type: ignore[attr-defined]
+        for bad in (-2, 2.5):
+            error = await refused(client.chat.completions.create(**CHAT, extra_body={name: bad}))
+            assert error.param == name
+        both = {"max_thinking_tokens": 3, "thinking_token_budget": 4}
+        assert (await refused(client.chat.completions.create(**CHAT, extra_body=both))).param in both
+    async with saying("Two.") as (_, _, client, _):
+        error = await refused(client.chat.completions.create(**CHAT, extra_body={name: 3}))
+        assert "reasoning_format" in error.message
+
+
+async def test_an_effort_is_one_of_those_that_there_are() -> None:
+    async with saying("Two.", reasoning_format="think") as (_, _, client, _):
+        for effort in ("none", "minimal", "low", "medium", "high", "xhigh"):
+            answer = await client.chat.completions.create(**CHAT, extra_body={"reasoning_effort": effort})
+            assert answer.choices[0].message.content == "Two."
+        for is_streamed in (False, True):
+            asked: Any = {**CHAT, "stream": is_streamed, "extra_body": {"reasoning_effort": "much"}}
+            error = await refused(client.chat.completions.create(**asked))
+            assert error.param == "reasoning_effort"
+            assert "none, minimal, low, medium, high, xhigh" in error.message
+
+
+async def test_reasoning_comes_before_an_answer_with_a_schema_and_before_calls() -> None:
+    thought = THOUGHT.removesuffix("\n\nTwo.")
+    async with saying(thought + SAID, reasoning_format="think") as (_, _, client, _):
+        parsed = await client.chat.completions.parse(**CHAT, response_format=Animal)
+        assert parsed.choices[0].message.parsed == Animal(kind="owl", legs=2)
+        assert parsed.choices[0].message.reasoning_content == "Is it two? It is two."  # type: ignore[attr-defined]
+    async with saying(thought + call_of("get_time", "Rome"), reasoning_format="think") as (_, _, client, _):
+        answer = await client.chat.completions.create(**CHAT, tools=TOOLS, tool_choice="required")
+        (call,) = answer.choices[0].message.tool_calls or ()
+        assert call.function.name == "get_time"
+        assert answer.choices[0].message.reasoning_content == "Is it two? It is two."  # type: ignore[attr-defined]
