@@ -16,7 +16,8 @@ TOKENIZER = Tokenizer.load(DEMO_MODEL)  # not on the loop of a test
 class Saying:
     """A sampler for a `FakeExecutor`: choice ``i`` of each chat is ``texts[i]``, and ends; beyond them the last text.
 
-    ``is_in_turn``: answer ``i`` of a chat is ``texts[i]``. Where a grammar lets it say something else only, it goes on with what is left of its text, if that still follows.
+    ``is_in_turn``: answer ``i`` of a chat is ``texts[i]``. Where a grammar lets it say something else only, it goes on
+    with what is left of its text, if that still follows.
     """
 
     def __init__(self, *texts: str, is_in_turn: bool = False) -> None:
