@@ -68,5 +68,10 @@ async def test_the_model_may_be_left_out(engine: Engine) -> None:
 async def test_the_other_paths_of_the_api_are_there(engine: Engine) -> None:
     client = engine.openai_client(config=ServerConfig(served_model_name=("mine",), allowed_hosts=("elsewhere",)))
     assert [model.id async for model in client.models.list()] == ["mine"]
-    with pytest.raises(openai.NotFoundError, match="use /v1/chat/completions"):
-        await client.responses.create(model="mine", input="Hi")
+    first = await client.responses.create(model="mine", input="Hi", max_output_tokens=2)
+    second = await client.responses.create(
+        model="mine", input="And?", max_output_tokens=2, previous_response_id=first.id
+    )
+    assert (first.model, second.previous_response_id) == ("mine", first.id)
+    with pytest.raises(openai.NotFoundError, match="embedding model"):
+        await client.embeddings.create(model="mine", input="Hi")

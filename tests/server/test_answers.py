@@ -16,7 +16,7 @@ from server.conftest import ADAPTERS, Adapter, events_of, openai_client, plain_c
 
 from aioengine import Engine
 from aioengine.outputs import CompletionDelta, CompletionOutput, FinishReason, Logprob, RequestOutput, TokenLogprobs
-from aioengine.server.answers import ChatAnswer, CompletionAnswer, Usage, usage_of
+from aioengine.server.answers import ChatAnswer, CompletionAnswer, usage_of
 from aioengine.testing import FakeExecutor
 
 HEAD: dict[str, object] = {"id": "cmpl-1", "created": 1_700_000_000, "model": 'a "model"\n'}
@@ -110,18 +110,18 @@ def token_bytes(token_ids: list[int], *, is_start: bool, skip_special_tokens: bo
     return [bytes([token_id, is_start]) for token_id in token_ids]
 
 
-def streamed(answer: Any, run: Run, usage: Usage | None) -> list[Any]:
+def streamed(answer: Any, run: Run) -> list[Any]:
     """The events of a run, decoded."""
 
     async def relay() -> bytes:
-        parts = [answer.opening(len(run.outputs) * run.num_choices)]
+        parts = [answer.opening(run.outputs)]
         echoed = set()
         for number, delta in run.deltas:
             if answer.has_echo and number not in echoed:
                 echoed.add(number)
                 parts.append(await answer.echo(number, run.outputs[number // run.num_choices], None))
             parts.append(answer.event(number, delta))
-        return b"".join([*parts, answer.closing(usage)])
+        return b"".join([*parts, answer.closing(run.outputs)])
 
     return events_of(asyncio.run(relay()))
 
@@ -151,7 +151,7 @@ def test_a_chats_events_add_up_to_its_answer(run: Run, top: int | None, has_usag
     whole = json.loads(asyncio.run(answer().whole(run.outputs)))
     check_heads([whole], "chat.completion")
     assert whole["usage"] == usage_of(run.outputs)
-    events = streamed(answer(), run, usage_of(run.outputs) if has_usage else None)
+    events = streamed(answer(), run)
     check_heads(events, "chat.completion.chunk")
     if has_usage:
         last = events.pop()
@@ -207,7 +207,7 @@ def test_a_completions_events_add_up_to_its_answer(run: Run, top: int | None, ha
     usage = answer().usage(run.outputs)
     assert whole["usage"] == usage
     assert echo != "alone" or usage["completion_tokens"] == 0
-    events = streamed(answer(), run, usage if has_usage else None)
+    events = streamed(answer(), run)
     check_heads(events, "text_completion")
     if has_usage:
         assert events.pop()["usage"] == whole["usage"]

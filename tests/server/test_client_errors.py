@@ -63,8 +63,8 @@ async def test_what_is_not_here_is_not_found_and_hears_what_is(client: AsyncOpen
         (client.chat.completions.create(model="gpt-9", messages=HELLO), "model_not_found", "'gpt-9'.*there is 'demo'"),
         (client.completions.create(model="gpt-9", prompt="Hello!"), "model_not_found", "there is 'demo'"),
         (client.models.retrieve("gpt-9"), "model_not_found", "there is 'demo'"),
-        (client.embeddings.create(model="demo", input="Hello!"), "unsupported_endpoint", "another one for that"),
-        (client.responses.create(model="demo", input="Hello!"), "unsupported_endpoint", "/v1/chat/completions"),
+        (client.embeddings.create(model="demo", input="Hello!"), "unsupported_endpoint", "embedding model"),
+        (client.moderations.create(input="Hello!"), "unsupported_endpoint", "another one for that"),
         (client.files.list(), "not_found", "nothing at '/v1/files'"),
     ):
         with pytest.raises(openai.NotFoundError, match=said) as caught:

@@ -61,6 +61,7 @@ def message(content: bytes) -> bytes:
 
 
 COMPLETIONS, CHATS, TOKENIZE, DETOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"
+RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 WORDS = b"the fox and the hare "
 BIAS = b"{" + b",".join(b'"%d":1' % token_id for token_id in range(100_000)) + b"}"
 MARKS = b'{{\\"},:[]\\n'
@@ -100,6 +101,9 @@ CALLED = USER[:-1] + b',"tool_calls":[{"function":{"arguments":%b}}]}'
 PROPERTIES = b",".join(b'"a%d":{"type":"string"}' % place for place in range(50))
 TOOL = b'{"function":{"name":"f%d","description":%b,"parameters":{"type":"object","properties":{%b}}}}'
 TOOLS = b"[" + b",".join(TOOL % (place, text_of(6000), PROPERTIES) for place in range(120)) + b"]"
+USES = b'{"role":"user","content":"a"},{"role":"assistant","content":[{"type":"tool_use","id":"1","name":"f",' + (
+    b'"input":{"a":%b}}]},{"role":"user","content":"b"}'
+)
 LONG_TEXT = listed(b"100", MAX_MODEL_LEN - 1)
 REFUSED_LARGE: dict[str, tuple[str, Callable[[], bytes]]] = {
     "20 MB of text": (COMPLETIONS, lambda: with_prompt(text_of(20 * MIB))),
@@ -123,6 +127,11 @@ REFUSED_LARGE: dict[str, tuple[str, Callable[[], bytes]]] = {
             (COMPLETIONS, "logits_processors", b"[]"),
             (CHATS, "messages", b"{}"),
             (CHATS, "tools", b"{}"),
+            (RESPONSES, "input", b"{}"),
+            (RESPONSES, "include", b'"a"'),
+            (RESPONSES, "metadata", b"{}"),
+            (MESSAGES, "messages", b"{}"),
+            (MESSAGES, "system", b"{}"),
             (DETOKENIZE, "tokens", b"5"),
             ("/abort", "request_ids", b'"a"'),
         )
@@ -141,6 +150,9 @@ REFUSED: dict[str, tuple[str, Callable[[], bytes]]] = {
         COMPLETIONS,
         lambda: with_prompt(b'"a"', logit_bias=BIAS[: BIAS.rfind(b",", 0, 250_000)] + b"}"),
     ),
+    "16,000 parts of text in a response": (RESPONSES, lambda: raw(input=listed(message(listed(PARTS, 16_000)), 1))),
+    "16,000 blocks of text": (MESSAGES, lambda: of_messages(message(listed(PARTS, 16_000)))),
+    "16,000 blocks of a system prompt": (MESSAGES, lambda: of_messages(USER, system=listed(PARTS, 16_000))),
     "16,000 parts of text": (CHATS, lambda: of_messages(message(listed(PARTS, 16_000)))),
     "refused fields of 80 KB each": (CHATS, lambda: of_messages(USER, **dict.fromkeys(NAMES, listed(b"[]", 27_000)))),
     "20,000 tools": (
@@ -153,6 +165,7 @@ TAKEN: dict[str, tuple[str, Callable[[], bytes | dict[str, Any]]]] = {
     "arguments of 900 KB": (CHATS, lambda: of_messages(CALLED % ARGUMENTS)),
     "tool calls with texts of 900 KB": (CHATS, lambda: of_messages(with_calls(text_of(900_000, MARKS)))),
     "as many tool calls as may be": (CHATS, lambda: of_messages(with_calls(listed(b"[]", 8000)))),
+    "inputs of tools of 900 KB": (COUNT, lambda: raw(messages=listed(USES % listed(b"[]", 300_000), 1))),
     "1 MB to /tokenize": (TOKENIZE, lambda: raw(prompt=text_of(MIB - 1000))),
     "1 MB of one word to /tokenize": (TOKENIZE, lambda: raw(prompt=text_of(MIB - 1000, b"x"))),
     "token strings": (TOKENIZE, lambda: raw(prompt=text_of(20_000), return_token_strs=True)),
@@ -161,6 +174,16 @@ TAKEN: dict[str, tuple[str, Callable[[], bytes | dict[str, Any]]]] = {
     "echo of all with 20 logprobs, streamed": (
         COMPLETIONS,
         lambda: with_prompt(LONG_TEXT, echo=True, logprobs=20, stream=True),
+    ),
+    "a response with 20 logprobs, streamed": (
+        RESPONSES,
+        lambda: {
+            "input": "a",
+            "top_logprobs": 20,
+            "max_output_tokens": 2000,
+            "ignore_eos": True,
+            "stream": True,
+        },
     ),
     "128 choices with 20 logprobs": (COMPLETIONS, lambda: completion(**CHOICES)),
     "128 choices with 20 logprobs, streamed": (COMPLETIONS, lambda: completion(**CHOICES, stream=True)),

@@ -177,7 +177,7 @@ async def test_where_there_is_nothing_it_says_so(http: httpx.AsyncClient, method
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
-@pytest.mark.parametrize("path", [*NOT_SUPPORTED, "/v1/responses/"])
+@pytest.mark.parametrize("path", [*NOT_SUPPORTED, "/v1/embeddings/"])
 async def test_what_other_servers_have_is_said_to_come_later(http: httpx.AsyncClient, method: str, path: str) -> None:
     answer = await http.request(method, path, json={} if method == "POST" else None)
     error = answer.json()["error"]

@@ -42,6 +42,7 @@ PATHS: list[tuple[str, str, Any]] = [
     ("POST", "/abort", {"request_id": "a"}),
     ("POST", "/v1/completions", {"prompt": "a", "max_tokens": 1}),
     ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}),
+    ("POST", "/v1/responses", {"input": "a", "max_output_tokens": 1}),
 ]
 OTHERS = [
     ("GET", "/nothing", None), ("POST", "/health//", {}), ("GET", "/healthy", None), ("GET", "//health", None),

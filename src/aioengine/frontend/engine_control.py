@@ -23,6 +23,7 @@ from aioengine.metrics import EngineMetrics, EngineStats, Observer
 from aioengine.text import calls
 from aioengine.text.chat_input import copy_messages, take_template_kwargs
 from aioengine.text.tokenizer import Tokenizer
+from aioengine.tool_calls.calls import read_tools
 from aioengine.validation import shorten, typed
 
 T = TypeVar("T")
@@ -199,6 +200,7 @@ class EngineControl:
         *,
         add_special_tokens: bool | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Any = None,
     ) -> list[int]:
         """The token ids of a text or a chat, however long: more than the model takes may be counted, too.
 
@@ -207,7 +209,7 @@ class EngineControl:
         Args:
             add_special_tokens: those that the tokenizer adds by itself, such as a BOS. Absent: as `generate` does, with
                 a text and not with a chat, whose template writes them.
-            chat_template_kwargs: as in `generate`.
+            chat_template_kwargs, tools: as in `generate`.
         Raises:
             InvalidRequest: a value is bad, or the model has no tokenizer.
         """
@@ -222,6 +224,8 @@ class EngineControl:
         calls.check_flag("add_special_tokens", add)
         tokenizer = _tokenizer_of(runtime, "prompt")
         kwargs = take_template_kwargs(chat_template_kwargs, is_chat=is_chat)
+        if told := [tool.as_openai() for tool in read_tools(tools)]:
+            kwargs["tools"] = told
         if isinstance(prompt, str):
             text = prompt
         else:  # apart from the encoding: a long chat is encoded by the worker for its size

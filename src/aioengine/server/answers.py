@@ -7,15 +7,18 @@ its text and two joins: 0.5 µs of the 20 that its way to the client takes.
 from __future__ import annotations
 
 import asyncio
+import bisect
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import msgspec
 
 import aioengine
 from aioengine.outputs import CompletionDelta, CompletionOutput, FinishReason, Logprob, RequestOutput, TokenLogprobs
 from aioengine.server.decoding import IDS_A_TURN
+from aioengine.server.errors import ApiError
 from aioengine.tool_calls.calls import ToolCallDelta
 
 DONE = b"data: [DONE]\n\n"
@@ -28,7 +31,12 @@ TokenBytes = Callable[..., list[bytes]]
 ENTRIES_A_SLICE = 500
 """Log-probabilities that are encoded between two turns for others."""
 
+MAX_COUNTED = 8192
+"""Tokens among which those of the reasoning are counted: half a microsecond each."""
+
 encode = msgspec.json.Encoder().encode
+
+P = TypeVar("P")
 
 
 Usage = dict[str, Any]
@@ -50,7 +58,7 @@ def usage_of(outputs: Sequence[RequestOutput], *, is_prompt_alone: bool = False)
 LINE_ENDS = tuple((end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029")
 
 
-def _in_one_line(data: bytes) -> bytes:
+def in_one_line(data: bytes) -> bytes:
     """JSON without what ends a line for clients that read by Python's ``splitlines`` alone."""
     for end, escaped in LINE_ENDS:
         data = data.replace(end, escaped)
@@ -85,25 +93,113 @@ class Extras(NamedTuple):
 NO_EXTRAS = Extras()
 
 
-def error_event(body: bytes) -> bytes:
-    """An error in the middle of a stream; ``body`` is that of an error response."""
-    return b"data: %b\n\n" % body
-
-
 class Answer(ABC):
-    """One request's answer, whole or as events: what chats and completions have in common.
+    """One request's answer, whole or as a stream's events.
+
+    Attributes:
+        max_positions: log-probabilities of so many tokens take about a millisecond to encode, see `split_delta`.
+        has_echo: choices begin with their prompt.
+        is_echo_alone: nothing but that is told of.
+    """
+
+    KEEPALIVE: ClassVar[bytes] = b": still here\n\n"
+    """What a stream sends that has nothing to say: a comment, which clients of server-sent events pass over."""
+
+    max_positions: int
+    has_echo = is_echo_alone = False
+
+    @abstractmethod
+    async def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """The body of an answer that is given at once, when all has ended; with turns for others between its parts.
+
+        Args:
+            outputs: one for each prompt.
+        """
+
+    @abstractmethod
+    def opening(
+        self, outputs: Sequence[RequestOutput], usage: Usage | None = None, prompt_ids: Sequence[bytes] = ()
+    ) -> bytes:
+        """Events before the first token.
+
+        Args:
+            prompt_ids: each prompt's token ids as JSON, if they were asked for.
+        """
+
+    async def echo(self, choice: int, output: RequestOutput, usage: Usage | None) -> bytes:
+        """A choice's first event, of its prompt, once it has a token; only where `has_echo`."""
+        return b""
+
+    @abstractmethod
+    def event(self, choice: int, delta: CompletionDelta, usage: Usage | None = None) -> bytes:
+        """The events of a delta; empty where they would say nothing.
+
+        Args:
+            choice: its number, through all prompts.
+            usage: to be told with it.
+        """
+
+    @abstractmethod
+    def closing(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """Events after the last token."""
+
+    @abstractmethod
+    def failing(self, error: ApiError) -> bytes:
+        """Events in the place of all that would still have come."""
+
+    async def _add_all(self, positions: Sequence[P], add: Callable[[P], None]) -> None:
+        """Add each position, with turns for others between them."""
+        for first in range(0, len(positions), self.max_positions):
+            for position in positions[first : first + self.max_positions]:
+                add(position)
+            await asyncio.sleep(0)
+
+
+class PositionWriter:
+    """Log-probabilities of tokens as chats tell of them.
+
+    Args:
+        top_logprobs: how many likeliest tokens to tell of at each position.
+        is_by_ids: tokens are named by their ids.
+    """
+
+    def __init__(self, token_bytes: TokenBytes, top_logprobs: int, *, is_by_ids: bool = False) -> None:
+        self._token_bytes = token_bytes
+        self._top_logprobs = top_logprobs
+        self._is_by_ids = is_by_ids
+        self._begun: set[int] = set()
+        """Choices of which some positions have been written."""
+
+    def encode(self, choice: int, position: TokenLogprobs) -> bytes:
+        """JSON of a choice's next token, and of the likeliest ones as many as were asked for, by rank."""
+        is_start = choice not in self._begun
+        self._begun.add(choice)
+        entries = {}
+        for token_id, entry in position.items():
+            # One at a time: they stand in for each other, and do not follow each other.
+            (data,) = self._token_bytes([token_id], is_start=is_start, skip_special_tokens=False)
+            name = _id_name(token_id) if self._is_by_ids else _text_of(entry)
+            entries[token_id] = {"token": name, "logprob": _finite(entry.logprob), "bytes": list(data)}
+        ranked = sorted((entry.rank, token_id) for token_id, entry in position.items())
+        top = [entries[token_id] for rank, token_id in ranked if rank <= self._top_logprobs]
+        return encode({**entries[next(iter(position))], "top_logprobs": top})
+
+
+def positions_a_slice(top_logprobs: int | None) -> int:
+    """`Answer.max_positions` where so many likeliest tokens are told of."""
+    return max(1, ENTRIES_A_SLICE // ((top_logprobs or 0) + 1))
+
+
+class ChoicesAnswer(Answer):
+    """What chats and completions have in common.
 
     An event is ``data: <head, "choices":[{"index":0,> … <}]>`` and an empty line.
 
     Args:
         head: the answer's "id", "created" and "model".
         top_logprobs: how many likeliest tokens to tell of at each position; None without log-probabilities.
-        has_usage: each event says that the usage comes later.
+        has_usage: a stream's last event tells of the usage, and the others say that it comes later.
         extras: what else it is to have.
-    Attributes:
-        max_positions: log-probabilities of so many tokens take about a millisecond to encode, see `split_delta`.
-        has_echo: choices begin with their prompt.
-        is_echo_alone: nothing but that is told of.
     """
 
     WHOLE: ClassVar[str]
@@ -115,37 +211,23 @@ class Answer(ABC):
     NO_TEXT: ClassVar[bytes]
 
     def __init__(
-        self,
-        head: dict[str, object],
-        token_bytes: TokenBytes,
-        *,
-        top_logprobs: int | None,
-        has_usage: bool,
-        extras: Extras = NO_EXTRAS,
+        self, head: dict[str, object], *, top_logprobs: int | None, has_usage: bool, extras: Extras = NO_EXTRAS
     ) -> None:
         self._head = head
-        self._token_bytes = token_bytes
         self._top_logprobs = top_logprobs
         self._extras = extras
         self._tells_of_each_token = top_logprobs is not None or extras.has_token_ids
         """Also of those that bring no text."""
-        self.max_positions = max(1, ENTRIES_A_SLICE // ((top_logprobs or 0) + 1))
-        self.has_echo = self.is_echo_alone = False
+        self._has_usage = has_usage
+        self.max_positions = positions_a_slice(top_logprobs)
         self._event_head = self._head_of(self.PART)
         self._event_end = b'}],"usage":null}\n\n' if has_usage else b"}]}\n\n"
         self._prefixes: dict[int, bytes] = {}
         """Of each choice's events."""
         self._calling: set[int] = set()
         """Choices that have begun a tool call."""
-        self._begun: set[int] = set()
-        """Choices of which some log-probabilities have been told."""
 
     async def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """The body of an answer that is given at once, when all has ended; with turns for others between its parts.
-
-        Args:
-            outputs: one for each prompt.
-        """
         choices = [
             await self._choice(place * len(output.outputs) + choice.index, output, choice)
             for place, output in enumerate(outputs)
@@ -181,20 +263,12 @@ class Answer(ABC):
         """What the client is told that it has used."""
         return usage_of(outputs, is_prompt_alone=self.is_echo_alone)
 
-    def opening(self, num_choices: int, usage: Usage | None = None, prompt_ids: Sequence[bytes] = ()) -> bytes:
-        """Events before the first token.
-
-        Args:
-            prompt_ids: each prompt's token ids as JSON, if they were asked for.
-        """
-        return b""
-
-    async def echo(self, choice: int, output: RequestOutput, usage: Usage | None) -> bytes:
-        """A choice's first event, of its prompt, once it has a token; only where `has_echo`."""
+    def opening(
+        self, outputs: Sequence[RequestOutput], usage: Usage | None = None, prompt_ids: Sequence[bytes] = ()
+    ) -> bytes:
         return b""
 
     def event(self, choice: int, delta: CompletionDelta, usage: Usage | None = None) -> bytes:
-        """The event of a delta; empty where it would say nothing."""
         text = self.TEXT % encode(delta.text) if delta.text else self.NO_TEXT
         if delta.finish_reason is None and not self._tells_of_each_token:
             if not delta.text:
@@ -216,20 +290,22 @@ class Answer(ABC):
     def _logprobs(self, choice: int, positions: Sequence[TokenLogprobs]) -> bytes:
         """The log-probabilities of a choice's next tokens."""
 
-    def closing(self, usage: Usage | None) -> bytes:
-        """Events after the last token."""
-        if usage is None:
+    def closing(self, outputs: Sequence[RequestOutput]) -> bytes:
+        if not self._has_usage:
             return DONE
-        return b'data: %b,"choices":[],"usage":%b}\n\n%b' % (self._event_head, encode(usage), DONE)
+        return b'data: %b,"choices":[],"usage":%b}\n\n%b' % (self._event_head, encode(self.usage(outputs)), DONE)
+
+    def failing(self, error: ApiError) -> bytes:
+        return b"data: %b\n\n%b" % (error.body(), DONE)
 
     def _head_of(self, kind: str) -> bytes:
         """What all bodies or events of the answer begin with."""
-        return _in_one_line(encode({**self._head, "object": kind, "system_fingerprint": FINGERPRINT})[:-1])
+        return in_one_line(encode({**self._head, "object": kind, "system_fingerprint": FINGERPRINT})[:-1])
 
     def _event(self, choice: int, content: bytes, usage: Usage | None) -> bytes:
         """An event with one choice, of which ``content`` is what follows its index."""
         if not content.isascii():
-            content = _in_one_line(content)
+            content = in_one_line(content)
         prefix = self._prefixes.get(choice)
         if prefix is None:
             prefix = b'data: %b,"choices":[{"index":%d,' % (self._event_head, choice)
@@ -238,15 +314,8 @@ class Answer(ABC):
             return b'%b%b}],"usage":%b}\n\n' % (prefix, content, encode(usage))
         return prefix + content + self._event_end
 
-    async def _add_all(self, positions: Sequence[P], add: Callable[[P], None]) -> None:
-        """Add each position, with turns for others between them."""
-        for first in range(0, len(positions), self.max_positions):
-            for position in positions[first : first + self.max_positions]:
-                add(position)
-            await asyncio.sleep(0)
 
-
-class ChatAnswer(Answer):
+class ChatAnswer(ChoicesAnswer):
     """The answer to ``/v1/chat/completions``."""
 
     WHOLE = "chat.completion"
@@ -254,12 +323,24 @@ class ChatAnswer(Answer):
     TEXT = b'"delta":{"content":%b}'
     NO_TEXT = b'"delta":{}'
 
+    def __init__(
+        self,
+        head: dict[str, object],
+        token_bytes: TokenBytes,
+        *,
+        top_logprobs: int | None,
+        has_usage: bool,
+        extras: Extras = NO_EXTRAS,
+    ) -> None:
+        super().__init__(head, top_logprobs=top_logprobs, has_usage=has_usage, extras=extras)
+        self._writer = PositionWriter(token_bytes, top_logprobs or 0, is_by_ids=extras.is_by_ids)
+
     async def _choice(self, number: int, output: RequestOutput, choice: CompletionOutput) -> bytes:
         logprobs = b"null"
         if self._top_logprobs is not None:
             positions: list[bytes] = []
             await self._add_all(
-                choice.logprobs or (), lambda position: positions.append(self._position(number, position))
+                choice.logprobs or (), lambda position: positions.append(self._writer.encode(number, position))
             )
             logprobs = _content(positions)
         message = encode(message_of(choice, has_reasoning=self._extras.has_reasoning))
@@ -286,32 +367,21 @@ class ChatAnswer(Answer):
         ending = _ending(finish_reason_of(delta.finish_reason, choice in self._calling), delta.stop_reason)
         return self._event(choice, b'"delta":%b,%b,%b' % (encode(told), self._of_tokens(choice, delta), ending), usage)
 
-    def opening(self, num_choices: int, usage: Usage | None = None, prompt_ids: Sequence[bytes] = ()) -> bytes:
+    def opening(
+        self, outputs: Sequence[RequestOutput], usage: Usage | None = None, prompt_ids: Sequence[bytes] = ()
+    ) -> bytes:
         content = b'"delta":{"role":"assistant","content":"","refusal":null},"logprobs":null,"finish_reason":null'
+        num_choices = sum(len(output.outputs) for output in outputs)
         events = [self._event(choice, content, usage) for choice in range(num_choices)]
         if prompt_ids:  # beside the choices of the first event, as it is one prompt's
             events[0] = b'%b,"prompt_token_ids":%b}\n\n' % (events[0].removesuffix(b"}\n\n"), prompt_ids[0])
         return b"".join(events)
 
     def _logprobs(self, choice: int, positions: Sequence[TokenLogprobs]) -> bytes:
-        return _content([self._position(choice, position) for position in positions])
-
-    def _position(self, choice: int, position: TokenLogprobs) -> bytes:
-        """The sampled token, and of the likeliest ones as many as were asked for, by rank."""
-        is_start = choice not in self._begun
-        self._begun.add(choice)
-        entries = {}
-        for token_id, entry in position.items():
-            # One at a time: they stand in for each other, and do not follow each other.
-            (data,) = self._token_bytes([token_id], is_start=is_start, skip_special_tokens=False)
-            name = _id_name(token_id) if self._extras.is_by_ids else _text_of(entry)
-            entries[token_id] = {"token": name, "logprob": _finite(entry.logprob), "bytes": list(data)}
-        ranked = sorted((entry.rank, token_id) for token_id, entry in position.items())
-        top = [entries[token_id] for rank, token_id in ranked if rank <= (self._top_logprobs or 0)]
-        return encode({**entries[next(iter(position))], "top_logprobs": top})
+        return _content([self._writer.encode(choice, position) for position in positions])
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(ChoicesAnswer):
     """The answer to ``/v1/completions``.
 
     Args:
@@ -336,7 +406,8 @@ class CompletionAnswer(Answer):
         is_echo_alone: bool = False,
         extras: Extras = NO_EXTRAS,
     ) -> None:
-        super().__init__(head, token_bytes, top_logprobs=top_logprobs, has_usage=has_usage, extras=extras)
+        super().__init__(head, top_logprobs=top_logprobs, has_usage=has_usage, extras=extras)
+        self._token_bytes = token_bytes
         self._num_choices = num_choices
         self._prompt_texts = prompt_texts
         self.has_echo = bool(prompt_texts)
@@ -358,9 +429,11 @@ class CompletionAnswer(Answer):
         ending += await self._of_prompt(output)
         return b'{"index":%d,"text":%b,"logprobs":%b,%b}' % (number, encode(text), logprobs, ending)
 
-    def opening(self, num_choices: int, usage: Usage | None = None, prompt_ids: Sequence[bytes] = ()) -> bytes:
+    def opening(
+        self, outputs: Sequence[RequestOutput], usage: Usage | None = None, prompt_ids: Sequence[bytes] = ()
+    ) -> bytes:
         content = b'"text":"","logprobs":null,"finish_reason":null,"token_ids":[],"prompt_token_ids":'
-        places = range(num_choices if prompt_ids else 0)
+        places = range(sum(len(output.outputs) for output in outputs) if prompt_ids else 0)
         events = [self._event(place, content + prompt_ids[place // self._num_choices], usage) for place in places]
         return b"".join(events)
 
@@ -398,7 +471,6 @@ class CompletionAnswer(Answer):
         await self._add_all([position for position in output.prompt_logprobs if position is not None], columns.add)
 
 
-P = TypeVar("P")
 C = TypeVar("C", CompletionOutput, CompletionDelta)
 
 
@@ -453,6 +525,43 @@ def split_delta(delta: CompletionDelta, max_positions: int) -> Iterator[Completi
         ids, part = delta.token_ids[first:end], positions[first:end]
         yield CompletionDelta(index=delta.index, text="", token_ids=ids, logprobs=part)
     yield msgspec.structs.replace(delta, token_ids=delta.token_ids[last:], logprobs=positions[last:])
+
+
+def num_reasoning_tokens(choice: CompletionOutput, token_bytes: TokenBytes) -> int:
+    """Tokens up to the end of a choice's reasoning; where that is long, or not found in their texts, its share."""
+    if not choice.reasoning:
+        return 0
+    num_tokens, reasoning = len(choice.token_ids), choice.reasoning.encode()
+    is_short = num_tokens <= MAX_COUNTED
+    parts = token_bytes(choice.token_ids, is_start=True, skip_special_tokens=False) if is_short else []
+    place = b"".join(parts).find(reasoning)
+    if place < 0:
+        others = len(choice.text) + sum(len(call.arguments) for call in choice.tool_calls)
+        return num_tokens * len(choice.reasoning) // (len(choice.reasoning) + others)
+    ends = list(itertools.accumulate(map(len, parts)))
+    return bisect.bisect_left(ends, place + len(reasoning)) + 1
+
+
+Part = Literal["reasoning", "text"] | int
+"""What a piece of an answer belongs to; an int is a call's index."""
+
+
+def parts_in_order(delta: CompletionDelta, open_part: Part | None) -> Iterator[tuple[Part, str | ToolCallDelta]]:
+    """What a delta brings, one part after the other, for APIs whose streams tell of one at a time.
+
+    How it was mixed is not known where it was merged: what is open goes on first, then come reasoning, text and calls.
+    """
+    calls = [(call.index, call) for call in delta.tool_calls]
+    yield from (part for part in calls if part[0] == open_part)
+    texts: list[tuple[Part, str]] = [("reasoning", delta.reasoning), ("text", delta.text)]
+    yield from (part for part in (reversed(texts) if open_part == "text" else texts) if part[1])
+    yield from (part for part in calls if part[0] != open_part)
+
+
+def line_of(value: Any) -> bytes:
+    """JSON for an event."""
+    data = encode(value)
+    return data if data.isascii() else in_one_line(data)
 
 
 def message_of(choice: CompletionOutput, *, has_reasoning: bool = True) -> dict[str, Any]:

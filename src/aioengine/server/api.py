@@ -29,6 +29,7 @@ from aioengine.server.errors import (
     unavailable,
 )
 from aioengine.server.exchange import (
+    PIECE_BYTES,
     ClientCut,
     ClientGone,
     Exchange,
@@ -38,9 +39,11 @@ from aioengine.server.exchange import (
     run_while_connected,
 )
 from aioengine.server.generation import GenerationCall, check_request
+from aioengine.server.messages import MessageRequest, error_response
 from aioengine.server.metrics import HttpMetrics, read_families, render
 from aioengine.server.page import PAGE
-from aioengine.server.record import RequestRecord
+from aioengine.server.record import MESSAGES, RequestRecord
+from aioengine.server.responses import ResponseRequest
 from aioengine.server.schema import (
     AbortRequest,
     Body,
@@ -53,6 +56,7 @@ from aioengine.server.schema import (
     template_kwargs,
 )
 from aioengine.server.security import ApiKeys, check_host
+from aioengine.server.stored_responses import StoredResponses
 from aioengine.server.tracing import Tracing
 from aioengine.turns import turns_here
 from aioengine.validation import shorten
@@ -69,25 +73,35 @@ START_TIMEOUT_S = 30.0
 MAX_ABORTED = 1024
 MAX_TOKEN_STRS = 8192
 MAX_DETOKENIZED = 2**16
-PIECE_BYTES = 2**16
-"""Of an answer, given to the connection at once, where it stays until the client reads."""
 BUNDLED = "demo"
 """The bundled model's own name, by which the page knows it under whatever name it is served."""
 MODEL_PREFIX = "/v1/models/"
 MODEL_PATH = "/v1/models/{id}"
+"""An id may hold slashes."""
+RESPONSE_PREFIX = "/v1/responses/"
+RESPONSE_PATH = "/v1/responses/{id}"
+CANCEL_PATH = "/v1/responses/{id}/cancel"
 
 NOT_SUPPORTED = {
-    **dict.fromkeys(("/v1/responses", "/v1/messages", "/api/chat"), "use /v1/chat/completions"),
+    "/api/chat": "use /v1/chat/completions",
     **dict.fromkeys(("/api/generate", "/generate"), "use /v1/completions"),
+    "/v1/embeddings": (
+        "it needs an embedding model, and this server has a language model, which generates text; use another server, "
+        "of an embedding model"
+    ),
+    **dict.fromkeys(
+        ("/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
+        "it needs a model that scores or classifies, and this server has a language model, which generates text",
+    ),
     **dict.fromkeys(
         (
-            "/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
             "/v1/moderations", "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech",
             "/v1/images/generations",
         ),
         "this server generates text; use another one for that",
     ),
-    "/v1/messages/count_tokens": "use /tokenize",
+    "/v1/responses/input_tokens": "use /tokenize",
+    "/v1/responses/compact": "leave messages out of the input instead",
     "/api/tags": "use /v1/models",
 }  # fmt: skip
 """Paths of other servers and of the OpenAI API, with what to do instead."""
@@ -167,6 +181,12 @@ class Api:
         routes = (
             Route("POST", "/v1/chat/completions", self._chat, is_work=True),
             Route("POST", "/v1/completions", self._complete, is_work=True),
+            Route("POST", "/v1/responses", self._create_response, is_work=True),
+            Route("GET", RESPONSE_PATH, self._get_response),
+            Route("DELETE", RESPONSE_PATH, self._delete_response),
+            Route("POST", CANCEL_PATH, self._cancel_response),
+            Route("POST", MESSAGES, self._create_message, is_work=True),
+            Route("POST", f"{MESSAGES}/count_tokens", self._count_tokens, is_work=True),
             Route("GET", "/v1/models", self._models),
             Route("GET", MODEL_PATH, self._model),
             Route("POST", "/tokenize", self._tokenize, is_work=True),
@@ -179,13 +199,17 @@ class Api:
             Route("GET", "/load", self._load),
             Route("GET", "/", self._page),
         )
-        self._routes = {route.path: route for route in routes}
+        self._routes: dict[str, dict[str, Route]] = {}
+        """By path and method."""
+        for route in routes:
+            self._routes.setdefault(route.path, {})[route.method] = route
         self._metrics_of_http = HttpMetrics()
         self._rendering = PerLoop(lambda: CapacityLimiter(1))
         """A thread for metrics."""
         self._tracing = Tracing()
         self._keys = ApiKeys(self.config.api_keys)
         self._bodies = BodyReader(self.config)
+        self._responses = StoredResponses(self.config.max_stored_responses, self.config.max_stored_response_bytes)
         self._num_open = 0
         self._has_warned = False
 
@@ -217,15 +241,14 @@ class Api:
             client=exchange.client,
         )
         self._metrics_of_http.began()
-        is_of_model = exchange.path.startswith(MODEL_PREFIX) and exchange.path != MODEL_PREFIX
-        route = self._routes.get(MODEL_PATH if is_of_model else exchange.path)
-        record.route = route.path if route is not None else record.route
+        path = _template_of(exchange.path)
+        record.route = path if path in self._routes else record.route
         span = self._tracing.begin(record, exchange.headers)
         try:
-            response = await self._answer(exchange, record, route)
+            response = await self._answer(exchange, record, self._routes.get(path))
             if response is not None:
                 record.status = response.status
-                headers = {**response.headers, "x-request-id": record.request_id}
+                headers = {**response.headers, **record.id_headers}
                 await self._respond(exchange, record, Response(response.status, response.body, headers))
         except ClientCut:
             record.outcome = "cut"
@@ -245,17 +268,25 @@ class Api:
             self._tracing.end(span, record)
             log_request(record)
 
-    async def _answer(self, exchange: Exchange, record: RequestRecord, route: Route | None) -> Response | None:
-        """The response, also to what is refused or fails; None where it has been written already."""
+    async def _answer(
+        self, exchange: Exchange, record: RequestRecord, routes: dict[str, Route] | None
+    ) -> Response | None:
+        """The response, also to what is refused or fails; None where it has been written already.
+
+        Args:
+            routes: of its path, by method.
+        """
         try:
             if exchange.path != "/health":
                 check_host(exchange.headers, self.config.allowed_hosts)
                 self._keys.check(exchange.headers, is_page=exchange.path == "/")
-            if route is None:
+            if routes is None:
                 raise self._nothing_at(exchange.path)
-            if exchange.method != route.method and not (exchange.method == "HEAD" and route.method == "GET"):
-                message = f"{route.path} takes {route.method}"
-                raise ApiError(405, "method_not_allowed", message, headers={"allow": route.method})
+            route = routes.get("GET" if exchange.method == "HEAD" else exchange.method)
+            if route is None:
+                methods = ", ".join(routes)
+                message = f"{record.route} takes {methods}"
+                raise ApiError(405, "method_not_allowed", message, headers={"allow": methods})
             if not route.is_work:
                 return await route.handler(exchange, record)
             return await self._work(exchange, record, route)
@@ -273,7 +304,8 @@ class Api:
                 return None
             is_shed = answer.code == "overloaded"
             record.outcome = "refused" if answer.status < 500 else "shed" if is_shed else "error"
-            return answer.response()
+            is_of_messages = exchange.path.startswith(MESSAGES)
+            return error_response(answer, record.request_id) if is_of_messages else answer.response()
 
     def _nothing_at(self, path: str) -> ApiError:
         if path in NOT_SUPPORTED:
@@ -347,6 +379,31 @@ class Api:
         request = await self._read_generation(exchange, record, CompletionRequest)
         return await GenerationCall(self.engine, self.config, exchange, record).complete(request)
 
+    async def _create_message(self, exchange: Exchange, record: RequestRecord) -> Response | None:
+        request = await self._read_generation(exchange, record, MessageRequest)
+        return await GenerationCall(self.engine, self.config, exchange, record).message(request)
+
+    async def _count_tokens(self, exchange: Exchange, record: RequestRecord) -> Response:
+        request = await self._read(exchange, MessageRequest)
+        record.model = self.models.choose(request.model)
+        num_tokens = await GenerationCall(self.engine, self.config, exchange, record).count(request)
+        return _json({"input_tokens": num_tokens})
+
+    async def _create_response(self, exchange: Exchange, record: RequestRecord) -> Response | None:
+        request = await self._read_generation(exchange, record, ResponseRequest)
+        return await GenerationCall(self.engine, self.config, exchange, record).respond(request, self._responses)
+
+    async def _get_response(self, exchange: Exchange, record: RequestRecord) -> Response:
+        return Response(200, await self._responses.retrieve(_response_id(exchange)), JSON_HEADERS)
+
+    async def _cancel_response(self, exchange: Exchange, record: RequestRecord) -> Response:
+        return Response(200, await self._responses.cancel(_response_id(exchange)), JSON_HEADERS)
+
+    async def _delete_response(self, exchange: Exchange, record: RequestRecord) -> Response:
+        response_id = _response_id(exchange)
+        self._responses.delete(response_id)
+        return _json({"id": response_id, "object": "response", "deleted": True})
+
     async def _read_generation(self, exchange: Exchange, record: RequestRecord, kind: type[G]) -> G:
         self.engine.check_accepting()  # before the body is read
         request = await self._read(exchange, kind)
@@ -363,7 +420,7 @@ class Api:
             raise invalid_value("request_ids", f"request_ids has {len(ids):,}; at most {MAX_ABORTED:,} at once")
         for request_id in ids:
             await turns_here().take()
-            for prefix in ("chatcmpl-", "cmpl-"):
+            for prefix in ("chatcmpl-", "cmpl-", "msg-"):
                 self.engine.abort(request_id.removeprefix(prefix))
         return _json({"request_ids": ids})
 
@@ -463,6 +520,21 @@ class Api:
         if self.engine.health().status == "DEAD":
             self.engine.check_accepting()  # one that was closed is not broken, and says so here
             raise EngineDead("the engine has stopped working")
+
+
+def _template_of(path: str) -> str:
+    """The path of the route that a request's path would be for."""
+    if path.startswith(MODEL_PREFIX) and path != MODEL_PREFIX:
+        return MODEL_PATH
+    if path.startswith(RESPONSE_PREFIX) and path not in NOT_SUPPORTED:
+        response_id, _, rest = path.removeprefix(RESPONSE_PREFIX).partition("/")
+        if response_id and rest in ("", "cancel"):
+            return CANCEL_PATH if rest else RESPONSE_PATH
+    return path
+
+
+def _response_id(exchange: Exchange) -> str:
+    return exchange.path.removeprefix(RESPONSE_PREFIX).partition("/")[0]
 
 
 def _json(value: Any, status: int = 200) -> Response:

@@ -58,7 +58,7 @@ def create_app(engine: Engine | Callable[[], Engine], config: ServerConfig | Non
             allow_origins=list(api.config.allowed_origins),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "request-id", "retry-after"],
         )
     return app
 

@@ -63,6 +63,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["ignore", "refuse"],
         Meta(description="of requests: ignore says each one's name once in the log, refuse answers 400"),
     ] = "ignore"
+    max_stored_responses: Annotated[
+        int,
+        Meta(ge=0, description="responses (/v1/responses) kept in memory for clients that go on with them, or 0"),
+    ] = 1000
+    max_stored_response_bytes: Annotated[
+        int, Meta(ge=0, description="bytes of all of them together, each with the conversation before it")
+    ] = 2**26
     enable_tokenizer_info_endpoint: Annotated[
         bool, Meta(description="serve /tokenizer_info: the tokenizer's configuration and the chat template")
     ] = False

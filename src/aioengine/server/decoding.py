@@ -28,6 +28,7 @@ from aioengine.turns import turns_here
 from aioengine.validation import MAX_NAME_CHARS, nearest, shorten
 
 T = TypeVar("T", bound=Body)
+Item = TypeVar("Item", bound=msgspec.Struct)
 
 logger = logging.getLogger("aioengine.server")
 
@@ -40,7 +41,7 @@ MAX_LINGER_BYTES = 2**26
 """What is still taken from a client whose body is refused: most read no answer before they have sent it all."""
 SMALL_BODY_BYTES = 2**16
 """A body up to here is decoded in a millisecond whatever is in it."""
-LARGE_FIELDS = ("prompt", "messages", "tokens", "tools", "functions")
+LARGE_FIELDS = ("prompt", "messages", "input", "instructions", "system", "tokens", "tools", "functions")
 """They are decoded apart from the rest, or not at all."""
 MAX_FIELD_BYTES = 2**16
 """Of all other fields together, without `allowed_token_ids`."""
@@ -296,17 +297,23 @@ def _too_large(max_bytes: int) -> ApiError:
 
 def read_messages(raw: msgspec.Raw, max_messages: int) -> list[dict[str, Any]]:
     """A chat's messages as the engine takes them."""
-    data = _required(raw, "messages")
-    if has_more_texts(data, TEXTS_A_MESSAGE * max_messages):
-        raise _too_many("messages", max_messages)
-    messages = _decode(data, list[ChatMessage], "messages")
-    if not messages:
-        raise invalid_value("messages", "messages is empty; give at least one")
-    if len(messages) > max_messages:
-        raise _too_many("messages", max_messages)
+    messages = read_items(raw, ChatMessage, "messages", max_messages)
     calls = [bytes(message.tool_calls) for message in messages if is_given(message.tool_calls)]
     _check_size(calls, "messages", "the messages' tool_calls have")
     return [_plain_message(place, message) for place, message in enumerate(messages)]
+
+
+def read_items(raw: msgspec.Raw, kind: type[Item], name: str, max_items: int) -> list[Item]:
+    """A field that holds a list of a chat's messages, or of their parts, with one at least."""
+    data = _required(raw, name)
+    if has_more_texts(data, TEXTS_A_MESSAGE * max_items):
+        raise too_many(name, max_items)
+    items: list[Item] = _decode(data, list[kind], name)  # type: ignore[valid-type]
+    if not items:
+        raise invalid_value(name, f"{name} is empty; give at least one")
+    if len(items) > max_items:
+        raise too_many(name, max_items)
+    return items
 
 
 def read_tools(raw: msgspec.Raw) -> list[dict[str, Any]] | None:
@@ -373,12 +380,12 @@ async def read_prompts(raw: msgspec.Raw, *, max_prompts: int, max_ids: int) -> l
         raise invalid_value("prompt", "the prompt is empty; give at least one character or token id")
     if kind == "texts":
         if has_more_texts(data, 2 * max_prompts):
-            raise _too_many("prompts", max_prompts)
+            raise too_many("prompts", max_prompts)
         prompts: list[Any] = _decode(data, list[str], "prompt")
     else:
         prompts = await _read_lists(data, max_prompts, max_ids)
     if len(prompts) > max_prompts:
-        raise _too_many("prompts", max_prompts)
+        raise too_many("prompts", max_prompts)
     for place, prompt in enumerate(prompts):
         if not prompt:
             raise invalid_value("prompt", f"prompt[{place}] is empty; give at least one character or token id")
@@ -387,7 +394,7 @@ async def read_prompts(raw: msgspec.Raw, *, max_prompts: int, max_ids: int) -> l
 
 async def _read_lists(data: bytes, max_prompts: int, max_ids: int) -> list[list[int]]:
     if data.count(b"[") > max_prompts + 1:
-        raise _too_many("prompts", max_prompts)
+        raise too_many("prompts", max_prompts)
     prompts, num_ids = [], 0
     for place, item in enumerate(_decode(data, list[msgspec.Raw], "prompt")):
         prompts.append(_read_ids(bytes(item), max_ids, f"prompt[{place}]"))
@@ -396,6 +403,11 @@ async def _read_lists(data: bytes, max_prompts: int, max_ids: int) -> list[list[
             num_ids = 0
             await asyncio.sleep(0)
     return prompts
+
+
+def is_text(raw: msgspec.Raw) -> bool:
+    """Whether a field that is given holds a text."""
+    return bytes(memoryview(raw)[:1]) == b'"'
 
 
 def read_text(raw: msgspec.Raw, name: str) -> str:
@@ -469,5 +481,5 @@ def _invalid_type(place: str, said: str) -> ApiError:
     return ApiError(400, "invalid_type", f"{place or 'the request body'}: {said}", param=name or None)
 
 
-def _too_many(what: str, limit: int) -> ApiError:
+def too_many(what: str, limit: int) -> ApiError:
     return ApiError(400, "invalid_value", f"more than {limit:,} {what} in one request; send fewer at once")

@@ -14,6 +14,8 @@ from aioengine.turns import turns_here
 
 T = TypeVar("T")
 
+PIECE_BYTES = 2**16
+"""Of an answer, given to the connection at once, where it stays until the client reads."""
 CUT_EXTENSION = "aioengine.cut"
 """Of an ASGI scope's ``extensions``: a function that ends the connection at once. Our own server has it."""
 

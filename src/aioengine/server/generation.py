@@ -1,4 +1,4 @@
-"""``/v1/chat/completions`` and ``/v1/completions``: from a decoded request to its last event."""
+"""Chats, by whichever API, and completions: from a decoded request to its last event."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import anyio
 
 from aioengine.engine import Engine, Stream
 from aioengine.errors import AioEngineError, InvalidRequest
-from aioengine.outputs import CompletionDelta, RequestOutput
+from aioengine.frontend.answer_format import AnswerOptions, template_variables
+from aioengine.outputs import CompletionDelta, CompletionOutput, RequestOutput
 from aioengine.server.access_log import MAX_ID_CHARS, is_fit_id
 from aioengine.server.answers import (
     Answer,
@@ -22,16 +23,19 @@ from aioengine.server.answers import (
     Extras,
     Usage,
     encode_ids,
-    error_event,
     split_delta,
     usage_of,
 )
 from aioengine.server.config import ServerConfig
-from aioengine.server.decoding import read_messages, read_prompts, read_tools
+from aioengine.server.decoding import read_messages, read_prompts, read_tools, too_many
 from aioengine.server.errors import JSON_HEADERS, api_error_of, invalid_value, unsupported
-from aioengine.server.exchange import Exchange, Response, WriteMonitor, run_while_connected
+from aioengine.server.exchange import PIECE_BYTES, Exchange, Response, WriteMonitor, run_while_connected
+from aioengine.server.messages import MESSAGE_NAMES, MessageAnswer, MessageRequest, continues_answer, read_chat
 from aioengine.server.record import RequestRecord
-from aioengine.server.schema import ChatRequest, CompletionRequest, Generation, template_kwargs
+from aioengine.server.responses import RESPONSE_NAMES, ResponseAnswer, ResponseRequest, read_input, with_instructions
+from aioengine.server.schema import ChatGeneration, ChatRequest, CompletionRequest, Generation, template_kwargs
+from aioengine.server.stored_responses import RunningResponse, StoredResponses
+from aioengine.server.stream_group import StreamGroup
 from aioengine.turns import turns_here
 
 logger = logging.getLogger("aioengine.server")
@@ -43,8 +47,6 @@ EVENT_HEADERS = {
 }
 BEGIN_WAIT_S = 10.0
 """How long a stream with a grammar waits for its row before it begins to answer."""
-KEEPALIVE = b": still here\n\n"
-"""A comment, which clients of server-sent events pass over."""
 MAX_CUT_IDS = 2**16
 """Token ids of a prompt that is to be cut: decoding them takes 2 ms."""
 MAX_TEMPLATE_CHARS = 2**15
@@ -89,7 +91,7 @@ class GenerationCall:
                 has_usage=request.has_usage,
                 extras=_extras_of(request, has_reasoning=request.include_reasoning is not False),
             )
-            return await self._answer(request, streams, answer)
+            return await self._answer(request, StreamGroup(streams), answer)
         except InvalidRequest as error:
             names = {**CHAT_NAMES, **request.own_names()}
             if request.max_completion_tokens is not None:
@@ -98,7 +100,7 @@ class GenerationCall:
                 names["chat_template_kwargs"] = "add_generation_prompt"
             raise api_error_of(error, param_names=names) from error
 
-    def _answer_options(self, request: ChatRequest) -> dict[str, Any]:
+    def _answer_options(self, request: ChatGeneration) -> dict[str, Any]:
         """What a chat asks of its answer; tools that may be called, of a model that cannot, are left out.
 
         Raises:
@@ -110,8 +112,9 @@ class GenerationCall:
         if len(request.chat_template or "") > MAX_TEMPLATE_CHARS:
             told = f"chat_template has more than {MAX_TEMPLATE_CHARS:,} characters, which few have; give a shorter one"
             raise invalid_value("chat_template", told)
-        tools = read_tools(request.tools)
-        if tools and not self._engine.has_tools and request.tool_choice in (None, "auto", "none", {"type": "auto"}):
+        tools, choice = read_tools(request.tools), request.tool_choice
+        mode = choice.get("type") if isinstance(choice, dict) else choice
+        if tools and not self._engine.has_tools and mode in (None, "auto", "none"):
             tools = None
             if not GenerationCall._has_told:
                 GenerationCall._has_told = True
@@ -121,11 +124,72 @@ class GenerationCall:
                 )
         return {
             "tools": tools,
-            "tool_choice": request.tool_choice if tools or request.tool_choice not in ("auto", "none") else None,
+            "tool_choice": choice if tools or mode not in ("auto", "none") else None,
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "reasoning_effort": request.reasoning_effort,
             "chat_template": request.chat_template,
         }
+
+    async def respond(self, request: ResponseRequest, stored: StoredResponses) -> Response | None:
+        """Answer by a response; None when that was a stream, which has been written."""
+        previous_id, max_messages = request.previous_response_id, self._config.max_messages
+        conversation = stored.conversation(previous_id) if previous_id is not None else []
+        conversation += read_input(request, max_messages)
+        if len(conversation) > max_messages:
+            raise too_many("messages", max_messages)
+        response_id = stored.make_id()
+
+        def keep(body: bytes, choice: CompletionOutput) -> None:
+            if request.store is not False:
+                stored.keep(response_id, body, conversation, choice)
+
+        try:
+            options = {"chat_template_kwargs": request.chat_template_kwargs, **self._answer_options(request)}
+            group = StreamGroup(await self._streams(request, [with_instructions(request, conversation)], **options))
+            answer = ResponseAnswer(
+                request.head(response_id, self._record.model, group.streams[0].params, read_tools(request.tools)),
+                self._engine.token_bytes,
+                top_logprobs=request.num_top_logprobs,
+                keep=keep,
+            )
+            with stored.running(response_id, RunningResponse(group, answer)):
+                return await self._answer(request, group, answer)
+        except InvalidRequest as error:
+            raise api_error_of(error, param_names=RESPONSE_NAMES) from error
+
+    async def message(self, request: MessageRequest) -> Response | None:
+        """Answer by a message, as Anthropic's API does; None when that was a stream, which has been written."""
+        try:
+            messages, variables = self._read_chat(request)
+            options = {"chat_template_kwargs": variables, **self._answer_options(request)}
+            group = StreamGroup(await self._streams(request, [messages], **options))
+            answer = MessageAnswer(self._head("msg", group.streams), self._engine.token_bytes)
+            return await self._answer(request, group, answer)
+        except InvalidRequest as error:
+            raise api_error_of(error, param_names=MESSAGE_NAMES) from error
+
+    async def count(self, request: MessageRequest) -> int:
+        """Tokens of the prompt that `message` would make."""
+        try:
+            messages, variables = self._read_chat(request)
+            options = self._answer_options(request)
+            asked = AnswerOptions.of(options["tools"], options["tool_choice"], None)
+            told = {**template_variables(options["reasoning_effort"]), **(variables or {})}
+            engine = self._engine
+            token_ids = await run_while_connected(
+                self._exchange,
+                lambda _: engine.tokenize(messages, chat_template_kwargs=told, tools=asked.tools),
+            )
+            return len(token_ids)
+        except InvalidRequest as error:
+            raise api_error_of(error, param_names=MESSAGE_NAMES) from error
+
+    def _read_chat(self, request: MessageRequest) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+        """Messages, and what the template is told beside them."""
+        messages, variables = read_chat(request, self._config.max_messages), request.variables()
+        if continues_answer(messages):
+            variables = {"continue_final_message": True, **(variables or {})}
+        return messages, variables
 
     async def complete(self, request: CompletionRequest) -> Response | None:
         """Complete prompts; None when that was a stream, which has been written."""
@@ -150,7 +214,7 @@ class GenerationCall:
             is_echo_alone=request.is_echo_alone,
             extras=_extras_of(request),
         )
-        return await self._answer(request, streams, answer)
+        return await self._answer(request, StreamGroup(streams), answer)
 
     async def _text_of(self, prompt: str | list[int]) -> str:
         if isinstance(prompt, str):
@@ -186,18 +250,16 @@ class GenerationCall:
         record.temperature, record.top_p, record.top_k = params.temperature, params.top_p, params.top_k
         return streams
 
-    async def _answer(self, request: Generation, streams: list[Stream], answer: Answer) -> Response | None:
-        group = StreamGroup(streams)
-
+    async def _answer(self, request: Generation, group: StreamGroup, answer: Answer) -> Response | None:
         async def work(cut: Callable[[], None]) -> Response | None:
             try:
                 async with contextlib.AsyncExitStack() as stack:
                     await group.enter(stack)
                     if not request.stream:
                         return Response(200, await answer.whole(await group.finish()), JSON_HEADERS)
-                    if streams[0].params.structured is not None:
+                    if group.streams[0].params.structured is not None:
                         with anyio.move_on_after(BEGIN_WAIT_S):  # a grammar that cannot be enforced is a 400
-                            await streams[0].begun()
+                            await group.streams[0].begun()
                     await self._relay(request, group, answer, cut)
                     return None
             finally:
@@ -213,23 +275,25 @@ class GenerationCall:
         record.status = 200
         timeout_s, idle_s = self._config.write_timeout_s, self._config.keepalive_s
         with WriteMonitor(exchange, timeout_s=timeout_s, on_stuck=cut, idle_s=idle_s, on_idle=group.wake) as monitor:
-            await monitor.write(exchange.start(200, {**EVENT_HEADERS, "x-request-id": record.request_id}))
+            await monitor.write(exchange.start(200, {**EVENT_HEADERS, **record.id_headers}))
             try:
                 await self._relay_deltas(request, group, answer, monitor)
             except AioEngineError as error:
                 record.outcome, record.error = "error", error
-                last = error_event(api_error_of(error).body()) + answer.closing(None)
+                last = answer.failing(api_error_of(error))
             else:
-                last = answer.closing(answer.usage(group.outputs()) if request.has_usage else None)
-            await monitor.write(exchange.write(last))
+                last = answer.closing(group.outputs())
+            for first in range(0, len(last), PIECE_BYTES):
+                await monitor.write(exchange.write(last[first : first + PIECE_BYTES]))
             await monitor.write(exchange.end())
 
     async def _relay_deltas(
         self, request: Generation, group: StreamGroup, answer: Answer, monitor: WriteMonitor
     ) -> None:
         exchange, record = self._exchange, self._record
+        outputs = group.outputs()
         # Counted here: all outputs together are as long as their prompts, and would be made for each event.
-        so_far = usage_of(group.outputs(), is_prompt_alone=True) if request.has_usage_all_along else None
+        so_far = usage_of(outputs, is_prompt_alone=True) if request.has_usage_all_along else None
 
         def usage(delta: CompletionDelta | None = None) -> Usage | None:
             if so_far is not None and delta is not None and not answer.is_echo_alone:
@@ -245,14 +309,14 @@ class GenerationCall:
 
         prompt_ids = []
         if request.return_token_ids:
-            prompt_ids = [await encode_ids(output.prompt_token_ids) for output in group.outputs()]
-        if opening := answer.opening(group.num_choices, usage(), prompt_ids):
+            prompt_ids = [await encode_ids(output.prompt_token_ids) for output in outputs]
+        if opening := answer.opening(outputs, usage(), prompt_ids):
             await monitor.write(exchange.write(opening))
         has_echo = answer.has_echo
         echoed: set[int] = set()
         while not group.is_ended:
             if not await group.wait():
-                await monitor.write(exchange.write(KEEPALIVE))
+                await monitor.write(exchange.write(answer.KEEPALIVE))
                 continue
             events: list[bytes] = []
             for choice, delta in group.take():
@@ -286,105 +350,3 @@ def _note_outputs(record: RequestRecord, outputs: list[RequestOutput]) -> None:
     record.max_choice_tokens = max(len(choice.token_ids) for choice in choices)
     record.finish_reasons = tuple(choice.finish_reason for choice in choices if choice.finish_reason is not None)
     record.metrics = outputs[0].metrics
-
-
-class StreamGroup:
-    """Several streams as one: `enter`, `watch`, then `wait` and `take` until it `is_ended`.
-
-    Args:
-        streams: one for each prompt, not entered yet, and of as many choices; a choice's number counts through all.
-    """
-
-    def __init__(self, streams: list[Stream]) -> None:
-        self._streams = streams
-        self._num_choices = streams[0].params.n
-        self._entered: list[Stream] = []
-        self._ready: list[int] = []
-        """Numbers of streams that have something to take, once for each choice of theirs, and once for their end."""
-        self._num_open = 0
-        self._failure: AioEngineError | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    async def enter(self, stack: contextlib.AsyncExitStack) -> None:
-        """Hand the streams to the engine, all or none; leaving the stack, for any reason, aborts what has not ended."""
-        for stream in self._streams:
-            await stack.enter_async_context(stream)
-            self._entered.append(stream)
-
-    @property
-    def num_choices(self) -> int:
-        """Of all prompts."""
-        return len(self._streams) * self._num_choices
-
-    @property
-    def is_ended(self) -> bool:
-        """All has been taken."""
-        return not self._num_open
-
-    def watch(self) -> None:
-        """Follow the streams from now on, for `wait` and `take`."""
-        self._num_open = self.num_choices
-        for number, stream in enumerate(self._streams):
-            stream.watch(self._marker_of(number))
-
-    def _marker_of(self, number: int) -> Callable[[], None]:
-        def mark_ready() -> None:
-            self._ready.append(number)
-            self.wake()
-
-        return mark_ready
-
-    async def wait(self) -> bool:
-        """Wait for something to `take`, or for the end; False where it was `wake` that ended the wait."""
-        if not self._ready:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        return bool(self._ready)
-
-    def wake(self) -> None:
-        """End a `wait`, though there may be nothing to take."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def take(self) -> list[tuple[int, CompletionDelta]]:
-        """All deltas that have come, each with the number of its choice.
-
-        Raises:
-            StepFailed, EngineDead, EngineClosed: a request has failed, and all that had arrived of it was taken.
-        """
-        if self._failure is not None:
-            raise self._failure
-        numbers, self._ready = self._ready, []
-        taken: list[tuple[int, CompletionDelta]] = []
-        for number in numbers:
-            stream = self._streams[number]
-            try:
-                # A single choice has one delta for each time that it was ready: asking again costs half of it.
-                while (delta := stream.take()) is not None:
-                    taken.append((number * self._num_choices + delta.index, delta))
-                    if delta.finish_reason is not None:
-                        self._num_open -= 1
-                    if self._num_choices == 1:
-                        break
-            except AioEngineError as error:
-                if not taken:
-                    raise
-                self._failure = error
-                self._ready.append(number)  # to be asked again
-                break
-        return taken
-
-    async def finish(self) -> list[RequestOutput]:
-        """Wait for the end of all; one output for each prompt."""
-        return [await stream.finish() for stream in self._streams]
-
-    def outputs(self) -> list[RequestOutput]:
-        """All prompts' outputs as far as they have come."""
-        return [stream.result for stream in self._entered]
-
-    def output_of(self, choice: int) -> RequestOutput:
-        """The output of the prompt of the choice of that number, as far as it has come."""
-        return self._streams[choice // self._num_choices].result

@@ -20,6 +20,8 @@ Outcome = Literal["ok", "refused", "client_gone", "cut", "shed", "error"]
   nothing was raised for it.
 """
 
+MESSAGES = "/v1/messages"
+"""Where Anthropic's API is."""
 OTHER_ROUTE = "other"
 """The route of a path that is none of ours: clients may make up as many paths as they like."""
 
@@ -71,6 +73,12 @@ class RequestRecord(msgspec.Struct, kw_only=True, weakref=True):
     finish_reasons: tuple[str, ...] = ()
     time_to_first_token_s: float | None = None
     metrics: RequestMetrics | None = None
+
+    @property
+    def id_headers(self) -> dict[str, str]:
+        """What tells a client the request's id; Anthropic's clients know it by another name."""
+        names = ("x-request-id", "request-id") if self.path.startswith(MESSAGES) else ("x-request-id",)
+        return dict.fromkeys(names, self.request_id)
 
     @property
     def duration_s(self) -> float:

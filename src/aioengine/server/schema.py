@@ -150,12 +150,16 @@ class Generation(RowFields, kw_only=True):
         given = {
             **{f"guided_{name}": from_vllm({name: value}) for name, value in guided.items()},
             "structured_outputs": from_vllm(self.structured_outputs),
-            "response_format": read_response_format(self.response_format),
+            **self._own_constraint(),
         }
         names = [name for name, constraint in given.items() if constraint is not None]
         if len(names) > 1:
             raise invalid_value(names[1], f"{' and '.join(names)} are several constraints: give one")
         return given[names[0]] if names else None
+
+    def _own_constraint(self) -> dict[str, Constraint | None]:
+        """What the API's own field for that asks for, by the field's name."""
+        return {"response_format": read_response_format(self.response_format)}
 
     def check(self) -> None:
         """Refuse what contradicts itself."""
@@ -240,7 +244,19 @@ class CompletionRequest(Generation, kw_only=True):
         return sampling
 
 
-class ChatRequest(Generation, kw_only=True):
+class ChatGeneration(Generation, kw_only=True):
+    """What all APIs of chats have in common."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: str | None = None
+    tools: msgspec.Raw = msgspec.Raw()
+    tool_choice: dict[str, Any] | str | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+
+
+class ChatRequest(ChatGeneration, kw_only=True):
     """The body of ``/v1/chat/completions``."""
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -264,13 +280,6 @@ class ChatRequest(Generation, kw_only=True):
     max_completion_tokens: Integer | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    chat_template: str | None = None
-    tools: msgspec.Raw = msgspec.Raw()
-    tool_choice: dict[str, Any] | str | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = None
-    include_reasoning: bool | None = None
 
     def check(self) -> None:
         super().check()

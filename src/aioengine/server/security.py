@@ -35,7 +35,8 @@ def check_host(headers: Mapping[str, str], allowed: Sequence[str] | None) -> Non
 class ApiKeys:
     """The keys that are accepted, compared in a time that tells nothing of them; with none, every request is let in.
 
-    A key comes as ``Authorization: Bearer KEY``, or as the password of ``Authorization: Basic``, with any user's name.
+    A key comes as ``Authorization: Bearer KEY``, as the password of ``Authorization: Basic``, with any user's name, or
+    as ``X-Api-Key``.
     """
 
     def __init__(self, keys: Sequence[str]) -> None:
@@ -52,11 +53,12 @@ class ApiKeys:
         """
         if not self._digests:
             return
-        given = hashlib.sha256(_key_of(headers.get("authorization", ""))).digest()
+        keys = (_key_of(headers.get("authorization", "")), headers.get("x-api-key", "").encode("latin-1", "replace"))
+        given = [hashlib.sha256(key).digest() for key in keys]
         # All of them, always: how long it takes does not tell which one it was.
-        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
+        matches = [hmac.compare_digest(one, digest) for one in given for digest in self._digests]
         if True not in matches:
-            message = "a valid API key is needed: send it as `Authorization: Bearer KEY`"
+            message = "a valid API key is needed: send it as `Authorization: Bearer KEY`, or as `X-Api-Key: KEY`"
             raise ApiError(401, "invalid_api_key", message, headers=ASK_A_PERSON if is_page else ASK_A_PROGRAM)
 
 

@@ -1,0 +1,384 @@
+"""``/v1/messages``, as Anthropic's clients know it: what they send, and what they get, whole, as events, and as errors.
+
+An answer is a list of blocks: thinking, text, uses of tools. A stream tells of one after the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import msgspec
+
+from aioengine.outputs import CompletionDelta, CompletionOutput, RequestOutput
+from aioengine.server.answers import (
+    Answer,
+    Part,
+    TokenBytes,
+    Usage,
+    encode,
+    line_of,
+    num_reasoning_tokens,
+    parts_in_order,
+)
+from aioengine.server.chat_builder import ChatBuilder
+from aioengine.server.decoding import is_text, read_items, read_text
+from aioengine.server.errors import JSON_HEADERS, ApiError, invalid_value, missing, unsupported
+from aioengine.server.exchange import Response
+from aioengine.server.schema import ChatGeneration, Generation, is_given, read_response_format
+from aioengine.structured.constraints import Constraint
+from aioengine.tool_calls.calls import ToolCall, ToolCallDelta
+from aioengine.validation import shorten
+
+SIGNATURE = "aioengine"
+"""Of thinking: clients want one, and send it back. Nothing is checked by it."""
+OVERLOADED = 529
+"""The status at which Anthropic's clients come again."""
+ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    OVERLOADED: "overloaded_error",
+}
+"""Of other statuses they are `invalid_request_error` below 500, and `api_error` from there on."""
+MESSAGE_NAMES = {
+    "prompt": "messages",
+    "stop": "stop_sequences",
+    "structured": "output_config",
+    "reasoning_effort": "output_config",
+    "max_thinking_tokens": "thinking",
+}
+"""What clients call the engine's parameters."""
+
+
+# What clients send
+
+
+class ThinkingOption(msgspec.Struct):
+    """``thinking``: whether the model is to reason before it answers, and for how long at most."""
+
+    type: str
+    budget_tokens: int | None = None
+    display: str | None = None
+
+
+class OutputConfig(msgspec.Struct):
+    """``output_config``: what the answer's text must be, and the effort of its reasoning."""
+
+    effort: str | None = None
+    format: dict[str, Any] | None = None
+
+
+class MessageRequest(ChatGeneration, kw_only=True):
+    """The body of ``/v1/messages``, and of ``/v1/messages/count_tokens``, which needs less of it.
+
+    Fields of other APIs that have another name here are refused.
+    """
+
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **Generation.NEUTRAL,
+        **dict.fromkeys((
+            "container", "max_completion_tokens", "output_format", "parallel_tool_calls", "reasoning_effort",
+            "response_format",
+        ), ()),
+        "mcp_servers": ([],),
+        "n": (1,),
+    }  # fmt: skip
+    HINTS: ClassVar[tuple[str, ...]] = (
+        *Generation.HINTS, "cache_control", "diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id",
+    )  # fmt: skip
+
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ("context_management",)
+
+    messages: msgspec.Raw = msgspec.Raw()
+    system: msgspec.Raw = msgspec.Raw()
+    stop_sequences: list[str] | None = None
+    thinking: ThinkingOption | None = None
+    output_config: OutputConfig | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.stop_sequences is not None:
+            self.stop = self.stop_sequences
+        if isinstance(self.tool_choice, dict):
+            self.parallel_tool_calls = self.tool_choice.get("disable_parallel_tool_use") is not True
+        if self.output_config is not None:
+            self.reasoning_effort = "xhigh" if self.output_config.effort == "max" else self.output_config.effort
+
+    def check(self) -> None:
+        super().check()
+        if self.max_tokens is None:
+            raise missing("max_tokens")
+
+    def variables(self) -> dict[str, Any] | None:
+        """What the chat template is told: of the thinking, under the names that templates use."""
+        if self.thinking is None:
+            return self.chat_template_kwargs
+        if self.thinking.type not in ("enabled", "disabled", "adaptive"):
+            raise unsupported(
+                "thinking", f"of type {shorten(self.thinking.type)} is not known; give enabled or disabled"
+            )
+        if self.thinking.display not in (None, "summarized"):
+            raise unsupported("thinking", "is always told: leave display out")
+        thinks = self.thinking.type != "disabled"
+        return {"enable_thinking": thinks, "thinking": thinks, **(self.chat_template_kwargs or {})}
+
+    def sampling(self) -> dict[str, Any]:
+        sampling = super().sampling()
+        if self.thinking is not None and self.thinking.type == "enabled":
+            if self.thinking.budget_tokens is None:
+                raise invalid_value("thinking", "thinking.budget_tokens is missing")
+            sampling["max_thinking_tokens"] = self.thinking.budget_tokens
+        return sampling
+
+    def _own_constraint(self) -> dict[str, Constraint | None]:
+        given = self.output_config.format if self.output_config is not None else None
+        if given is not None:
+            if given.get("type") != "json_schema" or not isinstance(given.get("schema"), dict):
+                told = 'output_config.format needs {"type": "json_schema", "schema": {...}}'
+                raise invalid_value("output_config", told)
+            given = {"type": "json_schema", "json_schema": given}
+        return {"output_config": read_response_format(given)}
+
+
+class TextBlock(msgspec.Struct):
+    """A block of a system prompt, or of a tool's result. Others than texts are refused by their type."""
+
+    type: str
+    text: str | None = None
+
+
+class Block(msgspec.Struct):
+    """A block of a message, also as clients send an answer's blocks back; what else it has is ignored."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: msgspec.Raw = msgspec.Raw()
+    tool_use_id: str | None = None
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = None
+
+
+class Message(msgspec.Struct):
+    role: str
+    content: str | list[Block]
+
+
+def read_chat(request: MessageRequest, max_messages: int) -> list[dict[str, Any]]:
+    """The system prompt and the messages as a chat."""
+    chat = ChatBuilder()
+    if is_given(request.system):
+        if is_text(request.system):
+            chat.say("system", read_text(request.system, "system"))
+        else:
+            chat.say("system", _joined("system", read_items(request.system, TextBlock, "system", max_messages)))
+    for place, message in enumerate(read_items(request.messages, Message, "messages", max_messages)):
+        blocks = message.content
+        blocks = [Block("text", text=blocks)] if isinstance(blocks, str) else blocks
+        if message.role not in ("user", "assistant", "system"):
+            raise invalid_value("messages", f"messages[{place}].role: user or assistant is needed")
+        for kind, group in itertools.groupby(blocks, lambda block: block.type):
+            _add_blocks(chat, f"messages[{place}]", message.role, kind, group)
+    return chat.messages
+
+
+def continues_answer(messages: list[dict[str, Any]]) -> bool:
+    """Whether the chat ends within the assistant's message, which is to be gone on with."""
+    if messages[-1]["role"] != "assistant":
+        return False
+    if messages[-1].get("tool_calls"):
+        raise invalid_value("messages", "the last message asks for tools: add a message with their results")
+    return True
+
+
+def _add_blocks(chat: ChatBuilder, place: str, role: str, kind: str, blocks: Iterator[Block]) -> None:
+    """Add blocks of one type that follow each other."""
+    if kind == "text":
+        text = _joined(place, blocks)
+        if role == "assistant":
+            chat.answer(text)
+        else:
+            chat.say(role, text)
+    elif (kind, role) == ("thinking", "assistant"):
+        chat.think("\n".join([block.thinking or "" for block in blocks]))
+    elif (kind, role) == ("tool_use", "assistant"):
+        for block in blocks:
+            if block.id is None or block.name is None:
+                raise invalid_value("messages", f"{place} has a tool_use block without an id or a name")
+            chat.call(block.id, block.name, _arguments_of(place, block.input))
+    elif (kind, role) == ("tool_result", "user"):
+        for block in blocks:
+            if block.tool_use_id is None:
+                raise invalid_value("messages", f"{place} has a tool_result block without a tool_use_id")
+            content = block.content or ""
+            text = content if isinstance(content, str) else _joined(place, content)
+            chat.result(block.tool_use_id, f"Error: {text}" if block.is_error else text)
+    else:
+        raise unsupported("messages", f"has a block of type {shorten(kind)} ({place}, of the {role}); give texts")
+
+
+def _joined(place: str, blocks: Sequence[TextBlock] | Iterator[Block]) -> str:
+    texts = []
+    for block in blocks:
+        if block.type != "text":
+            name = place.partition("[")[0]
+            raise unsupported(name, f"has a block of type {shorten(block.type)} ({place}); give texts")
+        texts.append(block.text or "")
+    return "\n".join(texts)
+
+
+def _arguments_of(place: str, raw: msgspec.Raw) -> str:
+    """A tool's input as JSON text, which is decoded where the template runs."""
+    data = bytes(raw)
+    if is_given(raw) and data[:1] != b"{":
+        raise invalid_value("messages", f"{place} has a tool_use block whose input is no object")
+    try:
+        return data.decode() if is_given(raw) else "{}"
+    except UnicodeDecodeError:
+        raise invalid_value("messages", f"{place} has a tool_use block whose input is no UTF-8") from None
+
+
+# What they get
+
+
+def error_response(error: ApiError, request_id: str) -> Response:
+    """An error as these clients read it."""
+    status = OVERLOADED if error.code == "overloaded" else error.status
+    body = {**_error_of(error), "request_id": request_id}
+    return Response(status, encode(body), {**JSON_HEADERS, **error.headers})
+
+
+def _error_of(error: ApiError) -> dict[str, Any]:
+    status = OVERLOADED if error.code == "overloaded" else error.status
+    kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+class MessageAnswer(Answer):
+    """The answer to ``/v1/messages``.
+
+    Args:
+        head: its "id" and "model".
+    """
+
+    KEEPALIVE = b'event: ping\ndata: {"type":"ping"}\n\n'
+    max_positions = 1
+
+    def __init__(self, head: dict[str, Any], token_bytes: TokenBytes) -> None:
+        self._head = {"id": head["id"], "type": "message", "role": "assistant", "model": head["model"]}
+        self._token_bytes = token_bytes
+        self._num_blocks = 0
+        self._open: Part | None = None
+        self._delta_head = b""
+        """What all deltas of the block that is open begin with, up to their text."""
+
+    async def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
+        (choice,) = outputs[0].outputs
+        content: list[dict[str, Any]] = []
+        if choice.reasoning:
+            content.append({"type": "thinking", "thinking": choice.reasoning, "signature": SIGNATURE})
+        if choice.text:
+            content.append({"type": "text", "text": choice.text})
+        for call in choice.tool_calls:
+            content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": _input_of(call)})
+        return encode({**self._head, "content": content, **_ending(choice), "usage": self._usage(outputs[0])})
+
+    def _usage(self, output: RequestOutput) -> Usage:
+        (choice,) = output.outputs
+        return {
+            "input_tokens": len(output.prompt_token_ids) - output.num_cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": output.num_cached_tokens,
+            "output_tokens": len(choice.token_ids),
+            "output_tokens_details": {"thinking_tokens": num_reasoning_tokens(choice, self._token_bytes)},
+        }
+
+    def opening(
+        self, outputs: Sequence[RequestOutput], usage: Usage | None = None, prompt_ids: Sequence[bytes] = ()
+    ) -> bytes:
+        message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None}
+        message["usage"] = self._usage(outputs[0])
+        return _event("message_start", message=message) + self.KEEPALIVE
+
+    def event(self, choice: int, delta: CompletionDelta, usage: Usage | None = None) -> bytes:
+        if not delta.tool_calls:  # nearly always, and at a quarter of the cost
+            if self._open == "text" and not delta.reasoning:
+                return self._delta(delta.text) if delta.text else b""
+            if self._open == "reasoning" and not delta.text:
+                return self._delta(delta.reasoning) if delta.reasoning else b""
+        events = []
+        for part, piece in parts_in_order(delta, self._open):
+            call = piece if isinstance(piece, ToolCallDelta) else None
+            if self._open != part:
+                events.append(self._close())
+                events.append(self._begin(part, call))
+            if text := piece if isinstance(piece, str) else piece.arguments:
+                events.append(self._delta(text))
+        return b"".join(events)
+
+    def closing(self, outputs: Sequence[RequestOutput]) -> bytes:
+        ending = _ending(outputs[0].outputs[0])
+        told = _event("message_delta", delta=ending, usage=self._usage(outputs[0]))
+        return self._close() + told + _event("message_stop")
+
+    def failing(self, error: ApiError) -> bytes:
+        return b"event: error\ndata: %b\n\n" % line_of(_error_of(error))
+
+    def _begin(self, part: Part, call: ToolCallDelta | None) -> bytes:
+        self._open = part
+        block: dict[str, Any]
+        if part == "text":
+            block, kind, field = {"type": "text", "text": ""}, "text_delta", "text"
+        elif part == "reasoning":
+            block, kind, field = {"type": "thinking", "thinking": "", "signature": ""}, "thinking_delta", "thinking"
+        else:
+            assert call is not None
+            block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+            kind, field = "input_json_delta", "partial_json"
+        self._delta_head = (
+            f'event: content_block_delta\ndata: {{"type":"content_block_delta","index":{self._num_blocks},'
+            f'"delta":{{"type":"{kind}","{field}":'
+        ).encode()
+        return _event("content_block_start", index=self._num_blocks, content_block=block)
+
+    def _delta(self, text: str) -> bytes:
+        """An event for the next piece of the block that is open."""
+        return b"%b%b}}\n\n" % (self._delta_head, line_of(text))
+
+    def _close(self) -> bytes:
+        """End the block that is open, if one is."""
+        if self._open is None:
+            return b""
+        index, signed = self._num_blocks, b""
+        if self._open == "reasoning":
+            delta = {"type": "signature_delta", "signature": SIGNATURE}
+            signed = _event("content_block_delta", index=index, delta=delta)
+        self._open = None
+        self._num_blocks += 1
+        return signed + _event("content_block_stop", index=index)
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), line_of({"type": kind, **fields}))
+
+
+def _ending(choice: CompletionOutput) -> dict[str, Any]:
+    """Why it has ended. One that the server has aborted is like one that pauses: sent back, it goes on."""
+    reasons = {"length": "max_tokens", "abort": "pause_turn"}
+    reason = reasons.get(choice.finish_reason or "", "tool_use" if choice.tool_calls else "end_turn")
+    sequence = choice.stop_reason if choice.finish_reason == "stop" and isinstance(choice.stop_reason, str) else None
+    return {"stop_reason": "stop_sequence" if sequence is not None else reason, "stop_sequence": sequence}
+
+
+def _input_of(call: ToolCall) -> dict[str, Any]:
+    """A call's arguments as an object; where the model has written no JSON, its text as the only one."""
+    try:
+        return msgspec.json.decode(call.arguments, type=dict[str, Any])
+    except msgspec.DecodeError:
+        return {"arguments": call.arguments}

@@ -1,0 +1,562 @@
+"""``/v1/responses``: what clients send, and what they get, whole and as events.
+
+A response is a list of items: reasoning, a message, calls. A stream tells of one after the other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import msgspec
+
+from aioengine.outputs import CompletionDelta, CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
+from aioengine.sampling_params import SamplingParams
+from aioengine.server.answers import (
+    Answer,
+    Part,
+    PositionWriter,
+    TokenBytes,
+    Usage,
+    encode,
+    line_of,
+    num_reasoning_tokens,
+    parts_in_order,
+    positions_a_slice,
+    usage_of,
+)
+from aioengine.server.chat_builder import ChatBuilder
+from aioengine.server.decoding import is_text, read_items, read_text
+from aioengine.server.errors import ApiError, invalid_value, missing, unsupported
+from aioengine.server.schema import ChatGeneration, Generation, Integer, is_given, read_response_format
+from aioengine.structured.constraints import Constraint
+from aioengine.tool_calls.calls import ToolCallDelta
+from aioengine.validation import shorten
+
+MAX_METADATA = 16
+LOGPROBS = "message.output_text.logprobs"
+INCLUDABLE = (
+    LOGPROBS,
+    "reasoning.encrypted_content",  # reasoning is told as it is
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
+"""What ``include`` may ask for; most of it is of tools that there are none of."""
+RESPONSE_NAMES = {
+    "prompt": "input",
+    "messages": "input",
+    "logprobs": "top_logprobs",
+    "structured": "text",
+    "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning",
+}
+"""What clients call the engine's parameters."""
+STATUSES: dict[FinishReason | None, str] = {
+    None: "in_progress",
+    "stop": "completed",
+    "length": "incomplete",
+    "abort": "cancelled",
+    "error": "failed",
+}
+
+
+# What clients send
+
+
+class TextConfig(msgspec.Struct):
+    """``text``: what the answer's text must be. What else it has is a hint."""
+
+    format: dict[str, Any] | None = None
+
+
+class ReasoningConfig(msgspec.Struct):
+    """``reasoning``. A summary may be asked for: there is none, since the reasoning itself is told."""
+
+    effort: str | None = None
+    summary: str | None = None
+
+
+class ResponseRequest(ChatGeneration, kw_only=True):
+    """The body of ``/v1/responses``. Fields of other APIs that have another name here are refused."""
+
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **Generation.NEUTRAL,
+        **dict.fromkeys((
+            "access_programs", "background_options", "conversation", "image", "max_completion_tokens", "max_tokens",
+            "moderation", "prompt", "reasoning_effort",
+        ), ()),
+        "background": (False,),
+        "context_management": ([],),
+        "n": (1,),
+        "response_format": ({"type": "text"},),
+        "truncation": ("disabled",),
+    }  # fmt: skip
+    HINTS: ClassVar[tuple[str, ...]] = (*Generation.HINTS, "max_tool_calls")
+
+    input: msgspec.Raw = msgspec.Raw()
+    instructions: msgspec.Raw = msgspec.Raw()
+    previous_response_id: str | None = None
+    max_output_tokens: Integer | None = None
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    top_logprobs: Integer | None = None
+    include: list[str] | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.max_tokens = self.max_output_tokens
+        if self.reasoning is not None:
+            self.reasoning_effort = "xhigh" if self.reasoning.effort == "max" else self.reasoning.effort
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """Likeliest tokens to tell of at each position; None: no log-probabilities are asked for."""
+        return self.top_logprobs or (0 if LOGPROBS in (self.include or ()) else None)
+
+    def check(self) -> None:
+        super().check()
+        for name in self.include or ():
+            if name not in INCLUDABLE:
+                raise invalid_value("include", f"include has {shorten(name)}, which is not known; leave it out")
+        if len(self.metadata or ()) > MAX_METADATA:
+            raise invalid_value("metadata", f"metadata has {len(self.metadata or ())} pairs; at most {MAX_METADATA}")
+
+    def sampling(self) -> dict[str, Any]:
+        sampling = super().sampling()
+        if self.num_top_logprobs is not None:
+            sampling["logprobs"] = self.num_top_logprobs
+        return sampling
+
+    def _own_constraint(self) -> dict[str, Constraint | None]:
+        given = self.text.format if self.text is not None else None
+        if given is not None and given.get("type") == "json_schema":
+            if not isinstance(given.get("schema"), dict):
+                raise invalid_value("text", 'text.format needs {"type": "json_schema", "name": ..., "schema": {...}}')
+            given = {"type": "json_schema", "json_schema": given}
+        elif given is not None and given.get("type") not in ("text", "json_object"):
+            raise invalid_value("text", "text.format.type is text, json_object or json_schema")
+        return {"text": read_response_format(given)}
+
+    def head(self, response_id: str, model: str | None, params: SamplingParams, tools: Any) -> dict[str, Any]:
+        """What a response says from its beginning on."""
+        reasoning = self.reasoning or ReasoningConfig()
+        return {
+            "id": response_id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": model,
+            "background": False,
+            "instructions": self.instructions if is_given(self.instructions) else None,
+            "max_output_tokens": self.max_output_tokens,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "previous_response_id": self.previous_response_id,
+            "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
+            "store": self.store is not False,
+            "temperature": params.temperature,
+            "text": {"format": (self.text.format if self.text is not None else None) or {"type": "text"}},
+            "tool_choice": self.tool_choice or "auto",
+            "tools": tools or [],
+            "top_logprobs": self.top_logprobs or 0,
+            "top_p": params.top_p,
+            "truncation": "disabled",
+        }
+
+
+class InputPart(msgspec.Struct):
+    """A part of an item. Others than texts are refused by their type."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+Content = str | list[InputPart]
+
+
+class InputItem(msgspec.Struct):
+    """An item of the input, also as clients send an answer's items back; what else it has is ignored."""
+
+    type: str | None = None
+    role: str | None = None
+    content: Content | None = None
+    summary: list[InputPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: Content | None = None
+
+
+def read_input(request: ResponseRequest, max_items: int) -> list[dict[str, Any]]:
+    """The input as a chat."""
+    if not is_given(request.input):
+        raise missing("input")
+    if is_text(request.input):
+        return [{"role": "user", "content": read_text(request.input, "input")}]
+    chat = ChatBuilder()
+    for place, item in enumerate(read_items(request.input, InputItem, "input", max_items)):
+        _add_item(chat, f"input[{place}]", item)
+    return chat.messages
+
+
+ROLES = {"user": "user", "system": "system", "developer": "system", "assistant": "assistant"}
+"""As templates know them."""
+
+
+def _add_item(chat: ChatBuilder, place: str, item: InputItem) -> None:
+    kind = item.type or "message"
+    if kind == "message":
+        role = ROLES.get(_needed(place, "role", item.role))
+        if role is None:
+            raise invalid_value("input", f"{place}.role: user, assistant, system or developer is needed")
+        text = _text_of(f"{place}.content", item.content)
+        if role == "assistant":
+            chat.answer(text)
+        else:
+            chat.say(role, text)
+    elif kind == "reasoning":
+        if text := _text_of(f"{place}.content", item.content or item.summary or ""):
+            chat.think(text)
+    elif kind == "function_call":
+        call_id, name = _needed(place, "call_id", item.call_id), _needed(place, "name", item.name)
+        chat.call(call_id, name, _needed(place, "arguments", item.arguments))
+    elif kind == "function_call_output":
+        chat.result(_needed(place, "call_id", item.call_id), _text_of(f"{place}.output", item.output))
+    else:
+        raise unsupported(
+            "input", f"has an item of type {shorten(kind)} ({place}); messages, reasoning and function calls are taken"
+        )
+
+
+def _needed(place: str, name: str, value: str | None) -> str:
+    if value is None:
+        raise invalid_value("input", f"{place}.{name} is missing")
+    return value
+
+
+def _text_of(place: str, content: Content | None) -> str:
+    if content is None:
+        raise invalid_value("input", f"{place} is missing")
+    if isinstance(content, str):
+        return content
+    for part in content:
+        if part.type not in ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"):
+            raise unsupported("input", f"has a part of type {shorten(part.type)} ({place}); give texts")
+    return "\n".join([part.text or part.refusal or "" for part in content])
+
+
+def with_instructions(request: ResponseRequest, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The chat under the request's instructions: they are a response's own, and in no conversation."""
+    if not is_given(request.instructions):
+        return messages
+    chat = ChatBuilder()
+    chat.say("system", read_text(request.instructions, "instructions"))
+    if messages and messages[0]["role"] == "system":
+        chat.say("system", messages[0]["content"])
+        messages = messages[1:]
+    return [*chat.messages, *messages]
+
+
+# What they get
+
+
+class _OpenItem:
+    """The item that a stream tells of now.
+
+    Args:
+        part: what of the answer it is.
+        delta_head: what all its deltas' events begin with, up to the number of the event.
+    """
+
+    def __init__(self, part: Part, index: int, item_id: str, delta_head: bytes) -> None:
+        self.part, self.index, self.item_id, self.delta_head = part, index, item_id, delta_head
+        self.texts: list[str] = []
+        self.call: ToolCallDelta | None = None
+
+
+class ResponseAnswer(Answer):
+    """The answer to ``/v1/responses``.
+
+    Args:
+        head: see `ResponseRequest.head`.
+        top_logprobs: how many likeliest tokens to tell of at each position; None without log-probabilities.
+        keep: is given the body and the choice, before a client hears of them.
+    """
+
+    def __init__(
+        self,
+        head: dict[str, Any],
+        token_bytes: TokenBytes,
+        *,
+        top_logprobs: int | None,
+        keep: Callable[[bytes, CompletionOutput], None],
+    ) -> None:
+        self._head = line_of(head)[:-1]
+        self._suffix = str(head["id"]).partition("_")[2]
+        self._token_bytes = token_bytes
+        self._top_logprobs = top_logprobs
+        self._keep = keep
+        self.max_positions = positions_a_slice(top_logprobs)
+        self._num_events = 0
+        self._open: _OpenItem | None = None
+        self._done: list[tuple[_OpenItem, str, bytes]] = []
+        """Items that have ended, each with its status and its text as JSON."""
+        self._writer = PositionWriter(token_bytes, top_logprobs or 0)
+        self._untold: list[bytes] = []
+        """Log-probabilities that no event has told of: their tokens' text is held back, or not the message's."""
+        self._positions: list[bytes] = []
+        """All of them."""
+
+    # Whole
+
+    async def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
+        body = await self.body_of(outputs[0])
+        self._keep(body, outputs[0].outputs[0])
+        return body
+
+    async def body_of(self, output: RequestOutput) -> bytes:
+        """The response as far as it has come."""
+        (choice,) = output.outputs
+        positions: list[bytes] = []
+        writer = PositionWriter(self._token_bytes, self._top_logprobs or 0)
+
+        def add(position: TokenLogprobs) -> None:
+            positions.append(writer.encode(0, position))
+
+        await self._add_all(choice.logprobs or (), add)
+        parts: list[tuple[Part, str]] = []
+        if choice.reasoning:
+            parts.append(("reasoning", choice.reasoning))
+        if choice.text or not (choice.reasoning or choice.tool_calls):
+            parts.append(("text", choice.text))
+        parts += enumerate(call.arguments for call in choice.tool_calls)
+        items = []
+        for place, (part, text) in enumerate(parts):
+            is_cut = choice.finish_reason != "stop" and place == len(parts) - 1 and not isinstance(part, int)
+            status = STATUSES[None] if choice.finish_reason is None else "incomplete" if is_cut else "completed"
+            call = choice.tool_calls[part] if isinstance(part, int) else None
+            names = (call.id, call.name) if call is not None else ("", "")
+            items.append(self._item(part, place, status, encode(text), positions, names))
+        return self._body(choice.finish_reason, items, self._usage(output))
+
+    def empty_body(self, reason: FinishReason | None) -> bytes:
+        """The response before its prompt has been read."""
+        return self._body(reason, [], None)
+
+    def _usage(self, output: RequestOutput) -> Usage:
+        usage = usage_of([output])
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": output.num_cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens(output.outputs[0], self._token_bytes)},
+            "total_tokens": usage["total_tokens"],
+        }
+
+    def _body(
+        self, reason: FinishReason | None, items: Sequence[bytes], usage: Usage | None, error: Any = None
+    ) -> bytes:
+        status = STATUSES[reason]
+        told = {
+            "status": status,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "error": error,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "usage": usage,
+        }
+        return b'%b,"output":[%b],%b' % (self._head, b",".join(items), line_of(told)[1:])
+
+    def _item(
+        self,
+        part: Part,
+        place: int,
+        status: str,
+        text: bytes,
+        positions: Sequence[bytes] = (),
+        names: tuple[str, str] = ("", ""),
+        *,
+        is_begun: bool = True,
+    ) -> bytes:
+        """An item as JSON.
+
+        Args:
+            place: of it, among all.
+            text: its text, or its arguments, as JSON.
+            names: a call's id and name.
+            is_begun: it has its part; else that is told of later.
+        """
+        item_id = encode(self._id_of(part, place))
+        if part == "text":
+            content = _output_text(text, positions) if is_begun else b""
+            kind, rest = b"message", b'"role":"assistant","content":[%b]' % content
+        elif part == "reasoning":
+            content = b'{"type":"reasoning_text","text":%b}' % text if is_begun else b""
+            kind, rest = b"reasoning", b'"summary":[],"content":[%b]' % content
+        else:
+            call_id, name = map(encode, names)
+            kind, rest = b"function_call", b'"call_id":%b,"name":%b,"arguments":%b' % (call_id, name, text)
+        return b'{"id":%b,"type":"%b","status":"%b",%b}' % (item_id, kind, status.encode(), rest)
+
+    def _id_of(self, part: Part, place: int) -> str:
+        """The same however the response is told."""
+        prefix = {"text": "msg", "reasoning": "rs"}.get(str(part), "fc")
+        return f"{prefix}_{self._suffix}{place:02x}"
+
+    # As events
+
+    def opening(
+        self, outputs: Sequence[RequestOutput], usage: Usage | None = None, prompt_ids: Sequence[bytes] = ()
+    ) -> bytes:
+        body = self._body(None, [], None)
+        return self._event(b"response.created", b'"response":%b' % body) + self._event(
+            b"response.in_progress", b'"response":%b' % body
+        )
+
+    def event(self, choice: int, delta: CompletionDelta, usage: Usage | None = None) -> bytes:
+        opened = self._open
+        if delta.logprobs:
+            told = [self._writer.encode(0, position) for position in delta.logprobs]
+            self._untold += told
+            self._positions += told
+        elif opened is not None and not delta.tool_calls:  # nearly always, and at a quarter of the cost
+            if opened.part == "text" and not delta.reasoning:
+                return self._delta(opened, delta.text) if delta.text else b""
+            if opened.part == "reasoning" and not delta.text:
+                return self._delta(opened, delta.reasoning) if delta.reasoning else b""
+        events = []
+        for part, piece in parts_in_order(delta, opened.part if opened is not None else None):
+            call = piece if isinstance(piece, ToolCallDelta) else None
+            text = piece if isinstance(piece, str) else piece.arguments
+            if self._open is None or self._open.part != part:
+                events.append(self._close())
+                events.append(self._begin(part, call))
+            assert self._open is not None
+            if text:
+                events.append(self._delta(self._open, text))
+        return b"".join(events)
+
+    def closing(self, outputs: Sequence[RequestOutput]) -> bytes:
+        (choice,) = outputs[0].outputs
+        events = []
+        if self._open is None and not self._done:
+            events.append(self._begin("text", None))
+        if self._untold and self._open is not None and self._open.part == "text":
+            events.append(self._delta(self._open, ""))
+        is_done = choice.finish_reason == "stop"
+        if self._open is not None and self._open.call is not None:
+            is_done = any(call.id == self._open.call.id for call in choice.tool_calls)
+        events.append(self._close("completed" if is_done else "incomplete"))
+        body = self._body(choice.finish_reason, self._items(), self._usage(outputs[0]))
+        self._keep(body, choice)
+        kind = b"response.completed" if choice.finish_reason == "stop" else b"response.incomplete"
+        return b"".join([*events, self._event(kind, b'"response":%b' % body)])
+
+    def failing(self, error: ApiError) -> bytes:
+        told = {"code": "server_error", "message": error.message}
+        body = self._body("error", self._items(), None, told)
+        return self._event(b"response.failed", b'"response":%b' % body)
+
+    def _event(self, kind: bytes, fields: bytes) -> bytes:
+        number = self._num_events
+        self._num_events += 1
+        return b'event: %b\ndata: {"type":"%b","sequence_number":%d,%b}\n\n' % (kind, kind, number, fields)
+
+    def _begin(self, part: Part, call: ToolCallDelta | None) -> bytes:
+        """Open the next item."""
+        index = len(self._done)
+        item_id = self._id_of(part, index)
+        place = b'"item_id":"%b","output_index":%d' % (item_id.encode(), index)
+        kind, place = (
+            (b"response.function_call_arguments.delta", place)
+            if isinstance(part, int)
+            else (b"response.%b.delta" % PART_TYPES[part], place + b',"content_index":0')
+        )
+        head = b'event: %b\ndata: {"type":"%b",%b,"sequence_number":' % (kind, kind, place)
+        self._open = _OpenItem(part, index, item_id, head)
+        self._open.call = call
+        item = self._item(part, index, "in_progress", b'""', names=_names_of(call), is_begun=False)
+        added = self._event(b"response.output_item.added", b'"output_index":%d,"item":%b' % (index, item))
+        if isinstance(part, int):
+            return added
+        content = _part_of(part, b'""')
+        return added + self._event(b"response.content_part.added", b'%b,"part":%b' % (place, content))
+
+    def _delta(self, opened: _OpenItem, text: str) -> bytes:
+        """An event for the next piece of the item that is open."""
+        opened.texts.append(text)
+        number = self._num_events
+        self._num_events += 1
+        logprobs = b""
+        if opened.part == "text":
+            logprobs = b',"logprobs":[%b]' % b",".join(self._untold)
+            self._untold.clear()
+        return b'%b%d,"delta":%b%b}\n\n' % (opened.delta_head, number, line_of(text), logprobs)
+
+    def _close(self, status: str | None = None) -> bytes:
+        """End the item that is open, if one is.
+
+        Args:
+            status: of it; None: another one follows, and so only a call may not be complete.
+        """
+        opened, self._open = self._open, None
+        if opened is None:
+            return b""
+        said = "".join(opened.texts)
+        text = line_of(said)
+        place = b'"item_id":"%b","output_index":%d' % (opened.item_id.encode(), opened.index)
+        names = _names_of(opened.call)
+        if isinstance(opened.part, int):
+            status = status or ("completed" if _is_whole(said) else "incomplete")
+            done = self._event(b"response.function_call_arguments.done", b'%b,"name":%b,"arguments":%b' % (
+                place, encode(names[1]), text,
+            ))  # fmt: skip
+        else:
+            kind, place = PART_TYPES[opened.part], place + b',"content_index":0'
+            logprobs = b',"logprobs":[]' if opened.part == "text" else b""
+            done = self._event(b"response.%b.done" % kind, b'%b,"text":%b%b' % (place, text, logprobs))
+            part = _part_of(opened.part, text)
+            done += self._event(b"response.content_part.done", b'%b,"part":%b' % (place, part))
+        status = status or "completed"
+        self._done.append((opened, status, text))
+        # Log-probabilities, of which there may be megabytes, are told twice: in deltas, and at the response's end.
+        item = self._item(opened.part, opened.index, status, text, names=names)
+        return done + self._event(b"response.output_item.done", b'"output_index":%d,"item":%b' % (opened.index, item))
+
+    def _items(self) -> list[bytes]:
+        """Those that have ended; the first message has the log-probabilities of all tokens."""
+        items, positions = [], self._positions
+        for item, status, text in self._done:
+            items.append(self._item(item.part, item.index, status, text, positions, _names_of(item.call)))
+            positions = [] if item.part == "text" else positions
+        return items
+
+
+PART_TYPES = {"text": b"output_text", "reasoning": b"reasoning_text"}
+
+
+def _part_of(part: Part, text: bytes) -> bytes:
+    return _output_text(text) if part == "text" else b'{"type":"reasoning_text","text":%b}' % text
+
+
+def _output_text(text: bytes, positions: Sequence[bytes] = ()) -> bytes:
+    return b'{"type":"output_text","annotations":[],"logprobs":[%b],"text":%b}' % (b",".join(positions), text)
+
+
+def _names_of(call: ToolCallDelta | None) -> tuple[str, str]:
+    return (call.id or "", call.name or "") if call is not None else ("", "")
+
+
+def _is_whole(arguments: str) -> bool:
+    """Whether they were not cut."""
+    try:
+        msgspec.json.decode(arguments, type=dict[str, msgspec.Raw])
+    except msgspec.DecodeError:
+        return False
+    return True

@@ -1,0 +1,161 @@
+"""Responses that clients may ask for again, or go on with: in memory, within bounds."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+
+from aioengine.outputs import CompletionOutput
+from aioengine.server.answers import message_of
+from aioengine.server.errors import ApiError
+from aioengine.server.responses import ResponseAnswer
+from aioengine.server.stream_group import StreamGroup
+
+OVERHEAD_BYTES = 512
+"""Of a stored response, beside what is in it."""
+
+
+class StoredResponse(NamedTuple):
+    """A response that has ended.
+
+    Attributes:
+        body: of it, as clients get it.
+        messages: the conversation up to it and with it, as JSON; without the instructions, which are a response's own.
+        is_cancelled: it was ended by its client.
+    """
+
+    body: bytes
+    messages: bytes
+    is_cancelled: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.body) + len(self.messages) + OVERHEAD_BYTES
+
+
+class RunningResponse(NamedTuple):
+    """A response that is being generated."""
+
+    group: StreamGroup
+    answer: ResponseAnswer
+
+    async def body(self) -> bytes:
+        """As far as it has come."""
+        outputs = self.group.outputs()
+        return await self.answer.body_of(outputs[0]) if outputs else self.answer.empty_body(None)
+
+    async def cancel(self) -> bytes:
+        """End it; returns what has come of it."""
+        self.group.abort()
+        outputs = self.group.outputs()
+        return await self.answer.body_of(outputs[0]) if outputs else self.answer.empty_body("abort")
+
+
+class StoredResponses:
+    """Responses by their ids. Where there are too many, or too large ones, the one that was used longest ago goes.
+
+    Args:
+        max_num: responses that are kept.
+        max_bytes: of all of them together.
+    """
+
+    def __init__(self, max_num: int, max_bytes: int) -> None:
+        self._max_num = max_num
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._running: dict[str, RunningResponse] = {}
+
+    def make_id(self) -> str:
+        """One that cannot be guessed, since with it a response may be read."""
+        return f"resp_{secrets.token_hex(20)}"
+
+    @contextlib.contextmanager
+    def running(self, response_id: str, response: RunningResponse) -> Iterator[None]:
+        """While a response is being generated it can be found, and cancelled."""
+        self._running[response_id] = response
+        try:
+            yield
+        finally:
+            del self._running[response_id]
+
+    def keep(self, response_id: str, body: bytes, messages: list[dict[str, Any]], choice: CompletionOutput) -> None:
+        """A response has ended.
+
+        Args:
+            messages: that it answers.
+        """
+        answered = [*messages, {key: value for key, value in message_of(choice).items() if value is not None}]
+        stored = StoredResponse(body, msgspec.json.encode(answered), choice.finish_reason == "abort")
+        if stored.num_bytes > self._max_bytes:  # it would drive out all others, and then go itself
+            return
+        self._stored[response_id] = stored
+        self._num_bytes += stored.num_bytes
+        while len(self._stored) > self._max_num or self._num_bytes > self._max_bytes:
+            _, oldest = self._stored.popitem(last=False)
+            self._num_bytes -= oldest.num_bytes
+
+    def conversation(self, response_id: str) -> list[dict[str, Any]]:
+        """The messages up to a response, and with it.
+
+        Raises:
+            ApiError: 400.
+        """
+        stored = self._stored.get(response_id)
+        if stored is None:
+            message = f"there is no response {response_id[:100]!r}: it was not stored, or has given way to others"
+            raise ApiError(400, "previous_response_not_found", message, param="previous_response_id")
+        self._stored.move_to_end(response_id)
+        messages: list[dict[str, Any]] = msgspec.json.decode(stored.messages)
+        return messages
+
+    async def retrieve(self, response_id: str) -> bytes:
+        """A response's body, also of one that is running.
+
+        Raises:
+            ApiError: 404.
+        """
+        if (running := self._running.get(response_id)) is not None:
+            return await running.body()
+        body = self._find(response_id).body
+        self._stored.move_to_end(response_id)
+        return body
+
+    async def cancel(self, response_id: str) -> bytes:
+        """End a running response; returns its body.
+
+        Raises:
+            ApiError: 404; or 400: it has ended otherwise.
+        """
+        if (running := self._running.get(response_id)) is not None:
+            return await running.cancel()
+        stored = self._find(response_id)
+        if not stored.is_cancelled:
+            raise ApiError(
+                400, "response_ended", "the response has ended, and cannot be cancelled any more", param="id"
+            )
+        return stored.body
+
+    def delete(self, response_id: str) -> None:
+        """Forget a response.
+
+        Raises:
+            ApiError: 404; or 400: it is running.
+        """
+        if response_id in self._running:
+            raise ApiError(
+                400, "response_running", "the response is still being generated; cancel it first", param="id"
+            )
+        self._num_bytes -= self._find(response_id).num_bytes
+        del self._stored[response_id]
+
+    def _find(self, response_id: str) -> StoredResponse:
+        if response_id not in self._stored:
+            message = f"there is no response {response_id[:100]!r}: it was not stored, or has given way to others"
+            raise ApiError(404, "not_found", message, param="id")
+        return self._stored[response_id]

@@ -1,0 +1,118 @@
+"""A request's streams, one for each of its prompts, read as one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+from aioengine.engine import Stream
+from aioengine.errors import AioEngineError
+from aioengine.outputs import CompletionDelta, RequestOutput
+
+
+class StreamGroup:
+    """Several streams as one: `enter`, `watch`, then `wait` and `take` until it `is_ended`.
+
+    Args:
+        streams: one for each prompt, not entered yet, and of as many choices; a choice's number counts through all.
+    """
+
+    def __init__(self, streams: list[Stream]) -> None:
+        self.streams = streams
+        self._num_choices = streams[0].params.n
+        self._entered: list[Stream] = []
+        self._ready: list[int] = []
+        """Numbers of streams that have something to take, once for each choice of theirs, and once for their end."""
+        self._num_open = 0
+        self._failure: AioEngineError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def enter(self, stack: contextlib.AsyncExitStack) -> None:
+        """Hand the streams to the engine, all or none; leaving the stack, for any reason, aborts what has not ended."""
+        for stream in self.streams:
+            await stack.enter_async_context(stream)
+            self._entered.append(stream)
+
+    @property
+    def num_choices(self) -> int:
+        """Of all prompts."""
+        return len(self.streams) * self._num_choices
+
+    @property
+    def is_ended(self) -> bool:
+        """All has been taken."""
+        return not self._num_open
+
+    def abort(self) -> None:
+        """End all of them with what they have."""
+        for stream in self.streams:
+            stream.abort()
+
+    def watch(self) -> None:
+        """Follow the streams from now on, for `wait` and `take`."""
+        self._num_open = self.num_choices
+        for number, stream in enumerate(self.streams):
+            stream.watch(self._marker_of(number))
+
+    def _marker_of(self, number: int) -> Callable[[], None]:
+        def mark_ready() -> None:
+            self._ready.append(number)
+            self.wake()
+
+        return mark_ready
+
+    async def wait(self) -> bool:
+        """Wait for something to `take`, or for the end; False where it was `wake` that ended the wait."""
+        if not self._ready:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return bool(self._ready)
+
+    def wake(self) -> None:
+        """End a `wait`, though there may be nothing to take."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def take(self) -> list[tuple[int, CompletionDelta]]:
+        """All deltas that have come, each with the number of its choice.
+
+        Raises:
+            StepFailed, EngineDead, EngineClosed: a request has failed, and all that had arrived of it was taken.
+        """
+        if self._failure is not None:
+            raise self._failure
+        numbers, self._ready = self._ready, []
+        taken: list[tuple[int, CompletionDelta]] = []
+        for number in numbers:
+            stream = self.streams[number]
+            try:
+                # A single choice has one delta for each time that it was ready: asking again costs half of it.
+                while (delta := stream.take()) is not None:
+                    taken.append((number * self._num_choices + delta.index, delta))
+                    if delta.finish_reason is not None:
+                        self._num_open -= 1
+                    if self._num_choices == 1:
+                        break
+            except AioEngineError as error:
+                if not taken:
+                    raise
+                self._failure = error
+                self._ready.append(number)  # to be asked again
+                break
+        return taken
+
+    async def finish(self) -> list[RequestOutput]:
+        """Wait for the end of all; one output for each prompt."""
+        return [await stream.finish() for stream in self.streams]
+
+    def outputs(self) -> list[RequestOutput]:
+        """All prompts' outputs as far as they have come."""
+        return [stream.result for stream in self._entered]
+
+    def output_of(self, choice: int) -> RequestOutput:
+        """The output of the prompt of the choice of that number, as far as it has come."""
+        return self.streams[choice // self._num_choices].result
