@@ -185,6 +185,7 @@ TAKEN: dict[str, tuple[str, Callable[[], bytes | dict[str, Any]]]] = {
             "stream": True,
         },
     ),
+    "prompt_logprobs of all": (COMPLETIONS, lambda: with_prompt(LONG_TEXT, prompt_logprobs=20, return_token_ids=True)),
     "128 choices with 20 logprobs": (COMPLETIONS, lambda: completion(**CHOICES)),
     "128 choices with 20 logprobs, streamed": (COMPLETIONS, lambda: completion(**CHOICES, stream=True)),
     "128 chats with 20 logprobs": (CHATS, lambda: chat(**{**CHOICES, "logprobs": True, "top_logprobs": 20})),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 from openai import AsyncOpenAI
@@ -207,7 +208,7 @@ async def test_as_many_as_fit_leave_room_for_the_answer(engine: Engine, http: ht
     text = "the fox and the hare " * limit
     ids = await engine.tokenize(text)
     assert len(ids) > 2 * limit
-    for prompt in (text, ids, tuple(ids)):
+    for prompt in (text, ids, tuple(ids), np.array(ids)):
         for max_tokens, num_kept in ((7, limit - 7), (1, limit - 1), (limit + 9, 1)):
             asked: Any = {"truncate_prompt_tokens": -1, "max_tokens": max_tokens, "temperature": 0}
             if max_tokens > 7:

@@ -219,7 +219,7 @@ class ChoicesAnswer(Answer):
         self._tells_of_each_token = top_logprobs is not None or extras.has_token_ids
         """Also of those that bring no text."""
         self._has_usage = has_usage
-        self.max_positions = positions_a_slice(top_logprobs)
+        self.max_positions = positions_a_slice(max(top_logprobs or 0, extras.num_prompt_top or 0))
         self._event_head = self._head_of(self.PART)
         self._event_end = b'}],"usage":null}\n\n' if has_usage else b"}]}\n\n"
         self._prefixes: dict[int, bytes] = {}
