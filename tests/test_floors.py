@@ -34,7 +34,7 @@ FLOORS = """
     outputs
     config metrics sampling_params
     structured tool_calls
-    own_process plain_struct progress turns validation
+    import_path own_process plain_struct plugins progress turns validation
     _version errors
 """.strip().splitlines()
 """From the top down. Rooms on one floor do not know each other."""

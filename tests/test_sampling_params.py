@@ -153,6 +153,7 @@ def is_plain(value: Any, name: str) -> bool:
         "allowed_token_ids": lambda v: v is None or (is_ids(v) and len(v) > 0),
         "logprob_token_ids": lambda v: v is None or is_ids(v),
         "logits_processors": lambda v: type(v) is tuple and all(map(callable, v)),
+        "extra_args": lambda v: v is None or type(v) is dict,
         "logit_bias": lambda v: (
             v is None
             or (
@@ -167,6 +168,7 @@ def is_plain(value: Any, name: str) -> bool:
         "prompt_logprobs": lambda v: v is None or is_count(v),
         "structured": lambda v: v is None or isinstance(v, Constraint),
         "max_thinking_tokens": lambda v: v is None or is_count(v),
+        "truncate_prompt_tokens": lambda v: v is None or v == -1 or (is_count(v) and v > 0),
     }
     default = getattr(SamplingParams(), name)
     if name in kinds:
@@ -357,7 +359,7 @@ def test_parameters_of_vllms_are_taken_where_they_ask_for_nothing() -> None:
     for name, neutral in NEUTRAL_PARAMS.items():
         for value in neutral.values or ():
             assert SamplingParams(**{name: value}) == SamplingParams()
-        assert (name in FIELDS) == (not neutral.instead) or name == "skip_clone"
+        assert (name in FIELDS) == (not neutral.instead)
         with pytest.raises(InvalidRequest, match=name) as error:
             SamplingParams(**{name: 7})
         assert error.value.param == name

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from aioengine.errors import ConfigError
+from aioengine.import_path import PATTERN, path_of
 from aioengine.validation import NOT_YET, Neutral, check_fields, check_known_fields, without_neutral
 
 TEXT_ALONE = "this engine takes text alone"
@@ -17,15 +18,93 @@ IN_CONFIG = "change it in the config.json of a copy of the folder"
 WITH_MODEL = "the tokenizer is that of the model's folder: put other files there"
 NO_REMOTE_CODE = "no code that comes with a model is run"
 ONE_DEVICE = "an engine computes on one device; start one for each, in processes of their own"
+WITHOUT_MEANING = (
+    # How many devices, workers and processes do their parts: there is one.
+    "all2all_backend", "cp_kv_cache_interleave_size", "data_parallel_address", "data_parallel_backend",
+    "data_parallel_external_lb", "data_parallel_hybrid_lb", "data_parallel_rpc_port", "data_parallel_start_rank",
+    "dbo_decode_token_threshold", "dbo_prefill_token_threshold", "disable_custom_all_reduce",
+    "disable_nccl_for_dp_synchronization", "enable_ep_weight_filter", "eplb_config", "eplb_log_balancedness",
+    "eplb_step_interval", "eplb_window_size", "expert_placement_strategy", "fault_tolerance_config", "master_addr",
+    "master_port", "max_parallel_loading_workers", "num_redundant_experts", "numa_bind", "ray_workers_use_nsight",
+    "ubatch_size", "worker_use_ray",
+    # How fast it is by other parts than ours.
+    "additional_config", "attention_backend", "attention_config", "cuda_graph_sizes", "cudagraph_capture_sizes",
+    "disable_async_output_proc", "disable_cascade_attn", "disable_hybrid_kv_cache_manager",
+    "enable_flashinfer_autotune", "gdn_prefill_backend", "ignore_patterns", "ir_op_priority", "kernel_config",
+    "kv_offloading_backend", "kv_sharing_fast_prefill", "linear_backend", "max_context_len_to_capture",
+    "max_cudagraph_capture_size", "max_long_partial_prefills", "max_num_partial_prefills", "max_seq_len_to_capture",
+    "moe_backend", "multi_step_stream_outputs", "num_lookahead_slots", "num_scheduler_steps", "optimization_level",
+    "override_attention_dtype", "performance_mode", "preemption_mode", "prefix_caching_hash_algo",
+    "prefix_match_unit", "pt_load_map_location", "renderer_num_workers", "safetensors_load_strategy",
+    "scheduler_delay_factor", "swap_space", "tokenizer_pool_extra_config", "tokenizer_pool_size",
+    "tokenizer_pool_type", "use_v2_block_manager", "watermark",
+    # Of what is off: adapters, images, state-space layers, sleep.
+    "disable_chunked_mm_input", "disable_mm_preprocessor_cache", "enable_lora_bias",
+    "enable_mamba_cache_stochastic_rounding", "enable_multimodal_encoder_data_parallel", "enable_sleep_mode",
+    "fully_sharded_loras", "language_model_only", "lora_dtype", "lora_extra_vocab_size", "mamba_backend",
+    "mamba_block_size", "mamba_cache_dtype", "mamba_cache_mode", "mamba_cache_philox_rounds", "mamba_config",
+    "mamba_ssm_cache_dtype", "max_cpu_loras", "max_lora_rank", "max_loras", "max_prompt_adapter_token",
+    "max_prompt_adapters", "mm_encoder_attn_backend", "mm_encoder_tp_mode", "mm_processor_cache_gb",
+    "mm_processor_cache_type", "mm_shm_cache_max_object_size_mb", "skip_mm_profiling", "video_pruning_rate",
+    # What else is told of it.
+    "aggregate_engine_logging", "cudagraph_metrics", "enable_layerwise_nvtx_tracing",
+    "enable_logging_iteration_details", "enable_mfu_metrics", "enable_mm_processor_stats",
+    "fail_on_environ_validation", "kv_cache_metrics", "kv_cache_metrics_sample", "max_log_len",
+    "show_hidden_metrics_for_version", "shutdown_timeout",
+)  # fmt: skip
+"""vLLM's engine arguments that change no answer here, whatever is given."""
+
 NEUTRAL_CONFIG = {
-    **dict.fromkeys(("speculative_config", "kv_transfer_config"), Neutral((None,), NOT_YET)),
+    **dict.fromkeys(WITHOUT_MEANING, Neutral(None)),
     **dict.fromkeys(
-        ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), Neutral((None, 1), ONE_DEVICE)
+        (
+            *("speculative_config", "speculative_model", "num_speculative_tokens", "spec_method", "spec_model"),
+            *("spec_tokens", "kv_transfer_config", "kv_events_config", "ec_transfer_config", "diffusion_config"),
+            *("io_processor_plugin", "data_parallel_size_local", "profiler_config"),
+        ),
+        Neutral((None,), NOT_YET),
     ),
     **dict.fromkeys(
-        ("disable_custom_all_reduce", "max_seq_len_to_capture", "swap_space", "enable_sleep_mode", "max_log_len"),
-        Neutral(None),
+        ("pooler_config", "override_pooler_config", "default_mm_loras", "reasoning_config", "weight_transfer_config"),
+        Neutral((None, {}), NOT_YET),
     ),
+    **dict.fromkeys(
+        (
+            *("enable_prompt_embeds", "enable_prompt_adapter", "enable_return_routed_experts", "calculate_kv_scales"),
+            *("enable_fault_tolerance", "tokens_only"),
+        ),
+        Neutral((None, False), NOT_YET),
+    ),
+    **dict.fromkeys(
+        (
+            *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size"),
+            *("prefill_context_parallel_size", "nnodes"),
+        ),
+        Neutral((None, 1), ONE_DEVICE),
+    ),
+    **dict.fromkeys(("data_parallel_rank", "node_rank"), Neutral((None, 0), ONE_DEVICE)),
+    **dict.fromkeys(("enable_dbo", "enable_eplb"), Neutral((None, False), ONE_DEVICE)),
+    **dict.fromkeys(
+        ("block_size", "enable_prefix_caching", "logits_processors", "max_num_batched_tokens", "max_num_seqs"),
+        Neutral((None,)),
+    ),
+    "worker_cls": Neutral((None, "auto"), "there is one; ProcessOptions(executor=...) takes another's place"),
+    "worker_extension_cls": Neutral((None, ""), "register functions with aioengine.worker_function"),
+    "kv_offloading_size": Neutral((None, 0), NOT_YET),
+    "logprobs_mode": Neutral((None, "raw_logprobs"), "log-probabilities are those before rules and temperature"),
+    "logits_processor_pattern": Neutral((None,), "name those that requests may ask for in logits_processors"),
+    "long_prefill_token_threshold": Neutral((None, 0), "give max_mixed_prefill_tokens"),
+    "model_loader_extra_config": Neutral((None, {}), "there is one loader"),
+    "otlp_traces_endpoint": Neutral((None,), "set OpenTelemetry up in the program: each request has a span"),
+    "collect_detailed_traces": Neutral((None, []), "set OpenTelemetry up in the program: each request has a span"),
+    "guided_decoding_disable_fallback": Neutral(None),
+    "guided_decoding_disable_any_whitespace": Neutral((None, False), NOT_YET),
+    "guided_decoding_disable_additional_properties": Neutral((None, False), NOT_YET),
+    "allowed_media_domains": Neutral((None, []), TEXT_ALONE),
+    "enable_mm_embeds": Neutral((None, False), TEXT_ALONE),
+    "interleave_mm_strings": Neutral((None, False), TEXT_ALONE),
+    "media_io_kwargs": Neutral((None, {}), TEXT_ALONE),
+    "enable_reasoning": Neutral((None, False), "give reasoning_format"),
     "runner": Neutral((None, "auto", "generate"), NOT_YET),
     "task": Neutral((None, "auto", "generate"), NOT_YET),
     "convert": Neutral((None, "auto", "none"), NOT_YET),
@@ -54,11 +133,11 @@ NEUTRAL_CONFIG = {
     "enable_chunked_prefill": Neutral(
         (None, True), "long prompts are always computed in chunks; raise max_num_batched_tokens for longer ones"
     ),
-    "scheduling_policy": Neutral((None, "fcfs", "priority"), "requests go by priority, equal ones by age"),
+    "scheduling_policy": Neutral((None, "fcfs", "priority"), "give scheduler: 'fcfs', 'priority' or 'fair'"),
+    "scheduler_cls": Neutral((None,), "give scheduler: a class of yours, or 'module:Class'"),
     "async_scheduling": Neutral((None, True), "give max_in_flight=1"),
     "generation_config": Neutral((None, "auto"), "give each request the values that it is to have"),
     "override_generation_config": Neutral((None, {}), "give each request the values that it is to have"),
-    "logits_processors": Neutral((None, []), "give them to each request"),
     "enable_lora": Neutral((None, False), NOT_YET),
     "structured_outputs_config": Neutral((None, {}), "there is one backend, llguidance"),
     "guided_decoding_backend": Neutral((None, "auto", "guidance"), "there is one backend, llguidance"),
@@ -130,6 +209,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["auto", "fp8", "int8"],
         Meta(description="auto: the model's; in about half the memory: fp8 (e4m3) on GPUs from 8.9 on, int8 on a CPU"),
     ] = "auto"
+    scheduler: Annotated[
+        str,
+        Meta(
+            pattern=rf"^(fcfs|priority|fair|{PATTERN})$",
+            description="what goes first: by priority, fcfs (by age alone), fair (tenants share alike) or module:Class",
+        ),
+    ] = "priority"
+    logits_processors: Annotated[
+        tuple[Annotated[str, Meta(pattern=rf"^{PATTERN}$")], ...],
+        Meta(description="module:function that makes a logits processor of a request's arguments (its extra_args)"),
+    ] = ()
     cuda_graphs: Annotated[
         Literal["start", "lazy", "off"],
         Meta(
@@ -181,7 +271,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dump_dir: Annotated[str, Meta(description="folder for the reports of failed steps; absent: log only")] | None = None
 
     def __post_init__(self) -> None:
+        scheduler: object = self.scheduler
+        if isinstance(scheduler, type):
+            msgspec.structs.force_setattr(self, "scheduler", path_of(scheduler))
+        if isinstance(self.logits_processors, list | tuple):
+            paths = [path_of(given) if callable(given) else given for given in self.logits_processors]
+            msgspec.structs.force_setattr(self, "logits_processors", paths)
         check_fields(self, _refused)
+        names = [path.partition(":")[2] for path in self.logits_processors]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"logits_processors={list(self.logits_processors)}: requests could not tell two apart")
         if not DEVICE.fullmatch(self.device):
             raise ConfigError(f"device={self.device!r} is none: auto, cpu, cuda, or cuda:0 and so on")
         if self.heartbeat_timeout_s < 2 * self.heartbeat_interval_s:
@@ -214,6 +313,8 @@ class ConfigKeywords(TypedDict, total=False):
     memory_utilization: float
     gpu_memory_utilization: float
     kv_cache_dtype: Literal["auto", "fp8", "int8"]
+    scheduler: str | type
+    logits_processors: list[str] | tuple[str, ...]
     cuda_graphs: Literal["start", "lazy", "off"]
     tune_kernels: bool
     enable_prefix_caching: bool
@@ -263,7 +364,7 @@ class ProcessOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         tuple[Name, ...], Meta(description="modules that it imports first, such as those with worker functions")
     ] = ()
     executor: Annotated[
-        Annotated[str, Meta(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")] | None,
+        Annotated[str, Meta(pattern=f"^{PATTERN}$")] | None,
         Meta(description="module:function that makes the device side there, from the EngineConfig; absent: torch's"),
     ] = None
     start_timeout_s: Annotated[Seconds, Meta(description="seconds until it must be ready, loading included")] = 600.0

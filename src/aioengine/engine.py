@@ -188,6 +188,8 @@ class Engine(EngineControl):
         sampling_params: SamplingParams | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        tenant: str | None = None,
+        trace_headers: Mapping[str, str] | None = None,
         on_full: OnFull = "wait",
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: Any = None,
@@ -214,6 +216,9 @@ class Engine(EngineControl):
             request_id: your name for it; it may repeat. One is made up when absent.
             priority: smaller goes first, and preempts larger ones that run; equal ones go by age.
             cache_salt: share cached prefixes only with requests of the same salt.
+            tenant: for whom it is, where ``scheduler="fair"``: tenants share the engine alike, however much each asks.
+            trace_headers: ``traceparent`` and ``tracestate`` of the OpenTelemetry span that its own is to be inside of;
+                absent: the current one. It has none where the program has not set OpenTelemetry up.
             on_full: with ``max_waiting`` sequences waiting already, "wait" for admission or "raise" `EngineOverloaded`.
             chat_template_kwargs: variables for the model's chat template, such as ``enable_thinking``; plain data.
                 Among them ``add_generation_prompt``: end the prompt with what begins an answer, True where no message
@@ -238,6 +243,7 @@ class Engine(EngineControl):
         call: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "on_full": on_full, "may_wait": True}
         call |= {"effort": reasoning_effort, "options": AnswerOptions.of(tools, tool_choice, parallel_tool_calls)}
         call |= {"chat_template": chat_template, "add_special_tokens": add_special_tokens}
+        call |= {"tenant": tenant, "trace_headers": trace_headers}
         wanted = OutputType(output_type) if output_type is not None else None
         if wanted is not None:
             params, sampling = wanted.constrain(params or sampling_params, sampling)
@@ -259,6 +265,8 @@ class Engine(EngineControl):
         sampling_params: SamplingParams | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        tenant: str | None = None,
+        trace_headers: Mapping[str, str] | None = None,
         on_full: OnFull = "wait",
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: Any = None,
@@ -284,7 +292,8 @@ class Engine(EngineControl):
             stream_interval: tokens of a choice between two deltas, the first and the last delta aside; absent: the
                 engine's.
         """
-        call: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "on_full": on_full}
+        call: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "tenant": tenant, "on_full": on_full}
+        call |= {"trace_headers": trace_headers}
         call |= {"max_unread_tokens": max_unread_tokens, "stream_interval": stream_interval}
         call |= {"effort": reasoning_effort, "options": AnswerOptions.of(tools, tool_choice, parallel_tool_calls)}
         call |= {"chat_template": chat_template, "add_special_tokens": add_special_tokens}
@@ -300,6 +309,7 @@ class Engine(EngineControl):
         request_id: str | None,
         *,
         cache_salt: Any,
+        trace_headers: Any,
         effort: Any,
         options: AnswerOptions,
         may_wait: Any = False,
@@ -316,7 +326,9 @@ class Engine(EngineControl):
         if effort is not None and isinstance(template, Mapping | None):
             template = {**template_variables(effort), **(template or {})}
         name = make_id() if request_id is None else request_id
-        checked_call = Call(request_id=name, cache_salt=cache_salt, **call)
+        if isinstance(trace_headers, Mapping):
+            trace_headers = {key.lower(): value for key, value in trace_headers.items() if isinstance(key, str)}
+        checked_call = Call(request_id=name, cache_salt=cache_salt, trace_headers=trace_headers, **call)
         seed = None
         if self._seeds is not None and all(getattr(given, "seed", None) is None for given in (params, sampling_params)):
             seed = self._seeds.getrandbits(56) if sampling.get("seed") is None else None

@@ -37,6 +37,8 @@ MAX_ALLOWED_TOKEN_IDS = 2**20
 """More than any vocabulary has."""
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_LOGITS_PROCESSORS = 64
+MAX_EXTRA_ARGS_BYTES = 65_536
+"""Of all arguments together, in msgpack."""
 MAX_BIAS = 100.0
 MAX_INT = 2**31 - 1
 
@@ -48,9 +50,10 @@ NEUTRAL_PARAMS = {
     **dict.fromkeys(("stop", "stop_token_ids", "bad_words", "logits_processors"), Neutral((None,))),
     "best_of": Neutral((None, 1), "give n, and choose by the choices' cumulative_logprob"),
     **dict.fromkeys(
-        ("prompt_logprob_token_ids", "repetition_detection"),
+        ("prompt_logprob_token_ids", "repetition_detection", "trace_decode_token_ids"),
         Neutral((None,), NOT_YET),
     ),
+    "routed_experts_prompt_start": Neutral((None, 0), NOT_YET),
     "use_beam_search": Neutral((None, False), NOT_YET),
     "length_penalty": Neutral((None, 1.0), "it is for beam search"),
     "early_stopping": Neutral((None, False), "it is for beam search"),
@@ -62,8 +65,7 @@ NEUTRAL_PARAMS = {
     "flat_logprobs": Neutral((None, False), "log-probabilities are a dict for each token"),
     "prompt_logprob_start": Neutral((None, 0), "all of the prompt's are given"),
     "skip_reading_prefix_cache": Neutral((None, False), "give a cache_salt of its own"),
-    "extra_args": Neutral((None, {}), "write a function for logits_processors, and bind what it needs"),
-    "skip_clone": Neutral((None, False, True)),
+    "skip_clone": Neutral((None, False, True), "parameters never change, so that none are cloned"),
 }
 """Parameters of vLLM's `SamplingParams` that this engine has not, with the values at which they have no effect."""
 
@@ -85,8 +87,10 @@ NEUTRAL_ARGUMENTS = {
     "stream": Neutral((None, False), "use `async with engine.stream(...) as stream:`"),
     "timeout": Neutral((None,), "await it in `async with asyncio.timeout(seconds):`"),
     "tokenization_kwargs": Neutral((None, {}), "give token ids, such as those of Engine.tokenize"),
-    "trace_headers": Neutral((None, {}), "spans have the context in which the call is made"),
     "prompt_text": Neutral(None),
+    "prompt_token_ids": Neutral((None,), "give the ids as the prompt, the first argument"),
+    "arrival_time": Neutral((None,), "a request's times count from its call"),
+    "reasoning_ended": Neutral((None, False), "give it in chat_template_kwargs, as the model's template calls it"),
     "documents": Neutral((None, []), NOT_YET),
     "chat_template_content_format": Neutral((None, "auto", "string"), "contents are given to the template as text"),
     "mm_processor_kwargs": Neutral((None, {}), "this engine takes text alone"),
@@ -238,6 +242,9 @@ class SamplingParams(
     ] = None
     logits_processors: Annotated[tuple[Any, ...], Meta(max_length=MAX_LOGITS_PROCESSORS)] = ()
     """Functions over logits, in this process only: see `aioengine.LogitsProcessor`."""
+    extra_args: Annotated[dict[str, Any], Meta(max_length=MAX_LOGITS_PROCESSORS)] | None = None
+    """Logits processors of the engine's (`EngineConfig.logits_processors`), by name, with their arguments: a dict of
+    keywords, or one argument. Plain data, which travels."""
     logprobs: Annotated[
         NumLikeliest | None,
         Meta(description="log-probabilities of each token and of this many likeliest ones, before temperature"),
@@ -285,6 +292,8 @@ class SamplingParams(
                 raise invalid(
                     "logits_processors", f"logits_processors holds {shorten(processor)}, which cannot be called"
                 )
+        if self.extra_args:
+            msgspec.structs.force_setattr(self, "extra_args", _plain(self.extra_args))
         if self.logit_bias:
             clamped = {token: min(max(bias, -MAX_BIAS), MAX_BIAS) for token, bias in self.logit_bias.items()}
             msgspec.structs.force_setattr(self, "logit_bias", clamped)
@@ -324,6 +333,18 @@ class SamplingParams(
         return 1 if self.is_greedy else self.n
 
 
+def _plain(extra_args: dict[str, Any]) -> dict[str, Any]:
+    """A copy, as another process would have it."""
+    try:
+        encoded = msgspec.msgpack.encode(extra_args)
+        copy: dict[str, Any] = msgspec.msgpack.decode(encoded)
+    except Exception as error:  # a class of the caller's own may raise anything
+        raise invalid("extra_args", f"extra_args takes plain data, such as numbers, texts and lists: {error}") from None
+    if len(encoded) > MAX_EXTRA_ARGS_BYTES:
+        raise invalid("extra_args", f"extra_args has {len(encoded)} bytes; at most {MAX_EXTRA_ARGS_BYTES} are possible")
+    return copy
+
+
 _PLAIN_PARAMS = frozenset(SamplingParams.__struct_fields__) - NEUTRAL_PARAMS.keys()
 """Fields that `without_neutral` need not look at."""
 
@@ -351,6 +372,7 @@ class SamplingKeywords(TypedDict, total=False):
     structured: Any
     max_thinking_tokens: int | None
     logits_processors: list[Any] | tuple[Any, ...] | None
+    extra_args: dict[str, Any] | None
     logprobs: int | None
     logprob_token_ids: list[int] | tuple[int, ...] | None
     prompt_logprobs: int | None

@@ -14,7 +14,7 @@ import msgspec
 
 from aioengine.core.listener import UNLIMITED
 from aioengine.frontend.admission import OnFull
-from aioengine.frontend.prompt import Call, Checked, num_chars, prepare, unprepared
+from aioengine.frontend.prompt import Call, Checked, num_chars, operation_of, prepare, unprepared
 from aioengine.frontend.request_state import RequestState
 from aioengine.frontend.runtime import Runtime
 from aioengine.outputs import CompletionDelta, RequestOutput
@@ -29,6 +29,7 @@ class Stream:
 
     Attributes:
         request_id: the request's.
+        arrival_time: from when on its times count, in Unix seconds; to be set before it is entered. None: from then on.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Stream:
         if not is_later:
             self._ask()
         self._state = RequestState(call.request_id)
+        self.arrival_time: float | None = None
         self._is_entered = False
         self._is_exhausted = False
 
@@ -71,7 +73,8 @@ class Stream:
         self._runtime.admission.enter(self._state)
         try:
             await self._begin()
-        except BaseException:
+        except BaseException as error:
+            self._state.end_span(error)
             self._runtime.admission.leave(self._state)
             raise
         return self
@@ -91,11 +94,18 @@ class Stream:
             runtime.core.check_accepting()  # nothing would dismiss it from the queue of an engine that has ended
             self._ask()
         asked = self._checked
-        state.arrive(runtime.core)
+        state.arrive(runtime.core, self.arrival_time)
         state.stream_interval = call.stream_interval or runtime.config.stream_interval
         state.max_unread = call.max_unread_tokens or UNLIMITED
+        inside = state.begin_span(operation_of(asked.prompt), asked.params, call.trace_headers)
+        if inside is not None:
+            call = msgspec.structs.replace(call, trace_headers=inside)
         num_acquired = await runtime.admission.acquire(
-            state, call.on_full, priority=call.priority, num_sequences=asked.params.num_sequences
+            state,
+            call.on_full,
+            priority=call.priority,
+            num_sequences=asked.params.num_sequences,
+            tenant=call.tenant or "",
         )
         try:
             if num_acquired:

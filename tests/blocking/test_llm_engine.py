@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import json
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -520,3 +521,98 @@ def test_a_closed_engine_says_so(open_engine: Open, device: Any) -> None:
         with pytest.raises(EngineClosed):
             ask()
     assert repr(engine) == "<LLMEngine 'demo' closed>"
+
+
+# As vLLM's has it
+
+
+class Logger:
+    """What a program's own logger looks like, with all that it has heard."""
+
+    def __init__(self, config: Any, engine_index: int = 0) -> None:
+        self.config = config
+        self.heard: list[Any] = []
+
+    def record(
+        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+    ) -> None:
+        self.heard.append((scheduler_stats, iteration_stats))
+
+    def log_engine_initialized(self) -> None:
+        self.heard.append("initialized")
+
+    def log(self) -> None:
+        self.heard.append("log")
+
+
+def test_stat_loggers_hear_of_each_step_and_each_end(device: Any) -> None:
+    made: list[Logger] = []
+
+    def make(config: Any, index: int) -> Logger:
+        made.append(Logger(config, index))
+        return made[-1]
+
+    engine = LLMEngine.from_engine_args({"max_num_seqs": 4}, stat_loggers=[make], executor=device, max_waiting=9)
+    with engine:
+        add(engine, 3)
+        run_to_end(engine)
+        add(engine, 1)
+        run_to_end(engine)
+        engine.do_log_stats()
+    (logger,) = made
+    assert logger.config is engine.engine_config
+    first, *steps, last = logger.heard
+    assert (first, last) == ("initialized", "log")
+    iterations = [iteration for _, iteration in steps]
+    assert sum(iteration.num_generation_tokens for iteration in iterations) == 20
+    assert sum(len(iteration.time_to_first_tokens_iter) for iteration in iterations) == 4
+    assert sum(len(iteration.inter_token_latencies_iter) for iteration in iterations) == 16
+    ends = [end for iteration in iterations for end in iteration.finished_requests]
+    assert [(end.finish_reason, end.num_generation_tokens) for end in ends] == [("length", 5)] * 4
+    assert max(scheduler.num_running_reqs for scheduler, _ in steps) >= 1
+    assert all(0 <= scheduler.kv_cache_usage <= 1 for scheduler, _ in steps)
+
+
+@pytest.mark.parametrize("loggers", [[7], [lambda config, index: None], [object()]])
+def test_what_is_no_stat_logger_is_refused_and_nothing_is_left(loggers: Any, device: Any) -> None:
+    with pytest.raises(ConfigError, match="stat_loggers"):
+        LLMEngine(executor=device, stat_loggers=loggers)
+
+
+def test_log_stats_is_the_interval(device: Any) -> None:
+    with LLMEngine(executor=device, log_stats=False) as engine:
+        assert (engine.engine_config.log_stats_interval_s, engine.log_stats) == (0.0, False)
+        assert engine.tokenizer is engine.get_tokenizer()
+
+
+def test_times_count_from_the_arrival_that_is_told(open_engine: Open) -> None:
+    engine = open_engine()
+    arrived_at = time.time() - 50
+    engine.add_request("late", IDS, params(), arrived_at, trace_headers={"traceparent": "x"}, priority=1)
+    engine.add_request("ahead", IDS, params(), time.time() + 500, lora_request=None, tokenization_kwargs=None)
+    outputs = run_to_end(engine)
+    late, ahead = outputs["late"][-1].metrics, outputs["ahead"][-1].metrics
+    assert late is not None
+    assert late.arrival_time == arrived_at
+    assert 50 <= (late.queue_time_s or 0.0) <= (late.e2e_latency_s or 0.0) < 100
+    assert ahead is not None
+    assert 0 <= (ahead.e2e_latency_s or 0.0) < 50
+
+
+@pytest.mark.parametrize(
+    ("param", "bad"),
+    [
+        ("arrival_time", {"arrival_time": "now"}),
+        ("arrival_time", {"arrival_time": float("nan")}),
+        ("arrival_time", {"arrival_time": True}),
+        ("lora_request", {"lora_request": "adapter"}),
+        ("temperature", {"temperature": 0.5}),
+        ("trace_headers", {"trace_headers": 7}),
+    ],
+)
+def test_arguments_that_mean_something_else_are_named(open_engine: Open, param: str, bad: dict[str, Any]) -> None:
+    engine = open_engine()
+    with pytest.raises(InvalidRequest, match=param) as caught:
+        engine.add_request("bad", IDS, params(), **bad)
+    assert caught.value.param == param
+    assert not engine.has_unfinished_requests()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from contract.fakes import VOCAB_SIZE
-from contract.ways import BOTH_LOOPS, ids_of, reasons_of, same_output, told
+from contract.ways import BOTH_LOOPS, Opener, has_load, ids_of, reasons_of, same_output, told
 from waiting import until
 
 from aioengine import Engine, SamplingParams
@@ -97,7 +97,14 @@ TRAVELLING: dict[str, Any] = {
     "spaces_between_special_tokens": False,
     "include_stop_str_in_output": True,
 }
-NOT_TRAVELLING = {"logits_processors", "detokenize", "structured", "max_thinking_tokens"}
+NOT_TRAVELLING = {
+    "logits_processors",
+    "extra_args",
+    "detokenize",
+    "structured",
+    "max_thinking_tokens",
+    "truncate_prompt_tokens",
+}
 """One cannot; the others are compared by what comes of them, in tests of their own."""
 
 
@@ -158,6 +165,23 @@ async def test_a_cache_salt_keeps_prefixes_apart_and_what_was_cached_is_told(eng
         return output.num_cached_tokens
 
     assert [await num_cached(salt) for salt in ("one", "another", None, "one", None, "another")] == [0] * 3 + [48] * 3
+
+
+async def test_a_policy_of_ones_own_is_found_by_its_path_and_knows_the_tenants(opener: Opener) -> None:
+    engine = await opener.open(scheduler="contract.fakes:ByTenant", max_num_seqs=1)
+    await engine.pause()
+    ended: list[str] = []
+
+    async def ask(tenant: str) -> None:
+        await engine.generate(PROMPT, seed=1, max_tokens=2, tenant=tenant)
+        ended.append(tenant)
+
+    async with asyncio.TaskGroup() as tasks:
+        for tenant in "3142":
+            tasks.create_task(ask(tenant))
+        await until(has_load(engine, waiting=4))
+        await engine.resume()
+    assert ended == ["4", "3", "2", "1"]
 
 
 # Streams

@@ -15,6 +15,7 @@ from aioengine import ConfigError, Engine, EngineConfig, InvalidRequest, Request
 from aioengine.config import NEUTRAL_CONFIG
 from aioengine.sampling_params import NEUTRAL_ARGUMENTS
 from aioengine.testing import FakeExecutor
+from aioengine.validation import Neutral
 
 IDS = [5, 6, 7]
 PARAMS = SamplingParams(seed=1, max_tokens=4, ignore_eos=True)
@@ -209,12 +210,145 @@ async def test_a_bad_prompt_dict_is_refused_at_the_call(serve: Any, prompt: Any,
 
 def test_engine_arguments_of_vllms_are_taken_where_they_ask_for_nothing() -> None:
     for name, neutral in NEUTRAL_CONFIG.items():
-        assert name not in EngineConfig.__struct_fields__
+        assert (name in EngineConfig.__struct_fields__) == (neutral == Neutral((None,)))
         for value in neutral.values or (None, 3):
             assert Engine(**{name: value}).config == EngineConfig()
-        if neutral.values is not None:
+        if neutral.instead:
             with pytest.raises(ConfigError, match=f"{name}='other' is not supported: .*{neutral.instead[-20:]}"):
                 Engine(**{name: "other"})  # type: ignore[arg-type]
+
+
+ENGINE_ARGS: list[tuple[Any, str]] = [
+    (
+        None,
+        """
+        served_model_name tokenizer hf_config_path task allowed_media_domains download_dir seed max_model_len
+        cudagraph_capture_sizes max_cudagraph_capture_size cuda_graph_sizes distributed_executor_backend
+        data_parallel_rank data_parallel_start_rank data_parallel_size_local data_parallel_address
+        data_parallel_rpc_port all2all_backend max_parallel_loading_workers block_size enable_prefix_caching
+        kv_cache_memory_bytes max_num_batched_tokens max_num_seqs revision code_revision rope_theta hf_token
+        tokenizer_revision quantization mm_processor_kwargs mm_processor_cache_type mm_encoder_attn_backend
+        io_processor_plugin default_mm_loras max_cpu_loras num_gpu_blocks_override enable_chunked_prefill
+        guided_decoding_backend guided_decoding_disable_fallback guided_decoding_disable_any_whitespace
+        guided_decoding_disable_additional_properties logits_processor_pattern speculative_config
+        show_hidden_metrics_for_version otlp_traces_endpoint collect_detailed_traces scheduler_cls pooler_config
+        override_pooler_config kv_transfer_config kv_events_config ec_transfer_config mamba_block_size
+        logits_processors async_scheduling attention_backend kv_offloading_size safetensors_load_strategy
+        video_pruning_rate disable_hybrid_kv_cache_manager diffusion_config spec_method spec_model spec_tokens
+        gdn_prefill_backend disable_nccl_for_dp_synchronization
+        """,
+    ),
+    (
+        False,
+        """
+        skip_tokenizer_init enable_prompt_embeds trust_remote_code data_parallel_hybrid_lb data_parallel_external_lb
+        enable_expert_parallel enable_dbo enable_eplb eplb_log_balancedness disable_sliding_window
+        disable_cascade_attn disable_log_stats aggregate_engine_logging enforce_eager disable_custom_all_reduce
+        enable_mm_embeds interleave_mm_strings disable_mm_preprocessor_cache skip_mm_profiling enable_lora
+        fully_sharded_loras ray_workers_use_nsight disable_chunked_mm_input enable_sleep_mode calculate_kv_scales
+        enable_multimodal_encoder_data_parallel kv_sharing_fast_prefill kv_cache_metrics cudagraph_metrics
+        enable_layerwise_nvtx_tracing enable_mfu_metrics enable_logging_iteration_details enable_mm_processor_stats
+        language_model_only tokens_only fail_on_environ_validation enable_return_routed_experts enable_log_requests
+        enable_fault_tolerance enable_flashinfer_autotune enable_ep_weight_filter
+        """,
+    ),
+    (
+        0,
+        """
+        num_redundant_experts long_prefill_token_threshold num_lookahead_slots cpu_offload_gb shutdown_timeout
+        node_rank
+        """,
+    ),
+    (
+        1,
+        """
+        pipeline_parallel_size tensor_parallel_size decode_context_parallel_size prefill_context_parallel_size
+        data_parallel_size nnodes max_num_partial_prefills max_long_partial_prefills max_loras stream_interval
+        cp_kv_cache_interleave_size
+        """,
+    ),
+    (
+        "auto",
+        """
+        runner convert tokenizer_mode load_format config_format dtype kv_cache_dtype lora_dtype generation_config
+        model_impl mamba_cache_dtype mamba_ssm_cache_dtype worker_cls
+        """,
+    ),
+    (
+        "",
+        """
+        allowed_local_media_path reasoning_parser worker_extension_cls
+        """,
+    ),
+    (
+        "other",
+        """
+        data_parallel_backend expert_placement_strategy prefix_caching_hash_algo mm_encoder_tp_mode ignore_patterns
+        pt_load_map_location override_attention_dtype kv_offloading_backend optimization_level performance_mode
+        mamba_cache_mode
+        """,
+    ),
+    (
+        7,
+        """
+        dbo_decode_token_threshold dbo_prefill_token_threshold eplb_window_size eplb_step_interval swap_space
+        max_logprobs max_lora_rank lora_extra_vocab_size mm_processor_cache_gb mm_shm_cache_max_object_size_mb
+        master_port
+        """,
+    ),
+]
+"""Engine arguments of vLLM's, by a value that asks for nothing: the default where that is one."""
+DICTS = """
+    eplb_config rope_scaling hf_overrides limit_mm_per_prompt media_io_kwargs model_loader_extra_config
+    structured_outputs_config compilation_config attention_config kernel_config override_generation_config
+    additional_config reasoning_config weight_transfer_config
+"""
+
+
+def refusal(make: Callable[[], object]) -> str:
+    """What is said where it is refused; empty where it is taken."""
+    try:
+        make()
+    except (ConfigError, InvalidRequest) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(name, value) for value, names in [*ENGINE_ARGS, ({}, DICTS)] for name in names.split()],
+)
+def test_each_engine_argument_is_known_and_its_neutral_value_taken(name: str, value: Any) -> None:
+    taken = Engine(**{name: value}).config
+    assert taken == EngineConfig() or getattr(taken, name) == value
+    told = refusal(lambda: Engine(**{name: "strange"}))  # type: ignore[arg-type]
+    assert "unknown" not in told, "a sentence says what to do"
+    assert name in told or not told
+
+
+SAMPLING_DEFAULTS: dict[str, Any] = {
+    **{"n": 1, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "temperature": 1.0},
+    **{"top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": None, "stop": None, "stop_token_ids": None, "ignore_eos": False},
+    **{"max_tokens": 16, "min_tokens": 0, "logprobs": None, "prompt_logprobs": None, "prompt_logprob_start": None},
+    **{"prompt_logprob_token_ids": None, "logprob_token_ids": None, "flat_logprobs": False, "detokenize": True},
+    **{"skip_special_tokens": True, "spaces_between_special_tokens": True, "include_stop_str_in_output": False},
+    **{"output_kind": 0, "stream_interval": None, "skip_clone": False, "structured_outputs": None, "logit_bias": None},
+    **{"allowed_token_ids": None, "extra_args": None, "bad_words": None, "skip_reading_prefix_cache": None},
+    **{"thinking_token_budget": None, "repetition_detection": None, "routed_experts_prompt_start": 0, "best_of": None},
+    **{
+        "trace_decode_token_ids": None,
+        "guided_decoding": None,
+        "logits_processors": None,
+        "truncate_prompt_tokens": None,
+    },
+}
+"""Parameters of vLLM's `SamplingParams`, today's and of some versions before, with their defaults."""
+
+
+def test_sampling_parameters_are_taken_at_their_defaults() -> None:
+    assert SamplingParams(**SAMPLING_DEFAULTS) == SamplingParams(max_tokens=16)
+    for name in SAMPLING_DEFAULTS:
+        assert "unknown" not in refusal(lambda name=name: SamplingParams(**{name: object()}))  # type: ignore[misc]
 
 
 def test_the_tokenizer_may_be_said_to_be_the_models() -> None:

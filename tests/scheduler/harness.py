@@ -13,6 +13,7 @@ from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.budget import Budget
 from aioengine.scheduler.kv_manager import KVManager
 from aioengine.scheduler.plan import StepPlan, StepResult, Want, int32
+from aioengine.scheduler.policy import Policy
 from aioengine.scheduler.scheduler import Scheduler
 from aioengine.scheduler.sequence import Reason, Request, Sequence, make_choices
 from aioengine.scheduler.steps import StepOutput
@@ -42,6 +43,7 @@ class Core:
         caching: bool = True,
         vocab_size: int = VOCAB,
         sampler: Sampler | None = None,
+        policy: Policy | None = None,
     ) -> None:
         self.executor = FakeExecutor(
             num_blocks=num_blocks,
@@ -58,6 +60,7 @@ class Core:
             max_num_seqs=max_num_seqs,
             budget=Budget(max_num_batched_tokens, max_mixed_prefill_tokens),
             eos_token_ids=(EOS,),
+            policy=policy,
         )
         self.depth = depth
         self.launched: deque[tuple[StepPlan, FakeStep]] = deque()
@@ -76,6 +79,7 @@ class Core:
         priority: int = 0,
         cache_salt: str = "",
         has_grammar: bool = False,
+        tenant: str = "",
         **params: Any,
     ) -> Sequence:
         """Add a request; returns its first choice, whose ``children`` are the others."""
@@ -89,6 +93,7 @@ class Core:
             max_total_tokens=min(len(prompt_token_ids) + max_tokens, most),
             priority=priority,
             cache_salt=cache_salt,
+            tenant=tenant,
         )
         sequence = make_choices(request, eos_token_ids=(EOS,))
         if has_grammar:

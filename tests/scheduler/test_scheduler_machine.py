@@ -12,6 +12,7 @@ from integrity import check_integrity
 from scheduler.harness import EOS, Core, expected_output
 
 from aioengine.scheduler.plan import StepPlan
+from aioengine.scheduler.policy import ByPriority, Fair, Policy
 from aioengine.scheduler.sequence import Reason, Sequence
 from doubles.fake_executor import FakeExecutor
 
@@ -36,6 +37,7 @@ requests = st.fixed_dictionaries(
         "n": st.sampled_from([1, 1, 1, 2, 3, 7]),
         "priority": st.sampled_from([0, 0, 0, -1, 1]),
         "cache_salt": st.sampled_from(["", "", "salt"]),
+        "tenant": st.sampled_from(["", "red", "blue"]),
         "prompt_logprobs": st.sampled_from([None, None, None, 1]),
         "has_grammar": st.sampled_from([False, False, True]),
     }
@@ -46,6 +48,7 @@ class CoreMachine(RuleBasedStateMachine):
     """Sequences come, block, fail and leave in any order; what is left in the end runs to its end."""
 
     core: Core
+    policy: type[Policy] = ByPriority
 
     @initialize(
         depth=st.sampled_from([1, 2, 4]),
@@ -75,6 +78,7 @@ class CoreMachine(RuleBasedStateMachine):
             depth=depth,
             caching=caching,
             vocab_size=VOCAB,
+            policy=self.policy(),
         )
 
     @rule(arriving=st.lists(requests, min_size=1, max_size=3))
@@ -199,6 +203,27 @@ DETERMINISTIC = settings(
 
 class TestCore(CoreMachine.TestCase):
     settings = settings(DETERMINISTIC, max_examples=100)
+
+
+class FirstComeMachine(CoreMachine):
+    policy = Policy
+
+
+class FairMachine(CoreMachine):
+    policy = Fair
+
+
+class TestFirstComeCore(FirstComeMachine.TestCase):
+    settings = settings(DETERMINISTIC, max_examples=40)
+
+
+class TestFairCore(FairMachine.TestCase):
+    settings = settings(DETERMINISTIC, max_examples=60)
+
+
+@pytest.mark.nightly
+class TestFairCoreAtNight(FairMachine.TestCase):
+    settings = settings(DETERMINISTIC, max_examples=1000)
 
 
 @pytest.mark.nightly

@@ -17,6 +17,7 @@ def make_sequence(order: int) -> Sequence:
     )
     sequence = make_choices(request)
     sequence.order = order
+    sequence.precedence = 0, 0, order
     return sequence
 
 

@@ -86,6 +86,7 @@ BAD_SAMPLING: dict[str, list[Any]] = {
     "priority": [2**31],
     "request_id": ["", "x" * 1025],
     "cache_salt": ["", "x" * 1025],
+    "tenant": ["", "x" * 257],
 }
 
 

@@ -105,8 +105,8 @@ def test_a_field_that_is_not_supported_is_refused_unless_it_asks_for_nothing(
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_field_is_either_the_samplers_or_looked_at(kind: Kind) -> None:
     looked_at = {
-        "model", "stream", "stream_options", "request_id", "priority", "cache_salt", "prompt", "echo",
-        "logprobs", "messages", "top_logprobs", "max_completion_tokens", "add_generation_prompt",
+        "model", "stream", "stream_options", "request_id", "priority", "cache_salt", "tenant", "vllm_xargs",
+        "prompt", "echo", "logprobs", "messages", "top_logprobs", "max_completion_tokens", "add_generation_prompt",
         "continue_final_message", "chat_template_kwargs", "chat_template", "tools", "tool_choice",
         "parallel_tool_calls", "reasoning_effort", "include_reasoning", "response_format", "structured_outputs",
         "guided_json", "guided_regex", "guided_choice", "guided_grammar", "thinking_token_budget", "add_special_tokens",

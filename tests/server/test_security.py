@@ -147,10 +147,11 @@ async def test_all_keys_are_compared_each_time(monkeypatch: pytest.MonkeyPatch) 
     keys = ApiKeys(["first-secret-key", "second-key", "third-key-that-is-long"])
     monkeypatch.setattr("aioengine.server.security.hmac", type("hmac", (), {"compare_digest": staticmethod(compare)}))
     keys.check({"authorization": "Bearer first-secret-key"})
-    assert compared == [(32, 32)] * 3
+    keys.check({"x-api-key": "second-key"})
+    assert compared == [(32, 32)] * 12, "in both headers, whichever has it"
     with pytest.raises(ApiError):
         keys.check({"authorization": "Bearer x"})
-    assert compared == [(32, 32)] * 6
+    assert compared == [(32, 32)] * 18
 
 
 @both_adapters

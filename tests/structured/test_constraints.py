@@ -116,7 +116,7 @@ def test_vllms_forms_are_taken(given: Any, wanted: Any) -> None:
         lambda: None,
         type("Odd", (), {"model_json_schema": lambda: 1 / 0}),
     ],
-    ids=str,
+    ids=lambda bad: type(bad).__name__,
 )
 def test_what_is_no_constraint_is_refused(bad: Any) -> None:
     with pytest.raises(InvalidRequest) as raised:

@@ -106,6 +106,7 @@ BAD_REQUESTS: list[dict[str, Any]] = [
     {"bad_words": ((-1,),)},
     {"bad_words": ((1,),) * 100_000},
     {"cache_salt": "s" * 1_000_000},
+    {"tenant": "t" * 1_000_000},
     {"request_id": "i" * 1_000_000},
     {"prompt": ()},
     {"prompt": (-1,)},

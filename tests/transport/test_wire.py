@@ -337,8 +337,9 @@ class TestEvolution:
                 swapped[one], swapped[other] = swapped[other], swapped[one]
                 with contextlib.suppress(WireError):
                     read_body = read(kinds, [pack([0, swapped])])
-                    # Lists of a message without news are all empty: those that are full are in another sample.
-                    assert plain(read_body) != plain(sample.body) or body[one] == body[other] == []
+                    # Of a message without news, and of a request without the later fields: another sample has them.
+                    is_empty = body[one] == body[other] and body[one] in ([], "")
+                    assert plain(read_body) != plain(sample.body) or is_empty
 
     def test_unknown_fields_behind_the_known_ones_are_skipped(self) -> None:
         for kinds, sample in EVERY_MESSAGE:

@@ -24,6 +24,7 @@ from aioengine.core.listener import SampledLogprobs
 from aioengine.metrics import StepRecord
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.scheduler import SchedulerStats
+from aioengine.structured.grammar import Thinking
 from aioengine.transport import handshake, wire
 from aioengine.transport.wire import WireMessage
 from aioengine.transport.wire_errors import Fault
@@ -42,7 +43,7 @@ PARAMS = SamplingParams(temperature=0.5, top_k=7, seed=11, n=2, max_tokens=3, st
 
 CONFIG = EngineConfig(max_model_len=512, max_num_seqs=16, max_num_batched_tokens=128, block_size=8, max_waiting=33)
 
-LATER_FIELDS = {"tool_format", "reasoning_format"}
+LATER_FIELDS = {"tool_format", "reasoning_format", "scheduler", "logits_processors"}
 """Of `EngineConfig`, since the recordings were made: the settings that an engine tells are a mapping, which grows."""
 
 INFO = ExecutorInfo(
@@ -100,6 +101,17 @@ def _add_request(prompt: np.ndarray[Any, np.dtype[np.int32]]) -> Sample:
     return Sample(f"add_request_{len(prompt)}", body)
 
 
+def _add_request_of_later_fields() -> Sample:
+    body = wire.AddRequest(
+        number=91, params=wire.pack_params(PARAMS), prompt=int32(92).tobytes(), seed=93, max_total_tokens=94,
+        request_id="request-95", bad_words=((96,),), priority=97, cache_salt="salt-98", num_allowed=99,
+        thinking=Thinking(begin_ids=(101,), end_ids=(102,), forced_end_ids=(103, 102), is_begun=True, max_tokens=104),
+        tenant="tenant-105",
+        traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+    )  # fmt: skip
+    return Sample("add_request_of_later_fields", body)
+
+
 def _control(call_id: int, control: c.AnyControl) -> Sample:
     return Sample(f"control_{type(control).__name__}", wire.CallControl(call_id, wire.pack_control(control)))
 
@@ -120,6 +132,7 @@ FROM_FRONT_END: tuple[Sample, ...] = (
     Sample("acknowledge", wire.Acknowledge(number=81)),
     Sample("detach", wire.Detach()),
     Sample("cancel_call", wire.CancelCall(call_id=72)),
+    _add_request_of_later_fields(),
 )
 
 _NEWS: dict[str, Any] = {

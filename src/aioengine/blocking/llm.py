@@ -48,6 +48,7 @@ class LLM(Facade):
         priority: int | Sequence[int] | None = None,
         cache_salt: str | None = None,
         output_type: Any = None,
+        tenant: str | None = None,
         **sampling: Unpack[SamplingKeywords],
     ) -> list[RequestOutput]:
         """Complete prompts, and wait for all of them.
@@ -64,6 +65,7 @@ class LLM(Facade):
             priority: for all, or a list with one for each; smaller goes first.
             cache_salt: share cached prefixes only with requests of the same salt.
             output_type: as in `Engine.generate`, for all prompts.
+            tenant: as in `Engine.generate`.
         Returns:
             an output for each prompt, in their order.
         Raises:
@@ -73,7 +75,7 @@ class LLM(Facade):
             RuntimeError: the engine sleeps.
         """
         make_params(None, {}, sampling)  # Engine.generate has arguments that are not for this method
-        call = {"cache_salt": cache_salt, "output_type": output_type, **sampling}
+        call = {"cache_salt": cache_salt, "tenant": tenant, "output_type": output_type, **sampling}
         return self._complete(
             _list_prompts(prompts), sampling_params, priority, call, use_tqdm=use_tqdm, show_progress=show_progress
         )
@@ -87,6 +89,7 @@ class LLM(Facade):
         show_progress: bool | None = None,
         priority: int | Sequence[int] | None = None,
         cache_salt: str | None = None,
+        tenant: str | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool | str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -113,7 +116,7 @@ class LLM(Facade):
         if named and isinstance(chat_template_kwargs, Mapping | None):
             chat_template_kwargs = {**named, **(chat_template_kwargs or {})}
         call: dict[str, Any] = {"chat_template_kwargs": chat_template_kwargs, "chat_template": chat_template}
-        call |= {"cache_salt": cache_salt}
+        call |= {"cache_salt": cache_salt, "tenant": tenant}
         call |= {"tools": tools, "tool_choice": tool_choice, "parallel_tool_calls": parallel_tool_calls}
         call |= {"reasoning_effort": reasoning_effort, "output_type": output_type}
         return self._complete(

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
+import os
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import msgspec
 
 from aioengine.blocking.facade import Facade
+from aioengine.blocking.stat_loggers import StatLoggerFactory, StatLoggers
+from aioengine.config import ConfigKeywords, ProcessOptions
+from aioengine.core.executor_protocol import Executor
 from aioengine.engine import Engine, Stream
 from aioengine.errors import AioEngineError, ConfigError, EngineClosed, EngineDead, EngineOverloaded, InvalidRequest
 from aioengine.outputs import RequestOutput
-from aioengine.sampling_params import SamplingParams
-from aioengine.validation import shorten
+from aioengine.sampling_params import NEUTRAL_ARGUMENTS, SamplingParams
+from aioengine.text.tokenizer import Tokenizer
+from aioengine.validation import invalid, shorten, without_neutral
 
 
 class LLMEngine(Facade):
@@ -32,21 +38,76 @@ class LLMEngine(Facade):
     in that of one of them.
     """
 
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        stat_loggers: Iterable[StatLoggerFactory] | None = None,
+        log_stats: bool | None = None,
+        executor: Executor | None = None,
+        process: bool | ProcessOptions = False,
+        seed: int | None = None,
+        **config: Unpack[ConfigKeywords],
+    ) -> None:
+        """As of `Facade`, and two more.
+
+        Args:
+            stat_loggers: called with the engine's config and 0, each makes a logger as vLLM's `StatLoggerBase` has it;
+                see `aioengine.blocking.stat_loggers`.
+            log_stats: False writes no log lines about the load (``log_stats_interval_s=0``).
+        """
+        if log_stats is False:
+            config.setdefault("log_stats_interval_s", 0.0)
+        super().__init__(model, executor=executor, process=process, seed=seed, **config)
+        self.log_stats = log_stats is not False
+        try:
+            loggers = self._stat_loggers = StatLoggers(stat_loggers or (), self.engine_config)
+            if loggers.loggers:
+                self._host.ask(lambda engine: engine.add_observer(loggers))
+                loggers.call("log_engine_initialized")
+        except BaseException:
+            self.close()
+            raise
+
     def _open(self, start: Callable[[], Coroutine[Any, Any, Engine]]) -> None:
         super()._open(start)
         self._requests = _Requests(self._host.start_soon)
+        self._stat_loggers = StatLoggers((), self.engine_config)
 
     @classmethod
-    def from_engine_args(cls, engine_args: Any = None, **config: Any) -> Self:
+    def from_engine_args(
+        cls,
+        engine_args: Any = None,
+        usage_context: Any = None,
+        stat_loggers: Iterable[StatLoggerFactory] | None = None,
+        enable_multiprocessing: bool = False,
+        **config: Any,
+    ) -> Self:
         """Make an engine of an `EngineConfig`, a dict, a dataclass or any object with such attributes, or of keywords.
 
         Attributes that are None count as absent; keywords win.
 
+        Args:
+            usage_context: not looked at.
+            stat_loggers: as of `LLMEngine`.
+            enable_multiprocessing: True is ``process=True``.
+
         Raises:
             ConfigError: there is an attribute that the engine does not know; names it.
         """
-        given = {**_attributes(engine_args), **config}
+        given = {**_attributes(engine_args), **config, "stat_loggers": stat_loggers}
+        if enable_multiprocessing:
+            given.setdefault("process", True)
         return cls(**{name: value for name, value in given.items() if value is not None})
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The same as `get_tokenizer`."""
+        return self.get_tokenizer()
+
+    def do_log_stats(self) -> None:
+        """Let the ``stat_loggers`` log."""
+        self._stat_loggers.call("log")
 
     # Requests
 
@@ -55,9 +116,13 @@ class LLMEngine(Facade):
         request_id: str,
         prompt: Any,
         params: SamplingParams | None = None,
+        arrival_time: float | None = None,
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        tenant: str | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        **neutral: Any,
     ) -> str:
         """Queue a request. There is no bound: what finds no place in the engine waits for one, by priority, then age.
 
@@ -65,7 +130,9 @@ class LLMEngine(Facade):
             request_id: names it in `step`'s outputs; no unfinished request may have it.
             prompt: text, token ids, chat messages, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.
             params: how to sample; absent: as the model's generation config says.
-            priority, cache_salt: as in `Engine.generate`.
+            arrival_time: from when on its times count, in Unix seconds; absent: now.
+            priority, cache_salt, tenant, trace_headers: as in `Engine.generate`.
+            neutral: other arguments of vLLM's, at values that have no effect.
         Returns:
             the request's id.
         Raises:
@@ -75,10 +142,25 @@ class LLMEngine(Facade):
         """
         if not isinstance(request_id, str):
             raise InvalidRequest(f"request_id={shorten(request_id)}: a str is needed", param="request_id")
+        is_number = isinstance(arrival_time, int | float) and not isinstance(arrival_time, bool)
+        if arrival_time is not None and not (is_number and math.isfinite(arrival_time)):
+            told = f"arrival_time={shorten(arrival_time)}: a number of Unix seconds is needed"
+            raise InvalidRequest(told, param="arrival_time")
+        for name in without_neutral(NEUTRAL_ARGUMENTS, neutral, invalid):
+            raise invalid(name, f"unknown argument {shorten(name)} of add_request; give sampling parameters in params")
 
         async def add(engine: Engine) -> None:
             self._requests.check_new(request_id)
-            stream = engine.stream(prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt)
+            stream = engine.stream(
+                prompt,
+                params,
+                request_id=request_id,
+                priority=priority,
+                cache_salt=cache_salt,
+                tenant=tenant,
+                trace_headers=trace_headers,
+            )
+            stream.arrival_time = arrival_time
             await self._requests.add(engine, stream)
 
         self._host.run(add)

@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import anyio
@@ -17,12 +17,14 @@ from aioengine.core.executor_protocol import DeviceLost, Executor, ExecutorInfo,
 from aioengine.core.grammars import Grammars
 from aioengine.core.health import Beat, Health, dead, judge
 from aioengine.core.listener import Conditions, Endings, Listener
+from aioengine.core.named_processors import MakeProcessor, load_processors, make_processors
 from aioengine.core.observers import Observers, UserCode
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, InvalidRequest
 from aioengine.outputs import FinishReason
 from aioengine.scheduler.budget import Budget
 from aioengine.scheduler.kv_manager import KVManager
 from aioengine.scheduler.plan import StepPlan
+from aioengine.scheduler.policy import Policy, make_policy
 from aioengine.scheduler.prefix_cache import hash_prompt, root_of
 from aioengine.scheduler.scheduler import Scheduler, SchedulerStats
 from aioengine.scheduler.sequence import Reason, Request, Sequence, make_choices
@@ -48,6 +50,7 @@ class CoreState:
     Args:
         executor: started; the caller closes it after `EngineCore.run` has ended.
         config: the engine's.
+        policy, processors: absent: the config's.
         grammars: compiles what requests ask for; None: requests with grammars are refused.
         eos_token_ids: the model's.
         on_capacity: called when a waiting sequence has begun to run or has ended.
@@ -60,6 +63,8 @@ class CoreState:
         executor: Executor,
         config: EngineConfig,
         *,
+        policy: Policy | None = None,
+        processors: Mapping[str, MakeProcessor] | None = None,
         grammars: Grammars | None = None,
         eos_token_ids: tuple[int, ...] = (),
         on_capacity: Callable[[], None] = lambda: None,
@@ -79,6 +84,7 @@ class CoreState:
                 config.max_mixed_prefill_tokens or info.max_mixed_prefill_tokens or config.max_num_batched_tokens,
             ),
             eos_token_ids=eos_token_ids,
+            policy=policy or make_policy(config.scheduler),
         )
         self.death: EngineDead | None = None
         self.is_stopped = False
@@ -88,6 +94,7 @@ class CoreState:
         self.user_code = UserCode()
         self.observers = Observers(self.user_code, log_interval_s=config.log_stats_interval_s, now_s=clock())
         self.grammars = grammars
+        self._processors = load_processors(config.logits_processors) if processors is None else processors
         self._on_capacity = on_capacity
         self._write_dump = write_dump
         self._live: dict[int, Sequence] = {}
@@ -116,7 +123,9 @@ class CoreState:
         hashes = None
         if self.config.enable_prefix_caching:
             hashes = hash_prompt(request.prompt_token_ids, self.kv.block_size, root_of(request.cache_salt))
-        return make_choices(request, eos_token_ids=self.eos_token_ids, block_hashes=hashes)
+        extra_args = request.params.extra_args
+        processors = make_processors(self._processors, extra_args) if extra_args else ()
+        return make_choices(request, eos_token_ids=self.eos_token_ids, block_hashes=hashes, processors=processors)
 
     def add(self, sequence: Sequence, listeners: Iterable[Listener], *, arrived_at: float | None = None) -> None:
         self.check_accepting()

@@ -20,11 +20,13 @@ from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.scheduler import SchedulerStats
 from aioengine.scheduler.sequence import Request, Sequence
 from aioengine.text.worker import TextWorker
+from aioengine.validation import shorten
 
 T = TypeVar("T")
 
 MAX_PRIORITY = 2**31 - 1
 MAX_SALT_CHARS = 1024
+MAX_TENANT_CHARS = 256
 MAX_ID_CHARS = 1024
 
 CLOSE_DEADLINE_S = 60.0
@@ -190,6 +192,15 @@ def check_limits(params: SamplingParams, config: EngineConfig, vocab_size: int, 
         asked = getattr(params, name)
         if asked is not None and asked > most:
             raise InvalidRequest(f"{name}={asked} is more than this engine allows ({most}, {setting})", param=name)
+    if params.extra_args:
+        names = [path.partition(":")[2] for path in config.logits_processors]
+        for name in params.extra_args:
+            if name not in names:
+                raise InvalidRequest(
+                    f"extra_args names {shorten(name)}, and this engine has no such logits processor (it has: "
+                    f"{', '.join(names) or 'none'}); name its place in the engine's logits_processors",
+                    param="extra_args",
+                )
     if params.num_sequences > config.max_waiting:
         raise InvalidRequest(
             f"n={params.n} choices never find room where max_waiting={config.max_waiting} may wait", param="n"

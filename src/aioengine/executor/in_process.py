@@ -16,10 +16,13 @@ from aioengine.config import EngineConfig
 from aioengine.core.engine_core import EngineCore
 from aioengine.core.executor_protocol import Executor, ExecutorInfo
 from aioengine.core.grammars import Grammars
+from aioengine.core.named_processors import load_processors
 from aioengine.core.protocol import CoreHooks
 from aioengine.errors import ConfigError
 from aioengine.models.folder import ModelFolder
+from aioengine.plugins import call_plugins
 from aioengine.progress import OnProgress
+from aioengine.scheduler.policy import make_policy
 from aioengine.text.worker import TextWorker, run_abandonable
 
 logger = logging.getLogger("aioengine")
@@ -44,11 +47,14 @@ class InProcess:
         self._grammars: Grammars | None = None
 
     async def find_model(self) -> ModelFolder:
+        await self._hooks.worker.run(call_plugins, None)
         has_weights = self._config.load_format != "dummy"
         self._files = await find(self._config, self._hooks.worker, with_weights=has_weights)
         return self._files
 
     async def open(self, on_progress: OnProgress | None = None) -> None:
+        policy = await self._hooks.worker.run(make_policy, None, self._config.scheduler)
+        processors = await self._hooks.worker.run(load_processors, None, self._config.logits_processors)
         if self._executor is None:
             # Importing torch takes a second: not on the loop.
             module = await self._hooks.worker.run(importlib.import_module, None, "aioengine.executor.torch_executor")
@@ -60,6 +66,8 @@ class InProcess:
         self.core = EngineCore(
             self._executor,
             self._config,
+            policy=policy,
+            processors=processors,
             grammars=self._grammars,
             eos_token_ids=eos_token_ids,
             on_capacity=self._hooks.on_capacity,

@@ -22,6 +22,8 @@ class _Waiting(NamedTuple):
     """A request in the queue; it is told how many sequences it has capacity for, 0 if it was dismissed."""
 
     priority: int
+    turn: int
+    """How many of its tenant's were in the queue before it, counted from the turn of the last that was admitted."""
     arrival: int
     num_sequences: int
     request: RequestState
@@ -33,7 +35,8 @@ class Admission:
 
     A request enters before anything else is done for it, and leaves when its reader does. Before any costly work, such
     as tokenization, it acquires capacity for each sequence that it will be. Waiting requests are admitted by priority,
-    then first come first served; none passes the one before it, however few sequences it has.
+    tenants in turn, then first come first served ("fcfs": by that alone; "fair": without regard to priorities); none
+    passes the one before it, however few sequences it has.
 
     Args:
         capacity: sequences that are being prepared or wait in the scheduler, at most.
@@ -43,6 +46,8 @@ class Admission:
 
     def __init__(self, capacity: int, num_unstarted: Callable[[], int], on_left: Callable[[], None]) -> None:
         self.capacity = capacity
+        self.scheduler = "priority"
+        """The name of the core's policy."""
         self.requests: dict[RequestState, None] = {}
         """Those that have entered and not left, in order."""
         self.num_preparing = 0
@@ -57,6 +62,10 @@ class Admission:
         """Sorted: the next one first."""
         self._waiting: dict[RequestState, _Waiting] = {}
         self._num_arrivals = 0
+        self._turn = 0
+        """Of the request that was admitted last from the queue."""
+        self._turns: dict[str, int] = {}
+        """Of the last one of each tenant, where that is a later turn."""
         self._acquired_at: deque[float] = deque(maxlen=32)
 
     @property
@@ -78,7 +87,9 @@ class Admission:
         self.requests.pop(request, None)
         self._on_left()
 
-    async def acquire(self, request: RequestState, on_full: OnFull, *, priority: int, num_sequences: int) -> int:
+    async def acquire(
+        self, request: RequestState, on_full: OnFull, *, priority: int, num_sequences: int, tenant: str = ""
+    ) -> int:
         """Acquire capacity, waiting for it in turn; `release` gives it back.
 
         Cancelling leaves the queue, or gives the capacity back if it has just been acquired.
@@ -100,7 +111,14 @@ class Admission:
             self._take(num_sequences)
             return num_sequences
         admitted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._waiting[request] = waiting = _Waiting(priority, self._num_arrivals, num_sequences, request, admitted)
+        priority = 0 if self.scheduler in ("fcfs", "fair") else priority
+        turn = 0
+        if self.scheduler not in ("fcfs", "priority"):
+            turn = self._turns[tenant] = max(self._turns.get(tenant, 0), self._turn) + 1
+            if len(self._turns) > 2 * len(self._queue) + 16:
+                self._turns = {name: last for name, last in self._turns.items() if last > self._turn}
+        waiting = _Waiting(priority, turn, self._num_arrivals, num_sequences, request, admitted)
+        self._waiting[request] = waiting
         self._num_arrivals += 1
         self.num_waiting += num_sequences
         bisect.insort(self._queue, waiting)
@@ -139,6 +157,7 @@ class Admission:
         """Admit as many requests as there is capacity for now."""
         while self._queue and self._queue[0].num_sequences <= self.num_free:
             first = self._queue[0]
+            self._turn = max(self._turn, first.turn)
             if self._drop(first):
                 self._take(first.num_sequences)
                 first.admitted.set_result(first.num_sequences)

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from aioengine.core.protocol import MAX_ID_CHARS, MAX_PRIORITY, MAX_SALT_CHARS, check_limits
+from aioengine.core.protocol import MAX_ID_CHARS, MAX_PRIORITY, MAX_SALT_CHARS, MAX_TENANT_CHARS, check_limits
 from aioengine.errors import PromptTooLong
 from aioengine.frontend.admission import OnFull
 from aioengine.frontend.answer_format import PLAIN, AnswerOptions, AnswerPlan, with_constraint
@@ -48,6 +48,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None
     on_full: OnFull
+    tenant: Annotated[str, Meta(min_length=1, max_length=MAX_TENANT_CHARS)] | None = None
+    trace_headers: dict[str, str] | None = None
+    """Names in lower case."""
     max_unread_tokens: Annotated[int, Meta(ge=1)] | None = None
     stream_interval: Annotated[int, Meta(ge=1)] | None = None
     chat_template: Annotated[str, Meta(min_length=1, max_length=MAX_TEMPLATE_BYTES)] | None = None
@@ -55,7 +58,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_fields(self, invalid)
-        for name in ("request_id", "cache_salt", "chat_template"):
+        for name in ("request_id", "cache_salt", "chat_template", "tenant"):
             if not is_utf8(getattr(self, name) or ""):
                 raise invalid(name, f"{name} has a lone surrogate, which has no UTF-8 form; remove it")
 
@@ -162,6 +165,11 @@ def keep_prompt(prompt: Any) -> Any:
         return prompt
 
 
+def operation_of(prompt: Prompt) -> str:
+    """What is done with it, in the words of gen_ai's semantic conventions."""
+    return "chat" if _is_chat(prompt) else "text_completion"
+
+
 def make_id() -> str:
     return f"req-{os.urandom(8).hex()}"
 
@@ -199,6 +207,8 @@ def prepare(runtime: Runtime, call: Call, checked: Checked) -> Prepared:
         priority=call.priority,
         cache_salt=call.cache_salt or "",
         thinking=plan.thinking,
+        tenant=call.tenant or "",
+        traceparent=(call.trace_headers or {}).get("traceparent", ""),
     )
     return Prepared(text, runtime.core.make_sequence(request), plan)
 

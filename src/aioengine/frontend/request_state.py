@@ -13,6 +13,7 @@ import msgspec
 from aioengine.core.listener import UNLIMITED, SampledLogprobs
 from aioengine.core.observers import log_begin, log_end
 from aioengine.core.protocol import Core
+from aioengine.core.tracing import begin_span, end_span, gen_ai_attributes
 from aioengine.errors import AioEngineError, InvalidRequest
 from aioengine.frontend.answer_format import PLAIN, AnswerPlan
 from aioengine.metrics import RequestMetrics
@@ -285,12 +286,46 @@ class RequestState:
         self._has_started = False
         self._is_started: asyncio.Future[None] | None = None
         self._watcher: Callable[[], None] | None = None
+        self._end_span: Callable[[BaseException | None], None] | None = None
 
-    def arrive(self, core: Core) -> None:
-        """It was made, of a running engine: its times count from here."""
+    def arrive(self, core: Core, arrival_time: float | None = None) -> None:
+        """It was made, of a running engine: its times count from here, or since ``arrival_time``, in Unix seconds."""
         self.core = core
-        self._arrival_time = time.time()
-        self._arrived_at = core.clock()
+        now = time.time()
+        self._arrival_time = now if arrival_time is None else min(arrival_time, now)
+        self._arrived_at = core.clock() - (now - self._arrival_time)
+
+    def begin_span(
+        self, operation: str, params: SamplingParams, headers: dict[str, str] | None
+    ) -> dict[str, str] | None:
+        """It has arrived: begin its span. Returns the headers of what is to be inside it."""
+        model = self.core.config.model or "demo"
+        span, inside = begin_span(f"{operation} {model}", headers)
+        if span is not None:
+
+            def end(error: BaseException | None) -> None:
+                metrics = self._metrics() if self.completions else None
+                told = gen_ai_attributes(
+                    request_id=self.request_id,
+                    model=model,
+                    operation=operation,
+                    asked=params,
+                    num_prompt_tokens=metrics.num_prompt_tokens if metrics else None,
+                    num_output_tokens=metrics.num_generation_tokens if metrics else None,
+                    finish_reasons=self._finish_reasons() if metrics else (),
+                    first_token_s=metrics.time_to_first_token_s if metrics else None,
+                    metrics=metrics,
+                )
+                end_span(span, told, error)
+
+            self._end_span = end
+        return inside or None
+
+    def end_span(self, error: BaseException | None) -> None:
+        """It has ended, or could not begin. Idempotent."""
+        if self._end_span is not None:
+            end, self._end_span = self._end_span, None
+            end(error)
 
     def begin(
         self, text: str | None, sequence: Sequence, tokenizer: Tokenizer | None, plan: AnswerPlan = PLAIN
@@ -376,6 +411,7 @@ class RequestState:
             metrics, reasons = self._metrics(), self._finish_reasons()
             self.core.observers.on_request(metrics, reasons)
             log_end(self.core.config, self.request_id, reasons, metrics)
+            self.end_span(self.error)
             self._wake()
             self._tell_watcher()
 

@@ -283,6 +283,7 @@ class Runtime:
         self.answer_formats = await self.worker.run(AnswerFormats, None, self.config, self.tokenizer)
         self.core.observers.num_at_door = lambda: self.admission.num_waiting
         self.admission.capacity = self.config.max_waiting
+        self.admission.scheduler = self.config.scheduler
         logger.info("%s", self.describe())
 
     async def _load(self, show: OnProgress | None) -> None:

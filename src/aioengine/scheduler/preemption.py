@@ -2,8 +2,8 @@
 
 A blocked sequence (`Sequence.reasons`) leaves its row once nothing of it is in flight, and keeps its blocks. A sequence
 that holds blocks without a row is *parked*. When blocks run out, victims are chosen in this order: a parked sequence
-that is blocked, a blocked one that has a row still, then the last by (priority, order). A victim loses its blocks, and
-computes their KV again.
+that is blocked, a blocked one that has a row still, then the last by the policy's `Policy.standing`. A victim loses its
+blocks, and computes their KV again.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from bisect import bisect
 
 from aioengine.scheduler.budget import Claim
 from aioengine.scheduler.kv_manager import KVManager, PrefixMatch
+from aioengine.scheduler.policy import Policy
 from aioengine.scheduler.row_table import RowTable
 from aioengine.scheduler.sequence import Sequence, by_precedence
-from aioengine.scheduler.waiting_queue import WaitingQueue
+from aioengine.scheduler.waiting_queue import TenantQueues, WaitingQueue
 
 
 class Preemption:
@@ -28,8 +29,16 @@ class Preemption:
         num_preemptions: since the start.
     """
 
-    def __init__(self, kv: KVManager, table: RowTable, waiting: WaitingQueue, blocked: dict[int, Sequence]) -> None:
+    def __init__(
+        self,
+        kv: KVManager,
+        table: RowTable,
+        waiting: WaitingQueue | TenantQueues,
+        blocked: dict[int, Sequence],
+        policy: Policy,
+    ) -> None:
         self._kv = kv
+        self._policy = policy
         self._table = table
         self._waiting = waiting
         self._blocked = blocked
@@ -56,7 +65,7 @@ class Preemption:
         self._kv.release(sequence)
 
     def yield_to_higher(self) -> Claim | None:
-        """Preempt running sequences of lower priority than the first in the queue, if that makes room for it.
+        """Preempt running sequences of a larger level than the first in the queue, if that makes room for it.
 
         Returns:
             what that one is going to take of the next step, before the prompts of lower ones.
@@ -88,8 +97,8 @@ class Preemption:
             return parked
         if self.leaving:
             return self.leaving[-1]
-        running = self._table.running[-1]
-        return running if parked is None or parked.precedence < running.precedence else parked
+        running, standing = self._policy.last(self._table.running), self._policy.standing
+        return running if parked is None or standing(parked) < standing(running) else parked
 
     def victim_for(self, newcomer: Sequence, *, is_alone: bool) -> Sequence | None:
         """A sequence without a row that gives its blocks to ``newcomer``, the first in the queue, if there is one.
@@ -103,7 +112,8 @@ class Preemption:
     def _parked_victim(self, besides: Sequence | None = None) -> Sequence | None:
         """Of the sequences that hold blocks without a row: a blocked one, else the last."""
         candidates = (sequence for sequence in self.parked.values() if sequence is not besides)
-        return max(candidates, key=lambda sequence: (bool(sequence.reasons), sequence.precedence), default=None)
+        standing = self._policy.standing
+        return max(candidates, key=lambda sequence: (bool(sequence.reasons), standing(sequence)), default=None)
 
     def preempt(self, sequence: Sequence) -> None:
         self.num_preemptions += 1

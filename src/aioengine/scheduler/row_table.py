@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import compress
+from itertools import compress, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,10 +95,11 @@ class RowTable:
         return [occupants[row] for row in rows.tolist()]
 
     def run(self, sequences: list[Sequence]) -> Rows:
-        """Put these, which are in order and have rows, among ``running``; returns their rows."""
+        """Put these, which have rows, among ``running``; returns their rows."""
         new_rows = np.array([sequence.row for sequence in sequences], np.intp)
         running = self.running + sequences
-        if self._running and self._running[-1].precedence > sequences[0].precedence:
+        newest = running[-len(sequences) - 1 :]
+        if any(one.precedence > next_one.precedence for one, next_one in pairwise(newest)):
             running.sort(key=by_precedence)
             self._running_rows = np.array([sequence.row for sequence in running], np.intp)
         else:

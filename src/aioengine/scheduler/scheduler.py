@@ -8,7 +8,7 @@ steps in flight are all the same thing: a distance.
 
 from __future__ import annotations
 
-from itertools import compress
+from itertools import chain, compress
 
 import msgspec
 import numpy as np
@@ -17,11 +17,11 @@ from aioengine.outputs import FinishReason
 from aioengine.scheduler.budget import Budget, join, out_of_blocks, share_budget
 from aioengine.scheduler.kv_manager import KVManager
 from aioengine.scheduler.plan import EMPTY, Int32, StepPlan, StepResult, int32
+from aioengine.scheduler.policy import ByPriority, Policy
 from aioengine.scheduler.preemption import Preemption
 from aioengine.scheduler.row_table import Bool, Rows, RowTable
 from aioengine.scheduler.sequence import Reason, Sequence, by_precedence
 from aioengine.scheduler.steps import StepOutput, StepsInFlight, split_prompt_logprobs
-from aioengine.scheduler.waiting_queue import WaitingQueue
 
 
 class SchedulerStats(msgspec.Struct, kw_only=True):
@@ -39,7 +39,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
 
 
 class Scheduler:
-    """Shares out rows, blocks and one token budget a step: by priority, then first come, first served.
+    """Shares out rows, blocks and one token budget a step, in the order of a policy.
 
     Methods that take ``now`` put it on sequences as it is, in the caller's seconds.
 
@@ -48,17 +48,25 @@ class Scheduler:
         max_num_seqs: rows.
         budget: tokens a step.
         eos_token_ids: tokens that end a sequence which does not ignore them.
+        policy: absent: by priority, then first come, first served.
     """
 
     def __init__(
-        self, kv: KVManager, *, max_num_seqs: int, budget: Budget, eos_token_ids: tuple[int, ...] = ()
+        self,
+        kv: KVManager,
+        *,
+        max_num_seqs: int,
+        budget: Budget,
+        eos_token_ids: tuple[int, ...] = (),
+        policy: Policy | None = None,
     ) -> None:
         assert budget.max_tokens >= max_num_seqs, "each row needs a token a step"
         self.kv = kv
         self.table = RowTable(max_num_seqs, kv.block_size)
         self.budget = budget
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.waiting = WaitingQueue()
+        self.policy = policy or ByPriority()
+        self.waiting = self.policy.make_queue()
         self.blocked: dict[int, Sequence] = {}
         """Without a row, and with a reason; by order."""
         self.num_unstarted = 0
@@ -71,16 +79,18 @@ class Scheduler:
         """Steps before this one may bring tokens that a grammar has forced meanwhile."""
         self._steps = StepsInFlight(self.table)
         kv.cache.on_wake = lambda sequence: self.unblock(sequence, Reason.PENDING_PREFIX)
-        self.preemption = Preemption(kv, self.table, self.waiting, self.blocked)
+        self.preemption = Preemption(kv, self.table, self.waiting, self.blocked, self.policy)
 
     # What callers do to sequences
 
     def add(self, sequence: Sequence, reason: Reason = Reason.NONE) -> None:
         """Take in a new sequence and its children, blocked if there is a ``reason``."""
         assert self.kv.blocks_for(sequence.limit - 1) <= self.kv.pool.num_blocks, f"{sequence} could never end"
+        level, rank = self.policy.key(sequence)
         self._num_forks += bool(sequence.children)
         for member in (sequence, *sequence.children):
             member.order = self._next_order
+            member.precedence = level, rank, member.order
             member.reasons = reason if member is sequence else reason | Reason.FORK
             self._next_order += 1
             self.num_unstarted += 1
@@ -206,6 +216,8 @@ class Scheduler:
         for sequence, token_id in zip(sequences, ids, strict=True):
             sequence.output_ids.append(token_id)
         born, born_indices = self._fork(sequences, result, indices, counts, now) if self._num_forks else ([], [])
+        if self.policy.counts_service:
+            self.policy.on_sampled(chain(sequences, born))
         forced = self._force(sequences, result, indices) if result.forced else {}
         self._stop(rows, ends, sequences, token_ids, forced)
         if born:
@@ -288,6 +300,8 @@ class Scheduler:
                 sequence.admitted_at = now
                 self.num_unstarted -= 1
                 self._started.append(sequence)
+                if self.policy.counts_service:
+                    self.policy.on_admitted(sequence)
             self.table.assign(sequence)
             admitted.append(sequence)
             num_left -= sequence.num_tokens - sequence.num_computed_tokens

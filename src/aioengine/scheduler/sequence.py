@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from aioengine.outputs import FinishReason
 from aioengine.sampling_params import ROW_PARAMS, SamplingParams
-from aioengine.scheduler.plan import Int32, RowAdded, RowSampling, int32
+from aioengine.scheduler.plan import Int32, LogitsProcessor, RowAdded, RowSampling, int32
 from aioengine.structured.grammar import CompiledGrammar, Thinking
 
 
@@ -34,6 +34,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         bad_words: ``params.bad_words`` as token ids.
         priority: smaller goes first, whenever it came.
         cache_salt: requests share cached prefixes only with those of the same salt.
+        tenant: whose it is, for the policy "fair".
+        traceparent: of the caller's span, for the engine's own; empty without one.
         thinking: the reasoning that comes before what ``params.structured`` asks for; None: there is none.
     """
 
@@ -46,6 +48,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     priority: int = 0
     cache_salt: str = ""
     thinking: Thinking | None = None
+    tenant: str = ""
+    traceparent: str = ""
 
     @property
     def has_grammar(self) -> bool:
@@ -85,6 +89,8 @@ class Sequence:
     stop_token_ids: frozenset[int] = field(init=False)
     order: int = -1
     """Counts the sequences in the order in which they came; unique."""
+    precedence: tuple[int, float, int] = (0, 0, -1)
+    """(level, rank, order), the first two by the policy: the smaller goes first and is preempted last."""
     output_ids: list[int] = field(default_factory=list)
     """The tokens sampled so far, as applied."""
     reasons: Reason = Reason.NONE
@@ -134,11 +140,6 @@ class Sequence:
     @property
     def has_ended(self) -> bool:
         return self.finish_reason is not None
-
-    @property
-    def precedence(self) -> tuple[int, int]:
-        """(priority, order): the smaller goes first and is preempted last."""
-        return self.request.priority, self.order
 
     @property
     def num_tokens(self) -> int:
@@ -206,10 +207,18 @@ by_precedence = attrgetter("precedence")
 
 
 def make_choices(
-    request: Request, *, eos_token_ids: tuple[int, ...] = (), block_hashes: list[bytes] | None = None
+    request: Request,
+    *,
+    eos_token_ids: tuple[int, ...] = (),
+    block_hashes: list[bytes] | None = None,
+    processors: tuple[LogitsProcessor, ...] = (),
 ) -> Sequence:
-    """The first choice of a request, with the others as its children; they share ``block_hashes`` when they fork."""
-    sampling = _row_sampling(request, eos_token_ids)
+    """The first choice of a request, with the others as its children; they share ``block_hashes`` when they fork.
+
+    Args:
+        processors: made of ``extra_args``.
+    """
+    sampling = _row_sampling(request, eos_token_ids, processors)
     children = []
     for choice in range(1, sampling.num_choices):
         # The prompt is scored once, by the first one, and not by others that have to compute it again.
@@ -218,7 +227,9 @@ def make_choices(
     return Sequence(request, sampling, block_hashes or [], tuple(children))
 
 
-def _row_sampling(request: Request, eos_token_ids: tuple[int, ...]) -> RowSampling:
+def _row_sampling(
+    request: Request, eos_token_ids: tuple[int, ...], processors: tuple[LogitsProcessor, ...]
+) -> RowSampling:
     params = request.params
     stop_ids = (*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids)
     has_logprobs = params.logprobs is not None or params.logprob_token_ids is not None
@@ -233,7 +244,7 @@ def _row_sampling(request: Request, eos_token_ids: tuple[int, ...]) -> RowSampli
         logit_bias=tuple(params.logit_bias.items()) if params.logit_bias else (),
         allowed_token_ids=params.allowed_token_ids or (),
         bad_words=request.bad_words,
-        logits_processors=params.logits_processors,
+        logits_processors=params.logits_processors + processors,
         logprobs=(params.logprobs or 0) if has_logprobs else -1,
         logprob_token_ids=params.logprob_token_ids or (),
         prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,

@@ -70,6 +70,17 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_stored_response_bytes: Annotated[
         int, Meta(ge=0, description="bytes of all of them together, each with the conversation before it")
     ] = 2**26
+    tenant_header: (
+        Annotated[
+            str,
+            Meta(
+                pattern=r"^[A-Za-z][A-Za-z0-9-]*$",
+                description="header that says for whom a request is (fair scheduling), as a proxy sets it; absent: the"
+                " body's tenant",
+            ),
+        ]
+        | None
+    ) = None
     enable_tokenizer_info_endpoint: Annotated[
         bool, Meta(description="serve /tokenizer_info: the tokenizer's configuration and the chat template")
     ] = False

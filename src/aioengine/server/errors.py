@@ -58,7 +58,7 @@ class ApiError(Exception):
         return Response(self.status, self.body(), {**JSON_HEADERS, **self.headers})
 
 
-PARAM_NAMES = {"num_sequences": "n"}
+PARAM_NAMES = {"extra_args": "vllm_xargs", "num_sequences": "n"}
 """What clients call parameters that only the engine knows by their names."""
 
 

@@ -221,6 +221,11 @@ class GenerationCall:
             return prompt
         return await self._engine.detokenize(prompt, skip_special_tokens=False)
 
+    def _tenant(self, request: Generation) -> str | None:
+        """For whom it is: what the header says alone, where there is one for that, which a client cannot choose."""
+        header = self._config.tenant_header
+        return request.tenant if header is None else self._exchange.headers.get(header.lower()) or None
+
     def _head(self, kind: str, streams: list[Stream]) -> dict[str, object]:
         """With the engine's id for it, so that what an answer is called can be aborted."""
         return {"id": f"{kind}-{streams[0].request_id}", "created": int(time.time()), "model": self._record.model}
@@ -238,6 +243,8 @@ class GenerationCall:
                 priority=request.priority or 0,
                 cache_salt=request.cache_salt,
                 add_special_tokens=request.add_special_tokens,
+                tenant=self._tenant(request),
+                trace_headers=record.trace_headers or None,
                 on_full="raise",
                 max_unread_tokens=self._config.max_unread_tokens if request.stream else None,
                 **options,

@@ -27,7 +27,9 @@ OTHER_ROUTE = "other"
 
 
 class RequestRecord(msgspec.Struct, kw_only=True, weakref=True):
-    """One HTTP request. It holds no prompt, no key, no header but the id, and nothing after a path's question mark.
+    """One HTTP request.
+
+    It holds no prompt, no key, no header but the id and the trace, and nothing after a path's question mark.
 
     Attributes:
         request_id: the client's own if `access_log.request_id_of` found it fit, else made.
@@ -47,6 +49,7 @@ class RequestRecord(msgspec.Struct, kw_only=True, weakref=True):
         finish_reasons: one for each choice.
         time_to_first_token_s: as the client saw it, from `started_at`.
         metrics: the engine's own times; of the first prompt where there are several.
+        trace_headers: of the span that the engine's are to be inside of.
     """
 
     request_id: str
@@ -73,6 +76,7 @@ class RequestRecord(msgspec.Struct, kw_only=True, weakref=True):
     finish_reasons: tuple[str, ...] = ()
     time_to_first_token_s: float | None = None
     metrics: RequestMetrics | None = None
+    trace_headers: dict[str, str] = {}
 
     @property
     def id_headers(self) -> dict[str, str]:

@@ -96,7 +96,9 @@ class Generation(RowFields, kw_only=True):
     request_id: str | None = None
     priority: Integer | None = None
     cache_salt: str | None = None
+    tenant: str | None = None
     response_format: dict[str, Any] | None = None
+    vllm_xargs: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | bool | None = None
     guided_regex: str | None = None
@@ -132,6 +134,8 @@ class Generation(RowFields, kw_only=True):
         """The fields that were given, as keywords of `SamplingParams`."""
         names = (*SAMPLING_FIELDS, "thinking_token_budget")
         sampling = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.vllm_xargs:
+            sampling["extra_args"] = self.vllm_xargs
         constraint = self._constraint()
         return sampling if constraint is None else {**sampling, "structured": constraint}
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from aioengine.core.tracing import HEADERS, MAX_TEXT_CHARS, SYSTEM, gen_ai_attributes
 from aioengine.errors import AioEngineError
 from aioengine.server.metrics import METHODS, UNCOUNTED_HANDLERS
 from aioengine.server.record import OTHER_ROUTE, RequestRecord
@@ -24,14 +25,11 @@ try:
     from opentelemetry import propagate, trace
     from opentelemetry.context import Context
     from opentelemetry.trace import SpanKind, Status, StatusCode
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 except ImportError:
     is_installed = False
 else:
     is_installed = True
-
-SYSTEM = "aioengine"
-MAX_TEXT_CHARS = 1024
-"""Of one attribute: model names and paths are the client's."""
 
 _OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
 
@@ -55,6 +53,7 @@ class Tracing:
         Args:
             headers: with names in lower case.
         """
+        record.trace_headers = {name: headers[name] for name in HEADERS if name in headers}
         if self._tracer is None or record.route in UNCOUNTED_HANDLERS:
             return None
         asked = propagate.extract(headers) if "traceparent" in headers else Context()
@@ -66,6 +65,10 @@ class Tracing:
             kind=SpanKind.INTERNAL if is_inside else SpanKind.SERVER,
             attributes={"http.request.method": method, "url.path": record.path[:MAX_TEXT_CHARS]},
         )
+        # The engine's own span is to be inside of this one, which is not current where the engine is asked.
+        inside: dict[str, str] = {}
+        TraceContextTextMapPropagator().inject(inside, trace.set_span_in_context(span))
+        record.trace_headers = inside
         # What is not sampled needs no end: it costs its parent's check and no more.
         return span if span.is_recording() else None
 
@@ -107,49 +110,22 @@ def _name(record: RequestRecord) -> str:
 
 
 def _attributes(record: RequestRecord) -> dict[str, Any]:
-    """All that is known: what is not is left out. Times are in seconds, and the engine's own but for the first token's,
-    which is as the client saw it. Where there are two names for one thing, one is vLLM's, or that of conventions before
-    1.27, which vLLM still has.
-    """
+    """All that is known: what is not is left out. The first token's time is as the client saw it."""
     told: dict[str, Any] = {
         "http.route": None if record.route == OTHER_ROUTE else record.route,
         "http.response.status_code": record.status or None,
         "client.address": record.client or None,
         "aioengine.outcome": record.outcome,
-        "gen_ai.request.id": record.request_id,
-        "gen_ai.usage.input_tokens": record.prompt_tokens,
-        "gen_ai.usage.prompt_tokens": record.prompt_tokens,
-        "gen_ai.usage.output_tokens": record.completion_tokens,
-        "gen_ai.usage.completion_tokens": record.completion_tokens,
-        "gen_ai.response.finish_reasons": record.finish_reasons or None,
-        "gen_ai.usage.num_sequences": len(record.finish_reasons) or None,
-        "gen_ai.latency.time_to_first_token": record.first_token_s,
     }
-    if record.model is not None:
-        told |= {
-            "gen_ai.operation.name": _OPERATIONS.get(record.route),
-            "gen_ai.system": SYSTEM,
-            "gen_ai.provider.name": SYSTEM,  # its name since semantic conventions 1.37
-            "gen_ai.request.model": record.model,
-            "gen_ai.response.model": record.model,
-            "gen_ai.request.max_tokens": record.max_tokens,
-            "gen_ai.request.temperature": record.temperature,
-            "gen_ai.request.top_p": record.top_p,
-            "gen_ai.request.top_k": record.top_k,
-            "gen_ai.request.n": record.n,
-            "gen_ai.request.choice.count": record.n,
-        }
-    if (metrics := record.metrics) is not None:
-        told |= {
-            "gen_ai.usage.cached_tokens": metrics.num_cached_tokens,
-            "gen_ai.latency.e2e": metrics.e2e_latency_s,
-            "gen_ai.latency.time_in_queue": metrics.queue_time_s,
-            "gen_ai.latency.time_in_model_prefill": metrics.prefill_time_s,
-            "gen_ai.latency.time_in_model_decode": metrics.decode_time_s,
-            "gen_ai.latency.time_in_model_inference": metrics.inference_time_s,
-        }
-    return {
-        name: value[:MAX_TEXT_CHARS] if isinstance(value, str) else value
-        for name, value in told.items()
-        if value is not None
-    }
+    about = {name: value for name, value in told.items() if value is not None}
+    return about | gen_ai_attributes(
+        request_id=record.request_id,
+        model=record.model,
+        operation=_OPERATIONS.get(record.route),
+        asked=record,
+        num_prompt_tokens=record.prompt_tokens,
+        num_output_tokens=record.completion_tokens,
+        finish_reasons=record.finish_reasons,
+        first_token_s=record.first_token_s,
+        metrics=record.metrics,
+    )

@@ -145,6 +145,8 @@ class RemoteCore:
                 cache_salt=request.cache_salt,
                 num_allowed=_allowed(choices[0][1]),
                 thinking=request.thinking,
+                tenant=request.tenant,
+                traceparent=request.traceparent if len(request.traceparent) <= 64 else "",
             )
         )
         for member, listener in choices:  # what could not be sent is not waited for

@@ -19,6 +19,7 @@ from aioengine.core.executor_protocol import Executor
 from aioengine.core.protocol import CLOSE_DEADLINE_S, CoreHooks
 from aioengine.errors import ConfigError, EngineDead
 from aioengine.executor.in_process import InProcess
+from aioengine.import_path import load
 from aioengine.own_process import asked_by_signals
 from aioengine.progress import LOADING
 from aioengine.text.worker import TextWorker
@@ -143,7 +144,9 @@ async def _serve(
     hooks = CoreHooks(worker, dump_worker, on_capacity=lambda: None)
     for plugin in options.plugins:
         await worker.run(_import, None, plugin)  # which may take long, and this process be told to end meanwhile
-    executor = _make_executor(options.executor, config) if options.executor is not None else None
+    executor: Executor | None = None
+    if options.executor is not None:
+        executor = load(options.executor, "executor")(config)
     backend = InProcess(config, executor, hooks)
     folders: list[PrivateFolder] = []
     server: EngineServer | None = None
@@ -169,16 +172,6 @@ async def _serve(
             await backend.aclose()
     if backend.core.death is not None:
         raise EngineDead(str(backend.core.death), dump=backend.core.death.dump)
-
-
-def _make_executor(name: str, config: EngineConfig) -> Executor:
-    """What ``module:function`` makes."""
-    module, _, function = name.partition(":")
-    make = getattr(_import(module), function, None)
-    if not callable(make):
-        raise ConfigError(f"{name}: {module} has no function {function}")
-    executor: Executor = make(config)
-    return executor
 
 
 def _import(module: str) -> object:

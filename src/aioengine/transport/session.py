@@ -16,7 +16,8 @@ from aioengine.core.engine_core import EngineCore
 from aioengine.core.health import Beat
 from aioengine.core.listener import UNLIMITED, SampledLogprobs
 from aioengine.core.observers import log_begin
-from aioengine.core.protocol import MAX_ID_CHARS, MAX_PRIORITY, MAX_SALT_CHARS, check_limits
+from aioengine.core.protocol import MAX_ID_CHARS, MAX_PRIORITY, MAX_SALT_CHARS, MAX_TENANT_CHARS, check_limits
+from aioengine.core.tracing import PartSpan, begin_span
 from aioengine.errors import AioEngineError, EngineOverloaded, InvalidRequest, PromptTooLong, WireError
 from aioengine.metrics import StepRecord
 from aioengine.sampling_params import MAX_BAD_WORDS, MAX_BAD_WORDS_CHARS
@@ -128,6 +129,7 @@ class Session:
                 priority=body.priority,
                 cache_salt=body.cache_salt,
                 thinking=body.thinking,
+                tenant=body.tenant,
             )
             # Hashing a token takes as long as tokenizing a character: a long prompt is hashed in the worker's thread.
             sequence = await self._worker.run(core.make_sequence, len(prompt), request)
@@ -137,6 +139,7 @@ class Session:
             allowed = UNLIMITED if body.num_allowed < 0 else body.num_allowed
             followers = [Follower(self, *choice, allowed) for choice in zip(numbers, choices, strict=True)]
             core.add(sequence, followers)
+            self._trace(body, followers)
             self.num_unstarted += len(choices)
             self.followers.update(zip(numbers, followers, strict=True))
         except AioEngineError as error:
@@ -146,6 +149,16 @@ class Session:
             self.mark()
         else:
             log_begin(core.config, request, whose=f"front end {self.index}: ")
+
+    def _trace(self, body: wire.AddRequest, followers: list[Follower]) -> None:
+        """Begin the engine's part of a request's span, if it has one."""
+        if body.traceparent:
+            model = self.core.config.model or "demo"
+            span, _ = begin_span(f"engine {model}", {"traceparent": body.traceparent})
+            if span is not None:
+                part = PartSpan(span, body.request_id, model, len(followers))
+                for follower in followers:
+                    follower.span = part
 
     def finish(self, body: wire.Finish) -> None:
         """End sequences; numbers of those that have ended, or never were, are passed over."""
@@ -177,7 +190,11 @@ class Session:
             _check_thinking(body.thinking, info.vocab_size)
         if abs(body.priority) > MAX_PRIORITY or not -(2**63) <= body.seed < 2**64:
             raise InvalidRequest("priority or seed is out of range", param="priority")
-        for param, limit in (("request_id", MAX_ID_CHARS), ("cache_salt", MAX_SALT_CHARS)):
+        for param, limit in (
+            ("request_id", MAX_ID_CHARS),
+            ("cache_salt", MAX_SALT_CHARS),
+            ("tenant", MAX_TENANT_CHARS),
+        ):
             if len(getattr(body, param)) > limit:
                 raise InvalidRequest(f"{param}: at most {limit} characters are possible", param=param)
         if numbers[0] < 0 or numbers[-1] >= 2**31 or any(number in self.followers for number in numbers):
@@ -283,7 +300,7 @@ class Session:
 class Follower:
     """The `Listener` of a sequence that a front end is told of."""
 
-    __slots__ = ("_has_started", "_num_tokens", "_session", "num_allowed", "number", "sequence")
+    __slots__ = ("_has_started", "_num_tokens", "_session", "num_allowed", "number", "sequence", "span")
 
     def __init__(self, session: Session, number: int, sequence: Sequence, num_allowed: int) -> None:
         self._session = session
@@ -292,6 +309,7 @@ class Follower:
         self.number = number
         self.sequence = sequence
         self.num_allowed = num_allowed
+        self.span: PartSpan | None = None
 
     def on_started(self) -> None:
         self._has_started = True
@@ -322,13 +340,13 @@ class Follower:
     def on_end(self) -> None:
         sequence = self.sequence
         assert sequence.finish_reason is not None, f"{sequence} has not ended"
-        self._leave()
+        self._leave(sequence.finish_reason)
         self._session.news.ended.append(
             wire.Ended(self.number, sequence.finish_reason, sequence.stop_reason, sequence.num_preemptions)
         )
 
     def on_error(self, error: AioEngineError) -> None:
-        self._leave()
+        self._leave("error", error)
         self._session.news.failed.append(wire.Failed(self.number, to_fault(error)))
 
     def allow(self, num_tokens: int) -> None:
@@ -337,8 +355,10 @@ class Follower:
         if self._num_tokens < self.num_allowed:
             self._session.core.unblock(self.sequence)
 
-    def _leave(self) -> None:
+    def _leave(self, finish_reason: str, error: AioEngineError | None = None) -> None:
         session = self._session
+        if self.span is not None:
+            self.span.on_ended(self._num_tokens, finish_reason, error)
         session.followers.pop(self.number, None)
         if not self._has_started:
             session.num_unstarted -= 1

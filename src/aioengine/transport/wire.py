@@ -79,6 +79,8 @@ class AddRequest(WireMessage, frozen=True, tag=2):
     num_allowed: int = -1
     """Output tokens of each choice that may be computed for now; -1: all."""
     thinking: Thinking | None = None
+    tenant: str = ""
+    traceparent: Annotated[str, Meta(max_length=64)] = ""
 
     def __post_init__(self) -> None:
         if len(self.prompt) % INT32.itemsize:

@@ -1,0 +1,161 @@
+"""OpenTelemetry spans of generations, where the program has OpenTelemetry at hand.
+
+One is the caller's, from the call to its end; inside it is one of the engine's where that is a process of its own. We
+only ask the API for a tracer: where the program has not imported it there is no provider, and nothing happens. Names
+are those of the semantic conventions for gen_ai; what these do not have is named as vLLM does. Spans hold no prompts
+and no texts.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from aioengine.errors import AioEngineError
+from aioengine.metrics import RequestMetrics
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
+SYSTEM = "aioengine"
+MAX_TEXT_CHARS = 1024
+"""Of one attribute: model names and ids are the client's."""
+HEADERS = ("traceparent", "tracestate")
+"""Of W3C's Trace Context, in lower case."""
+
+
+class Asked(Protocol):
+    """How a generation is sampled: `SamplingParams`, or what is known of them."""
+
+    @property
+    def n(self) -> int | None: ...
+    @property
+    def max_tokens(self) -> int | None: ...
+    @property
+    def temperature(self) -> float | None: ...
+    @property
+    def top_p(self) -> float | None: ...
+    @property
+    def top_k(self) -> int | None: ...
+
+
+def begin_span(name: str, headers: Mapping[str, str] | None = None) -> tuple[Span | None, dict[str, str]]:
+    """Begin a span, of the context that these headers say, or else of the current one.
+
+    Returns:
+        the span, None where none is recorded; and the headers of what is to be inside it.
+    """
+    given = {key: value for key, value in (headers or {}).items() if key in HEADERS}
+    if "opentelemetry.trace" not in sys.modules:
+        return None, given
+    from opentelemetry import trace
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    wire = TraceContextTextMapPropagator()
+    context = wire.extract(given) if "traceparent" in given else None
+    span = trace.get_tracer(SYSTEM).start_span(name[:MAX_TEXT_CHARS], context=context)
+    inside: dict[str, str] = {}
+    wire.inject(inside, trace.set_span_in_context(span))
+    # What is not sampled needs no end: it costs its parent's check and no more.
+    return (span if span.is_recording() else None), inside
+
+
+def end_span(span: Span, attributes: Mapping[str, Any], error: BaseException | None = None) -> None:
+    """End it; of an error of ours the message, since others' may quote anything."""
+    from opentelemetry.trace import Status, StatusCode
+
+    span.set_attributes(attributes)
+    if error is not None:
+        kind = type(error).__qualname__
+        told = str(error)[:MAX_TEXT_CHARS] if isinstance(error, AioEngineError) else ""
+        span.set_attribute("error.type", kind)
+        span.set_status(Status(StatusCode.ERROR, told or kind))
+    span.end()
+
+
+def gen_ai_attributes(
+    *,
+    request_id: str,
+    model: str | None,
+    operation: str | None = None,
+    asked: Asked | None = None,
+    num_prompt_tokens: int | None = None,
+    num_output_tokens: int | None = None,
+    finish_reasons: tuple[str, ...] = (),
+    first_token_s: float | None = None,
+    metrics: RequestMetrics | None = None,
+) -> dict[str, Any]:
+    """All that is known: what is not is left out. Times are in seconds, and the engine's own but for ``first_token_s``.
+
+    Where there are two names for one thing, one is vLLM's, or that of conventions before 1.27, which vLLM still has.
+    """
+    told: dict[str, Any] = {
+        "gen_ai.request.id": request_id,
+        "gen_ai.usage.input_tokens": num_prompt_tokens,
+        "gen_ai.usage.prompt_tokens": num_prompt_tokens,
+        "gen_ai.usage.output_tokens": num_output_tokens,
+        "gen_ai.usage.completion_tokens": num_output_tokens,
+        "gen_ai.response.finish_reasons": finish_reasons or None,
+        "gen_ai.usage.num_sequences": len(finish_reasons) or None,
+        "gen_ai.latency.time_to_first_token": first_token_s,
+    }
+    if model is not None:
+        told |= {
+            "gen_ai.operation.name": operation,
+            "gen_ai.system": SYSTEM,
+            "gen_ai.provider.name": SYSTEM,  # its name since semantic conventions 1.37
+            "gen_ai.request.model": model,
+            "gen_ai.response.model": model,
+        }
+        if asked is not None:
+            told |= {
+                "gen_ai.request.max_tokens": asked.max_tokens,
+                "gen_ai.request.temperature": asked.temperature,
+                "gen_ai.request.top_p": asked.top_p,
+                "gen_ai.request.top_k": asked.top_k,
+                "gen_ai.request.n": asked.n,
+                "gen_ai.request.choice.count": asked.n,
+            }
+    if metrics is not None:
+        told |= {
+            "gen_ai.usage.cached_tokens": metrics.num_cached_tokens,
+            "gen_ai.latency.e2e": metrics.e2e_latency_s,
+            "gen_ai.latency.time_in_queue": metrics.queue_time_s,
+            "gen_ai.latency.time_in_model_prefill": metrics.prefill_time_s,
+            "gen_ai.latency.time_in_model_decode": metrics.decode_time_s,
+            "gen_ai.latency.time_in_model_inference": metrics.inference_time_s,
+        }
+    return {
+        name: value[:MAX_TEXT_CHARS] if isinstance(value, str) else value
+        for name, value in told.items()
+        if value is not None
+    }
+
+
+class PartSpan:
+    """The engine's part of a request that a front end has traced; ends with the last of its choices."""
+
+    def __init__(self, span: Span, request_id: str, model: str, num_choices: int) -> None:
+        self._span = span
+        self._request_id = request_id
+        self._model = model
+        self._num_open = num_choices
+        self._num_tokens = 0
+        self._finish_reasons: tuple[str, ...] = ()
+        self._error: AioEngineError | None = None
+
+    def on_ended(self, num_tokens: int, finish_reason: str, error: AioEngineError | None = None) -> None:
+        """One of its choices has ended."""
+        self._num_open -= 1
+        self._num_tokens += num_tokens
+        self._finish_reasons += (finish_reason,)
+        self._error = self._error or error
+        if not self._num_open:
+            told = gen_ai_attributes(
+                request_id=self._request_id,
+                model=self._model,
+                num_output_tokens=self._num_tokens,
+                finish_reasons=self._finish_reasons,
+            )
+            end_span(self._span, told, self._error)

@@ -1,0 +1,274 @@
+"""The policies: who is next, and between whom service is shared. Time is counted in steps, service in tokens."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from scheduler.harness import Core
+
+from aioengine.errors import ConfigError
+from aioengine.scheduler import waiting_queue
+from aioengine.scheduler.policy import ByPriority, Fair, Policy, make_policy
+from aioengine.scheduler.sequence import Reason, Sequence
+
+
+class ShortestFirst(Policy):
+    """By the length of the prompt."""
+
+    def key(self, sequence: Sequence) -> tuple[int, float]:
+        return 0, len(sequence.prompt)
+
+
+class TwiceForGold(Fair):
+    def weight(self, tenant: str) -> float:
+        return 2.0 if tenant == "gold" else 1.0
+
+
+class Broken(Policy):
+    def __init__(self) -> None:
+        raise RuntimeError("no")
+
+
+def cost(sequence: Sequence) -> float:
+    """What `Fair` charges for it, without a cached prefix."""
+    return Fair.prompt_cost * len(sequence.prompt) * sequence.has_run + Fair.output_cost * len(sequence.output_ids)
+
+
+class Load:
+    """Requests of tenants that come in while the core steps; prompts are of their own, so that none is cached."""
+
+    def __init__(self, policy: Policy, *, num_rows: int = 4, num_blocks: int = 64, seed: int = 0) -> None:
+        self.core = Core(
+            max_num_seqs=num_rows, num_blocks=num_blocks, policy=policy, caching=False, max_num_batched_tokens=512
+        )
+        self.random = random.Random(seed)
+
+    def offer(self, tenant: str, count: int = 1, *, length: int | None = None, **options: Any) -> list[Sequence]:
+        """``count`` requests at once, of prompts and outputs of random lengths but for ``length``."""
+        return [
+            self.core.add(
+                [self.random.randrange(500) for _ in range(length or self.random.randint(2, 12))],
+                tenant=tenant,
+                max_tokens=length or self.random.randint(2, 12),
+                ignore_eos=True,
+                **options,
+            )
+            for _ in range(count)
+        ]
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.core.step()
+
+    def served(self) -> Counter[str]:
+        served: Counter[str] = Counter()
+        for sequence in self.core.sequences:
+            served[sequence.request.tenant] += round(cost(sequence))
+        return served
+
+    def num_waiting(self, tenant: str) -> int:
+        return sum(sequence.request.tenant == tenant for sequence in self.core.scheduler.waiting)
+
+
+def most_at_once(load: Load) -> float:
+    """The bound on how far two tenants that both wait come apart: what the rows may be charged after they are taken."""
+    return 2 * len(load.core.scheduler.table.occupants) * (12 * Fair.prompt_cost + 12 * Fair.output_cost)
+
+
+def share_under(policy: Policy, *, num_steps: int = 120) -> tuple[Counter[str], Load]:
+    """What two tenants get while both have something waiting, one of which offers ten times as much as the other."""
+    load = Load(policy)
+    for _ in range(num_steps):
+        load.offer("loud", 10)
+        load.offer("quiet", 1)
+        load.step()
+    return load.served(), load
+
+
+def test_ten_times_the_load_gets_no_more_service() -> None:
+    served, load = share_under(Fair())
+    assert min(load.num_waiting("loud"), load.num_waiting("quiet")) > 0, "both are backlogged"
+    assert abs(served["loud"] - served["quiet"]) <= most_at_once(load)
+    assert 0.9 < served["loud"] / served["quiet"] < 1.1
+
+
+@pytest.mark.parametrize("policy", [Policy, ByPriority])
+def test_by_age_it_gets_ten_times_the_service(policy: type[Policy]) -> None:
+    served, _ = share_under(policy())
+    assert served["loud"] > 5 * served["quiet"]
+
+
+def test_weights_share_in_proportion() -> None:
+    load = Load(TwiceForGold())
+    load.offer("gold", 200)
+    load.offer("iron", 200)
+    load.step(150)
+    served = load.served()
+    assert 1.8 < served["gold"] / served["iron"] < 2.2
+
+
+def test_one_with_a_thousand_requests_delays_another_by_a_row() -> None:
+    load = Load(Fair())
+    load.offer("loud", 1000)
+    load.step(50)
+    (late,) = load.offer("quiet")
+    for _ in range(12):  # the longest that a row is held
+        load.step()
+    assert late.has_run
+
+
+@pytest.mark.parametrize("rests", [1, 100])
+def test_idle_time_saves_up_no_credit(rests: int) -> None:
+    """However long a tenant asked for nothing, it gets half from then on, and no more."""
+    load = Load(Fair())
+    load.offer("early", 1, length=4)
+    load.offer("busy", 400)
+    load.step(rests)
+    before = load.served()
+    load.offer("early", 200)
+    load.step(100)
+    gained = load.served() - before
+    assert abs(gained["busy"] - gained["early"]) <= most_at_once(load)
+
+
+def test_one_that_comes_while_nothing_waits_begins_where_the_last_one_is() -> None:
+    policy = Fair()
+    load = Load(policy)
+    for _ in range(50):
+        load.offer("busy")
+        load.core.run()
+    load.offer("new")
+    assert policy.served["new"] == policy.served["busy"] > 100
+
+
+@pytest.mark.parametrize("num_tenants", [2, 7])
+def test_no_row_is_idle_while_anything_waits_and_all_is_served(num_tenants: int) -> None:
+    load = Load(Fair(), num_blocks=256)
+    for tenant in range(num_tenants):
+        load.offer(str(tenant), 3 + 20 * (tenant == 0))
+    while load.core.scheduler.sequences():
+        load.core.launch_all()
+        assert load.core.scheduler.num_running == 4 or not load.core.scheduler.waiting
+        load.core.land()
+    assert all(sequence.finish_reason == "length" for sequence in load.core.sequences)
+
+
+def test_a_waiting_prefix_is_charged_once_and_a_preempted_one_not_again() -> None:
+    policy = Fair()
+    load = Load(policy, num_blocks=14, seed=3)
+    sequences = load.offer("a", 6, length=12) + load.offer("b", 6, length=12)
+    load.core.run()
+    assert load.core.scheduler.stats().preemptions > 0
+    for tenant in "ab":
+        total = sum(cost(sequence) for sequence in sequences if sequence.request.tenant == tenant)
+        raised = policy.served[tenant] - total
+        assert 0 <= raised <= most_at_once(load)
+
+
+def test_cached_prefixes_cost_nothing() -> None:
+    policy = Fair()
+    core = Core(policy=policy)
+    prompt = range(100, 117)
+    for tenant in ("first", "second"):
+        policy.served.clear()
+        core.add(prompt, tenant=tenant, max_tokens=1)
+        core.run()
+        assert policy.served[tenant] == (17 if tenant == "first" else 1) * policy.prompt_cost + policy.output_cost
+
+
+def test_memory_is_taken_from_the_tenant_that_has_had_most() -> None:
+    policy = Fair()
+    load = Load(policy, num_blocks=12)
+    (greedy,) = load.offer("greedy", length=20)
+    (modest,) = load.offer("modest", length=20)
+    policy.served["greedy"] = 10_000.0
+    load.core.run()
+    assert (greedy.num_preemptions > 0, modest.num_preemptions) == (True, 0)
+
+
+def test_choices_are_charged_for_their_outputs_and_one_prompt() -> None:
+    policy = Fair()
+    core = Core(policy=policy)
+    core.add(range(100, 116), tenant="many", max_tokens=3, n=4, ignore_eos=True)
+    core.run()
+    assert policy.served["many"] == 16 * policy.prompt_cost + 12 * policy.output_cost
+
+
+def test_within_a_tenant_priority_decides_and_between_them_it_does_not() -> None:
+    load = Load(Fair(), num_rows=1)
+    load.offer("a", length=2)
+    load.step()
+    low, high = load.offer("a", length=2, priority=5)[0], load.offer("a", length=2, priority=-5)[0]
+    (other,) = load.offer("b", length=2, priority=9)
+    order = []
+    while load.core.scheduler.sequences():
+        order += [sequence for sequence in load.core.scheduler.take_started() if sequence in (low, high, other)]
+        load.step()
+    order += [sequence for sequence in load.core.scheduler.take_started() if sequence in (low, high, other)]
+    assert order.index(high) < order.index(low)
+    assert order.index(other) < order.index(low)
+
+
+def test_a_sequence_that_leaves_its_queue_and_comes_back_is_found() -> None:
+    load = Load(Fair(), num_rows=1)
+    load.offer("a", 3)
+    (held,) = load.offer("b", reason=Reason.PAUSED)
+    load.step(3)
+    for _ in range(100):
+        load.core.scheduler.unblock(held, Reason.PAUSED)
+        load.core.scheduler.block(held, Reason.PAUSED)
+    assert len(load.core.scheduler.waiting._heap) <= 2 * 2 + 17  # type: ignore[union-attr]
+    load.core.scheduler.unblock(held, Reason.PAUSED)
+    load.core.run()
+    assert held.has_ended
+
+
+def test_tenants_that_are_made_up_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting_queue, "MAX_REMEMBERED", 20)
+    policy = Fair()
+    load = Load(policy)
+    for number in range(200):
+        load.offer(str(number), length=2)
+        load.step()
+    load.core.run()
+    assert len(policy.served) <= 60
+    assert all(sequence.has_ended for sequence in load.core.sequences)
+
+
+def test_a_class_of_ones_own_decides_by_its_key() -> None:
+    load = Load(make_policy(f"{__name__}:ShortestFirst"), num_rows=1)
+    lengths = [9, 3, 7, 5]
+    for length in lengths:
+        load.offer("", length=length)
+    load.core.run()
+    ended = [sequence for output in load.core.outputs for sequence in output.sequences if sequence.has_ended]
+    assert [len(sequence.prompt) for sequence in dict.fromkeys(ended)] == sorted(lengths)
+
+
+def test_first_come_is_by_age_alone() -> None:
+    core = Core(max_num_seqs=1, policy=make_policy("fcfs"))
+    first = core.add([1, 2], priority=5)
+    core.launch()
+    second, third = core.add([3, 4], priority=5), core.add([5, 6], priority=-5)
+    core.land()
+    core.launch()
+    assert first.num_preemptions == 0
+    assert second.precedence < third.precedence
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("nowhere:Policy", "nowhere"),
+        ("aioengine.scheduler.policy:Nothing", "Nothing"),
+        ("aioengine.scheduler.policy:make_policy", "subclass"),
+        (f"{__name__}:Broken", "RuntimeError: no"),
+    ],
+)
+def test_what_is_no_policy_is_refused_by_its_path(path: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told) as caught:
+        make_policy(path)
+    assert path in str(caught.value)
