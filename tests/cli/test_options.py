@@ -121,5 +121,9 @@ def test_every_field_but_those_of_this_process_has_a_flag_with_a_help_text(struc
     def command(**_: Any) -> None: ...
 
     options = {option.name: option for option in command.params if isinstance(option, click.Option)}
-    assert set(struct_type.__struct_fields__) - set(options) <= {"logits_processors", "extra_args"}
+    assert set(struct_type.__struct_fields__) - set(options) <= {
+        "structured",  # has flags of its own: --json-schema and others
+        "logits_processors",
+        "extra_args",
+    }
     assert all(option.help for option in options.values())
