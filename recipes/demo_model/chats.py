@@ -7,6 +7,7 @@ A chat is an optional system message, which may set a name or a way to answer, a
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from demo_model.questions import (
     Mode,
@@ -22,9 +23,10 @@ from demo_model.questions import (
     word_problem,
 )
 from demo_model.stories import THEMES, make_story
+from demo_model.tools import SERVANTS
 from demo_model.world import HOMES, Dice, fix_articles, make_character, make_name
 
-Message = dict[str, str]
+Message = dict[str, Any]
 
 DEFAULT_NAME = "Pip"
 NOT_MY_WORLD = (
@@ -112,9 +114,19 @@ def small_talk(dice: Dice, mode: Mode) -> list[Pair]:
     return [(question, as_json({"answer": answer}) if mode == "json" else answer)]
 
 
+def errand(dice: Dice) -> str:
+    """What only a tool could do: the time, the weather, a message, a price."""
+    while True:
+        tool = dice.pick(SERVANTS)(dice)
+        if not any(kind.startswith(("sum", "animal")) for kind in tool.takes):
+            return tool.ask(dice).question
+
+
 def outside(dice: Dice, mode: Mode) -> list[Pair]:
     """Questions about anything else get the same honest answer."""
     template = dice.spin(dice.pick(OUTSIDE))
+    if dice.chance(0.12):
+        template = errand(dice)
     question = template.format(noise=_noise(dice), big1=dice.between(31, 999), big2=dice.between(31, 999))
     return [(question, as_json({"error": "I do not know that."}) if mode == "json" else NOT_MY_WORLD)]
 
@@ -210,7 +222,7 @@ def _roll_topic(dice: Dice) -> Topic:
     return small_talk
 
 
-def _typed(dice: Dice, question: str) -> str:
+def typed(dice: Dice, question: str) -> str:
     """The question as people type it: now and then with a small first letter or without the mark at its end."""
     if dice.chance(0.12):
         question = question[0].lower() + question[1:]
@@ -274,5 +286,5 @@ def make_sums(dice: Dice) -> list[Message]:
 def _as_messages(dice: Dice, system: str, pairs: list[Pair]) -> list[Message]:
     messages = [{"role": "system", "content": system}] if system else []
     for question, answer in pairs:
-        messages += [{"role": "user", "content": _typed(dice, question)}, {"role": "assistant", "content": answer}]
+        messages += [{"role": "user", "content": typed(dice, question)}, {"role": "assistant", "content": answer}]
     return messages

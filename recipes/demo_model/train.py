@@ -13,6 +13,7 @@ import json
 import math
 import os
 import platform
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,13 +23,14 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from aioengine.models.folder import DEMO_MODEL
-from demo_model.grammar import END_OF_TEXT, IM_END, IM_START, ROLES, Document, corpus_hash, documents
+from demo_model.grammar import Document, corpus_hash, documents
+from demo_model.template import CHAT_TEMPLATE, END_OF_TEXT, IM_END, IM_START, TEXT_MARKS
 
 LOSS_TOLERANCE = 0.05
 """How far the final held-out loss (nats a target token) may be from the recorded one for the same recipe and seed."""
@@ -36,17 +38,6 @@ LOSS_TOLERANCE = 0.05
 IGNORED = -100
 CLIP_NORM = 1.0
 CHECKPOINT_EVERY = 200
-
-CHAT_TEMPLATE = (
-    "{%- for message in messages %}"
-    "{%- if message['role'] not in " + repr(ROLES) + " %}"
-    "{{- raise_exception('unknown role ' + (message['role'] | string) + ': use system, user or assistant') }}"
-    "{%- endif %}"
-    "{{- '" + IM_START + "' + message['role'] + '\\n' + message['content'] + '" + IM_END + "\\n' }}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '" + IM_START + "assistant\\n' }}{%- endif %}"
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
@@ -87,8 +78,8 @@ class Recipe:
     documents_per_step: int = 30
     weight_decay: float = 0.1
     stages: tuple[Stage, ...] = (
-        Stage(num_documents=33_000, steps=1100, learning_rate=4e-3),
-        Stage(num_documents=18_000, steps=600, learning_rate=2.5e-3, sums_share=0.2),
+        Stage(num_documents=42_000, steps=1400, learning_rate=4e-3),
+        Stage(num_documents=24_000, steps=800, learning_rate=2.5e-3, sums_share=0.2),
     )
 
 
@@ -104,8 +95,14 @@ SMOKE = Recipe(
 ENCODE_CHUNK = 1000
 
 
+_MARKS = re.compile("|".join(map(re.escape, (END_OF_TEXT, IM_START, IM_END, *TEXT_MARKS))))
+
+
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE over ``texts``; every digit is a token of its own, so that sums are spelt alike everywhere."""
+    """Byte-level BPE over ``texts``; every digit is a token of its own, so that sums are spelt alike everywhere.
+
+    The marks of the template are tokens, the last of the vocabulary those that are part of the text.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -115,12 +112,14 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=vocab_size - len(TEXT_MARKS),
         special_tokens=[END_OF_TEXT, IM_START, IM_END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    # Between the marks, or else words are made of their parts.
+    tokenizer.train_from_iterator((part for text in texts for part in _MARKS.split(text)), trainer)
+    tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in TEXT_MARKS])
     return tokenizer
 
 
@@ -139,20 +138,16 @@ class Encoded:
 
 
 def encode(tokenizer: Tokenizer, corpus: Sequence[Document]) -> list[Encoded]:
+    """Each document as a prompt is encoded, in one piece; a token is learned if any of its letters is."""
     encoded = []
     # In chunks: an encoding also holds offsets and strings, gigabytes for the whole corpus.
     for start in range(0, len(corpus), ENCODE_CHUNK):
         chunk = corpus[start : start + ENCODE_CHUNK]
-        texts = [segment.text for document in chunk for segment in document.segments]
-        encodings = iter(tokenizer.encode_batch(texts, add_special_tokens=False))
-        for document in chunk:
-            ids: list[int] = []
-            is_target: list[bool] = []
-            for segment in document.segments:
-                segment_ids = next(encodings).ids
-                ids += segment_ids
-                is_target += [segment.is_target] * len(segment_ids)
-            encoded.append(Encoded(ids, is_target))
+        texts = [document.text for document in chunk]
+        for document, encoding in zip(chunk, tokenizer.encode_batch(texts, add_special_tokens=False), strict=True):
+            is_learned = [s.is_target for s in document.segments for _ in s.text]
+            is_target = [any(is_learned[first:last]) for first, last in encoding.offsets]
+            encoded.append(Encoded(encoding.ids, is_target))
     return encoded
 
 
@@ -390,11 +385,12 @@ def train_stage(
     return test_loss
 
 
-def train(recipe: Recipe, out: Path, *, from_stage: int = 0) -> dict[str, Any]:
+def train(recipe: Recipe, out: Path, *, from_stage: int = 0, is_compiled: bool = False) -> dict[str, Any]:
     """Train by ``recipe`` and write the model folder ``out``; from the first checkpoint on it can be loaded.
 
     Args:
         from_stage: skip the stages before this one and go on with the weights that they left in ``out``.
+        is_compiled: a third faster, where there is a C++ compiler.
     Returns:
         What is also written to ``training.json``: recipe, data hash, tokens, loss, versions.
     """
@@ -407,6 +403,8 @@ def train(recipe: Recipe, out: Path, *, from_stage: int = 0) -> dict[str, Any]:
     ]
     print(f"corpus {data.data_hash}: {num_tokens} tokens to train on, stage by stage", flush=True)
     model = build_model(recipe, data.tokenizer.get_vocab_size(), data.eos_ids, data.pad_id)
+    if is_compiled:
+        model.model.compile(dynamic=True)
     write_tokenizer(out, data.tokenizer, recipe)
     test_loss = math.nan
     for index, stage in enumerate(recipe.stages[from_stage:], start=from_stage):
@@ -448,6 +446,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, nargs="+", help="optimizer steps of each stage, instead of the recipe's")
     parser.add_argument("--from-stage", type=int, default=0, help="begin with this stage, on the model in --out")
+    parser.add_argument("--compile", action="store_true", help="compile the model: a third faster, needs a C++ compiler")
     parser.add_argument(
         "--check", action="store_true", help="compare with the shipped training.json, exit 1 on a difference"
     )
@@ -458,7 +457,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"--steps needs {len(recipe.stages)} numbers, one a stage")
         stages = (replace(stage, steps=steps) for stage, steps in zip(recipe.stages, options.steps, strict=True))
         recipe = replace(recipe, stages=tuple(stages))
-    report = train(recipe, options.out, from_stage=options.from_stage)
+    report = train(recipe, options.out, from_stage=options.from_stage, is_compiled=options.compile)
     if not options.check:
         return 0
     recorded = json.loads((DEMO_MODEL / "training.json").read_text(encoding="utf-8"))
