@@ -96,7 +96,9 @@ def _property(field: Field, dialect: Dialect, is_titled: bool) -> JsonSchema:
     return schema | described
 
 
-def object_schema(dice: Dice, fields: Sequence[Field], *, title: str = "", dialect: Dialect | None = None) -> JsonSchema:
+def object_schema(
+    dice: Dice, fields: Sequence[Field], *, title: str = "", dialect: Dialect | None = None
+) -> JsonSchema:
     """The JSON schema of an object with these fields, in one of the ways in which clients write it."""
     dialect = dialect or dice.pick(DIALECTS)
     is_titled = dialect == "pydantic" or dice.chance(0.2)

@@ -66,7 +66,9 @@ def told(dice: Dice, person: Person, roles: set[str]) -> str:
     if dice.chance(0.12) and "age" in roles:
         rest = [phrase for role, phrase in zip(order, phrases, strict=True) if role != "age"]
         return f"{person.name}, {person.age}" + "".join(", " + phrase for phrase in rest) + "."
-    subject = dice.spin(f"[{person.name}|{person.name}|{person.name}|My friend {person.name}|My name is {person.name}. I]")
+    subject = dice.spin(
+        f"[{person.name}|{person.name}|{person.name}|My friend {person.name}|My name is {person.name}. I]"
+    )
     if subject.endswith(" I"):
         swaps = {"is": "am", "likes": "like", "loves": "love", "lives": "live", "works": "work"}
         phrases = [" ".join([swaps[phrase.split()[0]], *phrase.split()[1:]]) for phrase in phrases]

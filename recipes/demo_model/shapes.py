@@ -37,7 +37,14 @@ class Layout(NamedTuple):
     indent: int = 0
 
 
-LAYOUTS = (Layout(", ", ": "), Layout(", ", ": "), Layout(",", ":"), Layout(", ", ":"), Layout(",", ": ", 2), Layout(",", ": ", 4))
+LAYOUTS = (
+    Layout(", ", ": "),
+    Layout(", ", ": "),
+    Layout(",", ":"),
+    Layout(", ", ":"),
+    Layout(",", ": ", 2),
+    Layout(",", ": ", 4),
+)
 
 
 def pieces(value: Any, layout: Layout, depth: int = 0) -> Pieces:
@@ -98,18 +105,33 @@ def shaped_animals(dice: Dice) -> Shaped:
     animals = dice.sample(ANIMALS, count)
     keys = _animal_keys(dice, 2)
     if dice.chance(0.7):
-        names = [fix_articles(dice.pick((f"the {animal.animal}", f"a~ {animal.animal}", plural(animal.animal)))) for animal in animals]
-        question = dice.spin("[Tell me about|Describe|What do you know about|Compare] ") + ", ".join(names[:-1]) + " and " + names[-1]
+        names = [
+            fix_articles(dice.pick((f"the {animal.animal}", f"a~ {animal.animal}", plural(animal.animal))))
+            for animal in animals
+        ]
+        question = (
+            dice.spin("[Tell me about|Describe|What do you know about|Compare] ")
+            + ", ".join(names[:-1])
+            + " and "
+            + names[-1]
+        )
         question += "?" if question.startswith("What") else "."
     else:
-        keys = {"animal": dice.pick(ANIMAL_KEYS["animal"])} | {role: key for role, key in keys.items() if role != "animal"}
+        keys = {"animal": dice.pick(ANIMAL_KEYS["animal"])} | {
+            role: key for role, key in keys.items() if role != "animal"
+        }
         if len(set(keys.values())) < len(keys):
             keys = {role: ANIMAL_KEYS[role][0] for role in keys}
-        question = dice.spin(f"[Give me|List|Name|Tell me] {('two', 'three', 'four')[count - 2] if dice.chance(0.5) else count} animals.")
+        question = dice.spin(
+            f"[Give me|List|Name|Tell me] {('two', 'three', 'four')[count - 2] if dice.chance(0.5) else count} animals."
+        )
     listed: list[Any] = [_animal_object(dice, animal, keys, False) for animal in animals]
     if dice.chance(0.3):
         listed = [animal.animal for animal in animals]
-    return Shaped(question, {dice.pick(("animals", "animals", "list", "items", "result")): listed} if dice.chance(0.75) else listed)
+    return Shaped(
+        question,
+        {dice.pick(("animals", "animals", "list", "items", "result")): listed} if dice.chance(0.75) else listed,
+    )
 
 
 def shaped_person(dice: Dice) -> Shaped:
@@ -119,7 +141,9 @@ def shaped_person(dice: Dice) -> Shaped:
         roles.insert(0, "name")
     keys = pick_keys(dice, PERSON_KEYS, roles)
     said = {*roles, *dice.sample(("age", "likes", "city"), 1)}
-    text = dice.spin("[||||Extract: |Extract the person: |Read this: |Who is this? |Extract the facts from this text: ]") + told(dice, person, said)
+    text = dice.spin(
+        "[||||Extract: |Extract the person: |Read this: |Who is this? |Extract the facts from this text: ]"
+    ) + told(dice, person, said)
     as_list = dice.chance(0.5)
     return Shaped(text, {key: person_value(person, role, as_list=as_list) for role, key in keys.items()})
 
@@ -135,7 +159,9 @@ def shaped_sum(dice: Dice) -> Shaped:
         "a": a, "b": b, "operator": _WORDS[sign] if dice.chance(0.25) else sign, "expression": f"{a} {sign} {b}",
         "result": str(result) if dice.chance(0.12) else result, "reasoning": f"{a} {sign} {b} = {result}.",
     }  # fmt: skip
-    return Shaped(dice.spin(sum_question(dice, sign)).format(a=a, b=b), {key: values[role] for role, key in keys.items()})
+    return Shaped(
+        dice.spin(sum_question(dice, sign)).format(a=a, b=b), {key: values[role] for role, key in keys.items()}
+    )
 
 
 def shaped_answer(dice: Dice) -> Shaped:
@@ -190,7 +216,10 @@ def asked_for(dice: Dice) -> tuple[str, Shaped]:
         order = dice.spin(f"[Answer|Reply] [in|with|as] JSON with the key{'s' if len(keys) > 1 else ''} {listed}.")
     else:
         schema = schema_text(dice, _schema_of(dice, wanted.value))
-        order = dice.spin("[Answer|Reply] [in|with|as] JSON[ that fits this schema|. The schema is| of this schema]:[ |\n]") + schema
+        order = (
+            dice.spin("[Answer|Reply] [in|with|as] JSON[ that fits this schema|. The schema is| of this schema]:[ |\n]")
+            + schema
+        )
     if dice.chance(0.5):
         return order, wanted
     question = wanted.question if wanted.question[-1] in ".?!" else wanted.question + "."

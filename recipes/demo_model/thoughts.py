@@ -28,7 +28,7 @@ class Thought(NamedTuple):
 def long_sum(a: int, b: int) -> str:
     """How to add two numbers of two digits on paper."""
     ones = a % 10 + b % 10
-    carry = "I write {0} and carry 1. ".format(ones - 10) if ones > 9 else ""
+    carry = f"I write {ones - 10} and carry 1. " if ones > 9 else ""
     tens = a // 10 + b // 10 + (ones > 9)
     plus_one = " + 1" if ones > 9 else ""
     return f"The ones are {a % 10} + {b % 10} = {ones}. {carry}The tens are {a // 10} + {b // 10}{plus_one} = {tens}. So {a} + {b} = {a + b}."
@@ -84,7 +84,11 @@ def think(dice: Dice) -> Thought:
         return Thought(question, f"The user asks about the {animal.animal}. {answer}", answer)
     if roll <= 77:
         [(question, answer)] = describe_animal(dice, "plain", animal)
-        return Thought(question, f"The user wants to know about the {animal.animal}. I say how it looks, where it lives and what it eats.", answer)
+        return Thought(
+            question,
+            f"The user wants to know about the {animal.animal}. I say how it looks, where it lives and what it eats.",
+            answer,
+        )
     if roll <= 81:
         [(question, answer)] = animal_json(dice, "plain")
         return Thought(question, "The user wants JSON. I give the keys that are wanted and nothing else.", answer)

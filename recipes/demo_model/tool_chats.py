@@ -61,7 +61,9 @@ def _without_tools(dice: Dice, taken: set[str]) -> list[Pair]:
             return small_talk(dice, "plain")
         if roll <= 52 and "search" not in taken:
             [(question, answer)] = outside(dice, "plain")
-            if not (any(kind.split()[-1] in question for kind in taken) or (has_sums and any(c.isdigit() for c in question))):
+            if not (
+                any(kind.split()[-1] in question for kind in taken) or (has_sums and any(c.isdigit() for c in question))
+            ):
                 return [(question, answer)]
         elif roll <= 64:
             return small_facts(dice, "plain")
@@ -84,7 +86,12 @@ def _joined(dice: Dice, uses: list[Use]) -> str:
         return " ".join(question if question[-1] in ".?!" else question + "." for question in questions)
     parts = [questions[0], *(question[0].lower() + question[1:] for question in questions[1:])]
     parts = [part.rstrip(".?!") for part in parts]
-    return ", ".join(parts[:-1]) + dice.pick((" and ", " and ", ", and ")) + parts[-1] + ("?" if ":" not in parts[-1] else "")
+    return (
+        ", ".join(parts[:-1])
+        + dice.pick((" and ", " and ", ", and "))
+        + parts[-1]
+        + ("?" if ":" not in parts[-1] else "")
+    )
 
 
 def _turn(dice: Dice, servants: list[Tool], num_calls: int) -> list[Message]:
@@ -101,7 +108,10 @@ def _turn(dice: Dice, servants: list[Tool], num_calls: int) -> list[Message]:
         told, answer = [_result(use.result) for use in uses], " ".join(use.answer for use in uses)
     return [
         _user(typed(dice, question)),
-        _call([(tool.name, use.arguments) for tool, use in zip(chosen, uses, strict=True)], f"The user asks for {about}. I call {names}."),
+        _call(
+            [(tool.name, use.arguments) for tool, use in zip(chosen, uses, strict=True)],
+            f"The user asks for {about}. I call {names}.",
+        ),
         *told,
         _say(answer, "The tool has answered. I say what it says."),
     ]
@@ -177,7 +187,9 @@ def make_tool_chat(dice: Dice) -> Chat:
     if opening <= 35:
         messages.insert(0, {"role": "system", "content": dice.pick(SYSTEM_NEUTRAL)})
     elif opening <= 42:
-        told = dice.spin("[Use the tools.|You have tools.|Call a tool if you need one.|You are an assistant with tools.|Use a tool for sums.]")
+        told = dice.spin(
+            "[Use the tools.|You have tools.|Call a tool if you need one.|You are an assistant with tools.|Use a tool for sums.]"
+        )
         messages.insert(0, {"role": "system", "content": told})
     elif opening <= 46:
         messages.insert(0, {"role": "system", "content": f"You are {make_name(dice, dice.chance(0.5), True)}."})
@@ -192,7 +204,9 @@ def _plain_turn(dice: Dice, tools: list[Tool]) -> list[Message]:
     return messages
 
 
-def _perhaps_thinking(dice: Dice, messages: list[Message], tools: list[dict[str, Any]]) -> tuple[list[Message], list[dict[str, Any]], bool]:
+def _perhaps_thinking(
+    dice: Dice, messages: list[Message], tools: list[dict[str, Any]]
+) -> tuple[list[Message], list[dict[str, Any]], bool]:
     """Let one chat in four end with a thought, at one of the last answers; drop all other thoughts."""
     is_thinking = dice.chance(0.25)
     if is_thinking:
@@ -210,7 +224,11 @@ def make_thinking_chat(dice: Dice) -> Chat:
     messages: list[Message] = []
     if dice.chance(0.3):
         messages = make_chat(dice, max_pairs=2)
-        if any("JSON" in m["content"] or m["content"].startswith(("Be ", "Keep", "Answer")) for m in messages[:1] if m["role"] == "system"):
+        if any(
+            "JSON" in m["content"] or m["content"].startswith(("Be ", "Keep", "Answer"))
+            for m in messages[:1]
+            if m["role"] == "system"
+        ):
             messages = []
     elif dice.chance(0.3):
         messages = [{"role": "system", "content": dice.pick(SYSTEM_NEUTRAL)}]

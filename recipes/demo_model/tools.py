@@ -105,10 +105,44 @@ _OPERATORS: tuple[dict[str, str], ...] = (
     {"+": "plus", "-": "minus", "*": "times"},
 )
 _ONE_SIGN: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
-    ("+", ("add", "add numbers", "sum", "plus", "get sum"), ("Add two numbers.", "The sum of two numbers.", "Adds a and b.", "Return the sum of a and b.", "Addition.", "[Compute|Calculate] the sum.")),
-    ("-", ("subtract", "minus", "difference"), ("Subtract the second number from the first.", "The difference of two numbers.", "Subtraction.", "Return a minus b.")),
-    ("*", ("multiply", "times", "product", "multiply numbers"), ("Multiply two numbers.", "The product of two numbers.", "Multiplication.", "[Compute|Return] the product of a and b.", "Multiplies a and b.")),
-    ("/", ("divide", "division"), ("Divide the first number by the second.", "Divides two numbers.", "Division.", "Return a divided by b.")),
+    (
+        "+",
+        ("add", "add numbers", "sum", "plus", "get sum"),
+        (
+            "Add two numbers.",
+            "The sum of two numbers.",
+            "Adds a and b.",
+            "Return the sum of a and b.",
+            "Addition.",
+            "[Compute|Calculate] the sum.",
+        ),
+    ),
+    (
+        "-",
+        ("subtract", "minus", "difference"),
+        (
+            "Subtract the second number from the first.",
+            "The difference of two numbers.",
+            "Subtraction.",
+            "Return a minus b.",
+        ),
+    ),
+    (
+        "*",
+        ("multiply", "times", "product", "multiply numbers"),
+        (
+            "Multiply two numbers.",
+            "The product of two numbers.",
+            "Multiplication.",
+            "[Compute|Return] the product of a and b.",
+            "Multiplies a and b.",
+        ),
+    ),
+    (
+        "/",
+        ("divide", "division"),
+        ("Divide the first number by the second.", "Divides two numbers.", "Division.", "Return a divided by b."),
+    ),
 )
 
 
@@ -145,19 +179,40 @@ def calculator(dice: Dice) -> Tool:
         ]
         fields.insert(dice.pick((2, 2, 0, 1)), Field("operator", op_name, op_schema, op_text))
         signs, names = tuple(words), ("calculator", "calculate", "calc", "compute", "math", "arithmetic")
-        descriptions = ("[A|A small|A simple] calculator[.| for two numbers.]", "Calculate with two numbers.", "Add, subtract and multiply numbers.", "Does [sums|arithmetic|maths].", "[Perform|Do] a calculation[.| on two numbers.]", "Apply an operator to two numbers.", "[Basic arithmetic|Math operations][.| on a and b.]")
+        descriptions = (
+            "[A|A small|A simple] calculator[.| for two numbers.]",
+            "Calculate with two numbers.",
+            "Add, subtract and multiply numbers.",
+            "Does [sums|arithmetic|maths].",
+            "[Perform|Do] a calculation[.| on two numbers.]",
+            "Apply an operator to two numbers.",
+            "[Basic arithmetic|Math operations][.| on a and b.]",
+        )
     elif roll <= 65:
         [name] = field_names(dice, ("expression", "expr", "formula", "query", "calculation", "input"))
-        fields = [Field("expression", name, TEXT, dice.pick(("", "", "What to calculate, as 2 + 3.", "The expression.")))]
+        fields = [
+            Field("expression", name, TEXT, dice.pick(("", "", "What to calculate, as 2 + 3.", "The expression.")))
+        ]
         words = {sign: sign for sign in "+-*/"}
         signs, names = tuple(words), ("calculator", "calculate", "evaluate", "calc", "eval expression", "compute")
-        descriptions = ("Evaluate an expression.", "[A|A simple] calculator[.| for expressions.]", "Calculate the value of an expression.", "Does [sums|arithmetic|maths].", "[Perform|Do] a calculation.", "[Basic arithmetic|Math operations].", "Compute what the expression is.")
+        descriptions = (
+            "Evaluate an expression.",
+            "[A|A simple] calculator[.| for expressions.]",
+            "Calculate the value of an expression.",
+            "Does [sums|arithmetic|maths].",
+            "[Perform|Do] a calculation.",
+            "[Basic arithmetic|Math operations].",
+            "Compute what the expression is.",
+        )
     else:
         sign, names, descriptions = dice.pick(_ONE_SIGN[:1] + _ONE_SIGN)
         a_name, b_name = field_names(dice, *_NUMBER_PAIRS)
         fields = [Field("a", a_name, number), Field("b", b_name, number)]
         if described:
-            fields = [fields[0]._replace(description="The first number."), fields[1]._replace(description="The second number.")]
+            fields = [
+                fields[0]._replace(description="The first number."),
+                fields[1]._replace(description="The second number."),
+            ]
         words, signs = {sign: sign}, (sign,)
 
     def ask(dice: Dice) -> Use:
@@ -175,7 +230,15 @@ def calculator(dice: Dice) -> Tool:
     return _tool(dice, names, descriptions, fields, [f"sum {sign}" for sign in signs], ask)
 
 
-_TIME_QUESTIONS = ("What time is it[| now]", "What is the time[| now]", "Tell me the time", "How late is it", "Which time is it", "Do you know what time it is", "Can you tell me the time")
+_TIME_QUESTIONS = (
+    "What time is it[| now]",
+    "What is the time[| now]",
+    "Tell me the time",
+    "How late is it",
+    "Which time is it",
+    "Do you know what time it is",
+    "Can you tell me the time",
+)
 
 
 def _mark(question: str) -> str:
@@ -204,10 +267,31 @@ def clock(dice: Dice) -> Tool:
             question = dice.pick((question, "What is the time", "What time is it")) + f" in {city}"
         arguments = {fields[0].name: city} if city else {}
         where = f" in {city}" if city else ""
-        return Use(_mark(question), arguments, _told_by_tool(dice, time, "time", "now"), f"It is {time}{where}.", "the time")
+        return Use(
+            _mark(question), arguments, _told_by_tool(dice, time, "time", "now"), f"It is {time}{where}.", "the time"
+        )
 
-    names = ("get time", "clock", "current time", "get current time", "time", "time now", "what time", "now", "get the time")
-    descriptions = ("[Get|Return|Tells] the [current |]time.", "A clock.", "The time [now|of day].", "What time it is[.| now.]", "Current time[.| in a city.]", "[Gives|Returns] the [local |][date and |]time[.| of a city or zone.]", "Return the time as a text, such as 12:30.", "Tells [the hour|what time it is].")
+    names = (
+        "get time",
+        "clock",
+        "current time",
+        "get current time",
+        "time",
+        "time now",
+        "what time",
+        "now",
+        "get the time",
+    )
+    descriptions = (
+        "[Get|Return|Tells] the [current |]time.",
+        "A clock.",
+        "The time [now|of day].",
+        "What time it is[.| now.]",
+        "Current time[.| in a city.]",
+        "[Gives|Returns] the [local |][date and |]time[.| of a city or zone.]",
+        "Return the time as a text, such as 12:30.",
+        "Tells [the hour|what time it is].",
+    )
     return _tool(dice, names, descriptions, fields, ["time"], ask)
 
 
@@ -220,16 +304,28 @@ def weather(dice: Dice) -> Tool:
 
     def ask(dice: Dice) -> Use:
         city, sky = make_city(dice), dice.pick(("sunny", "cloudy", "rainy", "windy", "warm", "cold", "foggy", "snowy"))
-        question = dice.spin(f"[What is the weather like in {city}?|What is the weather in {city}?|How is the weather in {city}?|Tell me the weather in {city}.|What is the weather in {city} today?]")
+        question = dice.spin(
+            f"[What is the weather like in {city}?|What is the weather in {city}?|How is the weather in {city}?|Tell me the weather in {city}.|What is the weather in {city} today?]"
+        )
         result, answer = _told_by_tool(dice, sky, "weather", "sky"), f"It is {sky} in {city}."
         if dice.chance(0.4):
             degrees = dice.between(0, 35)
             answer = f"It is {sky} in {city}, {degrees} degrees."
-            result = dice.pick((as_json({"temperature": degrees, "condition": sky}), as_json({"weather": sky, "degrees": degrees}), f"{sky}, {degrees} degrees"))
+            result = dice.pick(
+                (
+                    as_json({"temperature": degrees, "condition": sky}),
+                    as_json({"weather": sky, "degrees": degrees}),
+                    f"{sky}, {degrees} degrees",
+                )
+            )
         return Use(question, {fields[0].name: city}, result, answer, "the weather")
 
     names = ("get weather", "weather", "current weather", "get current weather", "forecast", "weather report")
-    descriptions = ("[Get|Return] the [current |]weather[.| in a city.]", "The weather [in a place|somewhere].", "What the weather is like.")
+    descriptions = (
+        "[Get|Return] the [current |]weather[.| in a city.]",
+        "The weather [in a place|somewhere].",
+        "What the weather is like.",
+    )
     return _tool(dice, names, descriptions, fields, ["weather"], ask)
 
 
@@ -249,10 +345,20 @@ def animal_lookup(dice: Dice) -> Tool:
             keys = dice.sample(Animal._fields[1:], dice.between(1, 3))
             shown = {key: getattr(animal, key) for key in keys} | {key: value}
             result = as_json(shown if dice.chance(0.8) else value)
-        return Use(fix_articles(dice.spin(question)), {name: animal.animal}, result, fix_articles(sentence), f"the {animal.animal}")
+        return Use(
+            fix_articles(dice.spin(question)),
+            {name: animal.animal},
+            result,
+            fix_articles(sentence),
+            f"the {animal.animal}",
+        )
 
     names = ("get animal", "animal lookup", "lookup animal", "animal info", "find animal", "get animal facts")
-    descriptions = ("[Look up|Find|Get] [facts|what is known] about an animal.", "A book of animals.", "Facts about animals[.| by name.]")
+    descriptions = (
+        "[Look up|Find|Get] [facts|what is known] about an animal.",
+        "A book of animals.",
+        "Facts about animals[.| by name.]",
+    )
     return _tool(dice, names, descriptions, fields, ["animal"], ask)
 
 
@@ -287,40 +393,95 @@ def roll_dice(dice: Dice) -> Tool:
     def ask(dice: Dice) -> tuple[str, dict[str, Any], Any, str, str]:
         sides = dice.pick((4, 6, 6, 8, 10, 12, 20, 100))
         rolled = dice.between(1, sides)
-        return dice.spin(f"[Roll|Throw|Please roll] a die with {sides} sides."), {"sides": sides}, rolled, "rolled", f"You rolled {rolled}."
+        return (
+            dice.spin(f"[Roll|Throw|Please roll] a die with {sides} sides."),
+            {"sides": sides},
+            rolled,
+            "rolled",
+            f"You rolled {rolled}.",
+        )
 
     fields = (("sides", ("sides", "num_sides", "faces", "n"), WHOLE),)
-    return _errand(dice, "die", ("roll dice", "roll die", "throw dice", "roll"), ("Roll a die.", "Throws a die with many sides."), fields, ask)
+    return _errand(
+        dice,
+        "die",
+        ("roll dice", "roll die", "throw dice", "roll"),
+        ("Roll a die.", "Throws a die with many sides."),
+        fields,
+        ask,
+    )
 
 
 def send_message(dice: Dice) -> Tool:
     def ask(dice: Dice) -> tuple[str, dict[str, Any], Any, str, str]:
         name = make_full_name(dice)
-        text = dice.spin(f"[I am late|See you at {dice.pick(PLACES)}|I have found {_phrase(dice)}|Happy birthday|Good night|Please bring {_phrase(dice)}]")
+        text = dice.spin(
+            f"[I am late|See you at {dice.pick(PLACES)}|I have found {_phrase(dice)}|Happy birthday|Good night|Please bring {_phrase(dice)}]"
+        )
         question = dice.spin(f"[Send a message to {name}|Write to {name}|Send {name} a message|Message {name}]: {text}")
         return question, {"to": name, "text": text}, dice.pick(_OK), "status", "I have sent the message."
 
-    fields = (("to", ("to", "recipient", "name", "person", "receiver"), TEXT), ("text", ("text", "message", "body", "content", "words"), TEXT))
-    return _errand(dice, "message", ("send message", "send", "message", "write message", "send text"), ("Send a message to somebody.", "Sends a text."), fields, ask)
+    fields = (
+        ("to", ("to", "recipient", "name", "person", "receiver"), TEXT),
+        ("text", ("text", "message", "body", "content", "words"), TEXT),
+    )
+    return _errand(
+        dice,
+        "message",
+        ("send message", "send", "message", "write message", "send text"),
+        ("Send a message to somebody.", "Sends a text."),
+        fields,
+        ask,
+    )
 
 
 def save_note(dice: Dice) -> Tool:
     def ask(dice: Dice) -> tuple[str, dict[str, Any], Any, str, str]:
         text = dice.spin(f"[bring|buy|look for|find|paint|bring back] {_phrase(dice)}")
-        return dice.spin(f"[Remember|Save a note|Note|Write down]: {text}"), {"text": text}, dice.pick(_OK), "status", "I have saved it."
+        return (
+            dice.spin(f"[Remember|Save a note|Note|Write down]: {text}"),
+            {"text": text},
+            dice.pick(_OK),
+            "status",
+            "I have saved it.",
+        )
 
     fields = (("text", ("text", "note", "content", "what", "todo"), TEXT),)
-    return _errand(dice, "note", ("save note", "remember", "note", "add note", "add todo"), ("Save a note.", "Remember a text.", "Keeps a note for later."), fields, ask)
+    return _errand(
+        dice,
+        "note",
+        ("save note", "remember", "note", "add note", "add todo"),
+        ("Save a note.", "Remember a text.", "Keeps a note for later."),
+        fields,
+        ask,
+    )
 
 
 def search(dice: Dice) -> Tool:
     def ask(dice: Dice) -> tuple[str, dict[str, Any], Any, str, str]:
-        wanted = dice.pick((_phrase(dice).split(" ", 1)[1], plural(dice.pick(ANIMALS).animal), make_full_name(dice), make_city(dice)))
-        found = dice.spin(f"[{dice.pick(THINGS)}s at {dice.pick(PLACES)}|{_phrase(dice)}|nothing at all|{dice.between(2, 99)} books]")
-        return dice.spin(f"[Search for|Look up|Find|Please search for] {wanted}."), {"query": wanted}, found, "found", f"I found this: {found}."
+        wanted = dice.pick(
+            (_phrase(dice).split(" ", 1)[1], plural(dice.pick(ANIMALS).animal), make_full_name(dice), make_city(dice))
+        )
+        found = dice.spin(
+            f"[{dice.pick(THINGS)}s at {dice.pick(PLACES)}|{_phrase(dice)}|nothing at all|{dice.between(2, 99)} books]"
+        )
+        return (
+            dice.spin(f"[Search for|Look up|Find|Please search for] {wanted}."),
+            {"query": wanted},
+            found,
+            "found",
+            f"I found this: {found}.",
+        )
 
     fields = (("query", ("query", "q", "search", "text", "words", "term"), TEXT),)
-    return _errand(dice, "search", ("search", "search web", "find", "lookup", "web search", "search library"), ("Search for something.", "[Search|Look in] the library.", "Finds texts."), fields, ask)
+    return _errand(
+        dice,
+        "search",
+        ("search", "search web", "find", "lookup", "web search", "search library"),
+        ("Search for something.", "[Search|Look in] the library.", "Finds texts."),
+        fields,
+        ask,
+    )
 
 
 def set_timer(dice: Dice) -> Tool:
@@ -328,30 +489,71 @@ def set_timer(dice: Dice) -> Tool:
 
     def ask(dice: Dice) -> tuple[str, dict[str, Any], Any, str, str]:
         length = dice.between(2, 90)
-        return dice.spin(f"[Set|Start|Please set] a timer [for|of] {length} {unit}."), {"length": length}, dice.pick(_OK), "status", "The timer is set."
+        return (
+            dice.spin(f"[Set|Start|Please set] a timer [for|of] {length} {unit}."),
+            {"length": length},
+            dice.pick(_OK),
+            "status",
+            "The timer is set.",
+        )
 
     fields = (("length", (unit, unit, "duration", "length", "time"), WHOLE),)
-    return _errand(dice, "timer", ("set timer", "start timer", "timer", "set alarm"), (f"Set a timer[.| in {unit}.]", "Starts a timer."), fields, ask)
+    return _errand(
+        dice,
+        "timer",
+        ("set timer", "start timer", "timer", "set alarm"),
+        (f"Set a timer[.| in {unit}.]", "Starts a timer."),
+        fields,
+        ask,
+    )
 
 
 def switch_light(dice: Dice) -> Tool:
     def ask(dice: Dice) -> tuple[str, dict[str, Any], Any, str, str]:
-        room, is_on = dice.pick(("kitchen", "garden", "library", "cellar", "bedroom", "hall", "stable", "bathroom")), dice.chance(0.5)
+        room, is_on = (
+            dice.pick(("kitchen", "garden", "library", "cellar", "bedroom", "hall", "stable", "bathroom")),
+            dice.chance(0.5),
+        )
         question = dice.spin(f"[Turn|Switch|Please turn] {'on' if is_on else 'off'} the light in the {room}.")
-        return question, {"room": room, "on": is_on}, dice.pick(_OK), "status", f"The light in the {room} is {'on' if is_on else 'off'}."
+        return (
+            question,
+            {"room": room, "on": is_on},
+            dice.pick(_OK),
+            "status",
+            f"The light in the {room} is {'on' if is_on else 'off'}.",
+        )
 
-    fields = (("room", ("room", "place", "where", "location"), TEXT), ("on", ("on", "is_on", "state", "enabled"), YES_OR_NO))
-    return _errand(dice, "light", ("switch light", "set light", "light", "turn light", "lamp"), ("Turn a light on or off.", "Switches the light in a room."), fields, ask)
+    fields = (
+        ("room", ("room", "place", "where", "location"), TEXT),
+        ("on", ("on", "is_on", "state", "enabled"), YES_OR_NO),
+    )
+    return _errand(
+        dice,
+        "light",
+        ("switch light", "set light", "light", "turn light", "lamp"),
+        ("Turn a light on or off.", "Switches the light in a room."),
+        fields,
+        ask,
+    )
 
 
 def price(dice: Dice) -> Tool:
     def ask(dice: Dice) -> tuple[str, dict[str, Any], Any, str, str]:
         thing, cost = dice.pick(THINGS), dice.between(1, 250)
-        question = fix_articles(dice.spin(f"[What does a~ {thing} cost?|How much is a~ {thing}?|What is the price of a~ {thing}?]"))
+        question = fix_articles(
+            dice.spin(f"[What does a~ {thing} cost?|How much is a~ {thing}?|What is the price of a~ {thing}?]")
+        )
         return question, {"item": thing}, cost, "price", fix_articles(f"A~ {thing} costs {cost}.")
 
     fields = (("item", ("item", "thing", "product", "name", "what"), TEXT),)
-    return _errand(dice, "price", ("get price", "price", "find price", "price of", "shop"), ("The price of a thing.", "What a thing costs.", "Get the price of an item."), fields, ask)
+    return _errand(
+        dice,
+        "price",
+        ("get price", "price", "find price", "price of", "shop"),
+        ("The price of a thing.", "What a thing costs.", "Get the price of an item."),
+        fields,
+        ask,
+    )
 
 
 def age_lookup(dice: Dice) -> Tool:
@@ -361,19 +563,39 @@ def age_lookup(dice: Dice) -> Tool:
         return question, {"name": name}, age, "age", f"{name} is {age} years old."
 
     fields = (("name", ("name", "person", "user", "who"), TEXT),)
-    return _errand(dice, "age", ("get age", "age", "get user", "lookup person", "age of"), ("The age of a person.", "How old somebody is.", "Get the age of a user."), fields, ask)
+    return _errand(
+        dice,
+        "age",
+        ("get age", "age", "get user", "lookup person", "age of"),
+        ("The age of a person.", "How old somebody is.", "Get the age of a user."),
+        fields,
+        ask,
+    )
 
 
 def secret(dice: Dice) -> Tool:
     """A tool without parameters for one named thing that only it knows."""
-    what = dice.spin("[secret |magic |lucky |player |user |]") + dice.pick(("word", "number", "name", "colour", "code", "place", "score"))
+    what = dice.spin("[secret |magic |lucky |player |user |]") + dice.pick(
+        ("word", "number", "name", "colour", "code", "place", "score")
+    )
 
     def ask(dice: Dice) -> tuple[str, dict[str, Any], Any, str, str]:
-        value = dice.between(1, 999) if what.split()[-1] in ("number", "code", "score") else dice.pick((dice.pick(THINGS), make_full_name(dice), dice.pick(COLOURS)))
+        value = (
+            dice.between(1, 999)
+            if what.split()[-1] in ("number", "code", "score")
+            else dice.pick((dice.pick(THINGS), make_full_name(dice), dice.pick(COLOURS)))
+        )
         question = dice.spin(f"[What is the {what}?|Tell me the {what}.|Do you know the {what}?|Give me the {what}.]")
         return question, {}, value, what.split()[-1], f"The {what} is {value}."
 
-    return _errand(dice, what, (f"get {what}", what, f"get {what}", f"find {what}"), (f"[Get|Return|Tells] the {what}.", f"The {what}."), (), ask)
+    return _errand(
+        dice,
+        what,
+        (f"get {what}", what, f"get {what}", f"find {what}"),
+        (f"[Get|Return|Tells] the {what}.", f"The {what}."),
+        (),
+        ask,
+    )
 
 
 ANIMAL_KEYS: dict[str, tuple[str, ...]] = {
@@ -387,9 +609,22 @@ ANIMAL_KEYS: dict[str, tuple[str, ...]] = {
     "can_fly": ("can_fly", "can_fly", "flies", "is_able_to_fly", "able_to_fly"),
 }
 _KEY_TYPES: dict[str, JsonSchema] = {"legs": WHOLE, "can_fly": YES_OR_NO, "age": WHOLE}
-_KEY_TEXTS = {"legs": "How many legs.", "can_fly": "Can it fly?", "food": "What it eats.", "home": "Where it lives.", "age": "In years."}
+_KEY_TEXTS = {
+    "legs": "How many legs.",
+    "can_fly": "Can it fly?",
+    "food": "What it eats.",
+    "home": "Where it lives.",
+    "age": "In years.",
+}
 _FINAL_NAMES = ("final result", "final result", "final answer", "output", "result", "answer", "respond", "finish")
-_FINAL_TEXTS = ("The [final|last] answer[.|, which ends the talk.]", "Give the answer with this.", "The right {type}, with all that is required.", "Answer in this form.", "", "")
+_FINAL_TEXTS = (
+    "The [final|last] answer[.|, which ends the talk.]",
+    "Give the answer with this.",
+    "The right {type}, with all that is required.",
+    "Answer in this form.",
+    "",
+    "",
+)
 _SUM_KEYS: dict[str, tuple[str, ...]] = {
     "a": _NUMBER_PAIRS[0], "b": _NUMBER_PAIRS[1], "operator": ("operator", "op", "sign"), "result": ("result", "result", "answer", "value", "total"),
 }  # fmt: skip
@@ -398,7 +633,9 @@ _SUM_KEYS: dict[str, tuple[str, ...]] = {
 def pick_keys(dice: Dice, usual: dict[str, tuple[str, ...]], roles: Sequence[str]) -> dict[str, str]:
     """A name for the key of each role; a pair of numbers gets names that go together."""
     place, case = dice.between(0, 99), "camel" if dice.chance(0.08) else "snake"
-    names = {role: usual[role][place % len(usual[role])] if role in ("a", "b") else dice.pick(usual[role]) for role in roles}
+    names = {
+        role: usual[role][place % len(usual[role])] if role in ("a", "b") else dice.pick(usual[role]) for role in roles
+    }
     names = {role: cased(name.replace("_", " "), case) for role, name in names.items()}
     return names if len(set(names.values())) == len(names) else {role: usual[role][0] for role in roles}
 
@@ -426,9 +663,16 @@ def facts_form(dice: Dice) -> Tool:
         roles.insert(0, next(iter(usual)))
     keys = pick_keys(dice, usual, roles)
     as_list = dice.chance(0.6)
-    types = _KEY_TYPES | dict.fromkeys(("a", "b", "result"), dice.pick((WHOLE, WHOLE, NUMBER))) | ({"likes": TEXTS} if as_list else {})
+    types = (
+        _KEY_TYPES
+        | dict.fromkeys(("a", "b", "result"), dice.pick((WHOLE, WHOLE, NUMBER)))
+        | ({"likes": TEXTS} if as_list else {})
+    )
     is_described = dice.chance(0.2)
-    fields = [Field(role, keys[role], types.get(role, TEXT), _KEY_TEXTS.get(role, "") if is_described else "") for role in roles]
+    fields = [
+        Field(role, keys[role], types.get(role, TEXT), _KEY_TEXTS.get(role, "") if is_described else "")
+        for role in roles
+    ]
     class_names = {
         "animal": ("animal facts", "animal", "animal info", "facts", "creature", "animal card", "animal record"),
         "sum": ("sum", "sum result", "calculation", "result", "math answer", "number answer"),
@@ -439,7 +683,13 @@ def facts_form(dice: Dice) -> Tool:
     name = tool_name(dice, _FINAL_NAMES) if is_framework else type_name
     description = dice.spin(dice.pick(_FINAL_TEXTS)).replace("{type}", type_name)
     if not is_framework and dice.chance(0.4):
-        description = dice.spin({"animal": "[Facts about|What is known about] an animal.", "sum": "A sum and its result.", "person": "[A person|A user|Facts about a person]."}[sort])
+        description = dice.spin(
+            {
+                "animal": "[Facts about|What is known about] an animal.",
+                "sum": "A sum and its result.",
+                "person": "[A person|A user|Facts about a person].",
+            }[sort]
+        )
 
     def ask(dice: Dice) -> Use:
         if sort == "animal":
@@ -454,17 +704,25 @@ def facts_form(dice: Dice) -> Tool:
         else:
             person = make_person(dice)
             values = {role: person_value(person, role, as_list=as_list) for role in PERSON_KEYS}
-            question = dice.spin("[|||Extract: |Extract the person: |Read this: |Save this person: ]") + told(dice, person, {*roles, *dice.sample(("age", "likes"), 1)})
+            question = dice.spin("[|||Extract: |Extract the person: |Read this: |Save this person: ]") + told(
+                dice, person, {*roles, *dice.sample(("age", "likes"), 1)}
+            )
         arguments = {field.name: values[field.role] for field in fields}
-        result_text = dice.pick(("ok", "Final result processed.", "done", "saved", as_json({"status": "ok"}), as_json(arguments)))
+        result_text = dice.pick(
+            ("ok", "Final result processed.", "done", "saved", as_json({"status": "ok"}), as_json(arguments))
+        )
         return Use(question, arguments, result_text, "Done.", "an answer in this form")
 
     takes = {"animal": ["animal"], "sum": ["sum +", "sum -", "sum *"], "person": ["person"]}[sort]
     finish = None
     if sort == "sum" and roles == ["result"]:
+
         def finish(answer: str, value: Any) -> dict[str, Any]:
             return {fields[0].name: value}
-    return Tool(name, tool_definition(dice, name, description, fields), frozenset(takes), ask, is_final=True, finish=finish)
+
+    return Tool(
+        name, tool_definition(dice, name, description, fields), frozenset(takes), ask, is_final=True, finish=finish
+    )
 
 
 def answer_form(dice: Dice) -> Tool:
@@ -484,9 +742,22 @@ def answer_form(dice: Dice) -> Tool:
             a, sign, b = roll_sum(dice)
             question = dice.spin(sum_question(dice, sign)).format(a=a, b=b)
             answer = f"{a} {sign} {b} = { {'+': a + b, '-': a - b, '*': a * b}[sign] }."
-        return Use(question, {key: answer}, dice.pick(("ok", "Final result processed.", "done")), "Done.", "an answer in this form")
+        return Use(
+            question,
+            {key: answer},
+            dice.pick(("ok", "Final result processed.", "done")),
+            "Done.",
+            "an answer in this form",
+        )
 
-    return Tool(name, definition, frozenset(("sum +", "sum -", "sum *", "animal", "answer")), ask, is_final=True, finish=lambda answer, _: {key: answer})
+    return Tool(
+        name,
+        definition,
+        frozenset(("sum +", "sum -", "sum *", "animal", "answer")),
+        ask,
+        is_final=True,
+        finish=lambda answer, _: {key: answer},
+    )
 
 
 Maker = Callable[[Dice], Tool]

@@ -39,6 +39,7 @@ IGNORED = -100
 CLIP_NORM = 1.0
 CHECKPOINT_EVERY = 200
 
+
 @dataclass(frozen=True, kw_only=True)
 class Stage:
     """One warm-up and cosine over documents of its own.
@@ -446,7 +447,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, nargs="+", help="optimizer steps of each stage, instead of the recipe's")
     parser.add_argument("--from-stage", type=int, default=0, help="begin with this stage, on the model in --out")
-    parser.add_argument("--compile", action="store_true", help="compile the model: a third faster, needs a C++ compiler")
+    parser.add_argument("--compile", action="store_true", help="compile it: faster, needs a C++ compiler")
     parser.add_argument(
         "--check", action="store_true", help="compare with the shipped training.json, exit 1 on a difference"
     )
