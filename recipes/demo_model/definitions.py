@@ -100,13 +100,15 @@ def object_schema(
     dice: Dice, fields: Sequence[Field], *, title: str = "", dialect: Dialect | None = None
 ) -> JsonSchema:
     """The JSON schema of an object with these fields, in one of the ways in which clients write it."""
-    dialect = dialect or dice.pick(DIALECTS)
-    is_titled = dialect == "pydantic" or dice.chance(0.2)
-    properties = {field.name: _property(field, dialect, is_titled) for field in fields}
-    required = [field.name for field in fields if field.is_required or dialect == "strict"]
-    must = {"required": required} if required or dialect == "strict" else {}
+    spoken: Dialect = dice.pick(DIALECTS) if dialect is None else dialect
+    is_titled = spoken == "pydantic" or dice.chance(0.2)
+    properties = {}
+    for field in fields:
+        properties[field.name] = _property(field, spoken, is_titled)
+    required = [field.name for field in fields if field.is_required or spoken == "strict"]
+    must = {"required": required} if required or spoken == "strict" else {}
     named = {"title": title} if title and is_titled else {}
-    match dialect:
+    match spoken:
         case "plain":
             return {"type": "object", "properties": properties, **must}
         case "pydantic":
@@ -115,7 +117,7 @@ def object_schema(
             return {"additionalProperties": False, "properties": properties, **must, **named, "type": "object"}
         case "strict":
             return {"type": "object", "properties": properties, **must, "additionalProperties": False, **named}
-        case "draft":
+        case _:
             draft = {"$schema": "http://json-schema.org/draft-07/schema#"}
             return {**draft, "type": "object", "properties": properties, **must, "additionalProperties": False}
 

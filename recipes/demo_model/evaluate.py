@@ -303,7 +303,7 @@ def unseen_calls(count: int) -> Iterator[tuple[Chat, tuple[str, dict[str, Any]]]
         sign = dice.pick(("+", "-", "*"))
         animal, person = dice.pick(ANIMALS), make_person(dice)
         facts = {"animal": animal.animal, "food": animal.food, "legs": animal.legs, "can_fly": animal.can_fly}
-        question, arguments = {
+        asked: dict[str, tuple[str, dict[str, Any]]] = {
             "calculator": (f"What is {a} {sign} {b}?", {"leading": a, "trailing": b, "how": sign}),
             "adder": (f"Add {a} and {b}.", {"augend": a, "addend": b}),
             "clock": ("What time is it?", {}),
@@ -311,7 +311,8 @@ def unseen_calls(count: int) -> Iterator[tuple[Chat, tuple[str, dict[str, Any]]]
             "weather": (f"What is the weather in {city}?", {"whereabouts": city}),
             "animal facts": (f"Tell me about the {animal.animal}.", facts),
             "person": (told(dice, person, {"age", "likes"}), {"name": person.name, "age": person.age}),
-        }[kind]
+        }
+        question, arguments = asked[kind]
         tools = [UNSEEN_TOOLS[kind]]
         beside = {"clock": "adder", "calculator": "weather", "adder": "clock", "weather": "calculator"}.get(kind)
         if beside and dice.chance(0.5):

@@ -17,10 +17,10 @@ from demo_model.template import END_OF_TEXT, IM_END, IM_START, TOOLS_HEAD, TOOLS
 from demo_model.tool_chats import Chat, make_shaped_chat, make_thinking_chat, make_tool_chat
 from demo_model.world import Dice
 
-STORY_SHARE = 0.22
-TOOL_SHARE = 0.25
+STORY_SHARE = 0.21
+TOOL_SHARE = 0.21
 SHAPE_SHARE = 0.11
-THINKING_SHARE = 0.09
+THINKING_SHARE = 0.08
 LONG_CHAT_SHARE = 0.03
 
 

@@ -54,7 +54,7 @@ def pieces(value: Any, layout: Layout, depth: int = 0) -> Pieces:
         yield json.dumps(value, ensure_ascii=False)[1:], True
     elif isinstance(value, dict | list):
         is_list = isinstance(value, list)
-        items: list[Any] = list(value if is_list else value.items())
+        items: list[Any] = list(value.items()) if isinstance(value, dict) else value
         line = "\n" + " " * layout.indent * (depth + 1) if layout.indent else ""
         yield "[" if is_list else "{", False
         for index, item in enumerate(items):

@@ -151,7 +151,7 @@ def make_tool_chat(dice: Dice) -> Chat:
     roll = dice.between(1, 100)
     messages: list[Message] = []
     if roll <= 66:
-        servants = _some_tools(dice, dice.pick((1, 1, 1, 2, 2, 2, 3, 4)), [])
+        servants = _some_tools(dice, dice.pick((1, 1, 1, 1, 2, 2, 2, 2, 3, 4)), [])
         tools = servants
         for _ in range(dice.between(1, 5)):
             kind = dice.between(1, 100)

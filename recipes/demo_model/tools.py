@@ -91,7 +91,16 @@ def _tool(
     description = dice.spin(dice.pick(descriptions)) if is_described else ""
     if is_usual and dice.chance(0.08):
         description = " ".join(dice.sample(ODD_WORDS, dice.between(3, 9))).capitalize() + "."
-    return Tool(name, tool_definition(dice, name, description, fields), frozenset(takes), ask)
+    definition = tool_definition(dice, name, description, fields)
+    required = definition["function"].get("parameters", {}).get("required", ())
+
+    def ask_in_full(dice: Dice) -> Use:
+        """What must be there without a value is null."""
+        use = ask(dice)
+        names = [field.name for field in fields if field.name in use.arguments or field.name in required]
+        return use._replace(arguments={name: use.arguments.get(name) for name in names})
+
+    return Tool(name, definition, frozenset(takes), ask_in_full)
 
 
 _NUMBER_PAIRS = (
@@ -165,6 +174,8 @@ def calculator(dice: Dice) -> Tool:
     """Two numbers and an operator, an expression, or a tool for one kind of sum."""
     roll = dice.between(1, 100)
     number = dice.pick((NUMBER, NUMBER, WHOLE))
+    names: tuple[str, ...]
+    descriptions: tuple[str, ...]
     described = dice.chance(0.25)
     if roll <= 45:
         words = dice.pick(_OPERATORS)

@@ -37,12 +37,12 @@ LOSS_TOLERANCE = 0.05
 
 IGNORED = -100
 CLIP_NORM = 1.0
-CHECKPOINT_EVERY = 200
+CHECKPOINT_EVERY = 100
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One warm-up and cosine over documents of its own.
+    """One warm-up and then a cosine, or without ``decays`` no change, over documents of its own.
 
     A later stage begins with the weights that the one before it wrote, in bf16, and with fresh optimizers, so that it
     can be run by itself.
@@ -52,6 +52,7 @@ class Stage:
     steps: int
     learning_rate: float
     warmup_steps: int = 40
+    decays: bool = True
     sums_share: float = 0.0
 
 
@@ -63,7 +64,7 @@ class Recipe:
         num_held_out: documents to test on, made with another seed.
         num_tokenizer_documents: so many documents of the first stage make the tokenizer.
         documents_per_step: about 4000 tokens.
-        stages: the second is for sums, which need far more examples than anything else.
+        stages: the second is for sums, which need far more examples than anything else, and for the decay.
     """
 
     seed: int = 0
@@ -79,8 +80,8 @@ class Recipe:
     documents_per_step: int = 30
     weight_decay: float = 0.1
     stages: tuple[Stage, ...] = (
-        Stage(num_documents=42_000, steps=1400, learning_rate=4e-3),
-        Stage(num_documents=24_000, steps=800, learning_rate=2.5e-3, sums_share=0.2),
+        Stage(num_documents=36_000, steps=1200, learning_rate=3e-3, decays=False),
+        Stage(num_documents=24_000, steps=800, learning_rate=3e-3, sums_share=0.2),
     )
 
 
@@ -242,9 +243,11 @@ def optimizers_for(model: LlamaForCausalLM, weight_decay: float) -> tuple[torch.
 
 
 def learning_rate_at(step: int, stage: Stage) -> float:
-    """Linear warm-up, then a cosine down to 2 % of the peak."""
+    """Linear warm-up, then the peak, or a cosine from it down to 2 %."""
     if step < stage.warmup_steps:
         return stage.learning_rate * (step + 1) / stage.warmup_steps
+    if not stage.decays:
+        return stage.learning_rate
     progress = (step - stage.warmup_steps) / max(1, stage.steps - stage.warmup_steps)
     return stage.learning_rate * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
 
