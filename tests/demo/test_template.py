@@ -1,4 +1,4 @@
-"""The chat template of the demo model: tools, calls, results and thoughts, rendered by transformers and by the engine."""
+"""The demo model's chat template: tools, calls, results and thoughts, rendered by transformers and by the engine."""
 
 from __future__ import annotations
 
