@@ -80,8 +80,8 @@ class Recipe:
     documents_per_step: int = 30
     weight_decay: float = 0.1
     stages: tuple[Stage, ...] = (
-        Stage(num_documents=36_000, steps=1200, learning_rate=3e-3, decays=False),
-        Stage(num_documents=24_000, steps=800, learning_rate=3e-3, sums_share=0.2),
+        Stage(num_documents=30_000, steps=1000, learning_rate=3e-3, decays=False),
+        Stage(num_documents=25_500, steps=850, learning_rate=3e-3, sums_share=0.25),
     )
 
 
