@@ -102,9 +102,9 @@ _NOISE_SYLLABLES = (
 )  # fmt: skip
 
 
-def _noise(dice: Dice) -> str:
+def noise(dice: Dice, num_words: int) -> str:
     """Words that are in no dictionary: what the model does with a prompt that it cannot read."""
-    words = ["".join(dice.pick(_NOISE_SYLLABLES) for _ in range(dice.between(1, 3))) for _ in range(dice.between(1, 6))]
+    words = ["".join(dice.pick(_NOISE_SYLLABLES) for _ in range(dice.between(1, 3))) for _ in range(num_words)]
     return " ".join(words)
 
 
@@ -127,7 +127,9 @@ def outside(dice: Dice, mode: Mode) -> list[Pair]:
     template = dice.spin(dice.pick(OUTSIDE))
     if dice.chance(0.12):
         template = errand(dice)
-    question = template.format(noise=_noise(dice), big1=dice.between(31, 999), big2=dice.between(31, 999))
+    question = template.format(
+        noise=noise(dice, dice.between(1, 6)), big1=dice.between(31, 999), big2=dice.between(31, 999)
+    )
     return [(question, as_json({"error": "I do not know that."}) if mode == "json" else NOT_MY_WORLD)]
 
 

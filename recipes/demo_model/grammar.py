@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from demo_model.chats import Message, make_chat, make_sums
+from demo_model.copies import make_copies
 from demo_model.questions import as_json
 from demo_model.stories import make_story
 from demo_model.template import END_OF_TEXT, IM_END, IM_START, TOOLS_HEAD, TOOLS_TAIL
@@ -94,17 +95,20 @@ def chat_document(chat: Chat) -> Document:
     return Document(tuple(segments), tuple(chat.messages), tuple(chat.tools), chat.is_thinking)
 
 
-def documents(seed: int | str, count: int, *, sums_share: float = 0.0) -> Iterator[Document]:
+def documents(seed: int | str, count: int, *, sums_share: float = 0.0, copies_share: float = 0.0) -> Iterator[Document]:
     """``count`` documents, a function of the arguments alone; a longer corpus begins with the shorter one.
 
     Args:
         sums_share: the share of documents that are chats of nothing but sums.
+        copies_share: the share of the others that are practice in copying.
     """
     dice = Dice(seed)
     for _ in range(count):
         roll = dice.between(0, 9999) / 10000
         if sums_share and dice.chance(sums_share):
             yield chat_document(Chat(make_sums(dice), []))
+        elif copies_share and dice.chance(copies_share):
+            yield chat_document(make_copies(dice))
         elif roll < STORY_SHARE:
             yield story_document(make_story(dice).text)
         elif (roll := roll - STORY_SHARE) < TOOL_SHARE:

@@ -636,7 +636,7 @@ _FINAL_TEXTS = (
     "",
     "",
 )
-_SUM_KEYS: dict[str, tuple[str, ...]] = {
+SUM_KEYS: dict[str, tuple[str, ...]] = {
     "a": _NUMBER_PAIRS[0], "b": _NUMBER_PAIRS[1], "operator": ("operator", "op", "sign"), "result": ("result", "result", "answer", "value", "total"),
 }  # fmt: skip
 
@@ -666,7 +666,7 @@ def about_animal(dice: Dice, animal: Animal) -> str:
 def facts_form(dice: Dice) -> Tool:
     """A final tool whose arguments are facts of the world: an animal's, a sum's, or a person's out of a text."""
     sort = dice.pick(("animal", "animal", "animal", "sum", "person", "person"))
-    usual = {"animal": ANIMAL_KEYS, "sum": _SUM_KEYS, "person": PERSON_KEYS}[sort]
+    usual = {"animal": ANIMAL_KEYS, "sum": SUM_KEYS, "person": PERSON_KEYS}[sort]
     roles = ["result"] if sort == "sum" and dice.chance(0.4) else pick_roles(dice, list(usual), 2, 5)
     if sort == "sum" and "result" not in roles:
         roles.append("result")

@@ -42,18 +42,22 @@ CHECKPOINT_EVERY = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One warm-up and then a cosine, or without ``decays`` no change, over documents of its own.
+    """One warm-up and a cosine over documents of its own.
 
     A later stage begins with the weights that the one before it wrote, in bf16, and with fresh optimizers, so that it
     can be run by itself.
+
+    Attributes:
+        decay_steps: the step at which the cosine ends; None is the stage's last one, and with 0 the rate stays.
     """
 
     num_documents: int
     steps: int
     learning_rate: float
     warmup_steps: int = 40
-    decays: bool = True
+    decay_steps: int | None = None
     sums_share: float = 0.0
+    copies_share: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +84,9 @@ class Recipe:
     documents_per_step: int = 30
     weight_decay: float = 0.1
     stages: tuple[Stage, ...] = (
-        Stage(num_documents=30_000, steps=1000, learning_rate=3e-3, decays=False),
-        Stage(num_documents=25_500, steps=850, learning_rate=3e-3, sums_share=0.25),
+        Stage(num_documents=30_000, steps=1000, learning_rate=3e-3, decay_steps=0),
+        Stage(num_documents=12_000, steps=400, learning_rate=3e-3, decay_steps=850, sums_share=0.25),
+        Stage(num_documents=15_000, steps=500, learning_rate=2.5e-3, sums_share=0.12, copies_share=0.3),
     )
 
 
@@ -243,12 +248,13 @@ def optimizers_for(model: LlamaForCausalLM, weight_decay: float) -> tuple[torch.
 
 
 def learning_rate_at(step: int, stage: Stage) -> float:
-    """Linear warm-up, then the peak, or a cosine from it down to 2 %."""
+    """Linear warm-up, then a cosine down to 2 % of the peak, unless the stage says otherwise."""
     if step < stage.warmup_steps:
         return stage.learning_rate * (step + 1) / stage.warmup_steps
-    if not stage.decays:
+    decay_steps = stage.steps if stage.decay_steps is None else stage.decay_steps
+    if not decay_steps:
         return stage.learning_rate
-    progress = (step - stage.warmup_steps) / max(1, stage.steps - stage.warmup_steps)
+    progress = (step - stage.warmup_steps) / max(1, decay_steps - stage.warmup_steps)
     return stage.learning_rate * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
@@ -323,6 +329,7 @@ def prepare(recipe: Recipe) -> Data:
                 f"train-{recipe.seed}-{index}" if index else f"train-{recipe.seed}",
                 stage.num_documents,
                 sums_share=stage.sums_share,
+                copies_share=stage.copies_share,
             )
         )
         for index, stage in enumerate(recipe.stages)

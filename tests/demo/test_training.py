@@ -116,7 +116,7 @@ def test_a_token_is_learned_if_any_of_its_letters_is() -> None:
 
 
 def test_a_stage_that_does_not_decay_keeps_its_rate_after_the_warm_up() -> None:
-    stage = Stage(num_documents=1, steps=40, warmup_steps=10, learning_rate=1e-3, decays=False)
+    stage = Stage(num_documents=1, steps=40, warmup_steps=10, learning_rate=1e-3, decay_steps=0)
     rates = [learning_rate_at(step, stage) for step in range(stage.steps)]
     assert rates[:10] == sorted(rates[:10]) != [1e-3] * 10
     assert rates[10:] == [1e-3] * 30
