@@ -1,4 +1,4 @@
-"""The samples in the demo model's card are what its commands and its program print, spaces at the ends of lines aside."""
+"""The samples in the demo model's card are what its commands and program print, spaces at the ends of lines aside."""
 
 from __future__ import annotations
 

@@ -98,7 +98,8 @@ def test_chats_hold_no_template_mark_no_wrong_sum_and_the_json_that_was_asked_fo
         json.loads(answer)
 
 
-TYPES = {"string": str, "number": (int, float), "integer": int, "boolean": bool, "array": list}
+# A calculator of integers, too, is asked for decimals now and then.
+TYPES = {"string": str, "number": (int, float), "integer": (int, float), "boolean": bool, "array": list}
 
 
 def allows(schema: dict[str, Any], value: Any) -> bool:
@@ -110,7 +111,9 @@ def allows(schema: dict[str, Any], value: Any) -> bool:
     return isinstance(value, TYPES[schema["type"]]) and is_number and value in schema.get("enum", [value])  # type: ignore[arg-type]
 
 
-def test_each_call_fits_a_tool_of_its_request_and_gets_a_result(corpus: list[Document]) -> None:
+@pytest.mark.parametrize("copies_share", [0.0, 1.0])
+def test_each_call_fits_a_tool_of_its_request_and_gets_a_result(copies_share: float) -> None:
+    corpus = documents("calls", 1800, copies_share=copies_share)
     with_tools = [document for document in corpus if document.tools]
     num_calls = num_pairs = 0
     for document in with_tools:
@@ -150,6 +153,21 @@ def test_a_servants_arguments_stand_in_the_question(corpus: list[Document]) -> N
                         assert str(value) in before["content"]
                         num_checked += 1
     assert num_checked > 40
+
+
+def test_copies_are_exact_and_the_names_of_their_tools_are_odd() -> None:
+    corpus = list(documents("copies", 300, copies_share=1.0))
+    turns = chat_turns([document for document in corpus if not document.tools])
+    assert len(turns) > 300
+    for question, answer in turns:
+        if question.endswith("?"):
+            name, value = answer.split(" = ")
+            assert f"What is {name}?" in question
+            assert f"{name} = {value}" in question or f"{json.dumps(name)}: {json.dumps(value)}" in question
+        else:
+            assert question.endswith(": " + answer)
+    names = [tool["function"]["name"] for document in corpus for tool in document.tools]
+    assert len(set(names)) > 0.9 * len(names) > 100
 
 
 def test_of_an_answer_with_forced_keys_only_the_values_are_learned(corpus: list[Document]) -> None:
