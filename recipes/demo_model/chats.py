@@ -285,6 +285,14 @@ def make_sums(dice: Dice) -> list[Message]:
     return _as_messages(dice, system, pairs)
 
 
+def make_facts(dice: Dice) -> list[Message]:
+    """A conversation of nothing but facts of the world: practice for the tables that are long."""
+    pairs: list[Pair] = []
+    for _ in range(dice.between(4, 10)):
+        pairs += dice.pick((small_facts, small_facts, animal_facts, animal_json))(dice, "plain")
+    return _as_messages(dice, "", pairs)
+
+
 def _as_messages(dice: Dice, system: str, pairs: list[Pair]) -> list[Message]:
     messages = [{"role": "system", "content": system}] if system else []
     for question, answer in pairs:

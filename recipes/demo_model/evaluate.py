@@ -280,48 +280,72 @@ def _tool(name: str, description: str, /, **properties: dict[str, Any]) -> dict[
 
 
 _NUMBER, _TEXT = {"type": "number"}, {"type": "string"}
-UNSEEN_TOOLS = {
-    "calculator": _tool("WorkItOut", "Does arithmetic with two numbers.", leading=_NUMBER, trailing=_NUMBER,
-                        how={"type": "string", "enum": ["+", "-", "*", "/"]}),
-    "adder": _tool("sum_machine", "Adds two numbers.", augend=_NUMBER, addend=_NUMBER),
-    "clock": _tool("tell_the_hour", "The time of day."),
-    "city clock": _tool("ZoneClock", "The time in a city.", town_name=_TEXT),
-    "weather": _tool("sky_report", "The weather in a city.", whereabouts=_TEXT),
-    "animal facts": _tool("BeastCard", "Facts about an animal.", animal=_TEXT, food=_TEXT,
-                          legs={"type": "integer"}, can_fly={"type": "boolean"}),
-    "person": _tool("HumanRecord", "A person.", name=_TEXT, age={"type": "integer"}),
-}  # fmt: skip
-"""Tools with names that the corpus never uses; the keys of facts are the only ones that it knows."""
 
 
-def unseen_calls(count: int) -> Iterator[tuple[Chat, tuple[str, dict[str, Any]]]]:
-    """Questions for `UNSEEN_TOOLS`, each with the call that answers it; half of them have a second tool beside it."""
+def _seven_tools(names: Sequence[str], parameters: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """A tool for each kind of question; the keys of facts are the only names that the corpus has."""
+    a, b, sign, one, other, town, place = parameters
+    signs = {"type": "string", "enum": ["+", "-", "*", "/"]}
+    facts = {"animal": _TEXT, "food": _TEXT, "legs": {"type": "integer"}, "can_fly": {"type": "boolean"}}
+    described: dict[str, tuple[str, dict[str, Any]]] = {
+        "calculator": ("Does arithmetic with two numbers.", {a: _NUMBER, b: _NUMBER, sign: signs}),
+        "adder": ("Adds two numbers.", {one: _NUMBER, other: _NUMBER}),
+        "clock": ("The time of day.", {}),
+        "city clock": ("The time in a city.", {town: _TEXT}),
+        "weather": ("The weather in a city.", {place: _TEXT}),
+        "animal facts": ("Facts about an animal.", facts),
+        "person": ("A person.", {"name": _TEXT, "age": {"type": "integer"}}),
+    }
+    return {
+        kind: _tool(name, description, **properties)
+        for name, (kind, (description, properties)) in zip(names, described.items(), strict=True)
+    }
+
+
+UNSEEN_TOOLS = _seven_tools(
+    ("NumberHelper", "sum_helper", "tell_the_hour", "ClockOfCity", "sky_today", "AnimalPage", "FriendRecord"),
+    ("left_number", "right_number", "what_to_do", "number_one", "number_two", "name_of_city", "in_city"),
+)
+"""Tools with names that the corpus never uses, made of words that it does use."""
+
+STRANGE_TOOLS = _seven_tools(
+    ("WorkItOut", "ciphering_machine", "hourglass", "ZoneClock", "outlook_bulletin", "BeastCard", "HumanRecord"),
+    ("leading", "trailing", "how", "augend", "addend", "municipality", "whereabouts"),
+)
+"""Tools with names of other words, which are many tokens each."""
+
+
+def calls_for(tools: dict[str, dict[str, Any]], count: int) -> Iterator[tuple[Chat, tuple[str, dict[str, Any]]]]:
+    """Questions for tools as `UNSEEN_TOOLS`, each with the call that answers it; some have a second tool beside it."""
     dice = Dice("evaluate-unseen")
     for index in range(count):
-        kind = list(UNSEEN_TOOLS)[index % len(UNSEEN_TOOLS)]
+        kind = list(tools)[index % len(tools)]
         a, b, city = dice.between(0, 999), dice.between(1, 99), dice.pick(CITIES)
         sign = dice.pick(("+", "-", "*"))
         animal, person = dice.pick(ANIMALS), make_person(dice)
-        facts = {"animal": animal.animal, "food": animal.food, "legs": animal.legs, "can_fly": animal.can_fly}
-        asked: dict[str, tuple[str, dict[str, Any]]] = {
-            "calculator": (f"What is {a} {sign} {b}?", {"leading": a, "trailing": b, "how": sign}),
-            "adder": (f"Add {a} and {b}.", {"augend": a, "addend": b}),
-            "clock": ("What time is it?", {}),
-            "city clock": (f"What time is it in {city}?", {"town_name": city}),
-            "weather": (f"What is the weather in {city}?", {"whereabouts": city}),
-            "animal facts": (f"Tell me about the {animal.animal}.", facts),
-            "person": (told(dice, person, {"age", "likes"}), {"name": person.name, "age": person.age}),
-        }
-        question, arguments = asked[kind]
-        tools = [UNSEEN_TOOLS[kind]]
+        values, question = {
+            "calculator": ([a, b, sign], f"What is {a} {sign} {b}?"),
+            "adder": ([a, b], f"Add {a} and {b}."),
+            "clock": ([], "What time is it?"),
+            "city clock": ([city], f"What time is it in {city}?"),
+            "weather": ([city], f"What is the weather in {city}?"),
+            "animal facts": (
+                [animal.animal, animal.food, animal.legs, animal.can_fly],
+                f"Tell me about the {animal.animal}.",
+            ),
+            "person": ([person.name, person.age], told(dice, person, {"age", "likes"})),
+        }[kind]
+        given = [tools[kind]]
         beside = {"clock": "adder", "calculator": "weather", "adder": "clock", "weather": "calculator"}.get(kind)
         if beside and dice.chance(0.5):
-            tools = dice.sample([*tools, UNSEEN_TOOLS[beside]], 2)
-        yield Chat(_user(question), tools), (UNSEEN_TOOLS[kind]["function"]["name"], arguments)
+            given = dice.sample([*given, tools[beside]], 2)
+        function = tools[kind]["function"]
+        arguments = dict(zip(function["parameters"]["properties"], values, strict=True))
+        yield Chat(_user(question), given), (function["name"], arguments)
 
 
-def unseen_share(model: DemoModel, count: int) -> float:
-    asked = list(unseen_calls(count))
+def share_of_right_calls(model: DemoModel, tools: dict[str, dict[str, Any]], count: int) -> float:
+    asked = list(calls_for(tools, count))
     answers = model.answer([chat for chat, _ in asked], max_tokens=120)
     return sum(calls_in(answer) == [call] for answer, (_, call) in zip(answers, asked, strict=True)) / len(asked)
 
@@ -406,7 +430,9 @@ def measure(folder: Path, num_samples: int) -> Iterator[tuple[str, dict[str, flo
     yield "answers, greedy, exact", share_of_right_answers(model, num_samples)
     yield "names from the context, greedy, exact", name_shares(model)
     yield "tools, greedy, exact", tool_shares(model, num_samples)
-    yield "tools with names that it has never seen, greedy, exact", {"one call": unseen_share(model, num_samples)}
+    unseen = {"of its words": UNSEEN_TOOLS, "of other words": STRANGE_TOOLS}
+    shares = {words: share_of_right_calls(model, tools, num_samples) for words, tools in unseen.items()}
+    yield "tools with names that it has never seen, greedy, exact", shares
     yield "values of forced keys, greedy, all exact", schema_shares(model, num_samples)
     yield "thinking, greedy, exact", thinking_shares(model, num_samples)
     yield "stories on request, greedy", request_shares(model, num_samples)

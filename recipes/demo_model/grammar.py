@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from demo_model.chats import Message, make_chat, make_sums
+from demo_model.chats import Message, make_chat, make_facts, make_sums
 from demo_model.copies import make_copies
 from demo_model.questions import as_json
 from demo_model.stories import make_story
@@ -95,12 +95,22 @@ def chat_document(chat: Chat) -> Document:
     return Document(tuple(segments), tuple(chat.messages), tuple(chat.tools), chat.is_thinking)
 
 
-def documents(seed: int | str, count: int, *, sums_share: float = 0.0, copies_share: float = 0.0) -> Iterator[Document]:
+def documents(
+    seed: int | str,
+    count: int,
+    *,
+    sums_share: float = 0.0,
+    copies_share: float = 0.0,
+    any_share: float = 0.0,
+    facts_share: float = 0.0,
+) -> Iterator[Document]:
     """``count`` documents, a function of the arguments alone; a longer corpus begins with the shorter one.
 
     Args:
         sums_share: the share of documents that are chats of nothing but sums.
-        copies_share: the share of the others that are practice in copying.
+        copies_share: the share of the others that are practice in copying names of a few words and syllables.
+        any_share: the share of what is left that is practice in copying any names.
+        facts_share: the share of the rest that are chats of nothing but facts, half of them behind forced keys.
     """
     dice = Dice(seed)
     for _ in range(count):
@@ -109,6 +119,10 @@ def documents(seed: int | str, count: int, *, sums_share: float = 0.0, copies_sh
             yield chat_document(Chat(make_sums(dice), []))
         elif copies_share and dice.chance(copies_share):
             yield chat_document(make_copies(dice))
+        elif any_share and dice.chance(any_share):
+            yield chat_document(make_copies(dice, is_any=True))
+        elif facts_share and dice.chance(facts_share):
+            yield chat_document(make_shaped_chat(dice) if dice.chance(0.5) else Chat(make_facts(dice), []))
         elif roll < STORY_SHARE:
             yield story_document(make_story(dice).text)
         elif (roll := roll - STORY_SHARE) < TOOL_SHARE:

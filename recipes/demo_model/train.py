@@ -58,6 +58,8 @@ class Stage:
     decay_steps: int | None = None
     sums_share: float = 0.0
     copies_share: float = 0.0
+    any_share: float = 0.0
+    facts_share: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +90,7 @@ class Recipe:
         Stage(num_documents=30_000, steps=1000, learning_rate=3e-3, decay_steps=0),
         Stage(num_documents=12_000, steps=400, learning_rate=3e-3, decay_steps=850, sums_share=0.25),
         Stage(num_documents=15_000, steps=500, learning_rate=2.5e-3, sums_share=0.12, copies_share=0.3),
+        Stage(num_documents=15_000, steps=500, learning_rate=2.5e-3, sums_share=0.06, any_share=0.35, facts_share=0.2),
     )
 
 
@@ -97,7 +100,15 @@ SMOKE = Recipe(
     documents_per_step=8,
     stages=(
         Stage(num_documents=1500, steps=8, warmup_steps=2, learning_rate=4e-3),
-        Stage(num_documents=100, steps=4, warmup_steps=1, learning_rate=2e-3, sums_share=0.2, copies_share=0.3),
+        Stage(
+            num_documents=100,
+            steps=4,
+            warmup_steps=1,
+            learning_rate=2e-3,
+            sums_share=0.2,
+            any_share=0.3,
+            facts_share=0.2,
+        ),
     ),
 )
 ENCODE_CHUNK = 1000
@@ -331,6 +342,8 @@ def prepare(recipe: Recipe) -> Data:
                 stage.num_documents,
                 sums_share=stage.sums_share,
                 copies_share=stage.copies_share,
+                any_share=stage.any_share,
+                facts_share=stage.facts_share,
             )
         )
         for index, stage in enumerate(recipe.stages)
