@@ -38,7 +38,7 @@ _KEPT_KEYS = {key for keys in (ANIMAL_KEYS, PERSON_KEYS, SUM_KEYS) for names in 
 MAX_MESSAGES = 7
 
 
-_TEXT_WORDS = tuple(
+_TEXT_WORDS: tuple[str, ...] = tuple(
     sorted(
         {
             word.lower()

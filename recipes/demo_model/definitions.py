@@ -29,7 +29,7 @@ _CHATTER = (
 )  # fmt: skip
 """What makers add to descriptions, and what says nothing about what a tool is for."""
 
-ODD_WORDS = (*THINGS, *TRAITS, *(place.split()[-1] for place in PLACES))
+ODD_WORDS: tuple[str, ...] = (*THINGS, *TRAITS, *(place.split()[-1] for place in PLACES))
 _ODD_PARAMETERS = ("p1", "p2", "arg", "value", "input", "data", "v", "item", "q", "param_a", "param_b", "given", "key")
 
 

@@ -323,7 +323,7 @@ def calls_for(tools: dict[str, dict[str, Any]], count: int) -> Iterator[tuple[Ch
         a, b, city = dice.between(0, 999), dice.between(1, 99), dice.pick(CITIES)
         sign = dice.pick(("+", "-", "*"))
         animal, person = dice.pick(ANIMALS), make_person(dice)
-        values, question = {
+        asked: dict[str, tuple[list[Any], str]] = {
             "calculator": ([a, b, sign], f"What is {a} {sign} {b}?"),
             "adder": ([a, b], f"Add {a} and {b}."),
             "clock": ([], "What time is it?"),
@@ -334,7 +334,8 @@ def calls_for(tools: dict[str, dict[str, Any]], count: int) -> Iterator[tuple[Ch
                 f"Tell me about the {animal.animal}.",
             ),
             "person": ([person.name, person.age], told(dice, person, {"age", "likes"})),
-        }[kind]
+        }
+        values, question = asked[kind]
         given = [tools[kind]]
         beside = {"clock": "adder", "calculator": "weather", "adder": "clock", "weather": "calculator"}.get(kind)
         if beside and dice.chance(0.5):
@@ -383,9 +384,17 @@ def forced_share(model: DemoModel, wanted: Sequence[Shaped], dice: Dice) -> floa
     return 1 - len(wrong) / len(wanted)
 
 
+def _signed_sum(dice: Dice) -> Shaped:
+    """A sum whose operator is its sign: without a grammar nothing says whether it is to be a word."""
+    wanted = shaped_sum(dice)
+    while any(word in str(wanted.value) for word in ("'add'", "'subtract'", "'multiply'")):
+        wanted = shaped_sum(dice)
+    return wanted
+
+
 def schema_shares(model: DemoModel, count: int) -> dict[str, float]:
     dice = Dice("evaluate-schemas")
-    makers = {"animals": shaped_animal, "people": shaped_person, "sums": shaped_sum, "answers": shaped_answer}
+    makers = {"animals": shaped_animal, "people": shaped_person, "sums": _signed_sum, "answers": shaped_answer}
     return {name: forced_share(model, [make(dice) for _ in range(count)], dice) for name, make in makers.items()}
 
 

@@ -18,7 +18,7 @@ from demo_model.thoughts import long_difference, long_sum
 from demo_model.world import ANIMALS, Character, Dice, fix_articles, make_character
 
 # The first documents of the corpus that the shipped model was trained on.
-HASH_OF_1500_DOCUMENTS = "dc5c7ce6a36e863546134c5b4a5ca76e"
+HASH_OF_1500_DOCUMENTS = "fcdf8ca4bca2ab3666788f8e958a9597"
 SUM = re.compile(r"(\d+) ([-+*]) (\d+) = (\d+)")
 OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 
