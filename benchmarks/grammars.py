@@ -119,12 +119,7 @@ class Gpu:
         if masked:
             masks = np.empty((len(masked), NUM_TOKENS // 32), np.int32)
             self._rows.fill([(row, ends[index]) for index, row in masked], masks)
-            bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
-            for (index, _), of_row in zip(masked, bits, strict=True):
-                first = int(self._rng.integers(NUM_TOKENS))
-                nearest = int(of_row[first:].argmax())
-                token_id = first + nearest if of_row[first + nearest] else int(of_row.argmax())
-                token_ids[index] = token_id
+            token_ids[[index for index, _ in masked]] = self._sample(masks)
             told = self._rows.learn([(row, ends[index], int(token_ids[index])) for index, row in masked])
             forced = {index: of_row for (index, _), of_row in zip(masked, told, strict=True) if of_row}
         self._free_at_s = max(began_at_s + STEP_S, time.monotonic())
@@ -138,6 +133,13 @@ class Gpu:
             ended_at_s=self._free_at_s,
         )
         return DeviceStep(result, self._free_at_s)
+
+    def _sample(self, masks: np.ndarray) -> np.ndarray:
+        """Of each mask the first token behind a random one; a GPU would take none of the host's time for it."""
+        bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
+        first = self._rng.integers(NUM_TOKENS, size=(len(masks), 1))
+        behind = bits * (np.arange(NUM_TOKENS) >= first)
+        return np.where(behind.any(axis=1), behind.argmax(axis=1), bits.argmax(axis=1))
 
     def _add(self, added: RowAdded) -> None:
         if added.sampling.grammar is not None:
@@ -203,8 +205,8 @@ async def throughput(seconds: float, rounds: int) -> None:
     ways: dict[str, dict[str, Any]] = {
         "without grammars": {},
         "a schema": {"structured": Json(ORDER)},
-        "a schema, on one line": {"structured": Json(ORDER, whitespace=False)},
-        "a schema, no token taken over": {"structured": Json(ORDER, whitespace=False), "bad_words": ["zzzzzzzz"]},
+        "a schema, any whitespace": {"structured": Json(ORDER, whitespace=True)},
+        "a schema, no token taken over": {"structured": Json(ORDER), "bad_words": ["zzzzzzzz"]},
     }
     rates: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     async with Engine(executor=StandInGpu(), max_num_seqs=NUM_ROWS, max_waiting=4096) as engine:
@@ -225,7 +227,7 @@ async def throughput(seconds: float, rounds: int) -> None:
 
 
 def masks(vocabulary: Vocabulary, num_words: int) -> None:
-    for name, constraint in (("a schema", Json(ORDER)), ("on one line", Json(ORDER, whitespace=False))):
+    for name, constraint in (("a schema", Json(ORDER)), ("any whitespace", Json(ORDER, whitespace=True))):
         grammar = vocabulary.compile(constraint)
         costs: list[float] = []
         num_forced = num_sampled = 0

@@ -43,16 +43,19 @@ class RunMatcher:
             elif token_id == BEGINS_END and self._num_tokens % 3 == 0:
                 self._due = [self.ending_ids[0]]
 
+    def consume_all(self, matchers: Sequence[RunMatcher], token_ids: Sequence[int]) -> None:
+        for matcher, token_id in zip(matchers, token_ids, strict=True):
+            matcher.consume((token_id,))
+
     def forced(self) -> list[int]:
         return list(self._due)
 
     def fill(self, mask: Mask) -> None:
         if self._due:
-            set_only(mask, self._due[0])
+            set_only(mask[None], [(0, self._due[0])])
         else:
             mask.fill(-1)
 
-    def fill_all(self, matchers: Sequence[RunMatcher], indices: Sequence[int], masks: Mask) -> list[bool]:
+    def fill_all(self, matchers: Sequence[RunMatcher], indices: Sequence[int], masks: Mask) -> None:
         for matcher, index in zip(matchers, indices, strict=True):
             matcher.fill(masks[index])
-        return [bool(matcher._due) for matcher in matchers]

@@ -147,9 +147,7 @@ async def test_a_call_that_is_required_comes_whatever_the_model_would_say(serve:
 @pytest.mark.parametrize("seed", range(4))
 async def test_with_a_schema_the_answer_is_of_it_or_a_call(serve: Serve, seed: int) -> None:
     async with serve(config=FORMATS, num_blocks=400, max_model_len=512) as served:
-        out = await served.engine.generate(
-            CHAT, tools=[CLOCK], structured=Json(SHAPE, whitespace=False), seed=seed, max_tokens=400
-        )
+        out = await served.engine.generate(CHAT, tools=[CLOCK], structured=SHAPE, seed=seed, max_tokens=400)
         if out.outputs[0].finish_reason == "stop":
             if out.tool_calls:
                 assert out.text == ""
@@ -178,9 +176,7 @@ async def test_reasoning_has_no_more_tokens_than_it_may(serve: Serve) -> None:
             end = served.tokenizer.encode("</think>", add_special_tokens=False)
             assert ids[budget : budget + len(end)] == end
             assert "</think>" not in out.text
-        out = await served.engine.generate(
-            open_chat, max_thinking_tokens=5, structured=Json(SHAPE, whitespace=False), seed=1, **options
-        )
+        out = await served.engine.generate(open_chat, max_thinking_tokens=5, structured=SHAPE, seed=1, **options)
         jsonschema.validate(json.loads(out.text), SHAPE)
 
 

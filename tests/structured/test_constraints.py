@@ -84,7 +84,8 @@ def test_a_type_that_says_so_may_have_others() -> None:
     ("given", "wanted"),
     [
         ({"json": {"type": "integer"}}, Json({"type": "integer"})),
-        ({"json": '{"type": "integer"}', "disable_any_whitespace": True}, Json({"type": "integer"}, whitespace=False)),
+        ({"json": '{"type": "integer"}', "disable_any_whitespace": True}, Json({"type": "integer"})),
+        ({"json": {"type": "integer"}, "disable_any_whitespace": False}, Json({"type": "integer"}, whitespace=True)),
         ({"json_object": True}, Json()),
         ({"regex": "a+"}, Regex("a+")),
         ({"choice": ["a", "b"]}, Choice(("a", "b"))),

@@ -42,7 +42,7 @@ from doubles.fake_executor import FakeExecutor
 TAGS = StructuralTags((Tag("<f>", "</f>", schema=ANIMAL), Tag("<n>", "</n>", pattern="[0-9]{1,4}")), ("<",))
 CONSTRAINTS: dict[str, Any] = {
     "schema": ANIMAL,
-    "one line": Json(ANIMAL, whitespace=False),
+    "whitespace": Json(ANIMAL, whitespace=True),
     "regex": Regex("(fox|owl){1,4} [0-9]{2,6}"),
     "choice": Choice(["a red fox", "a red fox and a green owl", "nothing at all"]),
     "grammar": Grammar('start: "(" item ("," item)~0..4 ")"\nitem: /[a-f]{1,6}/'),
@@ -171,7 +171,7 @@ async def test_a_conflict_that_leaves_no_token_ends_its_request_and_no_other() -
 async def test_aborting_at_any_token_leaves_nothing() -> None:
     async with over_fake(2) as engine:
         for patience in range(8):
-            async with engine.stream("x", structured=Json(ANIMAL, whitespace=False), seed=patience) as stream:
+            async with engine.stream("x", structured=Json(ANIMAL), seed=patience) as stream:
                 async for _ in stream:
                     patience -= 1
                     if patience < 0:

@@ -16,7 +16,7 @@ from aioengine.structured.rows import GrammarRows
 
 CONSTRAINTS = {
     "json": Json(ANIMAL),
-    "json on one line": Json(ANIMAL, whitespace=False),
+    "json with whitespace": Json(ANIMAL, whitespace=True),
     "regex": Regex("(ab|cd){2,5} and (one|two)"),
     "choice": Choice(["a red fox", "a red fox and a green owl", "nothing at all"]),
 }
@@ -111,7 +111,7 @@ def test_what_is_sampled_is_what_was_asked_for(seed: int) -> None:
 
 
 def test_a_row_that_jumps_samples_fewer_tokens() -> None:
-    grammar = compile_grammar(Json(ANIMAL, whitespace=False))
+    grammar = compile_grammar(Json(ANIMAL))
     row = Row(grammar, 0, [])
     output: list[int] = []
     num_sampled = 0
@@ -124,7 +124,7 @@ def test_a_row_that_jumps_samples_fewer_tokens() -> None:
 
 def test_forced_tokens_are_those_that_the_tokenizer_makes_of_their_text() -> None:
     text = '{"animal": "'
-    row = Row(compile_grammar(Json(ANIMAL, whitespace=False)), 0, [])
+    row = Row(compile_grammar(Json(ANIMAL)), 0, [])
     first = allowed(row, 0)
     assert len(first) == 1
     ids: list[int] = []
@@ -187,7 +187,7 @@ def thinking(**fields: Any) -> Thinking:
 
 
 def test_reasoning_is_free_and_the_grammar_begins_behind_it() -> None:
-    grammar = ThinkingGrammar(thinking(is_begun=True), compile_grammar(Choice(["yes"])), ending_ids())
+    grammar = ThinkingGrammar(thinking(is_begun=True), compile_grammar(Choice(["yes, it is"])), ending_ids())
     row = Row(grammar, 0, [])
     output = tokenizer().encode("the fox is red").ids
     for position, token_id in enumerate(output):
@@ -198,7 +198,7 @@ def test_reasoning_is_free_and_the_grammar_begins_behind_it() -> None:
     for token_id in END:
         told = row.learn(len(output), token_id)
         output.append(token_id)
-    assert decode(told) == "yes"
+    assert decode(told) == "yes, it is"
     assert told[-1] in ending_ids()
 
 
@@ -222,7 +222,7 @@ def test_reasoning_without_a_budget_of_any_token_is_ended_at_once() -> None:
 
 
 def test_a_model_may_begin_to_reason_by_itself() -> None:
-    inner = compile_grammar(Choice(["yes"]))
+    inner = compile_grammar(Choice(["yes, it is"]))
     grammar = ThinkingGrammar(thinking(begin_ids=tuple(BEGIN)), inner, ending_ids())
     row = Row(grammar, 0, [])
     assert set(allowed(row, 0)) == {BEGIN[0], *allowed(Row(inner, 0, [], is_forcing=False), 0)}
@@ -231,11 +231,11 @@ def test_a_model_may_begin_to_reason_by_itself() -> None:
         assert token_id in allowed(row, len(output))
         told = row.learn(len(output), token_id)
         output.append(token_id)
-    assert decode(told) == "yes"
+    assert decode(told) == "yes, it is"
 
 
 def test_a_model_may_leave_reasoning_out() -> None:
-    inner = compile_grammar(Choice(["yes", "no"]))
+    inner = compile_grammar(Choice(["yes", "no, it is not"]))
     grammar = ThinkingGrammar(thinking(begin_ids=tuple(BEGIN)), inner, ending_ids())
     row = Row(grammar, 0, [])
     first = tokenizer().encode("no").ids[0]

@@ -63,24 +63,25 @@ MAX_TOKENS = 800
 
 TAKEN = [case for case in SAMPLE if case.name not in REFUSED]
 
-# Compact, and with all the spaces that JSON admits.
+# With whitespace: compact, and with all the spaces that JSON admits. Without: as Python writes it.
 LAYOUTS: list[dict[str, Any]] = [{"separators": (",", ":")}, {"indent": 2, "separators": (" ,", ": ")}]
+LINES: list[dict[str, Any]] = [{}]
 
-_grammars: dict[str, Grammar] = {}
+_grammars: dict[tuple[str, bool], Grammar] = {}
 
 
 def name_of(case: SchemaCase | Unsound) -> str:
     return case.name
 
 
-def grammar_of(case: SchemaCase) -> Grammar:
-    if case.name not in _grammars:
-        _grammars[case.name] = compile_schema(case.schema)
-    return _grammars[case.name]
+def grammar_of(case: SchemaCase, *, whitespace: bool) -> Grammar:
+    if (case.name, whitespace) not in _grammars:
+        _grammars[case.name, whitespace] = compile_schema(case.schema, whitespace=whitespace)
+    return _grammars[case.name, whitespace]
 
 
-def texts_of(instance: Any) -> list[str]:
-    return [json.dumps(instance, ensure_ascii=False, **layout) for layout in LAYOUTS]
+def texts_of(instance: Any, *, whitespace: bool) -> list[str]:
+    return [json.dumps(instance, ensure_ascii=False, **layout) for layout in (LAYOUTS if whitespace else LINES)]
 
 
 def test_the_sample_is_large_and_without_twins() -> None:
@@ -102,14 +103,15 @@ def test_its_examples_are_for_and_against_the_schema(case: SchemaCase) -> None:
         assert exact.faults(json.dumps(instance)), instance
 
 
+@pytest.mark.parametrize("whitespace", [False, True])
 @pytest.mark.parametrize("case", TAKEN, ids=name_of)
-def test_a_grammar_admits_the_examples_for_its_schema_and_no_others(case: SchemaCase) -> None:
-    grammar = grammar_of(case)
+def test_a_grammar_admits_the_examples_for_its_schema_and_no_others(case: SchemaCase, whitespace: bool) -> None:
+    grammar = grammar_of(case, whitespace=whitespace)
     for instance in case.valid:
-        for text in texts_of(instance):
+        for text in texts_of(instance, whitespace=whitespace):
             assert is_admitted(grammar, text), text
     for instance in case.invalid:
-        for text in texts_of(instance):
+        for text in texts_of(instance, whitespace=whitespace):
             assert not is_admitted(grammar, text), text
 
 
@@ -117,7 +119,7 @@ def test_a_grammar_admits_the_examples_for_its_schema_and_no_others(case: Schema
 @pytest.mark.parametrize("case", TAKEN, ids=name_of)
 def test_whatever_a_grammar_lets_end_fits_its_schema(case: SchemaCase, seed: int) -> None:
     walked = walk(
-        grammar_of(case),
+        grammar_of(case, whitespace=seed % 2 == 1),
         random.Random(f"{case.name} {seed}"),
         num_free_tokens=NUM_FREE_TOKENS,
         max_tokens=MAX_TOKENS // 4 if case.name in ENDLESS else MAX_TOKENS,

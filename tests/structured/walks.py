@@ -67,14 +67,14 @@ class Grammar:
         return Matcher(self._matcher.deep_copy())
 
 
-def compile_schema(schema: Any) -> Grammar:
+def compile_schema(schema: Any, *, whitespace: bool = True) -> Grammar:
     """The grammar of JSON texts that the schema admits, by the engine.
 
     Raises:
         Refused: it cannot be held to.
     """
     try:
-        compiled = vocabulary().compile(Json(schema))
+        compiled = vocabulary().compile(Json(schema, whitespace=whitespace))
     except InvalidRequest as error:
         raise Refused(str(error)) from None
     return Grammar(compiled.matcher().raw)

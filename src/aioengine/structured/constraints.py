@@ -63,12 +63,13 @@ class Json(_Constraint, frozen=True, tag="json"):
     Attributes:
         schema: a JSON schema (draft 7 to 2020-12).
         whitespace: admit a space, or a line break and indentation, between the tokens of JSON. Else ``, `` and ``: ``
-            separate them on one line, and more tokens follow from the schema alone, which are not computed.
+            separate them on one line, as Python and most models write it: fewer tokens, of which more follow from the
+            schema alone and are not computed.
         lenient: keywords that cannot be enforced are passed over, and the output may break them.
     """
 
     schema: dict[str, Any] | bool = msgspec.field(default_factory=lambda: {"type": "object"})
-    whitespace: bool = True
+    whitespace: bool = False
     lenient: bool = False
 
     def __post_init__(self) -> None:
@@ -249,7 +250,7 @@ def from_vllm(given: Any) -> Constraint | None:
     if isinstance(given, Constraint):
         return given
     fields = given if isinstance(given, Mapping) else _fields_of(given)
-    is_compact = bool(fields.get("disable_any_whitespace"))
+    has_whitespace = fields.get("disable_any_whitespace") is False
     names = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
     asked = {name: fields[name] for name in names if fields.get(name) not in (None, False)}
     if len(asked) > 1:
@@ -258,9 +259,9 @@ def from_vllm(given: Any) -> Constraint | None:
         match name:
             case "json":
                 schema = read_schema(value) if isinstance(value, str | dict | bool) else schema_of(value)
-                return Json(schema, whitespace=not is_compact)
+                return Json(schema, whitespace=has_whitespace)
             case "json_object":
-                return Json(whitespace=not is_compact)
+                return Json(whitespace=has_whitespace)
             case "structural_tag":
                 return read_structural_tag(value)
             case "regex":

@@ -27,19 +27,20 @@ class Matcher(Protocol):
     def consume(self, token_ids: Sequence[int]) -> None:
         """Take in the next tokens; see ``problem``."""
 
+    def consume_all(self, matchers: Sequence[Self], token_ids: Sequence[int]) -> None:
+        """As `consume` of one token by each of these, in parallel and without the GIL where the library can."""
+
     def forced(self) -> list[int]:
         """The only tokens that can come next, as the tokenizer cuts their text; the end of the output among them."""
 
     def fill(self, mask: Mask) -> None:
         """Write which tokens may come next; where the text may end those that end it are among them."""
 
-    def fill_all(self, matchers: Sequence[Self], indices: Sequence[int], masks: Mask) -> list[bool]:
+    def fill_all(self, matchers: Sequence[Self], indices: Sequence[int], masks: Mask) -> None:
         """As `fill` of each of these into ``masks[index]``, in parallel and without the GIL where the library can.
 
         Args:
             masks: int32 [any, ⌈vocab / 32⌉], contiguous.
-        Returns:
-            for each whether some may be `forced`; it follows from the mask alone.
         """
 
 
@@ -118,6 +119,10 @@ class ThinkingMatcher:
             elif self._inner is not None:
                 self._inner.consume((token_id,))
 
+    def consume_all(self, matchers: Sequence[ThinkingMatcher], token_ids: Sequence[int]) -> None:
+        for matcher, token_id in zip(matchers, token_ids, strict=True):
+            matcher.consume((token_id,))
+
     def _think(self, token_id: int) -> None:
         ends = self._thinking.end_ids
         self._num_tokens += 1
@@ -137,7 +142,8 @@ class ThinkingMatcher:
 
     def fill(self, mask: Mask) -> None:
         if self._is_to_end:
-            set_only(mask, self._thinking.forced_end_ids[0])
+            mask.fill(0)
+            _set(mask, self._thinking.forced_end_ids[0])
         elif self._is_thinking or self._inner is None:
             mask.fill(-1)
             if self._inner is not None:
@@ -149,16 +155,16 @@ class ThinkingMatcher:
                     mask.fill(0)
                 _set(mask, self._thinking.begin_ids[self._num_begun])
 
-    def fill_all(self, matchers: Sequence[ThinkingMatcher], indices: Sequence[int], masks: Mask) -> list[bool]:
+    def fill_all(self, matchers: Sequence[ThinkingMatcher], indices: Sequence[int], masks: Mask) -> None:
         for matcher, index in zip(matchers, indices, strict=True):
             matcher.fill(masks[index])
-        return [True] * len(matchers)
 
 
-def set_only(mask: Mask, token_id: int) -> None:
-    """Let this token alone be next."""
-    mask.fill(0)
-    _set(mask, token_id)
+def set_only(masks: Mask, tokens: Sequence[tuple[int, int]]) -> None:
+    """Let these tokens alone be next: ``masks[row]`` admits that of each (row, token)."""
+    rows, token_ids = np.array(tokens).T
+    masks[rows] = 0
+    masks.view(np.uint32)[rows, token_ids // 32] = np.uint32(1) << (token_ids % 32).astype(np.uint32)
 
 
 def keep_going(mask: Mask, ending_ids: Sequence[int]) -> None:

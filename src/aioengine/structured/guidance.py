@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import functools
 import json
+import operator
+import os
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import llguidance
@@ -34,11 +37,19 @@ LIMITS: dict[str, Any] = {
 ESCAPES = 'nrbtf\\"'
 """Of texts of JSON, without ``\\u``: a key that is written otherwise would pass for another one."""
 
-ENDING = 256
-"""In place of a first byte, of tokens that end the output."""
-
 NUM_SMALL = 16
 """Masks of so many rows are computed one after the other: handing them to threads takes as long."""
+
+MIN_FORCED_BYTES = 8
+"""Fewer are sampled: finding the tokens of any number of bytes takes 10 µs under the GIL, as long as some masks."""
+
+ROWS_OF_LEXER = 32
+"""A grammar that so many rows have begun is compiled once more: a lexer's lock lets one thread at a time use it."""
+
+MAX_LEXERS = min(os.cpu_count() or 1, 8)
+
+MAX_AGAIN_S = 0.005
+"""A grammar that took longer is not compiled again: it is done where the rows are, not beside them."""
 
 MAX_SHOWN_CHARS = 500
 
@@ -72,35 +83,11 @@ class Vocabulary:
             self.tokenizer = llguidance.LLTokenizer(
                 tokenizer_json, n_vocab=max(num_tokens, num_known), eos_token=endings
             )
-            self._note_first_bytes()
         except BaseException as error:  # a panic of the library's is no Exception
             raise InvalidRequest(
                 f"structured: this model's tokenizer cannot be used for it: {str(error)[:MAX_SHOWN_CHARS]}",
                 param="structured",
             ) from None
-
-    def begin_alike(self, masks: Mask, indices: Sequence[int]) -> list[bool]:
-        """Of each of these masks, whether all its tokens begin with the same byte, or all end the output."""
-        words = masks[list(indices)].view(np.uint32)
-        first_words = (words != 0).argmax(axis=1)
-        lowest_bits = words[np.arange(len(words)), first_words]
-        first_bits = np.log2(np.maximum(lowest_bits & (~lowest_bits + np.uint32(1)), 1)).astype(np.int64)
-        kinds = self._first_bytes[np.minimum(32 * first_words + first_bits, len(self._first_bytes) - 1)]
-        others = words & ~self._of_first_byte[kinds, : words.shape[1]]
-        has_others: list[bool] = np.any(others, axis=1).tolist()
-        return [not has for has in has_others]
-
-    def _note_first_bytes(self) -> None:
-        """Which byte each token begins with: int16 [tokens], `ENDING` of those that end the output; and bitmasks of
-        those of each kind, uint32 [ENDING + 1, words]."""
-        kinds = np.full(32 * self.num_words, ENDING + 1, np.int16)
-        for token_id in range(self.tokenizer.vocab_size):
-            text = self.tokenizer.decode_bytes([token_id])
-            if text:
-                kinds[token_id] = text[0]
-        kinds[self.ending_ids] = ENDING
-        bits = np.stack([np.packbits(kinds == kind, bitorder="little").view(np.uint32) for kind in range(ENDING + 2)])
-        self._first_bytes, self._of_first_byte = kinds, bits
 
     def compile(self, constraint: Constraint) -> GuidanceGrammar:
         """Compile a constraint; not on the loop. Most of it runs without the GIL.
@@ -108,10 +95,12 @@ class Vocabulary:
         Raises:
             InvalidRequest: it cannot be enforced, or takes more than `LIMITS` to do so.
         """
+        began = time.perf_counter()
         try:
             text = self._grammar_of(constraint)
             limits = llguidance.LLParserLimits(**LIMITS)
-            matcher = llguidance.LLMatcher(self.tokenizer, text, log_level=0, limits=limits)
+            begin = functools.partial(llguidance.LLMatcher, self.tokenizer, text, log_level=0, limits=limits)
+            matcher = begin()
             problem = matcher.get_error()
         except InvalidRequest:
             raise
@@ -120,7 +109,8 @@ class Vocabulary:
         if problem:
             hint = "; Json(schema, lenient=True) passes them over" if "nimplemented" in problem else ""
             raise _refused(_shown(problem) + hint)
-        grammar = GuidanceGrammar(self, matcher)
+        is_quick = time.perf_counter() - began < MAX_AGAIN_S
+        grammar = GuidanceGrammar(self, matcher, begin if is_quick else None)
         self._try(grammar)
         return grammar
 
@@ -195,14 +185,25 @@ class Vocabulary:
 
 
 class GuidanceGrammar:
-    """A `CompiledGrammar`; its matchers are copies of one, which share what its lexer has found out."""
+    """A `CompiledGrammar`; its matchers are copies of a few, each of which share a lexer and what it has found out.
 
-    def __init__(self, vocabulary: Vocabulary, begun: Any) -> None:
+    Args:
+        begun: llguidance's matcher.
+        begin: makes another one, with a lexer of its own; None: it takes too long.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, begun: Any, begin: Callable[[], Any] | None) -> None:
         self.vocabulary = vocabulary
-        self._begun = begun
+        self._begun = [begun]
+        self._begin = begin
+        self._num_matchers = 0
 
     def matcher(self) -> GuidanceMatcher:
-        return GuidanceMatcher(self.vocabulary, self._begun.deep_copy())
+        number, self._num_matchers = self._num_matchers, self._num_matchers + 1
+        if number >= ROWS_OF_LEXER * len(self._begun) and len(self._begun) < MAX_LEXERS and self._begin is not None:
+            self._begun.append(self._begin())
+        lexer = number % len(self._begun)
+        return GuidanceMatcher(self.vocabulary, self._begun[lexer].deep_copy(), lexer)
 
 
 class GuidanceMatcher:
@@ -210,10 +211,12 @@ class GuidanceMatcher:
 
     Attributes:
         raw: llguidance's.
+        lexer: which one of its grammar's it uses.
     """
 
-    def __init__(self, vocabulary: Vocabulary, raw: Any) -> None:
+    def __init__(self, vocabulary: Vocabulary, raw: Any, lexer: int) -> None:
         self.raw = raw
+        self.lexer = lexer
         self.ending_ids = vocabulary.ending_ids
         self._vocabulary = vocabulary
         self._is_over = False
@@ -227,6 +230,16 @@ class GuidanceMatcher:
             if not self._is_end(token_id):
                 self.raw.consume_token(token_id)
 
+    def consume_all(self, matchers: Sequence[GuidanceMatcher], token_ids: Sequence[int]) -> None:
+        pairs = zip(matchers, token_ids, strict=True)
+        raw = [(matcher.lexer, matcher.raw, token_id) for matcher, token_id in pairs if not matcher._is_end(token_id)]
+        if len(raw) <= NUM_SMALL:
+            for _, matcher, token_id in raw:
+                matcher.consume_token(token_id)
+        else:
+            raw.sort(key=_by_lexer)
+            _threads().consume_token_par([one[1:] for one in raw])
+
     def _is_end(self, token_id: int) -> bool:
         """Whether the output ends with this token, or has ended; llguidance takes no token then."""
         if token_id in self.ending_ids and self.raw.is_accepting():
@@ -236,8 +249,12 @@ class GuidanceMatcher:
     def forced(self) -> list[int]:
         if self._is_over or self.raw.is_error():
             return []
-        forced: list[int] = self.raw.compute_ff_tokens()
-        return forced or ([self.ending_ids[0]] if self.raw.is_stopped() else [])
+        if self.raw.is_stopped():
+            return [self.ending_ids[0]]
+        forced: list[int] = []
+        if len(self.raw.compute_ff_bytes()) >= MIN_FORCED_BYTES:
+            forced = self.raw.compute_ff_tokens()
+        return forced
 
     def fill(self, mask: Mask) -> None:
         words = np.empty(self._vocabulary.num_words, np.int32) if self._vocabulary.num_words > len(mask) else mask
@@ -245,20 +262,24 @@ class GuidanceMatcher:
         if words is not mask:
             mask[:] = words[: len(mask)]
 
-    def fill_all(self, matchers: Sequence[GuidanceMatcher], indices: Sequence[int], masks: Mask) -> list[bool]:
-        vocabulary = self._vocabulary
-        if len(indices) <= NUM_SMALL or vocabulary.num_words > masks.shape[1]:
+    def fill_all(self, matchers: Sequence[GuidanceMatcher], indices: Sequence[int], masks: Mask) -> None:
+        if len(indices) <= NUM_SMALL or self._vocabulary.num_words > masks.shape[1]:
             for matcher, index in zip(matchers, indices, strict=True):
                 matcher.fill(masks[index])
         else:
-            raw = [(matcher.raw, index) for matcher, index in zip(matchers, indices, strict=True)]
-            _threads().unsafe_compute_mask_ptr(raw, masks.ctypes.data, masks.shape[1] * masks.itemsize, len(masks))
-        return vocabulary.begin_alike(masks, indices)
+            pairs = zip(matchers, indices, strict=True)
+            raw = sorted(((matcher.lexer, matcher.raw, index) for matcher, index in pairs), key=_by_lexer)
+            rows = [one[1:] for one in raw]
+            _threads().unsafe_compute_mask_ptr(rows, masks.ctypes.data, masks.shape[1] * masks.itemsize, len(masks))
+
+
+_by_lexer = operator.itemgetter(0)
+"""Threads take neighbours, and so keep out of each other's locks."""
 
 
 @functools.cache
 def _threads() -> Any:
-    return llguidance.LLExecutor()
+    return llguidance.LLExecutor(os.cpu_count())
 
 
 def _inline_json(schema: Any) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from aioengine.structured.grammar import CompiledGrammar, Mask, Matcher, keep_going, set_only
+from aioengine.structured.grammar import CompiledGrammar, Mask, keep_going, set_only
 
 MAX_FORCED = 4096
 """Tokens that one token may bring along."""
@@ -68,19 +67,12 @@ class GrammarRow:
         self.is_masked = False
         return not self.problem
 
-    def force(self) -> bool:
-        """Take over the tokens that follow without a choice; whether there were some: it needs another mask then."""
-        self.problem = self.matcher.problem
-        if self.problem or not self.is_forcing or len(self._forced) >= MAX_FORCED:
-            return False
-        forced = self.matcher.forced()
-        if not forced:
-            return False
-        self._forced += forced
-        self.num_tokens += len(forced)
-        self.matcher.consume(forced)
-        self.problem = self.matcher.problem
-        return not self.problem
+    def force(self) -> None:
+        """Take over the tokens that follow without a choice."""
+        while self.is_forcing and len(self._forced) < MAX_FORCED and (forced := self.matcher.forced()):
+            self._forced += forced
+            self.num_tokens += len(forced)
+            self.matcher.consume(forced)
 
     def restrict(self, mask: Mask) -> None:
         """Take out what the request's own rules forbid."""
@@ -100,16 +92,9 @@ class GrammarRow:
         self._num_told = self.num_tokens
         return forced
 
-    def fill(self, position: int, mask: Mask, own: Mask) -> None:
-        """Write which tokens may stand at this position; ``own`` is its mask in the table."""
-        if position < self.num_tokens:
-            set_only(mask, self._forced[position - self.num_tokens])
-        elif position > self.num_tokens:  # a step before has failed, and the row with it
-            mask.fill(-1)
-        elif self.problem:
-            mask.fill(0)
-        else:
-            mask[:] = own
+    def forced_at(self, position: int) -> int:
+        """The token at a position before ``num_tokens`` that the device has not sampled."""
+        return self._forced[position - self.num_tokens]
 
 
 class GrammarRows:
@@ -169,12 +154,14 @@ class GrammarRows:
             for each, the tokens that follow without a choice, if the row jumps.
         """
         with self._lock:
-            news: list[GrammarRow] = []
+            news: dict[GrammarRow, int] = {}
             for row, position, token_id in sampled:
                 if row.slot >= 0 and row.takes(position):
-                    row.matcher.consume((token_id,))
-                    news.append(row)
-            self._mask(news)
+                    news[row] = token_id
+            for rows in _by_class(news):
+                matchers = [row.matcher for row in rows]
+                matchers[0].consume_all(matchers, [news[row] for row in rows])
+            self._mask(list(news))
             return [row.tell() for row, _, _ in sampled]
 
     def fill(self, wanted: Sequence[tuple[GrammarRow, int]], masks: Mask) -> None:
@@ -185,35 +172,43 @@ class GrammarRows:
         """
         with self._lock:
             self._mask([row for row, position in wanted if not row.is_masked and position == row.num_tokens])
-            for (row, position), mask in zip(wanted, masks, strict=True):
-                row.fill(position, mask, self._masks[row.slot])
+            np.take(self._masks, [row.slot for row, _ in wanted], axis=0, out=masks)
+            single: list[tuple[int, int]] = []
+            for index, (row, position) in enumerate(wanted):
+                if position < row.num_tokens:
+                    single.append((index, row.forced_at(position)))
+                elif position > row.num_tokens:  # a step before has failed, and the row with it
+                    masks[index] = -1
+                elif row.problem:
+                    masks[index] = 0
+            if single:
+                set_only(masks, single)
 
     def _replay(self, row: GrammarRow, first: int, output_ids: Sequence[int]) -> None:
         """Bring a row behind tokens that are known, in the pieces in which it came to them at first."""
-        self._mask([row])
         for position, token_id in enumerate(output_ids, first):
+            if not row.is_masked:
+                self._mask([row])
             if row.takes(position):
                 row.matcher.consume([token_id])
-                self._mask([row])
 
     def _mask(self, rows: list[GrammarRow]) -> None:
         """Make the masks of the tokens behind all that is known of these rows, the forced ones included."""
-        while rows:
-            by_class: dict[type, tuple[list[Matcher], list[int]]] = {}
-            for row in rows:
-                matchers, slots = by_class.setdefault(type(row.matcher), ([], []))
-                matchers.append(row.matcher)
-                slots.append(row.slot)
-            may_be_forced: set[int] = set()
-            for matchers, slots in by_class.values():
-                told = matchers[0].fill_all(matchers, slots, self._masks)
-                may_be_forced.update(itertools.compress(slots, told))
-            again = []
-            for row in rows:
-                if row.slot in may_be_forced and row.force():
-                    again.append(row)
-                else:
-                    row.is_masked = True
-                    if row.has_rules:
-                        row.restrict(self._masks[row.slot])
-            rows = again
+        for row in rows:
+            row.force()
+        for alike in _by_class(rows):
+            matchers = [row.matcher for row in alike]
+            matchers[0].fill_all(matchers, [row.slot for row in alike], self._masks)
+        for row in rows:
+            row.is_masked = True
+            row.problem = row.matcher.problem
+            if row.has_rules:
+                row.restrict(self._masks[row.slot])
+
+
+def _by_class(rows: Iterable[GrammarRow]) -> Iterable[list[GrammarRow]]:
+    """The rows whose matchers are of one class, and can be asked together."""
+    by_class: dict[type, list[GrammarRow]] = {}
+    for row in rows:
+        by_class.setdefault(type(row.matcher), []).append(row)
+    return by_class.values()
