@@ -7,6 +7,7 @@ A chat is an optional system message, which may set a name or a way to answer, a
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from demo_model.questions import (
     Mode,
@@ -22,9 +23,10 @@ from demo_model.questions import (
     word_problem,
 )
 from demo_model.stories import THEMES, make_story
+from demo_model.tools import SERVANTS
 from demo_model.world import HOMES, Dice, fix_articles, make_character, make_name
 
-Message = dict[str, str]
+Message = dict[str, Any]
 
 DEFAULT_NAME = "Pip"
 NOT_MY_WORLD = (
@@ -100,9 +102,9 @@ _NOISE_SYLLABLES = (
 )  # fmt: skip
 
 
-def _noise(dice: Dice) -> str:
+def noise(dice: Dice, num_words: int) -> str:
     """Words that are in no dictionary: what the model does with a prompt that it cannot read."""
-    words = ["".join(dice.pick(_NOISE_SYLLABLES) for _ in range(dice.between(1, 3))) for _ in range(dice.between(1, 6))]
+    words = ["".join(dice.pick(_NOISE_SYLLABLES) for _ in range(dice.between(1, 3))) for _ in range(num_words)]
     return " ".join(words)
 
 
@@ -112,10 +114,22 @@ def small_talk(dice: Dice, mode: Mode) -> list[Pair]:
     return [(question, as_json({"answer": answer}) if mode == "json" else answer)]
 
 
+def errand(dice: Dice) -> str:
+    """What only a tool could do: the time, the weather, a message, a price."""
+    while True:
+        tool = dice.pick(SERVANTS)(dice)
+        if not any(kind.startswith(("sum", "animal")) for kind in tool.takes):
+            return tool.ask(dice).question
+
+
 def outside(dice: Dice, mode: Mode) -> list[Pair]:
     """Questions about anything else get the same honest answer."""
     template = dice.spin(dice.pick(OUTSIDE))
-    question = template.format(noise=_noise(dice), big1=dice.between(31, 999), big2=dice.between(31, 999))
+    if dice.chance(0.12):
+        template = errand(dice)
+    question = template.format(
+        noise=noise(dice, dice.between(1, 6)), big1=dice.between(31, 999), big2=dice.between(31, 999)
+    )
     return [(question, as_json({"error": "I do not know that."}) if mode == "json" else NOT_MY_WORLD)]
 
 
@@ -210,7 +224,7 @@ def _roll_topic(dice: Dice) -> Topic:
     return small_talk
 
 
-def _typed(dice: Dice, question: str) -> str:
+def typed(dice: Dice, question: str) -> str:
     """The question as people type it: now and then with a small first letter or without the mark at its end."""
     if dice.chance(0.12):
         question = question[0].lower() + question[1:]
@@ -271,8 +285,16 @@ def make_sums(dice: Dice) -> list[Message]:
     return _as_messages(dice, system, pairs)
 
 
+def make_facts(dice: Dice) -> list[Message]:
+    """A conversation of nothing but facts of the world: practice for the tables that are long."""
+    pairs: list[Pair] = []
+    for _ in range(dice.between(4, 10)):
+        pairs += dice.pick((small_facts, small_facts, animal_facts, animal_json))(dice, "plain")
+    return _as_messages(dice, "", pairs)
+
+
 def _as_messages(dice: Dice, system: str, pairs: list[Pair]) -> list[Message]:
     messages = [{"role": "system", "content": system}] if system else []
     for question, answer in pairs:
-        messages += [{"role": "user", "content": _typed(dice, question)}, {"role": "assistant", "content": answer}]
+        messages += [{"role": "user", "content": typed(dice, question)}, {"role": "assistant", "content": answer}]
     return messages

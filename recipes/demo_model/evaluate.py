@@ -20,8 +20,14 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from aioengine.models.folder import DEMO_MODEL
 from demo_model.chats import SMALL_TALK, Message
-from demo_model.grammar import END_OF_TEXT, documents
+from demo_model.grammar import documents
+from demo_model.people import CITIES, make_person, told
 from demo_model.questions import NUMBER_LIMIT, animal_facts, animal_json, other_json, small_facts
+from demo_model.shapes import LAYOUTS, Layout, Shaped, pieces, shaped_animal, shaped_answer, shaped_person, shaped_sum
+from demo_model.stories import make_story
+from demo_model.template import END_OF_TEXT
+from demo_model.thoughts import Thought, think
+from demo_model.tool_chats import Chat, make_tool_chat
 from demo_model.train import encode, grouped, held_out_loss, special_id
 from demo_model.world import ANIMALS, BOYS, FANTASY_KINDS, GIRLS, Dice, fix_articles
 
@@ -29,13 +35,15 @@ SAMPLING = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 0}
 
 _WORD = re.compile(r"[A-Za-z]+")
 _SMALL_LETTER_AFTER_END = re.compile(r"[.!?]\s+[a-z]\w*")
-NUM_VOCABULARY_DOCUMENTS = 4000
+_CALL = re.compile(r"<tool_call>\n(.*?)\n</tool_call>", re.DOTALL)
+NUM_VOCABULARY_STORIES = 1500
 
 
 @cache
 def known_words() -> frozenset[str]:
-    """Every word that the grammar writes with a small letter, and every one that it begins with a capital."""
-    text = " ".join(document.text for document in documents("vocabulary", NUM_VOCABULARY_DOCUMENTS))
+    """Every word that stories write with a small letter, and every one that they begin with a capital."""
+    dice = Dice("vocabulary")
+    text = " ".join(make_story(dice).text for _ in range(NUM_VOCABULARY_STORIES))
     return frozenset(_WORD.findall(text))
 
 
@@ -88,16 +96,28 @@ class DemoModel:
             completions.append((self.tokenizer.decode(text_ids), len(text_ids) < len(ids)))
         return completions
 
-    def answer(self, chats: Sequence[list[Message]], *, max_tokens: int = 96) -> list[str]:
-        """The greedy answers to conversations that end with a user message; one that does not end is empty."""
-        answers: list[str] = []
+    def answer(self, chats: Sequence[list[Message] | Chat], *, max_tokens: int = 96) -> list[str]:
+        """The greedy answers to conversations that end before an answer; one that does not end is empty."""
+        prompts = [self.prompt(chat) for chat in chats]
+        by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+        answers = [""] * len(prompts)
         for start in range(0, len(chats), 64):
-            prompts = [
-                self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-                for chat in chats[start : start + 64]
-            ]
-            answers += [text if ended else "" for text, ended in self.complete(prompts, max_tokens=max_tokens)]
+            group = by_length[start : start + 64]
+            completions = self.complete([prompts[index] for index in group], max_tokens=max_tokens)
+            for index, (text, ended) in zip(group, completions, strict=True):
+                answers[index] = text if ended else ""
         return answers
+
+    def prompt(self, chat: list[Message] | Chat) -> str:
+        messages, tools, is_thinking = chat if isinstance(chat, Chat) else Chat(chat, [])
+        rendered: str = self.tokenizer.apply_chat_template(
+            messages,
+            tools=tools or None,
+            tokenize=False,
+            add_generation_prompt=True,
+            enable_thinking=is_thinking,
+        )
+        return rendered
 
 
 def _user(question: str) -> list[Message]:
@@ -203,6 +223,206 @@ def name_shares(model: DemoModel) -> dict[str, float]:
     }
 
 
+def calls_in(answer: str) -> list[tuple[str, Any]]:
+    """Name and arguments of each call in an answer; one that is no such object is ``("", None)``."""
+    calls = []
+    for text in _CALL.findall(answer):
+        call = json.loads(text) if _parses(text) else {}
+        is_call = isinstance(call, dict) and call.keys() == {"name", "arguments"}
+        calls.append((call["name"], call["arguments"]) if is_call else ("", None))
+    return calls
+
+
+def _calls_of(message: Message) -> list[tuple[str, Any]]:
+    return [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+
+
+def tool_turns(count: int) -> dict[str, list[tuple[Chat, Message]]]:
+    """``count`` requests of each kind with tools as the corpus names them, each with the message that answers it."""
+    dice = Dice("evaluate-tools")
+    kinds: dict[str, list[tuple[Chat, Message]]] = {
+        "one call": [],
+        "two or three calls": [],
+        "no call is needed": [],
+        "answer from the result": [],
+        "call after a result": [],
+    }
+    while any(len(turns) < count for turns in kinds.values()):
+        messages, tools, is_thinking = make_tool_chat(dice)
+        index = dice.pick([i for i, message in enumerate(messages) if message["role"] == "assistant"])
+        has_result = messages[index - 1]["role"] == "tool"
+        num_calls = len(messages[index].get("tool_calls", ()))
+        if has_result:
+            kind = "call after a result" if num_calls else "answer from the result"
+        else:
+            kind = ("no call is needed", "one call", "two or three calls")[min(num_calls, 2)]
+        if not is_thinking and len(kinds[kind]) < count:
+            kinds[kind].append((Chat(messages[:index], tools), messages[index]))
+    return kinds
+
+
+def tool_shares(model: DemoModel, count: int) -> dict[str, float]:
+    """The share of exact answers: the right tools with the right arguments in the right order, or the right text."""
+    shares = {}
+    for kind, turns in tool_turns(count).items():
+        answers = model.answer([chat for chat, _ in turns], max_tokens=160)
+        right = [
+            calls_in(answer) == _calls_of(message) and (bool(_calls_of(message)) or answer == message["content"])
+            for answer, (_, message) in zip(answers, turns, strict=True)
+        ]
+        shares[kind] = sum(right) / len(right)
+    return shares
+
+
+def _tool(name: str, description: str, /, **properties: dict[str, Any]) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+_NUMBER, _TEXT = {"type": "number"}, {"type": "string"}
+
+
+def _seven_tools(names: Sequence[str], parameters: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """A tool for each kind of question; the keys of facts are the only names that the corpus has."""
+    a, b, sign, one, other, town, place = parameters
+    signs = {"type": "string", "enum": ["+", "-", "*", "/"]}
+    facts = {"animal": _TEXT, "food": _TEXT, "legs": {"type": "integer"}, "can_fly": {"type": "boolean"}}
+    described: dict[str, tuple[str, dict[str, Any]]] = {
+        "calculator": ("Does arithmetic with two numbers.", {a: _NUMBER, b: _NUMBER, sign: signs}),
+        "adder": ("Adds two numbers.", {one: _NUMBER, other: _NUMBER}),
+        "clock": ("The time of day.", {}),
+        "city clock": ("The time in a city.", {town: _TEXT}),
+        "weather": ("The weather in a city.", {place: _TEXT}),
+        "animal facts": ("Facts about an animal.", facts),
+        "person": ("A person.", {"name": _TEXT, "age": {"type": "integer"}}),
+    }
+    return {
+        kind: _tool(name, description, **properties)
+        for name, (kind, (description, properties)) in zip(names, described.items(), strict=True)
+    }
+
+
+UNSEEN_TOOLS = _seven_tools(
+    ("NumberHelper", "sum_helper", "tell_the_hour", "ClockOfCity", "sky_today", "AnimalPage", "FriendRecord"),
+    ("left_number", "right_number", "what_to_do", "number_one", "number_two", "name_of_city", "in_city"),
+)
+"""Tools with names that the corpus never uses, made of words that it does use."""
+
+STRANGE_TOOLS = _seven_tools(
+    ("WorkItOut", "ciphering_machine", "hourglass", "ZoneClock", "outlook_bulletin", "BeastCard", "HumanRecord"),
+    ("leading", "trailing", "how", "augend", "addend", "municipality", "whereabouts"),
+)
+"""Tools with names of other words, which are many tokens each."""
+
+
+def calls_for(tools: dict[str, dict[str, Any]], count: int) -> Iterator[tuple[Chat, tuple[str, dict[str, Any]]]]:
+    """Questions for tools as `UNSEEN_TOOLS`, each with the call that answers it; some have a second tool beside it."""
+    dice = Dice("evaluate-unseen")
+    for index in range(count):
+        kind = list(tools)[index % len(tools)]
+        a, b, city = dice.between(0, 999), dice.between(1, 99), dice.pick(CITIES)
+        sign = dice.pick(("+", "-", "*"))
+        animal, person = dice.pick(ANIMALS), make_person(dice)
+        asked: dict[str, tuple[list[Any], str]] = {
+            "calculator": ([a, b, sign], f"What is {a} {sign} {b}?"),
+            "adder": ([a, b], f"Add {a} and {b}."),
+            "clock": ([], "What time is it?"),
+            "city clock": ([city], f"What time is it in {city}?"),
+            "weather": ([city], f"What is the weather in {city}?"),
+            "animal facts": (
+                [animal.animal, animal.food, animal.legs, animal.can_fly],
+                f"Tell me about the {animal.animal}.",
+            ),
+            "person": ([person.name, person.age], told(dice, person, {"age", "likes"})),
+        }
+        values, question = asked[kind]
+        given = [tools[kind]]
+        beside = {"clock": "adder", "calculator": "weather", "adder": "clock", "weather": "calculator"}.get(kind)
+        if beside and dice.chance(0.5):
+            given = dice.sample([*given, tools[beside]], 2)
+        function = tools[kind]["function"]
+        arguments = dict(zip(function["parameters"]["properties"], values, strict=True))
+        yield Chat(_user(question), given), (function["name"], arguments)
+
+
+def share_of_right_calls(model: DemoModel, tools: dict[str, dict[str, Any]], count: int) -> float:
+    asked = list(calls_for(tools, count))
+    answers = model.answer([chat for chat, _ in asked], max_tokens=120)
+    return sum(calls_in(answer) == [call] for answer, (_, call) in zip(answers, asked, strict=True)) / len(asked)
+
+
+def forced_parts(value: object, layout: Layout) -> list[tuple[str, str]]:
+    """The runs of ``value``'s JSON that are no grammar's, each with all that stands before it.
+
+    A space before ``true`` or ``false`` belongs to the run, since one token holds both.
+    """
+    text, parts = "", [("", "")]
+    for is_value, run in itertools.groupby(pieces(value, layout), key=lambda piece: piece[1]):
+        joined = "".join(piece for piece, _ in run)
+        if is_value and joined:
+            space = " " if joined[0] in "tf" and text.endswith(" ") else ""
+            parts.append((text.removesuffix(space), space + joined))
+        text += joined
+    return parts[1:]
+
+
+def forced_share(model: DemoModel, wanted: Sequence[Shaped], dice: Dice) -> float:
+    """The share of objects all of whose values come greedily where the rest of the object is forced."""
+    begun = [
+        (index, model.prompt(_user(question)) + before, value)
+        for index, (question, whole) in enumerate(wanted)
+        for before, value in forced_parts(whole, dice.pick(LAYOUTS))
+    ]
+    begun.sort(key=lambda part: len(part[1]))
+    wrong = set()
+    for start in range(0, len(begun), 64):
+        group = begun[start : start + 64]
+        completions = model.complete([before for _, before, _ in group], max_tokens=20)
+        for (index, _, value), (text, _) in zip(group, completions, strict=True):
+            if not text.startswith(value) or (value[-1].isdigit() and text[len(value) :][:1].isdigit()):
+                wrong.add(index)
+    return 1 - len(wrong) / len(wanted)
+
+
+def _signed_sum(dice: Dice) -> Shaped:
+    """A sum whose operator is its sign: without a grammar nothing says whether it is to be a word."""
+    wanted = shaped_sum(dice)
+    while any(word in str(wanted.value) for word in ("'add'", "'subtract'", "'multiply'")):
+        wanted = shaped_sum(dice)
+    return wanted
+
+
+def schema_shares(model: DemoModel, count: int) -> dict[str, float]:
+    dice = Dice("evaluate-schemas")
+    makers = {"animals": shaped_animal, "people": shaped_person, "sums": _signed_sum, "answers": shaped_answer}
+    return {name: forced_share(model, [make(dice) for _ in range(count)], dice) for name, make in makers.items()}
+
+
+def thinking_shares(model: DemoModel, count: int) -> dict[str, float]:
+    """Thinking before the answer: the share of answers, what stands before them aside, that are exact."""
+    dice = Dice("evaluate-thinking")
+    kinds: dict[str, list[Thought]] = {"sums of two digits": [], "sums of three numbers": [], "other questions": []}
+    while any(len(thoughts) < count for thoughts in kinds.values()):
+        thought = think(dice)
+        steps = thought.thought
+        kind = "other questions"
+        if "The tens" in steps:
+            kind = "sums of two digits"
+        elif steps.startswith("First"):
+            kind = "sums of three numbers"
+        if len(kinds[kind]) < count:
+            kinds[kind].append(thought)
+    shares = {}
+    for kind, thoughts in kinds.items():
+        answers = model.answer([Chat(_user(thought.question), [], is_thinking=True) for thought in thoughts])
+        right = [
+            answer.partition("</think>")[2].strip() == thought.answer
+            for answer, thought in zip(answers, thoughts, strict=True)
+        ]
+        shares[kind] = sum(right) / len(right)
+    return shares
+
+
 def measure(folder: Path, num_samples: int) -> Iterator[tuple[str, dict[str, float]]]:
     """The numbers of the card, one group after another."""
     recorded = json.loads((folder / "training.json").read_text(encoding="utf-8"))
@@ -218,6 +438,12 @@ def measure(folder: Path, num_samples: int) -> Iterator[tuple[str, dict[str, flo
     yield "JSON, greedy", share_of_valid_json(model, num_samples)
     yield "answers, greedy, exact", share_of_right_answers(model, num_samples)
     yield "names from the context, greedy, exact", name_shares(model)
+    yield "tools, greedy, exact", tool_shares(model, num_samples)
+    unseen = {"of its words": UNSEEN_TOOLS, "of other words": STRANGE_TOOLS}
+    shares = {words: share_of_right_calls(model, tools, num_samples) for words, tools in unseen.items()}
+    yield "tools with names that it has never seen, greedy, exact", shares
+    yield "values of forced keys, greedy, all exact", schema_shares(model, num_samples)
+    yield "thinking, greedy, exact", thinking_shares(model, num_samples)
     yield "stories on request, greedy", request_shares(model, num_samples)
     yield "stories, temperature 0.7, top_p 0.9", story_shares(model, num_samples)
 

@@ -44,6 +44,7 @@ _SUM_QUESTIONS = {
     "+": ("What is {a} + {b}?", "{a} + {b}", "{a} + {b} =", "{a}+{b}", "{a}+{b}=?", "How much is {a} + {b}?", "What is {a} plus {b}?", "Add {a} and {b}.", "Calculate {a} + {b}.", "[Please|Can you] add {a} and {b}[.|?]", "What is the sum of {a} and {b}?", "And {a} + {b}?"),
     "-": ("What is {a} - {b}?", "{a} - {b}", "{a} - {b} =", "{a}-{b}", "{a}-{b}=?", "How much is {a} - {b}?", "What is {a} minus {b}?", "Subtract {b} from {a}.", "Calculate {a} - {b}.", "And {a} - {b}?"),
     "*": ("What is {a} * {b}?", "{a} * {b}", "{a} * {b} =", "{a}*{b}", "How much is {a} * {b}?", "What is {a} times {b}?", "Multiply {a} by {b}.", "What is {a} x {b}?", "Calculate {a} * {b}."),
+    "/": ("What is {a} / {b}?", "{a} / {b}", "How much is {a} / {b}?", "What is {a} divided by {b}?", "Divide {a} by {b}.", "Calculate {a} / {b}."),
 }  # fmt: skip
 _RESULT: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 _COUNTED = (
@@ -62,6 +63,11 @@ def roll_sum(dice: Dice) -> tuple[int, str, int]:
     return dice.between(0, 10), "*", dice.between(0, 10)
 
 
+def sum_question(dice: Dice, sign: str) -> str:
+    """A question with the fields ``{a}`` and ``{b}``, to be spun; a division is for tools alone."""
+    return dice.pick(_SUM_QUESTIONS[sign])
+
+
 def sum_json(a: int, sign: str, b: int) -> str:
     return as_json({"a": a, "b": b, "operator": sign, "result": _RESULT[sign](a, b)})
 
@@ -69,7 +75,7 @@ def sum_json(a: int, sign: str, b: int) -> str:
 def arithmetic(dice: Dice, mode: Mode) -> list[Pair]:
     a, sign, b = roll_sum(dice)
     result = _RESULT[sign](a, b)
-    question = dice.spin(dice.pick(_SUM_QUESTIONS[sign])).format(a=a, b=b)
+    question = dice.spin(sum_question(dice, sign)).format(a=a, b=b)
     answers = {"plain": f"{a} {sign} {b} = {result}.", "json": sum_json(a, sign, b), "brief": str(result)}
     return [(question, answers[mode])]
 
@@ -163,10 +169,10 @@ def animal_facts(dice: Dice, mode: Mode) -> list[Pair]:
     return pairs
 
 
-def describe_animal(dice: Dice, mode: Mode) -> list[Pair]:
+def describe_animal(dice: Dice, mode: Mode, animal: Animal | None = None) -> list[Pair]:
     if mode != "plain":
         return animal_json(dice, mode)
-    animal = dice.pick(ANIMALS)
+    animal = animal or dice.pick(ANIMALS)
     question = dice.spin(
         f"[Tell me about|Tell me something about|What do you know about|Describe] [a~ {animal.animal}|{plural(animal.animal)}|the {animal.animal}]"
     )

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import platform
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,45 +23,43 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from aioengine.models.folder import DEMO_MODEL
-from demo_model.grammar import END_OF_TEXT, IM_END, IM_START, ROLES, Document, corpus_hash, documents
+from demo_model.grammar import Document, corpus_hash, documents
+from demo_model.template import CHAT_TEMPLATE, END_OF_TEXT, IM_END, IM_START, TEXT_MARKS
 
 LOSS_TOLERANCE = 0.05
 """How far the final held-out loss (nats a target token) may be from the recorded one for the same recipe and seed."""
 
 IGNORED = -100
 CLIP_NORM = 1.0
-CHECKPOINT_EVERY = 200
-
-CHAT_TEMPLATE = (
-    "{%- for message in messages %}"
-    "{%- if message['role'] not in " + repr(ROLES) + " %}"
-    "{{- raise_exception('unknown role ' + (message['role'] | string) + ': use system, user or assistant') }}"
-    "{%- endif %}"
-    "{{- '" + IM_START + "' + message['role'] + '\\n' + message['content'] + '" + IM_END + "\\n' }}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '" + IM_START + "assistant\\n' }}{%- endif %}"
-)
+CHECKPOINT_EVERY = 100
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One warm-up and cosine over documents of its own.
+    """One warm-up and a cosine over documents of its own.
 
     A later stage begins with the weights that the one before it wrote, in bf16, and with fresh optimizers, so that it
     can be run by itself.
+
+    Attributes:
+        decay_steps: the step at which the cosine ends; None is the stage's last one, and with 0 the rate stays.
     """
 
     num_documents: int
     steps: int
     learning_rate: float
     warmup_steps: int = 40
+    decay_steps: int | None = None
     sums_share: float = 0.0
+    copies_share: float = 0.0
+    any_share: float = 0.0
+    facts_share: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +70,8 @@ class Recipe:
         num_held_out: documents to test on, made with another seed.
         num_tokenizer_documents: so many documents of the first stage make the tokenizer.
         documents_per_step: about 4000 tokens.
-        stages: the second is for sums, which need far more examples than anything else.
+        stages: the second is for sums, which need far more examples than anything else, the third for copying. The
+            second stops while its rate is high: without practice, names of tools were guessed there still.
     """
 
     seed: int = 0
@@ -87,8 +87,10 @@ class Recipe:
     documents_per_step: int = 30
     weight_decay: float = 0.1
     stages: tuple[Stage, ...] = (
-        Stage(num_documents=33_000, steps=1100, learning_rate=4e-3),
-        Stage(num_documents=18_000, steps=600, learning_rate=2.5e-3, sums_share=0.2),
+        Stage(num_documents=30_000, steps=1000, learning_rate=3e-3, decay_steps=0),
+        Stage(num_documents=12_000, steps=400, learning_rate=3e-3, decay_steps=850, sums_share=0.25),
+        Stage(num_documents=15_000, steps=500, learning_rate=2.5e-3, sums_share=0.12, copies_share=0.3),
+        Stage(num_documents=15_000, steps=500, learning_rate=2.5e-3, sums_share=0.06, any_share=0.35, facts_share=0.2),
     )
 
 
@@ -98,14 +100,28 @@ SMOKE = Recipe(
     documents_per_step=8,
     stages=(
         Stage(num_documents=1500, steps=8, warmup_steps=2, learning_rate=4e-3),
-        Stage(num_documents=100, steps=4, warmup_steps=1, learning_rate=2e-3, sums_share=0.2),
+        Stage(
+            num_documents=100,
+            steps=4,
+            warmup_steps=1,
+            learning_rate=2e-3,
+            sums_share=0.2,
+            any_share=0.3,
+            facts_share=0.2,
+        ),
     ),
 )
 ENCODE_CHUNK = 1000
 
 
+_MARKS = re.compile("|".join(map(re.escape, (END_OF_TEXT, IM_START, IM_END, *TEXT_MARKS))))
+
+
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE over ``texts``; every digit is a token of its own, so that sums are spelt alike everywhere."""
+    """Byte-level BPE over ``texts``; every digit is a token of its own, so that sums are spelt alike everywhere.
+
+    The marks of the template are tokens, the last of the vocabulary those that are part of the text.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -115,12 +131,14 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=vocab_size - len(TEXT_MARKS),
         special_tokens=[END_OF_TEXT, IM_START, IM_END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    # Between the marks, or else words are made of their parts.
+    tokenizer.train_from_iterator((part for text in texts for part in _MARKS.split(text)), trainer)
+    tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in TEXT_MARKS])
     return tokenizer
 
 
@@ -139,20 +157,16 @@ class Encoded:
 
 
 def encode(tokenizer: Tokenizer, corpus: Sequence[Document]) -> list[Encoded]:
+    """Each document as a prompt is encoded, in one piece; a token is learned if any of its letters is."""
     encoded = []
     # In chunks: an encoding also holds offsets and strings, gigabytes for the whole corpus.
     for start in range(0, len(corpus), ENCODE_CHUNK):
         chunk = corpus[start : start + ENCODE_CHUNK]
-        texts = [segment.text for document in chunk for segment in document.segments]
-        encodings = iter(tokenizer.encode_batch(texts, add_special_tokens=False))
-        for document in chunk:
-            ids: list[int] = []
-            is_target: list[bool] = []
-            for segment in document.segments:
-                segment_ids = next(encodings).ids
-                ids += segment_ids
-                is_target += [segment.is_target] * len(segment_ids)
-            encoded.append(Encoded(ids, is_target))
+        texts = [document.text for document in chunk]
+        for document, encoding in zip(chunk, tokenizer.encode_batch(texts, add_special_tokens=False), strict=True):
+            is_learned = [s.is_target for s in document.segments for _ in s.text]
+            is_target = [any(is_learned[first:last]) for first, last in encoding.offsets]
+            encoded.append(Encoded(encoding.ids, is_target))
     return encoded
 
 
@@ -246,10 +260,13 @@ def optimizers_for(model: LlamaForCausalLM, weight_decay: float) -> tuple[torch.
 
 
 def learning_rate_at(step: int, stage: Stage) -> float:
-    """Linear warm-up, then a cosine down to 2 % of the peak."""
+    """Linear warm-up, then a cosine down to 2 % of the peak, unless the stage says otherwise."""
     if step < stage.warmup_steps:
         return stage.learning_rate * (step + 1) / stage.warmup_steps
-    progress = (step - stage.warmup_steps) / max(1, stage.steps - stage.warmup_steps)
+    decay_steps = stage.steps if stage.decay_steps is None else stage.decay_steps
+    if not decay_steps:
+        return stage.learning_rate
+    progress = (step - stage.warmup_steps) / max(1, decay_steps - stage.warmup_steps)
     return stage.learning_rate * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
@@ -324,6 +341,9 @@ def prepare(recipe: Recipe) -> Data:
                 f"train-{recipe.seed}-{index}" if index else f"train-{recipe.seed}",
                 stage.num_documents,
                 sums_share=stage.sums_share,
+                copies_share=stage.copies_share,
+                any_share=stage.any_share,
+                facts_share=stage.facts_share,
             )
         )
         for index, stage in enumerate(recipe.stages)
@@ -390,11 +410,12 @@ def train_stage(
     return test_loss
 
 
-def train(recipe: Recipe, out: Path, *, from_stage: int = 0) -> dict[str, Any]:
+def train(recipe: Recipe, out: Path, *, from_stage: int = 0, is_compiled: bool = False) -> dict[str, Any]:
     """Train by ``recipe`` and write the model folder ``out``; from the first checkpoint on it can be loaded.
 
     Args:
         from_stage: skip the stages before this one and go on with the weights that they left in ``out``.
+        is_compiled: a third faster, where there is a C++ compiler.
     Returns:
         What is also written to ``training.json``: recipe, data hash, tokens, loss, versions.
     """
@@ -407,6 +428,8 @@ def train(recipe: Recipe, out: Path, *, from_stage: int = 0) -> dict[str, Any]:
     ]
     print(f"corpus {data.data_hash}: {num_tokens} tokens to train on, stage by stage", flush=True)
     model = build_model(recipe, data.tokenizer.get_vocab_size(), data.eos_ids, data.pad_id)
+    if is_compiled:
+        model.model.compile(dynamic=True)
     write_tokenizer(out, data.tokenizer, recipe)
     test_loss = math.nan
     for index, stage in enumerate(recipe.stages[from_stage:], start=from_stage):
@@ -448,6 +471,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, nargs="+", help="optimizer steps of each stage, instead of the recipe's")
     parser.add_argument("--from-stage", type=int, default=0, help="begin with this stage, on the model in --out")
+    parser.add_argument("--compile", action="store_true", help="compile it: faster, needs a C++ compiler")
     parser.add_argument(
         "--check", action="store_true", help="compare with the shipped training.json, exit 1 on a difference"
     )
@@ -458,7 +482,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"--steps needs {len(recipe.stages)} numbers, one a stage")
         stages = (replace(stage, steps=steps) for stage, steps in zip(recipe.stages, options.steps, strict=True))
         recipe = replace(recipe, stages=tuple(stages))
-    report = train(recipe, options.out, from_stage=options.from_stage)
+    report = train(recipe, options.out, from_stage=options.from_stage, is_compiled=options.compile)
     if not options.check:
         return 0
     recorded = json.loads((DEMO_MODEL / "training.json").read_text(encoding="utf-8"))

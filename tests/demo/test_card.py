@@ -1,4 +1,4 @@
-"""The samples in the demo model's card are what its commands print, spaces at the ends of lines aside."""
+"""The samples in the demo model's card are what its commands and program print, spaces at the ends of lines aside."""
 
 from __future__ import annotations
 
@@ -32,6 +32,12 @@ def samples() -> dict[str, str]:
             assert command not in found, f"twice in the card: {command}"
             found[command] = output
     return found
+
+
+def programs() -> list[tuple[str, str]]:
+    """The card's programs, each with the text that follows it."""
+    card = (DEMO_MODEL / "README.md").read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```\n\n^```text\n(.*?)^```$", card, re.DOTALL | re.MULTILINE)
 
 
 SAMPLES = samples()
@@ -97,3 +103,17 @@ def test_a_shell_prints_what_stands_in_the_card(command: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert tidy(done.stdout) == SAMPLES[command]
+
+
+def test_a_program_in_the_card_prints_what_stands_below_it() -> None:
+    [(program, output)] = programs()
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert tidy(done.stdout) == output

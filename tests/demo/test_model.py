@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 import jinja2
 import pytest
@@ -13,8 +14,10 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from aioengine.models.folder import DEMO_MODEL
-from demo_model.evaluate import SAMPLING, DemoModel, story_faults
-from demo_model.grammar import documents
+from demo_model.evaluate import SAMPLING, UNSEEN_TOOLS, DemoModel, calls_in, forced_share, story_faults
+from demo_model.shapes import Shaped
+from demo_model.tool_chats import Chat
+from demo_model.world import Dice
 
 MAX_BYTES = 10_000_000
 
@@ -63,20 +66,12 @@ def test_each_digit_is_a_token_and_a_plain_prompt_gets_no_special_token(demo: De
     assert not set(ids) & set(demo.tokenizer.all_special_ids)
 
 
-def test_the_chat_template_lays_a_conversation_out_as_it_was_learned(demo: DemoModel) -> None:
-    chats = [document for document in documents("template", 60) if document.messages]
-    assert any(document.messages[0]["role"] == "system" for document in chats)
-    for document in chats:
-        rendered = demo.tokenizer.apply_chat_template(list(document.messages), tokenize=False)
-        assert rendered + "<|endoftext|>" == document.text
-
-
 def test_the_chat_template_can_open_the_answer_and_refuses_an_unknown_role(demo: DemoModel) -> None:
     chat = [{"role": "user", "content": "Hello!"}]
     opened = demo.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert opened == "<|im_start|>user\nHello!<|im_end|>\n<|im_start|>assistant\n"
 
-    with pytest.raises(jinja2.TemplateError, match="unknown role wizard: use system, user or assistant"):
+    with pytest.raises(jinja2.TemplateError, match="unknown role wizard: use system, user, assistant or tool"):
         demo.tokenizer.apply_chat_template([{"role": "wizard", "content": "Abracadabra"}], tokenize=False)
 
 
@@ -136,3 +131,76 @@ def test_a_story_on_request_is_about_who_was_asked_for(demo: DemoModel) -> None:
     assert story_faults(story) == []
     assert re.search(r"\bfox\b", story)
     assert "Ruby" in story
+
+
+def _tool(name: str, *names: str, type_: str = "number") -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {each: {"type": type_} for each in names}, "required": list(names)}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+ADD, CLOCK, CITY_CLOCK = _tool("add", "a", "b"), _tool("get_time"), _tool("get_time", "city", type_="string")
+CALLS: list[tuple[str, list[dict[str, Any]], list[tuple[str, Any]]]] = [
+    ("What is 8 + 7?", [ADD], [("add", {"a": 8, "b": 7})]),
+    ("Add 123 and 45.", [CLOCK, ADD], [("add", {"a": 123, "b": 45})]),
+    ("What time is it?", [ADD, CLOCK], [("get_time", {})]),
+    ("What time is it in Paris?", [CITY_CLOCK], [("get_time", {"city": "Paris"})]),
+    ("What is 8 + 7 and what time is it?", [ADD, CLOCK], [("add", {"a": 8, "b": 7}), ("get_time", {})]),
+    ("What time is it?", [UNSEEN_TOOLS["clock"]], [("tell_the_hour", {})]),
+    ("Hello!", [ADD, CLOCK], []),
+    ("Can a duck fly?", [ADD, CLOCK], []),
+    ("What is 8 + 7?", [CLOCK], []),
+]
+
+
+def test_it_calls_the_tools_that_a_question_needs_and_no_other(demo: DemoModel) -> None:
+    answers = demo.answer([Chat([{"role": "user", "content": question}], tools) for question, tools, _ in CALLS])
+    assert [calls_in(answer) for answer in answers] == [calls for _, _, calls in CALLS]
+    assert answers[-3:] == ["Hello! How can I help you?", "Yes, a duck can fly.", "8 + 7 = 15."]
+
+
+def test_it_says_what_a_tool_said(demo: DemoModel) -> None:
+    called = {"role": "assistant", "content": None}
+    add = {"type": "function", "function": {"name": "add", "arguments": {"a": 123, "b": 45}}}
+    time = {"type": "function", "function": {"name": "get_time", "arguments": {}}}
+    chats = [
+        ("Add 123 and 45.", [add], ["168"]),
+        ("What time is it?", [time], ['{"time": "12:30"}']),
+        ("Add 123 and 45 and what time is it?", [add, time], ["168", "12:30"]),
+    ]
+    answers = demo.answer(
+        [
+            Chat(
+                [
+                    {"role": "user", "content": question},
+                    called | {"tool_calls": calls},
+                    *({"role": "tool", "content": result} for result in results),
+                ],
+                [ADD, CLOCK],
+            )
+            for question, calls, results in chats
+        ]
+    )
+    assert answers == ["123 + 45 = 168.", "It is 12:30.", "123 + 45 = 168. It is 12:30."]
+
+
+def test_values_come_where_the_keys_of_an_object_are_forced(demo: DemoModel) -> None:
+    wanted = [
+        Shaped("Tell me about the fox.", {"animal": "fox", "legs": 4, "food": "berries", "can_fly": False}),
+        Shaped("What do you know about spiders?", {"legs": 8, "animal": "spider"}),
+        Shaped("What is 8 + 7?", {"a": 8, "b": 7, "operator": "+", "result": 15}),
+        Shaped("What is 8 + 7?", {"result": 15, "operator": "+"}),
+        Shaped("Tom is 7 years old and likes apples.", {"name": "Tom", "age": 7, "likes": ["apples"]}),
+        Shaped("Tom is 7 years old and likes apples.", {"age": 7, "likes": "apples", "name": "Tom"}),
+    ]
+    for object_ in wanted:
+        assert forced_share(demo, [object_], Dice("layout")) == 1, object_
+
+
+def test_it_thinks_before_it_answers_if_it_is_to(demo: DemoModel) -> None:
+    questions = ("What is 27 + 15?", "What is 3 + 4 + 5?", "What is the opposite of big?")
+    chats = [Chat([{"role": "user", "content": question}], [], is_thinking=True) for question in questions]
+    answers = [answer.split("\n</think>\n\n") for answer in demo.answer(chats)]
+    assert [answer[1] for answer in answers] == ["27 + 15 = 42.", "3 + 4 + 5 = 12.", "The opposite of big is small."]
+    assert all(len(thought) > 10 for thought, _ in answers)
+    [called] = demo.answer([Chat([{"role": "user", "content": "What time is it?"}], [CLOCK], is_thinking=True)])
+    assert calls_in(called.partition("</think>")[2]) == [("get_time", {})]

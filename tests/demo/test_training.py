@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from aioengine.models.folder import DEMO_MODEL
 from demo_model import train
+from demo_model.grammar import Document, Segment
 from demo_model.train import (
     IGNORED,
     LOSS_TOLERANCE,
@@ -20,6 +22,7 @@ from demo_model.train import (
     Recipe,
     Stage,
     check_reproduced,
+    encode,
     grouped,
     learning_rate_at,
     make_batch,
@@ -100,6 +103,23 @@ def test_grouping_loses_no_document_and_puts_like_lengths_together(num_groups: i
     widths = [batch.inputs.shape[1] for batch in groups]
     assert widths == sorted(widths)
     assert max(widths) == 64
+
+
+def test_a_token_is_learned_if_any_of_its_letters_is() -> None:
+    tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
+    forced = (('{"animal": "', False), ('fox"', True), (', "legs": ', False), ("4", True), ("}", False))
+    document = Document(tuple(Segment(*part) for part in forced))
+    [encoded] = encode(tokenizer, [document])
+    assert encoded.ids == tokenizer.encode(document.text, add_special_tokens=False).ids
+    learned = [i for i, is_target in zip(encoded.ids, encoded.is_target, strict=True) if is_target]
+    assert tokenizer.decode(learned) == 'fox",4'  # the mark and the comma are one token
+
+
+def test_a_stage_that_does_not_decay_keeps_its_rate_after_the_warm_up() -> None:
+    stage = Stage(num_documents=1, steps=40, warmup_steps=10, learning_rate=1e-3, decay_steps=0)
+    rates = [learning_rate_at(step, stage) for step in range(stage.steps)]
+    assert rates[:10] == sorted(rates[:10]) != [1e-3] * 10
+    assert rates[10:] == [1e-3] * 30
 
 
 def test_the_learning_rate_rises_and_then_falls_to_almost_nothing() -> None:

@@ -76,15 +76,17 @@ async def test_a_clients_own_message_comes_back(http: httpx.AsyncClient, client:
     assert answer.status_code == 200, answer.text
 
 
-async def test_a_template_that_cannot_take_a_tool_message_says_so(http: httpx.AsyncClient) -> None:
+async def test_a_template_that_cannot_take_a_message_beside_tool_calls_says_so(http: httpx.AsyncClient) -> None:
     messages = [
         HELLO,
         {"role": "assistant", "content": None, "tool_calls": [CALL]},
         {"role": "tool", "tool_call_id": "1", "content": "sunny"},
     ]
+    assert (await http.post(CHAT, json={"messages": messages})).status_code == 200
+    messages.append({"role": "wizard", "content": "Abracadabra"})
     error = (await http.post(CHAT, json={"messages": messages})).json()["error"]
     assert error["param"] == "messages"
-    assert "unknown role tool: use system, user or assistant" in error["message"]
+    assert "unknown role wizard: use system, user, assistant or tool" in error["message"]
     assert "leave tool_calls and tool messages out" in error["message"]
 
 
