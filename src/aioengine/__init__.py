@@ -57,6 +57,10 @@ if TYPE_CHECKING:
     from aioengine.structured.constraints import Regex as Regex
     from aioengine.structured.constraints import StructuralTags as StructuralTags
     from aioengine.structured.constraints import Tag as Tag
+    from aioengine.tool_calls.calls import Tool as Tool
+    from aioengine.tool_calls.calls import ToolCall as ToolCall
+    from aioengine.tool_calls.formats import ToolFormat as ToolFormat
+    from aioengine.tool_calls.formats import register_tool_format as register_tool_format
 
 _HOMES = {
     "blocking.llm": ["LLM"],
@@ -83,6 +87,8 @@ _HOMES = {
     "sampling_params": ["SamplingParams"],
     "scheduler.plan": ["LogitsProcessor", "LogitsRow"],
     "structured.constraints": ["Choice", "Grammar", "Json", "Regex", "StructuralTags", "Tag"],
+    "tool_calls.calls": ["Tool", "ToolCall"],
+    "tool_calls.formats": ["ToolFormat", "register_tool_format"],
 }
 
 __all__ = [name for names in _HOMES.values() for name in names]

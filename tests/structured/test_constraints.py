@@ -153,8 +153,19 @@ def test_bad_fields_are_refused_when_they_are_given(make: Any) -> None:
 def test_what_is_too_deep_or_holds_itself_is_refused() -> None:
     deep: dict[str, Any] = {}
     deep["items"] = deep
-    with pytest.raises(InvalidRequest, match="deeper"):
+    with pytest.raises(InvalidRequest, match="Circular reference"):
         Json(deep)
+    for levels in (300, 100_000):
+        deep = {}
+        for _ in range(levels):
+            deep = {"items": deep}
+        with pytest.raises(InvalidRequest, match="deeper"):
+            Json(deep)
+
+
+def test_text_that_is_too_long_is_refused_before_it_is_read() -> None:
+    with pytest.raises(InvalidRequest, match="1,000,000 characters of JSON; at most 262,144 bytes"):
+        from_vllm({"json": "[" * 1_000_000})
 
 
 @pytest.mark.parametrize(

@@ -240,3 +240,50 @@ def test_a_model_may_leave_reasoning_out() -> None:
     row = Row(grammar, 0, [])
     first = tokenizer().encode("no").ids[0]
     assert row.learn(0, first)[-1] in ending_ids()
+
+
+def test_an_answer_may_stand_behind_a_blank_line_and_no_more() -> None:
+    (newline,) = tokenizer().encode("\n").ids
+    inner = compile_grammar(Choice(["yes, it is"]))
+    first = allowed(Row(inner, 0, [], is_forcing=False), 0)
+    for num_gaps in (0, 1, 2):
+        row = Row(ThinkingGrammar(thinking(is_begun=True, gap_ids=(newline,)), inner, ending_ids()), 0, [])
+        output: list[int] = []
+        for token_id in [*END, *[newline] * num_gaps]:
+            assert token_id in allowed(row, len(output))
+            assert row.learn(len(output), token_id) == [] or len(output) + 1 == len(END) + 2
+            output.append(token_id)
+        if num_gaps < 2:
+            assert set(allowed(row, len(output))) == {newline, *first}
+        else:
+            assert newline not in allowed(row, len(output))
+
+
+@pytest.mark.parametrize("is_forcing", [True, False])
+def test_the_whole_end_of_reasoning_is_forced_token_by_token(is_forcing: bool) -> None:
+    end = tuple(tokenizer().encode(" and so it ends").ids)
+    grammar = ThinkingGrammar(
+        Thinking(end_ids=end, forced_end_ids=end, is_begun=True, max_tokens=1),
+        compile_grammar(Choice(["yes, it is"])),
+        ending_ids(),
+    )
+    row = Row(grammar, 0, [], is_forcing=is_forcing, jumps=False)
+    row.learn(0, BEGIN[0])
+    for position, token_id in enumerate(end, 1):
+        assert allowed(row, position) == [token_id]
+        row.learn(position, token_id)
+
+
+def test_an_answer_that_begins_as_reasoning_does_is_an_answer() -> None:
+    begin, answer = tokenizer().encode("the fox thinks").ids, "the fox is red"
+    assert begin[0] == tokenizer().encode(answer).ids[0], "they share no token: take another text"
+    inner = compile_grammar(Choice([answer]))
+    grammar = ThinkingGrammar(thinking(begin_ids=tuple(begin)), inner, ending_ids())
+    for reasoning in ([], [*begin, *tokenizer().encode(" so").ids, *END]):
+        row = Row(grammar, 0, [], jumps=False)
+        output: list[int] = []
+        for token_id in [*reasoning, *tokenizer().encode(answer).ids]:
+            assert token_id in allowed(row, len(output)), decode(output)
+            row.learn(len(output), token_id)
+            output.append(token_id)
+        assert set(allowed(row, len(output))) <= set(ending_ids())

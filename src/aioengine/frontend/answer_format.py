@@ -205,7 +205,15 @@ class AnswerFormats:
             return None  # it was ended before it began
         end = self._ids(reasoning.end)
         begin = () if is_begun else self._ids(reasoning.begin)
-        return Thinking(begin_ids=begin, end_ids=end, forced_end_ids=end, is_begun=is_begun, max_tokens=max_tokens)
+        gaps = [ids[0] for text in ("\n", "\n\n") if len(ids := self._ids(text)) == 1]
+        return Thinking(
+            begin_ids=begin,
+            end_ids=end,
+            forced_end_ids=end,
+            is_begun=is_begun,
+            max_tokens=max_tokens,
+            gap_ids=tuple(gaps),
+        )
 
     def _ids(self, text: str) -> tuple[int, ...]:
         assert self._tokenizer is not None

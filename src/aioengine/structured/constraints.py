@@ -29,6 +29,12 @@ MAX_TAGS = 256
 Text = Annotated[str, Meta(min_length=1, max_length=MAX_CONSTRAINT_BYTES)]
 
 
+def _check_length(text: str) -> None:
+    """Refuse JSON that is too large however it is laid out, before anything is made of it: that takes long."""
+    if len(text) > 2 * MAX_CONSTRAINT_BYTES:
+        raise _refuse("", f"it has {len(text):,} characters of JSON; at most {MAX_CONSTRAINT_BYTES:,} bytes are taken")
+
+
 def _refuse(_: str, message: str) -> InvalidRequest:
     return InvalidRequest(f"structured: {message}", param="structured")
 
@@ -73,12 +79,16 @@ class Json(_Constraint, frozen=True, tag="json"):
     lenient: bool = False
 
     def __post_init__(self) -> None:
-        if _depth(self.schema) > MAX_LEVELS:
-            raise _refuse("", f"the schema is deeper than {MAX_LEVELS} levels; write recursion with $ref")
-        try:  # a copy, which does not change with what the caller has
-            schema = json.loads(json.dumps(self.schema, allow_nan=False))
+        try:
+            text = json.dumps(self.schema, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise _refuse("", f"the schema is no JSON: {error}") from None
+        except RecursionError:
+            text = ""
+        _check_length(text)
+        if not text or _depth(self.schema) > MAX_LEVELS:
+            raise _refuse("", f"the schema is deeper than {MAX_LEVELS} levels; write recursion with $ref")
+        schema = json.loads(text)  # a copy, which does not change with what the caller has
         msgspec.structs.force_setattr(self, "schema", schema)
         super().__post_init__()
 
@@ -290,6 +300,7 @@ def read_schema(given: str | dict[str, Any] | bool) -> Any:
     """
     if not isinstance(given, str):
         return given
+    _check_length(given)
     try:
         return msgspec.json.decode(given, type=dict[str, Any] | bool)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:

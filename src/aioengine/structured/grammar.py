@@ -60,6 +60,7 @@ class Thinking(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         forced_end_ids: what is put at its end when it has had ``max_tokens``; ends with ``end_ids``.
         is_begun: the prompt has begun it.
         max_tokens: -1: any number.
+        gap_ids: tokens of line breaks, of which up to `MAX_GAP_TOKENS` may stand between it and the answer.
     """
 
     begin_ids: tuple[int, ...] = ()
@@ -67,6 +68,10 @@ class Thinking(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     forced_end_ids: tuple[int, ...] = ()
     is_begun: bool = False
     max_tokens: int = -1
+    gap_ids: tuple[int, ...] = ()
+
+
+MAX_GAP_TOKENS = 2
 
 
 class ThinkingGrammar:
@@ -97,8 +102,12 @@ class ThinkingMatcher:
         self._num_begun = 0
         """Tokens of ``begin_ids`` so far, while it may yet begin: ``_inner`` has them, too, since it may be none."""
         self._is_thinking = thinking.is_begun
+        self._num_gaps_left = 0
+        """Tokens of ``gap_ids`` that may come before the answer."""
         self._num_tokens = 0
         """Of the reasoning."""
+        self._num_forced = 0
+        """Tokens of ``forced_end_ids`` so far."""
         self._last: list[int] = []
         """Its last tokens, as many as ``end_ids``."""
 
@@ -106,11 +115,20 @@ class ThinkingMatcher:
     def problem(self) -> str:
         return self._inner.problem if self._inner is not None and not (self._is_thinking or self._may_begin) else ""
 
+    @property
+    def _answer(self) -> Matcher | None:
+        """The inner matcher, once it alone says what comes next."""
+        return None if self._is_thinking or self._may_begin or self._num_gaps_left else self._inner
+
     def consume(self, token_ids: Sequence[int]) -> None:
         for token_id in token_ids:
             if self._is_thinking:
                 self._think(token_id)
                 continue
+            if self._num_gaps_left and token_id in self._thinking.gap_ids:
+                self._num_gaps_left -= 1
+                continue
+            self._num_gaps_left = 0
             self._may_begin = self._may_begin and token_id == self._thinking.begin_ids[self._num_begun]
             self._num_begun += self._may_begin
             if self._may_begin and self._num_begun == len(self._thinking.begin_ids):
@@ -120,14 +138,24 @@ class ThinkingMatcher:
                 self._inner.consume((token_id,))
 
     def consume_all(self, matchers: Sequence[ThinkingMatcher], token_ids: Sequence[int]) -> None:
+        answers: list[tuple[Matcher, int]] = []
         for matcher, token_id in zip(matchers, token_ids, strict=True):
-            matcher.consume((token_id,))
+            if (answer := matcher._answer) is not None:
+                answers.append((answer, token_id))
+            else:
+                matcher.consume((token_id,))
+        if answers:
+            inner, inner_ids = zip(*answers, strict=True)
+            inner[0].consume_all(inner, inner_ids)
 
     def _think(self, token_id: int) -> None:
         ends = self._thinking.end_ids
+        self._num_forced += self._is_to_end
         self._num_tokens += 1
         self._last = [*self._last, token_id][-len(ends) :]
         self._is_thinking = tuple(self._last) != ends
+        if not self._is_thinking and self._thinking.gap_ids and self._inner is not None:
+            self._num_gaps_left = MAX_GAP_TOKENS
 
     @property
     def _is_to_end(self) -> bool:
@@ -136,14 +164,13 @@ class ThinkingMatcher:
 
     def forced(self) -> list[int]:
         if self._is_to_end:
-            return list(self._thinking.forced_end_ids)
-        is_inner = self._inner is not None and not (self._is_thinking or self._may_begin)
-        return self._inner.forced() if self._inner is not None and is_inner else []
+            return list(self._thinking.forced_end_ids[self._num_forced :])
+        return self._answer.forced() if self._answer is not None else []
 
     def fill(self, mask: Mask) -> None:
         if self._is_to_end:
             mask.fill(0)
-            _set(mask, self._thinking.forced_end_ids[0])
+            _set(mask, self._thinking.forced_end_ids[self._num_forced])
         elif self._is_thinking or self._inner is None:
             mask.fill(-1)
             if self._inner is not None:
@@ -154,10 +181,20 @@ class ThinkingMatcher:
                 if self._inner.problem:  # its tokens so far can only be the marker's
                     mask.fill(0)
                 _set(mask, self._thinking.begin_ids[self._num_begun])
+            if self._num_gaps_left:
+                for token_id in self._thinking.gap_ids:
+                    _set(mask, token_id)
 
     def fill_all(self, matchers: Sequence[ThinkingMatcher], indices: Sequence[int], masks: Mask) -> None:
+        answers: list[tuple[Matcher, int]] = []
         for matcher, index in zip(matchers, indices, strict=True):
-            matcher.fill(masks[index])
+            if (answer := matcher._answer) is not None:
+                answers.append((answer, index))
+            else:
+                matcher.fill(masks[index])
+        if answers:
+            inner, rows = zip(*answers, strict=True)
+            inner[0].fill_all(inner, rows, masks)
 
 
 def set_only(masks: Mask, tokens: Sequence[tuple[int, int]]) -> None:

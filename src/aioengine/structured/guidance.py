@@ -43,6 +43,9 @@ NUM_SMALL = 16
 MIN_FORCED_BYTES = 8
 """Fewer are sampled: finding the tokens of any number of bytes takes 10 µs under the GIL, as long as some masks."""
 
+MAX_FORCING_BYTES = 32 * 1024
+"""Of a longer constraint nothing is forced: looking for it may take as long as a mask, some ms, and under the GIL."""
+
 ROWS_OF_LEXER = 32
 """A grammar that so many rows have begun is compiled once more: a lexer's lock lets one thread at a time use it."""
 
@@ -110,7 +113,8 @@ class Vocabulary:
             hint = "; Json(schema, lenient=True) passes them over" if "nimplemented" in problem else ""
             raise _refused(_shown(problem) + hint)
         is_quick = time.perf_counter() - began < MAX_AGAIN_S
-        grammar = GuidanceGrammar(self, matcher, begin if is_quick else None)
+        is_forcing = len(constraint.content) <= MAX_FORCING_BYTES
+        grammar = GuidanceGrammar(self, matcher, begin if is_quick else None, is_forcing=is_forcing)
         self._try(grammar)
         return grammar
 
@@ -190,10 +194,14 @@ class GuidanceGrammar:
     Args:
         begun: llguidance's matcher.
         begin: makes another one, with a lexer of its own; None: it takes too long.
+        is_forcing: what follows without a choice is looked for.
     """
 
-    def __init__(self, vocabulary: Vocabulary, begun: Any, begin: Callable[[], Any] | None) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, begun: Any, begin: Callable[[], Any] | None, *, is_forcing: bool
+    ) -> None:
         self.vocabulary = vocabulary
+        self.is_forcing = is_forcing
         self._begun = [begun]
         self._begin = begin
         self._num_matchers = 0
@@ -203,7 +211,7 @@ class GuidanceGrammar:
         if number >= ROWS_OF_LEXER * len(self._begun) and len(self._begun) < MAX_LEXERS and self._begin is not None:
             self._begun.append(self._begin())
         lexer = number % len(self._begun)
-        return GuidanceMatcher(self.vocabulary, self._begun[lexer].deep_copy(), lexer)
+        return GuidanceMatcher(self, self._begun[lexer].deep_copy(), lexer)
 
 
 class GuidanceMatcher:
@@ -214,11 +222,12 @@ class GuidanceMatcher:
         lexer: which one of its grammar's it uses.
     """
 
-    def __init__(self, vocabulary: Vocabulary, raw: Any, lexer: int) -> None:
+    def __init__(self, grammar: GuidanceGrammar, raw: Any, lexer: int) -> None:
         self.raw = raw
         self.lexer = lexer
-        self.ending_ids = vocabulary.ending_ids
-        self._vocabulary = vocabulary
+        self.ending_ids = grammar.vocabulary.ending_ids
+        self._vocabulary = grammar.vocabulary
+        self._is_forcing = grammar.is_forcing
         self._is_over = False
 
     @property
@@ -252,7 +261,7 @@ class GuidanceMatcher:
         if self.raw.is_stopped():
             return [self.ending_ids[0]]
         forced: list[int] = []
-        if len(self.raw.compute_ff_bytes()) >= MIN_FORCED_BYTES:
+        if self._is_forcing and len(self.raw.compute_ff_bytes()) >= MIN_FORCED_BYTES:
             forced = self.raw.compute_ff_tokens()
         return forced
 

@@ -367,7 +367,7 @@ class Follower:
 
 def _check_thinking(thinking: Thinking, vocab_size: int) -> None:
     """Raise what is wrong with the markers of reasoning."""
-    markers = (thinking.begin_ids, thinking.end_ids, thinking.forced_end_ids)
+    markers = (thinking.begin_ids, thinking.end_ids, thinking.forced_end_ids, thinking.gap_ids)
     is_whole = thinking.end_ids and thinking.forced_end_ids[-len(thinking.end_ids) :] == thinking.end_ids
     if not is_whole or any(len(ids) > MAX_MARKER_TOKENS for ids in markers):
         raise InvalidRequest("thinking has no end, or markers that no text makes", param="max_thinking_tokens")
