@@ -39,9 +39,11 @@ REQUIRED, AUTO = ToolChoice("required"), ToolChoice("auto")
 
 @cache
 def tokenizer(name: str, special: bool = True) -> LLTokenizer:
-    """The bundled model's, with a token for each marker of the format if ``special``: special ones, but for [ARGS]."""
+    """The bundled model's without its own markers of calls, with a token for each marker of the format if ``special``:
+    special ones, but for [ARGS]."""
     path = Path(aioengine.__file__).parent / "models" / "demo" / "tokenizer.json"
     described = json.loads(path.read_text())
+    described["added_tokens"] = [token for token in described["added_tokens"] if token["special"]]
     described["added_tokens"] += [
         {
             "id": number,
