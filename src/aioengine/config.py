@@ -230,7 +230,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tune_kernels: Annotated[bool, Meta(description="measure launch parameters of a GPU's kernels at the start")] = True
     enable_prefix_caching: Annotated[bool, Meta(description="reuse the KV blocks of equal prompt beginnings")] = True
     tool_format: Annotated[
-        Name, Meta(description="how the model writes tool calls; auto: as its chat template tells")
+        Name, Meta(description="how the model writes tool calls; auto: as its chat template tells; none: not at all")
     ] = "auto"
     reasoning_format: Annotated[
         Name, Meta(description="how the model marks its reasoning; auto: as its chat template tells; none: not at all")

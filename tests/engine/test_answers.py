@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import jsonschema
@@ -10,7 +11,7 @@ import pytest
 from engine.conftest import Serve, Served
 
 from aioengine import ConfigError, Engine, InvalidRequest, Json
-from aioengine.tool_calls.calls import Tool
+from aioengine.tool_calls.calls import Tool, read_tools
 
 CHAT = [{"role": "user", "content": "What is 8 + 7?"}]
 FORMATS = {"tool_format": "hermes", "reasoning_format": "think"}
@@ -45,10 +46,11 @@ SHAPE = {
 }
 
 
-def say(served: Served, text: str, **variables: Any) -> None:
-    """The model's answer to `CHAT`."""
+def say(served: Served, text: str, tools: Sequence[Any] = ()) -> None:
+    """The model's answer to `CHAT` with these tools."""
     tokenizer = served.tokenizer
-    prompt = tokenizer.render_chat(CHAT, **variables)
+    told = [tool.as_openai() for tool in read_tools(tools)]
+    prompt = tokenizer.render_chat(CHAT, **({"tools": told} if told else {}))
     end = tokenizer.encode("<|im_end|>", add_special_tokens=False)
     served.say(tokenizer.encode(prompt, add_special_tokens=False), [*tokenizer.encode(text), *end])
 
@@ -56,7 +58,7 @@ def say(served: Served, text: str, **variables: Any) -> None:
 @pytest.mark.virtual_clock
 async def test_calls_are_told_from_content(serve: Serve) -> None:
     async with serve(config=FORMATS) as served:
-        say(served, f"I add.\n{CALL}\n{OTHER_CALL}")
+        say(served, f"I add.\n{CALL}\n{OTHER_CALL}", TOOLS)
         out = await served.engine.generate(CHAT, tools=TOOLS, max_tokens=200)
         assert out.text == "I add."
         assert [(call.name, call.arguments) for call in out.tool_calls] == [
@@ -72,7 +74,7 @@ async def test_calls_are_told_from_content(serve: Serve) -> None:
 @pytest.mark.parametrize("interval", [1, 3, 50])
 async def test_a_stream_brings_the_pieces_of_what_the_whole_has(serve: Serve, interval: int) -> None:
     async with serve(config=FORMATS) as served:
-        say(served, f"<think>\nEight and seven.\n</think>\n\nI add.\n{CALL}")
+        say(served, f"<think>\nEight and seven.\n</think>\n\nI add.\n{CALL}", TOOLS)
         async with served.engine.stream(CHAT, tools=TOOLS, max_tokens=200, stream_interval=interval) as stream:
             deltas = [delta async for delta in stream]
         out = stream.result
@@ -89,7 +91,7 @@ async def test_a_stream_brings_the_pieces_of_what_the_whole_has(serve: Serve, in
 @pytest.mark.virtual_clock
 async def test_a_call_that_is_cut_is_none(serve: Serve) -> None:
     async with serve(config=FORMATS) as served:
-        say(served, CALL)
+        say(served, CALL, TOOLS)
         num_tokens = len(served.tokenizer.encode(CALL)) - 12
         out = await served.engine.generate(CHAT, tools=TOOLS, max_tokens=num_tokens)
         assert out.outputs[0].finish_reason == "length"
@@ -115,7 +117,7 @@ async def test_reasoning_is_split_off_chats_alone_and_where_a_format_is_named(se
 @pytest.mark.virtual_clock
 async def test_each_choice_has_an_answer_of_its_own(serve: Serve) -> None:
     async with serve(config=FORMATS) as served:
-        say(served, f"Yes.\n{CALL}")
+        say(served, f"Yes.\n{CALL}", TOOLS)
         out = await served.engine.generate(CHAT, tools=TOOLS, max_tokens=200, n=3, temperature=0)
         assert [choice.text for choice in out.outputs] == ["Yes."] * 3
         assert [len(choice.tool_calls) for choice in out.outputs] == [1, 1, 1]
@@ -128,6 +130,7 @@ async def test_a_call_that_is_required_comes_whatever_the_model_would_say(serve:
     schemas = {"clock": CLOCK["function"]["parameters"], "add": {"required": ["a", "b"]}}
     async with serve(depth=depth, config=FORMATS, num_blocks=400, max_model_len=512) as served:
         call: dict[str, Any] = {"tools": TOOLS, "seed": seed, "parallel_tool_calls": False, "max_tokens": 400}
+        call["max_thinking_tokens"] = 20
         for choice, names in (
             ("required", {"add", "clock"}),
             ("clock", {"clock"}),
@@ -159,7 +162,7 @@ async def test_with_a_schema_the_answer_is_of_it_or_a_call(serve: Serve, seed: i
 async def test_strict_arguments_are_held_to_in_calls_that_the_model_begins(serve: Serve) -> None:
     strict = Tool("clock", CLOCK["function"]["parameters"], strict=True)
     async with serve(config=FORMATS, num_blocks=400, max_model_len=512) as served:
-        say(served, '<tool_call>\n{"name": "clock", "arguments": {"zone": "mars"}}\n</tool_call>')
+        say(served, '<tool_call>\n{"name": "clock", "arguments": {"zone": "mars"}}\n</tool_call>', [strict])
         out = await served.engine.generate(CHAT, tools=[strict], max_tokens=300)
         (made,) = out.tool_calls
         assert json.loads(made.arguments)["zone"] in ("utc", "local")
@@ -198,7 +201,7 @@ async def test_what_cannot_be_is_refused_at_the_call(serve: Serve) -> None:
             with pytest.raises(InvalidRequest) as raised:
                 await served.engine.generate(prompt, **call)
             assert raised.value.param == param
-    async with serve() as served:
+    async with serve(config={"tool_format": "none"}) as served:
         with pytest.raises(InvalidRequest, match="tool_format"):
             await served.engine.generate(CHAT, tools=TOOLS)
 

@@ -20,6 +20,7 @@ HELLO = {"role": "user", "content": "Hello!"}
 CALL = {"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}
 HF_CALL = {**CALL, "function": {**CALL["function"], "description": None}}  # type: ignore[dict-item]
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}}
+TOOLS = [{"type": "function", "function": {**TOOL["function"], "name": f"get_weather_{number}"}} for number in range(4)]
 
 SECOND_TURNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "openai 3.54, the object": ({"role": "assistant", "content": "Hi.", "refusal": None}, {"max_tokens": 2}),
@@ -57,7 +58,7 @@ SECOND_TURNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Open WebUI, with its own fields": (
         {"role": "assistant", "content": [{"type": "text", "text": "Hi.", "cache_control": {"type": "ephemeral"}}]},
         {
-            "stream": True, "max_tokens": 2.0, "tools": [TOOL] * 20, "tool_choice": "auto", "chat_id": "c", "id": "m",
+            "stream": True, "max_tokens": 2.0, "tools": TOOLS, "tool_choice": "auto", "chat_id": "c", "id": "m",
             "session_id": "s", "features": {"web_search": False}, "variables": {}, "background_tasks": {},
         },
     ),

@@ -527,11 +527,13 @@ async def test_keys_come_either_way(adapter: Adapter, config: ServerConfig) -> N
         assert (await http.get("/v1/models", headers={"x-api-key": "a-secret-key"})).status_code == 200
 
 
-async def test_tools_of_a_model_that_has_none_are_left_out(http: httpx.AsyncClient) -> None:
+async def test_tools_of_a_model_that_has_none_are_left_out() -> None:
     body = {"messages": HELLO, "max_tokens": 5, "tools": [TOOL]}
-    for choice in (None, {"type": "auto", "disable_parallel_tool_use": True}, {"type": "none"}):
-        answer = await http.post("/v1/messages", json={**body, "tool_choice": choice})
-        assert answer.status_code == 200, answer.text
-        assert (await http.post("/v1/messages/count_tokens", json={**body, "tool_choice": choice})).status_code == 200
-    answer = await http.post("/v1/messages", json={**body, "tool_choice": {"type": "any"}})
-    assert "tool_format" in check_error(answer, 400, "invalid_request_error")
+    async with serving_fake("starlette", tool_format="none") as (_, _, _, http):
+        for choice in (None, {"type": "auto", "disable_parallel_tool_use": True}, {"type": "none"}):
+            answer = await http.post("/v1/messages", json={**body, "tool_choice": choice})
+            assert answer.status_code == 200, answer.text
+            counted = await http.post("/v1/messages/count_tokens", json={**body, "tool_choice": choice})
+            assert counted.status_code == 200
+        answer = await http.post("/v1/messages", json={**body, "tool_choice": {"type": "any"}})
+        assert "tool_format" in check_error(answer, 400, "invalid_request_error")

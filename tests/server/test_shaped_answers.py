@@ -125,7 +125,7 @@ async def test_a_json_object_is_one() -> None:
         asked: Any = {**CHAT, "response_format": {"type": "json_object"}}
         whole = await client.chat.completions.create(**asked)
         assert whole.choices[0].message.content == said
-    async with saying("No, I will not.") as (_, _, client, _):
+    async with saying("No, I will not.", reasoning_format="none") as (_, _, client, _):
         whole = await client.chat.completions.create(**asked, max_tokens=50)
         assert (whole.choices[0].message.content or "").startswith("{")
 
@@ -367,13 +367,13 @@ async def test_a_budget_ends_the_reasoning(name: str) -> None:
             assert error.param == name
         both = {"max_thinking_tokens": 3, "thinking_token_budget": 4}
         assert (await refused(client.chat.completions.create(**CHAT, extra_body=both))).param in both
-    async with saying("Two.") as (_, _, client, _):
+    async with saying("Two.", reasoning_format="none") as (_, _, client, _):
         error = await refused(client.chat.completions.create(**CHAT, extra_body={name: 3}))
         assert "reasoning_format" in error.message
 
 
 async def test_an_effort_is_one_of_those_that_there_are() -> None:
-    async with saying("Two.", reasoning_format="think") as (_, _, client, _):
+    async with saying(THOUGHT, reasoning_format="think") as (_, _, client, _):
         for effort in ("none", "minimal", "low", "medium", "high", "xhigh"):
             answer = await client.chat.completions.create(**CHAT, extra_body={"reasoning_effort": effort})
             assert answer.choices[0].message.content == "Two."
@@ -387,11 +387,12 @@ async def test_an_effort_is_one_of_those_that_there_are() -> None:
 async def test_reasoning_comes_before_an_answer_with_a_schema_and_before_calls() -> None:
     thought = THOUGHT.removesuffix("\n\nTwo.")
     async with saying(thought + SAID, reasoning_format="think") as (_, _, client, _):
-        parsed = await client.chat.completions.parse(**CHAT, response_format=Animal)
+        parsed = await client.chat.completions.parse(**CHAT, response_format=Animal, reasoning_effort="low")
         assert parsed.choices[0].message.parsed == Animal(kind="owl", legs=2)
         assert parsed.choices[0].message.reasoning_content == "Is it two? It is two."  # type: ignore[attr-defined]
     async with saying(thought + call_of("get_time", "Rome"), reasoning_format="think") as (_, _, client, _):
-        answer = await client.chat.completions.create(**CHAT, tools=TOOLS, tool_choice="required")
+        options: Any = {"tools": TOOLS, "tool_choice": "required", "reasoning_effort": "low"}
+        answer = await client.chat.completions.create(**CHAT, **options)
         (call,) = answer.choices[0].message.tool_calls or ()
         assert call.function.name == "get_time"
         assert answer.choices[0].message.reasoning_content == "Is it two? It is two."  # type: ignore[attr-defined]

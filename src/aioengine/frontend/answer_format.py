@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from aioengine.config import EngineConfig
+from aioengine.errors import InvalidRequest
 from aioengine.sampling_params import SamplingParams
 from aioengine.structured.constraints import Constraint, Either, Grammar
 from aioengine.structured.grammar import Thinking
@@ -96,11 +97,12 @@ class AnswerFormats:
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
         template = (tokenizer.chat_template if tokenizer is not None else None) or ""
         self._tokenizer = tokenizer
-        tool_name = detect_tool_format(template) if config.tool_format == "auto" else config.tool_format
-        reasoning_name = config.reasoning_format
+        tool_name, reasoning_name = config.tool_format, config.reasoning_format
+        if tool_name == "auto":
+            tool_name = detect_tool_format(template) or "none"
         if reasoning_name == "auto":
             reasoning_name = detect_reasoning_format(template) or "none"
-        self._tools: ToolFormat | None = None if tool_name is None else find_tool_format(tool_name)
+        self._tools: ToolFormat | None = None if tool_name == "none" else find_tool_format(tool_name)
         self._reasoning = None if reasoning_name == "none" else find_reasoning_format(reasoning_name)
 
     @property
@@ -145,7 +147,10 @@ class AnswerFormats:
         is_begun = reasoning is not None and reasoning.is_begun_by_prompt(prompt_text)
         thinking = None
         if reasoning is not None and (constraint is not None or params.max_thinking_tokens is not None):
-            thinking = self._thinking(reasoning, prompt_text, params, is_begun=is_begun, has_tools=tools is not None)
+            is_shaped = constraint is not None
+            thinking = self._thinking(
+                reasoning, prompt_text, params, is_begun=is_begun, is_shaped=is_shaped, has_tools=tools is not None
+            )
         keeps = bool((tools and tools.keeps_special_tokens) or (reasoning and reasoning.keeps_special_tokens))
 
         def make_parser() -> AnswerParser:
@@ -191,6 +196,7 @@ class AnswerFormats:
         params: SamplingParams,
         *,
         is_begun: bool,
+        is_shaped: bool,
         has_tools: bool,
     ) -> Thinking | None:
         max_tokens = -1 if params.max_thinking_tokens is None else params.max_thinking_tokens
@@ -203,6 +209,8 @@ class AnswerFormats:
             )
         if prompt_text.rstrip().endswith(reasoning.end):
             return None  # it was ended before it began
+        if is_shaped and not is_begun and not self._begins_by_itself:
+            return None
         end = self._ids(reasoning.end)
         begin = () if is_begun else self._ids(reasoning.begin)
         gaps = [ids[0] for text in ("\n", "\n\n") if len(ids := self._ids(text)) == 1]
@@ -214,6 +222,17 @@ class AnswerFormats:
             max_tokens=max_tokens,
             gap_ids=tuple(gaps),
         )
+
+    @functools.cached_property
+    def _begins_by_itself(self) -> bool:
+        """Whether the model writes the marker where the prompt has not: none does whose template can begin it."""
+        assert self._tokenizer is not None
+        assert self._reasoning is not None
+        try:
+            prompt = self._tokenizer.render_chat([{"role": "user", "content": "?"}], **template_variables("low"))
+        except InvalidRequest:
+            return True
+        return not self._reasoning.is_begun_by_prompt(prompt)
 
     def _ids(self, text: str) -> tuple[int, ...]:
         assert self._tokenizer is not None
