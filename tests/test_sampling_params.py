@@ -280,7 +280,7 @@ def test_a_dict_given_may_be_changed_afterwards() -> None:
 
 def test_an_unknown_mode_of_log_probabilities_hears_of_the_known_ones() -> None:
     for mode in ("raw_logits", "processed_logits", "raw_logprobs_logprobs", "_logprobs", "", None, 1):
-        with pytest.raises(InvalidRequest, match="^logprobs_mode=.*choose one of 'processed', 'raw'$") as error:
+        with pytest.raises(InvalidRequest, match=r"^logprobs_mode=.*choose one of 'processed', 'raw'$") as error:
             make(logprobs_mode=mode)
         assert error.value.param == "logprobs_mode"
 

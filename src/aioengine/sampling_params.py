@@ -382,7 +382,7 @@ class SamplingKeywords(TypedDict, total=False):
     logits_processors: list[Any] | tuple[Any, ...] | None
     extra_args: dict[str, Any] | None
     logprobs: int | None
-    logprobs_mode: Literal["raw", "processed", "raw_logprobs", "processed_logprobs"]
+    logprobs_mode: LogprobsMode
     logprob_token_ids: list[int] | tuple[int, ...] | None
     prompt_logprobs: int | None
     truncate_prompt_tokens: int | None

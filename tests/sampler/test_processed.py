@@ -73,7 +73,9 @@ def assert_are_those_of(
         assert expected[token] > -np.inf, told
         top_ids = lines.top_ids[line, : min(num_top, vocab)]
         assert len(set(top_ids.tolist())) == len(top_ids), told
-        np.testing.assert_allclose(lines.top_logprobs[line, : len(top_ids)], expected[top_ids], rtol=2e-6, atol=2e-4, err_msg=told)
+        np.testing.assert_allclose(
+            lines.top_logprobs[line, : len(top_ids)], expected[top_ids], rtol=2e-6, atol=2e-4, err_msg=told
+        )
         likeliest = np.sort(expected)[::-1][: len(top_ids)]
         np.testing.assert_allclose(expected[top_ids], likeliest, rtol=2e-6, atol=2e-4, err_msg=told)
         if not len(lines.extra_offsets):

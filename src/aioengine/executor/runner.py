@@ -24,10 +24,11 @@ from aioengine.executor.step_words import WORDS_A_ROW, ExtraWords, FixedWords
 from aioengine.kernels.attention.paged import PagedAttention
 from aioengine.kernels.operations import Operations
 from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow, param_of
+from aioengine.kernels.torch.sampling import chunks
 from aioengine.kernels.zeros import lazy_zeros
 from aioengine.models.decoder import Decoder
 from aioengine.sampler.outputs import DeviceOutputs, OutputSizes
-from aioengine.sampler.processed import process_logits, rows_a_chunk
+from aioengine.sampler.processed import CHUNK_ELEMENTS, process_logits
 from aioengine.sampler.processors import ProcessedRow, run_processors
 from aioengine.sampler.rules import RuleSizes
 from aioengine.sampler.sampler import Features, Sampler, SampleTensors
@@ -201,7 +202,9 @@ class Runner:
         scored = out.sampled
         self._operations.top_logprobs(logits, samples, scored.log_mass, scored.top_ids, scored.top_logprobs)
         self._operations.draw(logits, samples, None, out.token_ids, out.status, has_filters=True, is_greedy=False)
-        processed_samples = samples[: rows_a_chunk(self._vocab_size), SampleRow.LOGITS_ROW]
+        processed_samples = samples[
+            next(chunks(num_logits_rows, self._vocab_size, CHUNK_ELEMENTS)), SampleRow.LOGITS_ROW
+        ]
         process_logits(logits, samples, processed_samples, None, out.token_ids, logits, has_filters=True)
         self._sampler.score_prompt(self._decoder.logits, hidden, tokens.new_zeros(2, num_tokens), out.prompt)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from aioengine.kernels.sampling.sample_rows import SampleRow, param_of
-from aioengine.kernels.torch.sampling import MAX_FLOAT, is_allowed, kept_mass
+from aioengine.kernels.torch.sampling import MAX_FLOAT, chunks, is_allowed, kept_mass
 
 CHUNK_ELEMENTS = 2**21
 """Logits that are sorted together: temporaries of some 0.1 GB."""
@@ -42,8 +42,8 @@ def process_logits(
     """
     vocab = logits.shape[1]
     drawn = _lowest_drawn(logits, samples, token_ids) if has_filters else None
-    for chunk in processed_samples.split(rows_a_chunk(vocab)):
-        words = samples.index_select(0, chunk)
+    for chunk in chunks(len(processed_samples), vocab, CHUNK_ELEMENTS):
+        words = samples.index_select(0, processed_samples[chunk])
         logits_rows = words[:, SampleRow.LOGITS_ROW].clamp(min=0).long()
         x = logits.index_select(0, logits_rows)
         if masks is not None:
@@ -58,11 +58,6 @@ def process_logits(
             lowest = _lowest_kept(x, top, temperature, words).minimum(drawn.index_select(0, logits_rows)[:, None])
             x.masked_fill_((x < lowest) & ~is_greedy, -torch.inf)
         into.index_copy_(0, logits_rows, x.sub_(top).div_(temperature))
-
-
-def rows_a_chunk(vocab: int) -> int:
-    """How many rows of logits are worked on together."""
-    return max(1, CHUNK_ELEMENTS // vocab)
 
 
 def _lowest_drawn(logits: Tensor, samples: Tensor, token_ids: Tensor) -> Tensor:

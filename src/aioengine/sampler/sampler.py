@@ -141,8 +141,8 @@ class Sampler:
 
         Args:
             logits: float32 [n, vocab], at most as many rows as there are; left as it is in rows without rules and in
-                those of ``at.kept``, if ``features.num_top`` is 0 or more; those of ``at.processed_samples`` become what
-                their log-probabilities are the log-softmax of.
+                those of ``at.kept``, if ``features.num_top`` is 0 or more; those of ``at.processed_samples`` become
+                what their log-probabilities are the log-softmax of.
             out: ``sampled`` is filled if ``features.num_top`` is 0 or more.
             process: changes logits in place by what is no kernel.
         """
