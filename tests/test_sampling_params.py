@@ -165,6 +165,7 @@ def is_plain(value: Any, name: str) -> bool:
         "seed": lambda v: v is None or (type(v) is int and -(2**63) <= v < 2**63),
         "max_tokens": lambda v: v is None or is_count(v),
         "logprobs": lambda v: v is None or is_count(v),
+        "logprobs_mode": lambda v: type(v) is str and v in ("raw", "processed"),
         "prompt_logprobs": lambda v: v is None or is_count(v),
         "structured": lambda v: v is None or isinstance(v, Constraint),
         "max_thinking_tokens": lambda v: v is None or is_count(v),
@@ -258,6 +259,8 @@ def test_the_defaults_are_plain_values_too() -> None:
         ({np.int64(1): np.float32(0.5), 2: 1}, "logit_bias", {1: 0.5, 2: 1.0}),
         ({1: 1000, 2: -1000.0}, "logit_bias", {1: 100.0, 2: -100.0}),
         ([processor], "logits_processors", (processor,)),
+        ("raw_logprobs", "logprobs_mode", "raw"),
+        (Shout("processed_logprobs"), "logprobs_mode", "processed"),
     ],
     ids=str,
 )
@@ -273,6 +276,13 @@ def test_a_dict_given_may_be_changed_afterwards() -> None:
     params = SamplingParams(logit_bias=bias)
     bias[2] = 5.0
     assert params.logit_bias == {1: 1.0}
+
+
+def test_an_unknown_mode_of_log_probabilities_hears_of_the_known_ones() -> None:
+    for mode in ("raw_logits", "processed_logits", "raw_logprobs_logprobs", "_logprobs", "", None, 1):
+        with pytest.raises(InvalidRequest, match=r"^logprobs_mode=.*choose one of 'processed', 'raw'$") as error:
+            make(logprobs_mode=mode)
+        assert error.value.param == "logprobs_mode"
 
 
 # Lengths

@@ -91,7 +91,7 @@ NEUTRAL_CONFIG = {
     "worker_cls": Neutral((None, "auto"), "there is one; ProcessOptions(executor=...) takes another's place"),
     "worker_extension_cls": Neutral((None, ""), "register functions with aioengine.worker_function"),
     "kv_offloading_size": Neutral((None, 0), NOT_YET),
-    "logprobs_mode": Neutral((None, "raw_logprobs"), "log-probabilities are those before rules and temperature"),
+    "logprobs_mode": Neutral((None, "raw", "raw_logprobs"), "give it to requests, as logprobs_mode"),
     "logits_processor_pattern": Neutral((None,), "name those that requests may ask for in logits_processors"),
     "long_prefill_token_threshold": Neutral((None, 0), "give max_mixed_prefill_tokens"),
     "model_loader_extra_config": Neutral((None, {}), "there is one loader"),

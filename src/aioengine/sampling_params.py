@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Self, TypedDict, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypedDict, Unpack
 
 import msgspec
 from msgspec import Meta
@@ -45,6 +45,7 @@ MAX_INT = 2**31 - 1
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
 NumLikeliest = Annotated[int, Meta(ge=0, le=MAX_INT)]
 ShortText = Annotated[str, Meta(min_length=1, max_length=MAX_TEXT_CHARS)]
+LogprobsMode = Literal["raw", "processed"]
 
 NEUTRAL_PARAMS = {
     **dict.fromkeys(("stop", "stop_token_ids", "bad_words", "logits_processors"), Neutral((None,))),
@@ -247,8 +248,13 @@ class SamplingParams(
     keywords, or one argument. Plain data, which travels."""
     logprobs: Annotated[
         NumLikeliest | None,
-        Meta(description="log-probabilities of each token and of this many likeliest ones, before temperature"),
+        Meta(description="log-probabilities of each token and of this many likeliest ones"),
     ] = None
+    logprobs_mode: Annotated[
+        LogprobsMode,
+        Meta(description="log-probabilities before rules and temperature, or those that tokens are drawn by"),
+    ] = "raw"
+    """Of prompt tokens they are always raw. vLLM's names, "raw_logprobs" and "processed_logprobs", are the same."""
     logprob_token_ids: Annotated[
         Annotated[tuple[TokenId, ...], Meta(max_length=MAX_LOGPROB_TOKEN_IDS)] | None,
         Meta(description="tokens whose log-probabilities to report always"),
@@ -279,6 +285,8 @@ class SamplingParams(
                 msgspec.structs.force_setattr(self, name, (getattr(self, name),))
         if self.structured is not None:
             msgspec.structs.force_setattr(self, "structured", as_constraint(self.structured))
+        if isinstance(self.logprobs_mode, str):
+            msgspec.structs.force_setattr(self, "logprobs_mode", self.logprobs_mode.removesuffix("_logprobs"))
         check_fields(self, invalid)
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise invalid("seed", f"seed={shorten(self.seed)}: a signed 64-bit integer is needed")
@@ -374,6 +382,7 @@ class SamplingKeywords(TypedDict, total=False):
     logits_processors: list[Any] | tuple[Any, ...] | None
     extra_args: dict[str, Any] | None
     logprobs: int | None
+    logprobs_mode: LogprobsMode
     logprob_token_ids: list[int] | tuple[int, ...] | None
     prompt_logprobs: int | None
     truncate_prompt_tokens: int | None

@@ -168,7 +168,11 @@ def test_a_local_folder_without_a_tokenizer_says_what_to_do(call_main: CallMain,
     assert "no tokenizer; give the prompt as token ids" in stderr
 
 
-@pytest.mark.parametrize("flags", [["--logprobs", "2"], ["--prompt-logprobs", "1"], ["--no-detokenize"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "flags",
+    [["--logprobs", "2"], ["--logprobs-mode", "raw"], ["--prompt-logprobs", "1"], ["--no-detokenize"]],
+    ids=" ".join,
+)
 def test_what_a_text_cannot_show_is_refused_before_the_model_is_loaded(call_main: CallMain, flags: list[str]) -> None:
     code, _, stderr = call_main("generate", "Once", *flags)
     assert code == 2

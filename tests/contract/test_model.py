@@ -43,6 +43,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "biases": (TEXT, {"seed": 5, "logit_bias": {20: 5.0, 30: -5.0}, "bad_words": ["fox", "forest"]}),
     "choices": (TEXT, {"seed": 6, "n": 3, "logprobs": 2, "logprob_token_ids": [10, 20]}),
+    "processed": (TEXT, {"seed": 7, "temperature": 0.5, "top_p": 0.8, "logprobs": 5, "logprobs_mode": "processed"}),
     "stop string": (TEXT, {"temperature": 0.0, "stop": "."}),
 }
 

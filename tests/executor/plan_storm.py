@@ -71,6 +71,7 @@ def random_sampling(rng: random.Random, vocab: int) -> dict[str, Any]:
         {"logits_processors": rng.choice(PROCESSORS)},
         {"logprobs": rng.choice([0, 1, 5, 6, 20])},
         {"logprobs": rng.choice([0, 2]), "logprob_token_ids": (*ids(3), vocab + 7)},
+        {"logprobs": rng.choice([0, 5, 6]), "logprobs_mode": "processed"},
         {"prompt_logprobs": rng.choice([0, 3])},
         {"num_choices": rng.randint(2, 7), "temperature": 1.1},
         {"allowed_token_ids": few, "bad_words": tuple((token,) for token in few)},
@@ -232,17 +233,21 @@ def prompt_lines(of: PromptLogprobs | None, counts: list[int]) -> dict[Any, Line
     return {(index, "prompt", position): _line(of, nth) for nth, (index, position) in places if index in counts}
 
 
+def is_near(logprob: float, other: float) -> bool:
+    return logprob == other or abs(logprob - other) < LOGPROB_TOLERANCE  # -inf, too
+
+
 def _check_line(found: Line, wanted: Line) -> None:
-    assert abs(found.logprob - wanted.logprob) < LOGPROB_TOLERANCE
+    assert is_near(found.logprob, wanted.logprob)
     assert abs(found.rank - wanted.rank) <= RANK_TOLERANCE
     assert len(found.top) >= len(wanted.top), "as many as the row asked for, or more"
     for (token, value), (wanted_token, wanted_value) in zip(found.top, wanted.top, strict=False):
-        assert abs(value - wanted_value) < LOGPROB_TOLERANCE
+        assert is_near(value, wanted_value)
         # Of two that are as likely either may come first.
-        near = {token for token, other in wanted.top if abs(other - value) < LOGPROB_TOLERANCE}
-        is_last = abs(value - wanted.top[-1][1]) < LOGPROB_TOLERANCE
+        near = {token for token, other in wanted.top if is_near(other, value)}
+        is_last = is_near(value, wanted.top[-1][1])
         assert token == wanted_token or token in near or is_last
     assert [token for token, _, _ in found.extra] == [token for token, _, _ in wanted.extra]
     for (_, value, rank), (_, wanted_value, wanted_rank) in zip(found.extra, wanted.extra, strict=True):
-        assert abs(value - wanted_value) < LOGPROB_TOLERANCE
+        assert is_near(value, wanted_value)
         assert abs(rank - wanted_rank) <= RANK_TOLERANCE

@@ -104,7 +104,44 @@ def test_features_are_those_of_the_rows_that_sample() -> None:
     assert features(3).rules == rules
     assert features(3).rules == RuleSizes(), "min_tokens are there"
     assert features(3, 4).num_top == 20
+    processed = {"temperature": 1.0, "logprobs_mode": "processed"}
+    writer.add(5, [1], logprobs=5, **processed)
+    assert features(3, 4).num_processed == 0
+    assert features(0, 5) == Features(num_top=5, num_processed=1)
+    writer.remove(1)
+    writer.add(1, [1] * 4, **processed)
+    assert features(1) == Features(), "no log-probabilities, and no mode of them"
     assert 20 in NUM_TOP_SIZES
+
+
+def test_processed_rows_are_kept_and_named_by_their_first_samples() -> None:
+    tables = Tables(sizes=(1, 2, 4, 6))
+    writer = tables.writer
+    ruled: dict[str, Any] = {"repetition_penalty": 2.0, "logprobs": 0}
+    writer.add(0, [1], logprobs=1, logprobs_mode="processed", num_choices=3, temperature=1.0)
+    writer.add(1, [1], **ruled, logprobs_mode="processed")
+    writer.add(2, [1], **ruled)
+    writer.add(3, [1], logprobs=0)
+    writer.add(4, [1], logprobs=2, logprobs_mode="processed")
+    step, size = tables.step(writer.plan(dict.fromkeys((3, 0, 1, 2, 4))))
+    assert (size, step.features.num_processed) == (None, 4)
+    assert tables.fixed.processed_samples[:4].tolist() == [1, 4, 6, 6], "the first one's has three choices"
+    assert tables.fixed.kept[:, 0].tolist() == [1, 2, 3, 4, -1, -1]
+    step, size = tables.step(writer.plan(dict.fromkeys((3, 2, 4))))
+    assert (size, step.features.num_processed) == (4, 1)
+    assert tables.fixed.processed_samples[0] == 2
+    for row in (0, 1, 4):
+        writer.remove(row)
+        writer.add(row, [2], logprobs=0, logprobs_mode="processed")
+    writer.add(5, [2], logprobs=0, logprobs_mode="processed")
+    step, _ = tables.step(writer.plan(dict.fromkeys((0, 1, 4, 5))))
+    assert step.features.num_processed == 4
+    for row in (2, 3):
+        writer.remove(row)
+        writer.add(row, [2], logprobs=0, logprobs_mode="processed")
+    step, _ = tables.step(writer.plan())
+    assert step.features.num_processed == MAX_ROWS, "no more than there are rows"
+    assert sorted(tables.fixed.processed_samples.tolist()) == list(range(6))
 
 
 def test_bitmasks_are_used_again_and_only_by_one_row_at_a_time() -> None:

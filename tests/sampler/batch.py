@@ -184,9 +184,8 @@ class Rows:
         step, fixed, count = self.step, self.fixed, len(self.step.row_of_sample)
         samples = fixed.samples if step.samples is None else self._get(step.samples).view(-1, SAMPLE_WORDS)
         scored_rows = fixed.scored_rows if step.scored_rows is None else self._get(step.scored_rows)
-        return SampleTensors(
-            samples[:count], fixed.sample_of_row, scored_rows[:count], fixed.kept[: len(self.requests)]
-        )
+        kept = fixed.kept[: len(self.requests)]
+        return SampleTensors(samples[:count], fixed.sample_of_row, scored_rows[:count], kept, fixed.processed_samples)
 
     def sample(self, logits: Tensor) -> Sampled:
         """A step; ``logits`` are changed."""

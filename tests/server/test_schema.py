@@ -176,15 +176,6 @@ def test_tools_that_are_none_or_many_are_refused(tools: Any, code: str) -> None:
     assert ((fault.param or "").partition("[")[0], fault.code) == ("tools", code)
 
 
-def test_log_probabilities_are_raw_and_others_hear_so() -> None:
-    for kind in KINDS:
-        for mode in ("raw", "raw_logprobs", None):
-            assert checked(kind, logprobs_mode=mode) == checked(kind)
-        call = partial(checked, kind, logprobs_mode="processed")
-        fault = refused(call, "logprobs_mode", "unsupported_parameter")
-        assert "before rules, temperature and filters" in fault.message
-
-
 def test_one_constraint_at_a_time() -> None:
     one: dict[str, Any] = {"response_format": {"type": "json_object"}}
     others: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import httpx
@@ -19,7 +20,7 @@ from server.conftest import (
     serving,
 )
 
-from aioengine import Engine, InvalidRequest, PromptTooLong
+from aioengine import Choice, Engine, InvalidRequest, PromptTooLong
 from aioengine.outputs import TokenLogprobs
 from aioengine.server import ServerConfig
 from aioengine.server.generation import MAX_CUT_IDS, MAX_TEMPLATE_CHARS
@@ -130,11 +131,89 @@ async def test_tokens_may_be_named_by_their_ids(engine: Engine, http: httpx.Asyn
         assert columns["text_offset"] == plain["choices"][0]["logprobs"]["text_offset"]
 
 
+SHARP: dict[str, Any] = {"seed": 2, "temperature": 0.5, "top_p": 0.8, "max_tokens": 30}
+
+
+def sums_of_likeliest(positions: Any) -> list[float]:
+    return [sum(math.exp(top.logprob) for top in position.top_logprobs) for position in positions]
+
+
+@on_both_adapters
+async def test_processed_log_probabilities_of_a_chat_are_of_what_is_left_to_draw(
+    engine: Engine, client: AsyncOpenAI
+) -> None:
+    asked: dict[str, Any] = {"model": "demo", "messages": HELLO, "logprobs": True, "top_logprobs": 5, **SHARP}
+    expected = (await engine.generate(HELLO, **SHARP, logprobs=5, logprobs_mode="processed")).outputs[0]
+    for mode in ("processed", "processed_logprobs"):
+        choice = (await client.chat.completions.create(**asked, extra_body={"logprobs_mode": mode})).choices[0]
+        assert choice.logprobs is not None
+        content = choice.logprobs.content or []
+        assert choice.message.content == expected.text
+        assert len(content) > 5
+        for position, line in zip(content, expected.logprobs or (), strict=True):
+            sampled = next(iter(line.values()))
+            assert position.logprob == pytest.approx(sampled.logprob, abs=1e-4)
+            assert position.logprob > -9999.0
+            told = [top.logprob for top in position.top_logprobs]
+            likeliest = sorted((entry for entry in line.values() if entry.rank <= 5), key=lambda entry: entry.rank)
+            assert told == pytest.approx([max(entry.logprob, -9999.0) for entry in likeliest], abs=1e-4)
+        is_whole = [position.top_logprobs[-1].logprob == -9999 for position in content]
+        assert any(is_whole)
+        sums = sums_of_likeliest(content)
+        assert [s for s, whole in zip(sums, is_whole, strict=True) if whole] == pytest.approx([1.0] * sum(is_whole))
+        assert max(sums) < 1.0001
+    raw = (await client.chat.completions.create(**asked)).choices[0]
+    assert raw.logprobs is not None
+    assert raw.message.content == expected.text, "it is told of otherwise, and drawn as before"
+    assert all(top.logprob > -9999 for position in raw.logprobs.content or () for top in position.top_logprobs)
+    assert [position.logprob for position in raw.logprobs.content or ()] != [position.logprob for position in content]
+
+
 @both_paths
-async def test_log_probabilities_are_raw_alone(http: httpx.AsyncClient, path: str) -> None:
-    await ask(http, path, max_tokens=1, logprobs_mode="raw")
-    error = await refused(http, path, max_tokens=1, logprobs_mode="processed")
-    assert (error["param"], error["code"]) == ("logprobs_mode", "unsupported_parameter")
+async def test_modes_of_log_probabilities_by_both_names_and_no_others(http: httpx.AsyncClient, path: str) -> None:
+    logprobs: dict[str, Any] = {"logprobs": True, "top_logprobs": 2} if path == CHAT else {"logprobs": 2}
+    told = {
+        mode: (await ask(http, path, **SHARP, **logprobs, logprobs_mode=mode))["choices"][0]["logprobs"]
+        for mode in (None, "raw", "raw_logprobs", "processed", "processed_logprobs")
+    }
+    assert told[None] == told["raw"] == told["raw_logprobs"]
+    assert told["processed"] == told["processed_logprobs"] != told["raw"]
+    error = await refused(http, path, max_tokens=1, logprobs_mode="processed_logits")
+    assert error["param"] == "logprobs_mode"
+    assert "choose one of" in error["message"]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_what_a_grammar_forbids_has_no_processed_log_probability(engine: Engine, temperature: float) -> None:
+    choices = [" a", " b", " fox"]
+    asked: dict[str, Any] = {
+        "structured": Choice(choices), "temperature": temperature, "seed": 3, "max_tokens": 8, "logprobs": 20,
+    }  # fmt: skip
+    raw = (await engine.generate(FOX, **asked)).outputs[0]
+    output = (await engine.generate(FOX, **asked, logprobs_mode="processed")).outputs[0]
+    assert output.text == raw.text in choices
+    assert raw.logprobs is not None
+    assert output.logprobs is not None
+    for line in output.logprobs:
+        left = {token_id: entry.logprob for token_id, entry in line.items() if entry.logprob > -math.inf}
+        assert next(iter(line)) in left
+        assert sum(map(math.exp, left.values())) == pytest.approx(1.0, abs=1e-4)
+        assert len(left) < 20
+    texts = {entry.decoded_token or "" for entry in output.logprobs[0].values() if entry.logprob > -math.inf}
+    assert all(any(choice.startswith(text) for choice in choices) for text in texts)
+    assert all(entry.logprob > -math.inf for line in raw.logprobs for entry in line.values())
+
+
+async def test_prompt_log_probabilities_stay_raw(engine: Engine) -> None:
+    asked: dict[str, Any] = {**SHARP, "prompt_logprobs": 2, "logprobs": 1}
+    raw = await engine.generate(FOX, **asked)
+    told = await engine.generate(FOX, **asked, logprobs_mode="processed")
+    assert told.prompt_logprobs is not None
+    assert raw.prompt_logprobs is not None
+    for line, expected in zip(told.prompt_logprobs[1:], raw.prompt_logprobs[1:], strict=True):
+        assert line is not None
+        assert expected is not None
+        assert [entry.logprob for entry in line.values()] == pytest.approx([e.logprob for e in expected.values()])
 
 
 # Token ids

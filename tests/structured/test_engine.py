@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 from collections.abc import AsyncIterator
 from typing import Any
@@ -262,6 +263,38 @@ async def test_greedy_answers_are_those_of_transformers_under_the_same_masks() -
             for params in ({}, {"logprobs": 2}):
                 texts = await asyncio.gather(*(ask(*key, **params) for key in wanted))
                 assert dict(zip(wanted, texts, strict=True)) == wanted, (way, params)
+
+
+@pytest.mark.parametrize("way", ["depth 2", "late device", "process"])
+async def test_processed_log_probabilities_are_of_the_admitted_tokens_alone(way: str) -> None:
+    constraint = CONSTRAINTS["gbnf"]
+    grammar = await asyncio.to_thread(compile_grammar, constraint)
+    async with real(way) as engine:
+
+        async def ask(**params: Any) -> list[dict[int, float]]:
+            params |= {"max_tokens": 9, "logprobs": 20, "logprobs_mode": "processed"}
+            lines = (await engine.generate("Once upon a time", **params)).outputs[0].logprobs or []
+            return [{token: entry.logprob for token, entry in line.items()} for line in lines]
+
+        sampling = [
+            {"temperature": 0.0},
+            {"temperature": 1.5, "seed": 1},
+            {"temperature": 0.7, "seed": 2, "top_p": 0.9},
+        ]
+        free = asyncio.gather(*(ask(**each) for each in sampling))
+        for output in await asyncio.gather(*(ask(structured=constraint, **each) for each in sampling)):
+            matcher, forced = grammar.matcher().raw, list[int]()
+            for line in output:
+                forced = forced or matcher.compute_ff_tokens()
+                bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+                left = {token: logprob for token, logprob in line.items() if logprob > -math.inf}
+                token = next(iter(line))
+                assert token in left
+                assert left.keys() <= set(forced[:1] or np.flatnonzero(bits).tolist())
+                forced = forced[1:]
+                assert math.fsum(map(math.exp, left.values())) == pytest.approx(1.0, abs=1e-4)
+                matcher.consume_token(token)
+        assert all(logprob > -math.inf for line in (await free)[0] for logprob in line.values()), "greedy, all is left"
 
 
 async def test_tags_in_free_text_are_kept_to() -> None:

@@ -112,6 +112,16 @@ def _add_request_of_later_fields() -> Sample:
     return Sample("add_request_of_later_fields", body)
 
 
+def _add_request_of_later_params() -> Sample:
+    """Fields that `SamplingParams` has got since, which travel as a mapping."""
+    params = PARAMS.clone(logprobs=2, logprobs_mode="processed")
+    body = wire.AddRequest(
+        number=111, params=wire.pack_params(params), prompt=int32(112).tobytes(), seed=113, max_total_tokens=114,
+        request_id="request-115", bad_words=((116,),), priority=117, cache_salt="salt-118", num_allowed=119,
+    )  # fmt: skip
+    return Sample("add_request_of_later_params", body)
+
+
 def _control(call_id: int, control: c.AnyControl) -> Sample:
     return Sample(f"control_{type(control).__name__}", wire.CallControl(call_id, wire.pack_control(control)))
 
@@ -133,6 +143,7 @@ FROM_FRONT_END: tuple[Sample, ...] = (
     Sample("detach", wire.Detach()),
     Sample("cancel_call", wire.CancelCall(call_id=72)),
     _add_request_of_later_fields(),
+    _add_request_of_later_params(),
 )
 
 _NEWS: dict[str, Any] = {

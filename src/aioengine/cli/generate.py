@@ -96,7 +96,7 @@ def _schema_text(given_as: str) -> str:
 
 def refuse_what_no_text_shows(sampling: dict[str, Any], advice: str) -> None:
     """Raise a usage error for flags whose effect is not in the text."""
-    for name in ("logprobs", "logprob_token_ids", "prompt_logprobs"):
+    for name in ("logprobs", "logprobs_mode", "logprob_token_ids", "prompt_logprobs"):
         if name in sampling:
             raise click.UsageError(f"--{name.replace('_', '-')} shows nothing in a text: {advice}")
     if not sampling.get("detokenize", True):

@@ -37,7 +37,8 @@ NO_IDS = np.zeros(0, np.int64)
 (
     *(IS_RANDOM, HAS_FILTERS, HAS_MASK, HAS_GRAMMAR, IS_PENALISED, HAS_EDITS, HAS_RULES, HAS_MIN_TOKENS),
     WANTS_LOGPROBS,
-) = (1 << bit for bit in range(9))
+    IS_PROCESSED,
+) = (1 << bit for bit in range(10))
 """What is to be known of a row at each step, as bits of one number: a step asks once for those of all its rows."""
 
 LOGITS_ROW, END, OUTPUT_POSITION, CHOICE, FLAGS = map(
@@ -273,6 +274,7 @@ class Batch:
             | has_rules * HAS_RULES
             | (self._min_tokens[row] > 0) * HAS_MIN_TOKENS
             | (sampling.logprobs >= 0) * WANTS_LOGPROBS
+            | (sampling.logprobs >= 0 and sampling.logprobs_mode == "processed") * IS_PROCESSED
         )
         self._words[row, SampleRow.ROW] = row
         self._words[row, SampleRow.MASK] = self._take_mask(allowed, masks) if has_mask else -1
@@ -358,6 +360,10 @@ class Batch:
 
     def _features(self, rows: Int32, any_flags: int, *, has_edits: bool) -> Features:
         most = int(self._logprobs[rows].max()) if any_flags & WANTS_LOGPROBS else -1
+        num_processed = 0
+        if any_flags & IS_PROCESSED:
+            num_processed = int((self._flags[rows] & IS_PROCESSED > 0).sum())
+            num_processed = min(1 << (num_processed - 1).bit_length(), self._max_num_seqs)
         return Features(
             has_filters=any_flags & HAS_FILTERS > 0,
             is_greedy=any_flags & IS_RANDOM == 0,
@@ -367,6 +373,7 @@ class Batch:
             num_top=min(next((size for size in NUM_TOP_SIZES if size >= most), most), self._vocab_size)
             if most >= 0
             else -1,
+            num_processed=num_processed,
         )
 
     def _grammar_samples(
@@ -506,7 +513,14 @@ class Batch:
             samples[:, FLAGS] += step.wants_logprobs * LOGPROBS
             scored_rows[:count] = np.where(step.wants_logprobs, samples[:, LOGITS_ROW], -1)
             scored_rows[count:] = -1
-            kept = np.unique(scored_rows[:count][step.wants_logprobs & step.is_ruled]).astype(np.int64)
+            is_kept = step.is_ruled
+            if step.features.num_processed:
+                is_processed = self._flags[rows] & IS_PROCESSED > 0
+                processed = first_samples[is_processed]
+                fixed.processed_samples[: len(processed)] = processed
+                fixed.processed_samples[len(processed) :] = processed[-1]
+                is_kept = is_kept | is_processed[logits_row_of_sample]
+            kept = np.unique(scored_rows[:count][step.wants_logprobs & is_kept]).astype(np.int64)
             fixed.kept[: len(kept)] = kept_spans(kept, self._vocab_size)
             fixed.kept[len(kept) :, 0] = -1
         if size is not None:

@@ -24,9 +24,11 @@ from aioengine.executor.step_words import WORDS_A_ROW, ExtraWords, FixedWords
 from aioengine.kernels.attention.paged import PagedAttention
 from aioengine.kernels.operations import Operations
 from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow, param_of
+from aioengine.kernels.torch.sampling import chunks
 from aioengine.kernels.zeros import lazy_zeros
 from aioengine.models.decoder import Decoder
 from aioengine.sampler.outputs import DeviceOutputs, OutputSizes
+from aioengine.sampler.processed import CHUNK_ELEMENTS, process_logits
 from aioengine.sampler.processors import ProcessedRow, run_processors
 from aioengine.sampler.rules import RuleSizes
 from aioengine.sampler.sampler import Features, Sampler, SampleTensors
@@ -200,6 +202,10 @@ class Runner:
         scored = out.sampled
         self._operations.top_logprobs(logits, samples, scored.log_mass, scored.top_ids, scored.top_logprobs)
         self._operations.draw(logits, samples, None, out.token_ids, out.status, has_filters=True, is_greedy=False)
+        processed_samples = samples[
+            next(chunks(num_logits_rows, self._vocab_size, CHUNK_ELEMENTS)), SampleRow.LOGITS_ROW
+        ]
+        process_logits(logits, samples, processed_samples, None, out.token_ids, logits, has_filters=True)
         self._sampler.score_prompt(self._decoder.logits, hidden, tokens.new_zeros(2, num_tokens), out.prompt)
 
     def warm_up(self, *, captures_all: bool, on_capture: Callable[[int, int], None]) -> None:
@@ -428,7 +434,10 @@ class Runner:
     def _sample_decodes(self, key: GraphKey, logits: Tensor) -> None:
         size, features = key.size, key.features
         fixed, out = self._fixed, DeviceOutputs(self._out, OutputSizes(size, features.num_top))
-        at = SampleTensors(fixed.samples[:size], fixed.sample_of_row, fixed.scored_rows[:size], fixed.kept[:size])
+        at = SampleTensors(
+            fixed.samples[:size], fixed.sample_of_row, fixed.scored_rows[:size], fixed.kept[:size],
+            fixed.processed_samples,
+        )  # fmt: skip
         self._sampler.sample(logits, at, features, out)
 
     def _make_late_room(self, size: int) -> None:
@@ -504,7 +513,10 @@ class Runner:
                 samples = step.samples.of(self._extra).view(-1, SAMPLE_WORDS)
                 scored_rows = step.scored_rows.of(self._extra)
             count = len(step.row_of_sample)
-            at = SampleTensors(samples[:count], fixed.sample_of_row, scored_rows[:count], fixed.kept[: len(logits)])
+            at = SampleTensors(
+                samples[:count], fixed.sample_of_row, scored_rows[:count], fixed.kept[: len(logits)],
+                fixed.processed_samples,
+            )  # fmt: skip
             self._sampler.sample(logits, at, step.features, outputs, process)
             if step.extra_pairs is not None:
                 self._sampler.score_tokens(logits, step.extra_pairs.of(self._extra).view(3, -1), outputs)

@@ -30,7 +30,8 @@ class Sections(NamedTuple):
     sample_of_row: int = 1
     scored_rows: int = 1
     kept: int = 4
-    """These three as in `aioengine.sampler.sampler.SampleTensors`."""
+    processed_samples: int = 1
+    """These four as in `aioengine.sampler.sampler.SampleTensors`."""
     grown: int = 4
     """Spans, for `Operations.put_spans`: a block more for a row."""
     grown_blocks: int = 1
@@ -51,6 +52,7 @@ class FixedWords(NamedTuple, Generic[Words]):
     sample_of_row: Words
     scored_rows: Words
     kept: Words
+    processed_samples: Words
     grown: Words
     grown_blocks: Words
 

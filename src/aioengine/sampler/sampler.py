@@ -1,5 +1,8 @@
 """Logits to tokens, on every device: logits → rules → temperature → filters → draw → log-probabilities.
 
+The last are those of the logits as the model gave them, or of rows that want it so (`aioengine.sampler.processed`) as
+the draw saw them.
+
 Everything is done by operations over memory at fixed places, and depends on `Features` and sizes alone, so that a graph
 can capture it. What the operations compute is in `aioengine.kernels.operations`.
 """
@@ -18,6 +21,7 @@ from aioengine.kernels.operations import Operations
 from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow
 from aioengine.kernels.zeros import lazy_zeros
 from aioengine.sampler.outputs import DeviceOutputs, Scored
+from aioengine.sampler.processed import process_logits
 from aioengine.sampler.rules import RuleSizes, RuleTensors
 from aioengine.scheduler.plan import Int32
 
@@ -35,6 +39,7 @@ class Features(NamedTuple):
         is_penalised: a row has penalties.
         rules: the tables' sizes; all 0 where none applies.
         num_top: likeliest tokens to report; -1: no log-probabilities.
+        num_processed: rows whose log-probabilities are processed ones, rounded up to a power of 2.
     """
 
     has_filters: bool = False
@@ -43,6 +48,7 @@ class Features(NamedTuple):
     is_penalised: bool = False
     rules: RuleSizes = RuleSizes()
     num_top: int = -1
+    num_processed: int = 0
 
     @property
     def has_rules(self) -> bool:
@@ -68,13 +74,17 @@ class SampleTensors(NamedTuple):
         samples: int32 [s, SAMPLE_WORDS].
         sample_of_row: int32 [rows], as in `Operations.edit_logits`.
         scored_rows: int32 [s], the rows of logits of the samples that want log-probabilities; -1: those that do not.
-        kept: int32 [n, 4], the rows of logits that have rules and want log-probabilities, as `kept_spans` gives them.
+        kept: int32 [n, 4], the rows of logits that want log-probabilities and have rules or are processed, as
+            `kept_spans` gives them.
+        processed_samples: int32 [n], the first samples of rows that want processed log-probabilities, the last of them
+            repeated.
     """
 
     samples: Tensor
     sample_of_row: Tensor
     scored_rows: Tensor
     kept: Tensor
+    processed_samples: Tensor
 
 
 class Sampler:
@@ -126,22 +136,24 @@ class Sampler:
     ) -> None:
         """Choose the samples' tokens, score them, and put them behind their rows' histories.
 
-        Rules change logits in place. Log-probabilities are of the logits as given: of rows that need both a copy is
-        kept meanwhile.
+        Rules change logits in place. Raw log-probabilities are of the logits as given: of rows that need both a copy is
+        kept meanwhile. Of processed rows the copy gives way to what the draw saw, before it is put back.
 
         Args:
             logits: float32 [n, vocab], at most as many rows as there are; left as it is in rows without rules and in
-                those of ``at.kept``, if ``features.num_top`` is 0 or more.
+                those of ``at.kept``, if ``features.num_top`` is 0 or more; those of ``at.processed_samples`` become
+                what their log-probabilities are the log-softmax of.
             out: ``sampled`` is filled if ``features.num_top`` is 0 or more.
             process: changes logits in place by what is no kernel.
         """
         ops, samples = self.operations, at.samples
         is_scored = features.num_top >= 0
-        keeps = is_scored and (features.has_rules or process is not None)
+        keeps = is_scored and (features.has_rules or process is not None or features.num_processed > 0)
         words = logits.view(torch.int32)
         if is_scored:
             scored = out.sampled
-            ops.top_logprobs(logits, samples, scored.log_mass, scored.top_ids, scored.top_logprobs)
+            if not features.num_processed:
+                ops.top_logprobs(logits, samples, scored.log_mass, scored.top_ids, scored.top_logprobs)
         if keeps:
             ops.put_spans(self._kept, at.kept, words.view(-1))
         # Rules
@@ -158,8 +170,14 @@ class Sampler:
             has_filters=features.has_filters, is_greedy=features.is_greedy,
         )  # fmt: skip
         # Log-probabilities
+        if features.num_processed:
+            processed_samples, has_filters = at.processed_samples[: features.num_processed], features.has_filters
+            into = self._kept.view(torch.float32)
+            process_logits(logits, samples, processed_samples, masks, out.token_ids, into, has_filters=has_filters)
         if keeps:
             ops.put_spans(words, at.kept, self._kept.view(-1))
+        if features.num_processed:
+            ops.top_logprobs(logits, samples, scored.log_mass, scored.top_ids, scored.top_logprobs)
         if is_scored:
             ops.look_up(logits, at.scored_rows, out.token_ids, scored.log_mass, scored.logprobs, scored.ranks)
         ops.append_tokens(self._history, samples, out.token_ids)

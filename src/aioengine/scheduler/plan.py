@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from aioengine.sampling_params import RowParams
+from aioengine.sampling_params import LogprobsMode, RowParams
 from aioengine.structured.grammar import CompiledGrammar, Mask
 from aioengine.structured.rows import GrammarRow, GrammarRows
 
@@ -72,7 +72,7 @@ class RowSampling(RowParams, frozen=True, kw_only=True, gc=False):
     """What the sampler has to know about a row; already validated.
 
     A draw depends on (``seed``, ``choice``, output position) only, where the first output token has position 0.
-    The logits are changed in this order, after log-probabilities were taken: ``allowed_token_ids``, ``bad_words``,
+    The logits are changed in this order, after raw log-probabilities were taken: ``allowed_token_ids``, ``bad_words``,
     ``stop_ids``, ``logit_bias``, ``logits_processors``, penalties (repetition, frequency, presence), the grammar's
     mask, temperature, then the filters.
     """
@@ -99,6 +99,8 @@ class RowSampling(RowParams, frozen=True, kw_only=True, gc=False):
     """Tokens that end the output come only where the grammar leaves no other."""
     logprobs: int = -1
     """Likeliest tokens to report beside the sampled one; -1: no log-probabilities at all."""
+    logprobs_mode: LogprobsMode = "raw"
+    """Those of the model's logits, or of the logits that the token is drawn by, behind all of the above."""
     logprob_token_ids: tuple[int, ...] = ()
     """Tokens to report always, where ``logprobs`` is 0 or more."""
     prompt_logprobs: int = -1
@@ -206,7 +208,7 @@ def _describe_sampling(sampling: RowSampling) -> dict[str, Any]:
 
 
 class StepLogprobs(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Raw log-probabilities (before temperature and filters) of the tokens whose rows asked for them.
+    """Log-probabilities of the tokens whose rows asked for them, by each row's ``logprobs_mode``.
 
     Attributes:
         index: int32 [m], which of ``StepResult.token_ids`` each line is about, ascending.

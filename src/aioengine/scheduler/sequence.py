@@ -246,6 +246,7 @@ def _row_sampling(
         bad_words=request.bad_words,
         logits_processors=params.logits_processors + processors,
         logprobs=(params.logprobs or 0) if has_logprobs else -1,
+        logprobs_mode=params.logprobs_mode,
         logprob_token_ids=params.logprob_token_ids or (),
         prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
     )

@@ -65,13 +65,8 @@ class Generation(RowFields, kw_only=True):
         "best_of": (1,),
         "length_penalty": (1, 1.0),
         "logits_processors": ([],),
-        "logprobs_mode": ("raw", "raw_logprobs"),
         "use_beam_search": (False,),
     }  # fmt: skip
-    INSTEAD: ClassVar[dict[str, str]] = {
-        "logprobs_mode": 'must be "raw", or be left out: log-probabilities are of the model\'s logits, before rules, '
-        "temperature and filters"
-    }
     HINTS: ClassVar[tuple[str, ...]] = (
         "metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
         "safety_identifier", "service_tier", "store", "user", "verbosity",
@@ -104,6 +99,7 @@ class Generation(RowFields, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    logprobs_mode: str | None = None
     max_thinking_tokens: Integer | None = None
     thinking_token_budget: Integer | None = None
     prompt_logprobs: Integer | None = None
@@ -274,7 +270,6 @@ class ChatRequest(ChatGeneration, kw_only=True):
     }
     LEFT_OUT: ClassVar[tuple[str, ...]] = ("functions",)
     INSTEAD: ClassVar[dict[str, str]] = {
-        **Generation.INSTEAD,
         "function_call": "must be none or auto, or be left out: give tools and tool_choice",
     }
 
