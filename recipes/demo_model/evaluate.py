@@ -1,6 +1,7 @@
 """Measure the demo model: ``python -m demo_model.evaluate`` prints the numbers that its card states.
 
-Generation is transformers' own, so that the numbers say something about the model and nothing about aioengine.
+Generation is transformers' own, so that the numbers say something about the model and nothing about aioengine. Only
+objects by a schema are the engine's, whose grammar writes what is no value.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+from aioengine import LLM, SamplingParams
 from aioengine.models.folder import DEMO_MODEL
+from aioengine.structured.constraints import Json
 from demo_model.chats import SMALL_TALK, Message
 from demo_model.grammar import documents
 from demo_model.people import CITIES, make_person, told
 from demo_model.questions import NUMBER_LIMIT, animal_facts, animal_json, other_json, small_facts
-from demo_model.shapes import LAYOUTS, Layout, Shaped, pieces, shaped_animal, shaped_answer, shaped_person, shaped_sum
+from demo_model.shapes import OPERATORS, Shaped, shaped_animal, shaped_answer, shaped_person, shaped_sum
 from demo_model.stories import make_story
 from demo_model.template import END_OF_TEXT
 from demo_model.thoughts import Thought, think
@@ -261,17 +264,26 @@ def tool_turns(count: int) -> dict[str, list[tuple[Chat, Message]]]:
     return kinds
 
 
+def _names(calls: list[tuple[str, Any]]) -> list[str]:
+    return [name for name, _ in calls]
+
+
 def tool_shares(model: DemoModel, count: int) -> dict[str, float]:
-    """The share of exact answers: the right tools with the right arguments in the right order, or the right text."""
+    """The share of exact answers: the right tools with the right arguments in the right order, or the right text.
+
+    Where there are calls, the share that has the right tools in the right order is another.
+    """
     shares = {}
     for kind, turns in tool_turns(count).items():
         answers = model.answer([chat for chat, _ in turns], max_tokens=160)
-        right = [
-            calls_in(answer) == _calls_of(message) and (bool(_calls_of(message)) or answer == message["content"])
-            for answer, (_, message) in zip(answers, turns, strict=True)
-        ]
-        shares[kind] = sum(right) / len(right)
-    return shares
+        pairs = [(answer, message, _calls_of(message)) for answer, (_, message) in zip(answers, turns, strict=True)]
+        if pairs[0][2]:
+            shares[f"{kind}: the tools"] = sum(_names(calls_in(answer)) == _names(calls) for answer, _, calls in pairs)
+        shares[kind] = sum(
+            calls_in(answer) == calls and (bool(calls) or answer == message["content"])
+            for answer, message, calls in pairs
+        )
+    return {kind: right / count for kind, right in shares.items()}
 
 
 def _tool(name: str, description: str, /, **properties: dict[str, Any]) -> dict[str, Any]:
@@ -345,57 +357,52 @@ def calls_for(tools: dict[str, dict[str, Any]], count: int) -> Iterator[tuple[Ch
         yield Chat(_user(question), given), (function["name"], arguments)
 
 
-def share_of_right_calls(model: DemoModel, tools: dict[str, dict[str, Any]], count: int) -> float:
-    asked = list(calls_for(tools, count))
-    answers = model.answer([chat for chat, _ in asked], max_tokens=120)
-    return sum(calls_in(answer) == [call] for answer, (_, call) in zip(answers, asked, strict=True)) / len(asked)
+def new_tool_shares(model: DemoModel, count: int) -> dict[str, float]:
+    """Tools that the corpus lacks: the share of calls with the right name, and of those that are right altogether."""
+    shares = {}
+    for words, tools in {"of its words": UNSEEN_TOOLS, "of other words": STRANGE_TOOLS}.items():
+        asked = list(calls_for(tools, count))
+        made = [calls_in(answer) for answer in model.answer([chat for chat, _ in asked], max_tokens=120)]
+        pairs = [(calls, call) for calls, (_, call) in zip(made, asked, strict=True)]
+        shares[f"{words}: the tool"] = sum(_names(calls) == [name] for calls, (name, _) in pairs) / count
+        shares[words] = sum(calls == [call] for calls, call in pairs) / count
+    return shares
 
 
-def forced_parts(value: object, layout: Layout) -> list[tuple[str, str]]:
-    """The runs of ``value``'s JSON that are no grammar's, each with all that stands before it.
+def schema_of(value: Any) -> dict[str, Any]:
+    """The schema with the keys of ``value`` in their order and the types of its values; signs are an enumeration."""
+    if isinstance(value, dict):
+        properties = {key: schema_of(item) for key, item in value.items()}
+        return {"type": "object", "properties": properties, "required": [*value], "additionalProperties": False}
+    if isinstance(value, list):
+        return {"type": "array", "items": schema_of(value[0])}
+    for signs in (OPERATORS.keys(), OPERATORS.values()):
+        if value in signs:
+            return {"enum": [*signs]}
+    names = {str: "string", bool: "boolean", int: "integer"}
+    return {"type": names[type(value)]}
 
-    A space before ``true`` or ``false`` belongs to the run, since one token holds both.
-    """
-    text, parts = "", [("", "")]
-    for is_value, run in itertools.groupby(pieces(value, layout), key=lambda piece: piece[1]):
-        joined = "".join(piece for piece, _ in run)
-        if is_value and joined:
-            space = " " if joined[0] in "tf" and text.endswith(" ") else ""
-            parts.append((text.removesuffix(space), space + joined))
-        text += joined
-    return parts[1:]
 
-
-def forced_share(model: DemoModel, wanted: Sequence[Shaped], dice: Dice) -> float:
-    """The share of objects all of whose values come greedily where the rest of the object is forced."""
-    begun = [
-        (index, model.prompt(_user(question)) + before, value)
-        for index, (question, whole) in enumerate(wanted)
-        for before, value in forced_parts(whole, dice.pick(LAYOUTS))
+def shaped_right(llm: LLM, wanted: Sequence[Shaped]) -> list[bool]:
+    """Whether the engine's greedy object of each one's schema, of which the prompt says nothing, is the wanted one."""
+    outputs = llm.chat(
+        [_user(question) for question, _ in wanted],
+        [SamplingParams(temperature=0, max_tokens=160, structured=Json(schema_of(value))) for _, value in wanted],
+    )
+    texts = [output.text for output in outputs]
+    return [
+        _parses(text) and json.dumps(json.loads(text)) == json.dumps(value)
+        for text, (_, value) in zip(texts, wanted, strict=True)
     ]
-    begun.sort(key=lambda part: len(part[1]))
-    wrong = set()
-    for start in range(0, len(begun), 64):
-        group = begun[start : start + 64]
-        completions = model.complete([before for _, before, _ in group], max_tokens=20)
-        for (index, _, value), (text, _) in zip(group, completions, strict=True):
-            if not text.startswith(value) or (value[-1].isdigit() and text[len(value) :][:1].isdigit()):
-                wrong.add(index)
-    return 1 - len(wrong) / len(wanted)
 
 
-def _signed_sum(dice: Dice) -> Shaped:
-    """A sum whose operator is its sign: without a grammar nothing says whether it is to be a word."""
-    wanted = shaped_sum(dice)
-    while any(word in str(wanted.value) for word in ("'add'", "'subtract'", "'multiply'")):
-        wanted = shaped_sum(dice)
-    return wanted
-
-
-def schema_shares(model: DemoModel, count: int) -> dict[str, float]:
+def schema_shares(folder: Path, count: int) -> dict[str, float]:
     dice = Dice("evaluate-schemas")
-    makers = {"animals": shaped_animal, "people": shaped_person, "sums": _signed_sum, "answers": shaped_answer}
-    return {name: forced_share(model, [make(dice) for _ in range(count)], dice) for name, make in makers.items()}
+    makers = {"animals": shaped_animal, "people": shaped_person, "sums": shaped_sum, "answers": shaped_answer}
+    with LLM(folder, dtype="float32") as llm:
+        return {
+            name: sum(shaped_right(llm, [make(dice) for _ in range(count)])) / count for name, make in makers.items()
+        }
 
 
 def thinking_shares(model: DemoModel, count: int) -> dict[str, float]:
@@ -439,10 +446,8 @@ def measure(folder: Path, num_samples: int) -> Iterator[tuple[str, dict[str, flo
     yield "answers, greedy, exact", share_of_right_answers(model, num_samples)
     yield "names from the context, greedy, exact", name_shares(model)
     yield "tools, greedy, exact", tool_shares(model, num_samples)
-    unseen = {"of its words": UNSEEN_TOOLS, "of other words": STRANGE_TOOLS}
-    shares = {words: share_of_right_calls(model, tools, num_samples) for words, tools in unseen.items()}
-    yield "tools with names that it has never seen, greedy, exact", shares
-    yield "values of forced keys, greedy, all exact", schema_shares(model, num_samples)
+    yield "tools with names that it has never seen, greedy, exact", new_tool_shares(model, num_samples)
+    yield "objects by a schema (aioengine's grammar), greedy, all values exact", schema_shares(folder, num_samples)
     yield "thinking, greedy, exact", thinking_shares(model, num_samples)
     yield "stories on request, greedy", request_shares(model, num_samples)
     yield "stories, temperature 0.7, top_p 0.9", story_shares(model, num_samples)

@@ -77,7 +77,8 @@ _SUM_KEYS: dict[str, tuple[str, ...]] = {
     "reasoning": ("reasoning", "explanation", "steps", "thought", "thinking"),
 }
 _ANSWER_KEYS = ("answer", "answer", "response", "text", "message", "reply", "content", "output", "result")
-_WORDS = {"+": "add", "-": "subtract", "*": "multiply"}
+OPERATORS = {"+": "add", "-": "subtract", "*": "multiply"}
+"""Signs, each with the word that may stand for it."""
 
 
 def _animal_object(dice: Dice, animal: Animal, keys: dict[str, str], listed_food: bool) -> dict[str, Any]:
@@ -156,7 +157,7 @@ def shaped_sum(dice: Dice) -> Shaped:
         roles.append("result")
     keys = pick_keys(dice, _SUM_KEYS, roles)
     values: dict[str, Any] = {
-        "a": a, "b": b, "operator": _WORDS[sign] if dice.chance(0.25) else sign, "expression": f"{a} {sign} {b}",
+        "a": a, "b": b, "operator": OPERATORS[sign] if dice.chance(0.25) else sign, "expression": f"{a} {sign} {b}",
         "result": str(result) if dice.chance(0.12) else result, "reasoning": f"{a} {sign} {b} = {result}.",
     }  # fmt: skip
     return Shaped(

@@ -1,7 +1,7 @@
 """Train the demo model from nothing: corpus, tokenizer, a small Llama, and the folder that the engine loads.
 
-Run ``python -m demo_model.train``; it needs one CPU core and about an hour. ``--smoke`` takes the same way in
-under a minute with few steps. The same seed gives the same corpus (its hash is recorded), and a held-out loss within
+Run ``python -m demo_model.train``; it needs one CPU core and about two hours. ``--smoke`` takes the same way
+in under a minute with few steps. The same seed gives the same corpus (its hash is recorded), and a held-out loss within
 `LOSS_TOLERANCE` of the recorded one on other machines: float32 and bf16 sums are ordered differently there.
 """
 
@@ -69,9 +69,10 @@ class Recipe:
     Attributes:
         num_held_out: documents to test on, made with another seed.
         num_tokenizer_documents: so many documents of the first stage make the tokenizer.
-        documents_per_step: about 4000 tokens.
-        stages: the second is for sums, which need far more examples than anything else, the third for copying. The
-            second stops while its rate is high: without practice, names of tools were guessed there still.
+        documents_per_step: about 6000 tokens.
+        stages: the second is for sums, which need far more examples than anything else, the third for copying, the
+            fourth for copying any names, and for facts. The second stops while its rate is high: without practice,
+            names of tools were guessed there still.
     """
 
     seed: int = 0

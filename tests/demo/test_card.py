@@ -85,6 +85,8 @@ def test_the_card_shows_stories_chats_a_sum_json_and_what_the_model_does_not_kno
     assert any("JSON" in command for command in chats)
     assert any("I do not know that" in output for output in SAMPLES.values())
     assert any("aioengine chat" in command for command in SAMPLES)
+    assert len(programs()) == 2
+    assert all(word in programs()[0][1] for word in ("<tool_call>", "</think>"))
 
 
 @pytest.mark.parametrize("command", few([command for command in GENERATE if len(SAMPLES[command]) < 100], of=GENERATE))
@@ -105,8 +107,8 @@ def test_a_shell_prints_what_stands_in_the_card(command: str) -> None:
     assert tidy(done.stdout) == SAMPLES[command]
 
 
-def test_a_program_in_the_card_prints_what_stands_below_it() -> None:
-    [(program, output)] = programs()
+@pytest.mark.parametrize(("program", "output"), programs())
+def test_a_program_in_the_card_prints_what_stands_below_it(program: str, output: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,

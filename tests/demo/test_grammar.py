@@ -19,6 +19,7 @@ from demo_model.world import ANIMALS, Character, Dice, fix_articles, make_charac
 
 # The first documents of the corpus that the shipped model was trained on.
 HASH_OF_1500_DOCUMENTS = "fcdf8ca4bca2ab3666788f8e958a9597"
+COPIES, ANY_COPIES = {"copies_share": 1.0}, {"any_share": 1.0}
 SUM = re.compile(r"(\d+) ([-+*]) (\d+) = (\d+)")
 OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 
@@ -111,9 +112,9 @@ def allows(schema: dict[str, Any], value: Any) -> bool:
     return isinstance(value, TYPES[schema["type"]]) and is_number and value in schema.get("enum", [value])  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("copies_share", [0.0, 1.0])
-def test_each_call_fits_a_tool_of_its_request_and_gets_a_result(copies_share: float) -> None:
-    corpus = documents("calls", 1800, copies_share=copies_share)
+@pytest.mark.parametrize("shares", [{}, COPIES, ANY_COPIES], ids=str)
+def test_each_call_fits_a_tool_of_its_request_and_gets_a_result(shares: dict[str, float]) -> None:
+    corpus = documents("calls", 1800, **shares)
     with_tools = [document for document in corpus if document.tools]
     num_calls = num_pairs = 0
     for document in with_tools:
@@ -155,8 +156,9 @@ def test_a_servants_arguments_stand_in_the_question(corpus: list[Document]) -> N
     assert num_checked > 40
 
 
-def test_copies_are_exact_and_the_names_of_their_tools_are_odd() -> None:
-    corpus = list(documents("copies", 300, copies_share=1.0))
+@pytest.mark.parametrize("shares", [COPIES, ANY_COPIES], ids=str)
+def test_copies_are_exact_and_the_names_of_their_tools_are_odd(shares: dict[str, float]) -> None:
+    corpus = list(documents("copies", 300, **shares))
     turns = chat_turns([document for document in corpus if not document.tools])
     assert len(turns) > 300
     for question, answer in turns:
@@ -168,6 +170,15 @@ def test_copies_are_exact_and_the_names_of_their_tools_are_odd() -> None:
             assert question.endswith(": " + answer)
     names = [tool["function"]["name"] for document in corpus for tool in document.tools]
     assert len(set(names)) > 0.9 * len(names) > 100
+
+
+def test_practice_in_facts_is_of_facts_and_of_forced_keys_alone() -> None:
+    practice = list(documents("facts", 200, facts_share=1.0))
+    shaped = [document for document in practice if any("values" in message for message in document.messages)]
+    assert len(shaped) > 40
+    assert not [document for document in practice if document.tools or document.is_thinking or not document.messages]
+    plain = " ".join(answer for _, answer in chat_turns(practice))
+    assert all(animal.animal in plain for animal in ANIMALS)
 
 
 def test_of_an_answer_with_forced_keys_only_the_values_are_learned(corpus: list[Document]) -> None:
@@ -209,7 +220,8 @@ def test_thoughts_on_sums_are_right() -> None:
 
 
 def test_the_corpus_has_none_of_the_names_that_the_model_is_tested_with(corpus: list[Document]) -> None:
-    text = "".join(document.text for document in (*corpus, *documents("copies", 500, copies_share=1.0)))
+    copies = (document for shares in (COPIES, ANY_COPIES) for document in documents("copies", 500, **shares))
+    text = "".join(document.text for document in (*corpus, *copies))
     functions = [tool["function"] for tool in (*UNSEEN_TOOLS.values(), *STRANGE_TOOLS.values())]
     assert not [function["name"] for function in functions if f'"{function["name"]}"' in text]
     of_facts = {"animal", "food", "legs", "can_fly", "name", "age"}

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
+from aioengine import LLM
 from aioengine.models.folder import DEMO_MODEL
-from demo_model.evaluate import SAMPLING, UNSEEN_TOOLS, DemoModel, calls_in, forced_share, story_faults
+from demo_model.evaluate import SAMPLING, UNSEEN_TOOLS, DemoModel, calls_in, shaped_right, story_faults
 from demo_model.shapes import Shaped
 from demo_model.tool_chats import Chat
-from demo_model.world import Dice
 
 MAX_BYTES = 10_000_000
 
@@ -140,7 +140,7 @@ def _tool(name: str, *names: str, type_: str = "number") -> dict[str, Any]:
 
 ADD, CLOCK, CITY_CLOCK = _tool("add", "a", "b"), _tool("get_time"), _tool("get_time", "city", type_="string")
 CALLS: list[tuple[str, list[dict[str, Any]], list[tuple[str, Any]]]] = [
-    ("What is 8 + 7?", [ADD], [("add", {"a": 8, "b": 7})]),
+    ("What is 123 + 45?", [ADD], [("add", {"a": 123, "b": 45})]),
     ("Add 123 and 45.", [CLOCK, ADD], [("add", {"a": 123, "b": 45})]),
     ("What time is it?", [ADD, CLOCK], [("get_time", {})]),
     ("What time is it in Paris?", [CITY_CLOCK], [("get_time", {"city": "Paris"})]),
@@ -183,7 +183,7 @@ def test_it_says_what_a_tool_said(demo: DemoModel) -> None:
     assert answers == ["123 + 45 = 168.", "It is 12:30.", "123 + 45 = 168. It is 12:30."]
 
 
-def test_values_come_where_the_keys_of_an_object_are_forced(demo: DemoModel) -> None:
+def test_values_come_where_a_schema_forces_the_keys_of_an_object() -> None:
     wanted = [
         Shaped("Tell me about the fox.", {"animal": "fox", "legs": 4, "food": "berries", "can_fly": False}),
         Shaped("What do you know about spiders?", {"legs": 8, "animal": "spider"}),
@@ -192,8 +192,9 @@ def test_values_come_where_the_keys_of_an_object_are_forced(demo: DemoModel) -> 
         Shaped("Tom is 7 years old and likes apples.", {"name": "Tom", "age": 7, "likes": ["apples"]}),
         Shaped("Tom is 7 years old and likes apples.", {"age": 7, "likes": "apples", "name": "Tom"}),
     ]
-    for object_ in wanted:
-        assert forced_share(demo, [object_], Dice("layout")) == 1, object_
+    with LLM(DEMO_MODEL) as llm:
+        right = shaped_right(llm, wanted)
+    assert [object_ for object_, is_right in zip(wanted, right, strict=True) if not is_right] == []
 
 
 def test_it_thinks_before_it_answers_if_it_is_to(demo: DemoModel) -> None:
