@@ -265,7 +265,10 @@ def test_one_that_is_dropped_closes_itself_without_a_word(device_type: Any, recw
     engine.step()
     gone = weakref.ref(engine)
     before = num_open_files()
+    threads = loop_threads()
     del engine
+    for thread in threads:  # it holds the engine until the last call has come back from it
+        thread.join(timeout=30.0)
     assert gone() is None, "something of the engine holds it"
     assert device.is_closed
     assert num_open_files() < before

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jsonschema
+import msgspec
 import pytest
 from engine.conftest import Serve, Served
 
@@ -15,6 +16,10 @@ from aioengine.tool_calls.calls import Tool, read_tools
 
 CHAT = [{"role": "user", "content": "What is 8 + 7?"}]
 FORMATS = {"tool_format": "hermes", "reasoning_format": "think"}
+
+
+class Sum(msgspec.Struct):
+    sum: int
 
 
 def add(a: int, b: int) -> int:
@@ -204,6 +209,25 @@ async def test_what_cannot_be_is_refused_at_the_call(serve: Serve) -> None:
     async with serve(config={"tool_format": "none"}) as served:
         with pytest.raises(InvalidRequest, match="tool_format"):
             await served.engine.generate(CHAT, tools=TOOLS)
+
+
+async def test_an_answer_of_a_type_may_be_a_call() -> None:
+    async with Engine(dtype="float32") as engine:
+        chat = [{"role": "user", "content": "Add 123 and 45."}]
+        out = await engine.generate(chat, tools=[add], output_type=Sum, temperature=0, max_tokens=100)
+        assert [(call.name, call.arguments) for call in out.tool_calls] == [("add", '{"a": 123, "b": 45}')]
+        assert out.parsed is None
+        out = await engine.generate(chat, tools=[add], tool_choice="none", output_type=Sum, temperature=0)
+        assert isinstance(out.parsed, Sum)
+
+
+@pytest.mark.virtual_clock
+async def test_what_a_channel_of_its_own_holds_is_not_asked_for_beside_tools(serve: Serve) -> None:
+    async with serve(config={"tool_format": "harmony", "reasoning_format": "harmony"}) as served:
+        for param, value in (("structured", SHAPE), ("max_thinking_tokens", 5)):
+            with pytest.raises(InvalidRequest, match="harmony") as raised:
+                await served.engine.generate(CHAT, tools=TOOLS, **{param: value})
+            assert raised.value.param == param
 
 
 async def test_an_engine_in_a_process_of_its_own_keeps_to_the_same() -> None:

@@ -226,3 +226,10 @@ async def test_an_answer_that_is_cut_or_not_valid_is_an_error_with_its_text() ->
                 await engine.generate(FOX, output_type=Animal, **call)
         with pytest.raises(InvalidRequest, match="no JSON schema"):
             await engine.generate(FOX, output_type=Engine)
+
+
+@pytest.mark.parametrize("name", ["bogus", "json_schema", "Regex"])
+def test_a_field_that_is_no_constraint_is_refused(name: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"{name} is no constraint; known: json, regex"):
+        from_vllm({name: ["a", "b"]})
+    assert from_vllm({"regex": "a+", "backend": "auto", "whitespace_pattern": None}) == Regex("a+")

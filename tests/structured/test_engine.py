@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import random
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -23,6 +24,7 @@ from aioengine import (
     Choice,
     Engine,
     EngineClosed,
+    EngineOverloaded,
     Grammar,
     InvalidRequest,
     Json,
@@ -372,6 +374,56 @@ async def test_a_grammar_that_takes_too_long_is_given_up_and_the_next_one_compil
         out = await engine.generate("x", structured=Choice(["yes"]))
         assert out.text == "yes"
         gate.set()
+
+
+@pytest.mark.virtual_clock
+async def test_threads_that_are_left_behind_are_bounded_and_what_is_queued_hears_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tasks = Tasks()
+    gate = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    begun: list[Any] = []
+
+    def compile_never(self: Vocabulary, constraint: Any) -> Any:
+        begun.append(constraint)
+        asyncio.run_coroutine_threadsafe(gate.wait(), loop).result()
+
+    monkeypatch.setattr(Vocabulary, "compile", compile_never)
+    monkeypatch.setattr(grammars, "COMPILE_TIMEOUT_S", 0.0)
+    async with over_fake(1) as engine:
+        waiting = [tasks.start(engine.generate("x", structured=Regex(f"slow{number}"))) for number in range(5)]
+        outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+        assert Counter(map(type, outcomes)) == {InvalidRequest: 2, EngineOverloaded: 3}
+        assert len(begun) == 2
+        gate.set()
+
+
+@pytest.mark.virtual_clock
+async def test_what_nothing_waits_for_any_more_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = Tasks()
+    gate = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    begun: list[Any] = []
+    compile_now = Vocabulary.compile
+
+    def compile_late(self: Vocabulary, constraint: Any) -> Any:
+        begun.append(constraint)
+        asyncio.run_coroutine_threadsafe(gate.wait(), loop).result()
+        return compile_now(self, constraint)
+
+    monkeypatch.setattr(Vocabulary, "compile", compile_late)
+    async with over_fake(1) as engine:
+        first = tasks.start(engine.generate("x", structured=Choice(["one"])))
+        await until(lambda: begun)
+        left, last = (tasks.start(engine.generate("x", structured=Choice([text]))) for text in ("two", "three"))
+        await until(lambda: engine.stats().waiting == 3)
+        left.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await left
+        gate.set()
+        assert [(await first).text, (await last).text] == ["one", "three"]
+        assert begun == [Choice(["one"]), Choice(["three"])]
 
 
 async def test_closing_ends_those_that_wait_for_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ from structured.hostile import HOSTILE, Hostile
 from aioengine import Engine, Grammar, InvalidRequest, Json, NoTokenLeft, Regex
 
 LONGEST_HOLD_S = 0.06
-P99_S = 0.005
+P99_S = 0.015
+"""It is 5 to 7 ms on two cores that are busy: a thread of Python gives way to another one after 5."""
 FAILURES = (InvalidRequest, NoTokenLeft)
 """The text is refused, or a bound of the library's is met amid an answer."""
 

@@ -10,10 +10,13 @@ import jsonschema
 import pytest
 from jsonschema.validators import validator_for
 from nightly import seeds
+from structured.conftest import vocabulary
 from structured.schema_sample import COUNTS, SAMPLE, SchemaCase
 from structured.soundness import UNSOUND, Unsound
 from structured.walks import ExactValidator, Grammar, Refused, compile_as_is, compile_schema, is_admitted, walk
 
+from aioengine import Grammar as Lark
+from aioengine import InvalidRequest
 from aioengine.structured.json_schema import put_right, unsound_keywords
 
 # Of a class with && in it, Python's `re` warns that it may mean something else one day.
@@ -177,3 +180,22 @@ def test_nothing_is_put_right_where_no_schema_stands() -> None:
     assert better["properties"]["format"] == {"type": "string"}
     assert better["properties"]["items"]["pattern"] == "^2"
     assert "format" not in better["properties"]["items"]
+
+
+def test_texts_that_are_encoded_are_whole() -> None:
+    schema = {"type": "string", "contentEncoding": "base64"}
+    grammar = compile_schema(schema)
+    for text, is_whole in (('"aGk="', True), ('""', True), ('"aGkh"', True), ('"aGk"', False), ('", "', False)):
+        assert is_admitted(grammar, text) == is_whole, text
+
+
+def test_more_patterns_of_one_text_than_can_be_looked_through_are_refused() -> None:
+    def schema(count: int) -> dict[str, Any]:
+        return {"type": "string", "allOf": [{"pattern": f"^[a-{letter}]*$"} for letter in "bcdefghij"[:count]]}
+
+    compile_schema(schema(4))
+    with pytest.raises(Refused, match="more than 4 patterns"):
+        compile_schema(schema(5))
+    with pytest.raises(InvalidRequest, match="more than 4 of & and ~"):
+        vocabulary().compile(Lark("start: A\nA: " + " & ".join(f"/[a-z]{{{count}}}/" for count in range(6))))
+    vocabulary().compile(Lark('start: "a & b & c & d & e & f & g" /&+/  // & & & & & & &'))

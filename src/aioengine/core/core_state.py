@@ -148,7 +148,9 @@ class CoreState:
         if grammar is not None:
             sequence.take_grammar(grammar)
             return Reason.NONE
-        self.grammars.begin(sequence.request, lambda outcome: self._on_grammar(sequence, outcome))
+        self.grammars.begin(
+            sequence.request, lambda outcome: self._on_grammar(sequence, outcome), lambda: not sequence.has_ended
+        )
         return Reason.GRAMMAR
 
     def _on_grammar(self, sequence: Sequence, outcome: CompiledGrammar | AioEngineError) -> None:

@@ -185,11 +185,13 @@ class EngineCore(CoreState):
         self, plan: StepPlan, message: str, cause: Exception, failed: list[tuple[Sequence, Exception]]
     ) -> None:
         """End sequences by a `StepFailed` each, of its own cause; the report is about ``cause``."""
-        dump = self._describe(cause, plan)
         requests = dict.fromkeys(sequence.request.request_id for sequence, own_cause in failed if own_cause is cause)
-        logger.error("%s: %s; requests: %s\n%s", message, describe(cause), shorten([*requests]), dump)
+        is_callers = all(isinstance(own_cause, NothingAllowed) for _, own_cause in failed) and bool(failed)
+        dump = "" if is_callers else self._describe(cause, plan)
+        level = logging.INFO if is_callers else logging.ERROR
+        logger.log(level, "%s: %s; requests: %s\n%s", message, describe(cause), shorten([*requests]), dump)
         for sequence, own_cause in failed:
-            if own_cause is not cause:
+            if own_cause is not cause and not is_callers:
                 logger.error("%s: %s", sequence.request.request_id, "\n".join(traceback_of(own_cause)))
             kind = NoTokenLeft if isinstance(own_cause, NothingAllowed) else StepFailed
             failure = kind(f"{message}: {describe(own_cause)}", dump=dump)
@@ -197,7 +199,8 @@ class EngineCore(CoreState):
             self._endings.add(sequence.order, self._release(sequence), failure)
         self._endings.tell_some()
         self._on_capacity()
-        self._write_dump(dump)
+        if not is_callers:
+            self._write_dump(dump)
 
     def _make_death(self, cause: BaseException) -> EngineDead:
         dump = self._describe(cause, self._in_flight[0].plan if self._in_flight else None)

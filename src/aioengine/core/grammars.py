@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("aioengine")
 
-COMPILE_TIMEOUT_S = 10.0
-"""Of one grammar; its thread is left alone then, and another takes the next one."""
+COMPILE_TIMEOUT_S = 3.0
+"""Of one grammar, of which most take milliseconds; its thread is left alone then, and another takes the next one."""
 
 MAX_OVERDUE = 2
 """Threads that may be left alone; with more grammars are refused until one has ended."""
@@ -39,6 +39,7 @@ STACK_BYTES = 256 * 2**20
 the process. A constraint of the largest size has 7,000 levels of references, or 30,000 rules of 2 kB."""
 
 OnCompiled = Callable[[CompiledGrammar | AioEngineError], None]
+IsWanted = Callable[[], bool]
 
 
 class Grammars:
@@ -61,8 +62,8 @@ class Grammars:
         self._vocabulary: Vocabulary | None = None
         self._remembered: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
         self._num_bytes = 0
-        self._queue: OrderedDict[bytes, tuple[Constraint, list[OnCompiled]]] = OrderedDict()
-        """What is to be compiled, and what is told of it; the first is being compiled."""
+        self._queue: OrderedDict[bytes, tuple[Constraint, list[tuple[OnCompiled, IsWanted]]]] = OrderedDict()
+        """What is to be compiled, what is told of it, and whether that still waits; the first is being compiled."""
         self._num_overdue = 0
 
     def get(self, request: Request) -> CompiledGrammar | None:
@@ -77,9 +78,9 @@ class Grammars:
         self._remembered.move_to_end(key)
         return self._with_thinking(request, compiled)
 
-    def begin(self, request: Request, on_compiled: OnCompiled) -> None:
+    def begin(self, request: Request, on_compiled: OnCompiled, is_wanted: IsWanted) -> None:
         """Compile the request's grammar; ``on_compiled`` is called, in a later turn of the loop, with it or with what
-        keeps it from being one."""
+        keeps it from being one. What nothing waits for any more when its turn comes is not compiled."""
         constraint = request.params.structured
         assert constraint is not None, "there is nothing to compile"
 
@@ -88,15 +89,11 @@ class Grammars:
 
         key = constraint.content
         if key in self._queue:
-            self._queue[key][1].append(tell)
+            self._queue[key][1].append((tell, is_wanted))
             return
-        if self._num_overdue >= MAX_OVERDUE:
-            busy = EngineOverloaded("grammars that take long are being compiled; try again later", retry_after_s=1.0)
-            asyncio.get_running_loop().call_soon(tell, busy)
-            return
-        self._queue[key] = constraint, [tell]
+        self._queue[key] = constraint, [(tell, is_wanted)]
         if len(self._queue) == 1:
-            self._compile(key)
+            asyncio.get_running_loop().call_soon(self._compile_next)
 
     async def aclose(self) -> None:
         """Compile no more. A thread that is still at one ends by itself."""
@@ -108,6 +105,17 @@ class Grammars:
             return ThinkingGrammar(request.thinking, compiled, self._ending_ids)
         assert compiled is not None, "the request has no grammar"
         return compiled
+
+    def _compile_next(self) -> None:
+        """Compile the first of the queue that is wanted; with too many threads left alone all are to come again."""
+        while self._queue:
+            key, (_, waiting) = next(iter(self._queue.items()))
+            if self._num_overdue < MAX_OVERDUE and any(is_wanted() for _, is_wanted in waiting):
+                self._compile(key)
+                return
+            del self._queue[key]
+            for tell, _ in waiting:
+                tell(EngineOverloaded("grammars that take long are being compiled; try again later", retry_after_s=1.0))
 
     def _compile(self, key: bytes) -> None:
         """Hand the first of the queue to the thread, and go on with the next when it is done or overdue."""
@@ -160,9 +168,8 @@ class Grammars:
         if key not in self._queue:  # closed
             return
         _, waiting = self._queue.pop(key)
-        if self._queue:
-            self._compile(next(iter(self._queue)))
-        for tell in waiting:
+        self._compile_next()
+        for tell, _ in waiting:
             tell(compiled)
 
     def _remember(self, key: bytes, compiled: CompiledGrammar) -> None:

@@ -129,6 +129,12 @@ class AnswerFormats:
         for tool in options.tools:
             if tool.strict and (unsound := unsound_keywords(tool.parameters)):
                 raise invalid("tools", f"tool {tool.name!r} cannot be strict: {'; '.join(unsound)}")
+        if options.tools and self._reasoning is not None and self._reasoning.has_own_parser:
+            name = self._reasoning.name
+            if params.structured is not None:
+                raise invalid("structured", f"in the format {name} an answer has tools or a shape: give one of them")
+            if params.max_thinking_tokens is not None:
+                raise invalid("max_thinking_tokens", f"in the format {name} it is for answers without tools")
         if options.choice.mode in ("required", "tool") and params.structured is not None:
             raise invalid("structured", "tool_choice asks for a call, and structured for another text: give one")
         if params.max_thinking_tokens is not None and (self._reasoning is None or not is_chat):

@@ -49,7 +49,7 @@ class OutputType:
         return params, {**sampling, "structured": self.constraint}
 
     def parse(self, output: RequestOutput) -> RequestOutput:
-        """The output with ``parsed`` in each choice; not on the loop where its texts are long.
+        """The output with ``parsed`` in each choice that calls no tool; not on the loop where its texts are long.
 
         Raises:
             OutputNotParsed: a choice is no value of the type, such as one that was cut at ``max_tokens``.
@@ -62,6 +62,8 @@ class OutputType:
             cut = f"it was cut after {len(choice.token_ids)} tokens (finish_reason {choice.finish_reason!r})"
             hint = "; give a larger max_tokens" if choice.finish_reason == "length" else ""
             raise OutputNotParsed(f"the answer is no {shorten(self._kind)}: {cut}{hint}", choice.text, output)
+        if choice.tool_calls:
+            return choice
         try:
             value = self._decode(choice.text)
         except Exception as error:  # pydantic's, msgspec's, and what the type's own validators raise

@@ -81,10 +81,8 @@ def api_error_of(error: Exception, *, param_names: Mapping[str, str] | None = No
     if isinstance(error, EngineDead):
         return ApiError(503, "engine_dead", "the engine has stopped working")
     if isinstance(error, NoTokenLeft):
-        told = (
-            "what is asked for leaves no token to generate: structured output, allowed or forbidden tokens contradict"
-        )
-        return ApiError(400, "no_token_left", told)
+        _, _, why = str(error).partition("NothingAllowed: ")
+        return ApiError(400, "no_token_left", f"what is asked for leaves no token to generate: {why or error}")
     if isinstance(error, StepFailed):
         return ApiError(500, "step_failed", "the step that computed this request failed; send it again")
     return ApiError(500, "internal_error", "an internal error; its request id is in the log")

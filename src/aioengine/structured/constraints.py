@@ -247,6 +247,12 @@ def _schema_makers(kind: Any) -> list[Any]:
     return [lambda: msgspec.json.schema(kind), by_pydantic]
 
 
+SETTINGS_OF_VLLM = (
+    *("backend", "_backend", "_backend_was_auto", "backend_was_auto", "disable_fallback", "disable_any_whitespace"),
+    *("disable_additional_properties", "whitespace_pattern"),
+)
+
+
 def from_vllm(given: Any) -> Constraint | None:
     """vLLM's ``StructuredOutputsParams`` or ``GuidedDecodingParams``, or a dict of their fields.
 
@@ -262,6 +268,8 @@ def from_vllm(given: Any) -> Constraint | None:
     fields = given if isinstance(given, Mapping) else _fields_of(given)
     has_whitespace = fields.get("disable_any_whitespace") is False
     names = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+    if isinstance(given, Mapping) and (unknown := set(given) - {*names, *SETTINGS_OF_VLLM}):
+        raise _refuse("", f"{', '.join(sorted(map(str, unknown)))} is no constraint; known: {', '.join(names)}")
     asked = {name: fields[name] for name in names if fields.get(name) not in (None, False)}
     if len(asked) > 1:
         raise _refuse("", f"{', '.join(asked)} are several constraints; give one")

@@ -18,7 +18,7 @@ import numpy as np
 from aioengine.errors import InvalidRequest
 from aioengine.structured.constraints import Choice, Constraint, Either, Grammar, Json, Regex, StructuralTags
 from aioengine.structured.grammar import Mask
-from aioengine.structured.json_schema import put_right, unsound_keywords
+from aioengine.structured.json_schema import MAX_PATTERNS, put_right, unsound_keywords
 
 WHITESPACE = r"(\x20|\x0A\x20{0,64})"
 """Between tokens of JSON, at most once: a model that may write any number of line breaks may never stop."""
@@ -55,6 +55,9 @@ MAX_AGAIN_S = 0.005
 """A grammar that took longer is not compiled again: it is done where the rows are, not beside them."""
 
 MAX_SHOWN_CHARS = 500
+
+TEXTS_OF_LARK = re.compile(r'//.*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])*/')
+"""Comments, literals and regular expressions."""
 
 GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.M)
 
@@ -150,6 +153,8 @@ class Vocabulary:
                 return llguidance.LLMatcher.grammar_from_regex(pattern)
             case Choice(options):
                 return "start: " + " | ".join(map(_quoted, options))
+            case Grammar(text) if len(re.findall("[&~]", TEXTS_OF_LARK.sub("", text))) > MAX_PATTERNS:
+                raise _refused(f"more than {MAX_PATTERNS} of & and ~: through all they have in common is looked")
             case Grammar(text) if GBNF.search(text):
                 from llguidance.gbnf_to_lark import any_to_lark
 

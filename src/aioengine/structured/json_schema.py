@@ -32,6 +32,8 @@ _DAY_OF_ANY_YEAR = (
 _DATE = rf"(?:{_YEAR}-{_DAY_OF_ANY_YEAR}|{_LEAP_YEAR}-02-29)"
 # No leap seconds, and capital letters: what parsers of times commonly read.
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_BASE64 = r"^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
+MAX_PATTERNS = 4
 EXACT_FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
 
 
@@ -62,6 +64,7 @@ def unsound_keywords(schema: Any) -> list[str]:
         found.extend(_unsound_lists(node))
         found.extend(_unsound_numbers(node))
         found.extend(_unsound_patterns(node))
+        found.extend(_endless_patterns(node))
     for together in _applied_together(nodes):
         found.extend(_unsound_multiples(together))
         found.extend(_unsound_ranges(together))
@@ -159,11 +162,19 @@ def _unsound_patterns(node: dict[str, Any]) -> Iterator[str]:
                 yield "pattern: [ within a class is a sign to JSON Schema, and a class of its own to the library"
 
 
+def _endless_patterns(node: dict[str, Any]) -> Iterator[str]:
+    """Of texts that fit several patterns at once the library looks for one through all pairs of their states."""
+    together = list(subschemas({"allOf": [node]}, ("allOf",))) if "allOf" in node else []
+    if len({part["pattern"] for part in together if isinstance(part.get("pattern"), str)}) > MAX_PATTERNS:
+        yield f"allOf: more than {MAX_PATTERNS} patterns of one text"
+
+
 def put_right(schema: Any) -> dict[str, Any]:
     """The schema as the library reads it best: an equal one, but for dates and times that are no days and hours.
 
-    The formats ``date``, ``time`` and ``date-time`` become patterns. A ``oneOf`` of references gets a sibling that says
-    nothing: the library then looks into the definitions, and may find that no two of them have a text in common.
+    The formats ``date``, ``time`` and ``date-time`` become patterns, as does ``contentEncoding`` "base64". A ``oneOf``
+    of references gets a sibling that says nothing: the library then looks into the definitions, and may find that no
+    two of them have a text in common.
     """
     if isinstance(schema, bool):
         return {} if schema else {"enum": []}
@@ -185,6 +196,9 @@ def _put_right(schema: Any) -> Any:
     pattern = EXACT_FORMATS.get(str(better.get("format")))
     if pattern is not None:
         del better["format"]
+    elif better.get("contentEncoding") == "base64":
+        pattern = _BASE64
+    if pattern is not None:
         if "pattern" in better:
             better["allOf"] = [*better.get("allOf", ()), {"pattern": pattern}]
         else:
