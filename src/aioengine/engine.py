@@ -246,8 +246,9 @@ class Engine(EngineControl):
         call |= {"tenant": tenant, "trace_headers": trace_headers}
         wanted = OutputType(output_type) if output_type is not None else None
         if wanted is not None:
-            params, sampling = wanted.constrain(params or sampling_params, sampling)
-            sampling_params = None
+            if params is None:
+                params, sampling_params = sampling_params, None
+            params, sampling = wanted.constrain(params, sampling)
         stream = self._make_stream(prompt, params, sampling_params, sampling, chat_template_kwargs, request_id, **call)
         async with stream:
             output = await stream.finish()

@@ -50,7 +50,7 @@ def call_plugins() -> None:
                 continue
             try:
                 entry.load()()
-            except Exception as error:  # another's code may raise anything
+            except (Exception, SystemExit) as error:  # another's code may raise anything
                 if named is not None:
                     raise ConfigError(f"the plugin {name} ({entry.value}) failed: {error!r}") from error
                 logger.exception("the plugin %s (%s) failed, and the engine goes on without it", name, entry.value)

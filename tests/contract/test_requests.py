@@ -91,6 +91,7 @@ TRAVELLING: dict[str, Any] = {
     "allowed_token_ids": [20, 21, 22, 30],
     "bad_words": ["wolf", "the moon"],
     "logprobs": 3,
+    "logprobs_mode": "processed",
     "logprob_token_ids": [44],
     "prompt_logprobs": 1,
     "skip_special_tokens": False,

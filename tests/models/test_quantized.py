@@ -39,7 +39,7 @@ def perplexity(texts: list[Tensor], computed: list[Tensor]) -> float:
 @pytest.mark.parametrize("operations", [reference, native], ids=["torch", "native"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("quantization", "loss", "agreement", "divergence"), [("int8", 0.002, 0.975, 0.0012), ("int4", 0.015, 0.92, 0.03)]
+    ("quantization", "loss", "agreement", "divergence"), [("int8", 0.004, 0.975, 0.002), ("int4", 0.03, 0.92, 0.08)]
 )
 def test_perplexity_and_greedy_tokens_stay(
     texts: list[Tensor],

@@ -395,7 +395,7 @@ async def test_threads_that_are_left_behind_are_bounded_and_what_is_queued_hears
         waiting = [tasks.start(engine.generate("x", structured=Regex(f"slow{number}"))) for number in range(5)]
         outcomes = await asyncio.gather(*waiting, return_exceptions=True)
         assert Counter(map(type, outcomes)) == {InvalidRequest: 2, EngineOverloaded: 3}
-        assert len(begun) == 2
+        assert len(begun) <= 2, "its thread may be given up before it has begun"
         gate.set()
 
 

@@ -125,6 +125,8 @@ async def _generate(
             _write(msgspec.json.encode(output).decode() + "\n")
         else:
             output = await show(engine, prompt, sampling)
+        if "structured" in sampling and any(choice.finish_reason == "length" for choice in output.outputs):
+            raise click.ClickException("the answer was cut, and has not the shape: give a larger --max-tokens")
         if shows_stats:
             click.echo(_summary(output, time.perf_counter() - started), err=True)
 
