@@ -62,7 +62,7 @@ ENDLESS = {
     "pattern with quotes and slashes",
 }
 NUM_FREE_TOKENS = 60
-MAX_TOKENS = 800
+MAX_TOKENS = 3000
 
 TAKEN = [case for case in SAMPLE if case.name not in REFUSED]
 
@@ -193,6 +193,16 @@ def test_more_patterns_of_one_text_than_can_be_looked_through_are_refused() -> N
     def schema(count: int) -> dict[str, Any]:
         return {"type": "string", "allOf": [{"pattern": f"^[a-{letter}]*$"} for letter in "bcdefghij"[:count]]}
 
+    def referring(count: int) -> dict[str, Any]:
+        definitions = {f"{number}": {"pattern": f"a{{{number}}}.*b"} for number in range(count)}
+        for number in range(count - 1):
+            definitions[f"{number}"] |= {"allOf": [{"$ref": f"#/$defs/{number + 1}"}]}
+        return {"type": "string", "$ref": "#/$defs/0", "$defs": definitions}
+
+    with pytest.raises(Refused, match="more than 4 patterns"):
+        compile_schema(referring(30))
+    with pytest.raises(Refused, match="more than 4 patterns"):
+        compile_schema({"type": "string", "anyOf": [{"allOf": [{"anyOf": [{"pattern": "a"}]}] * 5}]})
     compile_schema(schema(4))
     with pytest.raises(Refused, match="more than 4 patterns"):
         compile_schema(schema(5))

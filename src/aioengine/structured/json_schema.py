@@ -34,6 +34,8 @@ _DATE = rf"(?:{_YEAR}-{_DAY_OF_ANY_YEAR}|{_LEAP_YEAR}-02-29)"
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 _BASE64 = r"^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
 MAX_PATTERNS = 4
+MAX_SCHEMAS_DEEP = 100
+"""That a text must fit by ``allOf``, ``anyOf``, ``oneOf`` and ``$ref`` within each other."""
 EXACT_FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
 
 
@@ -64,7 +66,7 @@ def unsound_keywords(schema: Any) -> list[str]:
         found.extend(_unsound_lists(node))
         found.extend(_unsound_numbers(node))
         found.extend(_unsound_patterns(node))
-        found.extend(_endless_patterns(node))
+    found.extend(_endless_patterns(nodes))
     for together in _applied_together(nodes):
         found.extend(_unsound_multiples(together))
         found.extend(_unsound_ranges(together))
@@ -162,11 +164,42 @@ def _unsound_patterns(node: dict[str, Any]) -> Iterator[str]:
                 yield "pattern: [ within a class is a sign to JSON Schema, and a class of its own to the library"
 
 
-def _endless_patterns(node: dict[str, Any]) -> Iterator[str]:
-    """Of texts that fit several patterns at once the library looks for one through all pairs of their states."""
-    together = list(subschemas({"allOf": [node]}, ("allOf",))) if "allOf" in node else []
-    if len({part["pattern"] for part in together if isinstance(part.get("pattern"), str)}) > MAX_PATTERNS:
-        yield f"allOf: more than {MAX_PATTERNS} patterns of one text"
+def _endless_patterns(nodes: list[dict[str, Any]]) -> Iterator[str]:
+    """Of texts that fit several patterns at once the library looks for one through all that their states can be."""
+    root, counts = nodes[0] if nodes else {}, dict[str, int]()
+
+    def count(node: Any, depth: int = 0) -> int:
+        """How many patterns one text of the schema must fit. A definition is counted once, and 0 within itself."""
+        if not isinstance(node, dict):
+            return 0
+        if depth > MAX_SCHEMAS_DEEP:
+            return MAX_PATTERNS + 1
+        number = int(isinstance(node.get("pattern"), str))
+        number += sum(count(part, depth + 1) for part in _listed(node, "allOf"))
+        for keyword in ("anyOf", "oneOf"):
+            number += max((count(option, depth + 1) for option in _listed(node, keyword)), default=0)
+        if isinstance(reference := node.get("$ref"), str):
+            if reference not in counts:
+                counts[reference] = 0
+                counts[reference] = count(_referred(root, reference), depth + 1)
+            number += counts[reference]
+        return number
+
+    if any(count(node) > MAX_PATTERNS for node in nodes if "allOf" in node or "$ref" in node):
+        yield f"allOf: more than {MAX_PATTERNS} patterns of one text, or {MAX_SCHEMAS_DEEP} schemas for one another"
+
+
+def _listed(node: dict[str, Any], keyword: str) -> list[Any]:
+    value = node.get(keyword)
+    return value if isinstance(value, list) else []
+
+
+def _referred(root: Any, reference: str) -> Any:
+    """What a ``#/…`` leads to; None where there is nothing."""
+    found = root
+    for part in reference.removeprefix("#").split("/")[1:]:
+        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+    return found
 
 
 def put_right(schema: Any) -> dict[str, Any]:
