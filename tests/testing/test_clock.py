@@ -506,6 +506,7 @@ def inner(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.
     return pytester
 
 
+@pytest.mark.nightly
 def test_the_suite_runs_the_loops_asked_for_and_fails_leaks_and_shows_seeds(inner: pytest.Pytester) -> None:
     inner.makepyfile(INNER_TESTS)
     result = inner.runpytest_inprocess("-v", "--clock-seeds=3")
