@@ -12,6 +12,7 @@ import pytest
 from engine.conftest import Serve, Served
 
 from aioengine import ConfigError, Engine, InvalidRequest, Json
+from aioengine.frontend.answer_format import template_variables
 from aioengine.tool_calls.calls import Tool, read_tools
 
 CHAT = [{"role": "user", "content": "What is 8 + 7?"}]
@@ -186,6 +187,45 @@ async def test_reasoning_has_no_more_tokens_than_it_may(serve: Serve) -> None:
             assert "</think>" not in out.text
         out = await served.engine.generate(open_chat, max_thinking_tokens=5, structured=SHAPE, seed=1, **options)
         jsonschema.validate(json.loads(out.text), SHAPE)
+
+
+CHAT_TEMPLATE = """{%- for message in messages -%}
+<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n
+{%- endfor -%}
+<|im_start|>assistant\n"""
+BEGINS_WHEN_TOLD = CHAT_TEMPLATE + "{%- if enable_thinking is true -%}<think>\n{%- endif -%}"
+ENDS_WHEN_TOLD = CHAT_TEMPLATE + "{%- if enable_thinking is false -%}<think>\n\n</think>\n\n{%- endif -%}"
+
+
+@pytest.mark.virtual_clock
+@pytest.mark.parametrize(
+    ("template", "effort", "reasons"),
+    [
+        (ENDS_WHEN_TOLD, None, True),  # as Qwen3's: its model writes the marker
+        (ENDS_WHEN_TOLD, "none", False),
+        (BEGINS_WHEN_TOLD, None, False),
+        (BEGINS_WHEN_TOLD, "low", True),
+    ],
+)
+async def test_a_shape_comes_behind_reasoning_that_the_template_or_the_model_begins(
+    serve: Serve, template: str, effort: str | None, reasons: bool
+) -> None:
+    async with serve(config=FORMATS) as served:
+        tokenizer = served.tokenizer
+        tokenizer.chat_template = template
+        prompt = tokenizer.render_chat(CHAT, **template_variables(effort))
+        begun = "" if prompt.endswith("<think>\n") else "<think>\n"
+        end = tokenizer.encode("<|im_end|>", add_special_tokens=False)
+        said = tokenizer.encode(f'{begun}Eight and seven.\n</think>\n\n{{"sum": 15}}', add_special_tokens=False)
+        served.say(tokenizer.encode(prompt, add_special_tokens=False), [*said, *end])
+        out = await served.engine.generate(
+            CHAT, structured=SHAPE, reasoning_effort=effort, temperature=0, max_tokens=90
+        )
+        assert out.reasoning == ("Eight and seven." if reasons else None)
+        if reasons:
+            assert out.text == '{"sum": 15}'
+        else:
+            assert out.text.startswith("{")
 
 
 @pytest.mark.virtual_clock

@@ -186,10 +186,10 @@ class EngineCore(CoreState):
     ) -> None:
         """End sequences by a `StepFailed` each, of its own cause; the report is about ``cause``."""
         requests = dict.fromkeys(sequence.request.request_id for sequence, own_cause in failed if own_cause is cause)
-        is_callers = all(isinstance(own_cause, NothingAllowed) for _, own_cause in failed) and bool(failed)
+        is_callers = bool(failed) and all(isinstance(own_cause, NothingAllowed) for _, own_cause in failed)
         dump = "" if is_callers else self._describe(cause, plan)
-        level = logging.INFO if is_callers else logging.ERROR
-        logger.log(level, "%s: %s; requests: %s\n%s", message, describe(cause), shorten([*requests]), dump)
+        line = f"{message}: {describe(cause)}; requests: {shorten([*requests])}"
+        logger.log(logging.INFO if is_callers else logging.ERROR, "%s", line if is_callers else f"{line}\n{dump}")
         for sequence, own_cause in failed:
             if own_cause is not cause and not is_callers:
                 logger.error("%s: %s", sequence.request.request_id, "\n".join(traceback_of(own_cause)))
