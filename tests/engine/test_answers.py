@@ -52,6 +52,21 @@ SHAPE = {
 }
 
 
+MALFORMED: list[dict[str, Any]] = [
+    {"required": 5},
+    {"required": [[1]]},
+    {"minProperties": "x"},
+    {"oneOf": 5},
+    {"properties": {"day": {"format": "date", "pattern": "a", "allOf": 5}}},
+    {"properties": {"host": {"format": "hostname", "maxLength": "x"}}},
+]
+
+
+def tool(parameters: dict[str, Any], **others: Any) -> dict[str, Any]:
+    function = {"name": "made", "parameters": {"type": "object", **parameters}, **others}
+    return {"type": "function", "function": function}
+
+
 def say(served: Served, text: str, tools: Sequence[Any] = ()) -> None:
     """The model's answer to `CHAT` with these tools."""
     tokenizer = served.tokenizer
@@ -165,13 +180,15 @@ async def test_with_a_schema_the_answer_is_of_it_or_a_call(serve: Serve, seed: i
 
 
 @pytest.mark.virtual_clock
-async def test_strict_arguments_are_held_to_in_calls_that_the_model_begins(serve: Serve) -> None:
+@pytest.mark.parametrize("seed", range(4))
+async def test_strict_arguments_are_held_to_in_calls_that_the_model_begins(serve: Serve, seed: int) -> None:
     strict = Tool("clock", CLOCK["function"]["parameters"], strict=True)
     async with serve(config=FORMATS, num_blocks=400, max_model_len=512) as served:
         say(served, '<tool_call>\n{"name": "clock", "arguments": {"zone": "mars"}}\n</tool_call>', [strict])
-        out = await served.engine.generate(CHAT, tools=[strict], max_tokens=300)
-        (made,) = out.tool_calls
-        assert json.loads(made.arguments)["zone"] in ("utc", "local")
+        out = await served.engine.generate(CHAT, tools=[strict], seed=seed, max_tokens=300)
+        assert out.tool_calls
+        for made in out.tool_calls:
+            assert json.loads(made.arguments)["zone"] in ("utc", "local")
 
 
 @pytest.mark.virtual_clock
@@ -235,6 +252,8 @@ async def test_what_cannot_be_is_refused_at_the_call(serve: Serve) -> None:
             ("tools", "text", {"tools": TOOLS}),
             ("tools", CHAT, {"tools": [{"type": "web_search"}]}),
             ("tools", CHAT, {"tools": [add, add]}),
+            ("tools", CHAT, {"tools": [tool({"oneOf": 5})], "tool_choice": "required"}),
+            *(("tools", CHAT, {"tools": [tool(schema, strict=True)]}) for schema in MALFORMED),
             ("tool_choice", CHAT, {"tools": TOOLS, "tool_choice": "subtract"}),
             ("tool_choice", CHAT, {"tool_choice": "required"}),
             ("parallel_tool_calls", CHAT, {"tools": TOOLS, "parallel_tool_calls": "no"}),

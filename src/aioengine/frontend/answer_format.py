@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from aioengine.config import EngineConfig
-from aioengine.errors import InvalidRequest
+from aioengine.errors import AioEngineError, InvalidRequest
 from aioengine.sampling_params import SamplingParams
 from aioengine.structured.constraints import Constraint, Either, Grammar
 from aioengine.structured.grammar import Thinking
@@ -166,7 +166,8 @@ class AnswerFormats:
                 return inner
             return ReasoningParser(reasoning, inner, is_begun)
 
-        return AnswerPlan(constraint, thinking, make_parser, keeps)
+        is_of_tools = constraint is not None and params.structured is None
+        return AnswerPlan(constraint, thinking, make_parser, keeps, "tools" if is_of_tools else "structured")
 
     def _constraint(self, options: AnswerOptions, params: SamplingParams) -> Constraint | None:
         """What the text behind the reasoning must be."""
@@ -253,12 +254,20 @@ class AnswerPlan(NamedTuple):
         thinking: the reasoning, where something constrains it or what follows.
         make_parser: of one choice; None: the text is the content.
         keeps_special_tokens: its text is to have those.
+        param: the argument of the call that the constraint is made of.
     """
 
     constraint: Constraint | None = None
     thinking: Thinking | None = None
     make_parser: Callable[[], AnswerParser] | None = None
     keeps_special_tokens: bool = False
+    param: Literal["structured", "tools"] = "structured"
+
+    def retold(self, error: AioEngineError) -> AioEngineError:
+        """An error of the request, which names the constraint as the caller has given it."""
+        if self.param == "structured" or not isinstance(error, InvalidRequest) or error.param != "structured":
+            return error
+        return InvalidRequest(str(error).replace("structured", self.param, 1), param=self.param)
 
 
 PLAIN = AnswerPlan()

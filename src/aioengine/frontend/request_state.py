@@ -57,6 +57,7 @@ class Completion:
         """It is in the request's queue of choices with something to `take`; the request sets and clears this."""
         self._request = request
         self._detokenizer = detokenizer
+        self._plan = plan
         self._has_stop_text = sequence.request.params.include_stop_str_in_output
         self._interval = min(request.stream_interval, request.max_unread)
         self._allow_at = UNLIMITED if request.max_unread == UNLIMITED else 0
@@ -136,7 +137,7 @@ class Completion:
     def on_error(self, error: AioEngineError) -> None:
         if self.is_ended:
             return
-        self.error = error
+        self.error = self._plan.retold(error)
         self._end("error", None)
 
     # Called by the request

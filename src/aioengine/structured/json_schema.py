@@ -36,7 +36,14 @@ _BASE64 = r"^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
 MAX_PATTERNS = 4
 MAX_SCHEMAS_DEEP = 100
 """That a text must fit by ``allOf``, ``anyOf``, ``oneOf`` and ``$ref`` within each other."""
-EXACT_FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
+_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+_MAX_HOSTNAME_CHARS = 253
+EXACT_FORMATS = {
+    "date": f"^{_DATE}$",
+    "time": f"^{_TIME}$",
+    "date-time": f"^{_DATE}T{_TIME}$",
+    "hostname": rf"^{_LABEL}(?:\.{_LABEL})*$",
+}
 
 
 def subschemas(schema: Any, keywords: tuple[str, ...] = (*_MAPS, *_LISTS, *_ONES)) -> Iterator[dict[str, Any]]:
@@ -74,8 +81,12 @@ def unsound_keywords(schema: Any) -> list[str]:
 
 
 def _unsound_counts(node: dict[str, Any]) -> Iterator[str]:
+    least, required = (
+        node.get("minProperties", 0),
+        {name for name in _listed(node, "required") if isinstance(name, str)},
+    )
     # One key beside the required ones cannot be one of them; of two, the second may repeat the first.
-    if node.get("minProperties", 0) > len(set(node.get("required", ()))) + 1:
+    if _is_number(least) and least > len(required) + 1:
         yield "minProperties: a key that is written twice counts twice"
 
 
@@ -203,11 +214,11 @@ def _referred(root: Any, reference: str) -> Any:
 
 
 def put_right(schema: Any) -> dict[str, Any]:
-    """The schema as the library reads it best: an equal one, but for dates and times that are no days and hours.
+    """The schema as the library reads it best: the same texts fit it, but for dates and hostnames that cannot be.
 
-    The formats ``date``, ``time`` and ``date-time`` become patterns, as does ``contentEncoding`` "base64". A ``oneOf``
-    of references gets a sibling that says nothing: the library then looks into the definitions, and may find that no
-    two of them have a text in common.
+    The formats ``date``, ``time``, ``date-time`` and ``hostname`` become patterns, as does ``contentEncoding``
+    "base64". A ``oneOf`` of references gets a sibling that says nothing: the library then looks into the definitions,
+    and may find that no two of them have a text in common.
     """
     if isinstance(schema, bool):
         return {} if schema else {"enum": []}
@@ -228,14 +239,16 @@ def _put_right(schema: Any) -> Any:
             better[keyword] = value
     pattern = EXACT_FORMATS.get(str(better.get("format")))
     if pattern is not None:
-        del better["format"]
+        longest = better.get("maxLength", _MAX_HOSTNAME_CHARS)
+        if better.pop("format") == "hostname" and _is_number(longest):
+            better["maxLength"] = min(longest, _MAX_HOSTNAME_CHARS)
     elif better.get("contentEncoding") == "base64":
         pattern = _BASE64
     if pattern is not None:
-        if "pattern" in better:
-            better["allOf"] = [*better.get("allOf", ()), {"pattern": pattern}]
-        else:
+        if "pattern" not in better:
             better["pattern"] = pattern
-    if any("$ref" in option for option in better.get("oneOf", ()) if isinstance(option, dict)):
+        elif isinstance(patterns := better.get("allOf", []), list):
+            better["allOf"] = [*patterns, {"pattern": pattern}]
+    if any("$ref" in option for option in _listed(better, "oneOf") if isinstance(option, dict)):
         better["discriminator"] = {}
     return better

@@ -66,8 +66,8 @@ CASES: tuple[SchemaCase, ...] = (
         "hostname",
         "format hostname",
         {"type": "string", "format": "hostname"},
-        ["example.org", "a-b.c0.de"],
-        ["-a.org", "a_b.org", ""],
+        ["example.org", "a-b.c0.de", f"{'a' * 63}.org", ".".join(["a" * 62] * 4)],
+        ["-a.org", "a_b.org", "", f"{'a' * 64}.org", ".".join(["a" * 63] * 4)],
     ),
     case(
         "hostname of at most 20 characters",
