@@ -211,13 +211,13 @@ class FakeExecutor(public.FakeExecutor):
 
     def _sample(self, work: RowWork) -> tuple[list[int], Exception | None]:
         error = self._row_failures.pop((work.step, work.number), None)
+        is_forced = work.row.grammar is not None and work.end < work.row.grammar.num_tokens
         if work.samples:
-            is_forced = work.row.grammar is not None and work.end < work.row.grammar.num_tokens
             assert is_forced or work.end == len(work.row.tokens), "a token is sampled after the last known one"
             assert work.end < self.info.max_model_len, "the sequence is as long as the model allows"
         if error is None:
             return super()._sample(work)
-        if work.samples:
+        if work.samples and not is_forced:
             work.row.tokens.append(MEANINGLESS)
         return [], error
 

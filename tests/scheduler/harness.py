@@ -195,7 +195,7 @@ class Core:
             self._num_computed[occupants[row]] += num_tokens
             has_grammar = occupants[row].sampling.grammar is not None  # whose forced tokens the device knows already
             known = len(held[row][0]) if row not in added and not has_grammar else occupants[row].num_tokens
-            num_decodes += row not in added and num_tokens == 1 and (end == known or has_grammar)
+            num_decodes += row not in added and num_tokens == 1 and end >= known
             is_behind = (want == Want.LOGITS) == (end == known)
             assert is_behind or has_grammar, "a row samples when all its known tokens are computed"
             assert end < occupants[row].limit, "the last token is sampled and never computed"

@@ -60,7 +60,7 @@ class GrammarRow:
     def takes(self, position: int) -> bool:
         """The device has sampled the token at this position: whether that is news, and not a forced one."""
         self._num_told = max(self._num_told, position + 1)
-        if position < self.num_tokens:
+        if position != self.num_tokens:  # behind it: a step before has failed, and the row with it
             return False
         self.num_tokens = position + 1
         self._forced = []
