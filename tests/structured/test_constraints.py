@@ -138,6 +138,7 @@ def test_what_is_no_constraint_is_refused(bad: Any) -> None:
         lambda: Json({}, whitespace="no"),
         lambda: StructuralTags((Tag("<f>", schema={}),), ("[",)),
         lambda: StructuralTags((Tag("<f>"),), ("<",)),
+        lambda: Tag("<f>", {"type": "boolean"}, "</f>"),
         lambda: StructuralTags((Tag("<f>", schema={}, pattern="a"),), ("<",)),
         lambda: SamplingParams(structured_outputs={"json": {}, "regex": "a"}),
         lambda: SamplingParams(structured_outputs=7),

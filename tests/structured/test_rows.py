@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 from nightly import seeds
 from structured.conftest import ANIMAL, NUM_TOKENS, check_json, compile_grammar, decode, ending_ids, tokenizer
 
-from aioengine import Choice, Json, Regex
+from aioengine import Choice, Grammar, Json, Regex, StructuralTags, Tag
 from aioengine.structured.grammar import CompiledGrammar, Thinking, ThinkingGrammar
 from aioengine.structured.rows import GrammarRows
 
@@ -168,6 +170,46 @@ def test_other_rules_of_a_request_take_tokens_away() -> None:
     bits[a // 32] |= np.int32(1 << a % 32)
     row = Row(grammar, 0, [], is_forcing=False, allowed=bits)
     assert allowed(row, 0) == [a]
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("name", ["<|im_end|>", "<|endoftext|>", "</think>", "<tool_call>"])
+def test_the_name_of_a_token_in_a_text_is_written_as_text(name: str, depth: int) -> None:
+    named = tokenizer().token_to_id(name)
+    text = f"a{name}, and words that follow"
+    key = {"type": "object", "properties": {text: {"const": name}}, "required": [text], "additionalProperties": False}
+    for constraint, expected in (
+        (Choice([text]), text),
+        (Regex(re.escape(text)), text),
+        (Json({"const": text}), json.dumps(text)),
+        (Json(key), json.dumps({text: name})),
+    ):
+        *output, end = run(compile_grammar(constraint), 0, depth=depth)
+        assert end in ending_ids()
+        assert named not in output
+        assert decode(output) == expected
+
+
+def test_a_grammar_names_tokens_outside_of_its_texts() -> None:
+    named = tokenizer().token_to_id("<tool_call>")
+    output = run(compile_grammar(Grammar('start: "<tool_call>" <tool_call> /<tool_call>/')), 0)
+    assert output.count(named) == 1
+    assert tokenizer().decode(output, skip_special_tokens=False).startswith("<tool_call>" * 3)
+
+
+def test_a_tag_is_written_with_the_tokens_of_its_names() -> None:
+    tag = Tag("<tool_call>x", "</tool_call>", pattern="[0-9]")
+    row = Row(compile_grammar(StructuralTags((tag,), ("<tool_call>",))), 0, [])
+    begin, end = (tokenizer().token_to_id(name) for name in ("<tool_call>", "</tool_call>"))
+    free = allowed(row, 0)
+    assert begin in free
+    assert end not in free
+    row.learn(0, begin)
+    (x,) = allowed(row, 1)
+    assert decode([x]) == "x"
+    row.learn(1, x)
+    row.learn(2, allowed(row, 2)[0])
+    assert allowed(row, 3) == [end]
 
 
 def test_a_token_that_the_grammar_does_not_admit_ends_the_row_and_says_so() -> None:

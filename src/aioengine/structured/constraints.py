@@ -20,7 +20,7 @@ from aioengine.validation import check_fields, shorten, typed
 MAX_CONSTRAINT_BYTES = 256 * 1024
 """Of a constraint as JSON, so that queues and caches of them are bounded; compiling has bounds of its own."""
 
-MAX_LEVELS = 200
+MAX_LEVELS = 120
 """Levels of lists and dicts in a schema; recursion is written with ``$ref``."""
 
 MAX_CHOICES = 4096
@@ -127,13 +127,15 @@ class Tag(msgspec.Struct, frozen=True, omit_defaults=True):
     schema: dict[str, Any] | bool | None = None
     pattern: Text | None = None
 
+    def __post_init__(self) -> None:
+        check_fields(self, _refuse)
+
 
 class StructuralTags(_Constraint, frozen=True, tag="tags"):
     """Free text with constrained spans: where the text comes to a trigger, a tag that begins with it must follow.
 
     Attributes:
         triggers: each tag begins with one of them, or with several.
-        is_required: there is at least one span, and no text but white space before it.
     """
 
     tags: Annotated[tuple[Tag, ...], Meta(min_length=1, max_length=MAX_TAGS)]

@@ -8,11 +8,13 @@ import json
 import operator
 import os
 import re
+import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import llguidance
+import msgspec
 import numpy as np
 
 from aioengine.errors import InvalidRequest
@@ -59,6 +61,13 @@ MAX_SHOWN_CHARS = 500
 TEXTS_OF_LARK = re.compile(r'//.*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])*/')
 """Comments, literals and regular expressions."""
 
+NAMES_OF_LARK = re.compile(TEXTS_OF_LARK.pattern + r"|<[^<>\s\[]+>")
+"""These, and names of tokens."""
+
+LENIENT = "Json(schema, lenient=True) passes it over"
+LENIENTLY = re.compile(r"nimplemented|Unknown format|coerce_one_of")
+"""In what the library says of what it may pass over."""
+
 GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.M)
 
 
@@ -74,9 +83,9 @@ class Vocabulary:
     """
 
     def __init__(self, tokenizer_json: str, num_tokens: int, ending_ids: Sequence[int]) -> None:
-        known = json.loads(tokenizer_json)
+        known = msgspec.json.decode(tokenizer_json)
         added = known.get("added_tokens") or []
-        self.special_ids = {token["content"]: int(token["id"]) for token in added if token.get("special")}
+        self.control_ids = {token["content"]: int(token["id"]) for token in added if _is_control(token)}
         num_known = max((int(token["id"]) + 1 for token in added), default=0)
         num_known = max(num_known, len(known.get("model", {}).get("vocab") or ()))
         endings = [token_id for token_id in ending_ids if token_id < max(num_tokens, num_known)]
@@ -87,7 +96,7 @@ class Vocabulary:
         """Of a mask; the model's are cut where the tokenizer has more tokens."""
         try:
             self.tokenizer = llguidance.LLTokenizer(
-                tokenizer_json, n_vocab=max(num_tokens, num_known), eos_token=endings
+                _unspoken(known, self.control_ids), n_vocab=max(num_tokens, num_known), eos_token=endings
             )
         except BaseException as error:  # a panic of the library's is no Exception
             raise InvalidRequest(
@@ -113,8 +122,7 @@ class Vocabulary:
         except BaseException as error:
             problem = f"{type(error).__name__}: {error}"
         if problem:
-            hint = "; Json(schema, lenient=True) passes them over" if "nimplemented" in problem else ""
-            raise _refused(_shown(problem) + hint)
+            raise _refused(_shown(problem) + ("; " + LENIENT if LENIENTLY.search(problem) else ""))
         is_quick = time.perf_counter() - began < MAX_AGAIN_S
         is_forcing = len(constraint.content) <= MAX_FORCING_BYTES
         grammar = GuidanceGrammar(self, matcher, begin if is_quick else None, is_forcing=is_forcing)
@@ -160,7 +168,7 @@ class Vocabulary:
 
                 return any_to_lark(text)
             case Grammar(text):
-                return text
+                return NAMES_OF_LARK.sub(self._by_id, text)
             case StructuralTags():
                 return self._tags(constraint)
             case Either(options):
@@ -168,6 +176,18 @@ class Vocabulary:
                 rules = "start: " + " | ".join(f"@{name}" for name in names)
                 inner = [self._named(name, option) for name, option in zip(names, options, strict=True)]
                 return json.dumps({"grammars": [{"name": "either", "lark_grammar": rules}, *inner]})
+
+    def _by_id(self, found: re.Match[str]) -> str:
+        """A control token of a grammar by its id; anything else as it is."""
+        token_id = self.control_ids.get(found[0])
+        return found[0] if token_id is None else f"<[{token_id}]>"
+
+    def _spelled(self, text: str) -> str:
+        """A text as the model writes it: control tokens in it by their ids."""
+        names = "|".join(map(re.escape, sorted(self.control_ids, key=len, reverse=True)))
+        pieces = re.split(f"({names})", text) if names else [text]
+        ids = self.control_ids
+        return " ".join(f"<[{ids[piece]}]>" if piece in ids else _quoted(piece) for piece in pieces if piece)
 
     def _named(self, name: str, constraint: Constraint) -> dict[str, Any]:
         """As one of several grammars."""
@@ -182,15 +202,45 @@ class Vocabulary:
         rules = ["%llguidance {}", f"start: ({' | '.join(names)})* TEXT", r"TEXT: /(.|\n)*/"]
         for name, tag in zip(names, constraint.tags, strict=True):
             trigger = max((one for one in constraint.triggers if tag.begin.startswith(one)), key=len)
-            if trigger in self.special_ids:
-                head = f"TEXT <[{self.special_ids[trigger]}]>"
+            if trigger in self.control_ids:
+                head = f"TEXT <[{self.control_ids[trigger]}]>"
             else:
                 rules.append(f"{name}_head[lazy]: TEXT {_quoted(trigger)}")
                 head = f"{name}_head"
             body = f"/{_slashed(tag.pattern)}/" if tag.pattern is not None else _inline_json(tag.schema)
-            parts = (head, _quoted(tag.begin[len(trigger) :]), body, _quoted(tag.end))
+            parts = (head, self._spelled(tag.begin[len(trigger) :]), body, self._spelled(tag.end))
             rules.append(f"{name}: {' '.join(filter(None, parts))}")
         return "\n".join(rules) + "\n"
+
+
+def _is_control(token: dict[str, Any]) -> bool:
+    """Whether the library keeps an added token out of texts: by its flag, or by the form of its name."""
+    name = token["content"]
+    return bool(token.get("special")) or (name.startswith("<") and name.endswith(">"))
+
+
+def _unspoken(known: dict[str, Any], control_ids: Mapping[str, int]) -> str:
+    """A tokenizer.json whose control tokens have names that no text has.
+
+    The library makes tokens of forced text, and would take a control token where the text has its name.
+    """
+    mark = secrets.token_hex(8)
+    names = {name: f"<{mark} {token_id}>" for name, token_id in control_ids.items()}
+
+    def renamed(name: Any) -> Any:
+        return names.get(name, name)
+
+    model = known.get("model") or {}
+    vocab = model.get("vocab")
+    if isinstance(vocab, dict):
+        model["vocab"] = {renamed(name): token_id for name, token_id in vocab.items()}
+    elif isinstance(vocab, list):
+        model["vocab"] = [[renamed(name), score] for name, score in vocab]
+    if model.get("unk_token") is not None:
+        model["unk_token"] = renamed(model["unk_token"])
+    for token in known.get("added_tokens") or []:
+        token["content"] = renamed(token["content"])
+    return msgspec.json.encode(known).decode()
 
 
 class GuidanceGrammar:
@@ -310,7 +360,7 @@ def _refused(why: str) -> InvalidRequest:
 
 def _quoted(text: str) -> str:
     """As a literal of Lark's; empty for no text."""
-    return json.dumps(text, ensure_ascii=False) if text else ""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f") if text else ""
 
 
 def _slashed(pattern: str) -> str:
@@ -321,4 +371,5 @@ def _shown(problem: str) -> str:
     """The library's message on one line, without its parser's state."""
     text = " ".join(problem.split("<state>")[0].replace("<non-verbose/>", "").split())
     text = "no text fits it" if text.startswith("NoExtension") else text
+    text = "oneOf: its options have texts in common; anyOf admits them" if "coerce_one_of" in text else text
     return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "..."

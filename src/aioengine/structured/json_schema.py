@@ -33,6 +33,7 @@ _DATE = rf"(?:{_YEAR}-{_DAY_OF_ANY_YEAR}|{_LEAP_YEAR}-02-29)"
 # No leap seconds, and capital letters: what parsers of times commonly read.
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 _BASE64 = r"^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
+_UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 MAX_PATTERNS = 4
 MAX_SCHEMAS_DEEP = 100
 """That a text must fit by ``allOf``, ``anyOf``, ``oneOf`` and ``$ref`` within each other."""
@@ -72,6 +73,7 @@ def unsound_keywords(schema: Any) -> list[str]:
         found.extend(_unsound_counts(node))
         found.extend(_unsound_lists(node))
         found.extend(_unsound_numbers(node))
+        found.extend(_unwritable_texts(node))
         found.extend(_unsound_patterns(node))
     found.extend(_endless_patterns(nodes))
     for together in _applied_together(nodes):
@@ -111,6 +113,12 @@ def _unsound_numbers(node: dict[str, Any]) -> Iterator[str]:
     for keyword in ("const", "enum"):
         if any(map(_is_rounded, _scalars(node.get(keyword)))):
             yield f"{keyword}: numbers beyond 2**53 are rounded"
+
+
+def _unwritable_texts(node: dict[str, Any]) -> Iterator[str]:
+    for keyword in ("const", "enum"):
+        if any(isinstance(text, str) and _UNWRITABLE.search(text) for text in _scalars(node.get(keyword))):
+            yield f"{keyword}: the library drops control characters other than \\b, \\t, \\n, \\f and \\r"
 
 
 def _is_rounded(value: Any) -> bool:
@@ -231,6 +239,8 @@ def _put_right(schema: Any) -> Any:
         return schema
     better: dict[str, Any] = {}
     for keyword, value in schema.items():
+        if keyword == "uniqueItems" and value is False:
+            continue
         if keyword in _MAPS and isinstance(value, dict):
             better[keyword] = {name: _put_right(inner) for name, inner in value.items()}
         elif keyword in (*_LISTS, *_ONES):
