@@ -194,7 +194,7 @@ def read_response_format(given: dict[str, Any] | None) -> Constraint | None:
         return Json(schema)
     if kind == "structural_tag":
         return read_structural_tag(given)
-    told = "response_format.type is text, json_object or json_schema"
+    told = "response_format.type is text, json_object, json_schema or structural_tag"
     raise invalid_value("response_format", told)
 
 

@@ -314,7 +314,7 @@ def read_schema(given: str | dict[str, Any] | bool) -> Any:
     try:
         return msgspec.json.decode(given, type=dict[str, Any] | bool)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
-        raise _refuse("", f"the schema is no JSON object: {error}") from None
+        raise _refuse("", f"the schema is no JSON object: {error}; it begins {shorten(given)}") from None
 
 
 def read_structural_tag(given: Any) -> StructuralTags:
