@@ -47,8 +47,6 @@ UNSOUND: tuple[Unsound, ...] = (
         {"type": "object", "patternProperties": {"^a": {"type": "integer"}}},
         '{"\\u0061":"x"}',
     ),
-    Unsound("a control character", "const", {"const": "a\x01b"}, '"ab"'),
-    Unsound("control characters within", "enum", {"enum": [["a\x7f"], 1]}, '["a"]'),
     Unsound(
         "prefixItems beside additionalItems",
         "additionalItems",

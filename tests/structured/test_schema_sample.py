@@ -182,6 +182,17 @@ def test_nothing_is_put_right_where_no_schema_stands() -> None:
     assert "format" not in better["properties"]["items"]
 
 
+@pytest.mark.parametrize("keyword", ["const", "enum"])
+def test_a_control_character_of_a_constant_is_refused_and_not_left_out(keyword: str) -> None:
+    for text in ("a\x01b", "\x00", "a\x7f"):
+        with pytest.raises(Refused, match=f"{keyword}: a control character"):
+            compile_schema({keyword: [{"a": text}]})
+    for text in ("a\n\t\b\f\r", "\x80\u2028", '"\\/'):
+        written = json.dumps([{"a": text}], ensure_ascii=False)
+        constant = {keyword: [{"a": text}] if keyword == "const" else [[{"a": text}]]}
+        assert is_admitted(compile_schema(constant), written)
+
+
 def test_texts_that_are_encoded_are_whole() -> None:
     schema = {"type": "string", "contentEncoding": "base64"}
     grammar = compile_schema(schema)

@@ -118,7 +118,7 @@ def _unsound_numbers(node: dict[str, Any]) -> Iterator[str]:
 def _unwritable_texts(node: dict[str, Any]) -> Iterator[str]:
     for keyword in ("const", "enum"):
         if any(isinstance(text, str) and _UNWRITABLE.search(text) for text in _scalars(node.get(keyword))):
-            yield f"{keyword}: the library drops control characters other than \\b, \\t, \\n, \\f and \\r"
+            yield f"{keyword}: a control character is written with \\u, and texts here are not"
 
 
 def _is_rounded(value: Any) -> bool:
