@@ -34,6 +34,7 @@ FLOORS = """
     outputs
     config metrics sampling_params
     structured tool_calls
+    type_schema
     import_path own_process plain_struct plugins progress turns validation
     _version errors
 """.strip().splitlines()

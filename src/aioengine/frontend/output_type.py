@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -11,8 +10,9 @@ import msgspec
 from aioengine.errors import InvalidRequest, OutputNotParsed
 from aioengine.outputs import CompletionOutput, RequestOutput
 from aioengine.sampling_params import SamplingKeywords, SamplingParams
-from aioengine.structured.constraints import Json, as_constraint, schema_of
-from aioengine.validation import shorten
+from aioengine.structured.constraints import Json
+from aioengine.type_schema import TypeSchema, describe, is_type, no_schema
+from aioengine.validation import shorten, typed
 
 
 class OutputType:
@@ -29,10 +29,8 @@ class OutputType:
 
     def __init__(self, kind: Any) -> None:
         self._kind = kind
-        constraint = as_constraint(kind) if isinstance(kind, dict) else Json(_schema_of(kind))
-        assert isinstance(constraint, Json)
-        self.constraint = constraint
-        self._decode = msgspec.json.decode if isinstance(kind, dict) else _decoder_of(kind)
+        schema, self._decode = _describe(kind)
+        self.constraint = Json(schema)
 
     def constrain(
         self, params: SamplingParams | None, sampling: SamplingKeywords
@@ -72,25 +70,31 @@ class OutputType:
         return msgspec.structs.replace(choice, parsed=value)
 
 
-def _schema_of(kind: Any) -> dict[str, Any]:
+def _describe(kind: Any) -> TypeSchema:
+    """
+    Raises:
+        InvalidRequest: nothing can be asked for by it.
+    """
+    if isinstance(kind, dict):
+        return TypeSchema(kind, msgspec.json.decode)
+    if not is_type(kind):
+        raise _refused(f"it is {typed(kind)}, and no type; give one, such as a dataclass, or a JSON schema as a dict")
     try:
-        return _schema_once(kind)
-    except TypeError:  # it has no hash
-        return schema_of(kind)
+        return _describe_once(kind)
+    except Exception as error:  # a class of the caller's own may raise anything while its schema is made
+        raise _refused(no_schema(kind, error)) from None
 
 
-_schema_once = functools.lru_cache(maxsize=128)(schema_of)
+def _refused(message: str) -> InvalidRequest:
+    return InvalidRequest(f"output_type: {message}", param="output_type")
 
 
-def _decoder_of(kind: Any) -> Callable[[str], Any]:
-    """As `schema_of` finds the schema: pydantic's models by pydantic, others by msgspec where it knows them."""
-    if callable(getattr(kind, "model_validate_json", None)):
-        validate: Callable[[str], Any] = kind.model_validate_json
-        return validate
+def _describe_once(kind: Any) -> TypeSchema:
     try:
-        msgspec.json.schema(kind)
+        hash(kind)
     except TypeError:
-        import pydantic
+        return describe(kind)
+    return _described(kind)
 
-        return pydantic.TypeAdapter(kind).validate_json
-    return functools.partial(msgspec.json.decode, type=kind)
+
+_described = functools.lru_cache(maxsize=128)(describe)

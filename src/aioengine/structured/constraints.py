@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import typing
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -15,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from aioengine.errors import InvalidRequest
+from aioengine.type_schema import describe, is_type, no_schema
 from aioengine.validation import check_fields, shorten, typed
 
 MAX_CONSTRAINT_BYTES = 256 * 1024
@@ -198,55 +198,16 @@ def as_constraint(given: Any) -> Constraint:
     raise _refuse("", f"it is {typed(given)}; give a JSON schema as a dict, a type, or Json, Regex, Choice, ...")
 
 
-def is_type(given: Any) -> bool:
-    """Whether it is a type, or made of types, such as ``int | None``."""
-    return isinstance(given, type) or typing.get_origin(given) is not None
-
-
 def schema_of(kind: Any) -> dict[str, Any]:
-    """The JSON schema of a type. Its objects have no other properties than the type's, where that does not say.
+    """The JSON schema of a type, as `describe` has it.
 
     Raises:
-        InvalidRequest: neither pydantic nor msgspec has one for it.
+        InvalidRequest: there is none.
     """
-    problem: Exception | None = None
-    for make in _schema_makers(kind):
-        try:
-            schema: dict[str, Any] = _closed(make())
-            return schema
-        except Exception as error:  # a class of the caller's own may raise anything while its schema is made
-            problem = problem or error
-    raise _refuse("", f"{shorten(kind)} has no JSON schema: {type(problem).__name__}: {problem}"[:500]) from None
-
-
-def _closed(schema: Any) -> Any:
-    """A copy in which objects with properties have no others, unless they say so: a model would go on adding some."""
-    if isinstance(schema, list):
-        return [_closed(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed = {key: _closed(value) for key, value in schema.items() if key in _OF_SCHEMAS}
-    closed |= {key: {name: _closed(value) for name, value in schema[key].items()} for key in _OF_NAMES if key in schema}
-    if "properties" in schema:
-        closed.setdefault("additionalProperties", False)
-    return {**schema, **closed}
-
-
-_OF_SCHEMAS = frozenset({"additionalProperties", "anyOf", "items", "oneOf", "prefixItems"})
-"""Keywords whose values are schemas, or lists of them."""
-_OF_NAMES = ("$defs", "definitions", "properties")
-"""Keywords whose values are schemas by name."""
-
-
-def _schema_makers(kind: Any) -> list[Any]:
-    def by_pydantic() -> Any:
-        import pydantic
-
-        return pydantic.TypeAdapter(kind).json_schema()
-
-    if callable(getattr(kind, "model_json_schema", None)):
-        return [kind.model_json_schema]
-    return [lambda: msgspec.json.schema(kind), by_pydantic]
+    try:
+        return describe(kind).schema
+    except Exception as error:  # a class of the caller's own may raise anything while its schema is made
+        raise _refuse("", no_schema(kind, error)) from None
 
 
 SETTINGS_OF_VLLM = (

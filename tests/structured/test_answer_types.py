@@ -1,0 +1,171 @@
+"""Types as answers: what they admit is read as their values, and what cannot be asked for exactly is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import decimal
+import enum
+import random
+import sys
+import uuid
+from typing import Annotated, Any, Literal, NamedTuple, NewType
+
+import annotated_types
+import msgspec
+import pydantic
+import pytest
+from pydantic import Field
+from structured.walks import compile_schema, walk
+from typing_extensions import TypedDict
+
+from aioengine import InvalidRequest, SamplingParams
+from aioengine.frontend.output_type import OutputType
+from aioengine.type_schema import describe
+
+NUM_WALKS = 12
+
+Hundreds = Annotated[int, Field(ge=100, le=200)]
+
+
+class Kid(pydantic.BaseModel):
+    age: int = Field(ge=3, le=5)
+
+
+class Class(TypedDict):
+    kids: list[Kid]
+
+
+class Counted(TypedDict):
+    number: Hundreds
+
+
+class Pair(NamedTuple):
+    first: Hundreds
+    second: Annotated[str, annotated_types.MaxLen(3)]
+
+
+@dataclasses.dataclass
+class Plain:
+    number: Hundreds
+
+
+@dataclasses.dataclass
+class WithDefault:
+    number: int = Field(default=100, ge=100, le=200)
+
+
+@pydantic.dataclasses.dataclass
+class OfPydantic:
+    number: int = Field(ge=100, le=200)
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    GREEN = "green"
+
+
+class Hour(msgspec.Struct, tag=True):
+    at: datetime.datetime
+    lasts: datetime.timedelta | None = None
+
+
+class Day(msgspec.Struct, tag=True):
+    hours: list[Hour | datetime.time | None]
+    next: Day | Hour | None = None
+    names: dict[Literal["a", "b"], Hour] = {}
+
+
+class Rest(pydantic.BaseModel):
+    price: decimal.Decimal
+    share: Annotated[decimal.Decimal, Field(max_digits=2, decimal_places=2)]
+    rate: Annotated[decimal.Decimal, Field(max_digits=3)]
+    part: Annotated[decimal.Decimal, Field(ge=1, le=20)]
+    when: datetime.time
+    lasts: datetime.timedelta
+    by_number: dict[int, bool]
+    by_colour: dict[Colour, bool]
+
+
+OF_PYDANTIC = [
+    *(
+        Hundreds,
+        pydantic.conint(gt=500, lt=700),
+        pydantic.constr(pattern="^[A-Z]{3}$"),
+        list[Hundreds],
+        Hundreds | None,
+    ),
+    *(Annotated[int, annotated_types.Ge(500)], NewType("Number", Hundreds), Kid, Class, Counted, Pair, Plain),
+    *(WithDefault, OfPydantic, Rest),
+]
+OF_MSGSPEC = [
+    *(datetime.datetime, datetime.time, datetime.timedelta, decimal.Decimal, Hour, Day, list[Day | Hour]),
+    *(dict[Literal["a", "b"], bool], dict[int, bool], dict[uuid.UUID, bool], dict[Colour, bool], dict[str, bool]),
+    dict[Annotated[str, msgspec.Meta(pattern="^[a-c]+$")], bool],
+]
+
+
+@pytest.mark.parametrize("kind", [*OF_PYDANTIC, *OF_MSGSPEC], ids=str)
+def test_what_a_type_admits_is_read_as_its_value(kind: Any) -> None:
+    schema, read = describe(kind)
+    grammar = compile_schema(schema, whitespace=False)
+    texts = [walk(grammar, random.Random(seed), num_free_tokens=40, max_tokens=600) for seed in range(NUM_WALKS)]
+    ended = [one.text for one in texts if one.has_ended]
+    assert len(ended) > NUM_WALKS // 2
+    for text in ended:
+        read(text.decode(errors="replace"))  # a walk may draw half of a letter
+
+
+@pytest.mark.parametrize("kind", OF_PYDANTIC[:6], ids=str)
+def test_constraints_of_pydantic_are_in_the_schema_and_in_the_reading(kind: Any) -> None:
+    schema, read = describe(kind)
+    assert any(word in str(schema) for word in ("minimum", "exclusiveMinimum", "pattern"))
+    with pytest.raises(pydantic.ValidationError):
+        read("[5]" if schema.get("type") == "array" else "5")
+
+
+def test_types_without_anything_of_pydantic_stay_with_msgspec(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pydantic", None)
+    assert describe(list[Annotated[int, msgspec.Meta(ge=3), "a word"]]).read("[3]") == [3]
+    with pytest.raises(TypeError, match="pydantic reads, and that is not installed"):
+        describe(Annotated[int, annotated_types.Ge(3)])
+
+
+def test_what_neither_library_takes_is_refused() -> None:
+    class Arbitrary(pydantic.BaseModel, arbitrary_types_allowed=True):
+        hour: Hour
+
+    class Bounded(msgspec.Struct):
+        number: Annotated[int, annotated_types.Ge(3)]
+
+    for kind in (Arbitrary, Bounded, list[Kid | Hour], Annotated[Kid, msgspec.Meta()]):
+        with pytest.raises(InvalidRequest, match=r"which pydantic reads, and .* msgspec reads") as raised:
+            OutputType(kind)
+        assert raised.value.param == "output_type"
+
+
+class Naive(pydantic.BaseModel):
+    at: pydantic.NaiveDatetime
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (complex, "take two floats"),
+        (dict[str, list[complex]], "take two floats"),
+        (pydantic.Json[int], "take the type that is in it"),
+        (Naive, "with its zone"),
+        (Annotated[datetime.datetime, msgspec.Meta(tz=False)], "leave out tz=False"),
+        (dict[datetime.date, bool], "cannot be kept to keys of"),
+        (dict[Literal[1, 2], bool], "cannot be kept to keys of"),
+        (Annotated[dict[float, bool], Field(max_length=3)], "cannot be kept to keys of"),
+        (Any, "says nothing"),
+        (object, "says nothing"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_asked_for_exactly_is_refused_at_the_call(kind: Any, said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        OutputType(kind)
+    with pytest.raises(InvalidRequest, match=said):
+        SamplingParams(structured=kind)
