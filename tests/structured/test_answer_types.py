@@ -19,7 +19,7 @@ from pydantic import Field
 from structured.walks import compile_schema, walk
 from typing_extensions import TypedDict
 
-from aioengine import InvalidRequest, SamplingParams
+from aioengine import Engine, InvalidRequest, Json, OutputNotParsed, Regex, SamplingParams
 from aioengine.frontend.output_type import OutputType
 from aioengine.type_schema import describe
 
@@ -169,3 +169,37 @@ def test_what_cannot_be_asked_for_exactly_is_refused_at_the_call(kind: Any, said
         OutputType(kind)
     with pytest.raises(InvalidRequest, match=said):
         SamplingParams(structured=kind)
+
+
+# What else is said
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (Regex("a|b"), "give it as structured="),
+        (Json(), "give it as structured="),
+        ({}, "an empty schema"),
+        (lambda: None, "it is a function, and no type"),
+        ("int", "it is a str, and no type"),
+    ],
+)
+def test_what_is_no_type_is_refused(given: Any, said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said) as raised:
+        OutputType(given)
+    assert raised.value.param == "output_type"
+
+
+def test_a_type_in_place_of_a_schema_is_refused() -> None:
+    given: Any = Kid
+    with pytest.raises(InvalidRequest, match=r"give .*Kid.* itself, or its schema"):
+        Json(given)
+
+
+async def test_an_answer_without_its_text_is_refused_and_a_stop_string_that_cuts_it_is_named() -> None:
+    async with Engine() as engine:
+        for call in ({"detokenize": False}, {"sampling_params": SamplingParams(detokenize=False)}):
+            with pytest.raises(InvalidRequest, match="leave out detokenize=False"):
+                await engine.generate("A kid:", output_type=Kid, **call)
+        with pytest.raises(OutputNotParsed, match="cut at the stop string 'age'"):
+            await engine.generate("A kid:", output_type=Kid, stop="age", max_tokens=50)

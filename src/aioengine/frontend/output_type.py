@@ -10,7 +10,7 @@ import msgspec
 from aioengine.errors import InvalidRequest, OutputNotParsed
 from aioengine.outputs import CompletionOutput, RequestOutput
 from aioengine.sampling_params import SamplingKeywords, SamplingParams
-from aioengine.structured.constraints import Json
+from aioengine.structured.constraints import Constraint, Json
 from aioengine.type_schema import TypeSchema, describe, is_type, no_schema
 from aioengine.validation import shorten, typed
 
@@ -38,8 +38,10 @@ class OutputType:
         """The parameters of a call, or its keywords, with the constraint.
 
         Raises:
-            InvalidRequest: they have one already.
+            InvalidRequest: they have one already, or ask for no text.
         """
+        if getattr(params, "detokenize", True) is False or sampling.get("detokenize") is False:
+            raise InvalidRequest("output_type is read from the text: leave out detokenize=False", param="output_type")
         if getattr(params, "structured", None) is not None or sampling.get("structured") is not None:
             raise InvalidRequest("output_type is a constraint itself: leave structured out", param="output_type")
         if isinstance(params, SamplingParams):
@@ -65,9 +67,16 @@ class OutputType:
         try:
             value = self._decode(choice.text)
         except Exception as error:  # pydantic's, msgspec's, and what the type's own validators raise
-            problem = f"the answer is no {shorten(self._kind)}: {type(error).__name__}: {error}"
+            cut = (
+                f"it was cut at the stop {_shown_stop(choice.stop_reason)}; " if choice.stop_reason is not None else ""
+            )
+            problem = f"the answer is no {shorten(self._kind)}: {cut}{type(error).__name__}: {error}"
             raise OutputNotParsed(problem, choice.text, output) from error
         return msgspec.structs.replace(choice, parsed=value)
+
+
+def _shown_stop(reason: int | str) -> str:
+    return f"{'string' if isinstance(reason, str) else 'token'} {reason!r}"
 
 
 def _describe(kind: Any) -> TypeSchema:
@@ -75,7 +84,11 @@ def _describe(kind: Any) -> TypeSchema:
     Raises:
         InvalidRequest: nothing can be asked for by it.
     """
+    if isinstance(kind, Constraint):
+        raise _refused(f"{shorten(kind)} is a constraint, and no type: give it as structured=...")
     if isinstance(kind, dict):
+        if not kind:
+            raise _refused("an empty schema says nothing of the answer; give a type, or a schema that does")
         return TypeSchema(kind, msgspec.json.decode)
     if not is_type(kind):
         raise _refused(f"it is {typed(kind)}, and no type; give one, such as a dataclass, or a JSON schema as a dict")

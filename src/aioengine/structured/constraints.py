@@ -79,6 +79,8 @@ class Json(_Constraint, frozen=True, tag="json"):
     lenient: bool = False
 
     def __post_init__(self) -> None:
+        if is_type(self.schema):
+            raise _refuse("", f"Json takes a schema: give {shorten(self.schema)} itself, or its schema")
         try:
             text = json.dumps(self.schema, allow_nan=False)
         except (TypeError, ValueError) as error:
