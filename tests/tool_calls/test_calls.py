@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Annotated, Any, Literal
 
 import msgspec
+import pydantic
 import pytest
 
 from aioengine.errors import InvalidRequest
@@ -215,3 +217,28 @@ def test_a_choice_picks_its_tools() -> None:
     assert ToolChoice("auto").pick(TOOLS) == TOOLS
     assert ToolChoice("required", ("now",)).pick(TOOLS) == TOOLS[1:]
     assert ToolChoice("none").pick(TOOLS) == ()
+
+
+def test_a_function_whose_arguments_have_pydantics_constraints_is_a_tool_that_keeps_them() -> None:
+    def draw(number: Annotated[int, pydantic.Field(ge=100, le=102)]) -> None: ...
+
+    [tool] = read_tools([draw])
+    assert tool.parameters["properties"]["number"]["minimum"] == 100
+    assert tool.parameters["properties"]["number"]["maximum"] == 102
+
+
+def test_a_default_without_a_json_form_is_passed_over_in_silence() -> None:
+    def keep(value: object = object()) -> None: ...
+
+    [tool] = read_tools([keep])  # a warning is an error here
+    assert "required" not in tool.parameters
+    assert "default" not in tool.parameters["properties"]["value"]
+
+
+def test_what_is_called_and_is_no_function_is_refused() -> None:
+    class Called:
+        def __call__(self) -> None: ...
+
+    for given in (functools.partial(weather, "Rome"), Called()):
+        with pytest.raises(InvalidRequest, match="give one, or a dict in OpenAI's form"):
+            read_tools([given])

@@ -10,6 +10,7 @@ import msgspec
 
 from aioengine.errors import InvalidRequest
 from aioengine.plain_struct import PlainStruct
+from aioengine.type_schema import schema_by_pydantic, uses_pydantic
 from aioengine.validation import invalid, nearest, shorten, typed
 
 MAX_TOOLS = 128
@@ -232,6 +233,8 @@ def _fields_of(given: Any) -> Any:
 
 
 def _fields_of_function(function: Callable[..., Any]) -> dict[str, Any]:
+    if not hasattr(function, "__name__"):
+        raise TypeError("its name and arguments are read from a function: give one, or a dict in OpenAI's form")
     try:
         name = function.__name__
         hints = get_type_hints(function, include_extras=True)
@@ -250,15 +253,21 @@ def _fields_of_function(function: Callable[..., Any]) -> dict[str, Any]:
 def _schema_of(name: str, arguments: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
     """A JSON schema of an object of these: name -> (type, default, or NODEFAULT where one must be given)."""
     fields = [(key, kind, default) for key, (kind, default) in arguments.items()]
-    try:
-        struct = msgspec.defstruct(name, fields, kw_only=True)
-        definitions = msgspec.json.schema(struct)["$defs"]
-        schema: dict[str, Any] = definitions.pop(name)
-        schema |= {"$defs": definitions} if definitions else {}
-    except TypeError:  # a type that pydantic may know
+    schema = None if any(uses_pydantic(kind) for _, kind, _ in fields) else _schema_by_msgspec(name, fields)
+    if schema is None:
         import pydantic
 
         given: Any = {key: (kind, ... if default is msgspec.NODEFAULT else default) for key, kind, default in fields}
-        schema = pydantic.create_model(name, **given).model_json_schema()
+        schema = schema_by_pydantic(pydantic.create_model(name, **given))
     del schema["title"]
     return schema | {"additionalProperties": False}
+
+
+def _schema_by_msgspec(name: str, fields: list[tuple[str, Any, Any]]) -> dict[str, Any] | None:
+    """None where it has no schema for a type, which pydantic may know."""
+    try:
+        definitions = msgspec.json.schema(msgspec.defstruct(name, fields, kw_only=True))["$defs"]
+    except TypeError:
+        return None
+    schema: dict[str, Any] = definitions.pop(name)
+    return schema | ({"$defs": definitions} if definitions else {})
