@@ -183,8 +183,12 @@ def read_chat(request: MessageRequest, max_messages: int) -> list[dict[str, Any]
         blocks = [Block("text", text=blocks)] if isinstance(blocks, str) else blocks
         if message.role not in ("user", "assistant", "system"):
             raise invalid_value("messages", f"messages[{place}].role: user or assistant is needed")
+        if not blocks and message.role != "assistant":  # an answer of nothing has no blocks, and is sent back so
+            raise invalid_value("messages", f"messages[{place}].content is empty; give a text or blocks")
         for kind, group in itertools.groupby(blocks, lambda block: block.type):
             _add_blocks(chat, f"messages[{place}]", message.role, kind, group)
+    if not chat.messages:
+        raise invalid_value("messages", "messages hold nothing but empty answers; give one of the user")
     return chat.messages
 
 
