@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
+import httpx
 import openai
 import pydantic
 import pytest
@@ -165,6 +166,23 @@ async def test_constraints_that_contradict_each_other_are_a_400(extra: dict[str,
             asked: Any = {**CHAT, "response_format": OF_ANIMAL, "stream": is_streamed, "extra_body": extra}
             error = await refused(client.chat.completions.create(**asked))
             assert error.param == param
+
+
+CONTRADICTION: dict[str, Any] = {"guided_choice": ["a", "b"], "bad_words": ["a", "b"]}
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "responses", "messages"])
+async def test_a_contradiction_found_amid_a_stream_is_the_callers(
+    http: httpx.AsyncClient, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt = {"completions": {"prompt": "x"}, "responses": {"input": "x"}}.get(path, {"messages": HELLO})
+    length = {"max_output_tokens" if path == "responses" else "max_tokens": 5}
+    with caplog.at_level(logging.INFO, "aioengine.server"):
+        answer = await http.post(f"/v1/{path}", json={**prompt, **length, **CONTRADICTION, "stream": True})
+    assert (answer.status_code, "leaves no token" in answer.text) == (200, True), answer.text
+    (record,) = [record for record in caplog.records if record.name == "aioengine.server"]
+    assert (record.levelname, record.exc_info) == ("INFO", None)
+    assert "refused (no_token_left)" in record.message
 
 
 async def test_an_answer_that_was_cut_is_told_by_the_clients_own_error() -> None:

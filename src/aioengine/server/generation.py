@@ -286,8 +286,10 @@ class GenerationCall:
             try:
                 await self._relay_deltas(request, group, answer, monitor)
             except AioEngineError as error:
-                record.outcome, record.error = "error", error
-                last = answer.failing(api_error_of(error))
+                told = api_error_of(error)
+                record.error, record.error_code, record.error_param = error, told.code, told.param
+                record.outcome = "refused" if told.status < 500 else "error"
+                last = answer.failing(told)
             else:
                 last = answer.closing(group.outputs())
             for first in range(0, len(last), PIECE_BYTES):

@@ -12,7 +12,8 @@ Outcome = Literal["ok", "refused", "client_gone", "cut", "shed", "error"]
 """How a request ended.
 
 - ok: the whole response was sent, and it was what was asked for.
-- refused: something was wrong with the request, and the whole response (4xx) said what.
+- refused: something was wrong with the request, and the whole response (4xx) said what; or an error in the middle of a
+  stream did, where that was found only then.
 - client_gone: the client left before that.
 - cut: the client stopped reading, and the server ended the connection.
 - shed: it was refused for want of room (503), before any costly work.
