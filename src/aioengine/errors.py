@@ -140,7 +140,7 @@ class WireError(AioEngineError):
 
 
 class InternalError(AioEngineError):
-    """A bug in aioengine; please report it."""
+    """A bug in aioengine, to be reported; or in a class that it was given, which the message then names."""
 
 
 def text_of(error: BaseException) -> str:

@@ -5,8 +5,9 @@ Whatever way an engine is had, its device is reached by its public API alone: `E
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from hostile_errors import HOSTILE
@@ -17,6 +18,7 @@ from aioengine.core.worker_functions import Worker, worker_function
 from aioengine.scheduler.plan import RowSampling
 from aioengine.scheduler.policy import Policy
 from aioengine.scheduler.sequence import Sequence
+from aioengine.scheduler.waiting_queue import WaitingQueue
 from aioengine.testing import sample_hash
 from doubles.weighted_executor import WeightedExecutor
 
@@ -32,6 +34,37 @@ class ByTenant(Policy):
 
     def key(self, sequence: Sequence) -> tuple[int, float]:
         return 0, -int(sequence.request.tenant)
+
+
+class Unfit(Policy):
+    """A policy of one's own that cannot order some tenants' requests, and breaks later at another's."""
+
+    counts_service = True
+    KEYS: ClassVar[dict[str, Any]] = {
+        "text": "x", "none": None, "triple": (0, 1, 2), "words": ("a", "b"), "nan": (0, math.nan),
+    }  # fmt: skip
+
+    def key(self, sequence: Sequence) -> tuple[int, float]:
+        if sequence.request.tenant == "raises":
+            raise LookupError("an unknown customer")
+        key: tuple[int, float] = self.KEYS.get(sequence.request.tenant, (0, 0))
+        return key
+
+    def on_admitted(self, sequence: Sequence) -> None:
+        if sequence.request.tenant == "later":
+            raise LookupError("an unknown account")
+
+    def make_queue(self) -> WaitingQueue:
+        return FussyQueue()
+
+
+class FussyQueue(WaitingQueue):
+    """Takes one of the tenant "again" once, and breaks when it waits again."""
+
+    def add(self, sequence: Sequence) -> None:
+        if sequence.has_run and sequence.request.tenant == "again":
+            raise LookupError("an unknown place")
+        super().add(sequence)
 
 
 class Device(WeightedExecutor):

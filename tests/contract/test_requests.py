@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 from contract.fakes import VOCAB_SIZE
-from contract.ways import BOTH_LOOPS, Opener, has_load, ids_of, reasons_of, same_output, told
+from contract.ways import BOTH_LOOPS, REMOTE, Opener, has_load, ids_of, reasons_of, same_output, told
 from waiting import until
 
-from aioengine import Engine, SamplingParams
+from aioengine import Engine, EngineDead, SamplingParams
+from aioengine.errors import InternalError
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -183,6 +184,40 @@ async def test_a_policy_of_ones_own_is_found_by_its_path_and_knows_the_tenants(o
         await until(has_load(engine, waiting=4))
         await engine.resume()
     assert ended == ["4", "3", "2", "1"]
+
+
+UNFIT = {
+    "raises": "cannot order this request: LookupError: an unknown customer",
+    **dict.fromkeys(["text", "none", "triple", "words", "nan"], r"wrong key: .*; it must be \(level, rank\)"),
+}
+
+
+async def test_one_that_a_policy_cannot_order_fails_alone(opener: Opener) -> None:
+    engine = await opener.open(scheduler="contract.fakes:Unfit")
+    async with engine.stream(PROMPT, seed=1, max_tokens=20) as other:
+        for tenant, said in UNFIT.items():
+            with pytest.raises(InternalError, match=f"policy Unfit .*{said}"):
+                await engine.generate(PROMPT, seed=1, max_tokens=2, n=2, tenant=tenant)
+        assert reasons_of(await other.finish()) == ["length"]
+    assert engine.health().status == "ALIVE"
+    assert engine.stats().waiting == engine.stats().running == 0
+
+
+async def test_an_engine_whose_policy_breaks_says_of_what_it_died(opener: Opener) -> None:
+    engine = await opener.open(scheduler="contract.fakes:Unfit")
+    with pytest.raises(EngineDead, match="LookupError: an unknown account"):
+        await engine.generate(PROMPT, seed=1, max_tokens=2, tenant="later")
+    assert engine.health().status == "DEAD"
+
+
+@pytest.mark.parametrize("way", REMOTE)
+async def test_also_where_it_breaks_at_a_readers_message(opener: Opener) -> None:
+    engine = await opener.open(scheduler="contract.fakes:Unfit")
+    async with engine.stream(PROMPT, seed=1, max_tokens=200, max_unread_tokens=2, tenant="again") as stream:
+        await until(has_load(engine, waiting=1))
+        with pytest.raises(EngineDead, match="LookupError: an unknown place"):
+            await stream.finish()
+    assert engine.health().status == "DEAD"
 
 
 # Streams

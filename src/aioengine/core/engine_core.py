@@ -53,7 +53,15 @@ class EngineCore(CoreState):
     _logprobs: OutputLogprobs | None = None
     """Of the tokens in `_unpublished`; None where no request asked for any."""
 
+    _broken: Exception | None = None
+    """What ends the loop before its next step."""
+
     # The loop
+
+    def break_down(self, cause: Exception) -> None:
+        """What serves this core broke, or the scheduler in its hands: `run` ends as if it had broken itself."""
+        self._broken = cause
+        self._has_news.set()
 
     async def run(self) -> None:
         """Run steps until cancelled, or until the device or this code breaks.
@@ -78,6 +86,8 @@ class EngineCore(CoreState):
     async def _run(self) -> None:
         while True:
             self._has_news.clear()
+            if self._broken is not None:
+                raise self._broken
             self._launch()
             await self._publish()
             self._conditions.check()

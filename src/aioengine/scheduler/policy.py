@@ -8,18 +8,20 @@ between two steps, so that it has to be quick and may wait for nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from numbers import Real
 from typing import Any
 
-from aioengine.errors import ConfigError
+from aioengine.errors import ConfigError, InternalError, describe
 from aioengine.import_path import load
 from aioengine.scheduler.sequence import Sequence
 from aioengine.scheduler.waiting_queue import TenantQueues, WaitingQueue
+from aioengine.validation import shorten
 
 
 class Policy:
     """First come, first served; and all that a policy can say. Each engine makes one of its own, without arguments.
 
-    What a policy raises ends the engine, but for `key`, which ends the request.
+    What a policy raises ends the engine, but for `key` and `Fair.tenant` of a request that comes, which end that alone.
     """
 
     counts_service = False
@@ -112,6 +114,26 @@ class Fair(Policy):
 
 
 POLICIES: dict[str, type[Policy]] = {"fcfs": Policy, "priority": ByPriority, "fair": Fair}
+
+
+def key_of(policy: Policy, sequence: Sequence) -> tuple[int, float]:
+    """A sequence's level and rank.
+
+    Raises:
+        InternalError: the policy cannot order it, or gives what is no order.
+    """
+    name = f"the scheduler's policy {type(policy).__name__}"
+    try:
+        key: Any = policy.key(sequence)
+        tenant: Any = policy.tenant(sequence) if isinstance(policy, Fair) else ""
+    except Exception as error:  # a class of the user's own may raise anything
+        raise InternalError(f"{name} cannot order this request: {describe(error)}") from error
+    is_pair = isinstance(key, tuple | list) and len(key) == 2
+    if not is_pair or not all(isinstance(part, Real) and part == part for part in key):  # NaN has no order
+        raise InternalError(f"{name} has a wrong key: {shorten(key)}; it must be (level, rank), two numbers")
+    if not isinstance(tenant, str):
+        raise InternalError(f"{name} has a wrong tenant: {shorten(tenant)}; it must be a str")
+    return key[0], key[1]
 
 
 def make_policy(scheduler: str) -> Policy:

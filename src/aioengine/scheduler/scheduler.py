@@ -17,7 +17,7 @@ from aioengine.outputs import FinishReason
 from aioengine.scheduler.budget import Budget, join, out_of_blocks, share_budget
 from aioengine.scheduler.kv_manager import KVManager
 from aioengine.scheduler.plan import EMPTY, Int32, StepPlan, StepResult, int32
-from aioengine.scheduler.policy import ByPriority, Policy
+from aioengine.scheduler.policy import ByPriority, Policy, key_of
 from aioengine.scheduler.preemption import Preemption
 from aioengine.scheduler.row_table import Bool, Rows, RowTable
 from aioengine.scheduler.sequence import Reason, Sequence, by_precedence
@@ -83,10 +83,14 @@ class Scheduler:
 
     # What callers do to sequences
 
-    def add(self, sequence: Sequence, reason: Reason = Reason.NONE) -> None:
-        """Take in a new sequence and its children, blocked if there is a ``reason``."""
+    def add(self, sequence: Sequence, reason: Reason = Reason.NONE, *, key: tuple[int, float] | None = None) -> None:
+        """Take in a new sequence and its children, blocked if there is a ``reason``.
+
+        Args:
+            key: see `key_of`; absent: the policy is asked for it.
+        """
         assert self.kv.blocks_for(sequence.limit - 1) <= self.kv.pool.num_blocks, f"{sequence} could never end"
-        level, rank = self.policy.key(sequence)
+        level, rank = key or key_of(self.policy, sequence)
         self._num_forks += bool(sequence.children)
         for member in (sequence, *sequence.children):
             member.order = self._next_order

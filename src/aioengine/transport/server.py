@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter, deque
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -134,10 +135,10 @@ class EngineServer:
             async with anyio.create_task_group() as self._tasks:
                 if self._keys is not None and self._zap is not None:
                     self._tasks.start_soon(self._keys.admit, self._zap)
-                self._tasks.start_soon(self._receive)
+                self._tasks.start_soon(self._or_break, self._receive)
                 self._tasks.start_soon(self._watch)
                 self._tasks.start_soon(self._beat)
-                self._tasks.start_soon(self._tidy)
+                self._tasks.start_soon(self._or_break, self._tidy)
                 await self.core.run()
                 self._tasks.cancel_scope.cancel()
         finally:
@@ -156,6 +157,13 @@ class EngineServer:
         await self._worker.aclose()
 
     # Tasks
+
+    async def _or_break(self, task: Callable[[], Awaitable[None]]) -> None:
+        """Run a task that calls the core; what it raises is what the core dies of, for all to hear."""
+        try:
+            await task()
+        except Exception as error:
+            self.core.break_down(error)
 
     async def _receive(self) -> None:
         while True:
