@@ -52,9 +52,9 @@ async def test_the_bound_holds_whoever_comes_and_goes(serve: Any, tasks: Any, de
     async with serve(depth=depth, config=config) as served:
         scheduler_add = served.core.scheduler.add
 
-        def add(*args: Any) -> None:
+        def add(*args: Any, **options: Any) -> None:
             nonlocal most
-            scheduler_add(*args)
+            scheduler_add(*args, **options)
             most = max(most, served.core.scheduler.num_unstarted)
 
         served.core.scheduler.add = add
