@@ -68,6 +68,7 @@ def test_calls_name_the_right_tools_and_have_the_right_arguments(demo: DemoModel
     assert too_low(tool_shares(demo, NUM_QUESTIONS), bounds) == {}
 
 
+@pytest.mark.nightly
 def test_tools_with_names_that_it_has_never_seen_are_called_too(demo: DemoModel) -> None:
     bounds = {
         "of its words: the tool": 0.65,
@@ -83,6 +84,7 @@ def test_a_schema_gets_the_values_that_answer_the_question() -> None:
     assert too_low(schema_shares(DEMO_MODEL, NUM_QUESTIONS), bounds) == {}
 
 
+@pytest.mark.nightly
 def test_what_is_thought_about_ends_with_the_right_answer(demo: DemoModel) -> None:
     bounds = {"sums of two digits": 0.5, "sums of three numbers": 0.65, "other questions": 0.75}
     assert too_low(thinking_shares(demo, NUM_QUESTIONS), bounds) == {}

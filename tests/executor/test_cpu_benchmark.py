@@ -25,6 +25,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it reads /proc")
 def test_it_compares_the_engine_with_the_limits_and_with_a_peer(tmp_path: Path) -> None:
     (tmp_path / "run_other.py").write_text(PEER)
@@ -63,6 +64,7 @@ def test_a_smaller_chunk_makes_the_prompt_wait_longer() -> None:
     assert small[4] > large[4], "seconds to the first token: 16 steps, and one"
 
 
+@pytest.mark.nightly
 def test_the_profile_of_a_step_adds_up() -> None:
     ended = run("benchmarks.profile_step", "--model", "demo", "--tiny", "--only", "W2")
     assert ended.returncode == 0, ended.stderr

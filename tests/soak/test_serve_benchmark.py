@@ -150,6 +150,7 @@ async def run_script(folder: Path, *arguments: str) -> dict[str, Any]:
     return figures
 
 
+@pytest.mark.nightly
 async def test_a_server_is_measured_by_its_url(serving: Any, tmp_path: Path) -> None:
     async with serving.own.open_server("bare", serving.own.Setting()) as server:
         figures = await run_script(
