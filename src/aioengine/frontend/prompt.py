@@ -45,9 +45,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     request_id: Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
-    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None
-    on_full: OnFull
+    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+    on_full: OnFull = "wait"
     tenant: Annotated[str, Meta(min_length=1, max_length=MAX_TENANT_CHARS)] | None = None
     trace_headers: dict[str, str] | None = None
     """Names in lower case."""
