@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import typing
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, NamedTuple
@@ -46,7 +47,7 @@ def is_type(given: Any) -> bool:
 
 
 def describe(kind: Any) -> TypeSchema:
-    """Its schema admits no JSON that it cannot read, but for what validators and classes of the caller's own refuse.
+    """Its schema admits no JSON that it cannot read, but for numbers beyond a double's, and what validators refuse.
 
     Objects of the schema have no other properties than the type's, where that does not say.
 
@@ -87,11 +88,7 @@ def no_schema(kind: Any, error: Exception) -> str:
 
 
 def _has_pydantic() -> bool:
-    try:
-        import pydantic
-    except ImportError:
-        return False
-    return bool(pydantic)
+    return importlib.util.find_spec("pydantic") is not None
 
 
 def _closed(schema: Any) -> Any:
