@@ -160,6 +160,9 @@ async def test_a_conversation_goes_on_where_it_was(engine: Engine, client: Async
     )
     assert sent.output_text == expected.text
     assert await client.responses.retrieve(first.id) == first
+    with pytest.raises(openai.BadRequestError, match="made in the background") as refused:
+        await client.responses.retrieve(first.id, stream=True)
+    assert refused.value.param == "stream"
     assert first.metadata == {"a": "b"}
 
 

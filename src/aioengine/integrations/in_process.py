@@ -31,7 +31,8 @@ class InProcessExchange:
     moment. The API's side is that of every `Exchange`.
 
     Args:
-        path: below the API's root, with no query.
+        path: below the API's root.
+        query: behind "?", if any.
         headers: with names in lower case.
         body: the request's, whole: it is in memory already.
         read_timeout_s: how long the client waits for the next bytes; absent: for ever.
@@ -43,10 +44,11 @@ class InProcessExchange:
     client = "in-process"
 
     def __init__(
-        self, method: str, path: str, headers: Mapping[str, str], body: bytes, read_timeout_s: float | None
+        self, method: str, path: str, query: str, headers: Mapping[str, str], body: bytes, read_timeout_s: float | None
     ) -> None:
         self.method = method
         self.path = path
+        self.query = query
         self.headers = headers
         self.status = 0
         self.response_headers: Mapping[str, str] = {}

@@ -231,7 +231,8 @@ class AnswerBody(HTTP.SyncByteStream):  # type: ignore[misc]
 def _exchange_of(request: Any, body: bytes) -> InProcessExchange:
     headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in request.headers.raw}
     read_timeout_s = request.extensions.get("timeout", {}).get("read")
-    return InProcessExchange(request.method, request.url.path, headers, body, read_timeout_s)
+    url = request.url
+    return InProcessExchange(request.method, url.path, url.query.decode("ascii"), headers, body, read_timeout_s)
 
 
 def _response(exchange: InProcessExchange, api: InProcessApi, body: Any) -> Any:

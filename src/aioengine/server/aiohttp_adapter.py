@@ -150,6 +150,7 @@ class AiohttpExchange:
     def __init__(self, request: web.Request, disconnects: DisconnectWatcher, write_timeout_s: float) -> None:
         self.method = request.method
         self.path = "/" + request.match_info[PATH_BELOW]
+        self.query = request.rel_url.raw_query_string
         # Not as aiohttp decodes them: a key's bytes are then the same in both adapters.
         self.headers: Mapping[str, str] = {
             name.decode("latin-1").lower(): value.decode("latin-1") for name, value in request.raw_headers

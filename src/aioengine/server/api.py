@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import PurePath
 from typing import Any, NamedTuple, TypeVar
+from urllib.parse import parse_qsl
 
 import anyio
 import msgspec
@@ -27,6 +28,7 @@ from aioengine.server.errors import (
     missing,
     overloaded,
     unavailable,
+    unsupported,
 )
 from aioengine.server.exchange import (
     PIECE_BYTES,
@@ -394,6 +396,10 @@ class Api:
         return await GenerationCall(self.engine, self.config, exchange, record).respond(request, self._responses)
 
     async def _get_response(self, exchange: Exchange, record: RequestRecord) -> Response:
+        if dict(parse_qsl(exchange.query)).get("stream") == "true":
+            raise unsupported(
+                "stream", "is for responses made in the background, which there are none of; leave it out"
+            )
         return Response(200, await self._responses.retrieve(_response_id(exchange)), JSON_HEADERS)
 
     async def _cancel_response(self, exchange: Exchange, record: RequestRecord) -> Response:

@@ -101,6 +101,7 @@ class AsgiExchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.method: str = scope["method"]
         self.path = _path_below(scope)
+        self.query = scope.get("query_string", b"").decode("latin-1")
         self.headers: Mapping[str, str] = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
         }

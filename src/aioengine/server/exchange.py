@@ -48,12 +48,14 @@ class Exchange(Protocol):
     Attributes:
         method: in capitals.
         path: below where the handlers are mounted; begins with "/". The handlers take a slash off its end.
+        query: of the target, behind "?", as it was sent.
         headers: by names in lower case; of one that came twice the last.
         client: the peer's address, for the log.
     """
 
     method: str
     path: str
+    query: str
     headers: Mapping[str, str]
     client: str
 
