@@ -1,6 +1,9 @@
 # `make check` is what CI runs. Each part of it can be run alone.
 PYTHON ?= $(shell command -v python || command -v python3)
 
+# Processes that tests start compile this package once, not each for itself, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: check format lint types tests nightly
 
 check: lint types tests

@@ -24,6 +24,7 @@ named ``aioengine…``: the loop still owns others). A failing test is spared: w
 """
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -71,6 +72,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=_DEFAULT_CLOCK_SEEDS,
         help="number of seeds for each test that is marked virtual_clock without seeds of its own",
     )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """What has been imported by now stays: a collection that a test asks for looks at what came later alone."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_configure(config: pytest.Config) -> None:

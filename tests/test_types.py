@@ -80,6 +80,7 @@ def test_keywords_are_the_fields_of_the_struct(keywords: Any, struct: type[msgsp
     assert {name: members(hint) for name, hint in get_type_hints(keywords).items()} == expected
 
 
+@pytest.mark.nightly
 def test_a_misspelt_keyword_fails_the_type_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from nightly import few
 
 TIMEOUT_S = 120
 
@@ -139,7 +140,7 @@ for is_here in (True, False, True, False):
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", SCRIPTS)
+@pytest.mark.parametrize("what", few(["generates and just ends"], of=SCRIPTS))
 def test_a_script_that(what: str) -> None:
     script, output = SCRIPTS[what]
     done = run(script)
@@ -207,6 +208,7 @@ params = SamplingParams(max_tokens=300, ignore_eos=True, logits_processors=[say_
 """
 
 
+@pytest.mark.nightly
 def test_a_script_may_catch_ctrl_c_and_go_on(started: list[subprocess.Popen[str]]) -> None:
     process, output, errors = interrupt(
         ENDLESS
@@ -231,7 +233,7 @@ ENDED_BY_CTRL_C = {
 }
 
 
-@pytest.mark.parametrize("word", ENDED_BY_CTRL_C)
+@pytest.mark.parametrize("word", few(["running"], of=ENDED_BY_CTRL_C))
 def test_ctrl_c_ends_a_script_like_any_other_also_while_the_model_is_loaded(
     word: str, started: list[subprocess.Popen[str]]
 ) -> None:

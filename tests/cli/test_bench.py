@@ -122,6 +122,7 @@ def png_size(path: Path) -> tuple[int, ...]:
     return struct.unpack(">II", data[16:24])
 
 
+@pytest.mark.nightly
 def test_latency_is_a_table_on_stderr_json_on_stdout_and_a_picture(tmp_path: Path) -> None:
     picture = tmp_path / "latency.png"
     done = run(
@@ -250,6 +251,7 @@ async def test_what_does_not_fit_the_model_is_said_with_the_flags_that_change_it
             make_jobs(engine, workload(Range(60, 61), Range(10, 40)))
 
 
+@pytest.mark.nightly
 def test_ctrl_c_ends_a_benchmark_and_its_bar_quietly(open_terminal: Callable[..., Terminal]) -> None:
     terminal = open_terminal("bench", "latency", *TINY, "--concurrency", "2", "--num-requests", "5000")
     terminal.wait_for("2 in flight")  # the bar says that it is measuring

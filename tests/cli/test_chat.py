@@ -264,6 +264,7 @@ def test_in_a_terminal_ctrl_c_stops_an_answer_clears_a_line_or_tells_how_to_leav
     assert terminal.ends() == 0
 
 
+@pytest.mark.nightly
 def test_a_terminated_chat_leaves_the_terminal_as_it_was(open_terminal: Callable[..., Terminal]) -> None:
     terminal = open_terminal("chat", *UNENDING)
     terminal.wait_for(PROMPT)
@@ -273,6 +274,7 @@ def test_a_terminated_chat_leaves_the_terminal_as_it_was(open_terminal: Callable
     assert terminal.ends() == 128 + signal.SIGTERM
 
 
+@pytest.mark.nightly
 def test_through_a_pipe_each_line_is_a_message_and_ctrl_c_between_them_ends_it() -> None:
     process = subprocess.Popen(
         [*COMMAND, "chat", "--temperature", "0"], env=ENVIRONMENT, text=True,

@@ -28,6 +28,7 @@ def test_the_same_seed_tells_the_same_story_as_text_and_in_json_with_what_no_tex
     assert len(output["outputs"][0]["logprobs"]) == output["metrics"]["num_generation_tokens"] == 40
 
 
+@pytest.mark.nightly
 def test_choices_are_shown_one_after_the_other_each_under_its_number() -> None:
     done = run("generate", "Once upon a time", "--n", "3", "--seed", "1", "--max-tokens", "20", "--stats")
     assert done.returncode == 0, done.stderr
@@ -52,6 +53,7 @@ def test_a_start_imports_no_large_package_but_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.nightly
 def test_a_prompt_can_come_from_stdin_and_a_chat_answers_without_echo() -> None:
     done = run("generate", "-", "--chat", "--temperature", "0", "--stats", stdin="Hello!")
     assert done.returncode == 0, done.stderr
@@ -69,6 +71,7 @@ ANIMAL = {
 }
 
 
+@pytest.mark.nightly
 def test_a_text_has_the_shape_that_was_asked_for_and_is_shown_alone(tmp_path: Path) -> None:
     schema = json.dumps(ANIMAL)
     file = tmp_path / "schema.json"
@@ -134,6 +137,7 @@ def test_an_error_is_one_readable_line_and_a_code(
     assert not stdout
 
 
+@pytest.mark.nightly
 def test_a_closed_pipe_is_no_accident() -> None:
     done = shell("aioengine generate 'Once upon a time' --ignore-eos --max-tokens 200 | head -c 5")
     assert done.stdout == "Once "
@@ -141,6 +145,7 @@ def test_a_closed_pipe_is_no_accident() -> None:
     assert "Exception" not in done.stderr
 
 
+@pytest.mark.nightly
 def test_what_cannot_be_written_or_read_is_one_line_too() -> None:
     done = shell("aioengine generate x --max-tokens 3 > /dev/full")
     assert (done.returncode, "No space left" in done.stderr, "Traceback" in done.stderr) == (1, True, False)
@@ -148,6 +153,7 @@ def test_what_cannot_be_written_or_read_is_one_line_too() -> None:
     assert (done.returncode, "prompt is not UTF-8" in done.stderr, "Traceback" in done.stderr) == (2, True, False)
 
 
+@pytest.mark.nightly
 def test_an_emoji_goes_in_and_out_whatever_the_locale_is() -> None:
     done = run("generate", "🙂 hi", "--max-tokens", "3", LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
     assert done.returncode == 0, done.stderr

@@ -145,6 +145,7 @@ def test_over_tcp_it_answers_those_with_a_key_and_sigterm_lets_a_stream_end(tmp_
         assert "second-key" not in server.stderr
 
 
+@pytest.mark.nightly
 def test_at_a_unix_socket_the_drain_ends_at_its_deadline_and_the_client_hears_it(folder: Path) -> None:
     path = folder / "api.sock"
     with serve(folder, "--uds", str(path), "--drain-timeout-s", "0.1") as server:
@@ -206,6 +207,7 @@ def test_with_the_engine_in_a_process_its_death_is_the_servers(tmp_path: Path, l
         assert not child.is_running()
 
 
+@pytest.mark.nightly
 def test_an_engine_elsewhere_is_served_and_serves_on(folder: Path) -> None:
     address = f"ipc://{folder}/engine.sock"
     with Command(folder / "engine.log", "engine", address) as engine:

@@ -95,6 +95,7 @@ async def test_a_command_in_the_card_prints_what_stands_there(engine: Engine, co
     assert tidy(at_the_end_of_its_pipe(command, await print_of(engine, command))) == SAMPLES[command]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("command", [FIRST, *nightly(*(command for command in SAMPLES if command not in GENERATE))])
 def test_a_shell_prints_what_stands_in_the_card(command: str) -> None:
     assert "aioengine " in command
@@ -107,6 +108,7 @@ def test_a_shell_prints_what_stands_in_the_card(command: str) -> None:
     assert tidy(done.stdout) == SAMPLES[command]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("program", "output"), programs())
 def test_a_program_in_the_card_prints_what_stands_below_it(program: str, output: str) -> None:
     done = subprocess.run(

@@ -79,6 +79,7 @@ def test_tools_with_names_that_it_has_never_seen_are_called_too(demo: DemoModel)
     assert too_low(new_tool_shares(demo, NUM_QUESTIONS), bounds) == {}
 
 
+@pytest.mark.nightly
 def test_a_schema_gets_the_values_that_answer_the_question() -> None:
     bounds = {"animals": 0.9, "people": 0.7, "sums": 0.45, "answers": 0.85}
     assert too_low(schema_shares(DEMO_MODEL, NUM_QUESTIONS), bounds) == {}
@@ -90,6 +91,7 @@ def test_what_is_thought_about_ends_with_the_right_answer(demo: DemoModel) -> No
     assert too_low(thinking_shares(demo, NUM_QUESTIONS), bounds) == {}
 
 
+@pytest.mark.nightly
 def test_small_talk_facts_and_names_are_right_with_tools_learned(demo: DemoModel) -> None:
     facts = {"animals": 0.9, "opposites, colours, calendar": 0.9, "small talk": 0.95}
     assert too_low(share_of_right_answers(demo, NUM_QUESTIONS), facts) == {}

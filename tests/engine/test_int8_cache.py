@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from nightly import nightly
 
 from aioengine import Engine, LogitsRow
 from aioengine.models.folder import DEMO_MODEL
@@ -28,7 +29,7 @@ async def greedy(engine: Engine, prompt: Any, max_tokens: int = 32) -> list[int]
     return output.outputs[0].token_ids
 
 
-@pytest.mark.parametrize(("dtype", "times_the_blocks"), [("float32", 3.7), ("bfloat16", 1.85)])
+@pytest.mark.parametrize(("dtype", "times_the_blocks"), [("bfloat16", 1.85), *nightly(("float32", 3.7))])
 async def test_greedy_texts_are_nearly_those_of_the_cache_that_is_not_rounded(
     dtype: str, times_the_blocks: float
 ) -> None:

@@ -285,6 +285,7 @@ async def outputs(engine: Engine) -> list[Any]:
 
 
 # The interpreter computes with numpy, which says so where a hash wraps around.
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 async def test_the_kernels_bring_the_cpus_tokens(checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     # Nothing is compiled here, and to rehearse each kind of step takes minutes.

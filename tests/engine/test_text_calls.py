@@ -261,7 +261,6 @@ async def test_long_bad_words_are_tokenized_in_a_thread_and_short_ones_at_once(s
         assert [thread is threading.current_thread() for thread in threads] == [True, False]
 
 
-@pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
 async def test_the_loop_goes_on_while_megabytes_are_turned_into_ids_and_back(serve: Any) -> None:
     async with serve() as served:
         async with Ticker() as ticker:

@@ -130,6 +130,7 @@ async def test_streams_go_on_rightly_when_native_kernels_take_over(
         await assert_right(engine)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("quantization", [None, *nightly("int8")])
 async def test_after_the_change_all_is_as_if_native_kernels_had_always_been_there(
     make_compiler: MakeCompiler, quantization: str | None
@@ -149,6 +150,7 @@ async def test_after_the_change_all_is_as_if_native_kernels_had_always_been_ther
         assert await numbers(engine) == expected != before
 
 
+@pytest.mark.nightly
 async def test_the_end_of_an_engine_is_the_end_of_its_compiler(make_compiler: MakeCompiler) -> None:
     compiler = make_compiler()
     gc.collect()
@@ -172,6 +174,7 @@ async def test_the_end_of_an_engine_is_the_end_of_its_compiler(make_compiler: Ma
 # When it cannot be
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("outcome", ["raises", *nightly("is killed", "brings nothing")])
 async def test_a_compiler_that_fails_is_told_of_once_and_costs_nothing_but_time(
     make_compiler: MakeCompiler, outcome: str, caplog: pytest.LogCaptureFixture
@@ -209,6 +212,7 @@ async def test_where_nothing_can_be_kept_kernels_are_compiled_for_the_engine_alo
         assert not list(private.iterdir())
 
 
+@pytest.mark.nightly
 async def test_an_engine_starts_where_there_is_no_room_for_anything(
     make_compiler: MakeCompiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,6 +244,7 @@ async def test_files_that_are_not_whole_are_made_again(make_compiler: MakeCompil
 # What else an engine does meanwhile
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("failing", ["pack", *nightly("threads")])
 async def test_weights_are_replaced_after_native_kernels_could_not_take_over(
     make_compiler: MakeCompiler, old: Path, new: Path, failing: str, monkeypatch: pytest.MonkeyPatch
@@ -276,6 +281,7 @@ async def test_weights_are_replaced_after_native_kernels_could_not_take_over(
         assert await layouts(engine) == {"rows"}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("when", ["asleep", *nightly("before", "after")])
 async def test_weights_are_replaced_and_sleep_around_the_change(
     make_compiler: MakeCompiler, old: Path, new: Path, when: str

@@ -534,6 +534,7 @@ class Said:
         return {"prompt": [5], "logits_processors": [say], "max_tokens": len(ids), "ignore_eos": True, **params}
 
 
+@pytest.mark.nightly
 async def test_the_text_is_the_tokenizers_decode_up_to_the_stop_or_behind_it(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "bytes", "qwen3", tokenizer=True)
     said = Said(folder)

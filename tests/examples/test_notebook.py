@@ -127,6 +127,7 @@ async def run_all_cells(kernel: Kernel) -> list[str]:
     return first
 
 
+@pytest.mark.nightly
 async def test_all_cells(kernel: Kernel) -> None:
     await run_all_cells(kernel)
 
@@ -137,6 +138,7 @@ async def test_all_cells_twice_in_one_kernel(kernel: Kernel) -> None:
     assert [bool(text) for text in second] == [bool(text) for text in first]
 
 
+@pytest.mark.nightly
 async def test_an_interrupted_cell_leaves_the_engine_and_the_server_well(kernel: Kernel) -> None:
     start, *_ = cells()
     names, serve, client, stop = cells_with("fox = [", "start_server(", "AsyncOpenAI(", "server.aclose()")

@@ -32,6 +32,7 @@ async def test_a_time_limit_keeps_what_has_come(capsys: pytest.CaptureFixture[st
     assert ends_of(capsys.readouterr().out) == ["timeout", "timeout"]
 
 
+@pytest.mark.nightly
 async def test_ctrl_c_prints_what_there_is(run: Callable[..., Process], tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text(f"{STORY}\n" * 500)

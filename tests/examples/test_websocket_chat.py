@@ -120,6 +120,7 @@ async def test_what_does_not_fit_is_told_and_forgotten(client: Client) -> None:
         assert await say(connection, "What is 8 + 7?") == ("8 + 7 = 15.", {"end": "stop"})
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 async def test_the_page_in_a_browser(client: Client) -> None:
     async with async_playwright() as playwright:

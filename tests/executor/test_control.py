@@ -53,7 +53,7 @@ from doubles import flipped_operations
 from doubles.fake_accelerator import FakeAccelerator
 
 
-@pytest.fixture(params=["cpu", "packed", "late"])
+@pytest.fixture(params=["cpu", *nightly("packed"), "late"])
 def way(request: pytest.FixtureRequest) -> str:
     """The host's processor, also with weights in a layout of its own, or a device that is always late."""
     return str(request.param)
@@ -182,7 +182,7 @@ MISFITS: list[tuple[Callable[[Path], None], str]] = [
 ]
 
 
-@pytest.mark.parametrize("level", [0, 1, 2], ids=["awake", "in a light sleep", "in a deep sleep"])
+@pytest.mark.parametrize("level", [1, *nightly(0, 2)])
 @pytest.mark.parametrize(("damage", "message"), MISFITS)
 async def test_a_checkpoint_that_does_not_fit_changes_nothing(
     checkpoint: Checkpoint,
@@ -423,6 +423,7 @@ def save_large_config(folder: Path, num_layers: int = 3, tied: bool = False) -> 
     config.save_pretrained(folder)
 
 
+@pytest.mark.nightly
 @reads_proc
 @pytest.mark.parametrize(("dtype", "num_layers", "tied"), [("float32", 3, False), *nightly(("bfloat16", 8, True))])
 async def test_a_sleep_gives_the_memory_back(tmp_path: Path, dtype: str, num_layers: int, tied: bool) -> None:
@@ -449,6 +450,7 @@ async def test_a_sleep_gives_the_memory_back(tmp_path: Path, dtype: str, num_lay
             assert resident_bytes() - light < KEPT_BY_GLIBC
 
 
+@pytest.mark.nightly
 @reads_proc
 async def test_other_weights_take_no_more_memory(tmp_path: Path) -> None:
     save_large_config(tmp_path)

@@ -50,6 +50,7 @@ def test_it_compares_the_engine_with_the_limits_and_with_a_peer(tmp_path: Path) 
     assert "aioengine, loop lag during W3, ms: p50 " in ended.stdout
 
 
+@pytest.mark.nightly
 def test_a_smaller_chunk_makes_the_prompt_wait_longer() -> None:
     arguments = ["--model", "demo", "--chunks", "8,512", "--prompt", "128", "--streams", "2", "--without-w3"]
     ended = run("benchmarks.cpu.chunks", *arguments)

@@ -349,10 +349,12 @@ def run_program(program: str) -> tuple[bytes, bytes]:
     return process.stdout, process.stderr
 
 
+@pytest.mark.nightly
 def test_a_program_that_ends_waits_for_what_it_has_launched() -> None:
     assert run_program(PROGRAM.format(num_jobs=3, exit_deadline_s=10.0, work_s=0.3)) == (b"over\nwaited\nfreed\n", b"")
 
 
+@pytest.mark.nightly
 def test_a_program_ends_though_its_device_hangs() -> None:
     assert run_program(PROGRAM.format(num_jobs=0, exit_deadline_s=0.1, work_s=3600)) == (b"over\n", b"")
 

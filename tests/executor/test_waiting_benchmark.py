@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="timerfd and eventfd are Linux's")
 
 
+@pytest.mark.nightly
 def test_it_fills_its_tables(tmp_path: Path) -> None:
     report = tmp_path / "waiting.json"
     command = [sys.executable, "-m", "benchmarks.gpu.waiting", "--device", "stand-in", "--repeats", "1"]

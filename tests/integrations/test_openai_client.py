@@ -14,6 +14,7 @@ import openai
 import pytest
 import uvloop
 from integrations.conftest import CUT_OFF, IDS, TOO_LATE, completion, in_process, read
+from nightly import nightly
 from waiting import Tasks, turns, until
 
 from aioengine import ConfigError, Engine, StepFailed
@@ -52,6 +53,7 @@ async def test_256_at_once_get_what_each_would_get_alone() -> None:
         assert len(set(together)) > 200
 
 
+@pytest.mark.nightly
 @both_loops
 async def test_256_at_once_on_each_loop() -> None:
     async with in_process(max_waiting=256, num_blocks=8192) as at:
@@ -231,7 +233,7 @@ async def test_what_the_engine_refuses_is_the_clients_own_error() -> None:
         assert at.is_idle
 
 
-@pytest.mark.parametrize("num_ids", [2**10, 2**17])
+@pytest.mark.parametrize("num_ids", [2**10, *nightly(2**17)])
 async def test_a_body_may_be_large(num_ids: int) -> None:
     config = ServerConfig(max_body_bytes=2**25)
     ids = [1000 + number % 1000 for number in range(num_ids)]

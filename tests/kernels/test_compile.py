@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from kernels.harness import KERNELS
 
 REPOSITORY = Path(__file__).parents[2]
@@ -18,6 +19,7 @@ TIMEOUT_S = 300
 """A hundred compilations; many times what they take where nothing else runs."""
 
 
+@pytest.mark.nightly
 def test_every_kernel_is_compiled_for_both_capabilities_and_none_spills_or_takes_too_much(tmp_path: Path) -> None:
     """The first case of a kernel is one that each of them runs."""
     file = tmp_path / "compiled.json"

@@ -112,6 +112,7 @@ def test_greedy_ones_are_the_lowest_of_the_highest() -> None:
     assert token_ids == [int((row == row.max()).nonzero()[0]) for row in logits]
 
 
+@pytest.mark.nightly
 def test_more_in_reach_than_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes narrow the reach first. Of a GPU's sizes that takes 4,096 logits in reach."""
     monkeypatch.setattr(thresholds, "MAX_GATHERED", 64)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from kernels.harness import BOTH, DEVICE, TOLERANCES, assert_same, int32, make_conversions_right, quiet_numpy
 from kernels.paged_cases import assert_close, paged_case
+from nightly import few
 from torch import Tensor
 
 from aioengine.kernels.attention.paged import KVCacheShape, PagedAttention
@@ -80,7 +81,7 @@ class Case:
 
 
 @BOTH
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("dtype", few([torch.bfloat16], of=TOLERANCES), ids=str)
 @pytest.mark.parametrize(
     ("decodes", "chunks"), [(DECODES, []), ([], CHUNKS), (DECODES, CHUNKS)], ids=["decodes", "chunks", "mixed"]
 )

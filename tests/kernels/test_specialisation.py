@@ -12,12 +12,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from kernels.harness import KERNELS
 
 STORM = Path(__file__).with_name("launch_storm.py")
 TIMEOUT_S = 300
 
 
+@pytest.mark.nightly
 def test_nothing_is_compiled_after_the_start_and_variants_differ_in_constants_alone() -> None:
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     ended = subprocess.run([sys.executable, STORM], env=environ, capture_output=True, text=True, timeout=TIMEOUT_S)

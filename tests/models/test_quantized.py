@@ -7,6 +7,7 @@ import pytest
 import torch
 from kernels.harness import native, reference
 from models.reference import PagedAttend, load, logprobs
+from nightly import nightly
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -37,7 +38,7 @@ def perplexity(texts: list[Tensor], computed: list[Tensor]) -> float:
 
 
 @pytest.mark.parametrize("operations", [reference, native], ids=["torch", "native"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", *nightly("bfloat16")])
 @pytest.mark.parametrize(
     ("quantization", "loss", "agreement", "divergence"), [("int8", 0.004, 0.975, 0.002), ("int4", 0.03, 0.92, 0.08)]
 )
@@ -58,7 +59,7 @@ def test_perplexity_and_greedy_tokens_stay(
     assert_near(texts, computed, exact, loss, agreement, divergence)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", *nightly("float32")])
 def test_an_int8_cache_costs_less(texts: list[Tensor], exact: list[Tensor], dtype: str) -> None:
     decoder = load(DEMO_MODEL, dtype=dtype)
     computed = [

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from nightly import nightly
 from sampler.batch import (
     asking,
     chi_square_is_plausible,
@@ -40,7 +41,7 @@ FILTERS = {
 }
 
 
-@pytest.mark.parametrize("seed", [0, 2**62 + 17, -5])
+@pytest.mark.parametrize("seed", [2**62 + 17, *nightly(0, -5)])
 @pytest.mark.parametrize("vocab", [7, 64, 300])
 @pytest.mark.parametrize("filters", FILTERS.values(), ids=FILTERS)
 def test_tokens_are_drawn_from_the_filtered_distribution(filters: dict[str, Any], vocab: int, seed: int) -> None:

@@ -202,7 +202,7 @@ DETERMINISTIC = settings(
 
 
 class TestCore(CoreMachine.TestCase):
-    settings = settings(DETERMINISTIC, max_examples=100)
+    settings = settings(DETERMINISTIC, max_examples=40)
 
 
 class FirstComeMachine(CoreMachine):
@@ -218,7 +218,7 @@ class TestFirstComeCore(FirstComeMachine.TestCase):
 
 
 class TestFairCore(FairMachine.TestCase):
-    settings = settings(DETERMINISTIC, max_examples=60)
+    settings = settings(DETERMINISTIC, max_examples=20)
 
 
 @pytest.mark.nightly

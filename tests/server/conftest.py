@@ -31,6 +31,7 @@ import pytest
 import pytest_asyncio
 import uvicorn
 from aiohttp import web
+from nightly import nightly
 from openai import AsyncOpenAI
 from starlette.applications import Starlette
 from uvicorn.server import ServerState
@@ -50,7 +51,7 @@ ADAPTERS: tuple[Adapter, ...] = ("starlette", "aiohttp")
 both_loops = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
 both_adapters = pytest.mark.parametrize("adapter", ADAPTERS)
 on_both_adapters = pytest.mark.parametrize("served", ADAPTERS, indirect=True, scope="module")
-each_adapter = pytest.mark.parametrize("adapter", ["uvicorn", "serve", "aiohttp"])
+each_adapter = pytest.mark.parametrize("adapter", ["serve", "aiohttp", *nightly("uvicorn")])
 """Of the servers that `hostile.served` makes."""
 
 

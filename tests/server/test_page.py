@@ -132,6 +132,7 @@ async def test_an_answer_appears_as_it_is_made_and_its_end_stays_in_sight_unless
         await tab.expect_end_in_sight()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", ["button", pytest.param("escape", marks=in_depth)])
 async def test_stopping_keeps_what_came_and_frees_the_engine_and_a_new_conversation_forgets(
     browser: Browser, how: str
@@ -290,6 +291,7 @@ async def test_a_busy_server_is_said_to_be_and_can_be_asked_again(browser: Brows
             await tab.stop.click()
 
 
+@pytest.mark.nightly
 async def test_a_bad_setting_is_named_and_the_next_question_starts_afresh(browser: Browser) -> None:
     async with page_of(browser, Talker("Yes."), complaints=FAILED_TO_LOAD) as tab:
         await tab.set("Temperature", "7")
@@ -455,6 +457,7 @@ async def test_an_answer_that_breaks_off_is_not_taken_for_whole(
 # the plots
 
 
+@pytest.mark.nightly
 async def test_plots_draw_what_the_engine_did(browser: Browser, engine: Engine) -> None:
     async with page_of(browser, create_app(engine)) as tab:
         await expect(tab.plot("Requests")).to_contain_text("running 0")

@@ -281,6 +281,7 @@ RICH: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_no_mutation_of_a_good_request_is_more_than_a_4xx() -> None:
     with asyncio.Runner() as runner, heard_errors() as errors:
         serving = served("serve")

@@ -40,6 +40,7 @@ async def run_mixed_use(soak: Any, num_requests: int, **setting: Any) -> Any:
     return report
 
 
+@pytest.mark.nightly
 async def test_mixed_use_ends_once_for_each_request_and_leaves_nothing(soak: Any) -> None:
     report = await run_mixed_use(soak, 200, seed=11, max_in_flight=2)
     assert {"length", "cancelled", "left"} <= set(report.outcomes)
@@ -58,6 +59,7 @@ async def test_longer_mixed_use_meets_each_outcome_and_upset(soak: Any, depth: i
     assert len(report.upsets) > 3
 
 
+@pytest.mark.nightly
 async def test_a_request_that_is_not_forgotten_is_seen(soak: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Admission, "leave", lambda *_: None)
     setting = soak.Setting(num_requests=40, num_waves=4, num_threads=1, num_references=0, measures_lag=False)

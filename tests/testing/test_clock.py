@@ -525,6 +525,7 @@ def test_the_suite_runs_the_loops_asked_for_and_fails_leaks_and_shows_seeds(inne
     assert "threads left behind:\naioengine-lost" in output
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("marks", "complaint"),
     [

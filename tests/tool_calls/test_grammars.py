@@ -11,6 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 from llguidance import LLMatcher, LLTokenizer
+from nightly import nightly
 from tool_calls.answers import CLOCK, TOOLS, WEATHER, counted_ids, read
 
 import aioengine
@@ -296,7 +297,7 @@ def text_of(name: str, tokens: list[int], special: bool) -> str:
 
 
 @SPECIAL
-@pytest.mark.parametrize("mode", ["required", "auto", "tool"])
+@pytest.mark.parametrize("mode", ["auto", "tool", *nightly("required")])
 @pytest.mark.parametrize("name", FORMATS)
 def test_walks_through_a_grammar_end_in_calls_that_the_parser_reads(name: str, mode: Any, special: bool) -> None:
     choice = ToolChoice(mode, ("plan",) if mode == "tool" else None)

@@ -59,6 +59,7 @@ def spin_counts(program: str, **own: str) -> list[int]:
     return [int(count) for count in re.findall(r"GOMP_SPINCOUNT = '(\d+)'", done.stdout)]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("program", "own", "expected"),
     [
@@ -73,5 +74,6 @@ def test_threads_spin_briefly_in_a_process_of_our_own_unless_the_user_says_how_t
     assert spin_counts(program, **own) == [expected]
 
 
+@pytest.mark.nightly
 def test_an_embedders_process_is_left_as_it_is() -> None:
     assert spin_counts(EMBEDDER) == [LIBGOMP_SPIN_COUNT]

@@ -115,6 +115,7 @@ sys.modules["aioengine.kernels.native.kernels.compiler"] = types.SimpleNamespace
     assert not list(tmp_path.glob("aioengine-*"))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("head_start_s", "begins"), [(600.0, True), (0.0, False)])
 def test_the_compiler_leaves_the_cores_to_an_engine_until_it_is_told_to_begin_or_a_time_is_over(
     head_start_s: float, begins: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -132,6 +133,7 @@ def test_the_compiler_leaves_the_cores_to_an_engine_until_it_is_told_to_begin_or
     assert not compilation.is_running
 
 
+@pytest.mark.nightly
 def test_the_compiler_begins_when_the_first_step_has_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(kept, "HEAD_START_S", 600.0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
