@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -66,6 +67,11 @@ def modules() -> list[Path]:
     return sorted(ROOT.rglob("*.py"))
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def room_of(path: Path) -> str:
     relative = path.relative_to(ROOT)
     return relative.parts[0] if len(relative.parts) > 1 else relative.stem
@@ -73,7 +79,7 @@ def room_of(path: Path) -> str:
 
 def imports_of(path: Path) -> Iterator[str]:
     """Every module that a file names in an import, wherever it stands in it: those for types alone included."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -123,7 +129,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 def test_what_leads_up_is_imported_by_methods_when_they_are_called() -> None:
     found = set()
     for path in modules():
-        for method in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)):
+        for method in (node for node in ast.walk(parsed(path)) if isinstance(node, ast.FunctionDef)):
             imports = [node.module for node in method.body if isinstance(node, ast.ImportFrom)]
             found |= {(name_of(path), name) for name in imports} & UPWARD
     assert found == UPWARD
@@ -135,7 +141,7 @@ def name_of(path: Path) -> str:
 
 
 def test_a_class_name_stands_for_one_class() -> None:
-    nodes = [node for path in modules() for node in ast.walk(ast.parse(path.read_text()))]
+    nodes = [node for path in modules() for node in ast.walk(parsed(path))]
     names = [node.name for node in nodes if isinstance(node, ast.ClassDef)]
     assert {name: count for name, count in Counter(names).items() if count > 1} == {}
 
@@ -189,7 +195,7 @@ def test_one_place_creates_tasks() -> None:
     callers = [
         str(path.relative_to(ROOT))
         for path in modules()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith((".create_task", "ensure_future"))
     ]
     assert callers == ["frontend/runtime.py"]

@@ -147,6 +147,7 @@ def test_latency_is_a_table_on_stderr_json_on_stdout_and_a_picture(tmp_path: Pat
     assert png_size(picture) == SIZE_PIXELS
 
 
+@pytest.mark.nightly
 def test_throughput_is_a_table_on_stdout_json_in_a_file_and_a_picture(tmp_path: Path) -> None:
     picture, file = tmp_path / "throughput.png", tmp_path / "figures.json"
     done = run(

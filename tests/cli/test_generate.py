@@ -16,6 +16,7 @@ from cli.conftest import CallMain, Terminal, run, shell
 import aioengine
 
 
+@pytest.mark.nightly
 def test_the_same_seed_tells_the_same_story_as_text_and_in_json_with_what_no_text_would_show() -> None:
     arguments = ("generate", "Once upon a time", "--seed", "1", "--max-tokens", "40")
     done = run(*arguments)

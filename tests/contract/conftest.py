@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from contract.ways import BOTH_LOOPS, WAYS, Opener, has_load
+from nightly import few
 from waiting import Tasks, until
 
 from aioengine import Engine
@@ -28,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         marker = item.get_closest_marker("asyncio")
         if marker is not None and marker.kwargs == BOTH_LOOPS.kwargs and isinstance(item, pytest.Function):
             is_on_uvloop, way = "uvloop" in item.callspec.id, item.callspec.params.get("way")
-            if way is not None and is_on_uvloop != (way in ("served", "tcp")):
+            if way is not None and is_on_uvloop != (way != "in_process"):
                 item.add_marker(pytest.mark.nightly)
 
 
@@ -39,7 +40,7 @@ def children_find_the_fakes() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=WAYS)
+@pytest.fixture(scope="module", params=few(["in_process", "child"], of=WAYS))
 def way(request: pytest.FixtureRequest) -> str:
     return request.param
 

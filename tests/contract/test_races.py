@@ -9,6 +9,7 @@ import anyio
 import numpy as np
 import pytest
 from contract.ways import error_of, ids_of
+from nightly import nightly
 from waiting import until
 
 from aioengine import Engine, InvalidRequest
@@ -23,7 +24,7 @@ async def say(engine: Engine) -> Any:
         return ids_of(await engine.generate(PROMPT, seed=1, max_tokens=12))
 
 
-@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("level", [1, *nightly(0, 2)])
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
 async def test_waking_up_at_any_moment_of_falling_asleep_wakes(
     engine: Engine, tasks: Any, level: Any, mode: Any

@@ -214,6 +214,7 @@ async def test_an_engine_whose_policy_breaks_says_of_what_it_died(opener: Opener
 async def test_also_where_it_breaks_at_a_readers_message(opener: Opener) -> None:
     engine = await opener.open(scheduler="contract.fakes:Unfit")
     async with engine.stream(PROMPT, seed=1, max_tokens=200, max_unread_tokens=2, tenant="again") as stream:
+        await anext(stream)  # it runs: it waited for its first turn, too
         await until(has_load(engine, waiting=1))
         with pytest.raises(EngineDead, match="LookupError: an unknown place"):
             await stream.finish()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import uvloop
 from contract.ways import WAYS, Opener, error_of, has_load, reasons_of
+from nightly import few
 from waiting import until
 
 from aioengine import Engine, EngineClosed
@@ -65,7 +66,7 @@ def run(main: Coroutine[Any, Any, Any], on_end: Callable[[], None] = lambda: Non
     return heard
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", few(["in_process", "child"], of=WAYS))
 @pytest.mark.parametrize("place", PLACES)
 def test_an_engine_goes_on_whatever_it_raises(way: str, place: str) -> None:
     bads = [Bad(place, error) for error in ERRORS]
@@ -92,7 +93,7 @@ def test_an_engine_goes_on_whatever_it_raises(way: str, place: str) -> None:
         finally:
             await opener.aclose()
 
-    assert run(main(), is_uvloop=way == "served") == list(ENDS_THE_LOOP)
+    assert run(main(), is_uvloop=way == "child") == list(ENDS_THE_LOOP)
 
 
 def closing_cases() -> Iterator[Any]:

@@ -38,6 +38,7 @@ def too_low(shares: Mapping[str, float], bounds: Mapping[str, float]) -> dict[st
     return {kind: share for kind, share in shares.items() if share < bounds[kind]}
 
 
+@pytest.mark.nightly
 def test_a_common_tool_is_called_with_the_numbers_of_the_question(demo: DemoModel) -> None:
     properties = {name: {"type": "number"} for name in ("a", "b")}
     parameters = {"type": "object", "properties": properties, "required": ["a", "b"]}

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from integrity import check_integrity
+from nightly import nightly
 from waiting import Tasks
 
 from aioengine import Engine
@@ -214,7 +215,7 @@ def tasks() -> Tasks:
     return Tasks()
 
 
-@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.nightly), 4], ids=lambda depth: f"depth{depth}")
+@pytest.fixture(params=[*nightly(1, 2), 4], ids=lambda depth: f"depth{depth}")
 def depth(request: pytest.FixtureRequest) -> int:
     """Steps in flight."""
     return request.param

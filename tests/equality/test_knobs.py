@@ -370,7 +370,7 @@ def runs(runs_of: dict[str, Runs]) -> Runs:
 
 
 RULES = few(
-    (("qwen3", name, 2) for name in ("alone", "prefix hits", "preempted", "all at once")),
+    (("qwen3", name, 2) for name in ("alone", "preempted")),
     of=[
         *(("qwen3", name, depth) for name in SETTINGS for depth in (1, 2)),
         *((family, name, 2) for family in ("llama3", "mistral") for name in ("alone", "all at once")),
@@ -379,7 +379,7 @@ RULES = few(
 )
 """(family, setting, depth)"""
 PLAIN = few(
-    [*(("qwen3", name, 2) for name in SETTINGS), ("llama3", "all at once", 1), ("mistral", "all at once", 1)],
+    [("qwen3", "prefix hits", 2), ("llama3", "all at once", 1), ("mistral", "all at once", 2)],
     of=itertools.product(FAMILIES, SETTINGS, (1, 2)),
 )
 BOTH = [

@@ -21,13 +21,11 @@ PATHS = {
 WHERE = re.compile(r"[Rr]unning on (http://127\.0\.0\.1:\d+)")
 
 
-@pytest.mark.parametrize("names", [["aiohttp_app", "flask_app"], pytest.param([*PATHS], marks=pytest.mark.nightly)])
-async def test_each_serves_and_ends_on_ctrl_c(
-    run: Callable[..., Process], monkeypatch: pytest.MonkeyPatch, names: list[str]
-) -> None:
+@pytest.mark.nightly
+async def test_each_serves_and_ends_on_ctrl_c(run: Callable[..., Process], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MODEL")  # as a reader runs it
     # All at once: what takes the time is that each of them imports torch.
-    processes = {name: run(name) for name in names}
+    processes = {name: run(name) for name in PATHS}
     for name, process in processes.items():
         await until(lambda process=process: WHERE.search(process.output()) or not process.is_running())
         where = WHERE.search(process.output())

@@ -104,7 +104,7 @@ class ExecutorContract(abc.ABC):
     async def start(self, max_in_flight: int) -> Opened:
         """A fresh executor; always the same model, so that equal sequences bring equal tokens."""
 
-    @pytest.fixture(params=[1, *nightly(2), 4])
+    @pytest.fixture(params=[*nightly(1, 2), 4])
     async def opened(self, request: pytest.FixtureRequest) -> AsyncIterator[Opened]:
         async with self.open(request.param) as opened:
             yield opened

@@ -150,9 +150,10 @@ def test_rules_are_applied_in_the_order_that_they_are_listed_in() -> None:
 # Draws
 
 
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_tokens_are_drawn_from_the_distribution_after_the_rule(rule: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", few(["a begun sequence", "repetition_penalty", "a processor"], of=RULES))
+def test_tokens_are_drawn_from_the_distribution_after_the_rule(name: str) -> None:
     num_draws = 8000
+    rule = RULES[name]
     logits = random_logits(40, seed=11, spread=1.5)
     requests = [asking([4, 5], [6, 1, 1, 2], temperature=1.3, seed=seed, **rule) for seed in range(num_draws)]
     changed = changed_logits(logits.numpy(), requests[0])

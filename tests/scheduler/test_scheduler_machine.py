@@ -202,7 +202,7 @@ DETERMINISTIC = settings(
 
 
 class TestCore(CoreMachine.TestCase):
-    settings = settings(DETERMINISTIC, max_examples=40)
+    settings = settings(DETERMINISTIC, max_examples=20)
 
 
 class FirstComeMachine(CoreMachine):
@@ -214,7 +214,7 @@ class FairMachine(CoreMachine):
 
 
 class TestFirstComeCore(FirstComeMachine.TestCase):
-    settings = settings(DETERMINISTIC, max_examples=40)
+    settings = settings(DETERMINISTIC, max_examples=10)
 
 
 class TestFairCore(FairMachine.TestCase):
