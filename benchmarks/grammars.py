@@ -135,11 +135,16 @@ class Gpu:
         return DeviceStep(result, self._free_at_s)
 
     def _sample(self, masks: np.ndarray) -> np.ndarray:
-        """Of each mask the first token behind a random one; a GPU would take none of the host's time for it."""
-        bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
-        first = self._rng.integers(NUM_TOKENS, size=(len(masks), 1))
-        behind = bits * (np.arange(NUM_TOKENS) >= first)
-        return np.where(behind.any(axis=1), behind.argmax(axis=1), bits.argmax(axis=1))
+        """Of each mask the first token behind a random one, around its end if need be; 0.1 ms for 256 rows, since a GPU
+        would take none of the host's time for it."""
+        first = self._rng.integers(NUM_TOKENS, size=len(masks))
+        rows, words = np.arange(len(masks)), masks.view(np.uint32)
+        behind = words * (np.arange(words.shape[1]) >= (first // 32)[:, None])
+        behind[rows, first // 32] &= np.uint32(0xFFFFFFFF) << (first % 32).astype(np.uint32)
+        left = np.where(behind.any(axis=1)[:, None], behind, words)
+        found = (left != 0).argmax(axis=1)
+        word = left[rows, found]
+        return found * 32 + np.log2(word & (~word + np.uint32(1))).astype(np.int64)
 
     def _add(self, added: RowAdded) -> None:
         if added.sampling.grammar is not None:
