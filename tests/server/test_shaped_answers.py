@@ -152,6 +152,27 @@ async def test_a_schema_that_cannot_be_enforced_is_a_400(client: AsyncOpenAI, na
         assert [error.param] == list(extra)
 
 
+@on_both_adapters
+async def test_a_schema_that_is_not_strict_is_enforced_as_far_as_it_can_be(client: AsyncOpenAI) -> None:
+    schema = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 3, "maxItems": 4, "uniqueItems": True}
+    wrapped = {"name": "few", "schema": schema}
+    told = str(await refused(client.chat.completions.create(**CHAT, response_format=json_format(wrapped))))
+    assert '"strict": false' in told
+    for strict in (None, True):
+        await refused(client.chat.completions.create(**CHAT, response_format=json_format({**wrapped, "strict": strict})))
+    chat = await client.chat.completions.create(**CHAT, response_format=json_format({**wrapped, "strict": False}))
+    text: Any = {"format": {"type": "json_schema", **wrapped, "strict": False}}
+    response = await client.responses.create(model="demo", input="Hello!", text=text)
+    for said in (chat.choices[0].message.content, response.output_text):
+        values = json.loads(said or "")
+        assert 3 <= len(values) <= 4
+        assert set(values) <= {1, 2}
+
+
+def json_format(wrapped: dict[str, Any]) -> Any:
+    return {"type": "json_schema", "json_schema": wrapped}
+
+
 @pytest.mark.parametrize(
     ("extra", "param"),
     [

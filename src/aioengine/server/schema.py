@@ -179,7 +179,10 @@ GUIDED = ("json", "regex", "choice", "grammar")
 
 
 def read_response_format(given: dict[str, Any] | None) -> Constraint | None:
-    """OpenAI's ``response_format``, and vLLM's further type ``structural_tag``."""
+    """OpenAI's ``response_format``, and vLLM's further type ``structural_tag``.
+
+    A schema with ``"strict": false`` is enforced as far as it can be; each other one is enforced, or refused.
+    """
     kind = given.get("type") if given is not None else "text"
     if given is None or kind == "text":
         return None
@@ -191,7 +194,7 @@ def read_response_format(given: dict[str, Any] | None) -> Constraint | None:
         if not isinstance(schema, dict | bool):
             told = 'response_format needs {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}'
             raise invalid_value("response_format", told)
-        return Json(schema)
+        return Json(schema, lenient=wrapped.get("strict") is False)
     if kind == "structural_tag":
         return read_structural_tag(given)
     told = "response_format.type is text, json_object, json_schema or structural_tag"

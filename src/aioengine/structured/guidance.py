@@ -64,7 +64,7 @@ TEXTS_OF_LARK = re.compile(r'//.*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])*/')
 NAMES_OF_LARK = re.compile(TEXTS_OF_LARK.pattern + r"|<[^<>\s\[]+>")
 """These, and names of tokens."""
 
-LENIENT = "Json(schema, lenient=True) passes it over"
+LENIENT = 'Json(schema, lenient=True), or over HTTP a response_format with "strict": false, passes it over'
 LENIENTLY = re.compile(r"nimplemented|Unknown format|coerce_one_of")
 """In what the library says of what it may pass over."""
 
