@@ -367,6 +367,12 @@ def _generators() -> tuple[Any, Any]:
         def decimal_schema(self, schema: Any) -> Any:
             return _decimal_schema(schema)
 
+        def set_schema(self, schema: Any) -> Any:
+            return {**super().set_schema(schema), "uniqueItems": False}  # what is written twice is read as one
+
+        def frozenset_schema(self, schema: Any) -> Any:
+            return {**super().frozenset_schema(schema), "uniqueItems": False}
+
         def dict_schema(self, schema: Any) -> Any:
             keys = self.resolve_ref_schema(self.generate_inner(schema.get("keys_schema", {"type": "any"})))
             values = self.generate_inner(schema.get("values_schema", {"type": "any"}))

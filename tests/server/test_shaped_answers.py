@@ -159,7 +159,9 @@ async def test_a_schema_that_is_not_strict_is_enforced_as_far_as_it_can_be(clien
     told = str(await refused(client.chat.completions.create(**CHAT, response_format=json_format(wrapped))))
     assert '"strict": false' in told
     for strict in (None, True):
-        await refused(client.chat.completions.create(**CHAT, response_format=json_format({**wrapped, "strict": strict})))
+        await refused(
+            client.chat.completions.create(**CHAT, response_format=json_format({**wrapped, "strict": strict}))
+        )
     chat = await client.chat.completions.create(**CHAT, response_format=json_format({**wrapped, "strict": False}))
     text: Any = {"format": {"type": "json_schema", **wrapped, "strict": False}}
     response = await client.responses.create(model="demo", input="Hello!", text=text)

@@ -96,12 +96,12 @@ OF_PYDANTIC = [
         Hundreds | None,
     ),
     *(Annotated[int, annotated_types.Ge(500)], NewType("Number", Hundreds), Kid, Class, Counted, Pair, Plain),
-    *(WithDefault, OfPydantic, Rest),
+    *(WithDefault, OfPydantic, Rest, set[Hundreds], frozenset[Annotated[str, Field(max_length=2)]]),
 ]
 OF_MSGSPEC = [
     *(datetime.datetime, datetime.time, datetime.timedelta, decimal.Decimal, Hour, Day, list[Day | Hour]),
     *(dict[Literal["a", "b"], bool], dict[int, bool], dict[uuid.UUID, bool], dict[Colour, bool], dict[str, bool]),
-    dict[Annotated[str, msgspec.Meta(pattern="^[a-c]+$")], bool],
+    *(dict[Annotated[str, msgspec.Meta(pattern="^[a-c]+$")], bool], set[Literal[1, 2]], frozenset[bool]),
 ]
 
 
