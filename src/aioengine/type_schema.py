@@ -274,6 +274,8 @@ def _tighten(info: inspect.Type, node: dict[str, Any], definitions: dict[str, An
         case inspect.UnionType():
             for option in (node, *node["anyOf"]):
                 option.pop("discriminator", None)  # says nothing more, and llguidance refuses recursion beside it
+        case inspect.SetType() | inspect.FrozenSetType():
+            node.pop("uniqueItems", None)  # what is written twice is read as one
         case inspect.DictType(key_type):
             node.pop("propertyNames", None)
             node |= _keyed(_key_schema(key_type), node.get("additionalProperties", {}))

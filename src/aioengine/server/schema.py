@@ -190,8 +190,7 @@ def read_response_format(given: dict[str, Any] | None) -> Constraint | None:
         return Json()
     if kind == "json_schema":
         wrapped = given.get("json_schema")
-        schema = wrapped.get("schema") if isinstance(wrapped, dict) else None
-        if not isinstance(schema, dict | bool):
+        if not isinstance(wrapped, dict) or not isinstance(schema := wrapped.get("schema"), dict | bool):
             told = 'response_format needs {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}'
             raise invalid_value("response_format", told)
         return Json(schema, lenient=wrapped.get("strict") is False)
