@@ -160,7 +160,7 @@ async def test_a_conversation_goes_on_where_it_was(engine: Engine, client: Async
     )
     assert sent.output_text == expected.text
     assert await client.responses.retrieve(first.id) == first
-    with pytest.raises(openai.BadRequestError, match="made in the background") as refused:
+    with pytest.raises(openai.BadRequestError, match="ask again") as refused:
         await client.responses.retrieve(first.id, stream=True)
     assert refused.value.param == "stream"
     assert first.metadata == {"a": "b"}
@@ -460,8 +460,55 @@ async def test_a_step_that_fails_amid_a_stream_fails_the_response(folder: Path, 
         assert response.error is not None
         assert response.error.code == "server_error"
         assert "secret" not in response.model_dump_json()
-        with pytest.raises(openai.NotFoundError):
-            await served.openai.responses.retrieve(response.id)
+        assert (await served.openai.responses.retrieve(response.id)).error == response.error
+
+
+@both_adapters
+async def test_a_response_in_the_background_goes_on_without_its_client(folder: Path, adapter: Adapter) -> None:
+    async with scripted(folder, "A long story", "No.", adapter=adapter, is_manual=True) as served:
+        responses, executor = served.openai.responses, served.executor
+        begun = await responses.create(model="demo", input="Hi", background=True)
+        assert (begun.status, begun.background, begun.output) == ("in_progress", True, [])
+        cancelled = await responses.create(model="demo", input="Ho", background=True)
+        await until(lambda: executor.unfinished)
+        executor.complete()
+        assert (await responses.cancel(cancelled.id)).status == "cancelled"
+        executor.is_manual = False
+        while executor.unfinished:
+            executor.complete()
+            await anyio.lowlevel.checkpoint()
+        await until(lambda: served.engine.stats().running == 0)
+        ended = await responses.retrieve(begun.id)
+        assert (ended.status, ended.output_text) == ("completed", "A long story")
+        assert (await responses.retrieve(cancelled.id)).status == "cancelled"
+        whole = await responses.create(model="demo", input="Hi")
+        assert whole.model_dump()["output"][0]["content"] == ended.model_dump()["output"][0]["content"]
+
+
+@both_adapters
+async def test_what_fails_in_the_background_is_told_of(folder: Path, adapter: Adapter) -> None:
+    async with scripted(folder, "A long story", adapter=adapter) as served:
+        responses = served.openai.responses
+        for fields, param in (
+            ({"stream": True}, "stream"),
+            ({"store": False}, "store"),
+            ({"input": "word " * 5000}, ""),
+        ):
+            with pytest.raises(openai.BadRequestError) as refused:
+                await responses.create(**{"model": "demo", "input": "Hi", "background": True, **fields})
+            assert (refused.value.param or "") in (param, "input")
+        bad: Any = {"format": {"type": "json_schema", "name": "a", "schema": {"type": "array", "uniqueItems": True}}}
+        shaped = await responses.create(model="demo", input="Hi", background=True, text=bad)
+        served.executor.make_step_fail(3, RuntimeError("secret of the device"))
+        failing = await responses.create(model="demo", input="Hi", background=True)
+        for begun, code in ((shaped, "invalid_prompt"), (failing, "server_error")):
+            while (told := await responses.retrieve(begun.id)).status == "in_progress":
+                pass
+            assert told.status == "failed"
+            assert told.error is not None
+            assert told.error.code == code
+            assert "secret" not in told.model_dump_json()
+        assert served.engine.stats().running == 0
 
 
 async def test_an_ended_response_is_not_cancelled(folder: Path) -> None:
@@ -531,7 +578,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"input": [{"role": "user"}]}, "input", "invalid_value"),
     ({"input": [MESSAGE] * 9}, "input", "invalid_value"),
     ({"instructions": 5}, "instructions", "invalid_type"),
-    ({"background": True}, "background", "unsupported_parameter"),
+    ({"background": True, "stream": True}, "stream", "unsupported_parameter"),
+    ({"background": True, "store": False}, "store", "invalid_value"),
     ({"conversation": "conv_1"}, "conversation", "unsupported_parameter"),
     ({"prompt": {"id": "pmpt_1"}}, "prompt", "unsupported_parameter"),
     ({"truncation": "auto"}, "truncation", "unsupported_parameter"),

@@ -397,9 +397,7 @@ class Api:
 
     async def _get_response(self, exchange: Exchange, record: RequestRecord) -> Response:
         if dict(parse_qsl(exchange.query)).get("stream") == "true":
-            raise unsupported(
-                "stream", "is for responses made in the background, which there are none of; leave it out"
-            )
+            raise unsupported("stream", "is not for responses that are retrieved; leave it out, and ask again")
         return Response(200, await self._responses.retrieve(_response_id(exchange)), JSON_HEADERS)
 
     async def _cancel_response(self, exchange: Exchange, record: RequestRecord) -> Response:

@@ -139,7 +139,7 @@ class GenerationCall:
             raise too_many("messages", max_messages)
         response_id = stored.make_id()
 
-        def keep(body: bytes, choice: CompletionOutput) -> None:
+        def keep(body: bytes, choice: CompletionOutput | None) -> None:
             if request.store is not False:
                 stored.keep(response_id, body, conversation, choice)
 
@@ -152,10 +152,41 @@ class GenerationCall:
                 top_logprobs=request.num_top_logprobs,
                 keep=keep,
             )
-            with stored.running(response_id, RunningResponse(group, answer)):
+            running = stored.running(response_id, RunningResponse(group, answer))
+            if request.background:
+                return await self._begin_in_background(group, answer, running)
+            with running:
                 return await self._answer(request, group, answer)
         except InvalidRequest as error:
             raise api_error_of(error, param_names=RESPONSE_NAMES) from error
+
+    async def _begin_in_background(
+        self, group: StreamGroup, answer: ResponseAnswer, running: contextlib.AbstractContextManager[None]
+    ) -> Response:
+        """Answer once the engine has taken the request; a task of the engine's own keeps what comes of it."""
+        is_taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        async def work() -> None:
+            try:
+                async with contextlib.AsyncExitStack() as stack:
+                    await group.enter(stack)
+                    stack.enter_context(running)
+                    _settle(is_taken)
+                    await answer.whole(await group.finish())
+            except Exception as error:
+                if not is_taken.done():
+                    is_taken.set_exception(error)
+                    return
+                told = api_error_of(error, param_names=RESPONSE_NAMES)
+                if told.code == "internal_error":
+                    logger.error("a response in the background has failed", exc_info=error)
+                answer.failing(told)
+            finally:
+                _settle(is_taken)
+
+        self._engine._start_task(work, "aioengine response", lambda: None)
+        await is_taken
+        return Response(200, answer.empty_body(None), JSON_HEADERS)
 
     async def message(self, request: MessageRequest) -> Response | None:
         """Answer by a message, as Anthropic's API does; None when that was a stream, which has been written."""
@@ -340,6 +371,11 @@ class GenerationCall:
                 else:
                     events.append(answer.event(choice, delta, usage(delta)))
             await write(events)
+
+
+def _settle(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 def _extras_of(request: Generation, *, has_reasoning: bool = True) -> Extras:

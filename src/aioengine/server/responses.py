@@ -90,7 +90,6 @@ class ResponseRequest(ChatGeneration, kw_only=True):
             "access_programs", "background_options", "conversation", "image", "max_completion_tokens", "max_tokens",
             "moderation", "prompt", "reasoning_effort",
         ), ()),
-        "background": (False,),
         "context_management": ([],),
         "n": (1,),
         "response_format": ({"type": "text"},),
@@ -101,6 +100,7 @@ class ResponseRequest(ChatGeneration, kw_only=True):
     input: msgspec.Raw = msgspec.Raw()
     instructions: msgspec.Raw = msgspec.Raw()
     previous_response_id: str | None = None
+    background: bool | None = None
     max_output_tokens: Integer | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
@@ -125,6 +125,12 @@ class ResponseRequest(ChatGeneration, kw_only=True):
         for name in self.include or ():
             if name not in INCLUDABLE:
                 raise invalid_value("include", f"include has {shorten(name)}, which is not known; leave it out")
+        if self.background and self.stream:
+            raise unsupported(
+                "stream", "is not for responses in the background; leave it out, and retrieve the response"
+            )
+        if self.background and self.store is False:
+            raise invalid_value("store", "a response in the background is stored: leave store out, or background")
         if len(self.metadata or ()) > MAX_METADATA:
             raise invalid_value("metadata", f"metadata has {len(self.metadata or ())} pairs; at most {MAX_METADATA}")
 
@@ -152,7 +158,7 @@ class ResponseRequest(ChatGeneration, kw_only=True):
             "object": "response",
             "created_at": int(time.time()),
             "model": model,
-            "background": False,
+            "background": bool(self.background),
             "instructions": self.instructions if is_given(self.instructions) else None,
             "max_output_tokens": self.max_output_tokens,
             "metadata": self.metadata or {},
@@ -287,7 +293,7 @@ class ResponseAnswer(Answer):
     Args:
         head: see `ResponseRequest.head`.
         top_logprobs: how many likeliest tokens to tell of at each position; None without log-probabilities.
-        keep: is given the body and the choice, before a client hears of them.
+        keep: is given the body and the choice, before a client hears of them; no choice of a response that has failed.
     """
 
     def __init__(
@@ -296,7 +302,7 @@ class ResponseAnswer(Answer):
         token_bytes: TokenBytes,
         *,
         top_logprobs: int | None,
-        keep: Callable[[bytes, CompletionOutput], None],
+        keep: Callable[[bytes, CompletionOutput | None], None],
     ) -> None:
         self._head = line_of(head)[:-1]
         self._suffix = str(head["id"]).partition("_")[2]
@@ -459,8 +465,10 @@ class ResponseAnswer(Answer):
         return b"".join([*events, self._event(kind, b'"response":%b' % body)])
 
     def failing(self, error: ApiError) -> bytes:
-        told = {"code": "server_error", "message": error.message}
+        code = "invalid_prompt" if error.status < 500 else "server_error"
+        told = {"code": code, "message": error.message}
         body = self._body("error", self._items(), None, told)
+        self._keep(body, None)
         return self._event(b"response.failed", b'"response":%b' % body)
 
     def _event(self, kind: bytes, fields: bytes) -> bytes:

@@ -84,14 +84,20 @@ class StoredResponses:
         finally:
             del self._running[response_id]
 
-    def keep(self, response_id: str, body: bytes, messages: list[dict[str, Any]], choice: CompletionOutput) -> None:
+    def keep(
+        self, response_id: str, body: bytes, messages: list[dict[str, Any]], choice: CompletionOutput | None
+    ) -> None:
         """A response has ended.
 
         Args:
             messages: that it answers.
+            choice: what it says; None: it has failed.
         """
-        answered = [*messages, {key: value for key, value in message_of(choice).items() if value is not None}]
-        stored = StoredResponse(body, msgspec.json.encode(answered), choice.finish_reason == "abort")
+        answered = messages
+        if choice is not None:
+            answered = [*messages, {key: value for key, value in message_of(choice).items() if value is not None}]
+        is_cancelled = choice is not None and choice.finish_reason == "abort"
+        stored = StoredResponse(body, msgspec.json.encode(answered), is_cancelled)
         if stored.num_bytes > self._max_bytes:  # it would drive out all others, and then go itself
             return
         self._stored[response_id] = stored
