@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gzip
+import re
 import zlib
 from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
+from anthropic import AsyncAnthropic
+from openai import AsyncOpenAI
 from server.conftest import Adapter, both_adapters, fake_engine, on_both_adapters, plain_client, serving, serving_fake
 
 from aioengine.server import ServerConfig
@@ -105,6 +108,32 @@ async def test_unknown_fields_are_ignored_or_refused(adapter: Adapter, caplog: p
         async with serving(engine, adapter, config) as served, plain_client(served.url) as http:
             error = (await http.post(COMPLETION, json=body)).json()["error"]
             assert (error["param"], error["code"]) == ("zzz", "unknown_parameter")
+
+
+@on_both_adapters
+async def test_what_clients_send_by_other_names_is_taken(http: httpx.AsyncClient) -> None:
+    async def ask(path: str, **body: Any) -> Any:
+        return (await http.post(path, json={"max_tokens": 5, "temperature": 0, **body})).json()
+
+    told = [{"role": role, "content": "Be brief."} for role in ("system", "developer")]
+    answers = [await ask(CHAT, messages=[first, HELLO]) for first in told]
+    assert answers[0]["choices"][0]["message"] == answers[1]["choices"][0]["message"]
+    chat: Any = {"messages": [HELLO], "tools": [{"type": "function", "function": {"name": "ping", "parameters": {}}}]}
+    assert (await ask("/tokenize", **chat))["count"] == (await ask(CHAT, **chat))["usage"]["prompt_tokens"]
+    grammar = "start: /[0-9]{3}/"
+    both = {"guided_grammar": grammar, "structured_outputs": {"grammar": grammar}}
+    (choice,) = (await ask(COMPLETION, prompt="a", guided_decoding_backend="any", **both))["choices"]
+    assert re.fullmatch("[0-9]{3}", choice["text"])
+
+
+@on_both_adapters
+async def test_models_are_listed_for_either_client(client: AsyncOpenAI) -> None:
+    (ours,) = [model async for model in client.models.list()]
+    async with AsyncAnthropic(base_url=str(client.base_url).removesuffix("/v1/"), api_key="none") as anthropic:
+        page = await anthropic.models.list()
+    assert (page.data[0].id, page.data[0].type, page.data[0].display_name) == (ours.id, "model", ours.id)
+    assert int(page.data[0].created_at.timestamp()) == ours.created
+    assert (page.has_more, page.first_id, page.last_id) == (False, ours.id, ours.id)
 
 
 # Compressed bodies

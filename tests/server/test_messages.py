@@ -133,6 +133,9 @@ async def test_a_text_has_the_shape_that_was_asked_for(served: Served) -> None:
     messages: list[Any] = [{"role": "user", "content": "A fox, please."}]
     async with all_ended(), anthropic_client(served.url) as client:
         parsed = await client.messages.parse(**ASKED, messages=messages, output_format=Fox)
+        older = {"output_format": {"type": "json_schema", "schema": Fox.model_json_schema()}}
+        asked = {**ASKED, "messages": messages, "extra_body": {**ASKED["extra_body"], **older}}
+        Fox.model_validate_json(text_of(await client.messages.create(**asked)), strict=True)
         async with client.messages.stream(**ASKED, messages=messages, output_format=Fox) as stream:
             final = await stream.get_final_message()
     assert isinstance(parsed.parsed_output, Fox)
@@ -425,6 +428,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"thinking": {"type": "adaptive", "display": "omitted"}}, "display"),
     ({"thinking": {"type": "enabled", "budget_tokens": -5}}, "max_thinking_tokens"),
     ({"output_config": {"format": {"type": "yaml"}}}, "output_config.format"),
+    ({"output_format": {"type": "yaml"}}, "output_format"),
     ({"output_config": {"effort": "most"}}, "reasoning_effort"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "no tool"),

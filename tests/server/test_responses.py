@@ -302,8 +302,19 @@ async def test_calls_and_their_results_go_back_to_the_model(folder: Path) -> Non
             {"type": "message", "role": "developer", "content": "Go."},
         ]
         by_items = await served.openai.responses.create(**asked, input=again)
-        prompts = served.script.prompts
+        prompts = list(served.script.prompts)
+        named_again: list[Any] = [
+            {"type": "item_reference", "id": item.id} if item in first.output else item for item in again
+        ]
+        counted = await served.openai.responses.input_tokens.count(**asked, input=named_again)
+        by_name = await served.openai.responses.create(**asked, input=named_again)
+        for gone in ("msg_none", f"{first.output[0].id[:-2]}77", "", "resp_"):
+            with pytest.raises(openai.NotFoundError, match="give the item itself"):
+                await served.openai.responses.create(model="demo", input=[{"type": "item_reference", "id": gone}])
     assert [by_id.output_text, by_items.output_text] == ["Sunny.", "Sunny, again."]
+    assert by_name.output_text == by_items.output_text
+    assert by_name.usage is not None
+    assert counted.input_tokens == by_name.usage.input_tokens
     first_id, second_id = (result["call_id"] for result in results)
     conversation = (
         "<|im_start|>system\nLook it up.<|im_end|>\n<|im_start|>user\nWeather?<|im_end|>\n"
@@ -571,7 +582,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"input": []}, "input", "invalid_value"),
     ({"input": 5}, "input", "invalid_type"),
     ({"input": [IMAGE]}, "input", "unsupported_parameter"),
-    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "unsupported_parameter"),
+    ({"input": [{"type": "item_reference"}]}, "input", "invalid_value"),
     ({"input": [{"type": "function_call_output", "output": "a"}]}, "input", "invalid_value"),
     ({"input": [{"type": "function_call", "call_id": "1", "arguments": "{}"}]}, "input", "invalid_value"),
     ({"input": [{"role": "judge", "content": "a"}]}, "input", "invalid_value"),
@@ -582,7 +593,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"background": True, "store": False}, "store", "invalid_value"),
     ({"conversation": "conv_1"}, "conversation", "unsupported_parameter"),
     ({"prompt": {"id": "pmpt_1"}}, "prompt", "unsupported_parameter"),
-    ({"truncation": "auto"}, "truncation", "unsupported_parameter"),
+    ({"truncation": "never"}, "truncation", "unsupported_parameter"),
     ({"max_tokens": 5}, "max_tokens", "unsupported_parameter"),
     ({"n": 2}, "n", "unsupported_parameter"),
     ({"max_output_tokens": 0}, "max_output_tokens", "invalid_value"),
@@ -628,7 +639,7 @@ async def test_a_conversation_that_grows_too_long_is_refused(folder: Path) -> No
 async def test_hints_and_what_asks_for_nothing_are_taken(folder: Path) -> None:
     async with scripted(folder, "Yes.", config=named(unknown_fields="refuse")) as served:
         body = {
-            "input": "Hi", "background": False, "truncation": "disabled", "include": [], "tools": [], "n": 1,
+            "input": "Hi", "background": False, "truncation": "auto", "include": [], "tools": [], "n": 1,
             "tool_choice": "auto", "parallel_tool_calls": True, "text": {"verbosity": "low"},
             "user": "a", "safety_identifier": "b", "prompt_cache_key": "c", "service_tier": "auto", "max_tool_calls": 3,
             "instructions": None, "previous_response_id": None, "metadata": None, "stream": False, "top_logprobs": 0,
@@ -669,7 +680,10 @@ async def test_other_methods_are_refused(http: httpx.AsyncClient) -> None:
     ):
         answer = await http.request(method, path)
         assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
-    for path, hint in (("/v1/responses/input_tokens", "/tokenize"), ("/v1/responses/resp_1/input_items", "nothing at")):
+    for path, hint in (
+        ("/v1/responses/compact", "leave messages out"),
+        ("/v1/responses/resp_1/input_items", "nothing at"),
+    ):
         answer = await http.post(path, json={})
         assert answer.status_code == 404
         assert hint in answer.json()["error"]["message"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
 from pathlib import PurePath
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import parse_qsl
@@ -19,7 +20,7 @@ from aioengine.errors import AioEngineError, EngineClosed, EngineDead, InvalidRe
 from aioengine.server.access_log import log_request, logger, request_id_of
 from aioengine.server.answers import encode_ids
 from aioengine.server.config import ServerConfig
-from aioengine.server.decoding import BodyReader, read_messages, read_text, read_tokens
+from aioengine.server.decoding import BodyReader, read_messages, read_text, read_tokens, read_tools
 from aioengine.server.errors import (
     JSON_HEADERS,
     ApiError,
@@ -83,6 +84,7 @@ MODEL_PATH = "/v1/models/{id}"
 RESPONSE_PREFIX = "/v1/responses/"
 RESPONSE_PATH = "/v1/responses/{id}"
 CANCEL_PATH = "/v1/responses/{id}/cancel"
+COUNT_PATH = "/v1/responses/input_tokens"
 
 NOT_SUPPORTED = {
     "/api/chat": "use /v1/chat/completions",
@@ -102,8 +104,9 @@ NOT_SUPPORTED = {
         ),
         "this server generates text; use another one for that",
     ),
-    "/v1/responses/input_tokens": "use /tokenize",
     "/v1/responses/compact": "leave messages out of the input instead",
+    "/v1/conversations": "give the previous_response_id of /v1/responses, or the whole conversation",
+    "/v1/messages/batches": "send its requests one by one: the engine computes them together",
     "/api/tags": "use /v1/models",
 }  # fmt: skip
 """Paths of other servers and of the OpenAI API, with what to do instead."""
@@ -151,11 +154,14 @@ class ServedModels:
         return asked
 
     def describe(self, name: str) -> dict[str, Any]:
-        """As ``/v1/models`` tells of it."""
+        """As ``/v1/models`` tells of it, to OpenAI's clients and to Anthropic's."""
         engine = self._find_engine()
         return {
             "id": name,
             "object": "model",
+            "type": "model",
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(self._created, UTC).isoformat(),
             "created": self._created,
             "owned_by": "aioengine",
             "root": BUNDLED if engine.config.model is None else self.names[0],
@@ -184,6 +190,7 @@ class Api:
             Route("POST", "/v1/chat/completions", self._chat, is_work=True),
             Route("POST", "/v1/completions", self._complete, is_work=True),
             Route("POST", "/v1/responses", self._create_response, is_work=True),
+            Route("POST", COUNT_PATH, self._count_input_tokens, is_work=True),
             Route("GET", RESPONSE_PATH, self._get_response),
             Route("DELETE", RESPONSE_PATH, self._delete_response),
             Route("POST", CANCEL_PATH, self._cancel_response),
@@ -395,6 +402,13 @@ class Api:
         request = await self._read_generation(exchange, record, ResponseRequest)
         return await GenerationCall(self.engine, self.config, exchange, record).respond(request, self._responses)
 
+    async def _count_input_tokens(self, exchange: Exchange, record: RequestRecord) -> Response:
+        request = await self._read(exchange, ResponseRequest)
+        record.model = self.models.choose(request.model)
+        call = GenerationCall(self.engine, self.config, exchange, record)
+        num_tokens = await call.count_input(request, self._responses)
+        return _json({"object": "response.input_tokens", "input_tokens": num_tokens})
+
     async def _get_response(self, exchange: Exchange, record: RequestRecord) -> Response:
         if dict(parse_qsl(exchange.query)).get("stream") == "true":
             raise unsupported("stream", "is not for responses that are retrieved; leave it out, and ask again")
@@ -440,9 +454,10 @@ class Api:
             prompt = read_messages(request.messages, self.config.max_messages)
         else:
             prompt = read_text(request.prompt, "prompt")
-        add, kwargs = request.add_special_tokens, template_kwargs(request)
+        add, kwargs, tools = request.add_special_tokens, template_kwargs(request), read_tools(request.tools)
         ids = await run_while_connected(
-            exchange, lambda _: self.engine.tokenize(prompt, add_special_tokens=add, chat_template_kwargs=kwargs)
+            exchange,
+            lambda _: self.engine.tokenize(prompt, add_special_tokens=add, chat_template_kwargs=kwargs, tools=tools),
         )
         answer: dict[str, Any] = {"count": len(ids), "max_model_len": self.engine.info.max_model_len}
         if request.return_token_strs:
@@ -473,7 +488,9 @@ class Api:
 
     async def _models(self, exchange: Exchange, record: RequestRecord) -> Response:
         self._check_alive()
-        return _json({"object": "list", "data": [self.models.describe(name) for name in self.models.names]})
+        names = self.models.names
+        ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+        return _json({"object": "list", "data": [self.models.describe(name) for name in names], **ends})
 
     async def _model(self, exchange: Exchange, record: RequestRecord) -> Response:
         self._check_alive()
@@ -530,7 +547,7 @@ def _template_of(path: str) -> str:
     """The path of the route that a request's path would be for."""
     if path.startswith(MODEL_PREFIX) and path != MODEL_PREFIX:
         return MODEL_PATH
-    if path.startswith(RESPONSE_PREFIX) and path not in NOT_SUPPORTED:
+    if path.startswith(RESPONSE_PREFIX) and path not in (COUNT_PATH, *NOT_SUPPORTED):
         response_id, _, rest = path.removeprefix(RESPONSE_PREFIX).partition("/")
         if response_id and rest in ("", "cancel"):
             return CANCEL_PATH if rest else RESPONSE_PATH

@@ -337,11 +337,15 @@ def _check_size(values: list[bytes], param: str, they_have: str) -> None:
         raise invalid_value(param, f"{they_have} more than {MAX_TOOL_VALUES:,} values; send less at once")
 
 
+TEMPLATE_ROLES = {"developer": "system"}
+"""Roles of OpenAI's by the names that templates have for them."""
+
+
 def _plain_message(place: int, message: ChatMessage) -> dict[str, Any]:
     for name in ("audio", "function_call"):
         if is_given(getattr(message, name)):
             raise unsupported(f"messages[{place}].{name}")
-    plain: dict[str, Any] = {"role": message.role}
+    plain: dict[str, Any] = {"role": TEMPLATE_ROLES.get(message.role, message.role)}
     if isinstance(message.content, list):
         # As the engine would join them.
         plain["content"] = "\n".join([_text_of(place, part) for part in message.content])

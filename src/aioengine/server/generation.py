@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import anyio
@@ -132,11 +132,7 @@ class GenerationCall:
 
     async def respond(self, request: ResponseRequest, stored: StoredResponses) -> Response | None:
         """Answer by a response; None when that was a stream, which has been written."""
-        previous_id, max_messages = request.previous_response_id, self._config.max_messages
-        conversation = stored.conversation(previous_id) if previous_id is not None else []
-        conversation += read_input(request, max_messages)
-        if len(conversation) > max_messages:
-            raise too_many("messages", max_messages)
+        conversation = self._conversation(request, stored)
         response_id = stored.make_id()
 
         def keep(body: bytes, choice: CompletionOutput | None) -> None:
@@ -159,6 +155,20 @@ class GenerationCall:
                 return await self._answer(request, group, answer)
         except InvalidRequest as error:
             raise api_error_of(error, param_names=RESPONSE_NAMES) from error
+
+    def _conversation(self, request: ResponseRequest, stored: StoredResponses) -> list[dict[str, Any]]:
+        """The messages that a response answers, without its own instructions."""
+        previous_id, max_messages = request.previous_response_id, self._config.max_messages
+        conversation = stored.conversation(previous_id) if previous_id is not None else []
+        conversation += read_input(request, max_messages, stored.items_of)
+        if len(conversation) > max_messages:
+            raise too_many("messages", max_messages)
+        return conversation
+
+    async def count_input(self, request: ResponseRequest, stored: StoredResponses) -> int:
+        """Tokens of the prompt that `respond` would make."""
+        messages = with_instructions(request, self._conversation(request, stored))
+        return await self._count(request, messages, request.chat_template_kwargs, RESPONSE_NAMES)
 
     async def _begin_in_background(
         self, group: StreamGroup, answer: ResponseAnswer, running: contextlib.AbstractContextManager[None]
@@ -201,8 +211,18 @@ class GenerationCall:
 
     async def count(self, request: MessageRequest) -> int:
         """Tokens of the prompt that `message` would make."""
+        messages, variables = self._read_chat(request)
+        return await self._count(request, messages, variables, MESSAGE_NAMES)
+
+    async def _count(
+        self,
+        request: ChatGeneration,
+        messages: list[dict[str, Any]],
+        variables: dict[str, Any] | None,
+        names: Mapping[str, str],
+    ) -> int:
+        """Tokens of a chat's prompt; ``names`` are the client's for the engine's parameters."""
         try:
-            messages, variables = self._read_chat(request)
             options = self._answer_options(request)
             asked = AnswerOptions.of(options["tools"], options["tool_choice"], None)
             told = {**template_variables(options["reasoning_effort"]), **(variables or {})}
@@ -213,7 +233,7 @@ class GenerationCall:
             )
             return len(token_ids)
         except InvalidRequest as error:
-            raise api_error_of(error, param_names=MESSAGE_NAMES) from error
+            raise api_error_of(error, param_names=names) from error
 
     def _read_chat(self, request: MessageRequest) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
         """Messages, and what the template is told beside them."""

@@ -81,8 +81,7 @@ class MessageRequest(ChatGeneration, kw_only=True):
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
         **Generation.NEUTRAL,
         **dict.fromkeys((
-            "container", "max_completion_tokens", "output_format", "parallel_tool_calls", "reasoning_effort",
-            "response_format",
+            "container", "max_completion_tokens", "parallel_tool_calls", "reasoning_effort", "response_format",
         ), ()),
         "mcp_servers": ([],),
         "n": (1,),
@@ -98,6 +97,8 @@ class MessageRequest(ChatGeneration, kw_only=True):
     stop_sequences: list[str] | None = None
     thinking: ThinkingOption | None = None
     output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = None
+    """What older clients call ``output_config.format``."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -135,13 +136,16 @@ class MessageRequest(ChatGeneration, kw_only=True):
         return sampling
 
     def _own_constraint(self) -> dict[str, Constraint | None]:
-        given = self.output_config.format if self.output_config is not None else None
-        if given is not None:
-            if given.get("type") != "json_schema" or not isinstance(given.get("schema"), dict):
-                told = 'output_config.format needs {"type": "json_schema", "schema": {...}}'
-                raise invalid_value("output_config", told)
-            given = {"type": "json_schema", "json_schema": given}
-        return {"output_config": read_response_format(given)}
+        config = self.output_config or OutputConfig()
+        formats = {"output_config": config.format, "output_format": self.output_format}
+        return {name: _read_format(name, given) for name, given in formats.items()}
+
+
+def _read_format(name: str, given: dict[str, Any] | None) -> Constraint | None:
+    if given is not None and (given.get("type") != "json_schema" or not isinstance(given.get("schema"), dict)):
+        place = "output_config.format" if name == "output_config" else name
+        raise invalid_value(name, f'{place} needs {{"type": "json_schema", "schema": {{...}}}}')
+    return read_response_format(given and {"type": "json_schema", "json_schema": given})
 
 
 class TextBlock(msgspec.Struct):

@@ -5,6 +5,7 @@ A response is a list of items: reasoning, a message, calls. A stream tells of on
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -27,7 +28,7 @@ from aioengine.server.answers import (
     usage_of,
 )
 from aioengine.server.chat_builder import ChatBuilder
-from aioengine.server.decoding import is_text, read_items, read_text
+from aioengine.server.decoding import TEMPLATE_ROLES, is_text, read_items, read_text
 from aioengine.server.errors import ApiError, invalid_value, missing, unsupported
 from aioengine.server.schema import ChatGeneration, Generation, Integer, is_given, read_response_format
 from aioengine.structured.constraints import Constraint
@@ -93,7 +94,7 @@ class ResponseRequest(ChatGeneration, kw_only=True):
         "context_management": ([],),
         "n": (1,),
         "response_format": ({"type": "text"},),
-        "truncation": ("disabled",),
+        "truncation": ("disabled", "auto"),  # what is too long is refused by both
     }  # fmt: skip
     HINTS: ClassVar[tuple[str, ...]] = (*Generation.HINTS, "max_tool_calls")
 
@@ -190,6 +191,7 @@ Content = str | list[InputPart]
 class InputItem(msgspec.Struct):
     """An item of the input, also as clients send an answer's items back; what else it has is ignored."""
 
+    id: str | None = None
     type: str | None = None
     role: str | None = None
     content: Content | None = None
@@ -200,33 +202,49 @@ class InputItem(msgspec.Struct):
     output: Content | None = None
 
 
-def read_input(request: ResponseRequest, max_items: int) -> list[dict[str, Any]]:
-    """The input as a chat."""
+def read_input(
+    request: ResponseRequest, max_items: int, items_of: Callable[[str], list[InputItem]]
+) -> list[dict[str, Any]]:
+    """The input as a chat.
+
+    Args:
+        items_of: the items of a stored response by its id, for items that are named by their ids alone.
+    """
     if not is_given(request.input):
         raise missing("input")
     if is_text(request.input):
         return [{"role": "user", "content": read_text(request.input, "input")}]
     chat = ChatBuilder()
+    items_of = functools.cache(items_of)
     for place, item in enumerate(read_items(request.input, InputItem, "input", max_items)):
+        if item.type == "item_reference":
+            item = _referred(_needed(f"input[{place}]", "id", item.id), items_of)
         _add_item(chat, f"input[{place}]", item)
     return chat.messages
 
 
-ROLES = {"user": "user", "system": "system", "developer": "system", "assistant": "assistant"}
-"""As templates know them."""
+def _referred(item_id: str, items_of: Callable[[str], list[InputItem]]) -> InputItem:
+    """The item of that id, which holds its response's; see `ResponseAnswer`."""
+    for item in items_of(f"resp_{item_id.partition('_')[2][:-2]}"):
+        if item.id == item_id:
+            return item
+    raise ApiError(404, "not_found", f"there is no item {item_id[:100]!r}; give the item itself", param="input")
+
+
+ROLES = ("user", "system", "developer", "assistant")
 
 
 def _add_item(chat: ChatBuilder, place: str, item: InputItem) -> None:
     kind = item.type or "message"
     if kind == "message":
-        role = ROLES.get(_needed(place, "role", item.role))
-        if role is None:
+        role = _needed(place, "role", item.role)
+        if role not in ROLES:
             raise invalid_value("input", f"{place}.role: user, assistant, system or developer is needed")
         text = _text_of(f"{place}.content", item.content)
         if role == "assistant":
             chat.answer(text)
         else:
-            chat.say(role, text)
+            chat.say(TEMPLATE_ROLES.get(role, role), text)
     elif kind == "reasoning":
         if text := _text_of(f"{place}.content", item.content or item.summary or ""):
             chat.think(text)
@@ -330,6 +348,7 @@ class ResponseAnswer(Answer):
     async def body_of(self, output: RequestOutput) -> bytes:
         """The response as far as it has come."""
         (choice,) = output.outputs
+        reason = None if choice.finish_reason == "error" else choice.finish_reason  # `failing` is about to tell of it
         positions: list[bytes] = []
         writer = PositionWriter(self._token_bytes, self._top_logprobs or 0)
 
@@ -345,12 +364,12 @@ class ResponseAnswer(Answer):
         parts += enumerate(call.arguments for call in choice.tool_calls)
         items = []
         for place, (part, text) in enumerate(parts):
-            is_cut = choice.finish_reason != "stop" and place == len(parts) - 1 and not isinstance(part, int)
-            status = STATUSES[None] if choice.finish_reason is None else "incomplete" if is_cut else "completed"
+            is_cut = reason != "stop" and place == len(parts) - 1 and not isinstance(part, int)
+            status = STATUSES[None] if reason is None else "incomplete" if is_cut else "completed"
             call = choice.tool_calls[part] if isinstance(part, int) else None
             names = (call.id, call.name) if call is not None else ("", "")
             items.append(self._item(part, place, status, encode(text), positions, names))
-        return self._body(choice.finish_reason, items, self._usage(output))
+        return self._body(reason, items, self._usage(output))
 
     def empty_body(self, reason: FinishReason | None) -> bytes:
         """The response before its prompt has been read."""

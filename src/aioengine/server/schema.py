@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 
 from aioengine.sampling_params import ROW_PARAMS, SamplingParams
-from aioengine.server.errors import ApiError, invalid_value, unsupported
+from aioengine.server.errors import ApiError, invalid_value
 from aioengine.structured.constraints import Constraint, Json, from_vllm, read_structural_tag
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
+    """A hint: padding that hides how long tokens are; there is none."""
 
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Generation(RowFields, kw_only=True):
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
         **dict.fromkeys((
-            "guided_decoding_backend", "guided_whitespace_pattern", "kv_transfer_params", "min_thinking_tokens",
+            "guided_whitespace_pattern", "kv_transfer_params", "min_thinking_tokens",
         ), ()),
         "best_of": (1,),
         "length_penalty": (1, 1.0),
@@ -68,8 +69,8 @@ class Generation(RowFields, kw_only=True):
         "use_beam_search": (False,),
     }  # fmt: skip
     HINTS: ClassVar[tuple[str, ...]] = (
-        "metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
-        "safety_identifier", "service_tier", "store", "user", "verbosity",
+        "guided_decoding_backend", "metadata", "prediction", "prompt_cache_key", "prompt_cache_options",
+        "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user", "verbosity",
     )  # fmt: skip
 
     model: str | None = None
@@ -153,7 +154,7 @@ class Generation(RowFields, kw_only=True):
             **self._own_constraint(),
         }
         names = [name for name, constraint in given.items() if constraint is not None]
-        if len(names) > 1:
+        if any(given[name] != given[names[0]] for name in names):
             raise invalid_value(names[1], f"{' and '.join(names)} are several constraints: give one")
         return given[names[0]] if names else None
 
@@ -166,12 +167,9 @@ class Generation(RowFields, kw_only=True):
         if self.stream and self.prompt_logprobs is not None:
             told = "prompt_logprobs are not in streams: set stream to false, or leave them out"
             raise invalid_value("prompt_logprobs", told)
-        if self.stream_options is not None:
-            if not self.stream:
-                told = "stream_options is for streams: set stream to true, or leave it out"
-                raise invalid_value("stream_options", told)
-            if self.stream_options.include_obfuscation:
-                raise unsupported("stream_options.include_obfuscation")
+        if self.stream_options is not None and not self.stream:
+            told = "stream_options is for streams: set stream to true, or leave it out"
+            raise invalid_value("stream_options", told)
 
 
 GUIDED = ("json", "regex", "choice", "grammar")
@@ -328,6 +326,7 @@ class TokenizeRequest(Body, kw_only=True):
     model: str | None = None
     prompt: msgspec.Raw = msgspec.Raw()
     messages: msgspec.Raw = msgspec.Raw()
+    tools: msgspec.Raw = msgspec.Raw()
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

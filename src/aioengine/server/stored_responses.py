@@ -13,11 +13,15 @@ import msgspec
 from aioengine.outputs import CompletionOutput
 from aioengine.server.answers import message_of
 from aioengine.server.errors import ApiError
-from aioengine.server.responses import ResponseAnswer
+from aioengine.server.responses import InputItem, ResponseAnswer
 from aioengine.server.stream_group import StreamGroup
 
 OVERHEAD_BYTES = 512
 """Of a stored response, beside what is in it."""
+
+
+class _Output(msgspec.Struct):
+    output: list[InputItem]
 
 
 class StoredResponse(NamedTuple):
@@ -119,6 +123,14 @@ class StoredResponses:
         self._stored.move_to_end(response_id)
         messages: list[dict[str, Any]] = msgspec.json.decode(stored.messages)
         return messages
+
+    def items_of(self, response_id: str) -> list[InputItem]:
+        """The items of a response's output, as a client would send them back; none where it is not stored."""
+        stored = self._stored.get(response_id)
+        if stored is None:
+            return []
+        self._stored.move_to_end(response_id)
+        return msgspec.json.decode(stored.body, type=_Output).output
 
     async def retrieve(self, response_id: str) -> bytes:
         """A response's body, also of one that is running.
