@@ -7,7 +7,7 @@ something different about each. Every message names the thing that was wrong and
 from __future__ import annotations
 
 import traceback
-from typing import Self
+from typing import Any, Self
 
 MAX_TEXT_CHARS = 10_000
 MAX_TRACEBACK_LINES = 1000
@@ -87,13 +87,15 @@ class OutputNotParsed(AioEngineError):
 
     Attributes:
         text: what there is of it.
-        output: the `RequestOutput`.
+        output: the `RequestOutput`, with ``parsed`` in those of its choices that are values.
+        outputs: of several prompts that `LLM` was given, all their outputs.
     """
 
-    def __init__(self, message: str, text: str = "", output: object = None) -> None:
+    def __init__(self, message: str, text: str = "", output: Any = None) -> None:
         super().__init__(message)
         self.text = text
         self.output = output
+        self.outputs: list[Any] = [output]
 
 
 class StepFailed(AioEngineError):

@@ -11,6 +11,7 @@ import pydantic
 import pytest
 
 from aioengine import (
+    LLM,
     Choice,
     Engine,
     Grammar,
@@ -222,11 +223,28 @@ async def test_an_answer_that_is_cut_or_not_valid_is_an_error_with_its_text() ->
         with pytest.raises(OutputNotParsed, match="no animal has legs") as raised:
             await engine.generate(FOX, output_type=Impossible, max_tokens=20)
         assert raised.value.output.text == raised.value.text
+        with pytest.raises(OutputNotParsed) as raised:
+            await engine.generate("A", output_type=Animal, n=8, seed=2, max_tokens=14)
+        choices = raised.value.output.outputs
+        assert {(choice.finish_reason, type(choice.parsed)) for choice in choices} == {
+            ("stop", Animal), ("length", type(None)),
+        }  # fmt: skip
         for call in ({"structured": Regex("a")}, {"params": SamplingParams(structured=Regex("a"))}):
             with pytest.raises(InvalidRequest, match="output_type"):
                 await engine.generate(FOX, output_type=Animal, **call)
         with pytest.raises(InvalidRequest, match="no JSON schema"):
             await engine.generate(FOX, output_type=Engine)
+
+
+def test_an_answer_of_several_that_is_cut_takes_no_other_with_it() -> None:
+    llm = LLM()
+    params = [SamplingParams(max_tokens=count, seed=1) for count in (300, 3, 300)]
+    with pytest.raises(OutputNotParsed, match="max_tokens") as raised:
+        llm.generate(["A", "B", "C"], params, output_type=Animal)
+    assert [type(output.parsed) for output in raised.value.outputs] == [Animal, type(None), Animal]
+    assert raised.value.output == raised.value.outputs[1]
+    assert raised.value.__notes__ == ["prompt 1 of 3, counted from 0"]
+    llm.close()
 
 
 @pytest.mark.parametrize("name", ["bogus", "json_schema", "Regex"])

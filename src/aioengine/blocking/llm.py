@@ -14,7 +14,7 @@ import anyio
 
 from aioengine.blocking.facade import Facade
 from aioengine.engine import Engine
-from aioengine.errors import InvalidRequest
+from aioengine.errors import InvalidRequest, OutputNotParsed
 from aioengine.frontend.answer_format import ReasoningEffort
 from aioengine.outputs import RequestOutput
 from aioengine.sampling_params import SamplingKeywords, SamplingParams, make_params
@@ -71,6 +71,7 @@ class LLM(Facade):
         Raises:
             InvalidRequest: a value is bad; all are checked before the first one runs, but for the lengths of texts in
                 tokens. The error's notes say which prompt it was.
+            OutputNotParsed: an answer is no value of ``output_type``; its ``outputs`` are those of all prompts.
             StepFailed, EngineDead: see there.
             RuntimeError: the engine sleeps.
         """
@@ -177,7 +178,8 @@ class LLM(Facade):
 async def _run_all(
     engine: Engine, calls: list[dict[str, Any]], outputs: dict[int, RequestOutput], request_numbers: Iterator[int]
 ) -> None:
-    """Generate by these keywords, no more of them at a time than the engine could hold; the first error ends them all.
+    """Generate by these keywords, no more of them at a time than the engine could hold; the first error ends them all,
+    but for an answer that is no value of its type, which is told of when all have ended.
 
     Args:
         outputs: filled by the numbers of the calls.
@@ -195,14 +197,19 @@ async def _run_all(
             try:
                 with _naming(number, len(calls)):
                     outputs[number] = await engine.generate(request_id=str(next(request_numbers)), **calls[number])
-            except Exception as exc:
+            except OutputNotParsed as exc:
+                outputs[number] = exc.output
                 error = error or exc
+            except Exception as exc:
+                error = exc if error is None or isinstance(error, OutputNotParsed) else error
                 tasks.cancel_scope.cancel()
                 return
 
     async with anyio.create_task_group() as tasks:
         for _ in range(min(len(calls), engine.config.max_num_seqs + engine.config.max_waiting)):
             tasks.start_soon(work)
+    if isinstance(error, OutputNotParsed):
+        error.outputs = [outputs[number] for number in range(len(calls))]
     if error is not None:
         raise error
 

@@ -54,14 +54,23 @@ class OutputType:
         Raises:
             OutputNotParsed: a choice is no value of the type, such as one that was cut at ``max_tokens``.
         """
-        choices = [self._parsed(output, choice) for choice in output.outputs]
-        return msgspec.structs.replace(output, outputs=choices)
+        choices, errors = list(output.outputs), []
+        for place, choice in enumerate(choices):
+            try:
+                choices[place] = self._parsed(choice)
+            except OutputNotParsed as error:
+                errors.append(error)
+        output = msgspec.structs.replace(output, outputs=choices)
+        if errors:
+            errors[0].output, errors[0].outputs = output, [output]
+            raise errors[0]
+        return output
 
-    def _parsed(self, output: RequestOutput, choice: CompletionOutput) -> CompletionOutput:
+    def _parsed(self, choice: CompletionOutput) -> CompletionOutput:
         if choice.finish_reason != "stop":
             cut = f"it was cut after {len(choice.token_ids)} tokens (finish_reason {choice.finish_reason!r})"
             hint = "; give a larger max_tokens" if choice.finish_reason == "length" else ""
-            raise OutputNotParsed(f"the answer is no {shorten(self._kind)}: {cut}{hint}", choice.text, output)
+            raise OutputNotParsed(f"the answer is no {shorten(self._kind)}: {cut}{hint}", choice.text)
         if choice.tool_calls:
             return choice
         try:
@@ -71,7 +80,7 @@ class OutputType:
                 f"it was cut at the stop {_shown_stop(choice.stop_reason)}; " if choice.stop_reason is not None else ""
             )
             problem = f"the answer is no {shorten(self._kind)}: {cut}{type(error).__name__}: {error}"
-            raise OutputNotParsed(problem, choice.text, output) from error
+            raise OutputNotParsed(problem, choice.text) from error
         return msgspec.structs.replace(choice, parsed=value)
 
 

@@ -16,6 +16,7 @@ from aioengine.errors import (
     EngineOverloaded,
     InvalidRequest,
     NoTokenLeft,
+    OutputNotParsed,
     PromptTooLong,
     StepFailed,
 )
@@ -83,6 +84,8 @@ def api_error_of(error: Exception, *, param_names: Mapping[str, str] | None = No
     if isinstance(error, NoTokenLeft):
         _, _, why = str(error).partition("NothingAllowed: ")
         return ApiError(400, "no_token_left", f"what is asked for leaves no token to generate: {why or error}")
+    if isinstance(error, OutputNotParsed):
+        return ApiError(500, "output_not_parsed", str(error))
     if isinstance(error, StepFailed):
         return ApiError(500, "step_failed", "the step that computed this request failed; send it again")
     return ApiError(500, "internal_error", "an internal error; its request id is in the log")
