@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 
 SPIN_COUNT = 10_000
@@ -14,6 +15,18 @@ one stream of a 0.6B model is a tenth slower on an idle machine (benchmarks/READ
 
 OPENMP_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 """How threads of torch's OpenMP runtime, libgomp on Linux, wait for each other; read when torch is imported."""
+
+
+def open_standard_files() -> None:
+    """Have stdin, stdout and stderr lead nowhere where the process was given none: the next files that are opened
+    would take their numbers, and libuv aborts the process when it closes such a one."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            with contextlib.suppress(OSError):
+                os.fstat(number)
+                continue
+            os.open(os.devnull, os.O_RDWR)  # takes the smallest number that is free
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 
 def limit_spinning() -> None:

@@ -55,6 +55,15 @@ def test_a_start_imports_no_large_package_but_torch() -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_it_runs_without_its_standard_files(closed: str) -> None:
+    code = f"exec {sys.executable} -m aioengine generate Once --max-tokens 3 {closed}"
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Once") == (">&-" not in closed.split())
+
+
+@pytest.mark.nightly
 def test_a_prompt_can_come_from_stdin_and_a_chat_answers_without_echo() -> None:
     done = run("generate", "-", "--chat", "--temperature", "0", "--stats", stdin="Hello!")
     assert done.returncode == 0, done.stderr

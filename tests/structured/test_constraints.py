@@ -238,10 +238,10 @@ async def test_an_answer_that_is_cut_or_not_valid_is_an_error_with_its_text() ->
 
 def test_an_answer_of_several_that_is_cut_takes_no_other_with_it() -> None:
     llm = LLM()
-    params = [SamplingParams(max_tokens=count, seed=1) for count in (300, 3, 300)]
+    params = [SamplingParams(max_tokens=count, seed=1) for count in (30, 1, 30)]
     with pytest.raises(OutputNotParsed, match="max_tokens") as raised:
-        llm.generate(["A", "B", "C"], params, output_type=Animal)
-    assert [type(output.parsed) for output in raised.value.outputs] == [Animal, type(None), Animal]
+        llm.generate(["A", "B", "C"], params, output_type=list[Literal[1, 2]] | bool)
+    assert [output.parsed is None for output in raised.value.outputs] == [False, True, False]
     assert raised.value.output == raised.value.outputs[1]
     assert raised.value.__notes__ == ["prompt 1 of 3, counted from 0"]
     llm.close()

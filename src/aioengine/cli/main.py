@@ -16,7 +16,7 @@ from aioengine.cli.engine import engine, keys
 from aioengine.cli.generate import generate
 from aioengine.cli.serve import serve_command
 from aioengine.errors import AioEngineError
-from aioengine.own_process import limit_spinning
+from aioengine.own_process import limit_spinning, open_standard_files
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -34,6 +34,7 @@ def main() -> None:
 
     Exit codes: 0 done, 1 the engine or the model failed, 2 wrong arguments, 130 interrupted.
     """
+    open_standard_files()
     limit_spinning()
     try:
         status = cli.main(standalone_mode=False)
