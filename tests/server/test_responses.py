@@ -430,6 +430,8 @@ async def test_a_running_response_can_be_looked_at_and_cancelled(folder: Path, a
                     served.executor.complete()
             looked_at = await responses.retrieve(response_id)
             assert (looked_at.status, looked_at.output_text) == ("in_progress", "A")
+            with pytest.raises(openai.BadRequestError, match="wait for its end"):
+                await responses.create(model="demo", input="And?", previous_response_id=response_id)
             with pytest.raises(openai.BadRequestError, match="cancel it first"):
                 await responses.delete(response_id)
             cancelled = await responses.cancel(response_id)

@@ -251,4 +251,5 @@ def test_an_answer_of_several_that_is_cut_takes_no_other_with_it() -> None:
 def test_a_field_that_is_no_constraint_is_refused(name: str) -> None:
     with pytest.raises(InvalidRequest, match=f"{name} is no constraint; known: json, regex"):
         from_vllm({name: ["a", "b"]})
+    assert from_vllm({"json": False, "json_object": False}) == Json(False)
     assert from_vllm({"regex": "a+", "backend": "auto", "whitespace_pattern": None}) == Regex("a+")

@@ -87,7 +87,7 @@ def api_error_of(error: Exception, *, param_names: Mapping[str, str] | None = No
     if isinstance(error, OutputNotParsed):
         return ApiError(500, "output_not_parsed", str(error))
     if isinstance(error, StepFailed):
-        return ApiError(500, "step_failed", "the step that computed this request failed; send it again")
+        return ApiError(500, "step_failed", "the step that computed this request failed; the log says why")
     return ApiError(500, "internal_error", "an internal error; its request id is in the log")
 
 

@@ -116,6 +116,9 @@ class StoredResponses:
         Raises:
             ApiError: 400.
         """
+        if response_id in self._running:
+            message = "the response is still being generated: wait for its end, or cancel it"
+            raise ApiError(400, "response_running", message, param="previous_response_id")
         stored = self._stored.get(response_id)
         if stored is None:
             message = f"there is no response {response_id[:100]!r}: it was not stored, or has given way to others"

@@ -235,7 +235,9 @@ def from_vllm(given: Any) -> Constraint | None:
     names = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
     if isinstance(given, Mapping) and (unknown := set(given) - {*names, *SETTINGS_OF_VLLM}):
         raise _refuse("", f"{', '.join(sorted(map(str, unknown)))} is no constraint; known: {', '.join(names)}")
-    asked = {name: fields[name] for name in names if fields.get(name) not in (None, False)}
+    asked = {name: fields[name] for name in names if fields.get(name) is not None}
+    if asked.get("json_object") is False:
+        del asked["json_object"]
     if len(asked) > 1:
         raise _refuse("", f"{', '.join(asked)} are several constraints; give one")
     for name, value in asked.items():
