@@ -102,19 +102,20 @@ class AnswerParser(Protocol):
     exactly one of these:
 
     - content or reasoning;
-    - a call's. A call is *begun*, and its first delta given, when the text has named one of the tools in the format's
-      way and its arguments begin. What led there is its markup. It is *complete* when the format's JSON (or list of
+    - a call's, from its marker on. A call is *begun*, and its first delta given, when the text has named one of the
+      tools in the format's way and its arguments begin. It is *complete* when the format's JSON (or list of
       arguments) is closed; the closing marker may be missing, since a model may stop before it.
     - markup between the parts: reasoning's markers with the newlines beside them, harmony's with the white space
       beside them, white space before a call, and what follows the last call if it is white space alone.
 
-    What looks like a call, and is none, is content: all of it if the call is not begun yet. Of a begun one its deltas
-    stay, the call never gets into ``calls``, and from what was no argument any more on the text is content. Where the
-    text ends inside a begun call, what was read of it and not given yet (half a marker, say) is that call's.
+    What looks like a call, and is none, is content, all of it, marker and all. If it was begun, the deltas stay that were
+    given, and it never gets into ``calls``. Where the text ends behind a whole marker and before the call is complete,
+    all from there on is that call's, and no content. Where a format's calls need no marker, those without are text until
+    they are begun.
 
     Attributes:
         calls: the complete calls, in order.
-        is_cut: a call was begun and not completed: the text is over, or went wrong inside it.
+        is_cut: there was a call that was not completed: the text is over, or went wrong inside a begun one.
     """
 
     @property

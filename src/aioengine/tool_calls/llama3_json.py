@@ -16,7 +16,7 @@ _TAGS = Markers(TAG)
 
 def _read(reading: Reading) -> Steps[None]:
     if (yield from reading.skip_space()) == "{":
-        yield from reading.attempt(_read_calls(reading))
+        yield from reading.attempt(_read_calls(reading), is_marked=False)
     while (yield from reading.show_until(_TAGS)):
         yield from reading.attempt(_read_calls(reading))
 

@@ -34,7 +34,7 @@ _CLOSER_OF = {"(": ")", "[": "]", "{": "}"}
 
 def _read(reading: Reading) -> Steps[None]:
     if (yield from reading.skip_space()) == "[":
-        yield from reading.attempt(_read_calls(reading))
+        yield from reading.attempt(_read_calls(reading), is_marked=False)
     while (yield from reading.show_until(_TAGS)):
         yield from reading.attempt(_read_calls(reading))
 
@@ -67,7 +67,6 @@ def _read_arguments(reading: Reading) -> Steps[None]:
                 raise NotACall
             text, end = yield from _read_value(reading)
             reading.add_arguments(f"{head}{json.dumps(key, ensure_ascii=False)}: {_as_json(text)}")
-            reading.drop()
             head = ", "
     reading.add_arguments("}")
 

@@ -81,7 +81,6 @@ def _read_value(reading: Reading, head: str, schema: Mapping[str, Any], tool: To
     else:
         text = yield from reading.read_until(_VALUE_ENDS)
         reading.add_arguments(head + _as_json(text, types))
-    reading.drop()
 
 
 def _in_string(text: str) -> str:
