@@ -312,6 +312,45 @@ async def test_a_call_that_was_cut_is_none() -> None:
     assert not answer.choices[0].message.tool_calls
 
 
+CUT = 'Look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Pa'
+MALFORMED = 'Look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": oops}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("said", "asked", "text", "reason"),
+    [
+        (CUT, {}, "Look.", "stop"),
+        (CUT[:30], {}, "Look.", "stop"),
+        (call_of("get_weather", "Rome"), {"stop": ["Rome"]}, "", "stop"),
+        (call_of("get_weather", "Rome"), {"max_tokens": 12}, "", "length"),
+        (f"{call_of('get_time', 'Rome')} {CUT}", {}, " Look.", "stop"),
+        (MALFORMED, {}, MALFORMED, "stop"),
+    ],
+    ids=["by its end", "before its name", "by a stop string", "by the limit", "behind another", "malformed"],
+)
+async def test_a_call_that_is_not_completed_is_none_whole_and_streamed(
+    said: str, asked: dict[str, Any], text: str, reason: str
+) -> None:
+    async with saying(said) as (_, _, client, http):
+        whole = await client.chat.completions.create(**CHAT, tools=TOOLS, **asked)
+        chunks = await read(await client.chat.completions.create(**CHAT, tools=TOOLS, **asked, stream=True))
+        options: dict[str, Any] = {"max_tokens": asked.get("max_tokens", 200), "stop_sequences": asked.get("stop", [])}
+        tools = [{"name": name, "input_schema": {"type": "object"}} for name in ("get_weather", "get_time")]
+        body = {"messages": HELLO, "tools": tools, "temperature": 0, **options}
+        message = (await http.post("/v1/messages", json=body)).json()
+        events = (await http.post("/v1/messages", json={**body, "stream": True})).text
+    (choice,) = whole.choices
+    parts = [part for chunk in chunks for part in chunk.choices]
+    assert (choice.finish_reason, parts[-1].finish_reason) == (reason, reason)
+    assert (choice.message.content or "", "".join(part.delta.content or "" for part in parts)) == (text, text)
+    num_complete = int(said.startswith(call_of("get_time", "Rome")))
+    assert len(choice.message.tool_calls or ()) == num_complete
+    told = "max_tokens" if reason == "length" else "stop_sequence" if "stop" in asked else "end_turn"
+    assert message["stop_reason"] == told
+    assert f'"stop_reason":"{told}"' in events
+    assert [block["type"] for block in message["content"]].count("tool_use") == num_complete
+
+
 @pytest.mark.parametrize("choice", [None, "none", "auto", {"type": "auto"}], ids=str)
 async def test_tools_of_a_model_that_cannot_call_are_left_out_and_the_log_says_so_once(
     choice: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

@@ -169,6 +169,7 @@ class Completion:
             text=piece.content,
             reasoning=piece.reasoning,
             tool_calls=list(piece.calls),
+            has_cut_call=self.is_ended and self._has_cut_call,
             token_ids=self.token_ids[first:],
             logprobs=self.logprobs[first:] if self.logprobs is not None else None,
             finish_reason=self.finish_reason if self.error is None else None,  # the error itself comes next
@@ -183,12 +184,17 @@ class Completion:
             text="".join(self._texts) if answer is None else answer.content,
             reasoning=None if answer is None else answer.reasoning or None,
             tool_calls=[] if answer is None else answer.parser.calls.copy(),
+            has_cut_call=self._has_cut_call,
             token_ids=list(self.token_ids),
             cumulative_logprob=self._cumulative_logprob if self.logprobs is not None else None,
             logprobs=list(self.logprobs) if self.logprobs is not None else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )
+
+    @property
+    def _has_cut_call(self) -> bool:
+        return self._answer is not None and self._answer.parser.is_cut
 
     def _read_answer(self) -> ParsedAnswer:
         """Its parts, of all its text so far."""

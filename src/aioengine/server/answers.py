@@ -344,7 +344,7 @@ class ChatAnswer(ChoicesAnswer):
             )
             logprobs = _content(positions)
         message = encode(message_of(choice, has_reasoning=self._extras.has_reasoning))
-        ending = _ending(finish_reason_of(choice.finish_reason, bool(choice.tool_calls)), choice.stop_reason)
+        ending = _ending(finish_reason_of(choice, bool(choice.tool_calls)), choice.stop_reason)
         ending += self._ids_of(choice)
         return b'{"index":%d,"message":%b,"logprobs":%b,%b}' % (number, message, logprobs, ending)
 
@@ -364,7 +364,7 @@ class ChatAnswer(ChoicesAnswer):
             told["tool_calls"] = [_call_delta(call) for call in delta.tool_calls]
         if not told and delta.finish_reason is None and not self._tells_of_each_token:
             return b""
-        ending = _ending(finish_reason_of(delta.finish_reason, choice in self._calling), delta.stop_reason)
+        ending = _ending(finish_reason_of(delta, choice in self._calling), delta.stop_reason)
         return self._event(choice, b'"delta":%b,%b,%b' % (encode(told), self._of_tokens(choice, delta), ending), usage)
 
     def opening(
@@ -578,9 +578,10 @@ def message_of(choice: CompletionOutput, *, has_reasoning: bool = True) -> dict[
     return message
 
 
-def finish_reason_of(reason: FinishReason | None, has_calls: bool) -> str | None:
-    """What the API calls it."""
-    return "tool_calls" if reason == "stop" and has_calls else reason
+def finish_reason_of(choice: CompletionOutput | CompletionDelta, has_calls: bool) -> str | None:
+    """What the API calls it; "tool_calls" says that each call is complete."""
+    is_calling = choice.finish_reason == "stop" and has_calls and not choice.has_cut_call
+    return "tool_calls" if is_calling else choice.finish_reason
 
 
 def _call_delta(call: ToolCallDelta) -> dict[str, Any]:

@@ -375,7 +375,8 @@ def _event(kind: str, **fields: Any) -> bytes:
 def _ending(choice: CompletionOutput) -> dict[str, Any]:
     """Why it has ended. One that the server has aborted is like one that pauses: sent back, it goes on."""
     reasons = {"length": "max_tokens", "abort": "pause_turn"}
-    reason = reasons.get(choice.finish_reason or "", "tool_use" if choice.tool_calls else "end_turn")
+    is_calling = choice.tool_calls and not choice.has_cut_call
+    reason = reasons.get(choice.finish_reason or "", "tool_use" if is_calling else "end_turn")
     sequence = choice.stop_reason if choice.finish_reason == "stop" and isinstance(choice.stop_reason, str) else None
     return {"stop_reason": "stop_sequence" if sequence is not None else reason, "stop_sequence": sequence}
 

@@ -350,7 +350,7 @@ class ResponseAnswer(Answer):
             call = choice.tool_calls[part] if isinstance(part, int) else None
             names = (call.id, call.name) if call is not None else ("", "")
             items.append(self._item(part, place, status, encode(text), positions, names))
-        return self._body(choice.finish_reason, items, self._usage(output))
+        return self._body(choice.finish_reason, items, self._usage(output), is_cut=choice.has_cut_call)
 
     def empty_body(self, reason: FinishReason | None) -> bytes:
         """The response before its prompt has been read."""
@@ -367,14 +367,21 @@ class ResponseAnswer(Answer):
         }
 
     def _body(
-        self, reason: FinishReason | None, items: Sequence[bytes], usage: Usage | None, error: Any = None
+        self,
+        reason: FinishReason | None,
+        items: Sequence[bytes],
+        usage: Usage | None,
+        error: Any = None,
+        *,
+        is_cut: bool = False,
     ) -> bytes:
-        status = STATUSES[reason]
+        """The response, which without a call that was cut is whole where the model has ended it."""
+        status = "incomplete" if is_cut and reason == "stop" else STATUSES[reason]
         told = {
             "status": status,
             "completed_at": int(time.time()) if status == "completed" else None,
             "error": error,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if reason == "length" else None,
             "usage": usage,
         }
         return b'%b,"output":[%b],%b' % (self._head, b",".join(items), line_of(told)[1:])
@@ -411,7 +418,7 @@ class ResponseAnswer(Answer):
         return b'{"id":%b,"type":"%b","status":"%b",%b}' % (item_id, kind, status.encode(), rest)
 
     def _id_of(self, part: Part, place: int) -> str:
-        """The same however the response is told."""
+        """The same however the response is told; but text behind a call comes before it in a whole one."""
         prefix = {"text": "msg", "reasoning": "rs"}.get(str(part), "fc")
         return f"{prefix}_{self._suffix}{place:02x}"
 
@@ -459,9 +466,11 @@ class ResponseAnswer(Answer):
         if self._open is not None and self._open.call is not None:
             is_done = any(call.id == self._open.call.id for call in choice.tool_calls)
         events.append(self._close("completed" if is_done else "incomplete"))
-        body = self._body(choice.finish_reason, self._items(), self._usage(outputs[0]))
+        is_cut = choice.has_cut_call
+        body = self._body(choice.finish_reason, self._items(), self._usage(outputs[0]), is_cut=is_cut)
         self._keep(body, choice)
-        kind = b"response.completed" if choice.finish_reason == "stop" else b"response.incomplete"
+        is_whole = choice.finish_reason == "stop" and not is_cut
+        kind = b"response.completed" if is_whole else b"response.incomplete"
         return b"".join([*events, self._event(kind, b'"response":%b' % body)])
 
     def failing(self, error: ApiError) -> bytes:

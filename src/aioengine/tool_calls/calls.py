@@ -108,10 +108,9 @@ class AnswerParser(Protocol):
     - markup between the parts: reasoning's markers with the newlines beside them, harmony's with the white space
       beside them, white space before a call, and what follows the last call if it is white space alone.
 
-    What looks like a call, and is none, is content, all of it, marker and all. If it was begun, the deltas stay that were
-    given, and it never gets into ``calls``. Where the text ends behind a whole marker and before the call is complete,
-    all from there on is that call's, and no content. Where a format's calls need no marker, those without are text until
-    they are begun.
+    What looks like a call, and is none, is content, all of it, marker and all. If it was begun its deltas stay, and it
+    never gets into ``calls``. Where the text ends behind a whole marker and before the call is complete, all from the
+    marker on is that call's, and no content. Calls that need no marker, and have none, are text until they are begun.
 
     Attributes:
         calls: the complete calls, in order.
