@@ -13,7 +13,9 @@ from engine.conftest import Serve, Served
 
 from aioengine import ConfigError, Engine, InvalidRequest, Json
 from aioengine.frontend.answer_format import template_variables
+from aioengine.frontend.request_state import ParsedAnswer
 from aioengine.tool_calls.calls import Tool, read_tools
+from aioengine.tool_calls.formats import find_tool_format
 
 CHAT = [{"role": "user", "content": "What is 8 + 7?"}]
 FORMATS = {"tool_format": "hermes", "reasoning_format": "think"}
@@ -116,7 +118,14 @@ async def test_a_call_that_is_cut_is_none(serve: Serve) -> None:
         num_tokens = len(served.tokenizer.encode(CALL)) - 12
         out = await served.engine.generate(CHAT, tools=TOOLS, max_tokens=num_tokens)
         assert out.outputs[0].finish_reason == "length"
-        assert out.tool_calls == []
+        assert (out.text, out.tool_calls, out.outputs[0].has_cut_call) == ("", [], True)
+
+
+def test_what_the_token_that_ends_a_call_has_begun_is_not_of_an_answer_of_one_call() -> None:
+    parser = find_tool_format("mistral").make_parser([Tool("clock")], lambda: "0")
+    answer = ParsedAnswer(parser, ends_at_call=True)
+    answer.read(['Now. [TOOL_CALLS][{"name": "clock", "arguments": {}', '}, {"na'], is_over=True)
+    assert (answer.content, len(parser.calls), parser.is_cut) == ("Now.", 1, False)
 
 
 @pytest.mark.virtual_clock

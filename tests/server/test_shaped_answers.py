@@ -305,6 +305,37 @@ async def test_one_call_where_they_may_not_be_parallel() -> None:
     assert [len(answer.choices[0].message.tool_calls or ()) for answer in (both, one)] == [2, 1]
 
 
+@pytest.mark.parametrize("between", ["\n", "\nAnd now:\n"])
+async def test_an_answer_ends_with_its_call_where_they_may_not_be_parallel(between: str) -> None:
+    said = f"Let me look.\n{call_of('get_weather', 'Oslo')}{between}{call_of('get_time', 'Rome')}"
+    functions: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    anthropic = {"type": "auto", "disable_parallel_tool_use": True}
+    inputs = [{"name": tool["name"], "input_schema": tool["parameters"]} for tool in functions]
+    async with saying(said) as (_, _, client, http):
+        asked: Any = {**CHAT, "tools": TOOLS, "parallel_tool_calls": False}
+        whole = await client.chat.completions.create(**asked)
+        async with client.chat.completions.stream(**asked) as stream:
+            async for _ in stream:
+                pass
+            streamed = await stream.get_final_completion()
+        response = await client.responses.create(
+            model="demo", input="Hello!", temperature=0, tools=functions, parallel_tool_calls=False
+        )
+        body = {"messages": HELLO, "tools": inputs, "tool_choice": anthropic, "temperature": 0, "max_tokens": 200}
+        message = (await http.post("/v1/messages", json=body)).json()
+    for answer in (whole, streamed):
+        (choice,) = answer.choices
+        (call,) = choice.message.tool_calls or ()
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me look.")
+        assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Oslo"})
+        assert answer.usage is None or answer.usage.completion_tokens < 80
+    assert (response.status, [item.type for item in response.output]) == ("completed", ["message", "function_call"])
+    assert (message["stop_reason"], [block["type"] for block in message["content"]]) == (
+        "tool_use",
+        ["text", "tool_use"],
+    )
+
+
 async def test_a_call_that_was_cut_is_none() -> None:
     async with saying(call_of("get_weather", "Rome")) as (_, _, client, _):
         answer = await client.chat.completions.create(**CHAT, tools=TOOLS, max_tokens=12)

@@ -166,8 +166,8 @@ class AnswerFormats:
                 return inner
             return ReasoningParser(reasoning, inner, is_begun)
 
-        is_of_tools = constraint is not None and params.structured is None
-        return AnswerPlan(constraint, thinking, make_parser, keeps, "tools" if is_of_tools else "structured")
+        param: Any = "tools" if constraint is not None and params.structured is None else "structured"
+        return AnswerPlan(constraint, thinking, make_parser, keeps, param, ends_at_call=not options.is_parallel)
 
     def _constraint(self, options: AnswerOptions, params: SamplingParams) -> Constraint | None:
         """What the text behind the reasoning must be."""
@@ -255,6 +255,7 @@ class AnswerPlan(NamedTuple):
         make_parser: of one choice; None: the text is the content.
         keeps_special_tokens: its text is to have those.
         param: the argument of the call that the constraint is made of.
+        ends_at_call: the first complete tool call is its end.
     """
 
     constraint: Constraint | None = None
@@ -262,6 +263,7 @@ class AnswerPlan(NamedTuple):
     make_parser: Callable[[], AnswerParser] | None = None
     keeps_special_tokens: bool = False
     param: Literal["structured", "tools"] = "structured"
+    ends_at_call: bool = False
 
     def retold(self, error: AioEngineError) -> AioEngineError:
         """An error of the request, which names the constraint as the caller has given it."""

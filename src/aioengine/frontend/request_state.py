@@ -68,9 +68,9 @@ class Completion:
         self._texts: list[str] = []
         self._num_read_ids = 0
         self._num_read_texts = 0
-        self._answer = (
-            ParsedAnswer(plan.make_parser()) if plan.make_parser is not None and detokenizer is not None else None
-        )
+        self._answer: ParsedAnswer | None = None
+        if plan.make_parser is not None and detokenizer is not None:
+            self._answer = ParsedAnswer(plan.make_parser(), ends_at_call=plan.ends_at_call)
 
     # Called by the core
 
@@ -96,7 +96,7 @@ class Completion:
             text = detokenizer.feed_one(token_id)
             if text:
                 self._texts.append(text)
-            if detokenizer.stop_string is not None:
+            if detokenizer.stop_string is not None or (self._plan.ends_at_call and self._read_answer().has_its_call):
                 self._end("stop", detokenizer.stop_string)
                 self._request.core.finish(self.sequence, "stop", detokenizer.stop_string)
                 return
@@ -219,16 +219,25 @@ class Completion:
 class ParsedAnswer:
     """A choice's text, told apart as it is read: content, reasoning, tool calls.
 
+    Args:
+        ends_at_call: it is read up to its first complete call.
+
     Attributes:
         parser: has its complete calls.
     """
 
-    def __init__(self, parser: AnswerParser) -> None:
+    def __init__(self, parser: AnswerParser, *, ends_at_call: bool = False) -> None:
         self.parser = parser
+        self._ends_at_call = ends_at_call
         self._num_fed = 0
         self._is_over = False
         self._pieces: list[Piece] = []
         self._num_taken = 0
+
+    @property
+    def has_its_call(self) -> bool:
+        """It is at its end for a complete call."""
+        return self._ends_at_call and bool(self.parser.calls)
 
     @property
     def content(self) -> str:
@@ -248,7 +257,8 @@ class ParsedAnswer:
             self._pieces.append(self.parser.feed(text))
         if is_over and not self._is_over:
             self._is_over = True
-            self._pieces.append(self.parser.finish())
+            if not self.has_its_call:  # what the call's last token has begun behind it is not to be
+                self._pieces.append(self.parser.finish())
 
     def take(self) -> Piece:
         """What has been read since the last call."""
