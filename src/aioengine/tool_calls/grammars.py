@@ -85,7 +85,7 @@ class GrammarWriter:
     def text_without(self, *markers: str, beginning: str = "") -> str:
         """Any text without these in it; its first character is no space and no ``beginning`` where that is given."""
         name = f"T{len(self._rules)}"
-        inner = "|".join(re.escape(marker).replace("/", r"\/") for marker in markers)
+        inner = "|".join(re.escape(marker).replace("/", r"\/").replace("\\\n", r"\n") for marker in markers)
         body = rf"/([^\s{re.escape(beginning)}](?s:.*))?/" if beginning else "/(?s:.*)/"
         self._rules.append(f"{name}: {body}" + (f" & ~/(?s:.*)({inner})(?s:.*)/" if markers else ""))
         return name

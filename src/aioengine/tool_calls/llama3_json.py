@@ -2,8 +2,8 @@
 
     {"name": "get_weather", "parameters": {"city": "Paris"}}; {"name": "get_time", "parameters": {}}
 
-They are the whole answer, or follow ``<|python_tag|>``. JSON that is no call is an answer like others.
-"""
+A model may leave the semicolon away. They are the whole answer, or follow ``<|python_tag|>``. JSON that is no call is
+an answer like others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _read_calls(reading: Reading) -> Steps[None]:
     while is_more:
         yield from reading.json_call(needs_arguments=True)
         yield from reading.close()
-        is_more = yield from reading.literal(";")
+        is_more = (yield from reading.literal(";")) or (yield from reading.peek()) == "{"
 
 
 def _write(writer: GrammarWriter) -> str:

@@ -66,7 +66,7 @@ def _read_arguments(reading: Reading) -> Steps[None]:
             if reading.marker != "=":
                 raise NotACall
             text, end = yield from _read_value(reading)
-            reading.add_arguments(f"{head}{json.dumps(key, ensure_ascii=False)}: {_as_json(text)}")
+            reading.add_arguments(f"{head}{json.dumps(key, ensure_ascii=False)}: {json_of_literal(text)}")
             head = ", "
     reading.add_arguments("}")
 
@@ -99,7 +99,7 @@ def _read_value(reading: Reading) -> Steps[tuple[str, str]]:
     raise NotACall
 
 
-def _as_json(text: str) -> str:
+def json_of_literal(text: str) -> str:
     """JSON of a literal, in Python's spelling or JSON's.
 
     Raises:

@@ -213,6 +213,10 @@ class Reading:
                 raise NotACall
             yield
 
+    def put_back(self) -> None:
+        """The marker that `read_until` has found last is to be read again."""
+        self.at -= len(self._held.pop())
+
     def peek(self) -> Steps[str]:
         """The next character, not taken; "" when the text is over."""
         while self.at == len(self.text) and not self.is_over:
@@ -285,8 +289,13 @@ class Reading:
                     raise NotACall
                 if arguments is not None:
                     self.begin_call(name, arguments)
-            elif key in _ARGUMENT_KEYS and arguments is None and first == "{":
-                if name is not None:
+            elif key in _ARGUMENT_KEYS and arguments is None and first in ("{", "n"):
+                if first == "n":  # models write null for none
+                    yield from self.expect("null")
+                    arguments = "{}"
+                    if name is not None:
+                        self.begin_call(name, arguments)
+                elif name is not None:
                     self.begin_call(name)
                     arguments = ""
                     yield from self.json_value(self.add_arguments)
