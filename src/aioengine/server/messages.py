@@ -112,6 +112,11 @@ class MessageRequest(ChatGeneration, kw_only=True):
         super().check()
         if self.max_tokens is None:
             raise missing("max_tokens")
+        match self.tool_choice:
+            case {"type": "auto" | "any" | "none"} | {"type": "tool", "name": str()}:
+                pass
+            case dict():
+                raise invalid_value("tool_choice", "tool_choice.type is auto, any, none, or tool with the name of one")
 
     def variables(self) -> dict[str, Any] | None:
         """What the chat template is told: of the thinking, under the names that templates use."""

@@ -3,7 +3,8 @@
     {"name": "get_weather", "parameters": {"city": "Paris"}}; {"name": "get_time", "parameters": {}}
 
 A model may leave the semicolon away. They are the whole answer, or follow ``<|python_tag|>``. JSON that is no call is
-an answer like others."""
+an answer like others.
+"""
 
 from __future__ import annotations
 
