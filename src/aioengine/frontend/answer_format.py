@@ -157,7 +157,9 @@ class AnswerFormats:
             thinking = self._thinking(
                 reasoning, prompt_text, params, is_begun=is_begun, is_shaped=is_shaped, has_tools=tools is not None
             )
-        keeps = bool((tools and tools.keeps_special_tokens) or (reasoning and reasoning.keeps_special_tokens))
+        keeps = tools is not None and self._keeps(tools.keeps_special_tokens)
+        if reasoning is not None:
+            keeps = keeps or self._keeps(reasoning.keeps_special_tokens or (reasoning.begin, reasoning.end))
 
         def make_parser() -> AnswerParser:
             inner = tools.make_parser(options.tools, make_call_id) if tools is not None else None
@@ -190,6 +192,13 @@ class AnswerFormats:
             return calls
         assert not isinstance(shaped, Either), "it is made here alone"
         return Either((calls, shaped))
+
+    def _keeps(self, wanted: bool | tuple[str, ...]) -> bool:
+        """Whether an answer is decoded with special tokens: beside markers that shows others, should it have some."""
+        assert self._tokenizer is not None
+        if isinstance(wanted, bool):
+            return wanted
+        return any(self._added_tokens.get(text) in self._tokenizer.special_tokens for text in wanted)
 
     @functools.cached_property
     def _added_tokens(self) -> dict[str, int]:

@@ -25,11 +25,14 @@ class ToolFormat(Protocol):
     """How a family of models writes calls.
 
     Attributes:
-        keeps_special_tokens: its markers are special tokens, so that an answer must be decoded with them.
+        keeps_special_tokens: its markers are special tokens, so that an answer must be decoded with them; or those of
+            its markers that are special in some tokenizers, with which it must.
     """
 
     name: str
-    keeps_special_tokens: bool
+
+    @property
+    def keeps_special_tokens(self) -> bool | tuple[str, ...]: ...
 
     def make_parser(self, tools: Iterable[Tool], make_id: Callable[[], str]) -> AnswerParser:
         """A parser of one answer; ``make_id`` gives an id for each call."""

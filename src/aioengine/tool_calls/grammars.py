@@ -144,7 +144,7 @@ class StepFormat:
         read: Callable[[Reading], Steps[None]],
         write: Callable[[GrammarWriter], str],
         *,
-        keeps_special_tokens: bool,
+        keeps_special_tokens: bool | tuple[str, ...],
     ) -> None:
         self.name = name
         self.keeps_special_tokens = keeps_special_tokens

@@ -141,4 +141,4 @@ def _value(writer: GrammarWriter, schema: Mapping[str, Any], tool: Tool, end: st
     return writer.rule(f"{writer.text_without(END_PARAMETER, *NEXT_LINES)} {end}", "[lazy]")
 
 
-QWEN3_CODER = StepFormat("qwen3_coder", _read, _write, keeps_special_tokens=False)
+QWEN3_CODER = StepFormat("qwen3_coder", _read, _write, keeps_special_tokens=(BEGIN, END))
