@@ -268,9 +268,9 @@ async def test_a_tool_choice_holds(choice: Any, said: str, names: list[str] | No
         asked: Any = {**CHAT, "tools": TOOLS, "tool_choice": choice, "max_tokens": 300}
         if is_streamed:
             async with client.chat.completions.stream(**asked) as stream:
-                async for _ in stream:
-                    pass
+                chunks = [event.chunk async for event in stream if event.type == "chunk"]
                 answer: Any = await stream.get_final_completion()
+            assert chunks[0].choices[0].delta.content == ("" if choice in ("auto", "none") else None)
         else:
             answer = await client.chat.completions.create(**asked)
     (one,) = answer.choices

@@ -316,7 +316,11 @@ class ChoicesAnswer(Answer):
 
 
 class ChatAnswer(ChoicesAnswer):
-    """The answer to ``/v1/chat/completions``."""
+    """The answer to ``/v1/chat/completions``.
+
+    Args:
+        has_text: it may have some; it has none where a call is forced.
+    """
 
     WHOLE = "chat.completion"
     PART = "chat.completion.chunk"
@@ -330,9 +334,11 @@ class ChatAnswer(ChoicesAnswer):
         *,
         top_logprobs: int | None,
         has_usage: bool,
+        has_text: bool = True,
         extras: Extras = NO_EXTRAS,
     ) -> None:
         super().__init__(head, top_logprobs=top_logprobs, has_usage=has_usage, extras=extras)
+        self._has_text = has_text
         self._writer = PositionWriter(token_bytes, top_logprobs or 0, is_by_ids=extras.is_by_ids)
 
     async def _choice(self, number: int, output: RequestOutput, choice: CompletionOutput) -> bytes:
@@ -370,7 +376,8 @@ class ChatAnswer(ChoicesAnswer):
     def opening(
         self, outputs: Sequence[RequestOutput], usage: Usage | None = None, prompt_ids: Sequence[bytes] = ()
     ) -> bytes:
-        content = b'"delta":{"role":"assistant","content":"","refusal":null},"logprobs":null,"finish_reason":null'
+        delta = {"role": "assistant", "content": "" if self._has_text else None, "refusal": None}
+        content = b'"delta":%b,"logprobs":null,"finish_reason":null' % encode(delta)
         num_choices = sum(len(output.outputs) for output in outputs)
         events = [self._event(choice, content, usage) for choice in range(num_choices)]
         if prompt_ids:  # beside the choices of the first event, as it is one prompt's

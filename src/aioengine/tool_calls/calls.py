@@ -198,6 +198,11 @@ def read_tool_choice(given: Any, tools: Iterable[Tool]) -> ToolChoice:
     return ToolChoice("none")
 
 
+def forces_call(given: Any) -> bool:
+    """Whether a ``tool_choice``, which `read_tool_choice` has taken, asks for a call."""
+    return _mode_and_names(given, [])[0] in ("required", "tool")
+
+
 def _wrong_choice(given: Any) -> InvalidRequest:
     choices = "'auto', 'none', 'required' or {'type': 'function', 'function': {'name': …}}"
     return invalid("tool_choice", f"tool_choice={shorten(given)} is not understood; give {choices}")
