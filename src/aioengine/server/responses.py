@@ -330,6 +330,8 @@ class ResponseAnswer(Answer):
     async def body_of(self, output: RequestOutput) -> bytes:
         """The response as far as it has come."""
         (choice,) = output.outputs
+        # It has failed when it tells of its error, which comes next.
+        reason = None if choice.finish_reason == "error" else choice.finish_reason
         positions: list[bytes] = []
         writer = PositionWriter(self._token_bytes, self._top_logprobs or 0)
 
@@ -345,12 +347,12 @@ class ResponseAnswer(Answer):
         parts += enumerate(call.arguments for call in choice.tool_calls)
         items = []
         for place, (part, text) in enumerate(parts):
-            is_cut = choice.finish_reason != "stop" and place == len(parts) - 1 and not isinstance(part, int)
-            status = STATUSES[None] if choice.finish_reason is None else "incomplete" if is_cut else "completed"
+            is_cut = reason != "stop" and place == len(parts) - 1 and not isinstance(part, int)
+            status = STATUSES[None] if reason is None else "incomplete" if is_cut else "completed"
             call = choice.tool_calls[part] if isinstance(part, int) else None
             names = (call.id, call.name) if call is not None else ("", "")
             items.append(self._item(part, place, status, encode(text), positions, names))
-        return self._body(choice.finish_reason, items, self._usage(output), is_cut=choice.has_cut_call)
+        return self._body(reason, items, self._usage(output), is_cut=choice.has_cut_call)
 
     def empty_body(self, reason: FinishReason | None) -> bytes:
         """The response before its prompt has been read."""
