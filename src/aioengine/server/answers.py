@@ -155,6 +155,57 @@ class Answer(ABC):
             await asyncio.sleep(0)
 
 
+Part = Literal["reasoning", "text"] | int
+"""What a piece of an answer belongs to; an int is a call's index."""
+
+
+def parts_in_order(delta: CompletionDelta, open_part: Part | None) -> Iterator[tuple[Part, str | ToolCallDelta]]:
+    """What a delta brings, one part after the other, for APIs whose streams tell of one at a time.
+
+    How it was mixed is not known where it was merged: what is open goes on first, then come reasoning, text and calls.
+    """
+    calls = [(call.index, call) for call in delta.tool_calls]
+    yield from (part for part in calls if part[0] == open_part)
+    texts: list[tuple[Part, str]] = [("reasoning", delta.reasoning), ("text", delta.text)]
+    yield from (part for part in (reversed(texts) if open_part == "text" else texts) if part[1])
+    yield from (part for part in calls if part[0] != open_part)
+
+
+class PartsAnswer(Answer):
+    """An answer that is a list of parts, of which a stream tells one after the other."""
+
+    _part: Part | None = None
+    """The one that is open."""
+
+    def event(self, choice: int, delta: CompletionDelta, usage: Usage | None = None) -> bytes:
+        if not delta.tool_calls:  # nearly always, and at a quarter of the cost
+            if self._part == "text" and not delta.reasoning:
+                return self._delta(delta.text) if delta.text else b""
+            if self._part == "reasoning" and not delta.text:
+                return self._delta(delta.reasoning) if delta.reasoning else b""
+        events = []
+        for part, piece in parts_in_order(delta, self._part):
+            if self._part != part:
+                events.append(self._close())
+                self._part = part
+                events.append(self._begin(part, piece if isinstance(piece, ToolCallDelta) else None))
+            if text := piece if isinstance(piece, str) else piece.arguments:
+                events.append(self._delta(text))
+        return b"".join(events)
+
+    @abstractmethod
+    def _begin(self, part: Part, call: ToolCallDelta | None) -> bytes:
+        """Events that open the next part."""
+
+    @abstractmethod
+    def _delta(self, text: str) -> bytes:
+        """An event for the next piece of the part that is open."""
+
+    @abstractmethod
+    def _close(self) -> bytes:
+        """Events that end the part that is open, if one is."""
+
+
 class PositionWriter:
     """Log-probabilities of tokens as chats tell of them.
 
@@ -547,22 +598,6 @@ def num_reasoning_tokens(choice: CompletionOutput, token_bytes: TokenBytes) -> i
         return num_tokens * len(choice.reasoning) // (len(choice.reasoning) + others)
     ends = list(itertools.accumulate(map(len, parts)))
     return bisect.bisect_left(ends, place + len(reasoning)) + 1
-
-
-Part = Literal["reasoning", "text"] | int
-"""What a piece of an answer belongs to; an int is a call's index."""
-
-
-def parts_in_order(delta: CompletionDelta, open_part: Part | None) -> Iterator[tuple[Part, str | ToolCallDelta]]:
-    """What a delta brings, one part after the other, for APIs whose streams tell of one at a time.
-
-    How it was mixed is not known where it was merged: what is open goes on first, then come reasoning, text and calls.
-    """
-    calls = [(call.index, call) for call in delta.tool_calls]
-    yield from (part for part in calls if part[0] == open_part)
-    texts: list[tuple[Part, str]] = [("reasoning", delta.reasoning), ("text", delta.text)]
-    yield from (part for part in (reversed(texts) if open_part == "text" else texts) if part[1])
-    yield from (part for part in calls if part[0] != open_part)
 
 
 def line_of(value: Any) -> bytes:

@@ -14,15 +14,14 @@ import msgspec
 from aioengine.outputs import CompletionDelta, CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
 from aioengine.sampling_params import SamplingParams
 from aioengine.server.answers import (
-    Answer,
     Part,
+    PartsAnswer,
     PositionWriter,
     TokenBytes,
     Usage,
     encode,
     line_of,
     num_reasoning_tokens,
-    parts_in_order,
     positions_a_slice,
     usage_of,
 )
@@ -287,7 +286,7 @@ class _OpenItem:
         self.call: ToolCallDelta | None = None
 
 
-class ResponseAnswer(Answer):
+class ResponseAnswer(PartsAnswer):
     """The answer to ``/v1/responses``.
 
     Args:
@@ -435,27 +434,11 @@ class ResponseAnswer(Answer):
         )
 
     def event(self, choice: int, delta: CompletionDelta, usage: Usage | None = None) -> bytes:
-        opened = self._open
         if delta.logprobs:
             told = [self._writer.encode(0, position) for position in delta.logprobs]
             self._untold += told
             self._positions += told
-        elif opened is not None and not delta.tool_calls:  # nearly always, and at a quarter of the cost
-            if opened.part == "text" and not delta.reasoning:
-                return self._delta(opened, delta.text) if delta.text else b""
-            if opened.part == "reasoning" and not delta.text:
-                return self._delta(opened, delta.reasoning) if delta.reasoning else b""
-        events = []
-        for part, piece in parts_in_order(delta, opened.part if opened is not None else None):
-            call = piece if isinstance(piece, ToolCallDelta) else None
-            text = piece if isinstance(piece, str) else piece.arguments
-            if self._open is None or self._open.part != part:
-                events.append(self._close())
-                events.append(self._begin(part, call))
-            assert self._open is not None
-            if text:
-                events.append(self._delta(self._open, text))
-        return b"".join(events)
+        return super().event(choice, delta, usage)
 
     def closing(self, outputs: Sequence[RequestOutput]) -> bytes:
         (choice,) = outputs[0].outputs
@@ -463,7 +446,7 @@ class ResponseAnswer(Answer):
         if self._open is None and not self._done:
             events.append(self._begin("text", None))
         if self._untold and self._open is not None and self._open.part == "text":
-            events.append(self._delta(self._open, ""))
+            events.append(self._delta(""))
         is_done = choice.finish_reason == "stop"
         if self._open is not None and self._open.call is not None:
             is_done = any(call.id == self._open.call.id for call in choice.tool_calls)
@@ -488,7 +471,6 @@ class ResponseAnswer(Answer):
         return b'event: %b\ndata: {"type":"%b","sequence_number":%d,%b}\n\n' % (kind, kind, number, fields)
 
     def _begin(self, part: Part, call: ToolCallDelta | None) -> bytes:
-        """Open the next item."""
         index = len(self._done)
         item_id = self._id_of(part, index)
         place = b'"item_id":"%b","output_index":%d' % (item_id.encode(), index)
@@ -507,8 +489,9 @@ class ResponseAnswer(Answer):
         content = _part_of(part, b'""')
         return added + self._event(b"response.content_part.added", b'%b,"part":%b' % (place, content))
 
-    def _delta(self, opened: _OpenItem, text: str) -> bytes:
-        """An event for the next piece of the item that is open."""
+    def _delta(self, text: str) -> bytes:
+        opened = self._open
+        assert opened is not None
         opened.texts.append(text)
         number = self._num_events
         self._num_events += 1
@@ -524,7 +507,7 @@ class ResponseAnswer(Answer):
         Args:
             status: of it; None: another one follows, and so only a call may not be complete.
         """
-        opened, self._open = self._open, None
+        opened, self._open, self._part = self._open, None, None
         if opened is None:
             return b""
         said = "".join(opened.texts)
