@@ -23,11 +23,11 @@ def _read(reading: Reading) -> Steps[None]:
 
 
 def _read_calls(reading: Reading) -> Steps[None]:
-    is_more = True
-    while is_more:
+    first = "{"
+    while first == "{":
         yield from reading.json_call(needs_arguments=True)
-        yield from reading.close()
-        is_more = (yield from reading.literal(";")) or (yield from reading.peek()) == "{"
+        yield from reading.close(";")
+        first = yield from reading.peek()
 
 
 def _write(writer: GrammarWriter) -> str:
