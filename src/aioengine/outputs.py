@@ -42,6 +42,7 @@ class CompletionDelta(PlainStruct, frozen=True, kw_only=True):
         text: all deltas' texts together are the completion's text.
         reasoning: and theirs its reasoning.
         tool_calls: pieces of its tool calls.
+        has_cut_call: in the last delta: a tool call was not completed, and the pieces of it that came are none.
         token_ids: tokens whose text may still be held back (half a character, the beginning of a stop string).
         logprobs: one for each of ``token_ids``, if asked for.
         finish_reason: "stop", "length" or "abort".
@@ -56,6 +57,7 @@ class CompletionDelta(PlainStruct, frozen=True, kw_only=True):
     stop_reason: int | str | None = None
     reasoning: str = ""
     tool_calls: list[ToolCallDelta] = msgspec.field(default_factory=list)
+    has_cut_call: bool = False
 
 
 class CompletionOutput(PlainStruct, frozen=True, kw_only=True):
@@ -67,6 +69,7 @@ class CompletionOutput(PlainStruct, frozen=True, kw_only=True):
             a tool call.
         reasoning: what came before the answer, where the model's format of it is known; None: nothing did.
         tool_calls: the complete ones.
+        has_cut_call: there was another one, which was cut by the end, or begun and malformed.
         token_ids: all sampled tokens, EOS or stop token included.
         cumulative_logprob: sum over the sampled tokens, if log-probabilities were asked for.
         parsed: the value that the text stands for, if an ``output_type`` was asked for.
@@ -82,6 +85,7 @@ class CompletionOutput(PlainStruct, frozen=True, kw_only=True):
     parsed: Any = None
     reasoning: str | None = None
     tool_calls: list[ToolCall] = msgspec.field(default_factory=list)
+    has_cut_call: bool = False
 
 
 class RequestOutput(PlainStruct, frozen=True, kw_only=True):

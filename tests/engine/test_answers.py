@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -11,9 +13,13 @@ import msgspec
 import pytest
 from engine.conftest import Serve, Served
 
-from aioengine import ConfigError, Engine, InvalidRequest, Json
-from aioengine.frontend.answer_format import template_variables
+from aioengine import ConfigError, Engine, EngineConfig, InvalidRequest, Json, SamplingParams
+from aioengine.frontend.answer_format import AnswerFormats, AnswerOptions, template_variables
+from aioengine.frontend.request_state import ParsedAnswer
+from aioengine.models.folder import DEMO_MODEL
+from aioengine.text.tokenizer import Tokenizer
 from aioengine.tool_calls.calls import Tool, read_tools
+from aioengine.tool_calls.formats import find_tool_format
 
 CHAT = [{"role": "user", "content": "What is 8 + 7?"}]
 FORMATS = {"tool_format": "hermes", "reasoning_format": "think"}
@@ -116,7 +122,33 @@ async def test_a_call_that_is_cut_is_none(serve: Serve) -> None:
         num_tokens = len(served.tokenizer.encode(CALL)) - 12
         out = await served.engine.generate(CHAT, tools=TOOLS, max_tokens=num_tokens)
         assert out.outputs[0].finish_reason == "length"
-        assert out.tool_calls == []
+        assert (out.text, out.tool_calls, out.outputs[0].has_cut_call) == ("", [], True)
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+@pytest.mark.parametrize("formats", [("hermes", "none"), ("qwen3_coder", "none"), ("hermes", "think")])
+def test_special_tokens_are_text_where_a_marker_is_one(
+    formats: tuple[str, str], is_special: bool, tmp_path: Path
+) -> None:
+    shutil.copytree(DEMO_MODEL, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    path = tmp_path / "model" / "tokenizer.json"
+    described = json.loads(path.read_text())
+    markers = [token for token in described["added_tokens"] if token["content"] in ("<tool_call>", "<think>")]
+    assert markers
+    for token in markers:
+        token["special"] = is_special
+    path.write_text(json.dumps(described))
+    config = EngineConfig(tool_format=formats[0], reasoning_format=formats[1])
+    answers = AnswerFormats(config, Tokenizer.load(tmp_path / "model"))
+    options = AnswerOptions.of(None if formats[1] == "think" else TOOLS, None, None)
+    assert answers.plan(options, SamplingParams(), "").keeps_special_tokens == is_special
+
+
+def test_what_the_token_that_ends_a_call_has_begun_is_not_of_an_answer_of_one_call() -> None:
+    parser = find_tool_format("mistral").make_parser([Tool("clock")], lambda: "0")
+    answer = ParsedAnswer(parser, ends_at_call=True)
+    answer.read(['Now. [TOOL_CALLS][{"name": "clock", "arguments": {}', '}, {"na'], is_over=True)
+    assert (answer.content, len(parser.calls), parser.is_cut) == ("Now.", 1, False)
 
 
 @pytest.mark.virtual_clock

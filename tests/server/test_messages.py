@@ -433,6 +433,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "no tool"),
     ({"tool_choice": {"type": "any"}}, "no tools"),
+    *(
+        ({"tools": [TOOL], "tool_choice": choice}, "tool_choice.type is auto, any, none, or tool with the name")
+        for choice in ({"type": "zorp"}, {"type": "tool"}, {"type": "function", "name": "get_weather"}, {})
+    ),
     ({"container": "c"}, "container"),
     ({"mcp_servers": [{}]}, "mcp_servers"),
     ({"n": 2}, "n is not supported"),

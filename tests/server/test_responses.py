@@ -383,12 +383,17 @@ async def test_log_probabilities_are_of_all_tokens(folder: Path) -> None:
 
 async def test_a_call_that_is_cut_is_incomplete_in_a_stream(folder: Path) -> None:
     cut = (CALL % "Paris").split(": {", 1)[0] + ': {"city": "Par'
-    asked = {"input": "Weather?", "tools": [FREE_TOOL], "stream": True}
+    asked = {"input": "Weather?", "tools": [FREE_TOOL]}
     async with scripted(folder, cut) as served:
-        told = sse_events((await served.http.post("/v1/responses", json=asked)).content)
+        told = sse_events((await served.http.post("/v1/responses", json={**asked, "stream": True})).content)
+        whole = (await served.http.post("/v1/responses", json=asked)).json()
+    assert told[-1][0] == "response.incomplete"
     response = json.loads(told[-1][1])["response"]
     (call,) = response["output"]
     assert (call["type"], call["status"], call["arguments"]) == ("function_call", "incomplete", '{"city": "Par')
+    for one in (response, whole):
+        assert (one["status"], one["incomplete_details"]) == ("incomplete", None)
+    assert [item["type"] for item in whole["output"]] == ["message"]
 
 
 async def test_text_behind_a_call_is_a_message_of_its_own(folder: Path) -> None:

@@ -268,9 +268,9 @@ async def test_a_tool_choice_holds(choice: Any, said: str, names: list[str] | No
         asked: Any = {**CHAT, "tools": TOOLS, "tool_choice": choice, "max_tokens": 300}
         if is_streamed:
             async with client.chat.completions.stream(**asked) as stream:
-                async for _ in stream:
-                    pass
+                chunks = [event.chunk async for event in stream if event.type == "chunk"]
                 answer: Any = await stream.get_final_completion()
+            assert chunks[0].choices[0].delta.content == ("" if choice in ("auto", "none") else None)
         else:
             answer = await client.chat.completions.create(**asked)
     (one,) = answer.choices
@@ -305,11 +305,81 @@ async def test_one_call_where_they_may_not_be_parallel() -> None:
     assert [len(answer.choices[0].message.tool_calls or ()) for answer in (both, one)] == [2, 1]
 
 
+@pytest.mark.parametrize("between", ["\n", "\nAnd now:\n"])
+async def test_an_answer_ends_with_its_call_where_they_may_not_be_parallel(between: str) -> None:
+    said = f"Let me look.\n{call_of('get_weather', 'Oslo')}{between}{call_of('get_time', 'Rome')}"
+    functions: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    anthropic = {"type": "auto", "disable_parallel_tool_use": True}
+    inputs = [{"name": tool["name"], "input_schema": tool["parameters"]} for tool in functions]
+    async with saying(said) as (_, _, client, http):
+        asked: Any = {**CHAT, "tools": TOOLS, "parallel_tool_calls": False}
+        whole = await client.chat.completions.create(**asked)
+        async with client.chat.completions.stream(**asked) as stream:
+            async for _ in stream:
+                pass
+            streamed = await stream.get_final_completion()
+        response = await client.responses.create(
+            model="demo", input="Hello!", temperature=0, tools=functions, parallel_tool_calls=False
+        )
+        body = {"messages": HELLO, "tools": inputs, "tool_choice": anthropic, "temperature": 0, "max_tokens": 200}
+        message = (await http.post("/v1/messages", json=body)).json()
+    for answer in (whole, streamed):
+        (choice,) = answer.choices
+        (call,) = choice.message.tool_calls or ()
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me look.")
+        assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Oslo"})
+        assert answer.usage is None or answer.usage.completion_tokens < 80
+    assert (response.status, [item.type for item in response.output]) == ("completed", ["message", "function_call"])
+    assert (message["stop_reason"], [block["type"] for block in message["content"]]) == (
+        "tool_use",
+        ["text", "tool_use"],
+    )
+
+
 async def test_a_call_that_was_cut_is_none() -> None:
     async with saying(call_of("get_weather", "Rome")) as (_, _, client, _):
         answer = await client.chat.completions.create(**CHAT, tools=TOOLS, max_tokens=12)
     assert answer.choices[0].finish_reason == "length"
     assert not answer.choices[0].message.tool_calls
+
+
+CUT = 'Look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Pa'
+MALFORMED = 'Look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": oops}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("said", "asked", "text", "reason"),
+    [
+        (CUT, {}, "Look.", "stop"),
+        (CUT[:30], {}, "Look.", "stop"),
+        (call_of("get_weather", "Rome"), {"stop": ["Rome"]}, "", "stop"),
+        (call_of("get_weather", "Rome"), {"max_tokens": 12}, "", "length"),
+        (f"{call_of('get_time', 'Rome')} {CUT}", {}, " Look.", "stop"),
+        (MALFORMED, {}, MALFORMED, "stop"),
+    ],
+    ids=["by its end", "before its name", "by a stop string", "by the limit", "behind another", "malformed"],
+)
+async def test_a_call_that_is_not_completed_is_none_whole_and_streamed(
+    said: str, asked: dict[str, Any], text: str, reason: str
+) -> None:
+    async with saying(said) as (_, _, client, http):
+        whole = await client.chat.completions.create(**CHAT, tools=TOOLS, **asked)
+        chunks = await read(await client.chat.completions.create(**CHAT, tools=TOOLS, **asked, stream=True))
+        options: dict[str, Any] = {"max_tokens": asked.get("max_tokens", 200), "stop_sequences": asked.get("stop", [])}
+        tools = [{"name": name, "input_schema": {"type": "object"}} for name in ("get_weather", "get_time")]
+        body = {"messages": HELLO, "tools": tools, "temperature": 0, **options}
+        message = (await http.post("/v1/messages", json=body)).json()
+        events = (await http.post("/v1/messages", json={**body, "stream": True})).text
+    (choice,) = whole.choices
+    parts = [part for chunk in chunks for part in chunk.choices]
+    assert (choice.finish_reason, parts[-1].finish_reason) == (reason, reason)
+    assert (choice.message.content or "", "".join(part.delta.content or "" for part in parts)) == (text, text)
+    num_complete = int(said.startswith(call_of("get_time", "Rome")))
+    assert len(choice.message.tool_calls or ()) == num_complete
+    told = "max_tokens" if reason == "length" else "stop_sequence" if "stop" in asked else "end_turn"
+    assert message["stop_reason"] == told
+    assert f'"stop_reason":"{told}"' in events
+    assert [block["type"] for block in message["content"]].count("tool_use") == num_complete
 
 
 @pytest.mark.parametrize("choice", [None, "none", "auto", {"type": "auto"}], ids=str)

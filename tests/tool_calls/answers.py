@@ -108,7 +108,7 @@ def read(parser: AnswerParser, pieces: Iterable[str]) -> Seen:
     by_id = {ids[index]: delta for index, delta in enumerate(deltas)}
     assert len(by_id) == len(deltas), "an id for each"
     assert all((call.name, call.arguments) == by_id[call.id] for call in parser.calls)
-    assert parser.is_cut == (len(deltas) > len(parser.calls))
+    assert parser.is_cut or len(deltas) == len(parser.calls)
     calls = tuple((call.name, call.arguments) for call in parser.calls)
     return Seen("".join(content), "".join(reasoning), calls, parser.is_cut, deltas)
 
@@ -140,6 +140,9 @@ HERMES = [
     Answer("hermes", "nested arguments", _hermes(_object("weather", NESTED)), "", (("weather", NESTED),)),
     Answer("hermes", "unicode and escapes", _hermes(_object("weather", ESCAPED)), "", (("weather", ESCAPED),)),
     Answer("hermes", "no arguments", _hermes('{"name": "clock"}'), "", (NOW,)),
+    Answer("hermes", "arguments that are null", _hermes(_object("clock", "null")), "", (NOW,)),
+    Answer("hermes", "null before the name", _hermes('{"arguments": null, "name": "clock"}'), "", (NOW,)),
+    Answer("hermes", "nearly null", _hermes(_object("clock", "nil")), _hermes(_object("clock", "nil"))),
     Answer(
         "hermes",
         "arguments before the name, and others",
@@ -151,7 +154,8 @@ HERMES = [
     Answer("hermes", "no end", f"<tool_call>\n{_WEATHER}", "", (PARIS,)),
     Answer("hermes", "cut in the end", f"<tool_call>\n{_WEATHER}\n</tool_", "", (PARIS,)),
     Answer("hermes", "cut in the marker", "Well <tool_c", "Well <tool_c"),
-    Answer("hermes", "cut in the name", 'Well <tool_call>\n{"name": "wea', 'Well <tool_call>\n{"name": "wea'),
+    Answer("hermes", "cut in the name", 'Well <tool_call>\n{"name": "wea', "Well", is_cut=True),
+    Answer("hermes", "cut behind the marker", "Well <tool_call>", "Well", is_cut=True),
     Answer(
         "hermes",
         "cut in the arguments",
@@ -179,7 +183,7 @@ HERMES = [
         "hermes",
         "arguments that go wrong",
         '<tool_call>\n{"name": "weather", "arguments": {"a": 1 2}}\n</tool_call> ok',
-        "2}}\n</tool_call> ok",
+        '<tool_call>\n{"name": "weather", "arguments": {"a": 1 2}}\n</tool_call> ok',
         (),
         is_cut=True,
         cut_call=("weather", '{"a": 1 '),
@@ -188,10 +192,19 @@ HERMES = [
         "hermes",
         "wrong after the arguments",
         '<tool_call>{"name": "clock", "arguments": {}; ok',
-        "; ok",
+        '<tool_call>{"name": "clock", "arguments": {}; ok',
         (),
         is_cut=True,
         cut_call=NOW,
+    ),
+    Answer(
+        "hermes",
+        "a call that goes wrong after another",
+        f'{_hermes(_CLOCK)}\n so <tool_call> {{"name": "clock", "arguments": {{a}}}} <tool_call>, you see',
+        '\n so <tool_call> {"name": "clock", "arguments": {a}} <tool_call>, you see',
+        (NOW,),
+        is_cut=True,
+        cut_call=("clock", "{"),
     ),
     Answer(
         "hermes",
@@ -272,8 +285,30 @@ QWEN3_CODER = [
         "",
         (("weather", '{"city": "Rome", "days": 3}'),),
     ),
+    Answer(
+        "qwen3_coder",
+        "a value without its end before another one",
+        "<function=weather>\n<parameter=city>\na\nb\n<parameter=days>\n3\n</parameter>\n</function>",
+        "",
+        (("weather", '{"city": "a\\nb", "days": 3}'),),
+    ),
+    Answer(
+        "qwen3_coder",
+        "a value without its end",
+        "<tool_call>\n<function=weather>\n<parameter=days>\n3\n</function>\n</tool_call>",
+        "",
+        (("weather", '{"days": 3}'),),
+    ),
+    Answer("qwen3_coder", "no function's end", _XML_PARIS.replace("</function>\n", ""), "", (PARIS,)),
+    Answer(
+        "qwen3_coder",
+        "Python's literals",
+        _xml("clock_note", text="['a']", more="['a', True, {'b': None}]", other="[a]"),
+        "",
+        (("clock_note", '{"text": "[\'a\']", "more": ["a", true, {"b": null}], "other": "[a]"}'),),
+    ),
     Answer("qwen3_coder", "no end", _XML_PARIS.removesuffix("\n</tool_call>"), "", (PARIS,)),
-    Answer("qwen3_coder", "cut in the name", "a <tool_call>\n<function=wea", "a <tool_call>\n<function=wea"),
+    Answer("qwen3_coder", "cut in the name", "a <tool_call>\n<function=wea", "a", is_cut=True),
     Answer(
         "qwen3_coder",
         "cut in a text",
@@ -295,7 +330,7 @@ QWEN3_CODER = [
         "qwen3_coder",
         "goes wrong",
         "<tool_call><function=clock>hello</function></tool_call>",
-        "hello</function></tool_call>",
+        "<tool_call><function=clock>hello</function></tool_call>",
         is_cut=True,
         cut_call=("clock", "{"),
     ),
@@ -327,10 +362,14 @@ LLAMA3_JSON = [
     Answer("llama3_json", "text, then a call", f"Let me see. <|python_tag|>{_LLAMA}", "Let me see.", (PARIS,)),
     Answer("llama3_json", "text, then a call without a tag", f"Let me see. {_LLAMA}", f"Let me see. {_LLAMA}"),
     Answer("llama3_json", "two calls", f"\n{_LLAMA}; {_LLAMA_CLOCK}\n", "", (PARIS, NOW)),
+    Answer("llama3_json", "two calls on two lines", f"{_LLAMA}\n{_LLAMA_CLOCK}", "", (PARIS, NOW)),
+    Answer("llama3_json", "JSON after a call", f'{_LLAMA}\n{{"a": 1}}', '\n{"a": 1}', (PARIS,)),
+    Answer("llama3_json", "parameters that are null", _object("clock", "null", "parameters"), "", (NOW,)),
     Answer("llama3_json", "nested arguments", _object("weather", NESTED), "", (("weather", NESTED),)),
     Answer("llama3_json", "unicode and escapes", _object("weather", ESCAPED), "", (("weather", ESCAPED),)),
     Answer("llama3_json", "text after a call", f"{_LLAMA} and so on", " and so on", (PARIS,)),
-    Answer("llama3_json", "no call after the semicolon", f"{_LLAMA}; and so on", "; and so on", (PARIS,)),
+    Answer("llama3_json", "no call after the semicolon", f"{_LLAMA}; and so on", " and so on", (PARIS,)),
+    Answer("llama3_json", "a semicolon at the end", f"<|python_tag|>{_LLAMA}; ", "", (PARIS,)),
     Answer("llama3_json", "JSON", '{"city": "Paris", "name": "weather"} ', '{"city": "Paris", "name": "weather"} '),
     Answer("llama3_json", "JSON with a tool's name", '{"name": "weather"}', '{"name": "weather"}'),
     Answer("llama3_json", "JSON of other things", '{"name": "weather", "wet": 1}', '{"name": "weather", "wet": 1}'),
@@ -387,12 +426,14 @@ PYTHONIC = [
         content="",
         cut_call=("weather", '{"days": 1'),
     ),
-    Answer("pythonic", "not by name", "[weather('Paris')]", "'Paris')]", is_cut=True, cut_call=("weather", "{")),
+    Answer(
+        "pythonic", "not by name", "[weather('Paris')]", "[weather('Paris')]", is_cut=True, cut_call=("weather", "{")
+    ),
     Answer(
         "pythonic",
         "a value that is a name",
         "[weather(days=now, city='x')] ok",
-        "days=now, city='x')] ok",
+        "[weather(days=now, city='x')] ok",
         is_cut=True,
         cut_call=("weather", "{"),
     ),
@@ -400,7 +441,7 @@ PYTHONIC = [
         "pythonic",
         "an infinite value",
         "[weather(days=1, city=1e999j)]",
-        " city=1e999j)]",
+        "[weather(days=1, city=1e999j)]",
         is_cut=True,
         cut_call=("weather", '{"days": 1'),
     ),
@@ -408,7 +449,7 @@ PYTHONIC = [
         "pythonic",
         "brackets that do not match",
         "[weather(days=[1)]",
-        "days=[1)]",
+        "[weather(days=[1)]",
         is_cut=True,
         cut_call=("weather", "{"),
     ),
@@ -449,9 +490,10 @@ MISTRAL = [
     ),
     Answer("mistral_args", "text, then a call", "See: [TOOL_CALLS]clock[ARGS]{}", "See:", (NOW,)),
     Answer("mistral_args", "an id", "[TOOL_CALLS]clock[CALL_ID]a1B2c3D4e[ARGS]{} ", "", (NOW,)),
+    Answer("mistral_args", "no marker of arguments", '[TOOL_CALLS]weather{"city": "Paris"}', "", (PARIS,)),
     Answer("mistral_args", "an unknown name", "[TOOL_CALLS]launch[ARGS]{}", "[TOOL_CALLS]launch[ARGS]{}"),
     Answer("mistral_args", "no JSON", "[TOOL_CALLS]clock[ARGS]now", "[TOOL_CALLS]clock[ARGS]now"),
-    Answer("mistral_args", "cut", "[TOOL_CALLS]clock[ARGS]", "[TOOL_CALLS]clock[ARGS]"),
+    Answer("mistral_args", "cut", "[TOOL_CALLS]clock[ARGS]", is_cut=True),
     Answer(
         "mistral_args", "cut in the arguments", '[TOOL_CALLS]clock[ARGS]{"a', is_cut=True, cut_call=("clock", '{"a')
     ),
@@ -486,7 +528,7 @@ DEEPSEEK = [
             name, "an unknown name", f"{ALL}{call('launch', '{}')}{ALL_END}", f"{ALL}{call('launch', '{}')}{ALL_END}"
         ),
         Answer(name, "no JSON", f"{ALL}{call('clock', 'now')}", f"{ALL}{call('clock', 'now')}"),
-        Answer(name, "cut in the name", f"a {ALL}{call(*NOW)[:30]}", f"a {ALL}{call(*NOW)[:30]}"),
+        Answer(name, "cut in the name", f"a {ALL}{call(*NOW)[:30]}", "a", is_cut=True),
         Answer(
             name,
             "cut in the arguments",
@@ -549,9 +591,24 @@ HARMONY = [
     Answer("harmony", "a builtin tool", "<|channel|>analysis to=python code<|message|>1 + 1<|call|>", "", (), "1 + 1"),
     Answer("harmony", "nested arguments", f"{TO}weather{JSON}{NESTED}<|call|>", "", (("weather", NESTED),)),
     Answer("harmony", "escapes", f"{TO}weather{JSON}{ESCAPED}<|call|>", "", (("weather", ESCAPED),)),
-    Answer("harmony", "an unknown name", f"{TO}launch{JSON}{{}}", f"{TO}launch{JSON}{{}}"),
-    Answer("harmony", "no JSON", f"{TO}clock{JSON}now<|call|>", f"{TO}clock{JSON}now"),
-    Answer("harmony", "cut in a header", "<|channel|>analysis", "<|channel|>analysis"),
+    Answer("harmony", "an unknown name", f"{TO}launch{JSON}{{}}", "{}"),
+    Answer("harmony", "no JSON", f"{TO}clock{JSON}now<|call|>", "now"),
+    Answer("harmony", "cut in a header", "<|channel|>analysis", is_cut=True),
+    Answer(
+        "harmony",
+        "the recipient at the very beginning",
+        f' to=functions.weather<|channel|>commentary{JSON}{{"city": "Paris"}}<|call|>',
+        "",
+        (PARIS,),
+    ),
+    Answer("harmony", "a text that begins like a recipient", " today", " today"),
+    Answer("harmony", "cut in the recipient", "to=functions.cl", is_cut=True),
+    Answer("harmony", "two channels in a header", f"{TO}clock<|channel|>commentary{JSON}{{}}<|call|>", "", (NOW,)),
+    Answer("harmony", "a recipient of no namespace", f"{TO[:-10]}clock{JSON}{{}}", "", (NOW,)),
+    Answer("harmony", "an empty body", f"{TO}weather{JSON}<|call|>", "", (("weather", "{}"),)),
+    Answer("harmony", "nothing to be cut", f"{TO}clock{JSON}", "", (NOW,)),
+    Answer("harmony", "cut before the body", f"{TO}weather{JSON}", is_cut=True),
+    Answer("harmony", "cut in the end", f"{TO}weather{JSON}<|ca", is_cut=True),
     Answer("harmony", "cut in a thought", THOUGHT[:-4], "", (), "Rain?<|e"),
     Answer(
         "harmony",
@@ -567,11 +624,11 @@ HARMONY = [
         "harmony",
         "arguments that go wrong",
         f"{TO}clock{JSON}{{]}} so<|end|>",
-        "]} so",
+        "{]} so",
         is_cut=True,
         cut_call=("clock", "{"),
     ),
-    Answer("harmony", "a wrong header", "<|channel|><|end|>x<|message|>y", "<|channel|><|end|>x<|message|>y"),
+    Answer("harmony", "a header alone", "<|channel|>final<|end|>x<|message|>y", "x<|message|>y"),
     Answer("harmony", "beginnings", "<|chan <|start| <<|", "<|chan <|start| <<|"),
 ]
 

@@ -85,6 +85,10 @@ def test_what_a_chat_template_gets() -> None:
         ([{"name": "f", "description": "\ud800"}], r"tools\[0\]"),
         ([{"name": "f"}, {"name": "f"}], "another tool is called 'f'"),
         ([{"type": "web_search", "name": "f"}], "'web_search' are not supported"),
+        ([{"type": "custom", "name": "f", "description": "Any text."}], "'custom' are not supported"),
+        ([{"type": "custom", "custom": {"name": "f"}}], "'custom' are not supported"),
+        ([lambda x: x], "'<lambda>' is no name: 1 to 64 of A-Z"),
+        ([Tool("a b")], "'a b' is no name"),
         ([{"name": f"f{n}"} for n in range(MAX_TOOLS + 1)], "at most 128"),
         ([{"name": "f", "description": "x" * MAX_TOOLS_BYTES}], "at most 1,000,000"),
         ([lambda *args: 1], "no schema"),
@@ -194,7 +198,8 @@ def test_without_tools_there_is_no_call() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("noww", "not understood"),
+        ("noww", "which is no tool; did you mean 'now'"),
+        ("nope", "'nope', which is no tool; tools: weather, now"),
         (1, "not understood"),
         ({}, "not understood"),
         ({"type": 1}, "not understood"),
@@ -233,6 +238,26 @@ def test_a_default_without_a_json_form_is_passed_over_in_silence() -> None:
     [tool] = read_tools([keep])  # a warning is an error here
     assert "required" not in tool.parameters
     assert "default" not in tool.parameters["properties"]["value"]
+
+
+def test_a_function_is_refused_for_its_name_by_what_names_are() -> None:
+    def naïve(x: int) -> None: ...
+
+    with pytest.raises(InvalidRequest, match="'naïve' is no name: 1 to 64 of A-Z"):
+        read_tools([naïve])
+
+
+def test_a_class_has_its_own_description_and_no_inherited_one() -> None:
+    class Model(pydantic.BaseModel):
+        x: int
+
+    class Told(Place):
+        """A place.
+
+        With more.
+        """
+
+    assert [tool.description for tool in read_tools([Model, Place, Told])] == ["", "", "A place.\n\nWith more."]
 
 
 def test_what_is_called_and_is_no_function_is_refused() -> None:

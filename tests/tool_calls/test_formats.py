@@ -70,6 +70,15 @@ def test_a_format_can_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_tool_format("mine") is HERMES
 
 
+def test_what_is_no_format_is_refused_where_it_is_made_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = EntryPoints([EntryPoint("theirs", "builtins:object", formats.ENTRY_POINT_GROUP)])
+    monkeypatch.setattr(formats, "entry_points", lambda **wanted: known.select(**wanted))
+    missing = "is no tool format: it has no name, keeps_special_tokens, make_parser, grammar"
+    for make_known in (lambda: register_tool_format("mine", object()), lambda: find_tool_format("theirs")):  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=missing):
+            make_known()
+
+
 def test_a_format_may_be_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     known = EntryPoints([EntryPoint("theirs", "aioengine.tool_calls.hermes:HERMES", formats.ENTRY_POINT_GROUP)])
 

@@ -244,6 +244,56 @@ def test_without_a_tool_that_may_be_called_there_is_no_grammar(name: str) -> Non
         find_tool_format(name).grammar(TOOLS, ToolChoice("none"), parallel=True)
 
 
+REFERRING: dict[str, dict[str, Any]] = {
+    "a tree": {
+        "properties": {"name": {"type": "string"}, "children": {"type": "array", "items": {"$ref": "#"}}},
+        "required": ["name"],
+    },
+    "a list": {
+        "$defs": {"Node": {
+            "type": "object",
+            "properties": {"v": {"type": "integer"}, "next": {"anyOf": [{"$ref": "#/$defs/Node"}, {"type": "null"}]}},
+            "required": ["v", "next"],
+            "additionalProperties": False,
+        }},
+        "properties": {"first": {"$ref": "#/$defs/Node"}},
+        "required": ["first"],
+    },
+    "another argument's": {
+        "properties": {"a": {"enum": ["x", "y"]}, "b": {"type": "array", "items": {"$ref": "#/properties/a"}}},
+        "required": ["a", "b"],
+    },
+    "definitions of old": {
+        "definitions": {"At": {"type": "integer", "maximum": 9}},
+        "properties": {"at": {"$ref": "#/definitions/At"}, "on": {"anyOf": [{"$ref": "#/definitions/At"}]}},
+        "required": ["at", "on"],
+    },
+}  # fmt: skip
+"""Schemas with references, by what they say."""
+ADMITTED: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
+    "a tree": (
+        [{"name": "a"}, {"name": "a", "children": [{"name": "b", "children": [{"name": "c"}]}]}],
+        [{"name": "a", "children": [[], [[]]]}, {"name": "a", "children": [{"children": []}]}],
+    ),
+    "a list": ([{"first": {"v": 1, "next": {"v": 2, "next": None}}}], [{"first": {"v": 1, "next": 2}}]),
+    "another argument's": ([{"a": "x", "b": ["y", "x"]}], [{"a": "x", "b": ["z"]}]),
+    "definitions of old": ([{"at": 9, "on": 1}], [{"at": 10, "on": 1}, {"at": 9, "on": 10}]),
+}
+"""Arguments that these admit, and some that they do not."""
+
+
+@pytest.mark.parametrize("title", REFERRING)
+@pytest.mark.parametrize("name", FORMATS)
+def test_references_mean_what_they_mean_in_the_tools_schema(name: str, title: str) -> None:
+    schema = {"type": "object", "additionalProperties": False, **REFERRING[title]}
+    made = matcher(name, (Tool("refer", schema, strict=True),), REQUIRED)
+    admitted, refused = ADMITTED[title]
+    for arguments in (*admitted, *refused):
+        assert (arguments in admitted) == (not list(jsonschema.Draft202012Validator(schema).iter_errors(arguments)))
+        tokens = tokens_of(name, calls(name, ("refer", arguments)).replace("None", "null"))
+        assert admits(made, tokens) == (arguments in admitted), arguments
+
+
 # Walks
 
 

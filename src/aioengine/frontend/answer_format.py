@@ -157,7 +157,9 @@ class AnswerFormats:
             thinking = self._thinking(
                 reasoning, prompt_text, params, is_begun=is_begun, is_shaped=is_shaped, has_tools=tools is not None
             )
-        keeps = bool((tools and tools.keeps_special_tokens) or (reasoning and reasoning.keeps_special_tokens))
+        keeps = tools is not None and self._keeps(tools.keeps_special_tokens)
+        if reasoning is not None:
+            keeps = keeps or self._keeps(reasoning.keeps_special_tokens or (reasoning.begin, reasoning.end))
 
         def make_parser() -> AnswerParser:
             inner = tools.make_parser(options.tools, make_call_id) if tools is not None else None
@@ -166,8 +168,8 @@ class AnswerFormats:
                 return inner
             return ReasoningParser(reasoning, inner, is_begun)
 
-        is_of_tools = constraint is not None and params.structured is None
-        return AnswerPlan(constraint, thinking, make_parser, keeps, "tools" if is_of_tools else "structured")
+        param: Any = "tools" if constraint is not None and params.structured is None else "structured"
+        return AnswerPlan(constraint, thinking, make_parser, keeps, param, ends_at_call=not options.is_parallel)
 
     def _constraint(self, options: AnswerOptions, params: SamplingParams) -> Constraint | None:
         """What the text behind the reasoning must be."""
@@ -190,6 +192,13 @@ class AnswerFormats:
             return calls
         assert not isinstance(shaped, Either), "it is made here alone"
         return Either((calls, shaped))
+
+    def _keeps(self, wanted: bool | tuple[str, ...]) -> bool:
+        """Whether an answer is decoded with special tokens: beside markers that shows others, should it have some."""
+        assert self._tokenizer is not None
+        if isinstance(wanted, bool):
+            return wanted
+        return any(self._added_tokens.get(text) in self._tokenizer.special_tokens for text in wanted)
 
     @functools.cached_property
     def _added_tokens(self) -> dict[str, int]:
@@ -255,6 +264,7 @@ class AnswerPlan(NamedTuple):
         make_parser: of one choice; None: the text is the content.
         keeps_special_tokens: its text is to have those.
         param: the argument of the call that the constraint is made of.
+        ends_at_call: the first complete tool call is its end.
     """
 
     constraint: Constraint | None = None
@@ -262,6 +272,7 @@ class AnswerPlan(NamedTuple):
     make_parser: Callable[[], AnswerParser] | None = None
     keeps_special_tokens: bool = False
     param: Literal["structured", "tools"] = "structured"
+    ends_at_call: bool = False
 
     def retold(self, error: AioEngineError) -> AioEngineError:
         """An error of the request, which names the constraint as the caller has given it."""

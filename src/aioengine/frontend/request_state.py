@@ -68,9 +68,9 @@ class Completion:
         self._texts: list[str] = []
         self._num_read_ids = 0
         self._num_read_texts = 0
-        self._answer = (
-            ParsedAnswer(plan.make_parser()) if plan.make_parser is not None and detokenizer is not None else None
-        )
+        self._answer: ParsedAnswer | None = None
+        if plan.make_parser is not None and detokenizer is not None:
+            self._answer = ParsedAnswer(plan.make_parser(), ends_at_call=plan.ends_at_call)
 
     # Called by the core
 
@@ -96,7 +96,7 @@ class Completion:
             text = detokenizer.feed_one(token_id)
             if text:
                 self._texts.append(text)
-            if detokenizer.stop_string is not None:
+            if detokenizer.stop_string is not None or (self._plan.ends_at_call and self._read_answer().has_its_call):
                 self._end("stop", detokenizer.stop_string)
                 self._request.core.finish(self.sequence, "stop", detokenizer.stop_string)
                 return
@@ -169,6 +169,7 @@ class Completion:
             text=piece.content,
             reasoning=piece.reasoning,
             tool_calls=list(piece.calls),
+            has_cut_call=self.is_ended and self._has_cut_call,
             token_ids=self.token_ids[first:],
             logprobs=self.logprobs[first:] if self.logprobs is not None else None,
             finish_reason=self.finish_reason if self.error is None else None,  # the error itself comes next
@@ -183,12 +184,17 @@ class Completion:
             text="".join(self._texts) if answer is None else answer.content,
             reasoning=None if answer is None else answer.reasoning or None,
             tool_calls=[] if answer is None else answer.parser.calls.copy(),
+            has_cut_call=self._has_cut_call,
             token_ids=list(self.token_ids),
             cumulative_logprob=self._cumulative_logprob if self.logprobs is not None else None,
             logprobs=list(self.logprobs) if self.logprobs is not None else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )
+
+    @property
+    def _has_cut_call(self) -> bool:
+        return self._answer is not None and self._answer.parser.is_cut
 
     def _read_answer(self) -> ParsedAnswer:
         """Its parts, of all its text so far."""
@@ -213,16 +219,25 @@ class Completion:
 class ParsedAnswer:
     """A choice's text, told apart as it is read: content, reasoning, tool calls.
 
+    Args:
+        ends_at_call: it is read up to its first complete call.
+
     Attributes:
         parser: has its complete calls.
     """
 
-    def __init__(self, parser: AnswerParser) -> None:
+    def __init__(self, parser: AnswerParser, *, ends_at_call: bool = False) -> None:
         self.parser = parser
+        self._ends_at_call = ends_at_call
         self._num_fed = 0
         self._is_over = False
         self._pieces: list[Piece] = []
         self._num_taken = 0
+
+    @property
+    def has_its_call(self) -> bool:
+        """It is at its end for a complete call."""
+        return self._ends_at_call and bool(self.parser.calls)
 
     @property
     def content(self) -> str:
@@ -242,7 +257,8 @@ class ParsedAnswer:
             self._pieces.append(self.parser.feed(text))
         if is_over and not self._is_over:
             self._is_over = True
-            self._pieces.append(self.parser.finish())
+            if not self.has_its_call:  # what the call's last token has begun behind it is not to be
+                self._pieces.append(self.parser.finish())
 
     def take(self) -> Piece:
         """What has been read since the last call."""

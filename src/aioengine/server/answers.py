@@ -155,6 +155,57 @@ class Answer(ABC):
             await asyncio.sleep(0)
 
 
+Part = Literal["reasoning", "text"] | int
+"""What a piece of an answer belongs to; an int is a call's index."""
+
+
+def parts_in_order(delta: CompletionDelta, open_part: Part | None) -> Iterator[tuple[Part, str | ToolCallDelta]]:
+    """What a delta brings, one part after the other, for APIs whose streams tell of one at a time.
+
+    How it was mixed is not known where it was merged: what is open goes on first, then come reasoning, text and calls.
+    """
+    calls = [(call.index, call) for call in delta.tool_calls]
+    yield from (part for part in calls if part[0] == open_part)
+    texts: list[tuple[Part, str]] = [("reasoning", delta.reasoning), ("text", delta.text)]
+    yield from (part for part in (reversed(texts) if open_part == "text" else texts) if part[1])
+    yield from (part for part in calls if part[0] != open_part)
+
+
+class PartsAnswer(Answer):
+    """An answer that is a list of parts, of which a stream tells one after the other."""
+
+    _part: Part | None = None
+    """The one that is open."""
+
+    def event(self, choice: int, delta: CompletionDelta, usage: Usage | None = None) -> bytes:
+        if not delta.tool_calls:  # nearly always, and at a quarter of the cost
+            if self._part == "text" and not delta.reasoning:
+                return self._delta(delta.text) if delta.text else b""
+            if self._part == "reasoning" and not delta.text:
+                return self._delta(delta.reasoning) if delta.reasoning else b""
+        events = []
+        for part, piece in parts_in_order(delta, self._part):
+            if self._part != part:
+                events.append(self._close())
+                self._part = part
+                events.append(self._begin(part, piece if isinstance(piece, ToolCallDelta) else None))
+            if text := piece if isinstance(piece, str) else piece.arguments:
+                events.append(self._delta(text))
+        return b"".join(events)
+
+    @abstractmethod
+    def _begin(self, part: Part, call: ToolCallDelta | None) -> bytes:
+        """Events that open the next part."""
+
+    @abstractmethod
+    def _delta(self, text: str) -> bytes:
+        """An event for the next piece of the part that is open."""
+
+    @abstractmethod
+    def _close(self) -> bytes:
+        """Events that end the part that is open, if one is."""
+
+
 class PositionWriter:
     """Log-probabilities of tokens as chats tell of them.
 
@@ -316,7 +367,11 @@ class ChoicesAnswer(Answer):
 
 
 class ChatAnswer(ChoicesAnswer):
-    """The answer to ``/v1/chat/completions``."""
+    """The answer to ``/v1/chat/completions``.
+
+    Args:
+        has_text: it may have some; it has none where a call is forced.
+    """
 
     WHOLE = "chat.completion"
     PART = "chat.completion.chunk"
@@ -330,9 +385,11 @@ class ChatAnswer(ChoicesAnswer):
         *,
         top_logprobs: int | None,
         has_usage: bool,
+        has_text: bool = True,
         extras: Extras = NO_EXTRAS,
     ) -> None:
         super().__init__(head, top_logprobs=top_logprobs, has_usage=has_usage, extras=extras)
+        self._has_text = has_text
         self._writer = PositionWriter(token_bytes, top_logprobs or 0, is_by_ids=extras.is_by_ids)
 
     async def _choice(self, number: int, output: RequestOutput, choice: CompletionOutput) -> bytes:
@@ -344,7 +401,7 @@ class ChatAnswer(ChoicesAnswer):
             )
             logprobs = _content(positions)
         message = encode(message_of(choice, has_reasoning=self._extras.has_reasoning))
-        ending = _ending(finish_reason_of(choice.finish_reason, bool(choice.tool_calls)), choice.stop_reason)
+        ending = _ending(finish_reason_of(choice, bool(choice.tool_calls)), choice.stop_reason)
         ending += self._ids_of(choice)
         return b'{"index":%d,"message":%b,"logprobs":%b,%b}' % (number, message, logprobs, ending)
 
@@ -364,13 +421,14 @@ class ChatAnswer(ChoicesAnswer):
             told["tool_calls"] = [_call_delta(call) for call in delta.tool_calls]
         if not told and delta.finish_reason is None and not self._tells_of_each_token:
             return b""
-        ending = _ending(finish_reason_of(delta.finish_reason, choice in self._calling), delta.stop_reason)
+        ending = _ending(finish_reason_of(delta, choice in self._calling), delta.stop_reason)
         return self._event(choice, b'"delta":%b,%b,%b' % (encode(told), self._of_tokens(choice, delta), ending), usage)
 
     def opening(
         self, outputs: Sequence[RequestOutput], usage: Usage | None = None, prompt_ids: Sequence[bytes] = ()
     ) -> bytes:
-        content = b'"delta":{"role":"assistant","content":"","refusal":null},"logprobs":null,"finish_reason":null'
+        delta = {"role": "assistant", "content": "" if self._has_text else None, "refusal": None}
+        content = b'"delta":%b,"logprobs":null,"finish_reason":null' % encode(delta)
         num_choices = sum(len(output.outputs) for output in outputs)
         events = [self._event(choice, content, usage) for choice in range(num_choices)]
         if prompt_ids:  # beside the choices of the first event, as it is one prompt's
@@ -542,22 +600,6 @@ def num_reasoning_tokens(choice: CompletionOutput, token_bytes: TokenBytes) -> i
     return bisect.bisect_left(ends, place + len(reasoning)) + 1
 
 
-Part = Literal["reasoning", "text"] | int
-"""What a piece of an answer belongs to; an int is a call's index."""
-
-
-def parts_in_order(delta: CompletionDelta, open_part: Part | None) -> Iterator[tuple[Part, str | ToolCallDelta]]:
-    """What a delta brings, one part after the other, for APIs whose streams tell of one at a time.
-
-    How it was mixed is not known where it was merged: what is open goes on first, then come reasoning, text and calls.
-    """
-    calls = [(call.index, call) for call in delta.tool_calls]
-    yield from (part for part in calls if part[0] == open_part)
-    texts: list[tuple[Part, str]] = [("reasoning", delta.reasoning), ("text", delta.text)]
-    yield from (part for part in (reversed(texts) if open_part == "text" else texts) if part[1])
-    yield from (part for part in calls if part[0] != open_part)
-
-
 def line_of(value: Any) -> bytes:
     """JSON for an event."""
     data = encode(value)
@@ -578,9 +620,10 @@ def message_of(choice: CompletionOutput, *, has_reasoning: bool = True) -> dict[
     return message
 
 
-def finish_reason_of(reason: FinishReason | None, has_calls: bool) -> str | None:
-    """What the API calls it."""
-    return "tool_calls" if reason == "stop" and has_calls else reason
+def finish_reason_of(choice: CompletionOutput | CompletionDelta, has_calls: bool) -> str | None:
+    """What the API calls it; "tool_calls" says that each call is complete."""
+    is_calling = choice.finish_reason == "stop" and has_calls and not choice.has_cut_call
+    return "tool_calls" if is_calling else choice.finish_reason
 
 
 def _call_delta(call: ToolCallDelta) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from aioengine.server.responses import RESPONSE_NAMES, ResponseAnswer, ResponseR
 from aioengine.server.schema import ChatGeneration, ChatRequest, CompletionRequest, Generation, template_kwargs
 from aioengine.server.stored_responses import RunningResponse, StoredResponses
 from aioengine.server.stream_group import StreamGroup
+from aioengine.tool_calls.calls import forces_call
 from aioengine.turns import turns_here
 
 logger = logging.getLogger("aioengine.server")
@@ -89,6 +90,7 @@ class GenerationCall:
                 self._engine.token_bytes,
                 top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
                 has_usage=request.has_usage,
+                has_text=not forces_call(options["tool_choice"]),
                 extras=_extras_of(request, has_reasoning=request.include_reasoning is not False),
             )
             return await self._answer(request, StreamGroup(streams), answer)

@@ -11,16 +11,15 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from aioengine.outputs import CompletionDelta, CompletionOutput, RequestOutput
+from aioengine.outputs import CompletionOutput, RequestOutput
 from aioengine.server.answers import (
-    Answer,
     Part,
+    PartsAnswer,
     TokenBytes,
     Usage,
     encode,
     line_of,
     num_reasoning_tokens,
-    parts_in_order,
 )
 from aioengine.server.chat_builder import ChatBuilder
 from aioengine.server.decoding import is_text, read_items, read_text
@@ -113,6 +112,11 @@ class MessageRequest(ChatGeneration, kw_only=True):
         super().check()
         if self.max_tokens is None:
             raise missing("max_tokens")
+        match self.tool_choice:
+            case {"type": "auto" | "any" | "none"} | {"type": "tool", "name": str()}:
+                pass
+            case dict():
+                raise invalid_value("tool_choice", "tool_choice.type is auto, any, none, or tool with the name of one")
 
     def variables(self) -> dict[str, Any] | None:
         """What the chat template is told: of the thinking, under the names that templates use."""
@@ -268,7 +272,7 @@ def _error_of(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
-class MessageAnswer(Answer):
+class MessageAnswer(PartsAnswer):
     """The answer to ``/v1/messages``.
 
     Args:
@@ -282,7 +286,6 @@ class MessageAnswer(Answer):
         self._head = {"id": head["id"], "type": "message", "role": "assistant", "model": head["model"]}
         self._token_bytes = token_bytes
         self._num_blocks = 0
-        self._open: Part | None = None
         self._delta_head = b""
         """What all deltas of the block that is open begin with, up to their text."""
 
@@ -314,22 +317,6 @@ class MessageAnswer(Answer):
         message["usage"] = self._usage(outputs[0])
         return _event("message_start", message=message) + self.KEEPALIVE
 
-    def event(self, choice: int, delta: CompletionDelta, usage: Usage | None = None) -> bytes:
-        if not delta.tool_calls:  # nearly always, and at a quarter of the cost
-            if self._open == "text" and not delta.reasoning:
-                return self._delta(delta.text) if delta.text else b""
-            if self._open == "reasoning" and not delta.text:
-                return self._delta(delta.reasoning) if delta.reasoning else b""
-        events = []
-        for part, piece in parts_in_order(delta, self._open):
-            call = piece if isinstance(piece, ToolCallDelta) else None
-            if self._open != part:
-                events.append(self._close())
-                events.append(self._begin(part, call))
-            if text := piece if isinstance(piece, str) else piece.arguments:
-                events.append(self._delta(text))
-        return b"".join(events)
-
     def closing(self, outputs: Sequence[RequestOutput]) -> bytes:
         ending = _ending(outputs[0].outputs[0])
         told = _event("message_delta", delta=ending, usage=self._usage(outputs[0]))
@@ -339,7 +326,6 @@ class MessageAnswer(Answer):
         return b"event: error\ndata: %b\n\n" % line_of(_error_of(error))
 
     def _begin(self, part: Part, call: ToolCallDelta | None) -> bytes:
-        self._open = part
         block: dict[str, Any]
         if part == "text":
             block, kind, field = {"type": "text", "text": ""}, "text_delta", "text"
@@ -356,18 +342,16 @@ class MessageAnswer(Answer):
         return _event("content_block_start", index=self._num_blocks, content_block=block)
 
     def _delta(self, text: str) -> bytes:
-        """An event for the next piece of the block that is open."""
         return b"%b%b}}\n\n" % (self._delta_head, line_of(text))
 
     def _close(self) -> bytes:
-        """End the block that is open, if one is."""
-        if self._open is None:
+        if self._part is None:
             return b""
         index, signed = self._num_blocks, b""
-        if self._open == "reasoning":
+        if self._part == "reasoning":
             delta = {"type": "signature_delta", "signature": SIGNATURE}
             signed = _event("content_block_delta", index=index, delta=delta)
-        self._open = None
+        self._part = None
         self._num_blocks += 1
         return signed + _event("content_block_stop", index=index)
 
@@ -379,7 +363,8 @@ def _event(kind: str, **fields: Any) -> bytes:
 def _ending(choice: CompletionOutput) -> dict[str, Any]:
     """Why it has ended. One that the server has aborted is like one that pauses: sent back, it goes on."""
     reasons = {"length": "max_tokens", "abort": "pause_turn"}
-    reason = reasons.get(choice.finish_reason or "", "tool_use" if choice.tool_calls else "end_turn")
+    is_calling = choice.tool_calls and not choice.has_cut_call
+    reason = reasons.get(choice.finish_reason or "", "tool_use" if is_calling else "end_turn")
     sequence = choice.stop_reason if choice.finish_reason == "stop" and isinstance(choice.stop_reason, str) else None
     return {"stop_reason": "stop_sequence" if sequence is not None else reason, "stop_sequence": sequence}
 

@@ -15,15 +15,14 @@ import msgspec
 from aioengine.outputs import CompletionDelta, CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
 from aioengine.sampling_params import SamplingParams
 from aioengine.server.answers import (
-    Answer,
     Part,
+    PartsAnswer,
     PositionWriter,
     TokenBytes,
     Usage,
     encode,
     line_of,
     num_reasoning_tokens,
-    parts_in_order,
     positions_a_slice,
     usage_of,
 )
@@ -305,7 +304,7 @@ class _OpenItem:
         self.call: ToolCallDelta | None = None
 
 
-class ResponseAnswer(Answer):
+class ResponseAnswer(PartsAnswer):
     """The answer to ``/v1/responses``.
 
     Args:
@@ -348,7 +347,8 @@ class ResponseAnswer(Answer):
     async def body_of(self, output: RequestOutput) -> bytes:
         """The response as far as it has come."""
         (choice,) = output.outputs
-        reason = None if choice.finish_reason == "error" else choice.finish_reason  # `failing` is about to tell of it
+        # It has failed when it tells of its error, which comes next.
+        reason = None if choice.finish_reason == "error" else choice.finish_reason
         positions: list[bytes] = []
         writer = PositionWriter(self._token_bytes, self._top_logprobs or 0)
 
@@ -369,7 +369,7 @@ class ResponseAnswer(Answer):
             call = choice.tool_calls[part] if isinstance(part, int) else None
             names = (call.id, call.name) if call is not None else ("", "")
             items.append(self._item(part, place, status, encode(text), positions, names))
-        return self._body(reason, items, self._usage(output))
+        return self._body(reason, items, self._usage(output), is_cut=choice.has_cut_call)
 
     def empty_body(self, reason: FinishReason | None) -> bytes:
         """The response before its prompt has been read."""
@@ -386,14 +386,21 @@ class ResponseAnswer(Answer):
         }
 
     def _body(
-        self, reason: FinishReason | None, items: Sequence[bytes], usage: Usage | None, error: Any = None
+        self,
+        reason: FinishReason | None,
+        items: Sequence[bytes],
+        usage: Usage | None,
+        error: Any = None,
+        *,
+        is_cut: bool = False,
     ) -> bytes:
-        status = STATUSES[reason]
+        """The response, which without a call that was cut is whole where the model has ended it."""
+        status = "incomplete" if is_cut and reason == "stop" else STATUSES[reason]
         told = {
             "status": status,
             "completed_at": int(time.time()) if status == "completed" else None,
             "error": error,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if reason == "length" else None,
             "usage": usage,
         }
         return b'%b,"output":[%b],%b' % (self._head, b",".join(items), line_of(told)[1:])
@@ -430,7 +437,7 @@ class ResponseAnswer(Answer):
         return b'{"id":%b,"type":"%b","status":"%b",%b}' % (item_id, kind, status.encode(), rest)
 
     def _id_of(self, part: Part, place: int) -> str:
-        """The same however the response is told."""
+        """The same however the response is told; but text behind a call comes before it in a whole one."""
         prefix = {"text": "msg", "reasoning": "rs"}.get(str(part), "fc")
         return f"{prefix}_{self._suffix}{place:02x}"
 
@@ -445,27 +452,11 @@ class ResponseAnswer(Answer):
         )
 
     def event(self, choice: int, delta: CompletionDelta, usage: Usage | None = None) -> bytes:
-        opened = self._open
         if delta.logprobs:
             told = [self._writer.encode(0, position) for position in delta.logprobs]
             self._untold += told
             self._positions += told
-        elif opened is not None and not delta.tool_calls:  # nearly always, and at a quarter of the cost
-            if opened.part == "text" and not delta.reasoning:
-                return self._delta(opened, delta.text) if delta.text else b""
-            if opened.part == "reasoning" and not delta.text:
-                return self._delta(opened, delta.reasoning) if delta.reasoning else b""
-        events = []
-        for part, piece in parts_in_order(delta, opened.part if opened is not None else None):
-            call = piece if isinstance(piece, ToolCallDelta) else None
-            text = piece if isinstance(piece, str) else piece.arguments
-            if self._open is None or self._open.part != part:
-                events.append(self._close())
-                events.append(self._begin(part, call))
-            assert self._open is not None
-            if text:
-                events.append(self._delta(self._open, text))
-        return b"".join(events)
+        return super().event(choice, delta, usage)
 
     def closing(self, outputs: Sequence[RequestOutput]) -> bytes:
         (choice,) = outputs[0].outputs
@@ -473,14 +464,16 @@ class ResponseAnswer(Answer):
         if self._open is None and not self._done:
             events.append(self._begin("text", None))
         if self._untold and self._open is not None and self._open.part == "text":
-            events.append(self._delta(self._open, ""))
+            events.append(self._delta(""))
         is_done = choice.finish_reason == "stop"
         if self._open is not None and self._open.call is not None:
             is_done = any(call.id == self._open.call.id for call in choice.tool_calls)
         events.append(self._close("completed" if is_done else "incomplete"))
-        body = self._body(choice.finish_reason, self._items(), self._usage(outputs[0]))
+        is_cut = choice.has_cut_call
+        body = self._body(choice.finish_reason, self._items(), self._usage(outputs[0]), is_cut=is_cut)
         self._keep(body, choice)
-        kind = b"response.completed" if choice.finish_reason == "stop" else b"response.incomplete"
+        is_whole = choice.finish_reason == "stop" and not is_cut
+        kind = b"response.completed" if is_whole else b"response.incomplete"
         return b"".join([*events, self._event(kind, b'"response":%b' % body)])
 
     def failing(self, error: ApiError) -> bytes:
@@ -496,7 +489,6 @@ class ResponseAnswer(Answer):
         return b'event: %b\ndata: {"type":"%b","sequence_number":%d,%b}\n\n' % (kind, kind, number, fields)
 
     def _begin(self, part: Part, call: ToolCallDelta | None) -> bytes:
-        """Open the next item."""
         index = len(self._done)
         item_id = self._id_of(part, index)
         place = b'"item_id":"%b","output_index":%d' % (item_id.encode(), index)
@@ -515,8 +507,9 @@ class ResponseAnswer(Answer):
         content = _part_of(part, b'""')
         return added + self._event(b"response.content_part.added", b'%b,"part":%b' % (place, content))
 
-    def _delta(self, opened: _OpenItem, text: str) -> bytes:
-        """An event for the next piece of the item that is open."""
+    def _delta(self, text: str) -> bytes:
+        opened = self._open
+        assert opened is not None
         opened.texts.append(text)
         number = self._num_events
         self._num_events += 1
@@ -532,7 +525,7 @@ class ResponseAnswer(Answer):
         Args:
             status: of it; None: another one follows, and so only a call may not be complete.
         """
-        opened, self._open = self._open, None
+        opened, self._open, self._part = self._open, None, None
         if opened is None:
             return b""
         said = "".join(opened.texts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal, NamedTuple, Protocol, get_type_hints
 
@@ -20,7 +21,8 @@ MAX_NAME_CHARS = 64
 
 NO_TOKENS: Mapping[str, int] = {}
 
-ToolName = Annotated[str, msgspec.Meta(pattern=rf"^[A-Za-z0-9_.-]{{1,{MAX_NAME_CHARS}}}\Z")]
+NAME_PATTERN = rf"^[A-Za-z0-9_.-]{{1,{MAX_NAME_CHARS}}}\Z"
+ToolName = Annotated[str, msgspec.Meta(pattern=NAME_PATTERN)]
 
 
 def _any_object() -> dict[str, Any]:
@@ -102,19 +104,19 @@ class AnswerParser(Protocol):
     exactly one of these:
 
     - content or reasoning;
-    - a call's. A call is *begun*, and its first delta given, when the text has named one of the tools in the format's
-      way and its arguments begin. What led there is its markup. It is *complete* when the format's JSON (or list of
+    - a call's, from its marker on. A call is *begun*, and its first delta given, when the text has named one of the
+      tools in the format's way and its arguments begin. It is *complete* when the format's JSON (or list of
       arguments) is closed; the closing marker may be missing, since a model may stop before it.
     - markup between the parts: reasoning's markers with the newlines beside them, harmony's with the white space
       beside them, white space before a call, and what follows the last call if it is white space alone.
 
-    What looks like a call, and is none, is content: all of it if the call is not begun yet. Of a begun one its deltas
-    stay, the call never gets into ``calls``, and from what was no argument any more on the text is content. Where the
-    text ends inside a begun call, what was read of it and not given yet (half a marker, say) is that call's.
+    What looks like a call, and is none, is content, all of it, marker and all. If it was begun its deltas stay, and it
+    never gets into ``calls``. Where the text ends behind a whole marker and before the call is complete, all from the
+    marker on is that call's, and no content. Calls that need no marker, and have none, are text until they are begun.
 
     Attributes:
         calls: the complete calls, in order.
-        is_cut: a call was begun and not completed: the text is over, or went wrong inside it.
+        is_cut: there was a call that was not completed: the text is over, or went wrong inside a begun one.
     """
 
     @property
@@ -155,7 +157,11 @@ def read_tools(given: Any) -> tuple[Tool, ...]:
     num_bytes = 0
     for number, one in enumerate(given):
         try:
-            encoded = msgspec.json.encode(_fields_of(one))
+            fields = _fields_of(one)
+            name = fields.name if isinstance(fields, Tool) else fields.get("name")
+            if isinstance(name, str) and not re.match(NAME_PATTERN, name):
+                raise ValueError(f"{shorten(name)} is no name: 1 to {MAX_NAME_CHARS} of A-Z a-z 0-9 _ . - are needed")
+            encoded = msgspec.json.encode(fields)
             tool = msgspec.json.decode(encoded, type=Tool)
         except (msgspec.MsgspecError, TypeError, ValueError, RecursionError, OverflowError) as exc:
             raise invalid("tools", f"tools[{number}]={shorten(one)}: {exc}") from None
@@ -183,13 +189,18 @@ def read_tool_choice(given: Any, tools: Iterable[Tool]) -> ToolChoice:
         raise _wrong_choice(given)
     for name in names or ():
         if name not in known:
-            hint = (nearest(name, known) if isinstance(name, str) else "") or "; give one of the tools"
+            hint = (nearest(name, known) if isinstance(name, str) else "") or f"; tools: {', '.join(known)}"[:200]
             raise invalid("tool_choice", f"tool_choice asks for {shorten(name)}, which is no tool{hint}")
     if known and names != ():
         return ToolChoice(mode, names)
     if mode in ("required", "tool"):
         raise invalid("tool_choice", "tool_choice asks for a call, but there are no tools; give tools")
     return ToolChoice("none")
+
+
+def forces_call(given: Any) -> bool:
+    """Whether a ``tool_choice``, which `read_tool_choice` has taken, asks for a call."""
+    return _mode_and_names(given, [])[0] in ("required", "tool")
 
 
 def _wrong_choice(given: Any) -> InvalidRequest:
@@ -203,7 +214,8 @@ def _mode_and_names(given: Any, known: list[str]) -> tuple[Any, tuple[str, ...] 
             return "auto", None
         if isinstance(given, str):
             mode = "required" if given == "any" else given
-            return ("tool", (given,)) if given in known and mode not in ("auto", "none", "required") else (mode, None)
+            is_mode = mode in ("auto", "none", "required") or not known
+            return (mode, None) if is_mode else ("tool", (given,))
         kind = given["type"]
         if kind in ("function", "tool"):
             return "tool", ((given.get("function") or given)["name"],)
@@ -222,7 +234,8 @@ def _fields_of(given: Any) -> Any:
         if callable(given):
             return _fields_of_function(given)
         raise TypeError("give a function, a Tool, or a dict with a name and a schema")
-    if given.get("type", "function") not in ("function", "custom"):
+    # "custom" is Anthropic's word for a function, which has a schema, and OpenAI's for a tool that has none.
+    if given.get("type", "function") not in ("function", "custom" if "input_schema" in given else ""):
         raise TypeError(f"tools of type {shorten(given['type'])} are not supported; give functions")
     inner = given.get("function")
     inner = inner if isinstance(inner, Mapping) else given
@@ -247,7 +260,7 @@ def _fields_of_function(function: Callable[..., Any]) -> dict[str, Any]:
         schema = _schema_of(name, arguments)
     except Exception as exc:  # annotations and defaults are the caller's, and so is what evaluating them raises
         raise TypeError(f"no schema can be made of this function: {exc}; give a Tool") from None
-    return {"name": name, "description": inspect.getdoc(function) or "", "parameters": schema}
+    return {"name": name, "description": inspect.cleandoc(function.__doc__ or ""), "parameters": schema}
 
 
 def _schema_of(name: str, arguments: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
@@ -266,8 +279,9 @@ def _schema_of(name: str, arguments: dict[str, tuple[Any, Any]]) -> dict[str, An
 def _schema_by_msgspec(name: str, fields: list[tuple[str, Any, Any]]) -> dict[str, Any] | None:
     """None where it has no schema for a type, which pydantic may know."""
     try:
-        definitions = msgspec.json.schema(msgspec.defstruct(name, fields, kw_only=True))["$defs"]
+        made = msgspec.json.schema(msgspec.defstruct(name, fields, kw_only=True))
     except TypeError:
         return None
-    schema: dict[str, Any] = definitions.pop(name)
+    definitions = made["$defs"]
+    schema: dict[str, Any] = definitions.pop(made["$ref"].rpartition("/")[2])
     return schema | ({"$defs": definitions} if definitions else {})

@@ -18,17 +18,21 @@ from aioengine.tool_calls.qwen3_coder import QWEN3_CODER
 from aioengine.validation import nearest, shorten
 
 ENTRY_POINT_GROUP = "aioengine.tool_formats"
+FORMAT_PARTS = ("name", "keeps_special_tokens", "make_parser", "grammar")
 
 
 class ToolFormat(Protocol):
     """How a family of models writes calls.
 
     Attributes:
-        keeps_special_tokens: its markers are special tokens, so that an answer must be decoded with them.
+        keeps_special_tokens: its markers are special tokens, so that an answer must be decoded with them; or those of
+            its markers that are special in some tokenizers, with which it must.
     """
 
     name: str
-    keeps_special_tokens: bool
+
+    @property
+    def keeps_special_tokens(self) -> bool | tuple[str, ...]: ...
 
     def make_parser(self, tools: Iterable[Tool], make_id: Callable[[], str]) -> AnswerParser:
         """A parser of one answer; ``make_id`` gives an id for each call."""
@@ -61,7 +65,13 @@ _formats: dict[str, ToolFormat] = {
 
 
 def register_tool_format(name: str, format: ToolFormat) -> None:  # noqa: A002
-    """Make a format known by a name; one that had it is replaced."""
+    """Make a format known by a name; one that had it is replaced.
+
+    Raises:
+        ConfigError: it is no `ToolFormat`.
+    """
+    if missing := [part for part in FORMAT_PARTS if not hasattr(format, part)]:
+        raise ConfigError(f"{shorten(format)} is no tool format: it has no {', '.join(missing)} (aioengine.ToolFormat)")
     _formats[name] = format
 
 
@@ -69,7 +79,7 @@ def find_tool_format(name: str) -> ToolFormat:
     """A format that is built in, was registered, or is an entry point of the group ``aioengine.tool_formats``.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is none of that name, or it is no `ToolFormat`.
     """
     if name not in _formats:
         for entry_point in entry_points(group=ENTRY_POINT_GROUP, name=name):

@@ -17,6 +17,9 @@ MAX_REFERENCES = 32
 ESCAPES = 'nrbtf\\"'
 """Of texts of JSON, without ``\\u``: a key that is written otherwise would pass for another one."""
 
+_ROOT = "tool"
+"""The name of a tool's schema among the definitions of an argument's."""
+
 _JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
 
 
@@ -64,7 +67,12 @@ class GrammarWriter:
         """JSON as models are trained to write it: on one line, with a space or none after a separator.
 
         What the schema asks for and llguidance cannot hold is an error where the tool is strict, else let go.
+
+        Args:
+            schema: the tool's, or a part of it, whose references are to places in the tool's all the same.
         """
+        if schema is not tool.parameters and (moved := _moved(schema)) != schema:
+            schema = {**moved, "$defs": {_ROOT: _moved(tool.parameters)}}
         spacing = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
         spacing["json_allowed_escapes"] = ESCAPES
         return "%json " + json.dumps({**schema, "x-guidance": {**spacing, "lenient": not tool.strict}})
@@ -77,7 +85,7 @@ class GrammarWriter:
     def text_without(self, *markers: str, beginning: str = "") -> str:
         """Any text without these in it; its first character is no space and no ``beginning`` where that is given."""
         name = f"T{len(self._rules)}"
-        inner = "|".join(re.escape(marker).replace("/", r"\/") for marker in markers)
+        inner = "|".join(re.escape(marker).replace("/", r"\/").replace("\\\n", r"\n") for marker in markers)
         body = rf"/([^\s{re.escape(beginning)}](?s:.*))?/" if beginning else "/(?s:.*)/"
         self._rules.append(f"{name}: {body}" + (f" & ~/(?s:.*)({inner})(?s:.*)/" if markers else ""))
         return name
@@ -136,7 +144,7 @@ class StepFormat:
         read: Callable[[Reading], Steps[None]],
         write: Callable[[GrammarWriter], str],
         *,
-        keeps_special_tokens: bool,
+        keeps_special_tokens: bool | tuple[str, ...],
     ) -> None:
         self.name = name
         self.keeps_special_tokens = keeps_special_tokens
@@ -157,13 +165,24 @@ def quoted(text: str) -> str:
 
 
 def properties_of(tool: Tool) -> dict[str, dict[str, Any]]:
-    """The schema of each declared argument, able to stand alone."""
-    root = _resolved(tool.parameters, tool.parameters)
-    shared: dict[str, Any] = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
-    properties = root.get("properties")
+    """The schema of each declared argument, which is no reference itself and may have some inside."""
+    properties = _resolved(tool.parameters, tool.parameters).get("properties")
     if not isinstance(properties, dict):
         return {}
-    return {name: {**_resolved(schema, tool.parameters), **shared} for name, schema in properties.items() if name}
+    return {name: _resolved(schema, tool.parameters) for name, schema in properties.items() if name}
+
+
+def _moved(schema: Any) -> Any:
+    """A schema whose references are to the definition `_ROOT`, where they were to the root."""
+    if isinstance(schema, list):
+        return [_moved(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: _moved(value) for key, value in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = f"#/$defs/{_ROOT}{reference[1:]}"
+    return moved
 
 
 def required_of(tool: Tool) -> frozenset[str]:

@@ -34,4 +34,4 @@ def _write(writer: GrammarWriter) -> str:
     return writer.finish_marked(BEGIN, f"{newline} {call} {newline} {writer.marker(END)}", between=newline)
 
 
-HERMES = StepFormat("hermes", _read, _write, keeps_special_tokens=False)
+HERMES = StepFormat("hermes", _read, _write, keeps_special_tokens=(BEGIN, END))

@@ -2,7 +2,8 @@
 
     {"name": "get_weather", "parameters": {"city": "Paris"}}; {"name": "get_time", "parameters": {}}
 
-They are the whole answer, or follow ``<|python_tag|>``. JSON that is no call is an answer like others.
+A model may leave the semicolon away. They are the whole answer, or follow ``<|python_tag|>``. JSON that is no call is
+an answer like others.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ _TAGS = Markers(TAG)
 
 def _read(reading: Reading) -> Steps[None]:
     if (yield from reading.skip_space()) == "{":
-        yield from reading.attempt(_read_calls(reading))
+        yield from reading.attempt(_read_calls(reading), is_marked=False)
     while (yield from reading.show_until(_TAGS)):
         yield from reading.attempt(_read_calls(reading))
 
 
 def _read_calls(reading: Reading) -> Steps[None]:
-    is_more = True
-    while is_more:
+    first = "{"
+    while first == "{":
         yield from reading.json_call(needs_arguments=True)
-        yield from reading.close()
-        is_more = yield from reading.literal(";")
+        yield from reading.close(";")
+        first = yield from reading.peek()
 
 
 def _write(writer: GrammarWriter) -> str:

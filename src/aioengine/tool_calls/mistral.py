@@ -4,7 +4,8 @@
     [TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]get_time[ARGS]{}
     [TOOL_CALLS]get_time[CALL_ID]a1B2c3D4e[ARGS]{}
 
-Ids have nine letters and digits: the templates take no others. One that the model writes is passed over.
+A model may leave ``[ARGS]`` away. Ids have nine letters and digits: the templates take no others. One that the model
+writes is passed over.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from aioengine.tool_calls.grammars import GrammarWriter, StepFormat, quoted
 from aioengine.tool_calls.reading import MAX_KEYWORD_CHARS, Markers, NotACall, Reading, Steps
 
 BEGIN, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
-_BEGINS, _ARGS = Markers(BEGIN), Markers(ARGS)
+_BEGINS, _NAME_ENDS = Markers(BEGIN), Markers(ARGS, "{")
 
 
 def _read(reading: Reading) -> Steps[None]:
@@ -25,7 +26,9 @@ def _read(reading: Reading) -> Steps[None]:
 
 def _read_calls(reading: Reading) -> Steps[None]:
     if (yield from reading.skip_space()) != "[":
-        head = yield from reading.read_until(_ARGS, longest=MAX_KEYWORD_CHARS)
+        head = yield from reading.read_until(_NAME_ENDS, longest=MAX_KEYWORD_CHARS)
+        if reading.marker != ARGS:
+            reading.put_back()
         if (yield from reading.skip_space()) != "{":
             raise NotACall
         reading.begin_call(head.partition(CALL_ID)[0].strip())

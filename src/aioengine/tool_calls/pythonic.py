@@ -34,7 +34,7 @@ _CLOSER_OF = {"(": ")", "[": "]", "{": "}"}
 
 def _read(reading: Reading) -> Steps[None]:
     if (yield from reading.skip_space()) == "[":
-        yield from reading.attempt(_read_calls(reading))
+        yield from reading.attempt(_read_calls(reading), is_marked=False)
     while (yield from reading.show_until(_TAGS)):
         yield from reading.attempt(_read_calls(reading))
 
@@ -66,8 +66,7 @@ def _read_arguments(reading: Reading) -> Steps[None]:
             if reading.marker != "=":
                 raise NotACall
             text, end = yield from _read_value(reading)
-            reading.add_arguments(f"{head}{json.dumps(key, ensure_ascii=False)}: {_as_json(text)}")
-            reading.drop()
+            reading.add_arguments(f"{head}{json.dumps(key, ensure_ascii=False)}: {json_of_literal(text)}")
             head = ", "
     reading.add_arguments("}")
 
@@ -100,7 +99,7 @@ def _read_value(reading: Reading) -> Steps[tuple[str, str]]:
     raise NotACall
 
 
-def _as_json(text: str) -> str:
+def json_of_literal(text: str) -> str:
     """JSON of a literal, in Python's spelling or JSON's.
 
     Raises:

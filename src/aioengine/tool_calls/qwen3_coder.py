@@ -11,11 +11,12 @@
     </function>
     </tool_call>
 
-A model may leave ``<tool_call>`` away.
+A model may leave ``<tool_call>`` away, and ``</parameter>`` and ``</function>``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -31,11 +32,15 @@ from aioengine.tool_calls.grammars import (
     types_of,
 )
 from aioengine.tool_calls.json_scanner import is_json
-from aioengine.tool_calls.reading import MAX_KEYWORD_CHARS, Markers, Reading, Steps
+from aioengine.tool_calls.pythonic import json_of_literal
+from aioengine.tool_calls.reading import MAX_KEYWORD_CHARS, Markers, NotACall, Reading, Steps
 
 BEGIN, FUNCTION, PARAMETER = "<tool_call>", "<function=", "<parameter="
 END_PARAMETER, END_FUNCTION, END = "</parameter>", "</function>", "</tool_call>"
-_BEGINS, _NAME_ENDS, _VALUE_ENDS = Markers(BEGIN, FUNCTION), Markers(">"), Markers("\n" + END_PARAMETER, END_PARAMETER)
+NEXT_LINES = (f"\n{PARAMETER}", f"\n{END_FUNCTION}")
+"""What ends a value whose own end is missing."""
+_BEGINS, _NAME_ENDS = Markers(BEGIN, FUNCTION), Markers(">")
+_VALUE_ENDS = Markers(f"\n{END_PARAMETER}", END_PARAMETER, *NEXT_LINES)
 
 _KIND_OF = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
 _WORDS = {"true": "true", "false": "false", "none": "null"}
@@ -59,7 +64,7 @@ def _read_call(reading: Reading, marker: str) -> Steps[None]:
     separator = ""
     while True:
         yield from reading.skip_space()
-        if (yield from reading.literal(END_FUNCTION)):
+        if (yield from reading.literal(END_FUNCTION)) or (yield from reading.literal(END)):
             break
         yield from reading.expect(PARAMETER)
         key = yield from reading.read_until(_NAME_ENDS, longest=MAX_KEYWORD_CHARS)
@@ -81,7 +86,8 @@ def _read_value(reading: Reading, head: str, schema: Mapping[str, Any], tool: To
     else:
         text = yield from reading.read_until(_VALUE_ENDS)
         reading.add_arguments(head + _as_json(text, types))
-    reading.drop()
+    if reading.marker in NEXT_LINES:
+        reading.put_back()
 
 
 def _in_string(text: str) -> str:
@@ -92,6 +98,9 @@ def _as_json(text: str, types: frozenset[str]) -> str:
     """JSON of a value that may be no string; what fits none of the types is a string, since JSON it must be."""
     stripped = text.strip()
     stripped = _WORDS.get(stripped.lower(), stripped)
+    if stripped[:1] in ("[", "{"):
+        with contextlib.suppress(NotACall):
+            stripped = json_of_literal(stripped)
     if is_json(stripped):
         kind = _KIND_OF.get(stripped[0], "number")
         if not types or kind in types or (kind == "number" and "integer" in types):
@@ -129,7 +138,7 @@ def _value(writer: GrammarWriter, schema: Mapping[str, Any], tool: Tool, end: st
         return f"{writer.json(schema, tool)} {end}"
     if (choices := choices_of(schema)) is not None:
         return f"({' | '.join(quoted(choice) for choice in choices)}) {end}"
-    return writer.rule(f"{writer.text_without(END_PARAMETER)} {end}", "[lazy]")
+    return writer.rule(f"{writer.text_without(END_PARAMETER, *NEXT_LINES)} {end}", "[lazy]")
 
 
-QWEN3_CODER = StepFormat("qwen3_coder", _read, _write, keeps_special_tokens=False)
+QWEN3_CODER = StepFormat("qwen3_coder", _read, _write, keeps_special_tokens=(BEGIN, END))

@@ -109,14 +109,13 @@ class Reading:
         self._held.clear()
 
     def begin_call(self, name: str, arguments: str = "") -> None:
-        """What is held is the beginning of a call.
+        """What is held is the beginning of a call, and stays held until that is complete.
 
         Raises:
             NotACall: no tool has this name.
         """
         if name not in self.tools:
             raise NotACall
-        self.drop()
         self._open = _OpenCall(self._num_begun, self.make_id(), name)
         self._num_begun += 1
         self._deltas[self._open.index] = (self._open.id, name, [])
@@ -138,16 +137,21 @@ class Reading:
     def is_in_call(self) -> bool:
         return self._open is not None
 
-    def attempt(self, steps: Steps[None]) -> Steps[None]:
-        """Go through steps that read a call, or several. Where they find none what they have taken is shown."""
+    def attempt(self, steps: Steps[None], *, is_marked: bool = True) -> Steps[None]:
+        """Go through steps that read a call, or several. Where they find none what they have taken is shown.
+
+        Args:
+            is_marked: a marker has begun it, so that it is one where the text is over before it is named.
+        """
         try:
             yield from steps
         except NotACall:
-            if self._open is not None:
-                self._open, self.is_cut = None, True
-                if self.is_over:
-                    self.at = len(self.text)
-                    self.drop()
+            is_begun, self._open = self._open is not None, None
+            is_cut_off = self.is_over and (is_begun or is_marked)
+            self.is_cut = self.is_cut or is_begun or is_cut_off
+            if is_cut_off:
+                self.at = len(self.text)
+                self.drop()
             # White space at its end may still be before a call.
             held = "".join(self._held)
             self.shown.append(held.rstrip())
@@ -185,7 +189,7 @@ class Reading:
 
         Args:
             longest: the most characters before it.
-            give: is given the text as it comes, which then is not held.
+            give: is given the text as it comes.
         Returns:
             the text, if it is not given away.
         """
@@ -201,14 +205,17 @@ class Reading:
             if give is None:
                 parts.append(self.take(stop))
             else:
-                give(self.text[self.at : stop])
-                self.at = stop
+                give(self.take(stop))
             if found:
                 self.marker = self.take(found.end())
                 return "".join(parts)
             if self.is_over:
                 raise NotACall
             yield
+
+    def put_back(self) -> None:
+        """The marker that `read_until` has found last is to be read again."""
+        self.at -= len(self._held.pop())
 
     def peek(self) -> Steps[str]:
         """The next character, not taken; "" when the text is over."""
@@ -241,7 +248,7 @@ class Reading:
             raise NotACall
 
     def json_value(self, give: Callable[[str], None] | None = None) -> Steps[str]:
-        """Take a JSON value; its text is given as it comes, or else held and returned."""
+        """Take a JSON value; its text is given as it comes, or else returned."""
         scanner = JsonScanner()
         parts: list[str] = []
         while True:
@@ -249,8 +256,7 @@ class Reading:
             if give is None:
                 parts.append(self.take(end))
             else:
-                give(self.text[self.at : end])
-                self.at = end
+                give(self.take(end))
             if scanner.is_done:
                 return "".join(parts)
             if scanner.is_wrong or self.is_over:
@@ -283,8 +289,13 @@ class Reading:
                     raise NotACall
                 if arguments is not None:
                     self.begin_call(name, arguments)
-            elif key in _ARGUMENT_KEYS and arguments is None and first == "{":
-                if name is not None:
+            elif key in _ARGUMENT_KEYS and arguments is None and first in ("{", "n"):
+                if first == "n":  # models write null for none
+                    yield from self.expect("null")
+                    arguments = "{}"
+                    if name is not None:
+                        self.begin_call(name, arguments)
+                elif name is not None:
                     self.begin_call(name)
                     arguments = ""
                     yield from self.json_value(self.add_arguments)

@@ -16,7 +16,7 @@ class ReasoningFormat(PlainStruct, frozen=True):
     Attributes:
         begin, end: the markers.
         is_always_begun: an answer begins with reasoning, with the marker or without, unless the prompt has ended it.
-        keeps_special_tokens: the markers are special tokens, so that an answer must be decoded with them.
+        keeps_special_tokens: an answer must be decoded with special tokens, also where the markers are none.
         has_own_parser: the tool format of this name tells reasoning apart by itself.
     """
 
