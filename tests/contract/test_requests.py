@@ -189,6 +189,9 @@ async def test_a_policy_of_ones_own_is_found_by_its_path_and_knows_the_tenants(o
 UNFIT = {
     "raises": "cannot order this request: LookupError: an unknown customer",
     **dict.fromkeys(["text", "none", "triple", "words", "nan"], r"wrong key: .*; it must be \(level, rank\)"),
+    "number": "wrong tenant: 7; it must be a str",
+    "a stranger": "cannot order this request: KeyError: 'a stranger'",
+    **dict.fromkeys(["zero", "negative", "infinite", "no weight", "heavy"], "wrong weight: .*; it must be a number"),
 }
 
 

@@ -89,7 +89,7 @@ class Sequence:
     stop_token_ids: frozenset[int] = field(init=False)
     order: int = -1
     """Counts the sequences in the order in which they came; unique."""
-    precedence: tuple[int, float, int] = (0, 0, -1)
+    precedence: tuple[float, float, int] = (0, 0, -1)
     """(level, rank, order), the first two by the policy: the smaller goes first and is preempted last."""
     output_ids: list[int] = field(default_factory=list)
     """The tokens sampled so far, as applied."""
@@ -124,6 +124,9 @@ class Sequence:
     """When its newest token was applied; kept here only while it has no row."""
     listener: Any = None
     """Follows it; the scheduler does not look at it."""
+    tenant: str = ""
+    """Whose it is, by the policy, and that tenant's weight."""
+    weight: float = 1.0
 
     def __post_init__(self) -> None:
         self.prompt = self.request.prompt_token_ids
