@@ -234,6 +234,7 @@ def prepare(runtime: Runtime, call: Call, checked: Checked) -> Prepared:
         thinking=plan.thinking,
         tenant=call.tenant or "",
         traceparent=(call.trace_headers or {}).get("traceparent", ""),
+        tracestate=(call.trace_headers or {}).get("tracestate", ""),
     )
     return Prepared(text, runtime.core.make_sequence(request), plan)
 

@@ -35,7 +35,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         priority: smaller goes first, whenever it came.
         cache_salt: requests share cached prefixes only with those of the same salt.
         tenant: whose it is, for the policy "fair".
-        traceparent: of the caller's span, for the engine's own; empty without one.
+        traceparent, tracestate: of the caller's span, for the engine's own; empty without one.
         thinking: the reasoning that comes before what ``params.structured`` asks for; None: there is none.
     """
 
@@ -50,6 +50,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     thinking: Thinking | None = None
     tenant: str = ""
     traceparent: str = ""
+    tracestate: str = ""
 
     @property
     def has_grammar(self) -> bool:
