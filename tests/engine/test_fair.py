@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 from collections import Counter
 from typing import Any
 
+import msgspec
 import pytest
 
 from aioengine import ConfigError, Engine, EngineConfig, EngineOverloaded, InvalidRequest, RequestOutput
-from aioengine.scheduler.policy import Fair, Incoming, Policy
+from aioengine.scheduler.policy import ByPriority, Fair, Incoming, Policy
 from doubles.fake_executor import FakeExecutor
 
 PROMPT = list(range(10, 22))
@@ -264,3 +266,13 @@ async def test_a_class_that_cannot_be_found_is_refused() -> None:
         EngineConfig(scheduler="fastest")
     with pytest.raises(ConfigError, match="no_such_module"):
         await Engine.start(executor=FakeExecutor(), scheduler="no_such_module:Policy")
+
+
+async def test_a_policy_that_another_process_names_is_not_imported_for_it() -> None:
+    async with Engine(executor=FakeExecutor()) as engine:
+        runtime = engine._runtime
+        assert runtime is not None
+        theirs = msgspec.structs.replace(runtime.config, scheduler="antigravity:Policy")
+        runtime.core.config = theirs
+        assert type(await runtime._policy()) is ByPriority
+    assert "antigravity" not in sys.modules
