@@ -98,7 +98,7 @@ class Stream:
         state.stream_interval = call.stream_interval or runtime.config.stream_interval
         state.max_unread = call.max_unread_tokens or UNLIMITED
         inside = state.begin_span(operation_of(asked.prompt), asked.params, call.trace_headers)
-        if inside is not None:
+        if inside or call.trace_headers:
             call = msgspec.structs.replace(call, trace_headers=inside)
         num_acquired = await runtime.admission.acquire(state, call.on_full, incoming_of(call, asked))
         try:

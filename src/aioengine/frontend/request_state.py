@@ -306,9 +306,7 @@ class RequestState:
         self._arrival_time = now if arrival_time is None else min(arrival_time, now)
         self._arrived_at = core.clock() - (now - self._arrival_time)
 
-    def begin_span(
-        self, operation: str, params: SamplingParams, headers: dict[str, str] | None
-    ) -> dict[str, str] | None:
+    def begin_span(self, operation: str, params: SamplingParams, headers: dict[str, str] | None) -> dict[str, str]:
         """It has arrived: begin its span. Returns the headers of what is to be inside it."""
         model = self.core.config.model or "demo"
         span, inside = begin_span(f"{operation} {model}", headers)
@@ -330,7 +328,7 @@ class RequestState:
                 end_span(span, told, error)
 
             self._end_span = end
-        return inside or None
+        return inside
 
     def end_span(self, error: BaseException | None) -> None:
         """It has ended, or could not begin. Idempotent."""
