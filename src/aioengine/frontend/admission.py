@@ -256,6 +256,8 @@ class Admission:
     def _take(self, tenant: _Tenant, request: RequestState, num_sequences: int) -> None:
         self.num_preparing += num_sequences
         self._acquired_at.append(asyncio.get_running_loop().time())
+        if not isinstance(self.policy, Fair):
+            return  # what a tenant holds matters to no other
         self._tenants[tenant.name] = tenant
         tenant.num_held += num_sequences
 

@@ -130,16 +130,20 @@ def order_of(policy: Policy, request: Incoming) -> Order:
     except Exception as error:  # a class of the user's own may raise anything
         raise InternalError(f"{name} cannot order this request: {describe(error)}") from error
     is_pair = isinstance(key, tuple | list) and len(key) == 2
-    if not is_pair or not all(isinstance(part, Real) and part == part for part in key):  # NaN has no order
+    if not (is_pair and _is_number(key[0]) and _is_number(key[1])):
         raise InternalError(f"{name} has a wrong key: {shorten(key)}; it must be (level, rank), two numbers")
     if not isinstance(tenant, str):
         raise InternalError(f"{name} has a wrong tenant: {shorten(tenant)}; it must be a str")
-    is_number = isinstance(weight, Real)
-    if not is_number or not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+    if not _is_number(weight) or not MIN_WEIGHT <= weight <= MAX_WEIGHT:
         raise InternalError(
             f"{name} has a wrong weight: {shorten(weight)}; it must be a number from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
         )
     return Order(key[0], key[1], tenant, float(weight))
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it has a place in an order, which NaN has not."""
+    return (type(value) in (int, float) or isinstance(value, Real)) and value == value  # the first is ten times as fast
 
 
 def make_policy(scheduler: str) -> Policy:
