@@ -56,6 +56,7 @@ from aioengine import (
     Stream,
 )
 from aioengine.executor.graphs import MAX_GRAPHS
+from aioengine.frontend.request_state import RequestState
 
 MAX_STEP_TOKENS = 128
 TICK_S = 0.001
@@ -270,10 +271,12 @@ class Soak:
         self.report.num_accepted += 1
         return added
 
-    def _count_dismissed(self, release: Callable[[int], None], num_sequences: int) -> None:
+    def _count_dismissed(
+        self, release: Callable[[RequestState, int], None], request: RequestState, num_sequences: int
+    ) -> None:
         """A request that is aborted at the door is answered and never comes to the core; one that is refused raises."""
         self.report.num_accepted += not num_sequences and sys.exc_info()[0] is None
-        release(num_sequences)
+        release(request, num_sequences)
 
     async def _warm_up(self) -> None:
         """What libraries make when it is first needed, and keep, is made now: it is no growth.

@@ -112,6 +112,9 @@ class Discarding:
     max_unread = UNLIMITED
     stream_interval = 1
 
+    def leave_queue(self, num_left: int) -> None:
+        pass
+
     def on_news(self, completion: Completion) -> None:
         pass
 

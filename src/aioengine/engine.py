@@ -220,6 +220,7 @@ class Engine(EngineControl):
             trace_headers: ``traceparent`` and ``tracestate`` of the OpenTelemetry span that its own is to be inside of;
                 absent: the current one. It has none where the program has not set OpenTelemetry up.
             on_full: with ``max_waiting`` sequences waiting already, "wait" for admission or "raise" `EngineOverloaded`.
+                With ``scheduler="fair"`` a tenant has a share of ``max_waiting``.
             chat_template_kwargs: variables for the model's chat template, such as ``enable_thinking``; plain data.
                 Among them ``add_generation_prompt``: end the prompt with what begins an answer, True where no message
                 is continued; ``continue_final_message``: leave the last message open, so that the answer goes on with
@@ -363,7 +364,8 @@ class Engine(EngineControl):
         Acquires nothing, so that a request which follows may hear otherwise. Synchronous.
 
         Args:
-            num_sequences: that the request will be (`SamplingParams.num_sequences`).
+            num_sequences: that the request will be (`SamplingParams.num_sequences`). With ``scheduler="fair"`` this is
+                for a tenant with nothing waiting; for another's ask `Stream.check_accepting`.
         Raises:
             EngineOverloaded: there is no capacity for so many; says when to try again.
             EngineClosed: the engine has not been started, drains, or is closed.

@@ -14,7 +14,7 @@ import msgspec
 
 from aioengine.core.listener import UNLIMITED
 from aioengine.frontend.admission import OnFull
-from aioengine.frontend.prompt import Call, Checked, num_chars, operation_of, prepare, unprepared
+from aioengine.frontend.prompt import Call, Checked, incoming_of, num_chars, operation_of, prepare, unprepared
 from aioengine.frontend.request_state import RequestState
 from aioengine.frontend.runtime import Runtime
 from aioengine.outputs import CompletionDelta, RequestOutput
@@ -98,15 +98,9 @@ class Stream:
         state.stream_interval = call.stream_interval or runtime.config.stream_interval
         state.max_unread = call.max_unread_tokens or UNLIMITED
         inside = state.begin_span(operation_of(asked.prompt), asked.params, call.trace_headers)
-        if inside is not None:
+        if inside or call.trace_headers:
             call = msgspec.structs.replace(call, trace_headers=inside)
-        num_acquired = await runtime.admission.acquire(
-            state,
-            call.on_full,
-            priority=call.priority,
-            num_sequences=asked.params.num_sequences,
-            tenant=call.tenant or "",
-        )
+        num_acquired = await runtime.admission.acquire(state, call.on_full, incoming_of(call, asked))
         try:
             if num_acquired:
                 runtime.core.check_accepting()
@@ -117,7 +111,7 @@ class Stream:
                 await runtime.turns.take()
                 state.end_unbegun(*unprepared(call, asked))
         finally:
-            runtime.admission.release(num_acquired)
+            runtime.admission.release(state, num_acquired)
 
     def abort(self) -> None:
         """End the request with what it has. Synchronous and idempotent."""
@@ -206,6 +200,17 @@ class Stream:
         if state.is_ended and state.error is not None:
             raise state.error
         return self.result
+
+    def check_accepting(self, num_sequences: int | None = None) -> None:
+        """As `Engine.check_accepting`, for the tenant of this request.
+
+        Args:
+            num_sequences: of it and of others that are asked with it; absent: of it alone.
+        """
+        params = self.params
+        incoming = incoming_of(self._call, self._checked)
+        self._runtime.admission.check(params.num_sequences if num_sequences is None else num_sequences, incoming)
+        self._runtime.core.check_accepting()
 
     def again(self, on_full: OnFull) -> Stream:
         """The same request as a stream that has not been entered, for one that was not admitted.

@@ -16,9 +16,9 @@ from aioengine import EngineConfig
 from aioengine.core.executor_protocol import DeviceLost
 from aioengine.core.worker_functions import Worker, worker_function
 from aioengine.scheduler.plan import RowSampling
-from aioengine.scheduler.policy import Policy
+from aioengine.scheduler.policy import Fair, Incoming, Policy
 from aioengine.scheduler.sequence import Sequence
-from aioengine.scheduler.waiting_queue import WaitingQueue
+from aioengine.scheduler.waiting_queue import TenantQueues
 from aioengine.testing import sample_hash
 from doubles.weighted_executor import WeightedExecutor
 
@@ -32,34 +32,49 @@ NUM_BLOCKS = 512
 class ByTenant(Policy):
     """A policy of one's own: the tenant's name is a number, and the largest goes first."""
 
-    def key(self, sequence: Sequence) -> tuple[int, float]:
-        return 0, -int(sequence.request.tenant)
+    def key(self, request: Incoming) -> tuple[float, float]:
+        return 0, -int(request.tenant)
 
 
-class Unfit(Policy):
-    """A policy of one's own that cannot order some tenants' requests, and breaks later at another's."""
+class Unfit(Fair):
+    """A policy of one's own that cannot order or weigh some tenants' requests.
 
-    counts_service = True
+    Nothing of a user's is asked later, so that a queue which breaks stands for a scheduler that does.
+    """
+
+    WEIGHTS: ClassVar[dict[str, Any]] = {
+        "zero": 0, "negative": -1.0, "infinite": math.inf, "no weight": math.nan, "heavy": "x", "": 1, "later": 1,
+        "again": 1,
+    }  # fmt: skip
     KEYS: ClassVar[dict[str, Any]] = {
         "text": "x", "none": None, "triple": (0, 1, 2), "words": ("a", "b"), "nan": (0, math.nan),
     }  # fmt: skip
 
-    def key(self, sequence: Sequence) -> tuple[int, float]:
-        if sequence.request.tenant == "raises":
+    def key(self, request: Incoming) -> tuple[float, float]:
+        if request.tenant == "raises":
             raise LookupError("an unknown customer")
-        key: tuple[int, float] = self.KEYS.get(sequence.request.tenant, (0, 0))
+        key: tuple[float, float] = self.KEYS.get(request.tenant, (0, 0))
         return key
 
-    def on_admitted(self, sequence: Sequence) -> None:
+    def tenant(self, request: Incoming) -> str:
+        tenant: Any = 7 if request.tenant == "number" else request.tenant
+        return "" if tenant in self.KEYS else tenant
+
+    def weight(self, tenant: str) -> float:
+        weight: float = self.WEIGHTS[tenant]
+        return weight
+
+    def _make_queue(self) -> TenantQueues:
+        return FussyQueues()
+
+
+class FussyQueues(TenantQueues):
+    """Breaks when one of the tenant "later" takes a row, or one of "again" waits a second time."""
+
+    def charge_prompt(self, sequence: Sequence) -> None:
         if sequence.request.tenant == "later":
             raise LookupError("an unknown account")
-
-    def make_queue(self) -> WaitingQueue:
-        return FussyQueue()
-
-
-class FussyQueue(WaitingQueue):
-    """Takes one of the tenant "again" once, and breaks when it waits again."""
+        super().charge_prompt(sequence)
 
     def add(self, sequence: Sequence) -> None:
         if sequence.has_run and sequence.request.tenant == "again":

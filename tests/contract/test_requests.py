@@ -169,8 +169,11 @@ async def test_a_cache_salt_keeps_prefixes_apart_and_what_was_cached_is_told(eng
     assert [await num_cached(salt) for salt in ("one", "another", None, "one", None, "another")] == [0] * 3 + [48] * 3
 
 
-async def test_a_policy_of_ones_own_is_found_by_its_path_and_knows_the_tenants(opener: Opener) -> None:
-    engine = await opener.open(scheduler="contract.fakes:ByTenant", max_num_seqs=1)
+@pytest.mark.parametrize(("max_waiting", "expected"), [(9, "4321"), (1, "3421")])
+async def test_a_policy_of_ones_own_is_found_by_its_path_and_orders_also_at_the_admission(
+    opener: Opener, max_waiting: int, expected: str
+) -> None:
+    engine = await opener.open(scheduler="contract.fakes:ByTenant", max_num_seqs=1, max_waiting=max_waiting)
     await engine.pause()
     ended: list[str] = []
 
@@ -183,12 +186,15 @@ async def test_a_policy_of_ones_own_is_found_by_its_path_and_knows_the_tenants(o
             tasks.create_task(ask(tenant))
         await until(has_load(engine, waiting=4))
         await engine.resume()
-    assert ended == ["4", "3", "2", "1"]
+    assert ended == list(expected)
 
 
 UNFIT = {
     "raises": "cannot order this request: LookupError: an unknown customer",
     **dict.fromkeys(["text", "none", "triple", "words", "nan"], r"wrong key: .*; it must be \(level, rank\)"),
+    "number": "wrong tenant: 7; it must be a str",
+    "a stranger": "cannot order this request: KeyError: 'a stranger'",
+    **dict.fromkeys(["zero", "negative", "infinite", "no weight", "heavy"], "wrong weight: .*; it must be a number"),
 }
 
 

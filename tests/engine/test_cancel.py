@@ -55,7 +55,7 @@ class Stage:
     async def reach(self) -> None:
         served, name = self.served, self.name
         if name == "waiting for admission":
-            await served.until(lambda: len(served.runtime.admission._queue) == 1)
+            await served.until(lambda: len(served.runtime.admission._waiting) == 1)
         elif name == "preparing":
             for _ in range(5):  # of no time: a virtual clock stands still for the thread
                 await asyncio.sleep(0)

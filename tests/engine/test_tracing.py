@@ -139,6 +139,37 @@ async def test_an_engine_elsewhere_has_its_part_inside(spans: Spans) -> None:
     assert left["gen_ai.response.finish_reasons"] == ("abort",)
 
 
+async def test_the_callers_tracestate_reaches_all_spans(spans: Spans) -> None:
+    long = ",".join(f"vendor{number}={'x' * 200}" for number in range(5))
+    opener = Opener("served")
+    try:
+        engine = await opener.open()
+        for tracestate in ("a=b,c=d", long):
+            headers = {"traceparent": TRACEPARENT, "tracestate": tracestate}
+            await engine.generate(PROMPT, seed=1, max_tokens=1, trace_headers=headers)
+        await until(lambda: len(spans.get_finished_spans()) == 4)
+    finally:
+        await opener.aclose()
+    by_name: dict[str, list[str]] = {"text_completion demo": [], "engine demo": []}
+    for span in spans.get_finished_spans():
+        assert span.context is not None
+        by_name[span.name].append(span.context.trace_state.to_header())
+    assert list(by_name.values()) == [["a=b,c=d", long]] * 2
+
+
+@pytest.mark.parametrize("name", ["traceparent", "tracestate"])
+async def test_headers_that_are_no_headers_fail_no_request(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Where OpenTelemetry is not loaded nothing reads them on the way."""
+    monkeypatch.delitem(sys.modules, "opentelemetry.trace")
+    opener = Opener("served")
+    try:
+        engine = await opener.open()
+        headers = {"traceparent": TRACEPARENT, name: "\ud800"}
+        assert (await engine.generate(PROMPT, seed=1, max_tokens=1, trace_headers=headers)).finished
+    finally:
+        await opener.aclose()
+
+
 async def test_over_http_it_is_inside_the_requests_span(spans: Spans) -> None:
     async with Engine(executor=FakeExecutor(vocab_size=2048)) as engine:
         transport = httpx.ASGITransport(create_app(engine))

@@ -11,15 +11,16 @@ from scheduler.harness import Core
 
 from aioengine.errors import ConfigError
 from aioengine.scheduler import waiting_queue
-from aioengine.scheduler.policy import ByPriority, Fair, Policy, make_policy
+from aioengine.scheduler.policy import ByPriority, Fair, Incoming, Policy, make_policy
 from aioengine.scheduler.sequence import Reason, Sequence
+from aioengine.scheduler.waiting_queue import OUTPUT_COST, PROMPT_COST, TenantQueues
 
 
 class ShortestFirst(Policy):
     """By the length of the prompt."""
 
-    def key(self, sequence: Sequence) -> tuple[int, float]:
-        return 0, len(sequence.prompt)
+    def key(self, request: Incoming) -> tuple[float, float]:
+        return 0, request.num_prompt_tokens
 
 
 class TwiceForGold(Fair):
@@ -34,7 +35,12 @@ class Broken(Policy):
 
 def cost(sequence: Sequence) -> float:
     """What `Fair` charges for it, without a cached prefix."""
-    return Fair.prompt_cost * len(sequence.prompt) * sequence.has_run + Fair.output_cost * len(sequence.output_ids)
+    return PROMPT_COST * len(sequence.prompt) * sequence.has_run + OUTPUT_COST * len(sequence.output_ids)
+
+
+def counts_of(core: Core) -> dict[str, float]:
+    assert isinstance(core.scheduler.waiting, TenantQueues)
+    return core.scheduler.waiting.served
 
 
 class Load:
@@ -69,13 +75,18 @@ class Load:
             served[sequence.request.tenant] += round(cost(sequence))
         return served
 
+    @property
+    def counts(self) -> dict[str, float]:
+        """What each tenant was charged, and raised to."""
+        return counts_of(self.core)
+
     def num_waiting(self, tenant: str) -> int:
         return sum(sequence.request.tenant == tenant for sequence in self.core.scheduler.waiting)
 
 
 def most_at_once(load: Load) -> float:
     """The bound on how far two tenants that both wait come apart: what the rows may be charged after they are taken."""
-    return 2 * len(load.core.scheduler.table.occupants) * (12 * Fair.prompt_cost + 12 * Fair.output_cost)
+    return 2 * len(load.core.scheduler.table.occupants) * (12 * PROMPT_COST + 12 * OUTPUT_COST)
 
 
 def share_under(policy: Policy, *, num_steps: int = 120) -> tuple[Counter[str], Load]:
@@ -135,13 +146,12 @@ def test_idle_time_saves_up_no_credit(rests: int) -> None:
 
 
 def test_one_that_comes_while_nothing_waits_begins_where_the_last_one_is() -> None:
-    policy = Fair()
-    load = Load(policy)
+    load = Load(Fair())
     for _ in range(50):
         load.offer("busy")
         load.core.run()
     load.offer("new")
-    assert policy.served["new"] == policy.served["busy"] > 100
+    assert load.counts["new"] == load.counts["busy"] > 100
 
 
 @pytest.mark.parametrize("num_tenants", [2, 7])
@@ -157,44 +167,40 @@ def test_no_row_is_idle_while_anything_waits_and_all_is_served(num_tenants: int)
 
 
 def test_a_waiting_prefix_is_charged_once_and_a_preempted_one_not_again() -> None:
-    policy = Fair()
-    load = Load(policy, num_blocks=14, seed=3)
+    load = Load(Fair(), num_blocks=14, seed=3)
     sequences = load.offer("a", 6, length=12) + load.offer("b", 6, length=12)
     load.core.run()
     assert load.core.scheduler.stats().preemptions > 0
     for tenant in "ab":
         total = sum(cost(sequence) for sequence in sequences if sequence.request.tenant == tenant)
-        raised = policy.served[tenant] - total
+        raised = load.counts[tenant] - total
         assert 0 <= raised <= most_at_once(load)
 
 
 def test_cached_prefixes_cost_nothing() -> None:
-    policy = Fair()
-    core = Core(policy=policy)
+    core = Core(policy=Fair())
     prompt = range(100, 117)
     for tenant in ("first", "second"):
-        policy.served.clear()
+        counts_of(core).clear()
         core.add(prompt, tenant=tenant, max_tokens=1)
         core.run()
-        assert policy.served[tenant] == (17 if tenant == "first" else 1) * policy.prompt_cost + policy.output_cost
+        assert counts_of(core)[tenant] == (17 if tenant == "first" else 1) * PROMPT_COST + OUTPUT_COST
 
 
 def test_memory_is_taken_from_the_tenant_that_has_had_most() -> None:
-    policy = Fair()
-    load = Load(policy, num_blocks=12)
+    load = Load(Fair(), num_blocks=12)
     (greedy,) = load.offer("greedy", length=20)
     (modest,) = load.offer("modest", length=20)
-    policy.served["greedy"] = 10_000.0
+    load.counts["greedy"] = 10_000.0
     load.core.run()
     assert (greedy.num_preemptions > 0, modest.num_preemptions) == (True, 0)
 
 
 def test_choices_are_charged_for_their_outputs_and_one_prompt() -> None:
-    policy = Fair()
-    core = Core(policy=policy)
+    core = Core(policy=Fair())
     core.add(range(100, 116), tenant="many", max_tokens=3, n=4, ignore_eos=True)
     core.run()
-    assert policy.served["many"] == 16 * policy.prompt_cost + 12 * policy.output_cost
+    assert counts_of(core)["many"] == 16 * PROMPT_COST + 12 * OUTPUT_COST
 
 
 def test_within_a_tenant_priority_decides_and_between_them_it_does_not() -> None:
@@ -228,13 +234,12 @@ def test_a_sequence_that_leaves_its_queue_and_comes_back_is_found() -> None:
 
 def test_tenants_that_are_made_up_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting_queue, "MAX_REMEMBERED", 20)
-    policy = Fair()
-    load = Load(policy)
+    load = Load(Fair())
     for number in range(200):
         load.offer(str(number), length=2)
         load.step()
     load.core.run()
-    assert len(policy.served) <= 60
+    assert len(load.counts) <= 60
     assert all(sequence.has_ended for sequence in load.core.sequences)
 
 

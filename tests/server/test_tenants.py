@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from aioengine import Engine
-from aioengine.scheduler.policy import Fair
+from aioengine.scheduler.waiting_queue import TenantQueues
 from aioengine.server import ServerConfig, create_app
 from doubles.fake_executor import FakeExecutor
 
@@ -31,12 +31,12 @@ async def test_the_header_alone_counts_where_there_is_one(
 ) -> None:
     async with Engine(executor=FakeExecutor(vocab_size=2048), scheduler="fair") as engine:
         app = create_app(engine, ServerConfig(tenant_header=header))
-        policy = engine._runtime.core.scheduler.policy  # type: ignore[union-attr]
-        assert isinstance(policy, Fair)
+        waiting = engine._runtime.core.scheduler.waiting  # type: ignore[union-attr]
+        assert isinstance(waiting, TenantQueues)
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             for path, whole in (("/v1/completions", BODY), ("/v1/chat/completions", CHAT)):
-                policy.served.clear()
+                waiting.served.clear()
                 answer = await client.post(path, json={**whole, **body}, headers=headers)
                 assert answer.status_code == 200, answer.text
-                assert list(policy.served) == [tenant]
+                assert list(waiting.served) == [tenant]

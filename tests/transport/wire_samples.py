@@ -112,6 +112,18 @@ def _add_request_of_later_fields() -> Sample:
     return Sample("add_request_of_later_fields", body)
 
 
+def _add_request_with_tracestate() -> Sample:
+    body = wire.AddRequest(
+        number=131, params=wire.pack_params(PARAMS), prompt=int32(132).tobytes(), seed=133, max_total_tokens=134,
+        request_id="request-135", bad_words=((136,),), priority=137, cache_salt="salt-138", num_allowed=139,
+        thinking=Thinking(begin_ids=(141,), end_ids=(142,), forced_end_ids=(143, 142), is_begun=True, max_tokens=144),
+        tenant="tenant-145",
+        traceparent="00-1af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+        tracestate="vendor=146",
+    )  # fmt: skip
+    return Sample("add_request_with_tracestate", body)
+
+
 def _add_request_of_later_params() -> Sample:
     """Fields that `SamplingParams` has got since, which travel as a mapping."""
     params = PARAMS.clone(logprobs=2, logprobs_mode="processed")
@@ -144,6 +156,7 @@ FROM_FRONT_END: tuple[Sample, ...] = (
     Sample("cancel_call", wire.CancelCall(call_id=72)),
     _add_request_of_later_fields(),
     _add_request_of_later_params(),
+    _add_request_with_tracestate(),
 )
 
 _NEWS: dict[str, Any] = {

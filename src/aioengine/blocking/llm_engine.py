@@ -161,7 +161,7 @@ class LLMEngine(Facade):
                 trace_headers=trace_headers,
             )
             stream.arrival_time = arrival_time
-            await self._requests.add(engine, stream)
+            await self._requests.add(stream)
 
         self._host.run(add)
         return request_id
@@ -281,7 +281,7 @@ class _Requests:
                 param="request_id",
             )
 
-    async def add(self, engine: Engine, stream: Stream) -> None:
+    async def add(self, stream: Stream) -> None:
         """Begin a request; one that is not admitted at once waits in a task, and its errors are raised by a step."""
 
         async def begin_in_turn() -> None:
@@ -293,7 +293,7 @@ class _Requests:
         self._streams[stream.request_id] = stream
         try:
             try:
-                engine.check_accepting(stream.params.num_sequences)
+                stream.check_accepting()
             except EngineOverloaded:
                 self._start_soon(begin_in_turn)
             else:

@@ -24,7 +24,7 @@ from aioengine.outputs import FinishReason
 from aioengine.scheduler.budget import Budget
 from aioengine.scheduler.kv_manager import KVManager
 from aioengine.scheduler.plan import StepPlan
-from aioengine.scheduler.policy import Policy, key_of, make_policy
+from aioengine.scheduler.policy import Incoming, Policy, make_policy, order_of
 from aioengine.scheduler.prefix_cache import hash_prompt, root_of
 from aioengine.scheduler.scheduler import Scheduler, SchedulerStats
 from aioengine.scheduler.sequence import Reason, Request, Sequence, make_choices
@@ -131,11 +131,12 @@ class CoreState:
         self.check_accepting()
         sequence.arrived_at = self.clock() if arrived_at is None else arrived_at
         choices = (sequence, *sequence.children)
-        key = key_of(self.scheduler.policy, sequence)  # before its grammar is begun: one that it fails waits for none
+        # Before its grammar is begun: one that the policy fails waits for none.
+        order = order_of(self.scheduler.policy, Incoming.of(sequence.request))
         reason = Reason.PAUSED if self._holds else Reason.NONE
         if sequence.request.has_grammar:
             reason |= self._find_grammar(sequence)
-        self.scheduler.add(sequence, reason, key=key)
+        self.scheduler.add(sequence, reason, order=order)
         for member, listener in zip(choices, listeners, strict=True):
             member.listener = listener
             self._live[member.order] = member

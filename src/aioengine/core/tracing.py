@@ -46,7 +46,7 @@ def begin_span(name: str, headers: Mapping[str, str] | None = None) -> tuple[Spa
     Returns:
         the span, None where none is recorded; and the headers of what is to be inside it.
     """
-    given = {key: value for key, value in (headers or {}).items() if key in HEADERS}
+    given = {key: value for key, value in (headers or {}).items() if key in HEADERS and value.isascii()}
     if "opentelemetry.trace" not in sys.modules:
         return None, given
     from opentelemetry import trace

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 from aioengine.errors import AioEngineError, EngineOverloaded, InvalidRequest
 from aioengine.frontend.request_state import RequestState
+from aioengine.scheduler.policy import ByPriority, Fair, Incoming, Order, Policy, order_of
 from aioengine.turns import turns_here
 from aioengine.validation import shorten
 
@@ -19,24 +20,49 @@ MIN_RETRY_S, MAX_RETRY_S = 0.1, 60.0
 
 
 class _Waiting(NamedTuple):
-    """A request in the queue; it is told how many sequences it has capacity for, 0 if it was dismissed."""
+    """A request in a queue; it is told how many sequences it has capacity for, 0 if it was dismissed."""
 
-    priority: int
-    turn: int
-    """How many of its tenant's were in the queue before it, counted from the turn of the last that was admitted."""
+    level: float
+    rank: float
     arrival: int
     num_sequences: int
     request: RequestState
+    tenant: _Tenant
     admitted: asyncio.Future[int]
+
+
+class _Tenant:
+    """One that has something waiting; under a policy that knows no tenants there is one.
+
+    Attributes:
+        turn: by the smallest the next tenant is found; it grows by a request's sequences over the tenant's weight.
+        num_held: sequences of its that have capacity: they are being prepared, or never had a row.
+        queue: its requests that wait to be admitted, sorted: the next one first.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.weight = 1.0
+        self.turn = 0.0
+        self.num_held = 0
+        self.queue: list[_Waiting] = []
+
+    @property
+    def place(self) -> tuple[float, str]:
+        return self.turn, self.name
 
 
 class Admission:
     """The open requests, and capacity for those on their way to a row.
 
     A request enters before anything else is done for it, and leaves when its reader does. Before any costly work, such
-    as tokenization, it acquires capacity for each sequence that it will be. Waiting requests are admitted by priority,
-    tenants in turn, then first come first served ("fcfs": by that alone; "fair": without regard to priorities); none
-    passes the one before it, however few sequences it has.
+    as tokenization, it acquires capacity for each sequence that it will be. Waiting requests are admitted as the policy
+    orders them, and none passes the one before it, however few sequences it has.
+
+    A `Fair` policy's tenants share the capacity: one that holds some may hold as much as is left (a queue's dynamic
+    threshold: Choudhury and Hahne, IEEE/ACM Transactions on Networking 6(2), 1998), so that one alone leaves a half to
+    those that come, and n that ask for all of it leave a part in n + 1. What a tenant may not hold waits or is refused,
+    and holds up no other. Those that wait and may are admitted in turn, by their weights.
 
     Args:
         capacity: sequences that are being prepared or wait in the scheduler, at most.
@@ -46,8 +72,8 @@ class Admission:
 
     def __init__(self, capacity: int, num_unstarted: Callable[[], int], on_left: Callable[[], None]) -> None:
         self.capacity = capacity
-        self.scheduler = "priority"
-        """The name of the core's policy."""
+        self.policy: Policy = ByPriority()
+        """As the core's: the order of what waits here."""
         self.requests: dict[RequestState, None] = {}
         """Those that have entered and not left, in order."""
         self.num_preparing = 0
@@ -58,14 +84,14 @@ class Admission:
         """Makes the error of requests that enter from now on, if they are refused; others are admitted in turn."""
         self._num_unstarted = num_unstarted
         self._on_left = on_left
-        self._queue: list[_Waiting] = []
-        """Sorted: the next one first."""
+        self._tenants: dict[str, _Tenant] = {}
+        """Those that hold capacity or have a queue."""
+        self._places: list[tuple[float, str]] = []
+        """Of those that have a queue, sorted."""
         self._waiting: dict[RequestState, _Waiting] = {}
         self._num_arrivals = 0
-        self._turn = 0
-        """Of the request that was admitted last from the queue."""
-        self._turns: dict[str, int] = {}
-        """Of the last one of each tenant, where that is a later turn."""
+        self._turn = 0.0
+        """Of the tenant that was admitted last from its queue; where one begins that had none."""
         self._acquired_at: deque[float] = deque(maxlen=32)
 
     @property
@@ -87,41 +113,39 @@ class Admission:
         self.requests.pop(request, None)
         self._on_left()
 
-    async def acquire(
-        self, request: RequestState, on_full: OnFull, *, priority: int, num_sequences: int, tenant: str = ""
-    ) -> int:
+    async def acquire(self, request: RequestState, on_full: OnFull, incoming: Incoming) -> int:
         """Acquire capacity, waiting for it in turn; `release` gives it back.
 
         Cancelling leaves the queue, or gives the capacity back if it has just been acquired.
 
         Args:
-            priority: smaller goes first.
-            num_sequences: at most ``capacity``.
+            incoming: what the policy orders it by; of at most ``capacity`` sequences.
         Returns:
-            ``num_sequences``; 0 for a request that was aborted, which has no capacity.
+            its sequences; 0 for a request that was aborted, which has no capacity.
         Raises:
             EngineOverloaded: there is too little, and ``on_full`` is "raise".
+            InternalError: the policy cannot order it.
             AioEngineError: what `close` was given meanwhile.
         """
         if request.is_aborted:
             return 0
+        order, num_sequences = order_of(self.policy, incoming), incoming.params.num_sequences
+        tenant = self._tenant(order)
         if on_full == "raise":
-            self._check_capacity(num_sequences)
-        if self._has_capacity(num_sequences):
-            self._take(num_sequences)
+            self._check_capacity(tenant, num_sequences)
+        if self._has_capacity(tenant, num_sequences):
+            self._take(tenant, request, num_sequences)
             return num_sequences
         admitted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        priority = 0 if self.scheduler in ("fcfs", "fair") else priority
-        turn = 0
-        if self.scheduler not in ("fcfs", "priority"):
-            turn = self._turns[tenant] = max(self._turns.get(tenant, 0), self._turn) + 1
-            if len(self._turns) > 2 * len(self._queue) + 16:
-                self._turns = {name: last for name, last in self._turns.items() if last > self._turn}
-        waiting = _Waiting(priority, turn, self._num_arrivals, num_sequences, request, admitted)
+        waiting = _Waiting(order.level, order.rank, self._num_arrivals, num_sequences, request, tenant, admitted)
         self._waiting[request] = waiting
         self._num_arrivals += 1
         self.num_waiting += num_sequences
-        bisect.insort(self._queue, waiting)
+        if not tenant.queue:
+            self._tenants[tenant.name] = tenant
+            tenant.turn = max(tenant.turn, self._turn)
+            bisect.insort(self._places, tenant.place)
+        bisect.insort(tenant.queue, waiting)
         self.admit()  # the first in the queue now may need less than the one before it
         try:
             return await admitted
@@ -130,11 +154,15 @@ class Admission:
                 self._drop(waiting)
                 self.admit()  # the next one may need less
             elif not admitted.cancelled() and admitted.exception() is None:
-                self.release(admitted.result())
+                self.release(request, admitted.result())
             raise
 
-    def check(self, num_sequences: int) -> None:
-        """Raise what a request of so many sequences would hear with ``on_full`` "raise"; acquires nothing."""
+    def check(self, num_sequences: int, incoming: Incoming | None = None) -> None:
+        """Raise what requests of so many sequences would hear with ``on_full`` "raise"; acquires nothing.
+
+        Args:
+            incoming: one of them; absent: of a tenant that holds nothing.
+        """
         if isinstance(num_sequences, bool) or not isinstance(num_sequences, int) or num_sequences < 1:
             raise InvalidRequest(
                 f"num_sequences={shorten(num_sequences)}: an int of at least 1 is needed", param="num_sequences"
@@ -144,22 +172,32 @@ class Admission:
                 f"{num_sequences} sequences never find room where max_waiting={self.capacity} may wait",
                 param="num_sequences",
             )
+        if incoming is not None and isinstance(self.policy, Fair):
+            most = max(self.capacity // 2, incoming.params.num_sequences)  # of several requests of one tenant
+            if num_sequences > most:
+                raise InvalidRequest(
+                    f"{num_sequences} sequences never find room at once where a tenant may have {most} waiting",
+                    param="num_sequences",
+                )
         self._check_refusal()
-        self._check_capacity(num_sequences)
+        tenant = _Tenant("") if incoming is None else self._tenant(order_of(self.policy, incoming))
+        self._check_capacity(tenant, num_sequences)
 
-    def release(self, num_sequences: int) -> None:
+    def release(self, request: RequestState, num_sequences: int) -> None:
         """The request has gone on to the scheduler, or has ended on its way."""
         self.num_preparing -= num_sequences
+        if not request.is_begun:
+            request.leave_queue(num_sequences)
         self.admit()
         self._on_left()
 
     def admit(self) -> None:
         """Admit as many requests as there is capacity for now."""
-        while self._queue and self._queue[0].num_sequences <= self.num_free:
-            first = self._queue[0]
-            self._turn = max(self._turn, first.turn)
-            if self._drop(first):
-                self._take(first.num_sequences)
+        while (first := self._first()) is not None and first.num_sequences <= self.num_free:
+            tenant = first.tenant
+            self._turn = max(self._turn, tenant.turn)
+            if self._drop(first, num_turns=first.num_sequences):
+                self._take(tenant, first.request, first.num_sequences)
                 first.admitted.set_result(first.num_sequences)
 
     def dismiss(self, request: RequestState) -> None:
@@ -171,37 +209,82 @@ class Admission:
     async def close(self, error: Callable[[], AioEngineError]) -> None:
         """Refuse all that come and all that wait, in order. If cancelled, the rest stay for a second call."""
         self.refusal = error
-        while self._queue:
+        while self._places:
             await turns_here().take()
-            if self._queue and self._drop(first := self._queue[0]):
+            if self._places and self._drop(first := self._tenants[self._places[0][1]].queue[0]):
                 first.admitted.set_exception(error())
 
     def _check_refusal(self) -> None:
         if self.refusal is not None:
             raise self.refusal()
 
-    def _check_capacity(self, num_sequences: int) -> None:
-        if not self._has_capacity(num_sequences):
+    def _check_capacity(self, tenant: _Tenant, num_sequences: int) -> None:
+        if not self._has_capacity(tenant, num_sequences):
+            if tenant.num_held and self.num_free >= num_sequences:
+                why = f"{tenant.num_held} sequences of this tenant wait already, its share of"
+            else:
+                why = f"{self.capacity} sequences wait already, or too many for {num_sequences} more, with"
             raise EngineOverloaded(
-                f"{self.capacity} sequences wait already (max_waiting), or too many for {num_sequences} more; try "
-                "again later, or wait with on_full='wait'",
+                f"{why} max_waiting={self.capacity}; try again later, or wait with on_full='wait'",
                 retry_after_s=self._estimate_wait(),
             )
 
-    def _has_capacity(self, num_sequences: int) -> bool:
-        """For a request that comes now, and passes none that waits."""
-        return not self._queue and self.num_free >= num_sequences
+    def _has_capacity(self, tenant: _Tenant, num_sequences: int) -> bool:
+        """For a request that comes now, and passes none that waits but those that their tenants' shares hold up."""
+        is_next = not tenant.queue and self._first() is None
+        return is_next and self.num_free >= num_sequences and self._is_within_share(tenant, num_sequences)
 
-    def _take(self, num_sequences: int) -> None:
+    def _is_within_share(self, tenant: _Tenant, num_sequences: int) -> bool:
+        if not (tenant.num_held and isinstance(self.policy, Fair)):
+            return True
+        return tenant.num_held + num_sequences <= self.num_free - num_sequences
+
+    def _first(self) -> _Waiting | None:
+        """The next to be admitted, once there is capacity."""
+        for _, name in self._places:  # those that are passed over hold some: there are no more than ``capacity``
+            tenant = self._tenants[name]
+            if self._is_within_share(tenant, tenant.queue[0].num_sequences):
+                return tenant.queue[0]
+        return None
+
+    def _tenant(self, order: Order) -> _Tenant:
+        """A request's, kept only while it holds capacity or has a queue."""
+        tenant = self._tenants.get(order.tenant) or _Tenant(order.tenant)
+        tenant.weight = order.weight
+        return tenant
+
+    def _take(self, tenant: _Tenant, request: RequestState, num_sequences: int) -> None:
         self.num_preparing += num_sequences
         self._acquired_at.append(asyncio.get_running_loop().time())
+        if not isinstance(self.policy, Fair):
+            return  # what a tenant holds matters to no other
+        self._tenants[tenant.name] = tenant
+        tenant.num_held += num_sequences
 
-    def _drop(self, waiting: _Waiting) -> bool:
-        """Take it out of the queue; False if it was cancelled and needs to hear nothing."""
+        def leave_queue(num_left: int) -> None:
+            tenant.num_held -= num_left
+            self._forget_if_idle(tenant)
+            if tenant.queue:
+                self.admit()
+
+        request.leave_queue = leave_queue
+
+    def _drop(self, waiting: _Waiting, *, num_turns: int = 0) -> bool:
+        """Take it out of its queue; False if it was cancelled and needs to hear nothing."""
+        tenant = waiting.tenant
         del self._waiting[waiting.request]
-        del self._queue[bisect.bisect_left(self._queue, waiting)]
+        del tenant.queue[bisect.bisect_left(tenant.queue, waiting)]
+        del self._places[bisect.bisect_left(self._places, tenant.place)]
+        tenant.turn += num_turns / tenant.weight
+        if tenant.queue:
+            bisect.insort(self._places, tenant.place)
+        self._forget_if_idle(tenant)
         self.num_waiting -= waiting.num_sequences
         return not waiting.admitted.done()
+
+    def _forget_if_idle(self, tenant: _Tenant) -> None:
+        if not (tenant.num_held or tenant.queue):
+            self._tenants.pop(tenant.name, None)
 
     def _estimate_wait(self) -> float:
         """The mean time between the last acquisitions, in seconds: a guess at when the next one succeeds."""

@@ -19,6 +19,7 @@ from aioengine.frontend.answer_format import PLAIN, AnswerOptions, AnswerPlan, w
 from aioengine.frontend.runtime import Runtime
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.plan import int32
+from aioengine.scheduler.policy import Incoming
 from aioengine.scheduler.sequence import Request, Sequence, make_choices
 from aioengine.text.chat_input import copy_messages, take_template_kwargs
 from aioengine.text.loading import MAX_TEMPLATE_BYTES
@@ -32,6 +33,9 @@ PromptDict = Mapping[str, Any]
 """``{"prompt": text}`` or ``{"prompt_token_ids": ids}``, vLLM's `TextPrompt` and `TokensPrompt`; see `open_prompt`."""
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+
+CHARS_A_TOKEN = 4
+"""Of usual text, about."""
 
 MAX_NORMALIZED_CHARS = 4
 """That a normalizer may make one of: none of Unicode's compositions takes more."""
@@ -181,6 +185,27 @@ def num_chars(prompt: Prompt, params: SamplingParams) -> int | None:
     return len(prompt) + 2 * sum(len(word) for word in params.bad_words)  # each word is encoded in two forms
 
 
+def incoming_of(call: Call, checked: Checked) -> Incoming:
+    """What the policy orders it by, before it is tokenized."""
+    return Incoming(
+        request_id=call.request_id,
+        tenant=call.tenant or "",
+        priority=call.priority,
+        cache_salt=call.cache_salt or "",
+        num_prompt_tokens=_guess_num_tokens(checked.prompt),
+        params=checked.params,
+    )
+
+
+def _guess_num_tokens(prompt: Prompt) -> int:
+    if isinstance(prompt, str):
+        return 1 + len(prompt) // CHARS_A_TOKEN
+    if not _is_chat(prompt):
+        return len(prompt)
+    contents = (message.get("content") for message in prompt if isinstance(message, dict))
+    return 1 + sum(len(content) for content in contents if isinstance(content, str)) // CHARS_A_TOKEN
+
+
 # On the way to the core
 
 
@@ -209,6 +234,7 @@ def prepare(runtime: Runtime, call: Call, checked: Checked) -> Prepared:
         thinking=plan.thinking,
         tenant=call.tenant or "",
         traceparent=(call.trace_headers or {}).get("traceparent", ""),
+        tracestate=(call.trace_headers or {}).get("tracestate", ""),
     )
     return Prepared(text, runtime.core.make_sequence(request), plan)
 

@@ -55,6 +55,7 @@ class Completion:
         self.is_ended = False
         self.is_listed = False
         """It is in the request's queue of choices with something to `take`; the request sets and clears this."""
+        self._is_queued = True
         self._request = request
         self._detokenizer = detokenizer
         self._plan = plan
@@ -75,7 +76,13 @@ class Completion:
     # Called by the core
 
     def on_started(self) -> None:
+        self._leave_queue()
         self._request.on_started()
+
+    def _leave_queue(self) -> None:
+        if self._is_queued:
+            self._is_queued = False
+            self._request.leave_queue(1)
 
     def on_token(self, token_id: int, logprobs: SampledLogprobs | None) -> None:
         if self.is_ended:
@@ -212,6 +219,7 @@ class Completion:
         self.is_ended = True
         self.finish_reason = reason
         self.stop_reason = stop_reason
+        self._leave_queue()
         self._request.on_news(self)
         self._request.on_ended(self)
 
@@ -283,6 +291,7 @@ class RequestState:
             nevertheless.
         is_aborted: whether it is to end with what it has, as soon as it has begun.
         core: where its sequences run.
+        leave_queue: called as so many of its sequences need no capacity any more: they have had a row, or never will.
     """
 
     core: Core
@@ -292,6 +301,7 @@ class RequestState:
         self.stream_interval = 1
         self.max_unread = UNLIMITED
         self.is_aborted = False
+        self.leave_queue: Callable[[int], None] = lambda _: None
         self.error: AioEngineError | None = None
         self.completions: list[Completion] = []
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -312,9 +322,7 @@ class RequestState:
         self._arrival_time = now if arrival_time is None else min(arrival_time, now)
         self._arrived_at = core.clock() - (now - self._arrival_time)
 
-    def begin_span(
-        self, operation: str, params: SamplingParams, headers: dict[str, str] | None
-    ) -> dict[str, str] | None:
+    def begin_span(self, operation: str, params: SamplingParams, headers: dict[str, str] | None) -> dict[str, str]:
         """It has arrived: begin its span. Returns the headers of what is to be inside it."""
         model = self.core.config.model or "demo"
         span, inside = begin_span(f"{operation} {model}", headers)
@@ -336,7 +344,7 @@ class RequestState:
                 end_span(span, told, error)
 
             self._end_span = end
-        return inside or None
+        return inside
 
     def end_span(self, error: BaseException | None) -> None:
         """It has ended, or could not begin. Idempotent."""

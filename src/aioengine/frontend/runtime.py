@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Coroutine
 from types import TracebackType
@@ -39,6 +40,7 @@ from aioengine.frontend.request_state import RequestState
 from aioengine.metrics import EngineMetrics
 from aioengine.models.folder import ModelFolder
 from aioengine.progress import OnProgress, loading_bar
+from aioengine.scheduler.policy import POLICIES, ByPriority, Policy, make_policy
 from aioengine.text.lanes import Lanes
 from aioengine.text.loading import has_tokenizer
 from aioengine.text.token_table import TokenTable
@@ -283,8 +285,17 @@ class Runtime:
         self.answer_formats = await self.worker.run(AnswerFormats, None, self.config, self.tokenizer)
         self.core.observers.num_at_door = lambda: self.admission.num_waiting
         self.admission.capacity = self.config.max_waiting
-        self.admission.scheduler = self.config.scheduler
+        self.admission.policy = await self._policy()
         logger.info("%s", self.describe())
+
+    async def _policy(self) -> Policy:
+        """As the core's. Of an engine that others have started, a class of theirs only where it is imported here."""
+        scheduler = self.config.scheduler
+        module = scheduler.partition(":")[0]
+        if scheduler in POLICIES or scheduler == self._given_config.scheduler or module in sys.modules:
+            return await self.worker.run(make_policy, None, scheduler)
+        logger.info("requests wait by priority to be admitted: the engine's policy %s is not known here", scheduler)
+        return ByPriority()
 
     async def _load(self, show: OnProgress | None) -> None:
         """Load the tokenizer and the model; each step of progress buys ``load_timeout_s`` more."""

@@ -1,139 +1,149 @@
 """In which order sequences are served: which waiting one is next, and which running one gives way first.
 
 A policy is chosen by name, or is a class of your own: a subclass of `Policy` whose `key` says what goes first, or of
-`Fair` whose `tenant` and `weight` say between whom service is shared, and how. It is called on the engine's loop,
-between two steps, so that it has to be quick and may wait for nothing.
+`Fair` whose `tenant` and `weight` say between whom service is shared, and how. These three are all that is asked of a
+class of your own, and only when a request comes: what they raise ends that request, and no other. They are called on a
+loop, so that they have to be quick and may wait for nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from aioengine.errors import ConfigError, InternalError, describe
 from aioengine.import_path import load
-from aioengine.scheduler.sequence import Sequence
+from aioengine.sampling_params import SamplingParams
+from aioengine.scheduler.sequence import Request
 from aioengine.scheduler.waiting_queue import TenantQueues, WaitingQueue
 from aioengine.validation import shorten
 
+MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1e6
+"""Sums of tokens over such weights neither overflow nor lose what is added to them."""
 
-class Policy:
-    """First come, first served; and all that a policy can say. Each engine makes one of its own, without arguments.
 
-    What a policy raises ends the engine, but for `key` and `Fair.tenant` of a request that comes, which end that alone.
+class Incoming(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A request that comes, as a policy sees it: twice, at the admission and in the core.
+
+    Attributes:
+        request_id: the caller's name for it.
+        tenant, priority, cache_salt: as given, or "", 0 and "".
+        num_prompt_tokens: of its prompt; of a text or a chat, at the admission, a guess by the characters, since only
+            what is admitted is tokenized.
+        params: how it is sampled.
     """
 
-    counts_service = False
-    """Whether `on_admitted` and `on_sampled` are called."""
+    request_id: str
+    tenant: str
+    priority: int
+    cache_salt: str
+    num_prompt_tokens: int
+    params: SamplingParams
 
-    def key(self, sequence: Sequence) -> tuple[int, float]:
-        """(level, rank) of a sequence, asked once, when it comes: the smaller goes first, and of equal ones the older.
+    @classmethod
+    def of(cls, request: Request) -> Incoming:
+        return cls(
+            request_id=request.request_id,
+            tenant=request.tenant,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            params=request.params,
+        )
+
+
+class Policy:
+    """First come, first served.
+
+    Made without arguments, by each engine and by each front end of one in another process.
+    """
+
+    def key(self, request: Incoming) -> tuple[float, float]:
+        """(level, rank) of a request, two numbers: the smaller goes first, and of equal ones the older.
 
         A waiting sequence takes the rows of running ones of a larger level, and never those of its own level.
         """
         return 0, 0
 
-    def make_queue(self) -> WaitingQueue | TenantQueues:
-        """What sequences wait in; called once."""
+    def _make_queue(self) -> WaitingQueue | TenantQueues:
+        """What sequences wait in, which also says which of those that have rows or blocks gives way."""
         return WaitingQueue()
-
-    def standing(self, sequence: Sequence) -> Any:
-        """Where it stands now: of those that may give way, the one with the largest does."""
-        return sequence.precedence
-
-    def last(self, running: list[Sequence]) -> Sequence:
-        """The one of these, sorted by `key` and at least one, that gives way first."""
-        return running[-1]
-
-    def on_admitted(self, sequence: Sequence) -> None:
-        """It has taken a row for the first time; ``num_computed_tokens`` is what it need not compute of its prompt."""
-
-    def on_sampled(self, sequences: Iterable[Sequence]) -> None:
-        """Each of these has been given a token."""
 
 
 class ByPriority(Policy):
     """By the requests' priorities, then first come, first served. A higher priority takes a lower one's row."""
 
-    def key(self, sequence: Sequence) -> tuple[int, float]:
-        return sequence.request.priority, 0
+    def key(self, request: Incoming) -> tuple[float, float]:
+        return request.priority, 0
 
 
 class Fair(Policy):
-    """Equal service for tenants that have something waiting, in tokens; by priority and age within each.
+    """Equal service for tenants that have something waiting, in tokens; by `key` (priority) and age within each.
 
-    Virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): what is computed for
-    a tenant is counted, and the waiting tenant with the smallest count is next. One that had nothing waiting is raised
-    to the least count of those that have, so that idle time earns no credit. No sequence takes another's row; memory
-    that runs short is taken from the running tenant that has had the most.
-
-    Attributes:
-        served: by tenant, the tokens that it was charged, over its weight. Only differences mean anything.
+    The counting is `TenantQueues`'. No sequence takes another's row; memory that runs short is taken from the running
+    tenant that has had the most. At the admission a tenant has a share of ``max_waiting``, see `Admission`.
     """
 
-    counts_service = True
-    prompt_cost = 1.0
-    """Of a prompt's token that no cached prefix has."""
-    output_cost = 2.0
-    """Of an output's token, which is computed alone."""
+    def key(self, request: Incoming) -> tuple[float, float]:
+        return 0, request.priority
 
-    def __init__(self) -> None:
-        self.served: dict[str, float] = {}
-
-    def tenant(self, sequence: Sequence) -> str:
+    def tenant(self, request: Incoming) -> str:
         """Whose it is; always the same. Requests that name no tenant are one tenant's together."""
-        return sequence.request.tenant
+        return request.tenant
 
     def weight(self, tenant: str) -> float:
-        """The tenant's share beside the others'; above 0."""
+        """The tenant's share beside the others': from `MIN_WEIGHT` to `MAX_WEIGHT`."""
         return 1.0
 
-    def key(self, sequence: Sequence) -> tuple[int, float]:
-        return 0, sequence.request.priority
-
-    def make_queue(self) -> TenantQueues:
-        return TenantQueues(self.tenant, self.served)
-
-    def standing(self, sequence: Sequence) -> Any:
-        return self.served.get(self.tenant(sequence), 0.0), sequence.precedence
-
-    def last(self, running: list[Sequence]) -> Sequence:
-        return max(running, key=self.standing)
-
-    def on_admitted(self, sequence: Sequence) -> None:
-        self._charge(sequence, self.prompt_cost * (len(sequence.prompt) - sequence.num_computed_tokens))
-
-    def on_sampled(self, sequences: Iterable[Sequence]) -> None:
-        for sequence in sequences:
-            self._charge(sequence, self.output_cost)
-
-    def _charge(self, sequence: Sequence, cost: float) -> None:
-        tenant = self.tenant(sequence)
-        self.served[tenant] = self.served.get(tenant, 0.0) + cost / self.weight(tenant)
+    def _make_queue(self) -> TenantQueues:
+        return TenantQueues()
 
 
 POLICIES: dict[str, type[Policy]] = {"fcfs": Policy, "priority": ByPriority, "fair": Fair}
 
 
-def key_of(policy: Policy, sequence: Sequence) -> tuple[int, float]:
-    """A sequence's level and rank.
+class Order(NamedTuple):
+    """What a policy has said of a request. Only of a `Fair` one are there several tenants."""
+
+    level: float
+    rank: float
+    tenant: str = ""
+    weight: float = 1.0
+
+
+def order_of(policy: Policy, request: Incoming) -> Order:
+    """What a policy says of a request, checked.
 
     Raises:
-        InternalError: the policy cannot order it, or gives what is no order.
+        InternalError: it raises, or says what is no order.
     """
     name = f"the scheduler's policy {type(policy).__name__}"
+    tenant: Any = ""
+    weight: Any = 1.0
     try:
-        key: Any = policy.key(sequence)
-        tenant: Any = policy.tenant(sequence) if isinstance(policy, Fair) else ""
+        key: Any = policy.key(request)
+        if isinstance(policy, Fair):
+            tenant = policy.tenant(request)
+            weight = policy.weight(tenant) if isinstance(tenant, str) else weight
     except Exception as error:  # a class of the user's own may raise anything
         raise InternalError(f"{name} cannot order this request: {describe(error)}") from error
     is_pair = isinstance(key, tuple | list) and len(key) == 2
-    if not is_pair or not all(isinstance(part, Real) and part == part for part in key):  # NaN has no order
+    if not (is_pair and _is_number(key[0]) and _is_number(key[1])):
         raise InternalError(f"{name} has a wrong key: {shorten(key)}; it must be (level, rank), two numbers")
     if not isinstance(tenant, str):
         raise InternalError(f"{name} has a wrong tenant: {shorten(tenant)}; it must be a str")
-    return key[0], key[1]
+    if not _is_number(weight) or not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+        raise InternalError(
+            f"{name} has a wrong weight: {shorten(weight)}; it must be a number from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
+        )
+    return Order(key[0], key[1], tenant, float(weight))
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it has a place in an order, which NaN has not."""
+    return (type(value) in (int, float) or isinstance(value, Real)) and value == value  # the first is ten times as fast
 
 
 def make_policy(scheduler: str) -> Policy:

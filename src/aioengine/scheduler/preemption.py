@@ -2,8 +2,8 @@
 
 A blocked sequence (`Sequence.reasons`) leaves its row once nothing of it is in flight, and keeps its blocks. A sequence
 that holds blocks without a row is *parked*. When blocks run out, victims are chosen in this order: a parked sequence
-that is blocked, a blocked one that has a row still, then the last by the policy's `Policy.standing`. A victim loses its
-blocks, and computes their KV again.
+that is blocked, a blocked one that has a row still, then the one with the largest `WaitingQueue.eviction_key`. A
+victim loses its blocks, and computes their KV again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from bisect import bisect
 
 from aioengine.scheduler.budget import Claim
 from aioengine.scheduler.kv_manager import KVManager, PrefixMatch
-from aioengine.scheduler.policy import Policy
 from aioengine.scheduler.row_table import RowTable
 from aioengine.scheduler.sequence import Sequence, by_precedence
 from aioengine.scheduler.waiting_queue import TenantQueues, WaitingQueue
@@ -35,10 +34,8 @@ class Preemption:
         table: RowTable,
         waiting: WaitingQueue | TenantQueues,
         blocked: dict[int, Sequence],
-        policy: Policy,
     ) -> None:
         self._kv = kv
-        self._policy = policy
         self._table = table
         self._waiting = waiting
         self._blocked = blocked
@@ -97,8 +94,8 @@ class Preemption:
             return parked
         if self.leaving:
             return self.leaving[-1]
-        running, standing = self._policy.last(self._table.running), self._policy.standing
-        return running if parked is None or standing(parked) < standing(running) else parked
+        candidates = self._table.running if parked is None else [*self._table.running, parked]
+        return max(candidates, key=self._waiting.eviction_key)
 
     def victim_for(self, newcomer: Sequence, *, is_alone: bool) -> Sequence | None:
         """A sequence without a row that gives its blocks to ``newcomer``, the first in the queue, if there is one.
@@ -112,8 +109,8 @@ class Preemption:
     def _parked_victim(self, besides: Sequence | None = None) -> Sequence | None:
         """Of the sequences that hold blocks without a row: a blocked one, else the last."""
         candidates = (sequence for sequence in self.parked.values() if sequence is not besides)
-        standing = self._policy.standing
-        return max(candidates, key=lambda sequence: (bool(sequence.reasons), standing(sequence)), default=None)
+        eviction_key = self._waiting.eviction_key
+        return max(candidates, key=lambda sequence: (bool(sequence.reasons), eviction_key(sequence)), default=None)
 
     def preempt(self, sequence: Sequence) -> None:
         self.num_preemptions += 1

@@ -17,11 +17,12 @@ from aioengine.outputs import FinishReason
 from aioengine.scheduler.budget import Budget, join, out_of_blocks, share_budget
 from aioengine.scheduler.kv_manager import KVManager
 from aioengine.scheduler.plan import EMPTY, Int32, StepPlan, StepResult, int32
-from aioengine.scheduler.policy import ByPriority, Policy, key_of
+from aioengine.scheduler.policy import ByPriority, Incoming, Order, Policy, order_of
 from aioengine.scheduler.preemption import Preemption
 from aioengine.scheduler.row_table import Bool, Rows, RowTable
 from aioengine.scheduler.sequence import Reason, Sequence, by_precedence
 from aioengine.scheduler.steps import StepOutput, StepsInFlight, split_prompt_logprobs
+from aioengine.scheduler.waiting_queue import TenantQueues
 
 
 class SchedulerStats(msgspec.Struct, kw_only=True):
@@ -66,7 +67,8 @@ class Scheduler:
         self.budget = budget
         self.eos_token_ids = frozenset(eos_token_ids)
         self.policy = policy or ByPriority()
-        self.waiting = self.policy.make_queue()
+        self.waiting = self.policy._make_queue()
+        self._accounts = self.waiting if isinstance(self.waiting, TenantQueues) else None
         self.blocked: dict[int, Sequence] = {}
         """Without a row, and with a reason; by order."""
         self.num_unstarted = 0
@@ -79,22 +81,23 @@ class Scheduler:
         """Steps before this one may bring tokens that a grammar has forced meanwhile."""
         self._steps = StepsInFlight(self.table)
         kv.cache.on_wake = lambda sequence: self.unblock(sequence, Reason.PENDING_PREFIX)
-        self.preemption = Preemption(kv, self.table, self.waiting, self.blocked, self.policy)
+        self.preemption = Preemption(kv, self.table, self.waiting, self.blocked)
 
     # What callers do to sequences
 
-    def add(self, sequence: Sequence, reason: Reason = Reason.NONE, *, key: tuple[int, float] | None = None) -> None:
+    def add(self, sequence: Sequence, reason: Reason = Reason.NONE, *, order: Order | None = None) -> None:
         """Take in a new sequence and its children, blocked if there is a ``reason``.
 
         Args:
-            key: see `key_of`; absent: the policy is asked for it.
+            order: absent: the policy is asked for it.
         """
         assert self.kv.blocks_for(sequence.limit - 1) <= self.kv.pool.num_blocks, f"{sequence} could never end"
-        level, rank = key or key_of(self.policy, sequence)
+        order = order or order_of(self.policy, Incoming.of(sequence.request))
         self._num_forks += bool(sequence.children)
         for member in (sequence, *sequence.children):
             member.order = self._next_order
-            member.precedence = level, rank, member.order
+            member.precedence = order.level, order.rank, member.order
+            member.tenant, member.weight = order.tenant, order.weight
             member.reasons = reason if member is sequence else reason | Reason.FORK
             self._next_order += 1
             self.num_unstarted += 1
@@ -220,8 +223,8 @@ class Scheduler:
         for sequence, token_id in zip(sequences, ids, strict=True):
             sequence.output_ids.append(token_id)
         born, born_indices = self._fork(sequences, result, indices, counts, now) if self._num_forks else ([], [])
-        if self.policy.counts_service:
-            self.policy.on_sampled(chain(sequences, born))
+        if self._accounts is not None:
+            self._accounts.charge_outputs(chain(sequences, born))
         forced = self._force(sequences, result, indices) if result.forced else {}
         self._stop(rows, ends, sequences, token_ids, forced)
         if born:
@@ -304,8 +307,8 @@ class Scheduler:
                 sequence.admitted_at = now
                 self.num_unstarted -= 1
                 self._started.append(sequence)
-                if self.policy.counts_service:
-                    self.policy.on_admitted(sequence)
+                if self._accounts is not None:
+                    self._accounts.charge_prompt(sequence)
             self.table.assign(sequence)
             admitted.append(sequence)
             num_left -= sequence.num_tokens - sequence.num_computed_tokens

@@ -35,7 +35,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         priority: smaller goes first, whenever it came.
         cache_salt: requests share cached prefixes only with those of the same salt.
         tenant: whose it is, for the policy "fair".
-        traceparent: of the caller's span, for the engine's own; empty without one.
+        traceparent, tracestate: of the caller's span, for the engine's own; empty without one.
         thinking: the reasoning that comes before what ``params.structured`` asks for; None: there is none.
     """
 
@@ -50,6 +50,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     thinking: Thinking | None = None
     tenant: str = ""
     traceparent: str = ""
+    tracestate: str = ""
 
     @property
     def has_grammar(self) -> bool:
@@ -89,7 +90,7 @@ class Sequence:
     stop_token_ids: frozenset[int] = field(init=False)
     order: int = -1
     """Counts the sequences in the order in which they came; unique."""
-    precedence: tuple[int, float, int] = (0, 0, -1)
+    precedence: tuple[float, float, int] = (0, 0, -1)
     """(level, rank, order), the first two by the policy: the smaller goes first and is preempted last."""
     output_ids: list[int] = field(default_factory=list)
     """The tokens sampled so far, as applied."""
@@ -124,6 +125,9 @@ class Sequence:
     """When its newest token was applied; kept here only while it has no row."""
     listener: Any = None
     """Follows it; the scheduler does not look at it."""
+    tenant: str = ""
+    """Whose it is, by the policy, and that tenant's weight."""
+    weight: float = 1.0
 
     def __post_init__(self) -> None:
         self.prompt = self.request.prompt_token_ids

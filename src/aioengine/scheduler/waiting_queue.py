@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from aioengine.scheduler.sequence import Sequence
 
@@ -17,7 +18,7 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._members: dict[int, Sequence] = {}
-        self._heap: list[tuple[int, float, int]] = []
+        self._heap: list[tuple[float, float, int]] = []
 
     def __len__(self) -> int:
         return len(self._members)
@@ -52,6 +53,15 @@ class WaitingQueue:
         del self._members[sequence.order]
         return sequence
 
+    def eviction_key(self, sequence: Sequence) -> Any:
+        """Of sequences that may give way, the one with the largest does."""
+        return sequence.precedence
+
+
+PROMPT_COST = 1.0
+"""Of a prompt's token that no cached prefix has."""
+OUTPUT_COST = 2.0
+"""Of an output's token, which is computed alone."""
 
 MAX_REMEMBERED = 10_000
 """Tenants whose counts are kept while nothing of theirs waits; with more, those begin anew."""
@@ -60,15 +70,16 @@ MAX_REMEMBERED = 10_000
 class TenantQueues:
     """As `WaitingQueue`, with a queue for each tenant: the first of the tenant with the smallest count is next.
 
-    Args:
-        tenant_of: whose a sequence is.
-        served: by tenant, a count that only grows. A tenant that begins to wait is raised to the least count of those
-            that wait, or else to that of the last tenant that did.
+    Virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): what is computed for
+    a tenant is counted. One that begins to wait is raised to the least count of those that wait, or else to that of
+    the last one that did, so that idle time earns no credit.
+
+    Attributes:
+        served: by tenant, the tokens that it was charged, over its weight. Only differences mean anything.
     """
 
-    def __init__(self, tenant_of: Callable[[Sequence], str], served: dict[str, float]) -> None:
-        self._tenant_of = tenant_of
-        self._served = served
+    def __init__(self) -> None:
+        self.served: dict[str, float] = {}
         self._queues: dict[str, WaitingQueue] = {}
         """None is empty."""
         self._heap: list[tuple[float, str]] = []
@@ -84,22 +95,22 @@ class TenantQueues:
         return (sequence for queue in self._queues.values() for sequence in queue)
 
     def add(self, sequence: Sequence) -> None:
-        tenant = self._tenant_of(sequence)
+        tenant = sequence.tenant
         queue = self._queues.get(tenant)
         if queue is None:
             first = self._first()
-            least = self._served.get(self._last if first is None else first, 0.0)
-            self._served[tenant] = count = max(self._served.get(tenant, 0.0), least)
+            least = self.served.get(self._last if first is None else first, 0.0)
+            self.served[tenant] = count = max(self.served.get(tenant, 0.0), least)
             queue = self._queues[tenant] = WaitingQueue()
             heapq.heappush(self._heap, (count, tenant))
-            if len(self._served) > MAX_REMEMBERED + len(self._queues):
-                for idle in self._served.keys() - self._queues.keys():
-                    del self._served[idle]
+            if len(self.served) > MAX_REMEMBERED + len(self._queues):
+                for idle in self.served.keys() - self._queues.keys():
+                    del self.served[idle]
         queue.add(sequence)
         self._num_waiting += 1
 
     def discard(self, sequence: Sequence) -> None:
-        tenant = self._tenant_of(sequence)
+        tenant = sequence.tenant
         queue = self._queues.get(tenant)
         if queue is not None:
             self._num_waiting -= len(queue)
@@ -119,16 +130,33 @@ class TenantQueues:
         self._drop_empty(first)
         return sequence
 
+    def eviction_key(self, sequence: Sequence) -> Any:
+        """Of sequences that may give way, the one with the largest does: one of the tenant that has had the most."""
+        return self.served.get(sequence.tenant, 0.0), sequence.precedence
+
+    def charge_prompt(self, sequence: Sequence) -> None:
+        """It has taken a row for the first time; ``num_computed_tokens`` is what it need not compute of its prompt."""
+        self._charge(sequence, PROMPT_COST * (len(sequence.prompt) - sequence.num_computed_tokens))
+
+    def charge_outputs(self, sequences: Iterable[Sequence]) -> None:
+        """Each of these has been given a token."""
+        for sequence in sequences:
+            self._charge(sequence, OUTPUT_COST)
+
+    def _charge(self, sequence: Sequence, cost: float) -> None:
+        tenant = sequence.tenant
+        self.served[tenant] = self.served.get(tenant, 0.0) + cost / sequence.weight
+
     def _drop_empty(self, tenant: str) -> None:
         if not self._queues[tenant]:
             del self._queues[tenant]
             self._last = tenant
             if len(self._heap) > 2 * len(self._queues) + 16:
-                self._heap = sorted((self._served[waiting], waiting) for waiting in self._queues)
+                self._heap = sorted((self.served[waiting], waiting) for waiting in self._queues)
 
     def _first(self) -> str | None:
         """The tenant that is next. Counts grow, so that an old one is no larger than the tenant's own."""
-        heap, served = self._heap, self._served
+        heap, served = self._heap, self.served
         while heap:
             count, tenant = heap[0]
             if tenant not in self._queues:

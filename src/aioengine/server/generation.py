@@ -305,7 +305,7 @@ class GenerationCall:
             )
             streams.append(stream)
         params = streams[0].params
-        self._engine.check_accepting(sum(stream.params.num_sequences for stream in streams))
+        streams[0].check_accepting(sum(stream.params.num_sequences for stream in streams))
         record.n, record.max_tokens = params.n, params.max_tokens
         record.temperature, record.top_p, record.top_k = params.temperature, params.top_p, params.top_k
         return streams

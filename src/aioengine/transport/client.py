@@ -147,6 +147,7 @@ class RemoteCore:
                 thinking=request.thinking,
                 tenant=request.tenant,
                 traceparent=request.traceparent if len(request.traceparent) <= 64 else "",
+                tracestate=request.tracestate if len(request.tracestate) <= wire.MAX_TRACESTATE_CHARS else "",
             )
         )
         for member, listener in choices:  # what could not be sent is not waited for

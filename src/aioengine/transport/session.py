@@ -153,8 +153,9 @@ class Session:
     def _trace(self, body: wire.AddRequest, followers: list[Follower]) -> None:
         """Begin the engine's part of a request's span, if it has one."""
         if body.traceparent:
+            headers = {"traceparent": body.traceparent, "tracestate": body.tracestate}
             model = self.core.config.model or "demo"
-            span, _ = begin_span(f"engine {model}", {"traceparent": body.traceparent})
+            span, _ = begin_span(f"engine {model}", headers)
             if span is not None:
                 part = PartSpan(span, body.request_id, model, len(followers))
                 for follower in followers:

@@ -34,6 +34,9 @@ from aioengine.transport.wire_errors import Fault
 
 PROTOCOL_VERSION = 3
 
+MAX_TRACESTATE_CHARS = 32 * (256 + 1 + 256 + 1)
+"""W3C's Trace Context has 32 entries, of a key and a value of 256 each."""
+
 MAX_FINISHED = 65_536
 """Sequences that one message may end: more than any request has choices."""
 
@@ -81,6 +84,7 @@ class AddRequest(WireMessage, frozen=True, tag=2):
     thinking: Thinking | None = None
     tenant: str = ""
     traceparent: Annotated[str, Meta(max_length=64)] = ""
+    tracestate: Annotated[str, Meta(max_length=MAX_TRACESTATE_CHARS)] = ""
 
     def __post_init__(self) -> None:
         if len(self.prompt) % INT32.itemsize:
