@@ -3,7 +3,7 @@
     python -m aioengine.integrations.lm_eval run --model aioengine --model_args pretrained=FOLDER --tasks ...
 
 is the harness's own command with this model in its list; in a program importing this module is enough. Contexts,
-continuations, windows and stop strings follow the harness's ``hf`` model, whose numbers these equal, where both have the
+continuations, windows and stop strings follow the harness's ``hf`` model, whose numbers these equal where both have the
 same ``max_length``: by default this one's is a token less.
 """
 
