@@ -423,3 +423,14 @@ def test_there_are_as_many_lexers_as_the_living_rows_need(monkeypatch: pytest.Mo
     del matchers
     grammar.matcher()
     assert grammar.num_lexers == 1
+
+
+def test_a_row_that_is_taken_again_makes_no_mask_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammar = compile_grammar(Regex("[a-z ]+"))
+    masked: list[Any] = []
+    fill = guidance.GuidanceMatcher.fill
+    monkeypatch.setattr(guidance.GuidanceMatcher, "fill", lambda self, mask: (masked.append(self), fill(self, mask))[1])
+    output = tokenizer().encode("once upon a time " * 100).ids
+    row = Row(grammar, 0, output)
+    assert not masked
+    assert allowed(row, len(output))

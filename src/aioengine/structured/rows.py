@@ -190,10 +190,14 @@ class GrammarRows:
                 set_only(masks, single)
 
     def _replay(self, row: GrammarRow, first: int, output_ids: Sequence[int]) -> None:
-        """Bring a row behind tokens that are known, in the pieces in which it came to them at first."""
+        """Bring a row behind tokens that are known, without masks.
+
+        What is forced is asked for where it was at first: behind each token that was sampled, and there alone. Asked
+        for amid a forced text the library may find less of it, or cut it into other tokens.
+        """
         for position, token_id in enumerate(output_ids, first):
-            if not row.is_masked:
-                self._mask([row])
+            if position == row.num_tokens:
+                row.force()
             if row.takes(position):
                 row.matcher.consume([token_id])
 
