@@ -207,6 +207,14 @@ def test_a_grammar_names_tokens_outside_of_its_texts() -> None:
     assert tokenizer().decode(output, skip_special_tokens=False).startswith("<tool_call>" * 3)
 
 
+def test_escapes_of_gbnf_are_their_characters() -> None:
+    grammar = Grammar(r'root ::= "caf\u00e9 \U0001F600 \u0022\u005c \\u00e9 \" " [\u002d\u005d] [\u00e9-\u00ea]')
+    output = decode(run(compile_grammar(grammar), 0))
+    assert output[:-2] == 'café 😀 "\\ \\u00e9 " '
+    assert output[-2] in "-]"
+    assert output[-1] in "éê"
+
+
 def test_a_tag_is_written_with_the_tokens_of_its_names() -> None:
     tag = Tag("<tool_call>x", "</tool_call>", pattern="[0-9]")
     row = Row(compile_grammar(StructuralTags((tag,), ("<tool_call>",))), 0, [])

@@ -22,7 +22,7 @@ import numpy as np
 from aioengine.errors import InvalidRequest
 from aioengine.structured.constraints import Choice, Constraint, Either, Grammar, Json, Regex, StructuralTags
 from aioengine.structured.grammar import STACK_BYTES, TOO_LARGE, Mask
-from aioengine.structured.json_schema import MAX_PATTERNS, put_right, unsound_keywords
+from aioengine.structured.json_schema import MAX_PATTERNS, ends_in_backslash, put_right, unsound_keywords
 
 WHITESPACE = r"(\x20|\x0A\x20{0,64})"
 """Between tokens of JSON, at most once: a model that may write any number of line breaks may never stop."""
@@ -81,6 +81,13 @@ LENIENTLY = re.compile(r"nimplemented|Unknown format|coerce_one_of")
 
 GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.M)
 
+ESCAPE_OF_GBNF = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U(00(?:0[0-9a-fA-F]|10)[0-9a-fA-F]{4})|.)")
+
+LISTING = re.compile(r"^\s*\d+ \| .*", re.M | re.S)
+"""Lines of a grammar, at the end of what the library says: most callers have not written them."""
+
+POSITION = re.compile(r"^(at )?\d+\(\d+\): ")
+
 
 class Vocabulary:
     """A tokenizer as llguidance knows it: what grammars are compiled for.
@@ -133,8 +140,12 @@ class Vocabulary:
         except InvalidRequest:
             raise
         except BaseException as error:
-            problem = f"{type(error).__name__}: {error}"
+            is_said = type(error).__name__ in ("Exception", "GbnfToLarkError")
+            problem = str(error) if is_said else f"{type(error).__name__}: {error}"
         if problem:
+            problem = LISTING.sub("", problem)
+            if not isinstance(constraint, Grammar) or GBNF.search(constraint.text):
+                problem = POSITION.sub("", problem)
             raise _refused(_shown(problem) + ("; " + LENIENT if LENIENTLY.search(problem) else ""))
         compile_s = time.perf_counter() - began
         is_forcing = len(constraint.content) <= MAX_FORCING_BYTES
@@ -171,6 +182,7 @@ class Vocabulary:
                 options: Any = {**spacing, "lenient": is_lenient, "json_allowed_escapes": ESCAPES}
                 return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(put_right(schema)), overrides=options)
             case Regex(pattern):
+                _check_end(pattern)
                 return llguidance.LLMatcher.grammar_from_regex(pattern)
             case Choice(options):
                 return "start: " + " | ".join(map(_quoted, options))
@@ -179,7 +191,7 @@ class Vocabulary:
             case Grammar(text) if GBNF.search(text):
                 from llguidance.gbnf_to_lark import any_to_lark
 
-                return any_to_lark(text)
+                return any_to_lark(ESCAPE_OF_GBNF.sub(_unescaped, text))
             case Grammar(text):
                 return NAMES_OF_LARK.sub(self._by_id, text)
             case StructuralTags():
@@ -220,6 +232,7 @@ class Vocabulary:
             else:
                 rules.append(f"{name}_head[lazy]: TEXT {_quoted(trigger)}")
                 head = f"{name}_head"
+            _check_end(tag.pattern or "")
             body = f"/{_slashed(tag.pattern)}/" if tag.pattern is not None else _inline_json(tag.schema)
             parts = (head, self._spelled(tag.begin[len(trigger) :]), body, self._spelled(tag.end))
             rules.append(f"{name}: {' '.join(filter(None, parts))}")
@@ -477,6 +490,22 @@ def _inline_json(schema: Any) -> str:
 
 def _refused(why: str) -> InvalidRequest:
     return InvalidRequest(f"structured: it cannot be enforced: {why}", param="structured")
+
+
+def _check_end(pattern: str) -> None:
+    if ends_in_backslash(pattern):
+        raise _refused("the expression ends in a backslash")
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    """An escape of GBNF's as the library's converter takes it, which gets ``\\u`` wrong."""
+    digits = found[1] or found[2]
+    if digits is None:
+        return found[0]
+    code = int(digits, 16)
+    if 0xD800 <= code < 0xE000:
+        raise _refused(f"{found[0]} is half of a surrogate pair")
+    return f"\\x{code:02x}" if code < 128 else chr(code)  # an ASCII character may be a sign where it stands
 
 
 def _quoted(text: str) -> str:

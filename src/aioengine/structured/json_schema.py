@@ -196,9 +196,16 @@ def _unsound_patterns(node: dict[str, Any]) -> Iterator[str]:
     for pattern in (node.get("pattern"), *(named if isinstance(named, dict) else ())):
         if not isinstance(pattern, str):
             continue
+        if ends_in_backslash(pattern):
+            yield "pattern: it ends in a backslash"
         for inside in re.findall(r"(?<!\\)(?:\\\\)*\[((?:\\.|[^\]\\])*)", pattern):
             if "[" in re.sub(r"\\.", "", inside):
                 yield "pattern: [ within a class is a sign to JSON Schema, and a class of its own to the library"
+
+
+def ends_in_backslash(pattern: str) -> bool:
+    """Whether its last backslash escapes nothing; the library drops it."""
+    return (len(pattern) - len(pattern.rstrip("\\"))) % 2 == 1
 
 
 def _endless_patterns(nodes: list[dict[str, Any]]) -> Iterator[str]:
