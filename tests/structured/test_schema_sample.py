@@ -19,7 +19,7 @@ from structured.walks import ExactValidator, Grammar, Refused, compile_as_is, co
 
 from aioengine import Grammar as Lark
 from aioengine import InvalidRequest
-from aioengine.structured.json_schema import put_right, unsound_keywords
+from aioengine.structured.json_schema import normalized, unsound_keywords
 
 # Of a class with && in it, Python's `re` warns that it may mean something else one day.
 pytestmark = pytest.mark.filterwarnings("ignore:Possible set intersection:FutureWarning")
@@ -176,7 +176,7 @@ def test_nothing_is_put_right_where_no_schema_stands() -> None:
         "properties": {"format": {"type": "string"}, "items": {"format": "date", "pattern": "^2"}},
         "default": {"oneOf": [{"$ref": "#"}]},
     }
-    better = put_right(schema)
+    better = normalized(schema)
     assert better["const"] == schema["const"]
     assert better["default"] == schema["default"]
     assert better["properties"]["format"] == {"type": "string"}

@@ -77,7 +77,7 @@ class Grammars:
 
     def begin(self, request: Request, on_compiled: OnCompiled, is_wanted: IsWanted) -> None:
         """Compile the request's grammar; ``on_compiled`` is called, in a later turn of the loop, with it or with what
-        keeps it from being one. What nothing waits for any more when its turn comes is not compiled."""
+        keeps it from being one. A grammar is left out if no request is waiting for it when its turn comes."""
         constraint = request.params.structured
         assert constraint is not None, "there is nothing to compile"
 
@@ -107,11 +107,12 @@ class Grammars:
         """Compile the first of the queue that is wanted; with too many threads left alone all are to come again."""
         while self._queue:
             key, (_, waiting) = next(iter(self._queue.items()))
-            if self._num_overdue < MAX_OVERDUE and any(is_wanted() for _, is_wanted in waiting):
+            wanted = [tell for tell, is_wanted in waiting if is_wanted()]
+            if wanted and self._num_overdue < MAX_OVERDUE:
                 self._compile(key)
                 return
             del self._queue[key]
-            for tell, _ in waiting:
+            for tell in wanted:
                 tell(EngineOverloaded("grammars that take long are being compiled; try again later", retry_after_s=1.0))
 
     def _compile(self, key: bytes) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 from aioengine.errors import InvalidRequest
 from aioengine.structured.constraints import Choice, Constraint, Either, Grammar, Json, Regex, StructuralTags
 from aioengine.structured.grammar import STACK_BYTES, TOO_LARGE, Mask
-from aioengine.structured.json_schema import MAX_PATTERNS, ends_in_backslash, put_right, unsound_keywords
+from aioengine.structured.json_schema import MAX_PATTERNS, ends_in_backslash, normalized, unsound_keywords
 
 WHITESPACE = r"(\x20|\x0A\x20{0,64})"
 """Between tokens of JSON, at most once: a model that may write any number of line breaks may never stop."""
@@ -75,8 +75,8 @@ TEXTS_OF_LARK = re.compile(r'//.*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])*/')
 NAMES_OF_LARK = re.compile(TEXTS_OF_LARK.pattern + r"|<[^<>\s\[]+>")
 """These, and names of tokens."""
 
-LENIENT = 'Json(schema, lenient=True), or over HTTP a response_format with "strict": false, passes it over'
-LENIENTLY = re.compile(r"nimplemented|Unknown format|coerce_one_of")
+ADVICE = 'Json(schema, lenient=True), or over HTTP a response_format with "strict": false, passes it over'
+PASSED_OVER = re.compile(r"nimplemented|Unknown format|coerce_one_of")
 """In what the library says of what it may pass over."""
 
 GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.M)
@@ -116,7 +116,7 @@ class Vocabulary:
         """Of a mask; the model's are cut where the tokenizer has more tokens."""
         try:
             self.tokenizer = llguidance.LLTokenizer(
-                _unspoken(known, self.control_ids), n_vocab=max(num_tokens, num_known), eos_token=endings
+                _with_hidden_names(known, self.control_ids), n_vocab=max(num_tokens, num_known), eos_token=endings
             )
         except BaseException as error:  # a panic of the library's is no Exception
             raise InvalidRequest(
@@ -146,7 +146,7 @@ class Vocabulary:
             problem = LISTING.sub("", problem)
             if not isinstance(constraint, Grammar) or GBNF.search(constraint.text):
                 problem = POSITION.sub("", problem)
-            raise _refused(_shown(problem) + ("; " + LENIENT if LENIENTLY.search(problem) else ""))
+            raise _refused(_shown(problem) + ("; " + ADVICE if PASSED_OVER.search(problem) else ""))
         compile_s = time.perf_counter() - began
         is_forcing = len(constraint.content) <= MAX_FORCING_BYTES
         grammar = GuidanceGrammar(self, matcher, begin, compile_s, is_forcing=is_forcing)
@@ -180,7 +180,7 @@ class Vocabulary:
                 if not is_lenient and (unsound := unsound_keywords(schema)):
                     raise _refused("; ".join(unsound))
                 options: Any = {**spacing, "lenient": is_lenient, "json_allowed_escapes": ESCAPES}
-                return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(put_right(schema)), overrides=options)
+                return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(normalized(schema)), overrides=options)
             case Regex(pattern):
                 _check_end(pattern)
                 return llguidance.LLMatcher.grammar_from_regex(pattern)
@@ -193,7 +193,7 @@ class Vocabulary:
 
                 return any_to_lark(ESCAPE_OF_GBNF.sub(_unescaped, text))
             case Grammar(text):
-                return NAMES_OF_LARK.sub(self._by_id, text)
+                return NAMES_OF_LARK.sub(self._control_token, text)
             case StructuralTags():
                 return self._tags(constraint)
             case Either(options):
@@ -202,12 +202,12 @@ class Vocabulary:
                 inner = [self._named(name, option) for name, option in zip(names, options, strict=True)]
                 return json.dumps({"grammars": [{"name": "either", "lark_grammar": rules}, *inner]})
 
-    def _by_id(self, found: re.Match[str]) -> str:
+    def _control_token(self, found: re.Match[str]) -> str:
         """A control token of a grammar by its id; anything else as it is."""
         token_id = self.control_ids.get(found[0])
         return found[0] if token_id is None else f"<[{token_id}]>"
 
-    def _spelled(self, text: str) -> str:
+    def _with_control_tokens(self, text: str) -> str:
         """A text as the model writes it: control tokens in it by their ids."""
         names = "|".join(map(re.escape, sorted(self.control_ids, key=len, reverse=True)))
         pieces = re.split(f"({names})", text) if names else [text]
@@ -234,7 +234,12 @@ class Vocabulary:
                 head = f"{name}_head"
             _check_end(tag.pattern or "")
             body = f"/{_slashed(tag.pattern)}/" if tag.pattern is not None else _inline_json(tag.schema)
-            parts = (head, self._spelled(tag.begin[len(trigger) :]), body, self._spelled(tag.end))
+            parts = (
+                head,
+                self._with_control_tokens(tag.begin[len(trigger) :]),
+                body,
+                self._with_control_tokens(tag.end),
+            )
             rules.append(f"{name}: {' '.join(filter(None, parts))}")
         return "\n".join(rules) + "\n"
 
@@ -245,7 +250,7 @@ def _is_control(token: dict[str, Any]) -> bool:
     return bool(token.get("special")) or (name.startswith("<") and name.endswith(">"))
 
 
-def _unspoken(known: dict[str, Any], control_ids: Mapping[str, int]) -> str:
+def _with_hidden_names(known: dict[str, Any], control_ids: Mapping[str, int]) -> str:
     """A tokenizer.json whose control tokens have names that no text has.
 
     The library makes tokens of forced text, and would take a control token where the text has its name.
@@ -485,7 +490,7 @@ def _inline_json(schema: Any) -> str:
     if unsound := unsound_keywords(schema):
         raise _refused("; ".join(unsound))
     options = {"whitespace_pattern": WHITESPACE, "json_allowed_escapes": ESCAPES}
-    return "%json " + json.dumps({**put_right(schema), "x-guidance": options})
+    return "%json " + json.dumps({**normalized(schema), "x-guidance": options})
 
 
 def _refused(why: str) -> InvalidRequest:

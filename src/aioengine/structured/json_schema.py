@@ -251,7 +251,7 @@ def _referred(root: Any, reference: str) -> Any:
     return found
 
 
-def put_right(schema: Any) -> dict[str, Any]:
+def normalized(schema: Any) -> dict[str, Any]:
     """The schema as the library reads it best: the same texts fit it, but for dates and hostnames that cannot be.
 
     The formats ``date``, ``time``, ``date-time`` and ``hostname`` become patterns, as does ``contentEncoding``
@@ -260,11 +260,11 @@ def put_right(schema: Any) -> dict[str, Any]:
     """
     if isinstance(schema, bool):
         return {} if schema else {"enum": []}
-    better: dict[str, Any] = _put_right(schema)
+    better: dict[str, Any] = _normalized(schema)
     return better
 
 
-def _put_right(schema: Any) -> Any:
+def _normalized(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     better: dict[str, Any] = {}
@@ -272,9 +272,9 @@ def _put_right(schema: Any) -> Any:
         if keyword == "uniqueItems" and value is False:
             continue
         if keyword in _MAPS and isinstance(value, dict):
-            better[keyword] = {name: _put_right(inner) for name, inner in value.items()}
+            better[keyword] = {name: _normalized(inner) for name, inner in value.items()}
         elif keyword in (*_LISTS, *_ONES):
-            better[keyword] = [_put_right(inner) for inner in value] if isinstance(value, list) else _put_right(value)
+            better[keyword] = [_normalized(inner) for inner in value] if isinstance(value, list) else _normalized(value)
         else:
             better[keyword] = value
     pattern = EXACT_FORMATS.get(str(better.get("format")))
