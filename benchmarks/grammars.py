@@ -1,7 +1,7 @@
 """What grammars cost: compiling them, their masks, and what they take of a device's throughput.
 
     python -m benchmarks.grammars                                # all, with the bundled model's 2,048 tokens
-    python -m benchmarks.grammars --tokenizer tokenizer.json     # masks over another vocabulary
+    python -m benchmarks.grammars --tokenizer tokenizer.json     # over another vocabulary
     python -m benchmarks.grammars --only throughput --seconds 10
 
 **compile**: each schema of the tests' sample, compiled once, the first mask included.
@@ -22,8 +22,10 @@ import argparse
 import asyncio
 import json
 import random
+import shutil
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -44,7 +46,6 @@ from aioengine.testing import FakeExecutor
 
 NUM_ROWS = 256
 STEP_S = 0.005
-NUM_TOKENS = 2048
 ORDER: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -95,8 +96,10 @@ class DeviceStep(DeferredResult[StepResult]):
 class Gpu:
     """What the device thread owns: rows with their grammars, and the time at which the device is free."""
 
-    def __init__(self) -> None:
-        self._rows = GrammarRows(NUM_TOKENS // 32)
+    def __init__(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+        self._num_words = -(-num_tokens // 32)
+        self._rows = GrammarRows(self._num_words)
         self._grammars: dict[int, GrammarRow] = {}
         self._free_at_s = 0.0
         self._rng = np.random.default_rng(0)
@@ -111,13 +114,13 @@ class Gpu:
         for added in plan.added:
             self._add(added)
         sampled = np.flatnonzero(plan.wants == Want.LOGITS)
-        token_ids = self._rng.integers(300, NUM_TOKENS, len(sampled)).astype(np.int32)
+        token_ids = self._rng.integers(300, self._num_tokens, len(sampled)).astype(np.int32)
         ends = (plan.starts + plan.num_tokens)[sampled].tolist()
         rows = [(index, self._grammars.get(row)) for index, row in enumerate(plan.rows[sampled].tolist())]
         masked = [(index, row) for index, row in rows if row is not None]
         forced: dict[int, list[int]] = {}
         if masked:
-            masks = np.empty((len(masked), NUM_TOKENS // 32), np.int32)
+            masks = np.empty((len(masked), self._num_words), np.int32)
             self._rows.fill([(row, ends[index]) for index, row in masked], masks)
             token_ids[[index for index, _ in masked]] = self._sample(masks)
             told = self._rows.learn([(row, ends[index], int(token_ids[index])) for index, row in masked])
@@ -136,14 +139,17 @@ class Gpu:
 
     def _sample(self, masks: np.ndarray) -> np.ndarray:
         """Of each mask the first token behind a random one, around its end if need be; 0.1 ms for 256 rows, since a GPU
-        would take none of the host's time for it."""
-        first = self._rng.integers(NUM_TOKENS, size=len(masks))
+        would take none of the host's time for it: mostly it is among the next 2,048."""
+        first = self._rng.integers(self._num_tokens, size=len(masks))
         rows, words = np.arange(len(masks)), masks.view(np.uint32)
-        behind = words * (np.arange(words.shape[1]) >= (first // 32)[:, None])
-        behind[rows, first // 32] &= np.uint32(0xFFFFFFFF) << (first % 32).astype(np.uint32)
-        left = np.where(behind.any(axis=1)[:, None], behind, words)
-        found = (left != 0).argmax(axis=1)
-        word = left[rows, found]
+        at = (first[:, None] // 32 + np.arange(min(64, self._num_words))) % self._num_words
+        near = words[rows[:, None], at]
+        near[:, 0] &= np.uint32(0xFFFFFFFF) << (first % 32).astype(np.uint32)
+        column = (near != 0).argmax(axis=1)
+        word, found = near[rows, column], at[rows, column]
+        for row in np.flatnonzero(word == 0).tolist():
+            found[row] = (words[row] != 0).argmax()
+            word[row] = words[row, found[row]]
         return found * 32 + np.log2(word & (~word + np.uint32(1))).astype(np.int64)
 
     def _add(self, added: RowAdded) -> None:
@@ -154,13 +160,13 @@ class Gpu:
 class StandInGpu(FakeExecutor):
     """An executor whose device thread does what a GPU's does about grammars, and sleeps where that would compute."""
 
-    def __init__(self) -> None:
-        super().__init__(vocab_size=NUM_TOKENS)
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(vocab_size=num_tokens)
         self.info = ExecutorInfo(
-            num_blocks=40_000, block_size=16, max_model_len=2048, vocab_size=NUM_TOKENS, max_in_flight=2, device="fake"
+            num_blocks=40_000, block_size=16, max_model_len=2048, vocab_size=num_tokens, max_in_flight=2, device="fake"
         )
         self._thread = DeviceThread()
-        self._gpu = Gpu()
+        self._gpu = Gpu(num_tokens)
 
     def launch(self, plan: StepPlan) -> Pending[StepResult]:  # type: ignore[override]
         return self._thread.submit(self._gpu.step, plan)
@@ -190,7 +196,7 @@ async def rate(engine: Engine, params: dict[str, Any], seconds: float) -> tuple[
     async def go_on(number: int) -> None:
         rng = random.Random(number)
         while not is_over:
-            await engine.generate([rng.randrange(300, NUM_TOKENS) for _ in range(20)], max_tokens=200, **params)
+            await engine.generate([rng.randrange(300, 2048) for _ in range(20)], max_tokens=200, **params)
 
     async with asyncio.TaskGroup() as group:
         for number in range(NUM_ROWS):
@@ -206,7 +212,7 @@ async def rate(engine: Engine, params: dict[str, Any], seconds: float) -> tuple[
     return tokens / took, steps / took
 
 
-async def throughput(seconds: float, rounds: int) -> None:
+async def throughput(folder: Path, num_tokens: int, seconds: float, rounds: int) -> None:
     ways: dict[str, dict[str, Any]] = {
         "without grammars": {},
         "a schema": {"structured": Json(ORDER)},
@@ -214,13 +220,14 @@ async def throughput(seconds: float, rounds: int) -> None:
         "a schema, no token taken over": {"structured": Json(ORDER), "bad_words": ["zzzzzzzz"]},
     }
     rates: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-    async with Engine(executor=StandInGpu(), max_num_seqs=NUM_ROWS, max_waiting=4096) as engine:
+    async with Engine(folder, executor=StandInGpu(num_tokens), max_num_seqs=NUM_ROWS, max_waiting=4096) as engine:
         for number in range(rounds + 1):
             for name, params in ways.items():
                 measured = await rate(engine, params, seconds if number else 0.5)
                 if number:
                     rates[name].append(measured)
-    print(f"throughput, {NUM_ROWS} rows, {STEP_S * 1e3:g} ms a step, {rounds} rounds of {seconds:g} s in turns")
+    print(f"throughput, {num_tokens:,} tokens of vocabulary, {NUM_ROWS} rows, {STEP_S * 1e3:g} ms a step,")
+    print(f"{rounds} rounds of {seconds:g} s in turns")
     plain = statistics.median(steps for _, steps in rates["without grammars"])
     for name, measured in rates.items():
         tokens, steps = (statistics.median(column) for column in zip(*measured, strict=True))
@@ -303,7 +310,15 @@ def main() -> None:
     if asked.only in (None, "masks"):
         masks(vocabulary, vocabulary.num_words)
     if asked.only in (None, "throughput"):
-        asyncio.run(throughput(asked.seconds, asked.rounds))
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(shutil.copytree(DEMO_MODEL, name, dirs_exist_ok=True))
+            (folder / "tokenizer.json").write_text(text)
+            if asked.tokenizer is not None:
+                (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+                (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [*endings]}))
+                config = json.loads((folder / "config.json").read_text())
+                (folder / "config.json").write_text(json.dumps({**config, "vocab_size": num_tokens}))
+            asyncio.run(throughput(folder, num_tokens, asked.seconds, asked.rounds))
 
 
 if __name__ == "__main__":

@@ -47,6 +47,9 @@ class RunMatcher:
         for matcher, token_id in zip(matchers, token_ids, strict=True):
             matcher.consume((token_id,))
 
+    def renew(self) -> bool:
+        return False
+
     def forced(self) -> list[int]:
         return list(self._due)
 

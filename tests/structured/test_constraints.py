@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Literal, TypedDict
 
 import msgspec
 import pydantic
 import pytest
+from structured.conftest import compile_grammar
 
 from aioengine import (
     LLM,
@@ -23,7 +25,7 @@ from aioengine import (
     StructuralTags,
     Tag,
 )
-from aioengine.structured.constraints import MAX_CONSTRAINT_BYTES, as_constraint, from_vllm
+from aioengine.structured.constraints import MAX_CONSTRAINT_BYTES, Constraint, Either, as_constraint, from_vllm
 
 
 class Animal(pydantic.BaseModel):
@@ -253,3 +255,28 @@ def test_a_field_that_is_no_constraint_is_refused(name: str) -> None:
         from_vllm({name: ["a", "b"]})
     assert from_vllm({"json": False, "json_object": False}) == Json(False)
     assert from_vllm({"regex": "a+", "backend": "auto", "whitespace_pattern": None}) == Regex("a+")
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: Regex("a\\"), "the expression ends in a backslash"),
+        (lambda: Either((Choice(["a"]), Regex("a|\\\\\\"))), "the expression ends in a backslash"),
+        (lambda: Json({"type": "string", "pattern": "\\"}), "pattern: it ends in a backslash"),
+        (lambda: Json({"patternProperties": {"a\\": {}}}), "pattern: it ends in a backslash"),
+        (lambda: StructuralTags((Tag("<f>", pattern="a\\"),), ("<",)), "the expression ends in a backslash"),
+        (lambda: Regex("\ud800"), "no valid Unicode"),
+        (lambda: Choice(["\ud800"]), "no valid Unicode"),
+        (lambda: Json({"const": "\ud800"}), "no valid Unicode"),
+        (lambda: Grammar('root ::= "\\ud800"'), "half of a surrogate pair"),
+        (lambda: Grammar("root ::= nope"), "enforced: Rule 'nope' not found"),
+        (lambda: Grammar("start: nope"), 'at 1(8): unknown name: "nope"'),
+        (lambda: Regex("("), 'enforced: invalid regex "(" (in regex)'),
+        (lambda: StructuralTags((Tag("<f>", pattern="("),), ("<",)), 'enforced: invalid regex "(" (in regex)'),
+    ],
+)
+def test_a_refusal_says_what_the_caller_can_see(make: Callable[[], Constraint], told: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        compile_grammar(make())
+    assert told in str(raised.value)
+    assert "start:" not in str(raised.value)

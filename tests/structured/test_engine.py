@@ -457,3 +457,45 @@ async def test_a_grammar_is_compiled_once_for_all_that_ask_for_it(monkeypatch: p
         await asyncio.gather(*(engine.generate("x", structured=ANIMAL, seed=n, max_tokens=9) for n in range(20)))
         await engine.generate("x", structured=Json(ANIMAL), seed=1, max_tokens=9)
     assert compiled == [Json(ANIMAL)]
+
+
+WEARING = Regex("[a-z ]*[aeious][a-z ]{30}[xyz]")
+"""Its lexer is full after 180 tokens of any requests."""
+
+
+async def test_a_grammar_lasts_for_any_number_of_requests_and_choices() -> None:
+    async with Engine(dtype="float32") as engine:
+
+        async def ask(seed: int, **params: Any) -> list[list[int]]:
+            out = await engine.generate(
+                "Once", structured=WEARING, temperature=2.0, max_tokens=100, seed=seed, ignore_eos=True, **params
+            )
+            assert {choice.finish_reason for choice in out.outputs} == {"length"}
+            return [choice.token_ids for choice in out.outputs]
+
+        one_by_one = [await ask(seed) for seed in range(4)]
+        assert await asyncio.gather(*(ask(seed) for seed in range(4))) == one_by_one
+        assert await ask(1, n=3) == await ask(1, n=3)
+
+
+async def test_a_constraint_that_is_too_large_is_the_requests_error_amid_its_text() -> None:
+    for make in (lambda: over_fake(2), lambda: real("depth 2")):
+        async with make() as engine:
+            with pytest.raises(InvalidRequest, match=r"the constraint is too large: .*too many expressions") as raised:
+                await engine.generate("x", structured=Regex("(((a{1,30}){1,30}){1,30}){1,30}"), min_tokens=200)
+            assert raised.value.param == "structured"
+            out = await engine.generate("x", structured=Choice(["yes"]))
+            assert out.text == "yes"
+
+
+async def test_no_more_grammars_are_remembered_than_their_lexers_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Any] = []
+    compile_now = Vocabulary.compile
+    monkeypatch.setattr(
+        Vocabulary, "compile", lambda self, constraint: (compiled.append(constraint), compile_now(self, constraint))[1]
+    )
+    monkeypatch.setattr(grammars, "MAX_REMEMBERED_LEXERS", 2)
+    async with over_fake(1) as engine:
+        for text in ("a", "b", "a", "c", "a", "b"):
+            await engine.generate("x", structured=Choice([text]))
+    assert compiled == [Choice([text]) for text in ("a", "b", "c", "b")]

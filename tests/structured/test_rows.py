@@ -10,9 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 from nightly import seeds
-from structured.conftest import ANIMAL, NUM_TOKENS, check_json, compile_grammar, decode, ending_ids, tokenizer
+from structured.conftest import (
+    ANIMAL,
+    NUM_TOKENS,
+    check_json,
+    compile_grammar,
+    decode,
+    ending_ids,
+    tokenizer,
+    vocabulary,
+)
 
 from aioengine import Choice, Grammar, Json, Regex, StructuralTags, Tag
+from aioengine.structured import guidance
 from aioengine.structured.grammar import CompiledGrammar, Thinking, ThinkingGrammar
 from aioengine.structured.rows import GrammarRows
 
@@ -197,6 +207,14 @@ def test_a_grammar_names_tokens_outside_of_its_texts() -> None:
     assert tokenizer().decode(output, skip_special_tokens=False).startswith("<tool_call>" * 3)
 
 
+def test_escapes_of_gbnf_are_their_characters() -> None:
+    grammar = Grammar(r'root ::= "caf\u00e9 \U0001F600 \u0022\u005c \\u00e9 \" " [\u002d\u005d] [\u00e9-\u00ea]')
+    output = decode(run(compile_grammar(grammar), 0))
+    assert output[:-2] == 'café 😀 "\\ \\u00e9 " '
+    assert output[-2] in "-]"
+    assert output[-1] in "éê"
+
+
 def test_a_tag_is_written_with_the_tokens_of_its_names() -> None:
     tag = Tag("<tool_call>x", "</tool_call>", pattern="[0-9]")
     row = Row(compile_grammar(StructuralTags((tag,), ("<tool_call>",))), 0, [])
@@ -329,3 +347,98 @@ def test_an_answer_that_begins_as_reasoning_does_is_an_answer() -> None:
             row.learn(len(output), token_id)
             output.append(token_id)
         assert set(allowed(row, len(output))) <= set(ending_ids())
+
+
+# What several rows share
+
+WEARING = Regex("[a-z ]*[aeious][a-z ]{30}[xyz]")
+"""Each mask finds some 270 states of the lexer: 50,000 are full after 180 tokens, of whatever rows."""
+
+
+def random_rows(grammar: CompiledGrammar, num_rows: int, num_steps: int, *, seed: int) -> list[list[int]]:
+    """The tokens that rows side by side sample, each by a seed of its own."""
+    table = GrammarRows(NUM_TOKENS // 32)
+    rows = [table.add(grammar, 0, []) for _ in range(num_rows)]
+    outputs: list[list[int]] = [[] for _ in rows]
+    masks = np.zeros((num_rows, NUM_TOKENS // 32), np.int32)
+    for _ in range(num_steps):
+        table.fill([(row, len(output)) for row, output in zip(rows, outputs, strict=True)], masks)
+        assert not any(row.problem for row in rows)
+        for number, output in enumerate(outputs):
+            ids = np.flatnonzero(np.unpackbits(masks[number].view(np.uint8), bitorder="little")).tolist()
+            output.append(choose([one for one in ids if one not in ending_ids()], output, seed + number))
+        told = table.learn([(row, len(out) - 1, out[-1]) for row, out in zip(rows, outputs, strict=True)])
+        for output, forced in zip(outputs, told, strict=True):
+            output.extend(forced)
+    for row in rows:
+        table.remove(row)
+    return outputs
+
+
+def test_rows_go_on_when_their_lexer_is_full_and_are_what_they_are_alone() -> None:
+    grammar = compile_grammar(WEARING)
+    together = random_rows(grammar, 40, 12, seed=0)
+    for number in (0, 17, 39):
+        assert random_rows(compile_grammar(WEARING), 1, 12, seed=number) == [together[number]]
+    for _ in range(2):  # the grammar is as good as new
+        assert random_rows(grammar, 3, 40, seed=100) == random_rows(compile_grammar(WEARING), 3, 40, seed=100)
+
+
+def test_forced_tokens_are_the_same_where_a_lexer_becomes_full() -> None:
+    """Each mask is made by a lexer that is full since the one before, whichever part of a step has filled it."""
+    text = Regex('([a-z]*[aeious][a-z]{30}<"and then some text that follows">)+')
+    grammar = compile_grammar(text)
+    wanted = run(grammar, 3)
+    for num_begun in range(0, 120, 7):
+        grammar = compile_grammar(text)
+        random_rows(grammar, 1, num_begun, seed=5)
+        assert run(grammar, 3) == wanted
+
+
+def test_a_constraint_that_is_too_large_for_a_lexer_of_its_own_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(guidance.LIMITS, "max_lexer_states", 1000)
+    row = Row(compile_grammar(Json({"type": "string", "maxLength": 4000})), 0, [])
+    output = tokenizer().encode('"' + "once upon a time " * 200).ids
+    for position, token_id in enumerate(output):
+        if row.problem:
+            break
+        assert token_id in allowed(row, position)
+        row.learn(position, token_id)
+    assert row.problem.startswith("the constraint is too large: lexer error: too many states")
+
+
+def test_a_grammar_that_takes_long_to_compile_is_spent_with_its_lexer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guidance, "MAX_RENEWAL_S", 0.0)
+    grammar = compile_grammar(WEARING)
+    assert not grammar.is_spent
+    row, output = Row(grammar, 0, []), list[int]()
+    while not row.problem:
+        output.append(choose(allowed(row, len(output)), output, 0))
+        row.learn(len(output) - 1, output[-1])
+    assert row.problem.startswith("the constraint is too large")
+    assert grammar.is_spent
+
+
+def test_there_are_as_many_lexers_as_the_living_rows_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guidance, "MAX_LEXERS", 4)
+    monkeypatch.setattr(guidance, "MAX_AGAIN_S", 10.0)
+    grammar = vocabulary().compile(Regex("[ab]+"))
+    for _ in range(100):
+        grammar.matcher()
+    assert grammar.num_lexers == 1
+    matchers = [grammar.matcher() for _ in range(100)]
+    assert grammar.num_lexers == 4
+    del matchers
+    grammar.matcher()
+    assert grammar.num_lexers == 1
+
+
+def test_a_row_that_is_taken_again_makes_no_mask_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammar = compile_grammar(Regex("[a-z ]+"))
+    masked: list[Any] = []
+    fill = guidance.GuidanceMatcher.fill
+    monkeypatch.setattr(guidance.GuidanceMatcher, "fill", lambda self, mask: (masked.append(self), fill(self, mask))[1])
+    output = tokenizer().encode("once upon a time " * 100).ids
+    row = Row(grammar, 0, output)
+    assert not masked
+    assert allowed(row, len(output))

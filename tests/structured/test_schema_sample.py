@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import jsonschema
@@ -17,7 +19,7 @@ from structured.walks import ExactValidator, Grammar, Refused, compile_as_is, co
 
 from aioengine import Grammar as Lark
 from aioengine import InvalidRequest
-from aioengine.structured.json_schema import put_right, unsound_keywords
+from aioengine.structured.json_schema import normalized, unsound_keywords
 
 # Of a class with && in it, Python's `re` warns that it may mean something else one day.
 pytestmark = pytest.mark.filterwarnings("ignore:Possible set intersection:FutureWarning")
@@ -174,7 +176,7 @@ def test_nothing_is_put_right_where_no_schema_stands() -> None:
         "properties": {"format": {"type": "string"}, "items": {"format": "date", "pattern": "^2"}},
         "default": {"oneOf": [{"$ref": "#"}]},
     }
-    better = put_right(schema)
+    better = normalized(schema)
     assert better["const"] == schema["const"]
     assert better["default"] == schema["default"]
     assert better["properties"]["format"] == {"type": "string"}
@@ -220,3 +222,41 @@ def test_more_patterns_of_one_text_than_can_be_looked_through_are_refused() -> N
     with pytest.raises(InvalidRequest, match="more than 4 of & and ~"):
         vocabulary().compile(Lark("start: A\nA: " + " & ".join(f"/[a-z]{{{count}}}/" for count in range(6))))
     vocabulary().compile(Lark('start: "a & b & c & d & e & f & g" /&+/  // & & & & & & &'))
+
+
+def chained(depth: int, width: int) -> dict[str, Any]:
+    """Schemas of one text within each other, each beside others."""
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"allOf": [schema, *({"allOf": [{"minimum": 1}]} for _ in range(width))]}
+    return schema
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda size: chained(size, 10),
+        lambda size: {"anyOf": [{"multipleOf": number + 1} for number in range(20 * size)]},
+        lambda size: {
+            "anyOf": [{bound: n + 0.5 * n % 2} for n in range(20 * size) for bound in ("maximum", "minimum")]
+        },
+    ],
+    ids=["nested", "multiples", "bounds"],
+)
+def test_the_time_to_look_through_a_schema_grows_with_its_size_alone(make: Callable[[int], dict[str, Any]]) -> None:
+    def num_calls(schema: dict[str, Any]) -> int:
+        calls = 0
+
+        def count(*_: Any) -> None:
+            nonlocal calls
+            calls += 1
+
+        before = sys.getprofile()
+        sys.setprofile(count)
+        try:
+            unsound_keywords(schema)
+        finally:
+            sys.setprofile(before)
+        return calls
+
+    assert num_calls(make(80)) < 2.5 * num_calls(make(40))

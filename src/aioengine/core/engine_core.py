@@ -18,7 +18,16 @@ from aioengine.core.core_state import CoreState, InFlight
 from aioengine.core.executor_protocol import DeviceLost
 from aioengine.core.listener import Listener, SampledLogprobs
 from aioengine.core.observers import make_record
-from aioengine.errors import AioEngineError, EngineClosed, EngineDead, NoTokenLeft, StepFailed, describe, traceback_of
+from aioengine.errors import (
+    AioEngineError,
+    EngineClosed,
+    EngineDead,
+    InvalidRequest,
+    NoTokenLeft,
+    StepFailed,
+    describe,
+    traceback_of,
+)
 from aioengine.scheduler.plan import NothingAllowed, PromptLogprobs, StepPlan
 from aioengine.scheduler.sequence import Sequence
 from aioengine.scheduler.steps import StepOutput
@@ -196,7 +205,7 @@ class EngineCore(CoreState):
     ) -> None:
         """End sequences by a `StepFailed` each, of its own cause; the report is about ``cause``."""
         requests = dict.fromkeys(sequence.request.request_id for sequence, own_cause in failed if own_cause is cause)
-        is_callers = bool(failed) and all(isinstance(own_cause, NothingAllowed) for _, own_cause in failed)
+        is_callers = bool(failed) and all(isinstance(own, NothingAllowed | InvalidRequest) for _, own in failed)
         dump = "" if is_callers else self._describe(cause, plan)
         line = f"{message}: {describe(cause)}; requests: {shorten([*requests])}"
         logger.log(logging.INFO if is_callers else logging.ERROR, "%s", line if is_callers else f"{line}\n{dump}")
@@ -204,7 +213,9 @@ class EngineCore(CoreState):
             if own_cause is not cause and not is_callers:
                 logger.error("%s: %s", sequence.request.request_id, "\n".join(traceback_of(own_cause)))
             kind = NoTokenLeft if isinstance(own_cause, NothingAllowed) else StepFailed
-            failure = kind(f"{message}: {describe(own_cause)}", dump=dump)
+            failure: AioEngineError = kind(f"{message}: {describe(own_cause)}", dump=dump)
+            if isinstance(own_cause, InvalidRequest):  # its constraint is too large, which shows only now
+                failure = own_cause.anew()
             failure.__cause__ = own_cause
             self._endings.add(sequence.order, self._release(sequence), failure)
         self._endings.tell_some()

@@ -13,7 +13,7 @@ from aioengine.errors import AioEngineError, EngineOverloaded, InternalError, In
 from aioengine.models.folder import ModelFolder
 from aioengine.scheduler.sequence import Request
 from aioengine.structured.constraints import Constraint
-from aioengine.structured.grammar import CompiledGrammar, ThinkingGrammar
+from aioengine.structured.grammar import STACK_BYTES, CompiledGrammar, ThinkingGrammar
 from aioengine.text.loading import has_tokenizer, load_tokenizer
 from aioengine.text.worker import TextWorker, outside_work
 
@@ -28,15 +28,12 @@ COMPILE_TIMEOUT_S = 3.0
 MAX_OVERDUE = 2
 """Threads that may be left alone; with more grammars are refused until one has ended."""
 
-MAX_REMEMBERED = 256
+MAX_REMEMBERED_LEXERS = 64
+"""Of a grammar with many rows there are several, of 20 MB at most (`guidance.LIMITS`), and mostly below 1 MB."""
 MAX_REMEMBERED_BYTES = 8 * 2**20
-"""Of the constraints' texts; what is compiled of them is bounded by the library's limits."""
+"""Of the constraints' texts."""
 
 CLOSE_GRACE_S = 1.0
-
-STACK_BYTES = 256 * 2**20
-"""Of the compiling thread: llguidance follows references and rules by recursion, 10 kB a level, and an overflow ends
-the process. A constraint of the largest size has 7,000 levels of references, or 30,000 rules of 2 kB."""
 
 OnCompiled = Callable[[CompiledGrammar | AioEngineError], None]
 IsWanted = Callable[[], bool]
@@ -60,8 +57,8 @@ class Grammars:
         self._ending_ids = ending_ids
         self._worker = TextWorker(close_grace_s=CLOSE_GRACE_S, stack_bytes=STACK_BYTES)
         self._vocabulary: Vocabulary | None = None
-        self._remembered: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
-        self._num_bytes = 0
+        self._remembered: OrderedDict[bytes, GuidanceGrammar] = OrderedDict()
+        """Those that were used last, at the end."""
         self._queue: OrderedDict[bytes, tuple[Constraint, list[tuple[OnCompiled, IsWanted]]]] = OrderedDict()
         """What is to be compiled, what is told of it, and whether that still waits; the first is being compiled."""
         self._num_overdue = 0
@@ -72,15 +69,15 @@ class Grammars:
         if constraint is None:
             return self._with_thinking(request, None)
         key = constraint.content
-        compiled = self._remembered.get(key)
-        if compiled is None:
+        compiled = self._remembered.pop(key, None)
+        if compiled is None or compiled.is_spent:
             return None
-        self._remembered.move_to_end(key)
+        self._remember(key, compiled)
         return self._with_thinking(request, compiled)
 
     def begin(self, request: Request, on_compiled: OnCompiled, is_wanted: IsWanted) -> None:
         """Compile the request's grammar; ``on_compiled`` is called, in a later turn of the loop, with it or with what
-        keeps it from being one. What nothing waits for any more when its turn comes is not compiled."""
+        keeps it from being one. A grammar is left out if no request is waiting for it when its turn comes."""
         constraint = request.params.structured
         assert constraint is not None, "there is nothing to compile"
 
@@ -110,11 +107,12 @@ class Grammars:
         """Compile the first of the queue that is wanted; with too many threads left alone all are to come again."""
         while self._queue:
             key, (_, waiting) = next(iter(self._queue.items()))
-            if self._num_overdue < MAX_OVERDUE and any(is_wanted() for _, is_wanted in waiting):
+            wanted = [tell for tell, is_wanted in waiting if is_wanted()]
+            if wanted and self._num_overdue < MAX_OVERDUE:
                 self._compile(key)
                 return
             del self._queue[key]
-            for tell, _ in waiting:
+            for tell in wanted:
                 tell(EngineOverloaded("grammars that take long are being compiled; try again later", retry_after_s=1.0))
 
     def _compile(self, key: bytes) -> None:
@@ -172,11 +170,14 @@ class Grammars:
         for tell, _ in waiting:
             tell(compiled)
 
-    def _remember(self, key: bytes, compiled: CompiledGrammar) -> None:
+    def _remember(self, key: bytes, compiled: GuidanceGrammar) -> None:
+        """Put it at the end, and forget those at the beginning for which there is no room."""
         self._remembered[key] = compiled
-        self._num_bytes += len(key)
-        while len(self._remembered) > MAX_REMEMBERED or self._num_bytes > MAX_REMEMBERED_BYTES:
-            self._num_bytes -= len(self._remembered.popitem(last=False)[0])
+        num_lexers = sum(grammar.num_lexers for grammar in self._remembered.values())
+        num_bytes = sum(map(len, self._remembered))
+        while num_lexers > MAX_REMEMBERED_LEXERS or num_bytes > MAX_REMEMBERED_BYTES:
+            forgotten, grammar = self._remembered.popitem(last=False)
+            num_lexers, num_bytes = num_lexers - grammar.num_lexers, num_bytes - len(forgotten)
 
     def _load_vocabulary(self) -> Vocabulary:
         """In the thread; the first time it takes from 10 ms to a second."""

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aioengine.core.executor_protocol import DeviceLost
+from aioengine.errors import InvalidRequest
 from aioengine.executor.accelerator import Accelerator, DeviceEvent, HostWords
 from aioengine.executor.batch import Step, spans
 from aioengine.executor.completion_thread import DeferredResult
@@ -186,7 +187,8 @@ def _failures(
     errors = {int(step.sampled[logits_row]): error for logits_row, error in failed_logits_rows.items()}
     for _, index, _, row, _ in step.grammars:
         if row.problem and index not in errors:
-            errors[index] = NothingAllowed(f"structured: {row.problem}")
+            problem = f"structured: {row.problem}"
+            errors[index] = InvalidRequest(problem, param="structured") if row.is_too_large else NothingAllowed(problem)
     for sample in np.flatnonzero(status != SAMPLED).tolist():
         index = int(step.row_of_sample[sample])
         if index not in errors:

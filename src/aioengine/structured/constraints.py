@@ -50,6 +50,8 @@ class _Constraint(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="ki
         check_fields(self, _refuse)
         try:
             content = self.content
+        except UnicodeEncodeError:
+            raise _refuse("", "it is no valid Unicode: it holds half of a surrogate pair") from None
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise _refuse("", f"it is not JSON: {error}") from None
         if len(content) > MAX_CONSTRAINT_BYTES:

@@ -13,6 +13,14 @@ Mask = NDArray[np.int32]
 """int32 [⌈vocab / 32⌉]: bit ``t % 32`` of word ``t // 32`` is set where token ``t`` may come next."""
 
 
+STACK_BYTES = 256 * 2**20
+"""Of a thread that compiles: llguidance follows references and rules by recursion, 10 kB a level, and an overflow ends
+the process. A constraint of the largest size has 7,000 levels of references, or 30,000 rules of 2 kB."""
+
+TOO_LARGE = "the constraint is too large"
+"""The beginning of a matcher's ``problem`` where the library has met a limit."""
+
+
 class Matcher(Protocol):
     """How far one sequence has come in its grammar. For one thread at a time."""
 
@@ -29,6 +37,12 @@ class Matcher(Protocol):
 
     def consume_all(self, matchers: Sequence[Self], token_ids: Sequence[int]) -> None:
         """As `consume` of one token by each of these, in parallel and without the GIL where the library can."""
+
+    def renew(self) -> bool:
+        """Begin anew behind the tokens so far, where what several matchers share is full: whether the problem is gone.
+
+        To be asked after `fill`, which does not, until it is False; what was ``forced`` is asked for again.
+        """
 
     def forced(self) -> list[int]:
         """The only tokens that can come next, as the tokenizer cuts their text; the end of the output among them."""
@@ -147,6 +161,9 @@ class ThinkingMatcher:
         if answers:
             inner, inner_ids = zip(*answers, strict=True)
             inner[0].consume_all(inner, inner_ids)
+
+    def renew(self) -> bool:
+        return self._inner is not None and self._inner.renew()
 
     def _think(self, token_id: int) -> None:
         ends = self._thinking.end_ids

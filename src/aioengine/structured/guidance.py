@@ -4,12 +4,14 @@ guidance-ai/llguidance), whose masks take microseconds."""
 from __future__ import annotations
 
 import functools
+import itertools
 import json
-import operator
 import os
 import re
 import secrets
+import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,8 +21,8 @@ import numpy as np
 
 from aioengine.errors import InvalidRequest
 from aioengine.structured.constraints import Choice, Constraint, Either, Grammar, Json, Regex, StructuralTags
-from aioengine.structured.grammar import Mask
-from aioengine.structured.json_schema import MAX_PATTERNS, put_right, unsound_keywords
+from aioengine.structured.grammar import STACK_BYTES, TOO_LARGE, Mask
+from aioengine.structured.json_schema import MAX_PATTERNS, ends_in_backslash, normalized, unsound_keywords
 
 WHITESPACE = r"(\x20|\x0A\x20{0,64})"
 """Between tokens of JSON, at most once: a model that may write any number of line breaks may never stop."""
@@ -34,7 +36,10 @@ LIMITS: dict[str, Any] = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
-"""Of compiling (tens of ms) and of one mask (some ms); a lexer's state takes 1 to 2 kB."""
+"""Of compiling (tens of ms) and of one mask (some ms). A lexer with all its states takes up to 20 MB."""
+
+SIZE_PROBLEMS = re.compile(r"lexer error|[Tt]oo many|max is")
+"""In what the library says when one of these limits is met."""
 
 ESCAPES = 'nrbtf\\"'
 """Of texts of JSON, without ``\\u``: a key that is written otherwise would pass for another one."""
@@ -49,12 +54,18 @@ MAX_FORCING_BYTES = 32 * 1024
 """Of a longer constraint nothing is forced: looking for it may take as long as a mask, some ms, and under the GIL."""
 
 ROWS_OF_LEXER = 32
-"""A grammar that so many rows have begun is compiled once more: a lexer's lock lets one thread at a time use it."""
+"""A grammar that so many rows use now is compiled once more: a lexer's lock lets one thread at a time use it."""
 
 MAX_LEXERS = min(os.cpu_count() or 1, 8)
 
 MAX_AGAIN_S = 0.005
-"""A grammar that took longer is not compiled again: it is done where the rows are, not beside them."""
+"""A grammar that took longer has one lexer: others are compiled in the rows' thread, which waits for them."""
+
+MAX_RENEWAL_S = 0.1
+"""A grammar that took longer gets no new lexer when its own is full, for the same reason: its rows fail."""
+
+TOKENS_OF_FUEL = 128
+"""The library counts what each mask and the tokens behind it cost; with more tokens a mask is made between them."""
 
 MAX_SHOWN_CHARS = 500
 
@@ -64,11 +75,18 @@ TEXTS_OF_LARK = re.compile(r'//.*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])*/')
 NAMES_OF_LARK = re.compile(TEXTS_OF_LARK.pattern + r"|<[^<>\s\[]+>")
 """These, and names of tokens."""
 
-LENIENT = 'Json(schema, lenient=True), or over HTTP a response_format with "strict": false, passes it over'
-LENIENTLY = re.compile(r"nimplemented|Unknown format|coerce_one_of")
+ADVICE = 'Json(schema, lenient=True), or over HTTP a response_format with "strict": false, passes it over'
+PASSED_OVER = re.compile(r"nimplemented|Unknown format|coerce_one_of")
 """In what the library says of what it may pass over."""
 
 GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.M)
+
+ESCAPE_OF_GBNF = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U(00(?:0[0-9a-fA-F]|10)[0-9a-fA-F]{4})|.)")
+
+LISTING = re.compile(r"^\s*\d+ \| .*", re.M | re.S)
+"""Lines of a grammar, at the end of what the library says: most callers have not written them."""
+
+POSITION = re.compile(r"^(at )?\d+\(\d+\): ")
 
 
 class Vocabulary:
@@ -92,11 +110,13 @@ class Vocabulary:
         if not endings:
             raise InvalidRequest("structured: this model has no token that ends an output", param="structured")
         self.ending_ids = endings
+        self.text_id = next(token_id for token_id in itertools.count() if token_id not in endings)
+        """Of any token that does not end an output."""
         self.num_words = -(-max(num_tokens, num_known) // 32)
         """Of a mask; the model's are cut where the tokenizer has more tokens."""
         try:
             self.tokenizer = llguidance.LLTokenizer(
-                _unspoken(known, self.control_ids), n_vocab=max(num_tokens, num_known), eos_token=endings
+                _with_hidden_names(known, self.control_ids), n_vocab=max(num_tokens, num_known), eos_token=endings
             )
         except BaseException as error:  # a panic of the library's is no Exception
             raise InvalidRequest(
@@ -120,12 +140,16 @@ class Vocabulary:
         except InvalidRequest:
             raise
         except BaseException as error:
-            problem = f"{type(error).__name__}: {error}"
+            is_said = type(error).__name__ in ("Exception", "GbnfToLarkError")
+            problem = str(error) if is_said else f"{type(error).__name__}: {error}"
         if problem:
-            raise _refused(_shown(problem) + ("; " + LENIENT if LENIENTLY.search(problem) else ""))
-        is_quick = time.perf_counter() - began < MAX_AGAIN_S
+            problem = LISTING.sub("", problem)
+            if not isinstance(constraint, Grammar) or GBNF.search(constraint.text):
+                problem = POSITION.sub("", problem)
+            raise _refused(_shown(problem) + ("; " + ADVICE if PASSED_OVER.search(problem) else ""))
+        compile_s = time.perf_counter() - began
         is_forcing = len(constraint.content) <= MAX_FORCING_BYTES
-        grammar = GuidanceGrammar(self, matcher, begin if is_quick else None, is_forcing=is_forcing)
+        grammar = GuidanceGrammar(self, matcher, begin, compile_s, is_forcing=is_forcing)
         self._try(grammar)
         return grammar
 
@@ -156,8 +180,9 @@ class Vocabulary:
                 if not is_lenient and (unsound := unsound_keywords(schema)):
                     raise _refused("; ".join(unsound))
                 options: Any = {**spacing, "lenient": is_lenient, "json_allowed_escapes": ESCAPES}
-                return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(put_right(schema)), overrides=options)
+                return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(normalized(schema)), overrides=options)
             case Regex(pattern):
+                _check_end(pattern)
                 return llguidance.LLMatcher.grammar_from_regex(pattern)
             case Choice(options):
                 return "start: " + " | ".join(map(_quoted, options))
@@ -166,9 +191,9 @@ class Vocabulary:
             case Grammar(text) if GBNF.search(text):
                 from llguidance.gbnf_to_lark import any_to_lark
 
-                return any_to_lark(text)
+                return any_to_lark(ESCAPE_OF_GBNF.sub(_unescaped, text))
             case Grammar(text):
-                return NAMES_OF_LARK.sub(self._by_id, text)
+                return NAMES_OF_LARK.sub(self._control_token, text)
             case StructuralTags():
                 return self._tags(constraint)
             case Either(options):
@@ -177,12 +202,12 @@ class Vocabulary:
                 inner = [self._named(name, option) for name, option in zip(names, options, strict=True)]
                 return json.dumps({"grammars": [{"name": "either", "lark_grammar": rules}, *inner]})
 
-    def _by_id(self, found: re.Match[str]) -> str:
+    def _control_token(self, found: re.Match[str]) -> str:
         """A control token of a grammar by its id; anything else as it is."""
         token_id = self.control_ids.get(found[0])
         return found[0] if token_id is None else f"<[{token_id}]>"
 
-    def _spelled(self, text: str) -> str:
+    def _with_control_tokens(self, text: str) -> str:
         """A text as the model writes it: control tokens in it by their ids."""
         names = "|".join(map(re.escape, sorted(self.control_ids, key=len, reverse=True)))
         pieces = re.split(f"({names})", text) if names else [text]
@@ -207,8 +232,14 @@ class Vocabulary:
             else:
                 rules.append(f"{name}_head[lazy]: TEXT {_quoted(trigger)}")
                 head = f"{name}_head"
+            _check_end(tag.pattern or "")
             body = f"/{_slashed(tag.pattern)}/" if tag.pattern is not None else _inline_json(tag.schema)
-            parts = (head, self._spelled(tag.begin[len(trigger) :]), body, self._spelled(tag.end))
+            parts = (
+                head,
+                self._with_control_tokens(tag.begin[len(trigger) :]),
+                body,
+                self._with_control_tokens(tag.end),
+            )
             rules.append(f"{name}: {' '.join(filter(None, parts))}")
         return "\n".join(rules) + "\n"
 
@@ -219,7 +250,7 @@ def _is_control(token: dict[str, Any]) -> bool:
     return bool(token.get("special")) or (name.startswith("<") and name.endswith(">"))
 
 
-def _unspoken(known: dict[str, Any], control_ids: Mapping[str, int]) -> str:
+def _with_hidden_names(known: dict[str, Any], control_ids: Mapping[str, int]) -> str:
     """A tokenizer.json whose control tokens have names that no text has.
 
     The library makes tokens of forced text, and would take a control token where the text has its name.
@@ -243,30 +274,79 @@ def _unspoken(known: dict[str, Any], control_ids: Mapping[str, int]) -> str:
     return msgspec.json.encode(known).decode()
 
 
+class Lexer:
+    """What some matchers of a grammar share. It gains states by the masks of all of them, and takes no token of any
+    when it has as many as `LIMITS` admits, or when one mask has met a limit.
+
+    Args:
+        begun: llguidance's matcher at the beginning of the text, whose copies share it.
+
+    Attributes:
+        matchers: those that use it now.
+    """
+
+    def __init__(self, begun: Any) -> None:
+        self.begun = begun
+        self.matchers = weakref.WeakSet[GuidanceMatcher]()
+
+    def limit(self, token_id: int) -> str:
+        """Why it takes no token any more; empty if it does.
+
+        Args:
+            token_id: any but one that ends the output, which asks the lexer nothing.
+        """
+        copy = self.begun.deep_copy()
+        copy.consume_token(token_id)
+        problem: str = copy.get_error()
+        return problem if problem.startswith("lexer error") else ""
+
+
 class GuidanceGrammar:
-    """A `CompiledGrammar`; its matchers are copies of a few, each of which share a lexer and what it has found out.
+    """A `CompiledGrammar`.
 
     Args:
         begun: llguidance's matcher.
-        begin: makes another one, with a lexer of its own; None: it takes too long.
+        begin: makes another one, with a lexer of its own, in about ``compile_s``.
         is_forcing: what follows without a choice is looked for.
+
+    Attributes:
+        is_spent: a lexer of it is full, and it takes too long to make another one.
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, begun: Any, begin: Callable[[], Any] | None, *, is_forcing: bool
+        self, vocabulary: Vocabulary, begun: Any, begin: Callable[[], Any], compile_s: float, *, is_forcing: bool
     ) -> None:
         self.vocabulary = vocabulary
         self.is_forcing = is_forcing
-        self._begun = [begun]
+        self.is_spent = False
+        self._lexers = [Lexer(begun)]
         self._begin = begin
-        self._num_matchers = 0
+        self._compile_s = compile_s
+
+    @property
+    def num_lexers(self) -> int:
+        return len(self._lexers)
 
     def matcher(self) -> GuidanceMatcher:
-        number, self._num_matchers = self._num_matchers, self._num_matchers + 1
-        if number >= ROWS_OF_LEXER * len(self._begun) and len(self._begun) < MAX_LEXERS and self._begin is not None:
-            self._begun.append(self._begin())
-        lexer = number % len(self._begun)
-        return GuidanceMatcher(self, self._begun[lexer].deep_copy(), lexer)
+        self._lexers = [lexer for lexer in self._lexers if lexer.matchers] or self._lexers[:1]
+        lexer = self._least_used()
+        if len(lexer.matchers) >= ROWS_OF_LEXER and len(self._lexers) < MAX_LEXERS and self._compile_s < MAX_AGAIN_S:
+            self._lexers.append(lexer := Lexer(self._begin()))
+        return GuidanceMatcher(self, lexer)
+
+    def replace(self, full: Lexer) -> tuple[Lexer, bool] | None:
+        """Another lexer than this one, which is full, and whether no matcher has used it; None: it takes too long."""
+        if full not in self._lexers:  # another matcher has had it replaced
+            return self._least_used(), False
+        if self._compile_s > MAX_RENEWAL_S:
+            self.is_spent = True
+            return None
+        fresh = Lexer(self._begin() if self._compile_s < MAX_AGAIN_S else _with_deep_stack(self._begin))
+        self._lexers[self._lexers.index(full)] = fresh
+        return fresh, True
+
+    def _least_used(self) -> Lexer:
+        return min(self._lexers, key=lambda lexer: len(lexer.matchers))
 
 
 class GuidanceMatcher:
@@ -274,35 +354,62 @@ class GuidanceMatcher:
 
     Attributes:
         raw: llguidance's.
-        lexer: which one of its grammar's it uses.
+        lexer: the one that it uses.
     """
 
-    def __init__(self, grammar: GuidanceGrammar, raw: Any, lexer: int) -> None:
-        self.raw = raw
+    def __init__(self, grammar: GuidanceGrammar, lexer: Lexer) -> None:
+        self.raw = lexer.begun.deep_copy()
         self.lexer = lexer
         self.ending_ids = grammar.vocabulary.ending_ids
+        self._grammar = grammar
         self._vocabulary = grammar.vocabulary
-        self._is_forcing = grammar.is_forcing
+        self._token_ids: list[int] = []
+        """All that it has taken in, but for what ends the output."""
         self._is_over = False
+        self._num_unmasked = 0
+        """Tokens since the last mask."""
+        self._num_at_fresh = -1
+        """Tokens that it had when it got a lexer that no other one had used; -1: it got none."""
+        self._limit = ""
+        """Why no other lexer helps."""
+        lexer.matchers.add(self)
 
     @property
     def problem(self) -> str:
-        return _shown(self.raw.get_error()) if self.raw.is_error() else ""
+        if not self.raw.is_error():
+            return ""
+        problem = _shown(self._limit or self.raw.get_error())
+        return f"{TOO_LARGE}: {problem}" if SIZE_PROBLEMS.search(problem) else problem
 
     def consume(self, token_ids: Sequence[int]) -> None:
         for token_id in token_ids:
             if not self._is_end(token_id):
+                self._take(token_id)
                 self.raw.consume_token(token_id)
+        if self.raw.is_error():
+            self.renew()
 
     def consume_all(self, matchers: Sequence[GuidanceMatcher], token_ids: Sequence[int]) -> None:
+        if len(matchers) <= NUM_SMALL:
+            for matcher, token_id in zip(matchers, token_ids, strict=True):
+                matcher.consume((token_id,))
+            return
         pairs = zip(matchers, token_ids, strict=True)
-        raw = [(matcher.lexer, matcher.raw, token_id) for matcher, token_id in pairs if not matcher._is_end(token_id)]
-        if len(raw) <= NUM_SMALL:
-            for _, matcher, token_id in raw:
-                matcher.consume_token(token_id)
-        else:
-            raw.sort(key=_by_lexer)
-            _threads().consume_token_par([one[1:] for one in raw])
+        taking = [(matcher, token_id) for matcher, token_id in pairs if not matcher._is_end(token_id)]
+        taking.sort(key=lambda pair: id(pair[0].lexer))  # threads take neighbours, out of each other's locks
+        for matcher, token_id in taking:
+            matcher._take(token_id)
+        if taking:
+            taken = _threads().consume_token_par([(matcher.raw, token_id) for matcher, token_id in taking])
+            for (matcher, _), is_taken in zip(taking, taken, strict=True):
+                if not is_taken:
+                    matcher.renew()
+
+    def _take(self, token_id: int) -> None:
+        if self._num_unmasked >= TOKENS_OF_FUEL:
+            self._fill(np.empty(self._vocabulary.num_words, np.int32))
+        self._token_ids.append(token_id)
+        self._num_unmasked += 1
 
     def _is_end(self, token_id: int) -> bool:
         """Whether the output ends with this token, or has ended; llguidance takes no token then."""
@@ -310,35 +417,54 @@ class GuidanceMatcher:
             self._is_over = True
         return self._is_over
 
+    def renew(self) -> bool:
+        while self.raw.is_error() and (limit := self.lexer.limit(self._vocabulary.text_id)):
+            if self._num_at_fresh == len(self._token_ids) or (replaced := self._grammar.replace(self.lexer)) is None:
+                self._limit = limit
+                return False
+            self.lexer.matchers.discard(self)
+            self.lexer, is_fresh = replaced
+            self.lexer.matchers.add(self)
+            self._num_at_fresh = len(self._token_ids) if is_fresh else -1
+            self.raw = self.lexer.begun.deep_copy()
+            token_ids, self._token_ids, self._num_unmasked = self._token_ids, [], 0
+            for token_id in token_ids:
+                self._take(token_id)
+                self.raw.consume_token(token_id)
+            if not self.raw.is_error():
+                return True
+        return False
+
     def forced(self) -> list[int]:
         if self._is_over or self.raw.is_error():
             return []
         if self.raw.is_stopped():
             return [self.ending_ids[0]]
         forced: list[int] = []
-        if self._is_forcing and len(self.raw.compute_ff_bytes()) >= MIN_FORCED_BYTES:
+        if self._grammar.is_forcing and len(self.raw.compute_ff_bytes()) >= MIN_FORCED_BYTES:
             forced = self.raw.compute_ff_tokens()
         return forced
 
     def fill(self, mask: Mask) -> None:
         words = np.empty(self._vocabulary.num_words, np.int32) if self._vocabulary.num_words > len(mask) else mask
-        self.raw.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self._fill(words)
         if words is not mask:
             mask[:] = words[: len(mask)]
+
+    def _fill(self, words: Mask) -> None:
+        self.raw.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self._num_unmasked = 0
 
     def fill_all(self, matchers: Sequence[GuidanceMatcher], indices: Sequence[int], masks: Mask) -> None:
         if len(indices) <= NUM_SMALL or self._vocabulary.num_words > masks.shape[1]:
             for matcher, index in zip(matchers, indices, strict=True):
                 matcher.fill(masks[index])
         else:
-            pairs = zip(matchers, indices, strict=True)
-            raw = sorted(((matcher.lexer, matcher.raw, index) for matcher, index in pairs), key=_by_lexer)
-            rows = [one[1:] for one in raw]
+            pairs = sorted(zip(matchers, indices, strict=True), key=lambda pair: id(pair[0].lexer))
+            for matcher in matchers:
+                matcher._num_unmasked = 0
+            rows = [(matcher.raw, index) for matcher, index in pairs]
             _threads().unsafe_compute_mask_ptr(rows, masks.ctypes.data, masks.shape[1] * masks.itemsize, len(masks))
-
-
-_by_lexer = operator.itemgetter(0)
-"""Threads take neighbours, and so keep out of each other's locks."""
 
 
 @functools.cache
@@ -346,16 +472,45 @@ def _threads() -> Any:
     return llguidance.LLExecutor(os.cpu_count())
 
 
+def _with_deep_stack(function: Callable[[], Any]) -> Any:
+    """What the function returns, called in a thread with `STACK_BYTES`."""
+    returned: list[Any] = []
+    thread = threading.Thread(target=lambda: returned.append(function()), name="aioengine-grammar")
+    before = threading.stack_size(STACK_BYTES)
+    try:
+        thread.start()
+    finally:
+        threading.stack_size(before)
+    thread.join()
+    return returned[0]
+
+
 def _inline_json(schema: Any) -> str:
     """JSON of a schema inside a grammar of Lark's."""
     if unsound := unsound_keywords(schema):
         raise _refused("; ".join(unsound))
     options = {"whitespace_pattern": WHITESPACE, "json_allowed_escapes": ESCAPES}
-    return "%json " + json.dumps({**put_right(schema), "x-guidance": options})
+    return "%json " + json.dumps({**normalized(schema), "x-guidance": options})
 
 
 def _refused(why: str) -> InvalidRequest:
     return InvalidRequest(f"structured: it cannot be enforced: {why}", param="structured")
+
+
+def _check_end(pattern: str) -> None:
+    if ends_in_backslash(pattern):
+        raise _refused("the expression ends in a backslash")
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    """An escape of GBNF's as the library's converter takes it, which gets ``\\u`` wrong."""
+    digits = found[1] or found[2]
+    if digits is None:
+        return found[0]
+    code = int(digits, 16)
+    if 0xD800 <= code < 0xE000:
+        raise _refused(f"{found[0]} is half of a surrogate pair")
+    return f"\\x{code:02x}" if code < 128 else chr(code)  # an ASCII character may be a sign where it stands
 
 
 def _quoted(text: str) -> str:

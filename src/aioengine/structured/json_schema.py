@@ -6,22 +6,31 @@ with a text that it admits; when it has learnt one the test says so.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from fractions import Fraction
 from typing import Any
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_BRANCHES = ("allOf", "anyOf", "oneOf")
+_LISTS = (*_BRANCHES, "prefixItems")
 _ONES = ("items", "additionalItems", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
-_IN_PLACE = ("allOf", "anyOf", "oneOf", "$ref", "const", "enum")
+_NESTING = frozenset((*_MAPS, *_LISTS, *_ONES))
+_IN_PLACE = (*_BRANCHES, "$ref", "const", "enum")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_NUMERIC = frozenset((*_BOUNDS, "multipleOf"))
+_COUNTED = frozenset((*_BRANCHES, "$ref", "pattern"))
+_CHECKED = frozenset((*_BOUNDS, "minProperties", "additionalItems", "const", "enum", "pattern", "patternProperties"))
 
 # Doubles hold each integer up to this one.
 _MAX_EXACT_INTEGER = 2**53
 # The library reckons multiples in 32 bits, and goes on with what is left of a larger product.
 _MAX_MULTIPLE = 2**32
+# The product of so many different whole numbers is larger.
+_MAX_MULTIPLES = 13
 
 _YEAR = r"(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
 _LEAP_YEAR = r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
@@ -47,7 +56,7 @@ EXACT_FORMATS = {
 }
 
 
-def subschemas(schema: Any, keywords: tuple[str, ...] = (*_MAPS, *_LISTS, *_ONES)) -> Iterator[dict[str, Any]]:
+def subschemas(schema: Any, keywords: Container[str] = _NESTING) -> Iterator[dict[str, Any]]:
     """The schema and all in it, under these keywords, that are mappings. Constants and defaults are no schemas."""
     pending = [schema]
     while pending:
@@ -55,8 +64,9 @@ def subschemas(schema: Any, keywords: tuple[str, ...] = (*_MAPS, *_LISTS, *_ONES
         if not isinstance(node, dict):
             continue
         yield node
-        for keyword in keywords:
-            value = node.get(keyword)
+        for keyword, value in node.items():
+            if keyword not in keywords:
+                continue
             if keyword in _MAPS:
                 pending.extend(value.values() if isinstance(value, dict) else ())
             else:
@@ -70,13 +80,15 @@ def unsound_keywords(schema: Any) -> list[str]:
         found.append("x-guidance: it changes how the grammar is made")
     nodes = list(subschemas(schema))
     for node in nodes:
+        if _CHECKED.isdisjoint(node):
+            continue
         found.extend(_unsound_counts(node))
         found.extend(_unsound_lists(node))
         found.extend(_unsound_numbers(node))
         found.extend(_unwritable_texts(node))
         found.extend(_unsound_patterns(node))
     found.extend(_endless_patterns(nodes))
-    for together in _applied_together(nodes):
+    for together in filter(None, _applied_together(nodes)):
         found.extend(_unsound_multiples(together))
         found.extend(_unsound_ranges(together))
     return list(dict.fromkeys(found))
@@ -138,16 +150,17 @@ def _scalars(value: Any) -> Iterator[Any]:
 def _applied_together(nodes: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     """The nodes that may be held against one value: each with its branches; all of them where there are references."""
     if any("$ref" in node for node in nodes):
-        yield nodes
+        yield [node for node in nodes if not _NUMERIC.isdisjoint(node)]
         return
+    branches = {id(part) for node in nodes for keyword in _BRANCHES for part in _listed(node, keyword)}
     for node in nodes:
-        if any(keyword in node for keyword in ("multipleOf", *_BOUNDS, "allOf", "anyOf", "oneOf")):
-            yield list(subschemas(node, ("allOf", "anyOf", "oneOf")))
+        if id(node) not in branches:  # what is unsound of a branch is so of the whole
+            yield [part for part in subschemas(node, _BRANCHES) if not _NUMERIC.isdisjoint(part)]
 
 
 def _unsound_multiples(together: list[dict[str, Any]]) -> Iterator[str]:
     multiples = {part["multipleOf"] for part in together if _is_number(part.get("multipleOf"))}
-    exact = [Fraction(str(multiple)) for multiple in multiples]
+    exact = [Fraction(str(multiple)) for multiple in itertools.islice(multiples, _MAX_MULTIPLES)]
     scale = math.lcm(*(multiple.denominator for multiple in exact))
     if len(exact) > 1 and math.prod(multiple * scale for multiple in exact) >= _MAX_MULTIPLE:
         yield "multipleOf: several of one number whose product is not below 2**32"
@@ -157,16 +170,21 @@ def _unsound_ranges(together: list[dict[str, Any]]) -> Iterator[str]:
     """Of a whole number that is excluded, where the other bound comes before the next whole number."""
     numbers = [part for part in together if part.get("type") != "integer"]
     bounds = {keyword: {part[keyword] for part in numbers if _is_number(part.get(keyword))} for keyword in _BOUNDS}
-    for excluded in bounds["exclusiveMinimum"]:
-        if excluded == int(excluded) and any(
-            excluded < other < excluded + 1 for other in bounds["maximum"] | bounds["exclusiveMaximum"]
-        ):
+    for excluded, other in _next_above(bounds["exclusiveMinimum"], bounds["maximum"] | bounds["exclusiveMaximum"]):
+        if excluded == int(excluded) and other < excluded + 1:
             yield "exclusiveMinimum: it is admitted where the maximum is less than one away"
-    for excluded in bounds["exclusiveMaximum"]:
-        if excluded == int(excluded) and any(
-            excluded - 1 < other < excluded for other in bounds["minimum"] | bounds["exclusiveMinimum"]
-        ):
+    below = {-bound for bound in bounds["minimum"] | bounds["exclusiveMinimum"]}
+    for excluded, other in _next_above({-bound for bound in bounds["exclusiveMaximum"]}, below):
+        if excluded == int(excluded) and other < excluded + 1:
             yield "exclusiveMaximum: it is admitted where the minimum is less than one away"
+
+
+def _next_above(numbers: set[Any], others: set[Any]) -> Iterator[tuple[Any, Any]]:
+    """Of each number the next of the others that is above it, if there is one."""
+    ranked = sorted(others)
+    for number in numbers:
+        if (index := bisect.bisect_right(ranked, number)) < len(ranked):
+            yield number, ranked[index]
 
 
 def _is_number(value: Any) -> bool:
@@ -178,33 +196,45 @@ def _unsound_patterns(node: dict[str, Any]) -> Iterator[str]:
     for pattern in (node.get("pattern"), *(named if isinstance(named, dict) else ())):
         if not isinstance(pattern, str):
             continue
+        if ends_in_backslash(pattern):
+            yield "pattern: it ends in a backslash"
         for inside in re.findall(r"(?<!\\)(?:\\\\)*\[((?:\\.|[^\]\\])*)", pattern):
             if "[" in re.sub(r"\\.", "", inside):
                 yield "pattern: [ within a class is a sign to JSON Schema, and a class of its own to the library"
 
 
+def ends_in_backslash(pattern: str) -> bool:
+    """Whether its last backslash escapes nothing; the library drops it."""
+    return (len(pattern) - len(pattern.rstrip("\\"))) % 2 == 1
+
+
 def _endless_patterns(nodes: list[dict[str, Any]]) -> Iterator[str]:
     """Of texts that fit several patterns at once the library looks for one through all that their states can be."""
-    root, counts = nodes[0] if nodes else {}, dict[str, int]()
+    root = nodes[0] if nodes else {}
+    counted: dict[int, tuple[int, int]] = {}
+    """By the id of a schema."""
 
-    def count(node: Any, depth: int = 0) -> int:
-        """How many patterns one text of the schema must fit. A definition is counted once, and 0 within itself."""
-        if not isinstance(node, dict):
-            return 0
+    def count(node: Any, depth: int = 0) -> tuple[int, int]:
+        """How many patterns one text of the schema must fit, and how deep its schemas are; 0 within itself."""
+        if not isinstance(node, dict) or _COUNTED.isdisjoint(node):
+            return 0, 0
+        if id(node) in counted:
+            return counted[id(node)]
         if depth > MAX_SCHEMAS_DEEP:
-            return MAX_PATTERNS + 1
-        number = int(isinstance(node.get("pattern"), str))
-        number += sum(count(part, depth + 1) for part in _listed(node, "allOf"))
+            return 0, MAX_SCHEMAS_DEEP
+        counted[id(node)] = 0, 0
+        parts = [count(part, depth + 1) for part in _listed(node, "allOf")]
         for keyword in ("anyOf", "oneOf"):
-            number += max((count(option, depth + 1) for option in _listed(node, keyword)), default=0)
+            options = [count(option, depth + 1) for option in _listed(node, keyword)]
+            parts.append((max((number for number, _ in options), default=0), max((h for _, h in options), default=0)))
         if isinstance(reference := node.get("$ref"), str):
-            if reference not in counts:
-                counts[reference] = 0
-                counts[reference] = count(_referred(root, reference), depth + 1)
-            number += counts[reference]
-        return number
+            parts.append(count(_referred(root, reference), depth + 1))
+        number = sum(number for number, _ in parts) + isinstance(node.get("pattern"), str)
+        counted[id(node)] = number, 1 + max(height for _, height in parts)
+        return counted[id(node)]
 
-    if any(count(node) > MAX_PATTERNS for node in nodes if "allOf" in node or "$ref" in node):
+    counts = (count(node) for node in nodes if "allOf" in node or "$ref" in node)
+    if any(number > MAX_PATTERNS or height > MAX_SCHEMAS_DEEP for number, height in counts):
         yield f"allOf: more than {MAX_PATTERNS} patterns of one text, or {MAX_SCHEMAS_DEEP} schemas for one another"
 
 
@@ -221,7 +251,7 @@ def _referred(root: Any, reference: str) -> Any:
     return found
 
 
-def put_right(schema: Any) -> dict[str, Any]:
+def normalized(schema: Any) -> dict[str, Any]:
     """The schema as the library reads it best: the same texts fit it, but for dates and hostnames that cannot be.
 
     The formats ``date``, ``time``, ``date-time`` and ``hostname`` become patterns, as does ``contentEncoding``
@@ -230,11 +260,11 @@ def put_right(schema: Any) -> dict[str, Any]:
     """
     if isinstance(schema, bool):
         return {} if schema else {"enum": []}
-    better: dict[str, Any] = _put_right(schema)
+    better: dict[str, Any] = _normalized(schema)
     return better
 
 
-def _put_right(schema: Any) -> Any:
+def _normalized(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     better: dict[str, Any] = {}
@@ -242,9 +272,9 @@ def _put_right(schema: Any) -> Any:
         if keyword == "uniqueItems" and value is False:
             continue
         if keyword in _MAPS and isinstance(value, dict):
-            better[keyword] = {name: _put_right(inner) for name, inner in value.items()}
+            better[keyword] = {name: _normalized(inner) for name, inner in value.items()}
         elif keyword in (*_LISTS, *_ONES):
-            better[keyword] = [_put_right(inner) for inner in value] if isinstance(value, list) else _put_right(value)
+            better[keyword] = [_normalized(inner) for inner in value] if isinstance(value, list) else _normalized(value)
         else:
             better[keyword] = value
     pattern = EXACT_FORMATS.get(str(better.get("format")))

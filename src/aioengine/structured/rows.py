@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from aioengine.structured.grammar import CompiledGrammar, Mask, keep_going, set_only
+from aioengine.structured.grammar import TOO_LARGE, CompiledGrammar, Mask, keep_going, set_only
 
 MAX_FORCED = 4096
 """Tokens that one token may bring along."""
@@ -56,6 +56,11 @@ class GrammarRow:
         """The last tokens up to ``num_tokens``, if they were forced."""
         self._num_told = num_prompt_tokens
         """Tokens that the caller has given or was told."""
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether its problem is the constraint's size, and so the constraint's own."""
+        return self.problem.startswith(TOO_LARGE)
 
     def takes(self, position: int) -> bool:
         """The device has sampled the token at this position: whether that is news, and not a forced one."""
@@ -185,10 +190,14 @@ class GrammarRows:
                 set_only(masks, single)
 
     def _replay(self, row: GrammarRow, first: int, output_ids: Sequence[int]) -> None:
-        """Bring a row behind tokens that are known, in the pieces in which it came to them at first."""
+        """Bring a row behind tokens that are known, without masks.
+
+        What is forced is asked for where it was at first: behind each token that was sampled, and there alone. Asked
+        for amid a forced text the library may find less of it, or cut it into other tokens.
+        """
         for position, token_id in enumerate(output_ids, first):
-            if not row.is_masked:
-                self._mask([row])
+            if position == row.num_tokens:
+                row.force()
             if row.takes(position):
                 row.matcher.consume([token_id])
 
@@ -202,6 +211,10 @@ class GrammarRows:
         for row in rows:
             row.is_masked = True
             row.problem = row.matcher.problem
+            while row.problem and row.matcher.renew():
+                row.force()
+                row.matcher.fill(self._masks[row.slot])
+                row.problem = row.matcher.problem
             if row.has_rules:
                 row.restrict(self._masks[row.slot])
 

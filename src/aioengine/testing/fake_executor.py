@@ -16,6 +16,7 @@ from aioengine.config import EngineConfig
 from aioengine.core.control import CollectiveRpc, Control, SaveShardedState, StopProfile
 from aioengine.core.executor_protocol import DeviceLost, ExecutorInfo, ExecutorStats
 from aioengine.core.worker_functions import Worker, registered
+from aioengine.errors import InvalidRequest
 from aioengine.scheduler.plan import (
     Float32,
     Int32,
@@ -303,12 +304,15 @@ class FakeExecutor:
         """
         if not work.samples:
             return [], None
-        row, error = work.row, None
+        row = work.row
+        error: Exception | None = None
         tokens = self._choose_all(self._read(work), row)
         if not tokens:
             problem = row.grammar.problem if row.grammar is not None else ""
             rules = "structured, allowed_token_ids, bad_words and min_tokens leave none"
             error = NothingAllowed(f"no token may be sampled: {problem or rules}")
+            if row.grammar is not None and row.grammar.is_too_large:
+                error = InvalidRequest(f"structured: {problem}", param="structured")
         row.tokens[work.end :] = [tokens[0] if tokens else MEANINGLESS, *row.tokens[work.end + 1 :]]
         return tokens, error
 
