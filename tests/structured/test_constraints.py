@@ -10,7 +10,7 @@ from typing import Any, Literal, TypedDict
 import msgspec
 import pydantic
 import pytest
-from structured.conftest import compile_grammar
+from structured.conftest import compile_grammar, tokenizer, vocabulary
 
 from aioengine import (
     LLM,
@@ -257,6 +257,25 @@ def test_a_field_that_is_no_constraint_is_refused(name: str) -> None:
     assert from_vllm({"regex": "a+", "backend": "auto", "whitespace_pattern": None}) == Regex("a+")
 
 
+TAG = Tag("<f>", "</f>", pattern=".*")
+
+
+@pytest.mark.parametrize(
+    ("tags", "triggers", "text"),
+    [
+        ((TAG,), ("<f>",), "a<f>b</f>c<f></f>"),
+        ((TAG, Tag("<g>", "</g>", pattern="[a-z]{2}")), ("<", "<f"), "<f>aa</f><g>aa</g>"),
+        ((Tag("<f>", "</f>", pattern=r"y\/z|a/b"),), ("<f>",), "<f>y/z</f><f>a/b</f>"),
+        ((Tag("<f>", pattern="[a-z]+"),), ("<f>",), "<f>ab"),
+    ],
+)
+def test_a_tag_is_closed_by_its_first_end(tags: tuple[Tag, ...], triggers: tuple[str, ...], text: str) -> None:
+    matcher = compile_grammar(StructuralTags(tags, triggers)).matcher()
+    matcher.consume([*tokenizer().encode(text).ids, vocabulary().ending_ids[0]])
+    assert matcher.problem == ""
+    assert matcher._is_over
+
+
 @pytest.mark.parametrize(
     ("make", "told"),
     [
@@ -271,6 +290,8 @@ def test_a_field_that_is_no_constraint_is_refused(name: str) -> None:
         (lambda: Grammar('root ::= "\\ud800"'), "half of a surrogate pair"),
         (lambda: Grammar("root ::= nope"), "enforced: Rule 'nope' not found"),
         (lambda: Grammar("start: nope"), 'at 1(8): unknown name: "nope"'),
+        (lambda: Json({"type": "array", "items": {"const": "a" * 99}, "minItems": 200}), "follow without a choice"),
+        (lambda: StructuralTags((TAG,), ("<f", "<x")), "the trigger '<x' begins no tag"),
         (lambda: Regex("("), 'enforced: invalid regex "(" (in regex)'),
         (lambda: StructuralTags((Tag("<f>", pattern="("),), ("<",)), 'enforced: invalid regex "(" (in regex)'),
     ],

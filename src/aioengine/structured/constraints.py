@@ -152,6 +152,9 @@ class StructuralTags(_Constraint, frozen=True, tag="tags"):
                 raise _refuse("", f"no trigger begins the tag {shorten(tag.begin)}; give one in triggers")
             if (tag.schema is None) == (tag.pattern is None):
                 raise _refuse("", f"the tag {shorten(tag.begin)} needs either a schema or a pattern")
+        for trigger in self.triggers:
+            if not any(tag.begin.startswith(trigger) for tag in self.tags):
+                raise _refuse("", f"the trigger {shorten(trigger)} begins no tag; leave it out, or add a tag")
 
 
 class Either(_Constraint, frozen=True, tag="either"):

@@ -50,6 +50,10 @@ NUM_SMALL = 16
 MIN_FORCED_BYTES = 8
 """Fewer are sampled: finding the tokens of any number of bytes takes 10 µs under the GIL, as long as some masks."""
 
+MAX_FORCED_BYTES = 16 * 1024
+"""Of text that follows without a choice; each mask before it takes a ms for 10 kB of it, and a schema of a hundred
+bytes may ask for megabytes."""
+
 MAX_FORCING_BYTES = 32 * 1024
 """Of a longer constraint nothing is forced: looking for it may take as long as a mask, some ms, and under the GIL."""
 
@@ -226,20 +230,23 @@ class Vocabulary:
         names = [f"tag_{number}" for number in range(len(constraint.tags))]
         rules = ["%llguidance {}", f"start: ({' | '.join(names)})* TEXT", r"TEXT: /(.|\n)*/"]
         for name, tag in zip(names, constraint.tags, strict=True):
-            trigger = max((one for one in constraint.triggers if tag.begin.startswith(one)), key=len)
+            trigger = min((one for one in constraint.triggers if tag.begin.startswith(one)), key=len)
             if trigger in self.control_ids:
                 head = f"TEXT <[{self.control_ids[trigger]}]>"
             else:
                 rules.append(f"{name}_head[lazy]: TEXT {_quoted(trigger)}")
                 head = f"{name}_head"
-            _check_end(tag.pattern or "")
-            body = f"/{_slashed(tag.pattern)}/" if tag.pattern is not None else _inline_json(tag.schema)
-            parts = (
-                head,
-                self._with_control_tokens(tag.begin[len(trigger) :]),
-                body,
-                self._with_control_tokens(tag.end),
-            )
+            end = self._with_control_tokens(tag.end)
+            if tag.pattern is None:
+                body = f"{_inline_json(tag.schema)} {end}"
+            else:
+                _check_end(tag.pattern)
+                rules.append(f"{name.upper()}: /{_slashed(tag.pattern)}/")
+                body = f"{name.upper()} {end}"
+                if end == _quoted(tag.end) != "":  # the first end is the end, though the pattern may go on with it
+                    rules.append(f"{name}_body[lazy]: {body}")
+                    body = f"{name}_body"
+            parts = (head, self._with_control_tokens(tag.begin[len(trigger) :]), body)
             rules.append(f"{name}: {' '.join(filter(None, parts))}")
         return "\n".join(rules) + "\n"
 
@@ -371,12 +378,14 @@ class GuidanceMatcher:
         self._num_at_fresh = -1
         """Tokens that it had when it got a lexer that no other one had used; -1: it got none."""
         self._limit = ""
-        """Why no other lexer helps."""
+        """Why it goes no further, whatever its lexer."""
+        self._num_checked = -1
+        """Tokens that it had when what follows them was looked at last."""
         lexer.matchers.add(self)
 
     @property
     def problem(self) -> str:
-        if not self.raw.is_error():
+        if not (self._limit or self.raw.is_error()):
             return ""
         problem = _shown(self._limit or self.raw.get_error())
         return f"{TOO_LARGE}: {problem}" if SIZE_PROBLEMS.search(problem) else problem
@@ -435,8 +444,17 @@ class GuidanceMatcher:
                 return True
         return False
 
+    @property
+    def _is_stuck(self) -> bool:
+        """Whether there is a problem, such as more forced text than `MAX_FORCED_BYTES`."""
+        if self._num_checked != len(self._token_ids) and not self.raw.is_error():
+            self._num_checked = len(self._token_ids)
+            if len(self.raw.compute_ff_bytes()) > MAX_FORCED_BYTES:
+                self._limit = f"too many bytes follow without a choice; at most {MAX_FORCED_BYTES:,} are taken"
+        return bool(self._limit) or self.raw.is_error()
+
     def forced(self) -> list[int]:
-        if self._is_over or self.raw.is_error():
+        if self._is_over or self._is_stuck:
             return []
         if self.raw.is_stopped():
             return [self.ending_ids[0]]
@@ -452,7 +470,10 @@ class GuidanceMatcher:
             mask[:] = words[: len(mask)]
 
     def _fill(self, words: Mask) -> None:
-        self.raw.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if self._is_stuck:
+            words.fill(0)
+        else:
+            self.raw.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         self._num_unmasked = 0
 
     def fill_all(self, matchers: Sequence[GuidanceMatcher], indices: Sequence[int], masks: Mask) -> None:
@@ -461,10 +482,15 @@ class GuidanceMatcher:
                 matcher.fill(masks[index])
         else:
             pairs = sorted(zip(matchers, indices, strict=True), key=lambda pair: id(pair[0].lexer))
-            for matcher in matchers:
+            rows: list[tuple[Any, int]] = []
+            for matcher, index in pairs:
                 matcher._num_unmasked = 0
-            rows = [(matcher.raw, index) for matcher, index in pairs]
-            _threads().unsafe_compute_mask_ptr(rows, masks.ctypes.data, masks.shape[1] * masks.itemsize, len(masks))
+                if matcher._is_stuck:
+                    masks[index] = 0
+                else:
+                    rows.append((matcher.raw, index))
+            if rows:
+                _threads().unsafe_compute_mask_ptr(rows, masks.ctypes.data, masks.shape[1] * masks.itemsize, len(masks))
 
 
 @functools.cache
@@ -519,7 +545,8 @@ def _quoted(text: str) -> str:
 
 
 def _slashed(pattern: str) -> str:
-    return pattern.replace("/", r"\/")
+    """With a backslash before each slash that has none."""
+    return re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern, flags=re.S)
 
 
 def _shown(problem: str) -> str:
