@@ -41,6 +41,11 @@ LIMITS: dict[str, Any] = {
 SIZE_PROBLEMS = re.compile(r"lexer error|[Tt]oo many|max is")
 """In what the library says when one of these limits is met."""
 
+_CHAR = r'[^"\\\x00-\x1F\x7F]'
+SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_CHAR}{{1,{length}}}" for length in (2, 4, 6, 8, 12, 16, 24)), f"{_CHAR}+"]
+"""Tokens that the library admits together where all of such a text may come. By its own slices, of 10 and 30
+characters, a mask within a text that has a ``maxLength`` takes 180 µs in place of 30, with 129,000 tokens."""
+
 ESCAPES = 'nrbtf\\"'
 """Of texts of JSON, without ``\\u``: a key that is written otherwise would pass for another one."""
 
@@ -120,7 +125,10 @@ class Vocabulary:
         """Of a mask; the model's are cut where the tokenizer has more tokens."""
         try:
             self.tokenizer = llguidance.LLTokenizer(
-                _with_hidden_names(known, self.control_ids), n_vocab=max(num_tokens, num_known), eos_token=endings
+                _with_hidden_names(known, self.control_ids),
+                n_vocab=max(num_tokens, num_known),
+                eos_token=endings,
+                slices=SLICES,
             )
         except BaseException as error:  # a panic of the library's is no Exception
             raise InvalidRequest(
