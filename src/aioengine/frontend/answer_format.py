@@ -18,7 +18,8 @@ from aioengine.errors import AioEngineError, InvalidRequest
 from aioengine.sampling_params import SamplingParams
 from aioengine.structured.constraints import Constraint, Either, Grammar
 from aioengine.structured.grammar import Thinking
-from aioengine.structured.json_schema import put_right, unsound_keywords
+from aioengine.structured.json_schema import unsound_keywords
+from aioengine.structured.normalize import normalized
 from aioengine.text.tokenizer import Tokenizer
 from aioengine.tool_calls.calls import AnswerParser, Tool, ToolChoice, read_tool_choice, read_tools
 from aioengine.tool_calls.formats import ToolFormat, detect_tool_format, find_tool_format
@@ -127,7 +128,7 @@ class AnswerFormats:
         if options.tools and not params.detokenize:
             raise invalid("detokenize", "tool calls are read from text, and detokenize=False makes none")
         for tool in options.tools:
-            if tool.strict and (unsound := unsound_keywords(tool.parameters)):
+            if tool.strict and (unsound := unsound_keywords(normalized(tool.parameters))):
                 raise invalid("tools", f"tool {tool.name!r} cannot be strict: {'; '.join(unsound)}")
         if options.tools and self._reasoning is not None and self._reasoning.has_own_parser:
             name = self._reasoning.name
@@ -182,7 +183,7 @@ class AnswerFormats:
         # With a shape for the answer there are calls, or an answer of that shape, and no other text.
         shape = ToolChoice("required", choice.names) if is_shaped and not is_forced else choice
         may_be_called = tuple(
-            msgspec.structs.replace(tool, parameters=put_right(tool.parameters)) for tool in may_be_called
+            msgspec.structs.replace(tool, parameters=normalized(tool.parameters)) for tool in may_be_called
         )
         text = self._tools.grammar(may_be_called, shape, parallel=options.is_parallel, token_ids=self._added_tokens)
         calls, shaped = Grammar(text), params.structured

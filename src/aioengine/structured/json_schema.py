@@ -1,4 +1,4 @@
-"""JSON schemas that llguidance takes and gets wrong: found, so that they are refused, or put right.
+"""JSON schemas that llguidance takes and gets wrong: found, so that they are refused.
 
 It refuses most keywords that it does not know. A test has the smallest schema for each that it takes and gets wrong,
 with a text that it admits; when it has learnt one the test says so.
@@ -11,43 +11,26 @@ import re
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
+from urllib.parse import unquote
 
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
-_ONES = ("items", "additionalItems", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
+MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+ONES = ("items", "additionalItems", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
 _IN_PLACE = ("allOf", "anyOf", "oneOf", "$ref", "const", "enum")
-_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 # Doubles hold each integer up to this one.
-_MAX_EXACT_INTEGER = 2**53
+MAX_EXACT_INTEGER = 2**53
 # The library reckons multiples in 32 bits, and goes on with what is left of a larger product.
 _MAX_MULTIPLE = 2**32
 
-_YEAR = r"(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
-_LEAP_YEAR = r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
-_DAY_OF_ANY_YEAR = (
-    r"(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
-    r"|02-(?:0[1-9]|1[0-9]|2[0-8]))"
-)
-_DATE = rf"(?:{_YEAR}-{_DAY_OF_ANY_YEAR}|{_LEAP_YEAR}-02-29)"
-# No leap seconds, and capital letters: what parsers of times commonly read.
-_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-_BASE64 = r"^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
 _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 MAX_PATTERNS = 4
 MAX_SCHEMAS_DEEP = 100
 """That a text must fit by ``allOf``, ``anyOf``, ``oneOf`` and ``$ref`` within each other."""
-_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
-_MAX_HOSTNAME_CHARS = 253
-EXACT_FORMATS = {
-    "date": f"^{_DATE}$",
-    "time": f"^{_TIME}$",
-    "date-time": f"^{_DATE}T{_TIME}$",
-    "hostname": rf"^{_LABEL}(?:\.{_LABEL})*$",
-}
 
 
-def subschemas(schema: Any, keywords: tuple[str, ...] = (*_MAPS, *_LISTS, *_ONES)) -> Iterator[dict[str, Any]]:
+def subschemas(schema: Any, keywords: tuple[str, ...] = (*MAPS, *LISTS, *ONES)) -> Iterator[dict[str, Any]]:
     """The schema and all in it, under these keywords, that are mappings. Constants and defaults are no schemas."""
     pending = [schema]
     while pending:
@@ -57,7 +40,7 @@ def subschemas(schema: Any, keywords: tuple[str, ...] = (*_MAPS, *_LISTS, *_ONES
         yield node
         for keyword in keywords:
             value = node.get(keyword)
-            if keyword in _MAPS:
+            if keyword in MAPS:
                 pending.extend(value.values() if isinstance(value, dict) else ())
             else:
                 pending.extend(value if isinstance(value, list) else [value])
@@ -70,6 +53,7 @@ def unsound_keywords(schema: Any) -> list[str]:
         found.append("x-guidance: it changes how the grammar is made")
     nodes = list(subschemas(schema))
     for node in nodes:
+        found.extend(_of_draft_3(node))
         found.extend(_unsound_counts(node))
         found.extend(_unsound_lists(node))
         found.extend(_unsound_numbers(node))
@@ -82,13 +66,20 @@ def unsound_keywords(schema: Any) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def _of_draft_3(node: dict[str, Any]) -> Iterator[str]:
+    kinds = {"divisibleBy": int | float, "disallow": str | list, "extends": dict | list, "required": bool}
+    for keyword, kind in kinds.items():
+        if isinstance(node.get(keyword), kind):
+            yield f"{keyword}: it is draft 3's"
+
+
 def _unsound_counts(node: dict[str, Any]) -> Iterator[str]:
     least, required = (
         node.get("minProperties", 0),
-        {name for name in _listed(node, "required") if isinstance(name, str)},
+        {name for name in listed(node, "required") if isinstance(name, str)},
     )
     # One key beside the required ones cannot be one of them; of two, the second may repeat the first.
-    if _is_number(least) and least > len(required) + 1:
+    if is_number(least) and least > len(required) + 1:
         yield "minProperties: a key that is written twice counts twice"
 
 
@@ -105,7 +96,7 @@ def _unsound_lists(node: dict[str, Any]) -> Iterator[str]:
 
 
 def _unsound_numbers(node: dict[str, Any]) -> Iterator[str]:
-    for keyword in _BOUNDS:
+    for keyword in BOUNDS:
         if isinstance(node.get(keyword), bool):
             yield f"{keyword}: true and false are of draft 4"
         elif _is_rounded(node.get(keyword)):
@@ -122,7 +113,7 @@ def _unwritable_texts(node: dict[str, Any]) -> Iterator[str]:
 
 
 def _is_rounded(value: Any) -> bool:
-    return _is_number(value) and abs(value) > _MAX_EXACT_INTEGER
+    return is_number(value) and abs(value) > MAX_EXACT_INTEGER
 
 
 def _scalars(value: Any) -> Iterator[Any]:
@@ -141,12 +132,12 @@ def _applied_together(nodes: list[dict[str, Any]]) -> Iterator[list[dict[str, An
         yield nodes
         return
     for node in nodes:
-        if any(keyword in node for keyword in ("multipleOf", *_BOUNDS, "allOf", "anyOf", "oneOf")):
+        if any(keyword in node for keyword in ("multipleOf", *BOUNDS, "allOf", "anyOf", "oneOf")):
             yield list(subschemas(node, ("allOf", "anyOf", "oneOf")))
 
 
 def _unsound_multiples(together: list[dict[str, Any]]) -> Iterator[str]:
-    multiples = {part["multipleOf"] for part in together if _is_number(part.get("multipleOf"))}
+    multiples = {part["multipleOf"] for part in together if is_number(part.get("multipleOf"))}
     exact = [Fraction(str(multiple)) for multiple in multiples]
     scale = math.lcm(*(multiple.denominator for multiple in exact))
     if len(exact) > 1 and math.prod(multiple * scale for multiple in exact) >= _MAX_MULTIPLE:
@@ -156,7 +147,7 @@ def _unsound_multiples(together: list[dict[str, Any]]) -> Iterator[str]:
 def _unsound_ranges(together: list[dict[str, Any]]) -> Iterator[str]:
     """Of a whole number that is excluded, where the other bound comes before the next whole number."""
     numbers = [part for part in together if part.get("type") != "integer"]
-    bounds = {keyword: {part[keyword] for part in numbers if _is_number(part.get(keyword))} for keyword in _BOUNDS}
+    bounds = {keyword: {part[keyword] for part in numbers if is_number(part.get(keyword))} for keyword in BOUNDS}
     for excluded in bounds["exclusiveMinimum"]:
         if excluded == int(excluded) and any(
             excluded < other < excluded + 1 for other in bounds["maximum"] | bounds["exclusiveMaximum"]
@@ -169,7 +160,8 @@ def _unsound_ranges(together: list[dict[str, Any]]) -> Iterator[str]:
             yield "exclusiveMaximum: it is admitted where the minimum is less than one away"
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether it is a number of JSON."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -194,13 +186,13 @@ def _endless_patterns(nodes: list[dict[str, Any]]) -> Iterator[str]:
         if depth > MAX_SCHEMAS_DEEP:
             return MAX_PATTERNS + 1
         number = int(isinstance(node.get("pattern"), str))
-        number += sum(count(part, depth + 1) for part in _listed(node, "allOf"))
+        number += sum(count(part, depth + 1) for part in listed(node, "allOf"))
         for keyword in ("anyOf", "oneOf"):
-            number += max((count(option, depth + 1) for option in _listed(node, keyword)), default=0)
+            number += max((count(option, depth + 1) for option in listed(node, keyword)), default=0)
         if isinstance(reference := node.get("$ref"), str):
             if reference not in counts:
                 counts[reference] = 0
-                counts[reference] = count(_referred(root, reference), depth + 1)
+                counts[reference] = count(referred(root, reference), depth + 1)
             number += counts[reference]
         return number
 
@@ -208,57 +200,21 @@ def _endless_patterns(nodes: list[dict[str, Any]]) -> Iterator[str]:
         yield f"allOf: more than {MAX_PATTERNS} patterns of one text, or {MAX_SCHEMAS_DEEP} schemas for one another"
 
 
-def _listed(node: dict[str, Any], keyword: str) -> list[Any]:
+def listed(node: dict[str, Any], keyword: str) -> list[Any]:
+    """What a keyword lists; nothing where it is no list."""
     value = node.get(keyword)
     return value if isinstance(value, list) else []
 
 
-def _referred(root: Any, reference: str) -> Any:
+def referred(root: Any, reference: str) -> Any:
     """What a ``#/…`` leads to; None where there is nothing."""
+    if reference[:1] != "#" or reference[1:2] not in ("", "/"):
+        return None
     found = root
-    for part in reference.removeprefix("#").split("/")[1:]:
-        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
-    return found
-
-
-def put_right(schema: Any) -> dict[str, Any]:
-    """The schema as the library reads it best: the same texts fit it, but for dates and hostnames that cannot be.
-
-    The formats ``date``, ``time``, ``date-time`` and ``hostname`` become patterns, as does ``contentEncoding``
-    "base64". A ``oneOf`` of references gets a sibling that says nothing: the library then looks into the definitions,
-    and may find that no two of them have a text in common.
-    """
-    if isinstance(schema, bool):
-        return {} if schema else {"enum": []}
-    better: dict[str, Any] = _put_right(schema)
-    return better
-
-
-def _put_right(schema: Any) -> Any:
-    if not isinstance(schema, dict):
-        return schema
-    better: dict[str, Any] = {}
-    for keyword, value in schema.items():
-        if keyword == "uniqueItems" and value is False:
-            continue
-        if keyword in _MAPS and isinstance(value, dict):
-            better[keyword] = {name: _put_right(inner) for name, inner in value.items()}
-        elif keyword in (*_LISTS, *_ONES):
-            better[keyword] = [_put_right(inner) for inner in value] if isinstance(value, list) else _put_right(value)
+    for part in unquote(reference).split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list):
+            found = found[int(name)] if name.isdecimal() and int(name) < len(found) else None
         else:
-            better[keyword] = value
-    pattern = EXACT_FORMATS.get(str(better.get("format")))
-    if pattern is not None:
-        longest = better.get("maxLength", _MAX_HOSTNAME_CHARS)
-        if better.pop("format") == "hostname" and _is_number(longest):
-            better["maxLength"] = min(longest, _MAX_HOSTNAME_CHARS)
-    elif better.get("contentEncoding") == "base64":
-        pattern = _BASE64
-    if pattern is not None:
-        if "pattern" not in better:
-            better["pattern"] = pattern
-        elif isinstance(patterns := better.get("allOf", []), list):
-            better["allOf"] = [*patterns, {"pattern": pattern}]
-    if any("$ref" in option for option in _listed(better, "oneOf") if isinstance(option, dict)):
-        better["discriminator"] = {}
-    return better
+            found = found.get(name) if isinstance(found, dict) else None
+    return found
