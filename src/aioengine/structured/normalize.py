@@ -686,8 +686,7 @@ def _unique_items(node: Node, document: _Document) -> None:
     sizes = range(least, min(int(min(most, MAX_UNIQUE_VALUES)), len(values)) + 1)
     orders = [order for size in sizes for order in itertools.permutations(values, size)]
     if document.affords(len(orders)):
-        _remove(node, ("uniqueItems", "items", "minItems", "maxItems"))
-        _add(node, {"items": of_items.parts[0]} if of_items.values is None else True)
+        del node["uniqueItems"]
         _add(node, _any(map(_in_order, orders)) or _but("array"))
 
 
