@@ -14,8 +14,6 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import inspect
 
-from aioengine.structured.json_schema import referred, subschemas
-
 INTEGER_KEY = "^(?:0|-?[1-9][0-9]{0,17})$"
 UUID_KEY = "^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$"
 MAX_DECIMAL_DIGITS = 18
@@ -113,37 +111,36 @@ def _finished(schema: dict[str, Any]) -> dict[str, Any]:
     Raises:
         TypeError: the texts of something in it are not said by it.
     """
-    _check_formats(schema, "")
-    _require_tags(schema)
+    for name, node in _nodes(schema):
+        if node.get("format") in _UNREAD_FORMATS:
+            where = f"field {name!r}: " if name else ""
+            raise TypeError(f"{where}the texts of {node['format']} cannot be asked for; take str, with a pattern")
+        _require_tag(node, schema.get("$defs", {}))
     closed: dict[str, Any] = _closed(schema)
     return closed
 
 
-def _require_tags(schema: dict[str, Any]) -> None:
-    """Let the objects of a union have the property that tells them apart, by which they are read, though it has a
-    default."""
-    for node in subschemas(schema):
-        name = (node.get("discriminator") or {}).get("propertyName")
-        for option in node.get("oneOf", ()) if name else ():
-            described = referred(schema, option["$ref"]) if "$ref" in option else option
-            if name in described.get("properties", {}) and name not in described.get("required", ()):
-                described["required"] = [*described.get("required", ()), name]
-
-
-def _check_formats(schema: Any, name: str) -> None:
+def _nodes(schema: Any, name: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """The schema and all in it, with the properties or definitions that they are of."""
     if isinstance(schema, list):
         for item in schema:
-            _check_formats(item, name)
-    if not isinstance(schema, dict):
-        return
-    if schema.get("format") in _UNREAD_FORMATS:
-        where = f"field {name!r}: " if name else ""
-        raise TypeError(f"{where}the texts of {schema['format']} cannot be asked for; take str, with a pattern")
-    for key in _OF_SCHEMAS & schema.keys():
-        _check_formats(schema[key], name)
-    for key in _OF_NAMES:
-        for inner_name, value in schema.get(key, {}).items():
-            _check_formats(value, inner_name)
+            yield from _nodes(item, name)
+    elif isinstance(schema, dict):
+        yield name, schema
+        for key in sorted(_OF_SCHEMAS & schema.keys()):
+            yield from _nodes(schema[key], name)
+        for key in _OF_NAMES:
+            for inner_name, value in schema.get(key, {}).items():
+                yield from _nodes(value, inner_name)
+
+
+def _require_tag(node: dict[str, Any], definitions: dict[str, Any]) -> None:
+    """Let the objects of a union have the property by which they are told apart, though it has a default."""
+    name = node.get("discriminator", {}).get("propertyName")
+    for option in node.get("oneOf", ()) if name else ():
+        described = definitions[option["$ref"].rsplit("/", 1)[1]] if "$ref" in option else option
+        if name in described.get("properties", {}) and name not in described.get("required", ()):
+            described["required"] = [*described.get("required", ()), name]
 
 
 def _closed(schema: Any) -> Any:
