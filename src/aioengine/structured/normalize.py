@@ -254,11 +254,8 @@ def _number_of_properties(node: Node, document: Document) -> None:
     missing = least - len(required)
     if missing > 1 and (number := math.comb(len(optional), missing)) <= MAX_CHOICES and document.affords(number):
         del node["minProperties"]
-        _add(
-            node,
-            any_of({"required": list(names)} for names in itertools.combinations(optional, missing))
-            or all_but("object"),
-        )
+        choices = [{"required": list(names)} for names in itertools.combinations(optional, missing)]
+        _add(node, any_of(choices) or all_but("object"))
 
 
 def _unique_items(node: Node, document: Document) -> None:
