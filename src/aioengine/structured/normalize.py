@@ -84,7 +84,7 @@ def normalized(schema: Any) -> Node:
 
 
 def _normalized(schema: Any, document: Document) -> Any:
-    if not isinstance(schema, dict):
+    if not isinstance(schema, dict) or not _is_well_formed(schema):
         return schema
     node = dict(schema)
     for rewrite in REWRITINGS:
@@ -107,6 +107,13 @@ def _add(node: Node, schema: Schema) -> None:
         node["anyOf"] = schema["anyOf"]
     elif schema is not True:
         node["allOf"] = [*listed(node, "allOf"), schema]
+
+
+def _is_well_formed(schema: Node) -> bool:
+    """Whether it lists and names schemas; the library says what is wrong with one that does not."""
+    return all(isinstance(schema.get(keyword, {}), dict) for keyword in MAPS) and all(
+        isinstance(schema.get(keyword, []), list) for keyword in LISTS
+    )
 
 
 # The rewritings
