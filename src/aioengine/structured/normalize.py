@@ -84,8 +84,10 @@ def normalized(schema: Any) -> Node:
 
 
 def _normalized(schema: Any, document: Document) -> Any:
-    if not isinstance(schema, dict) or not _is_well_formed(schema):
+    if not isinstance(schema, dict):
         return schema
+    if not _is_well_formed(schema):
+        return {keyword: value for keyword, value in schema.items() if keyword != "$schema"}
     node = dict(schema)
     for rewrite in REWRITINGS:
         rewrite(node, document)
