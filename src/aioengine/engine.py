@@ -18,12 +18,12 @@ import msgspec
 from aioengine.config import ConfigKeywords, EngineConfig, ProcessOptions, make_config
 from aioengine.core.executor_protocol import Executor
 from aioengine.core.protocol import Backend, CoreHooks
-from aioengine.errors import ConfigError, EngineClosed
+from aioengine.errors import ConfigError, EngineClosed, InvalidRequest
 from aioengine.executor.in_process import InProcess
 from aioengine.frontend.admission import OnFull
 from aioengine.frontend.answer_format import AnswerOptions, ReasoningEffort, template_variables
 from aioengine.frontend.engine_control import EngineControl
-from aioengine.frontend.output_type import OutputType
+from aioengine.frontend.output_type import OutputType, retold
 from aioengine.frontend.prompt import (
     Call,
     ChatMessage,
@@ -251,8 +251,11 @@ class Engine(EngineControl):
                 params, sampling_params = sampling_params, None
             params, sampling = wanted.constrain(params, sampling)
         stream = self._make_stream(prompt, params, sampling_params, sampling, chat_template_kwargs, request_id, **call)
-        async with stream:
-            output = await stream.finish()
+        try:
+            async with stream:
+                output = await stream.finish()
+        except InvalidRequest as error:
+            raise error if wanted is None else retold(error) from None
         if wanted is None:
             return output
         num_chars = sum(len(choice.text) for choice in output.outputs)

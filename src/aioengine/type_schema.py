@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import importlib.util
+import json
 import typing
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, NamedTuple
@@ -21,6 +23,17 @@ _SECONDS = "[0-9]{1,5}(?:[.][0-9]{1,6})?S"
 _TIME = f"T(?:[0-9]{{1,5}}H(?:[0-9]{{1,5}}M)?(?:{_SECONDS})?|[0-9]{{1,5}}M(?:{_SECONDS})?|{_SECONDS})"
 DURATION = f"^-?P(?:[0-9]{{1,6}}D(?:{_TIME})?|{_TIME})$"
 """Of days, hours, minutes and seconds, such as P1DT2H: what both libraries read."""
+
+_HOST = "(?:[a-z0-9]{1,30}(?:-[a-z0-9]{1,30}){0,3}[.]){0,5}[a-z]{2,30}"
+_URL_CHARS = "(?:[A-Za-z0-9._~!$&'()*+,;=:@/-]|%[0-9A-F]{2})*"
+_URL = rf"{_HOST}(?::[1-9][0-9]{{0,3}})?(?:/{_URL_CHARS}(?:[?]{_URL_CHARS})?(?:#{_URL_CHARS})?)?"
+"""Behind ``https://``: of hosts with names."""
+_PATTERNS = {r"^\s*(\d*\.?\d+)\s*(\w+)?": "^[0-9]{1,15}(?:[.][0-9]{1,3})? ?(?:[kKMGTPE]i?)?B$"}
+"""Of pydantic, which match more than it reads: of sizes in bytes."""
+_UNREAD_FORMATS = frozenset({"fraction", "multi-host-uri", "regex", "uri-template"}) | {
+    *("ipv4network", "ipv6network", "ipvanynetwork", "ipv4interface", "ipv6interface", "ipvanyinterface")
+}
+"""Formats of types whose texts no schema here says."""
 
 MAX_MESSAGE_CHARS = 500
 
@@ -61,17 +74,19 @@ def describe(kind: Any) -> TypeSchema:
         raise TypeError("it says nothing of the answer; give a type that does, or a JSON schema")
     if not uses_pydantic(kind):
         try:
-            return TypeSchema(_closed(_by_msgspec(kind)), functools.partial(msgspec.json.decode, type=kind))
+            return TypeSchema(_finished(_by_msgspec(kind)), functools.partial(msgspec.json.decode, type=kind))
         except _NotOfMsgspec as error:
             if any(map(_is_of_msgspec, _parts(kind))) or not _has_pydantic():
                 raise error.problem from None
     import pydantic
 
+    if any(isinstance(part, pydantic.EncodedStr) for part in _parts(kind)):
+        raise TypeError("a text within base64 may be no UTF-8; take Base64Bytes, or str")
     exact = _generators()[1]
     if callable(getattr(kind, "model_json_schema", None)):
-        return TypeSchema(_closed(kind.model_json_schema(schema_generator=exact)), kind.model_validate_json)
+        return TypeSchema(_finished(kind.model_json_schema(schema_generator=exact)), kind.model_validate_json)
     adapter: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(kind)
-    return TypeSchema(_closed(adapter.json_schema(schema_generator=exact)), adapter.validate_json)
+    return TypeSchema(_finished(adapter.json_schema(schema_generator=exact)), adapter.validate_json)
 
 
 def schema_by_pydantic(kind: Any) -> dict[str, Any]:
@@ -91,8 +106,46 @@ def _has_pydantic() -> bool:
     return importlib.util.find_spec("pydantic") is not None
 
 
+def _finished(schema: dict[str, Any]) -> dict[str, Any]:
+    """
+    Raises:
+        TypeError: the texts of something in it are not said by it.
+    """
+    for name, node in _nodes(schema):
+        if node.get("format") in _UNREAD_FORMATS:
+            where = f"field {name!r}: " if name else ""
+            raise TypeError(f"{where}the texts of {node['format']} cannot be asked for; take str, with a pattern")
+        _require_tag(node, schema.get("$defs", {}))
+    closed: dict[str, Any] = _closed(schema)
+    return closed
+
+
+def _nodes(schema: Any, name: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """The schema and all in it, with the properties or definitions that they are of."""
+    if isinstance(schema, list):
+        for item in schema:
+            yield from _nodes(item, name)
+    elif isinstance(schema, dict):
+        yield name, schema
+        for key in sorted(_OF_SCHEMAS & schema.keys()):
+            yield from _nodes(schema[key], name)
+        for key in _OF_NAMES:
+            for inner_name, value in schema.get(key, {}).items():
+                yield from _nodes(value, inner_name)
+
+
+def _require_tag(node: dict[str, Any], definitions: dict[str, Any]) -> None:
+    """Let the objects of a union have the property by which they are told apart, though it has a default."""
+    name = node.get("discriminator", {}).get("propertyName")
+    for option in node.get("oneOf", ()) if name else ():
+        described = definitions[option["$ref"].rsplit("/", 1)[1]] if "$ref" in option else option
+        if name in described.get("properties", {}) and name not in described.get("required", ()):
+            described["required"] = [*described.get("required", ()), name]
+
+
 def _closed(schema: Any) -> Any:
-    """A copy in which objects with properties have no others, unless they say so: a model would go on adding some."""
+    """A copy in which objects with properties have no others, and tuples no more items, unless they say so: a model
+    would go on adding some. Defaults that are no JSON are left out."""
     if isinstance(schema, list):
         return [_closed(item) for item in schema]
     if not isinstance(schema, dict):
@@ -101,7 +154,19 @@ def _closed(schema: Any) -> Any:
     closed |= {key: {name: _closed(value) for name, value in schema[key].items()} for key in _OF_NAMES if key in schema}
     if "properties" in schema:
         closed.setdefault("additionalProperties", False)
-    return {**schema, **closed}
+    if "prefixItems" in schema:
+        closed.setdefault("items", False)
+    if schema.get("pattern") in _PATTERNS:
+        closed["pattern"] = _PATTERNS[schema["pattern"]]
+    return {key: value for key, value in {**schema, **closed}.items() if key != "default" or _is_json(value)}
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 _OF_SCHEMAS = frozenset({"additionalProperties", "anyOf", "items", "oneOf", "prefixItems"})
@@ -288,7 +353,8 @@ def _within(info: inspect.Type, node: dict[str, Any]) -> Iterator[tuple[inspect.
         case _ if isinstance(info, fields):
             named, listed = node.get("properties"), node.get("prefixItems", ())
             if named is None:
-                yield from zip((field.type for field in info.fields), listed, strict=True)
+                of_fields = listed[len(listed) - len(info.fields) :]  # before them there may be a tag
+                yield from zip((field.type for field in info.fields), of_fields, strict=True)
             else:
                 yield from ((field.type, named[field.encode_name]) for field in info.fields)
         case inspect.CollectionType():
@@ -368,6 +434,26 @@ def _generators() -> tuple[Any, Any]:
 
         def decimal_schema(self, schema: Any) -> Any:
             return _decimal_schema(schema)
+
+        def url_schema(self, schema: Any) -> Any:
+            described = super().url_schema(schema)
+            if schemes := schema.get("allowed_schemes"):
+                del described["format"]
+                described["pattern"] = f"^(?:{'|'.join(schemes)})://{_URL}$"
+            return described
+
+        def literal_schema(self, schema: Any) -> Any:
+            if found := [one for one in schema["expected"] if isinstance(one, enum.Enum)]:
+                raise TypeError(f"Literal[{found[0]}] is not read from JSON; take the enum, or its value in a Literal")
+            return super().literal_schema(schema)
+
+        def model_field_schema(self, schema: Any) -> Any:
+            alias = schema.get("validation_alias")
+            paths = alias if isinstance(alias, list) and isinstance(alias[0], list) else [alias]
+            if isinstance(alias, list) and not any(len(path) == 1 for path in paths):
+                path = ", ".join(map(repr, paths[0]))
+                raise TypeError(f"a field is read from AliasPath({path}), which no schema says; take an alias")
+            return super().model_field_schema(schema)
 
         def set_schema(self, schema: Any) -> Any:
             return {**super().set_schema(schema), "uniqueItems": False}  # what is written twice is read as one

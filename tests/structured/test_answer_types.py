@@ -6,6 +6,8 @@ import dataclasses
 import datetime
 import decimal
 import enum
+import ipaddress
+import pathlib
 import random
 import sys
 import uuid
@@ -16,7 +18,7 @@ import msgspec
 import pydantic
 import pytest
 from pydantic import Field
-from structured.walks import compile_schema, walk
+from structured.walks import compile_schema, is_admitted, walk
 from typing_extensions import TypedDict
 
 from aioengine import Engine, InvalidRequest, Json, OutputNotParsed, Regex, SamplingParams
@@ -87,6 +89,42 @@ class Rest(pydantic.BaseModel):
     by_colour: dict[Colour, bool]
 
 
+class Cat(pydantic.BaseModel):
+    kind: Literal["cat"] = "cat"
+    meows: int = 1
+
+
+class Dog(pydantic.BaseModel):
+    kind: Literal["dog", "hound"] = "dog"
+    pups: list[Annotated[Cat | Dog, Field(discriminator="kind")]] = []
+
+
+class Home(pydantic.BaseModel):
+    pet: Cat | Dog | None = Field(default=None, discriminator="kind")
+    share: float = Field(default=float("nan"), ge=0, le=1)
+
+
+class Kept(pydantic.BaseModel):
+    secret: pydantic.SecretStr
+    path: pathlib.Path
+    raw: bytes
+    encoded: pydantic.Base64Bytes
+    size: pydantic.ByteSize
+    id: pydantic.UUID4
+    address: pydantic.IPvAnyAddress
+    site: pydantic.HttpUrl
+    socket: pydantic.WebsocketUrl
+    large: Annotated[int, Field(ge=-(2**63), lt=2**63)]
+
+
+class First(msgspec.Struct, array_like=True, tag=True):
+    number: int
+
+
+class Second(msgspec.Struct, array_like=True, tag=True):
+    at: datetime.datetime
+
+
 OF_PYDANTIC = [
     *(
         Hundreds,
@@ -96,10 +134,12 @@ OF_PYDANTIC = [
         Hundreds | None,
     ),
     *(Annotated[int, annotated_types.Ge(500)], NewType("Number", Hundreds), Kid, Class, Counted, Pair, Plain),
-    *(WithDefault, OfPydantic, Rest, set[Hundreds], frozenset[Annotated[str, Field(max_length=2)]]),
+    *(WithDefault, OfPydantic, Home, Kept, Annotated[Cat | Dog, Field(discriminator="kind")]),
+    *(Rest, set[Hundreds], frozenset[Annotated[str, Field(max_length=2)]]),
 ]
 OF_MSGSPEC = [
     *(datetime.datetime, datetime.time, datetime.timedelta, decimal.Decimal, Hour, Day, list[Day | Hour]),
+    *(First, First | Second, list[Second | First | None]),
     *(dict[Literal["a", "b"], bool], dict[int, bool], dict[uuid.UUID, bool], dict[Colour, bool], dict[str, bool]),
     *(dict[Annotated[str, msgspec.Meta(pattern="^[a-c]+$")], bool], set[Literal[1, 2]], frozenset[bool]),
 ]
@@ -148,6 +188,18 @@ class Naive(pydantic.BaseModel):
     at: pydantic.NaiveDatetime
 
 
+class Inner(pydantic.BaseModel):
+    net: list[ipaddress.IPv4Network]
+
+
+class OfPath(pydantic.BaseModel):
+    number: int = Field(validation_alias=pydantic.AliasPath("x", 0))
+
+
+class OfMember(pydantic.BaseModel):
+    colour: Literal[Colour.RED]
+
+
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
@@ -159,6 +211,10 @@ class Naive(pydantic.BaseModel):
         (dict[datetime.date, bool], "cannot be kept to keys of"),
         (dict[Literal[1, 2], bool], "cannot be kept to keys of"),
         (Annotated[dict[float, bool], Field(max_length=3)], "cannot be kept to keys of"),
+        (list[Inner], "field 'net': the texts of ipv4network cannot be asked for; take str"),
+        (OfPath, r"AliasPath\('x', 0\).*take an alias"),
+        (OfMember, r"Literal\[Colour.RED\] is not read from JSON; take the enum"),
+        (pydantic.Base64Str, "take Base64Bytes"),
         (Any, "says nothing"),
         (object, "says nothing"),
     ],
@@ -194,6 +250,29 @@ def test_a_type_in_place_of_a_schema_is_refused() -> None:
     given: Any = Kid
     with pytest.raises(InvalidRequest, match=r"give .*Kid.* itself, or its schema"):
         Json(given)
+
+
+def test_a_tag_that_has_a_default_is_written() -> None:
+    grammar = compile_schema(describe(Home).schema, whitespace=False)
+    assert is_admitted(grammar, '{"pet": {"kind": "cat"}}')
+    assert not is_admitted(grammar, '{"pet": {"meows": 1}}')
+    assert not is_admitted(grammar, '{"pet": {}}')
+
+
+def test_a_struct_that_is_a_list_has_no_more_items_than_fields() -> None:
+    grammar = compile_schema(describe(First).schema, whitespace=False)
+    assert is_admitted(grammar, '["First", 1]')
+    assert not is_admitted(grammar, '["First", 1, 2]')
+
+
+async def test_a_type_that_cannot_be_enforced_is_named_as_it_was_given() -> None:
+    async with Engine() as engine:
+        with pytest.raises(InvalidRequest, match=r"^output_type: .*: a control") as raised:
+            await engine.generate("A kid:", output_type=Literal["\x00"])
+        assert raised.value.param == "output_type"
+        with pytest.raises(InvalidRequest, match=r"^output_type: .*uniqueItems") as raised:
+            await engine.generate("A kid:", output_type={"type": "array", "uniqueItems": True})
+        assert "lenient" not in str(raised.value)
 
 
 async def test_an_answer_without_its_text_is_refused_and_a_stop_string_that_cuts_it_is_named() -> None:

@@ -18,7 +18,8 @@ from aioengine.errors import AioEngineError, InvalidRequest
 from aioengine.sampling_params import SamplingParams
 from aioengine.structured.constraints import Constraint, Either, Grammar
 from aioengine.structured.grammar import Thinking
-from aioengine.structured.json_schema import normalized, unsound_keywords
+from aioengine.structured.json_schema import unsound_keywords
+from aioengine.structured.normalize import normalized
 from aioengine.text.tokenizer import Tokenizer
 from aioengine.tool_calls.calls import AnswerParser, Tool, ToolChoice, read_tool_choice, read_tools
 from aioengine.tool_calls.formats import ToolFormat, detect_tool_format, find_tool_format
@@ -127,7 +128,7 @@ class AnswerFormats:
         if options.tools and not params.detokenize:
             raise invalid("detokenize", "tool calls are read from text, and detokenize=False makes none")
         for tool in options.tools:
-            if tool.strict and (unsound := unsound_keywords(tool.parameters)):
+            if tool.strict and (unsound := unsound_keywords(normalized(tool.parameters))):
                 raise invalid("tools", f"tool {tool.name!r} cannot be strict: {'; '.join(unsound)}")
         if options.tools and self._reasoning is not None and self._reasoning.has_own_parser:
             name = self._reasoning.name

@@ -84,6 +84,14 @@ class OutputType:
         return msgspec.structs.replace(choice, parsed=value)
 
 
+def retold(error: InvalidRequest) -> InvalidRequest:
+    """An error of the constraint, under the name by which the caller has given it."""
+    if error.param != "structured":
+        return error
+    text = str(error).split("; Json(schema, lenient=True)")[0]  # which a type cannot be
+    return _refused(text.removeprefix("structured: "))
+
+
 def _shown_stop(reason: int | str) -> str:
     return f"{'string' if isinstance(reason, str) else 'token'} {reason!r}"
 

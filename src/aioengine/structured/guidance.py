@@ -22,7 +22,8 @@ import numpy as np
 from aioengine.errors import InvalidRequest
 from aioengine.structured.constraints import Choice, Constraint, Either, Grammar, Json, Regex, StructuralTags
 from aioengine.structured.grammar import STACK_BYTES, TOO_LARGE, Mask
-from aioengine.structured.json_schema import MAX_PATTERNS, ends_in_backslash, normalized, unsound_keywords
+from aioengine.structured.json_schema import MAX_PATTERNS, ends_in_backslash, unsound_keywords
+from aioengine.structured.normalize import normalized
 
 WHITESPACE = r"(\x20|\x0A\x20{0,64})"
 """Between tokens of JSON, at most once: a model that may write any number of line breaks may never stop."""
@@ -189,10 +190,11 @@ class Vocabulary:
                 spacing = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
                 if not has_whitespace:
                     spacing = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+                schema = normalized(schema)
                 if not is_lenient and (unsound := unsound_keywords(schema)):
                     raise _refused("; ".join(unsound))
                 options: Any = {**spacing, "lenient": is_lenient, "json_allowed_escapes": ESCAPES}
-                return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(normalized(schema)), overrides=options)
+                return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
             case Regex(pattern):
                 _check_end(pattern)
                 return llguidance.LLMatcher.grammar_from_regex(pattern)
@@ -521,10 +523,11 @@ def _with_deep_stack(function: Callable[[], Any]) -> Any:
 
 def _inline_json(schema: Any) -> str:
     """JSON of a schema inside a grammar of Lark's."""
+    schema = normalized(schema)
     if unsound := unsound_keywords(schema):
         raise _refused("; ".join(unsound))
     options = {"whitespace_pattern": WHITESPACE, "json_allowed_escapes": ESCAPES}
-    return "%json " + json.dumps({**normalized(schema), "x-guidance": options})
+    return "%json " + json.dumps({**schema, "x-guidance": options})
 
 
 def _refused(why: str) -> InvalidRequest:
@@ -561,5 +564,5 @@ def _shown(problem: str) -> str:
     """The library's message on one line, without its parser's state."""
     text = " ".join(problem.split("<state>")[0].replace("<non-verbose/>", "").split())
     text = "no text fits it" if text.startswith("NoExtension") else text
-    text = "oneOf: its options have texts in common; anyOf admits them" if "coerce_one_of" in text else text
+    text = "oneOf: its options cannot be told apart; anyOf admits them" if "coerce_one_of" in text else text
     return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "..."

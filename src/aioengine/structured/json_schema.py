@@ -1,4 +1,4 @@
-"""JSON schemas that llguidance takes and gets wrong: found, so that they are refused, or put right.
+"""JSON schemas that llguidance takes and gets wrong: found, so that they are refused.
 
 It refuses most keywords that it does not know. A test has the smallest schema for each that it takes and gets wrong,
 with a text that it admits; when it has learnt one the test says so.
@@ -13,47 +13,33 @@ import re
 from collections.abc import Container, Iterator
 from fractions import Fraction
 from typing import Any
+from urllib.parse import unquote
 
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _BRANCHES = ("allOf", "anyOf", "oneOf")
-_LISTS = (*_BRANCHES, "prefixItems")
-_ONES = ("items", "additionalItems", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
-_NESTING = frozenset((*_MAPS, *_LISTS, *_ONES))
+LISTS = (*_BRANCHES, "prefixItems")
+ONES = ("items", "additionalItems", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
+_NESTING = frozenset((*MAPS, *LISTS, *ONES))
 _IN_PLACE = (*_BRANCHES, "$ref", "const", "enum")
-_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-_NUMERIC = frozenset((*_BOUNDS, "multipleOf"))
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_NUMERIC = frozenset((*BOUNDS, "multipleOf"))
 _COUNTED = frozenset((*_BRANCHES, "$ref", "pattern"))
-_CHECKED = frozenset((*_BOUNDS, "minProperties", "additionalItems", "const", "enum", "pattern", "patternProperties"))
+_DRAFT_3 = {"divisibleBy": int | float, "disallow": str | list, "extends": dict | list, "required": bool}
+_CHECKED = frozenset((
+    *BOUNDS, *_DRAFT_3, "minProperties", "additionalItems", "const", "enum", "pattern", "patternProperties",
+))  # fmt: skip
 
 # Doubles hold each integer up to this one.
-_MAX_EXACT_INTEGER = 2**53
+MAX_EXACT_INTEGER = 2**53
 # The library reckons multiples in 32 bits, and goes on with what is left of a larger product.
 _MAX_MULTIPLE = 2**32
 # The product of so many different whole numbers is larger.
 _MAX_MULTIPLES = 13
 
-_YEAR = r"(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
-_LEAP_YEAR = r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
-_DAY_OF_ANY_YEAR = (
-    r"(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
-    r"|02-(?:0[1-9]|1[0-9]|2[0-8]))"
-)
-_DATE = rf"(?:{_YEAR}-{_DAY_OF_ANY_YEAR}|{_LEAP_YEAR}-02-29)"
-# No leap seconds, and capital letters: what parsers of times commonly read.
-_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-_BASE64 = r"^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
 _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 MAX_PATTERNS = 4
 MAX_SCHEMAS_DEEP = 100
 """That a text must fit by ``allOf``, ``anyOf``, ``oneOf`` and ``$ref`` within each other."""
-_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
-_MAX_HOSTNAME_CHARS = 253
-EXACT_FORMATS = {
-    "date": f"^{_DATE}$",
-    "time": f"^{_TIME}$",
-    "date-time": f"^{_DATE}T{_TIME}$",
-    "hostname": rf"^{_LABEL}(?:\.{_LABEL})*$",
-}
 
 
 def subschemas(schema: Any, keywords: Container[str] = _NESTING) -> Iterator[dict[str, Any]]:
@@ -67,7 +53,7 @@ def subschemas(schema: Any, keywords: Container[str] = _NESTING) -> Iterator[dic
         for keyword, value in node.items():
             if keyword not in keywords:
                 continue
-            if keyword in _MAPS:
+            if keyword in MAPS:
                 pending.extend(value.values() if isinstance(value, dict) else ())
             else:
                 pending.extend(value if isinstance(value, list) else [value])
@@ -82,6 +68,7 @@ def unsound_keywords(schema: Any) -> list[str]:
     for node in nodes:
         if _CHECKED.isdisjoint(node):
             continue
+        found.extend(_of_draft_3(node))
         found.extend(_unsound_counts(node))
         found.extend(_unsound_lists(node))
         found.extend(_unsound_numbers(node))
@@ -94,13 +81,19 @@ def unsound_keywords(schema: Any) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def _of_draft_3(node: dict[str, Any]) -> Iterator[str]:
+    for keyword, kind in _DRAFT_3.items():
+        if isinstance(node.get(keyword), kind):
+            yield f"{keyword}: it is draft 3's"
+
+
 def _unsound_counts(node: dict[str, Any]) -> Iterator[str]:
     least, required = (
         node.get("minProperties", 0),
-        {name for name in _listed(node, "required") if isinstance(name, str)},
+        {name for name in listed(node, "required") if isinstance(name, str)},
     )
     # One key beside the required ones cannot be one of them; of two, the second may repeat the first.
-    if _is_number(least) and least > len(required) + 1:
+    if is_number(least) and least > len(required) + 1:
         yield "minProperties: a key that is written twice counts twice"
 
 
@@ -117,7 +110,7 @@ def _unsound_lists(node: dict[str, Any]) -> Iterator[str]:
 
 
 def _unsound_numbers(node: dict[str, Any]) -> Iterator[str]:
-    for keyword in _BOUNDS:
+    for keyword in BOUNDS:
         if isinstance(node.get(keyword), bool):
             yield f"{keyword}: true and false are of draft 4"
         elif _is_rounded(node.get(keyword)):
@@ -134,7 +127,7 @@ def _unwritable_texts(node: dict[str, Any]) -> Iterator[str]:
 
 
 def _is_rounded(value: Any) -> bool:
-    return _is_number(value) and abs(value) > _MAX_EXACT_INTEGER
+    return is_number(value) and abs(value) > MAX_EXACT_INTEGER
 
 
 def _scalars(value: Any) -> Iterator[Any]:
@@ -152,14 +145,14 @@ def _applied_together(nodes: list[dict[str, Any]]) -> Iterator[list[dict[str, An
     if any("$ref" in node for node in nodes):
         yield [node for node in nodes if not _NUMERIC.isdisjoint(node)]
         return
-    branches = {id(part) for node in nodes for keyword in _BRANCHES for part in _listed(node, keyword)}
+    branches = {id(part) for node in nodes for keyword in _BRANCHES for part in listed(node, keyword)}
     for node in nodes:
         if id(node) not in branches:  # what is unsound of a branch is so of the whole
             yield [part for part in subschemas(node, _BRANCHES) if not _NUMERIC.isdisjoint(part)]
 
 
 def _unsound_multiples(together: list[dict[str, Any]]) -> Iterator[str]:
-    multiples = {part["multipleOf"] for part in together if _is_number(part.get("multipleOf"))}
+    multiples = {part["multipleOf"] for part in together if is_number(part.get("multipleOf"))}
     exact = [Fraction(str(multiple)) for multiple in itertools.islice(multiples, _MAX_MULTIPLES)]
     scale = math.lcm(*(multiple.denominator for multiple in exact))
     if len(exact) > 1 and math.prod(multiple * scale for multiple in exact) >= _MAX_MULTIPLE:
@@ -169,7 +162,7 @@ def _unsound_multiples(together: list[dict[str, Any]]) -> Iterator[str]:
 def _unsound_ranges(together: list[dict[str, Any]]) -> Iterator[str]:
     """Of a whole number that is excluded, where the other bound comes before the next whole number."""
     numbers = [part for part in together if part.get("type") != "integer"]
-    bounds = {keyword: {part[keyword] for part in numbers if _is_number(part.get(keyword))} for keyword in _BOUNDS}
+    bounds = {keyword: {part[keyword] for part in numbers if is_number(part.get(keyword))} for keyword in BOUNDS}
     for excluded, other in _next_above(bounds["exclusiveMinimum"], bounds["maximum"] | bounds["exclusiveMaximum"]):
         if excluded == int(excluded) and other < excluded + 1:
             yield "exclusiveMinimum: it is admitted where the maximum is less than one away"
@@ -187,7 +180,8 @@ def _next_above(numbers: set[Any], others: set[Any]) -> Iterator[tuple[Any, Any]
             yield number, ranked[index]
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether it is a number of JSON."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -223,12 +217,12 @@ def _endless_patterns(nodes: list[dict[str, Any]]) -> Iterator[str]:
         if depth > MAX_SCHEMAS_DEEP:
             return 0, MAX_SCHEMAS_DEEP
         counted[id(node)] = 0, 0
-        parts = [count(part, depth + 1) for part in _listed(node, "allOf")]
+        parts = [count(part, depth + 1) for part in listed(node, "allOf")]
         for keyword in ("anyOf", "oneOf"):
-            options = [count(option, depth + 1) for option in _listed(node, keyword)]
+            options = [count(option, depth + 1) for option in listed(node, keyword)]
             parts.append((max((number for number, _ in options), default=0), max((h for _, h in options), default=0)))
         if isinstance(reference := node.get("$ref"), str):
-            parts.append(count(_referred(root, reference), depth + 1))
+            parts.append(count(referred(root, reference), depth + 1))
         number = sum(number for number, _ in parts) + isinstance(node.get("pattern"), str)
         counted[id(node)] = number, 1 + max(height for _, height in parts)
         return counted[id(node)]
@@ -238,57 +232,21 @@ def _endless_patterns(nodes: list[dict[str, Any]]) -> Iterator[str]:
         yield f"allOf: more than {MAX_PATTERNS} patterns of one text, or {MAX_SCHEMAS_DEEP} schemas for one another"
 
 
-def _listed(node: dict[str, Any], keyword: str) -> list[Any]:
+def listed(node: dict[str, Any], keyword: str) -> list[Any]:
+    """What a keyword lists; nothing where it is no list."""
     value = node.get(keyword)
     return value if isinstance(value, list) else []
 
 
-def _referred(root: Any, reference: str) -> Any:
+def referred(root: Any, reference: str) -> Any:
     """What a ``#/…`` leads to; None where there is nothing."""
+    if reference[:1] != "#" or reference[1:2] not in ("", "/"):
+        return None
     found = root
-    for part in reference.removeprefix("#").split("/")[1:]:
-        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
-    return found
-
-
-def normalized(schema: Any) -> dict[str, Any]:
-    """The schema as the library reads it best: the same texts fit it, but for dates and hostnames that cannot be.
-
-    The formats ``date``, ``time``, ``date-time`` and ``hostname`` become patterns, as does ``contentEncoding``
-    "base64". A ``oneOf`` of references gets a sibling that says nothing: the library then looks into the definitions,
-    and may find that no two of them have a text in common.
-    """
-    if isinstance(schema, bool):
-        return {} if schema else {"enum": []}
-    better: dict[str, Any] = _normalized(schema)
-    return better
-
-
-def _normalized(schema: Any) -> Any:
-    if not isinstance(schema, dict):
-        return schema
-    better: dict[str, Any] = {}
-    for keyword, value in schema.items():
-        if keyword == "uniqueItems" and value is False:
-            continue
-        if keyword in _MAPS and isinstance(value, dict):
-            better[keyword] = {name: _normalized(inner) for name, inner in value.items()}
-        elif keyword in (*_LISTS, *_ONES):
-            better[keyword] = [_normalized(inner) for inner in value] if isinstance(value, list) else _normalized(value)
+    for part in unquote(reference).split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list):
+            found = found[int(name)] if name.isdecimal() and int(name) < len(found) else None
         else:
-            better[keyword] = value
-    pattern = EXACT_FORMATS.get(str(better.get("format")))
-    if pattern is not None:
-        longest = better.get("maxLength", _MAX_HOSTNAME_CHARS)
-        if better.pop("format") == "hostname" and _is_number(longest):
-            better["maxLength"] = min(longest, _MAX_HOSTNAME_CHARS)
-    elif better.get("contentEncoding") == "base64":
-        pattern = _BASE64
-    if pattern is not None:
-        if "pattern" not in better:
-            better["pattern"] = pattern
-        elif isinstance(patterns := better.get("allOf", []), list):
-            better["allOf"] = [*patterns, {"pattern": pattern}]
-    if any("$ref" in option for option in _listed(better, "oneOf") if isinstance(option, dict)):
-        better["discriminator"] = {}
-    return better
+            found = found.get(name) if isinstance(found, dict) else None
+    return found

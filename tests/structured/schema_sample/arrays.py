@@ -204,7 +204,7 @@ CASES: tuple[SchemaCase, ...] = (
     ),
     case(
         "no unevaluated items",
-        "array unevaluatedItems refused",
+        "array unevaluatedItems",
         {"type": "array", "prefixItems": [{"type": "integer"}], "unevaluatedItems": False},
         [[1]],
         [[1, 2]],

@@ -433,7 +433,7 @@ ZOD: tuple[SchemaCase, ...] = (
     ),
     case(
         "zod record",
-        "zod realistic propertyNames refused",
+        "zod realistic propertyNames",
         {
             "type": "object",
             "propertyNames": {"type": "string", "enum": ["en", "de"]},
