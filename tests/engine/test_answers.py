@@ -289,7 +289,6 @@ async def test_what_cannot_be_is_refused_at_the_call(serve: Serve) -> None:
             ("tool_choice", CHAT, {"tools": TOOLS, "tool_choice": "subtract"}),
             ("tool_choice", CHAT, {"tool_choice": "required"}),
             ("parallel_tool_calls", CHAT, {"tools": TOOLS, "parallel_tool_calls": "no"}),
-            ("structured", CHAT, {"tools": TOOLS, "tool_choice": "required", "structured": SHAPE}),
             ("reasoning_effort", CHAT, {"reasoning_effort": "huge"}),
             ("max_thinking_tokens", "text", {"max_thinking_tokens": 5}),
             ("detokenize", CHAT, {"tools": TOOLS, "detokenize": False}),
@@ -308,6 +307,8 @@ async def test_an_answer_of_a_type_may_be_a_call() -> None:
         out = await engine.generate(chat, tools=[add], output_type=Sum, temperature=0, max_tokens=100)
         assert [(call.name, call.arguments) for call in out.tool_calls] == [("add", '{"a": 123, "b": 45}')]
         assert out.parsed is None
+        forced = await engine.generate(chat, tools=[add], tool_choice="add", output_type=Sum, temperature=0)
+        assert (forced.parsed, forced.text, len(forced.tool_calls)) == (None, "", 1)
         out = await engine.generate(chat, tools=[add], tool_choice="none", output_type=Sum, temperature=0)
         assert isinstance(out.parsed, Sum)
 

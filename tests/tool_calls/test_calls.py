@@ -41,11 +41,11 @@ def test_a_tool_in_everyones_spelling(given: Any) -> None:
     assert read_tools([given]) == (WEATHER,)
 
 
-def test_a_tool_without_a_schema_takes_any_object() -> None:
+def test_a_tool_without_a_schema_takes_no_arguments() -> None:
     for given in ({"name": "now"}, {"type": "function", "function": {"name": "now", "parameters": None}}):
         [tool] = read_tools([given])
         assert tool == Tool("now")
-        assert tool.parameters == {"type": "object", "properties": {}}
+        assert tool.parameters == {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def test_none_are_no_tools() -> None:

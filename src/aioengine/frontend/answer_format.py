@@ -127,17 +127,12 @@ class AnswerFormats:
             )
         if options.tools and not params.detokenize:
             raise invalid("detokenize", "tool calls are read from text, and detokenize=False makes none")
-        for tool in options.tools:
-            if tool.strict and (unsound := unsound_keywords(normalized(tool.parameters))):
-                raise invalid("tools", f"tool {tool.name!r} cannot be strict: {'; '.join(unsound)}")
         if options.tools and self._reasoning is not None and self._reasoning.has_own_parser:
             name = self._reasoning.name
             if params.structured is not None:
                 raise invalid("structured", f"in the format {name} an answer has tools or a shape: give one of them")
             if params.max_thinking_tokens is not None:
                 raise invalid("max_thinking_tokens", f"in the format {name} it is for answers without tools")
-        if options.choice.mode in ("required", "tool") and params.structured is not None:
-            raise invalid("structured", "tool_choice asks for a call, and structured for another text: give one")
         if params.max_thinking_tokens is not None and (self._reasoning is None or not is_chat):
             raise invalid(
                 "max_thinking_tokens",
@@ -146,7 +141,11 @@ class AnswerFormats:
             )
 
     def plan(self, options: AnswerOptions, params: SamplingParams, prompt_text: str) -> AnswerPlan:
-        """How the answer to a rendered chat is read, and what constrains it."""
+        """How the answer to a rendered chat is read, and what constrains it; not on the loop, where there are tools.
+
+        Raises:
+            InvalidRequest: a strict tool's schema cannot be enforced.
+        """
         reasoning, tools = self._reasoning, self._tools if options.tools else None
         if reasoning is None and tools is None:
             return PLAIN
@@ -169,7 +168,9 @@ class AnswerFormats:
                 return inner
             return ReasoningParser(reasoning, inner, is_begun)
 
-        param: Any = "tools" if constraint is not None and params.structured is None else "structured"
+        param: Any = (
+            "tools" if isinstance(constraint, Grammar) and constraint is not params.structured else "structured"
+        )
         return AnswerPlan(constraint, thinking, make_parser, keeps, param, ends_at_call=not options.is_parallel)
 
     def _constraint(self, options: AnswerOptions, params: SamplingParams) -> Constraint | None:
@@ -178,18 +179,16 @@ class AnswerFormats:
             return params.structured
         assert self._tools is not None
         choice, may_be_called = options.choice, options.choice.pick(options.tools)
-        is_forced = choice.mode in ("required", "tool")
+        is_forced = choice.mode in ("required", "tool")  # a call has no text, of which structured could say anything
         is_shaped = is_forced or params.structured is not None
         if not (is_shaped or choice.names is not None or any(tool.strict for tool in may_be_called)):
             return None
         # With a shape for the answer there are calls, or an answer of that shape, and no other text.
         shape = ToolChoice("required", choice.names) if is_shaped and not is_forced else choice
-        may_be_called = tuple(
-            msgspec.structs.replace(tool, parameters=normalized(tool.parameters)) for tool in may_be_called
-        )
+        may_be_called = tuple(map(_enforceable, may_be_called))
         text = self._tools.grammar(may_be_called, shape, parallel=options.is_parallel, token_ids=self._added_tokens)
         calls, shaped = Grammar(text), params.structured
-        if shaped is None:
+        if shaped is None or is_forced:
             return calls
         assert not isinstance(shaped, Either), "it is made here alone"
         return Either((calls, shaped))
@@ -254,6 +253,18 @@ class AnswerFormats:
     def _ids(self, text: str) -> tuple[int, ...]:
         assert self._tokenizer is not None
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def _enforceable(tool: Tool) -> Tool:
+    """The tool with its schema as it is enforced.
+
+    Raises:
+        InvalidRequest: it is strict, and cannot be.
+    """
+    parameters = normalized(tool.parameters)
+    if tool.strict and (unsound := unsound_keywords(parameters)):
+        raise invalid("tools", f"tool {tool.name!r} cannot be strict: {'; '.join(unsound)}")
+    return msgspec.structs.replace(tool, parameters=parameters)
 
 
 class AnswerPlan(NamedTuple):

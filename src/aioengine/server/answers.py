@@ -390,6 +390,7 @@ class ChatAnswer(ChoicesAnswer):
     ) -> None:
         super().__init__(head, top_logprobs=top_logprobs, has_usage=has_usage, extras=extras)
         self._has_text = has_text
+        self._token_bytes = token_bytes
         self._writer = PositionWriter(token_bytes, top_logprobs or 0, is_by_ids=extras.is_by_ids)
 
     async def _choice(self, number: int, output: RequestOutput, choice: CompletionOutput) -> bytes:
@@ -404,6 +405,11 @@ class ChatAnswer(ChoicesAnswer):
         ending = _ending(finish_reason_of(choice, bool(choice.tool_calls)), choice.stop_reason)
         ending += self._ids_of(choice)
         return b'{"index":%d,"message":%b,"logprobs":%b,%b}' % (number, message, logprobs, ending)
+
+    def usage(self, outputs: Sequence[RequestOutput]) -> Usage:
+        choices = [choice for output in outputs for choice in output.outputs]
+        num_reasoning = sum(num_reasoning_tokens(choice, self._token_bytes) for choice in choices)
+        return {**super().usage(outputs), "completion_tokens_details": {"reasoning_tokens": num_reasoning}}
 
     async def _beside_choices(self, outputs: Sequence[RequestOutput]) -> bytes:
         return await self._of_prompt(outputs[0])

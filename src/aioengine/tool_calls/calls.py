@@ -25,20 +25,20 @@ NAME_PATTERN = rf"^[A-Za-z0-9_.-]{{1,{MAX_NAME_CHARS}}}\Z"
 ToolName = Annotated[str, msgspec.Meta(pattern=NAME_PATTERN)]
 
 
-def _any_object() -> dict[str, Any]:
-    return {"type": "object", "properties": {}}
+def _no_arguments() -> dict[str, Any]:
+    return {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 class Tool(PlainStruct, frozen=True):
     """A function that the model may ask for.
 
     Attributes:
-        parameters: a JSON schema of its arguments, which are an object.
+        parameters: a JSON schema of its arguments, which are an object; absent: it has none.
         strict: the model is kept from giving arguments that the schema does not admit.
     """
 
     name: ToolName
-    parameters: dict[str, Any] = msgspec.field(default_factory=_any_object)
+    parameters: dict[str, Any] = msgspec.field(default_factory=_no_arguments)
     description: str = ""
     strict: bool = False
 
