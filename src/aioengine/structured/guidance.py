@@ -120,6 +120,7 @@ class Vocabulary:
         if not endings:
             raise InvalidRequest("structured: this model has no token that ends an output", param="structured")
         self.ending_ids = endings
+        self.is_ending = frozenset(endings)
         self.text_id = next(token_id for token_id in itertools.count() if token_id not in endings)
         """Of any token that does not end an output."""
         self.num_words = -(-max(num_tokens, num_known) // 32)
@@ -390,7 +391,8 @@ class GuidanceMatcher:
         self._limit = ""
         """Why it goes no further, whatever its lexer."""
         self._num_checked = -1
-        """Tokens that it had when what follows them was looked at last."""
+        """Tokens that it had when what follows them was looked at last: ``_num_forced_bytes`` without a choice."""
+        self._num_forced_bytes = 0
         lexer.matchers.add(self)
 
     @property
@@ -401,12 +403,20 @@ class GuidanceMatcher:
         return f"{TOO_LARGE}: {problem}" if SIZE_PROBLEMS.search(problem) else problem
 
     def consume(self, token_ids: Sequence[int]) -> None:
-        for token_id in token_ids:
-            if not self._is_end(token_id):
-                self._take(token_id)
-                self.raw.consume_token(token_id)
+        if self._vocabulary.is_ending.isdisjoint(token_ids) and not self._is_over:
+            self._consume(token_ids)
+        else:
+            for token_id in token_ids:
+                if not self._is_end(token_id):
+                    self._consume((token_id,))
         if self.raw.is_error():
             self.renew()
+
+    def _consume(self, token_ids: Sequence[int]) -> None:
+        for first in range(0, len(token_ids), TOKENS_OF_FUEL):
+            piece = list(token_ids[first : first + TOKENS_OF_FUEL])
+            self._take(piece)
+            self.raw.consume_tokens(piece)
 
     def consume_all(self, matchers: Sequence[GuidanceMatcher], token_ids: Sequence[int]) -> None:
         if len(matchers) <= NUM_SMALL:
@@ -417,22 +427,24 @@ class GuidanceMatcher:
         taking = [(matcher, token_id) for matcher, token_id in pairs if not matcher._is_end(token_id)]
         taking.sort(key=lambda pair: id(pair[0].lexer))  # threads take neighbours, out of each other's locks
         for matcher, token_id in taking:
-            matcher._take(token_id)
+            matcher._take((token_id,))
         if taking:
             taken = _threads().consume_token_par([(matcher.raw, token_id) for matcher, token_id in taking])
             for (matcher, _), is_taken in zip(taking, taken, strict=True):
                 if not is_taken:
                     matcher.renew()
 
-    def _take(self, token_id: int) -> None:
-        if self._num_unmasked >= TOKENS_OF_FUEL:
+    def _take(self, token_ids: Sequence[int]) -> None:
+        """Note tokens that llguidance's matcher is about to take in, at most `TOKENS_OF_FUEL`."""
+        self._num_unmasked += len(token_ids)
+        if self._num_unmasked > TOKENS_OF_FUEL:
             self._fill(np.empty(self._vocabulary.num_words, np.int32))
-        self._token_ids.append(token_id)
-        self._num_unmasked += 1
+            self._num_unmasked = len(token_ids)
+        self._token_ids += token_ids
 
     def _is_end(self, token_id: int) -> bool:
         """Whether the output ends with this token, or has ended; llguidance takes no token then."""
-        if token_id in self.ending_ids and self.raw.is_accepting():
+        if token_id in self._vocabulary.is_ending and self.raw.is_accepting():
             self._is_over = True
         return self._is_over
 
@@ -447,9 +459,7 @@ class GuidanceMatcher:
             self._num_at_fresh = len(self._token_ids) if is_fresh else -1
             self.raw = self.lexer.begun.deep_copy()
             token_ids, self._token_ids, self._num_unmasked = self._token_ids, [], 0
-            for token_id in token_ids:
-                self._take(token_id)
-                self.raw.consume_token(token_id)
+            self._consume(token_ids)
             if not self.raw.is_error():
                 return True
         return False
@@ -459,7 +469,8 @@ class GuidanceMatcher:
         """Whether there is a problem, such as more forced text than `MAX_FORCED_BYTES`."""
         if self._num_checked != len(self._token_ids) and not self.raw.is_error():
             self._num_checked = len(self._token_ids)
-            if len(self.raw.compute_ff_bytes()) > MAX_FORCED_BYTES:
+            self._num_forced_bytes = len(self.raw.compute_ff_bytes())
+            if self._num_forced_bytes > MAX_FORCED_BYTES:
                 self._limit = f"too many bytes follow without a choice; at most {MAX_FORCED_BYTES:,} are taken"
         return bool(self._limit) or self.raw.is_error()
 
@@ -469,7 +480,7 @@ class GuidanceMatcher:
         if self.raw.is_stopped():
             return [self.ending_ids[0]]
         forced: list[int] = []
-        if self._grammar.is_forcing and len(self.raw.compute_ff_bytes()) >= MIN_FORCED_BYTES:
+        if self._grammar.is_forcing and self._num_forced_bytes >= MIN_FORCED_BYTES:
             forced = self.raw.compute_ff_tokens()
         return forced
 
