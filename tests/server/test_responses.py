@@ -308,6 +308,8 @@ async def test_calls_and_their_results_go_back_to_the_model(folder: Path) -> Non
         ]
         counted = await served.openai.responses.input_tokens.count(**asked, input=named_again)
         by_name = await served.openai.responses.create(**asked, input=named_again)
+        with pytest.raises(openai.NotFoundError, match="names it twice"):
+            await served.openai.responses.create(**asked, input=[*named_again, *named_again])
         for gone in ("msg_none", f"{first.output[0].id[:-2]}77", "", "resp_"):
             with pytest.raises(openai.NotFoundError, match="give the item itself"):
                 await served.openai.responses.create(model="demo", input=[{"type": "item_reference", "id": gone}])

@@ -26,6 +26,7 @@ from aioengine.core.observers import UserCode
 from aioengine.core.protocol import CLOSE_DEADLINE_S, Backend, Core, CoreHooks
 from aioengine.errors import (
     AioEngineError,
+    ConfigError,
     EngineClosed,
     EngineDead,
     EngineOverloaded,
@@ -292,8 +293,13 @@ class Runtime:
         """As the core's. Of an engine that others have started, a class of theirs only where it is imported here."""
         scheduler = self.config.scheduler
         module = scheduler.partition(":")[0]
-        if scheduler in POLICIES or scheduler == self._given_config.scheduler or module in sys.modules:
-            return await self.worker.run(make_policy, None, scheduler)
+        is_own = scheduler in POLICIES or scheduler == self._given_config.scheduler
+        if is_own or (module in sys.modules and module != "__main__"):
+            try:
+                return await self.worker.run(make_policy, None, scheduler)
+            except ConfigError:
+                if is_own:
+                    raise
         logger.info("requests wait by priority to be admitted: the engine's policy %s is not known here", scheduler)
         return ByPriority()
 

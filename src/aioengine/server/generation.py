@@ -12,7 +12,7 @@ from typing import Any
 import anyio
 
 from aioengine.engine import Engine, Stream
-from aioengine.errors import AioEngineError, InvalidRequest
+from aioengine.errors import AioEngineError, EngineClosed, InvalidRequest
 from aioengine.frontend.answer_format import AnswerOptions, template_variables
 from aioengine.outputs import CompletionDelta, CompletionOutput, RequestOutput
 from aioengine.server.access_log import MAX_ID_CHARS, is_fit_id
@@ -28,7 +28,7 @@ from aioengine.server.answers import (
 )
 from aioengine.server.config import ServerConfig
 from aioengine.server.decoding import read_messages, read_prompts, read_tools, too_many
-from aioengine.server.errors import JSON_HEADERS, api_error_of, invalid_value, unsupported
+from aioengine.server.errors import JSON_HEADERS, api_error_of, invalid_value, unavailable, unsupported
 from aioengine.server.exchange import PIECE_BYTES, Exchange, Response, WriteMonitor, run_while_connected
 from aioengine.server.messages import MESSAGE_NAMES, MessageAnswer, MessageRequest, continues_answer, read_chat
 from aioengine.server.record import RequestRecord
@@ -162,7 +162,7 @@ class GenerationCall:
         """The messages that a response answers, without its own instructions."""
         previous_id, max_messages = request.previous_response_id, self._config.max_messages
         conversation = stored.conversation(previous_id) if previous_id is not None else []
-        conversation += read_input(request, max_messages, stored.items_of)
+        conversation += read_input(request, max_messages, stored.item_finder())
         if len(conversation) > max_messages:
             raise too_many("messages", max_messages)
         return conversation
@@ -182,20 +182,29 @@ class GenerationCall:
             try:
                 async with contextlib.AsyncExitStack() as stack:
                     await group.enter(stack)
-                    stack.enter_context(running)
-                    _settle(is_taken)
-                    await answer.whole(await group.finish())
-            except Exception as error:
+                    with running:
+                        is_taken.set_result(None)
+                        await finish()
+            except Exception as error:  # it was not taken
                 if not is_taken.done():
                     is_taken.set_exception(error)
-                    return
+            finally:
+                if not is_taken.done():  # cancelled, as the engine closes
+                    is_taken.set_exception(EngineClosed("the engine was closed"))
+
+        async def finish() -> None:
+            try:
+                await answer.whole(await group.finish())
+            except asyncio.CancelledError:
+                answer.failing(unavailable("the engine was closed"))
+                raise
+            except Exception as error:
                 told = api_error_of(error, param_names=RESPONSE_NAMES)
                 if told.code == "internal_error":
                     logger.error("a response in the background has failed", exc_info=error)
                 answer.failing(told)
-            finally:
-                _settle(is_taken)
 
+        is_taken.add_done_callback(lambda outcome: outcome.cancelled() or outcome.exception())  # its client may be gone
         self._engine._start_task(work, "aioengine response", lambda: None)
         await is_taken
         return Response(200, answer.empty_body(None), JSON_HEADERS)
@@ -393,11 +402,6 @@ class GenerationCall:
                 else:
                     events.append(answer.event(choice, delta, usage(delta)))
             await write(events)
-
-
-def _settle(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 def _extras_of(request: Generation, *, has_reasoning: bool = True) -> Extras:

@@ -5,7 +5,6 @@ A response is a list of items: reasoning, a message, calls. A stream tells of on
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -201,33 +200,22 @@ class InputItem(msgspec.Struct):
     output: Content | None = None
 
 
-def read_input(
-    request: ResponseRequest, max_items: int, items_of: Callable[[str], list[InputItem]]
-) -> list[dict[str, Any]]:
+def read_input(request: ResponseRequest, max_items: int, find_item: Callable[[str], InputItem]) -> list[dict[str, Any]]:
     """The input as a chat.
 
     Args:
-        items_of: the items of a stored response by its id, for items that are named by their ids alone.
+        find_item: the stored item of an id, for items that are named by it alone.
     """
     if not is_given(request.input):
         raise missing("input")
     if is_text(request.input):
         return [{"role": "user", "content": read_text(request.input, "input")}]
     chat = ChatBuilder()
-    items_of = functools.cache(items_of)
     for place, item in enumerate(read_items(request.input, InputItem, "input", max_items)):
         if item.type == "item_reference":
-            item = _referred(_needed(f"input[{place}]", "id", item.id), items_of)
+            item = find_item(_needed(f"input[{place}]", "id", item.id))
         _add_item(chat, f"input[{place}]", item)
     return chat.messages
-
-
-def _referred(item_id: str, items_of: Callable[[str], list[InputItem]]) -> InputItem:
-    """The item of that id, which holds its response's; see `ResponseAnswer`."""
-    for item in items_of(f"resp_{item_id.partition('_')[2][:-2]}"):
-        if item.id == item_id:
-            return item
-    raise ApiError(404, "not_found", f"there is no item {item_id[:100]!r}; give the item itself", param="input")
 
 
 ROLES = ("user", "system", "developer", "assistant")

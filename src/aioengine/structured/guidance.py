@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import llguidance
@@ -24,6 +25,7 @@ from aioengine.structured.constraints import Choice, Constraint, Either, Grammar
 from aioengine.structured.grammar import STACK_BYTES, TOO_LARGE, Mask
 from aioengine.structured.json_schema import MAX_PATTERNS, ends_in_backslash, unsound_keywords
 from aioengine.structured.normalize import normalized
+from aioengine.threads import start_with_stack
 
 WHITESPACE = r"(\x20|\x0A\x20{0,64})"
 """Between tokens of JSON, at most once: a model that may write any number of line breaks may never stop."""
@@ -521,15 +523,16 @@ def _threads() -> Any:
 
 def _with_deep_stack(function: Callable[[], Any]) -> Any:
     """What the function returns, called in a thread with `STACK_BYTES`."""
-    returned: list[Any] = []
-    thread = threading.Thread(target=lambda: returned.append(function()), name="aioengine-grammar")
-    before = threading.stack_size(STACK_BYTES)
-    try:
-        thread.start()
-    finally:
-        threading.stack_size(before)
-    thread.join()
-    return returned[0]
+    outcome: Future[Any] = Future()
+
+    def call() -> None:
+        try:
+            outcome.set_result(function())
+        except BaseException as error:  # a panic of the library's is no Exception
+            outcome.set_exception(error)
+
+    start_with_stack(threading.Thread(target=call, name="aioengine-grammar"), STACK_BYTES)
+    return outcome.result()
 
 
 def _inline_json(schema: Any) -> str:

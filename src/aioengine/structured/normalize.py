@@ -66,7 +66,8 @@ def normalized(schema: Any) -> Node:
 
     Dates, times and hostnames that cannot be; numbers beyond 2**53 where there is a bound beyond that; objects without
     the property that a ``discriminator`` names; texts that are no base64, UUID or address, where ``format`` or
-    ``contentEncoding`` say so by a name that is not JSON Schema's.
+    ``contentEncoding`` say so by a name that is not JSON Schema's. Of a draft before 2019-09, in which what stands
+    beside a ``$ref`` says nothing, fewer fit, or within ``oneOf``, ``not`` and ``if`` others.
     """
     if not isinstance(schema, dict):
         return {} if schema is True else {"enum": []}
@@ -241,7 +242,9 @@ def _property_names(node: Node, document: Document) -> None:
 
 
 def _pattern_of(schema: Any, document: Document) -> str | None:
-    """A pattern of just the texts that the schema admits."""
+    """A pattern of just the texts that the schema admits, where it says so without schemas within it."""
+    if not isinstance(schema, dict) or not schema.keys().isdisjoint((*MAPS, *LISTS, *ONES, "$ref")):
+        return None
     better = _normalized(schema, document)
     limits = {key: value for key, value in better.items() if key not in ANNOTATIONS} if isinstance(better, dict) else {}
     if limits.pop("type", "string") != "string":

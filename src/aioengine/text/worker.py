@@ -15,6 +15,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import anyio
 
 from aioengine.errors import EngineClosed
+from aioengine.threads import start_with_stack
 from aioengine.turns import turns_here
 
 P = ParamSpec("P")
@@ -135,12 +136,9 @@ class _Threads:
 
     def _start_resident(self) -> None:
         thread = threading.Thread(target=self._work, name="aioengine-text", daemon=True)
-        before = threading.stack_size(self._stack_bytes) if self._stack_bytes else 0
-        try:
-            thread.start()  # first: where there are too many threads, the next call tries again
-        finally:
-            if self._stack_bytes:
-                threading.stack_size(before)
+        start_with_stack(
+            thread, self._stack_bytes
+        )  # first: where there are too many threads, the next call tries again
         self.alive.add(thread)
         self._resident = thread
 

@@ -113,7 +113,9 @@ def json_of_literal(text: str) -> str:
         raise NotACall
     try:
         value = ast.literal_eval(_ESCAPE.sub(lambda found: found[1] or r"\\", text))
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        made = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        made.encode()  # half of a surrogate pair is no text
+        return made
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         raise NotACall from None
 
