@@ -217,7 +217,7 @@ class FakeExecutor(public.FakeExecutor):
             assert work.end < self.info.max_model_len, "the sequence is as long as the model allows"
         if error is None:
             return super()._sample(work)
-        if work.samples and not is_forced:
+        if work.samples and work.end == len(work.row.tokens):  # a forced token may be known to the grammar alone
             work.row.tokens.append(MEANINGLESS)
         return [], error
 
