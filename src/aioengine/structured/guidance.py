@@ -178,7 +178,9 @@ class Vocabulary:
         matcher = grammar.matcher()
         mask = np.zeros(self.num_words, np.int32)
         for _ in range(2):
-            matcher.fill(mask)
+            matcher.raw.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)  # first: it waits without the GIL
+            if not matcher.problem:
+                matcher.fill(mask)
             if matcher.problem:
                 raise _refused(matcher.problem)
             if not mask.any():
