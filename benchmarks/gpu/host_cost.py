@@ -83,9 +83,9 @@ class NoDevice:
 
 
 def make_runner(max_num_seqs: int) -> Runner:
-    attention: Any = SimpleNamespace(num_splits=lambda *_: 1, rope_table=None)
+    attention: Any = SimpleNamespace(num_splits=lambda *_: 1)
     config = SimpleNamespace(max_model_len=4096, vocab_size=2048, num_heads=16, num_kv_heads=8, head_dim=128)
-    decoder: Any = SimpleNamespace(config=config, rope_table=None, use=lambda operations: None)
+    decoder: Any = SimpleNamespace(config=config, use=lambda operations: None)
     runner = Runner(
         NoDevice(),
         decoder,

@@ -12,7 +12,7 @@ from nightly import few
 from torch import Tensor
 
 from aioengine.kernels.attention.paged import KVCacheShape, PagedAttention
-from aioengine.kernels.operations import PagedKV
+from aioengine.kernels.operations import LayerAttention, PagedKV
 from aioengine.kernels.torch import operations as reference
 
 pytestmark = quiet_numpy
@@ -50,10 +50,10 @@ class Case:
         slots = blocks * BLOCK_SIZE + positions % BLOCK_SIZE
         shape = KVCacheShape(num_layers=2, block_size=BLOCK_SIZE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=dtype)
         self.attention = PagedAttention(
-            ops, shape, len(case.k_cache), block_tables=case.block_tables, eps=1e-6, num_multiprocessors=100
+            ops, shape, len(case.k_cache), block_tables=case.block_tables, num_multiprocessors=100
         )
         table = torch.cat((torch.ones(201, HEAD_DIM), torch.zeros(201, HEAD_DIM)), dim=1)
-        self.attention.rope_table = table.to(DEVICE, dtype)
+        self.rope_table = table.to(DEVICE, dtype)
         self.full = torch.stack((case.k_cache, case.v_cache)).repeat(2, 1, 1, 1, 1)
         self.attention.cache.copy_(self.full)
         k, v = (cache.view(-1, KV_HEADS, HEAD_DIM)[slots] for cache in (case.k_cache, case.v_cache))
@@ -73,6 +73,11 @@ class Case:
             "max_context": 201,
         }
 
+    def layer(self, index: int, window: int | None) -> LayerAttention:
+        return LayerAttention(
+            index=index, rope_table=self.rope_table, qk_weight=None, eps=0.0, scale=HEAD_DIM**-0.5, window=window
+        )
+
     def oracle(self, window: int | None = None) -> Tensor:
         out = torch.empty_like(self.case.q)
         kv = PagedKV(self.full[0], self.full[1], self.case.block_tables, HEAD_DIM**-0.5, window)
@@ -90,8 +95,8 @@ def test_a_step_is_the_oracles_in_layers_of_any_window_and_leaves_its_keys_in_th
 ) -> None:
     case = Case(ops, decodes, chunks, dtype)
     attend = case.attention.begin(**case.step)
-    for layer, window in enumerate((None, 5)):
-        assert_close(attend(layer, case.qkv.clone(), None, window=window), case.oracle(window))
+    for index, window in enumerate((None, 5)):
+        assert_close(attend(case.qkv.clone(), case.layer(index, window)), case.oracle(window))
     assert_same(case.attention.cache, case.full)
 
 
@@ -101,7 +106,7 @@ def test_copied_blocks_are_their_sources_in_every_layer_and_the_others_stay(
     ops: ModuleType, dtype: torch.dtype
 ) -> None:
     shape = KVCacheShape(num_layers=3, block_size=4, num_kv_heads=2, head_dim=8, dtype=dtype)
-    attention = PagedAttention(ops, shape, 8, block_tables=int32([[0]]), eps=1e-6, num_multiprocessors=1)
+    attention = PagedAttention(ops, shape, 8, block_tables=int32([[0]]), num_multiprocessors=1)
     attention.cache.copy_(torch.randn(attention.cache.shape, generator=torch.Generator().manual_seed(0)))
     before = attention.cache.clone()
     attention.copy_blocks(int32([5, 2, 5, -1, 0]), int32([1, 7, 3, 6, 4]))
@@ -113,7 +118,7 @@ def test_a_fresh_cache_is_zeros_in_memory_that_nothing_has_touched() -> None:
     shape = KVCacheShape(num_layers=2, block_size=16, num_kv_heads=8, head_dim=64, dtype=torch.bfloat16)
     assert shape.bytes_per_block == 2 * 2 * 16 * 8 * 64 * 2
     resident = resident_bytes()
-    attention = PagedAttention(reference, shape, 2**14, block_tables=int32([[0]]), eps=1e-6, num_multiprocessors=1)
+    attention = PagedAttention(reference, shape, 2**14, block_tables=int32([[0]]), num_multiprocessors=1)
     assert attention.cache.nbytes == 2**14 * shape.bytes_per_block > 10**9
     assert resident_bytes() - resident < 10**7
     assert attention.cache.shape == (4, 2**14, 16, 8, 64)

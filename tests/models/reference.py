@@ -10,6 +10,7 @@ from kernels.paged_cases import as_cached
 from torch import Tensor
 
 from aioengine.config import EngineConfig
+from aioengine.kernels.operations import LayerAttention
 from aioengine.kernels.torch import operations as oracles
 from aioengine.kernels.torch.quantized import read_lines
 from aioengine.models.decoder import Decoder
@@ -44,7 +45,7 @@ class PagedAttend:
         cache_dtype: torch.dtype | None = None,
     ) -> None:
         c, self.device = decoder.config, decoder.rope_table.device
-        self.config, self.rope_table, self.operations = c, decoder.rope_table, operations
+        self.operations = operations
         self.ignores_windows = ignores_windows
         blocks_a_row = -(-length // BLOCK_SIZE)
         order = torch.randperm(num_rows * blocks_a_row, generator=torch.Generator().manual_seed(1))
@@ -63,11 +64,9 @@ class PagedAttend:
         )
         return token_ids
 
-    def __call__(self, layer: int, qkv: Tensor, qk_weight: Tensor | None, *, window: int | None) -> Tensor:
-        c, k_cache, v_cache = self.config, self.k[layer], self.v[layer]
-        rotate = self.operations.rotate_and_write
-        table, eps = self.rope_table, c.rms_norm_eps
-        q = rotate(qkv, self.positions, self.slots, table, qk_weight, eps, k_cache, v_cache)
+    def __call__(self, qkv: Tensor, layer: LayerAttention) -> Tensor:
+        k_cache, v_cache, rotate = self.k[layer.index], self.v[layer.index], self.operations.rotate_and_write
+        q = rotate(qkv, self.positions, self.slots, layer.rope_table, layer.qk_weight, layer.eps, k_cache, v_cache)
         out = torch.zeros_like(q)
         for row, start, first, count in self.rows:
             if row < 0:
@@ -78,11 +77,13 @@ class PagedAttend:
                 read_lines(cache.flatten(0, 1)[slots], torch.float32).repeat_interleave(q.shape[1] // cache.shape[2], 1)
                 for cache in (k_cache, v_cache)
             )
-            scores = torch.einsum("qhd,khd->hqk", q[first : first + count].float(), keys) * c.head_dim**-0.5
+            scores = torch.einsum("qhd,khd->hqk", q[first : first + count].float(), keys) * layer.scale
+            if layer.soft_cap is not None:
+                scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
             query = key[start:, None]
             is_seen = key <= query
-            if window is not None and not self.ignores_windows:
-                is_seen &= key > query - window
+            if layer.window is not None and not self.ignores_windows:
+                is_seen &= key > query - layer.window
             weights = scores.masked_fill(~is_seen, -torch.inf).softmax(-1)
             out[first : first + count] = torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
         return out.flatten(1)

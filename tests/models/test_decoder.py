@@ -15,6 +15,7 @@ from nightly import few, nightly, seeds
 from torch import Tensor
 
 from aioengine.kernels import triton_operations
+from aioengine.kernels.operations import LayerAttention
 from aioengine.kernels.torch import operations as oracles
 from aioengine.models.decoder import Decoder
 from doubles import flipped_operations
@@ -267,12 +268,12 @@ def test_a_layer_is_two_norms_one_activation_and_one_attention(checkpoint: Check
     decoder.use(SimpleNamespace(**{name: counted(name) for name in names}, pack=oracles.pack, unpack=oracles.unpack))
     seen: list[tuple[int, int | None]] = []
 
-    def attend(layer: int, qkv: Tensor, qk_weight: Tensor | None, *, window: int | None) -> Tensor:
+    def attend(qkv: Tensor, layer: LayerAttention) -> Tensor:
         assert qkv.shape == (5, (4 + 2 * 2) * 16)
         assert qkv.is_contiguous()
-        assert qk_weight is None
+        assert layer.qk_weight is None
         calls.append("attend")
-        seen.append((layer, window))
+        seen.append((layer.index, layer.window))
         return qkv[:, : 4 * 16]
 
     ids = torch.arange(5, dtype=torch.int32)

@@ -61,7 +61,6 @@ def make_runner(
             shape,
             num_blocks,
             block_tables=block_tables,
-            eps=model.rms_norm_eps,
             num_multiprocessors=accelerator.num_multiprocessors,
         )
 

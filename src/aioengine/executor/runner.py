@@ -22,7 +22,7 @@ from aioengine.executor.graphs import DecodeGraphs, GraphKey
 from aioengine.executor.launched import LaunchedStep, PinnedBuffers
 from aioengine.executor.step_words import WORDS_A_ROW, ExtraWords, FixedWords
 from aioengine.kernels.attention.paged import PagedAttention
-from aioengine.kernels.operations import Operations
+from aioengine.kernels.operations import LayerAttention, Operations
 from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow, param_of
 from aioengine.kernels.torch.sampling import chunks
 from aioengine.kernels.zeros import lazy_zeros
@@ -126,8 +126,6 @@ class Runner:
         self.graphs.clear()
         if decoder is not None:
             decoder.use(self._operations)
-        if self._attention is not None and decoder is not None:
-            self._attention.rope_table = decoder.rope_table
         self._decoder = decoder
         self._capture_all()
 
@@ -161,8 +159,6 @@ class Runner:
         if self._attention is None:
             self._attention = self._make_attention(self._block_tables)
             self._attention.operations = self._operations
-            if self._decoder is not None:
-                self._attention.rope_table = self._decoder.rope_table
             self._capture_all()
 
     def drop_cache(self) -> None:
@@ -265,7 +261,7 @@ class Runner:
         self._attention.copy_blocks(no_block, no_block)
         self._decoder(token_ids, self._attention.begin(positions=positions, slots=slots, tiles=tiles))
 
-    def _attend_to_nothing(self, layer: int, qkv: Tensor, qk_weight: Tensor | None, *, window: int | None) -> Tensor:
+    def _attend_to_nothing(self, qkv: Tensor, layer: LayerAttention) -> Tensor:
         assert self._decoder is not None
         c = self._decoder.config
         q = qkv.new_zeros(len(qkv), c.num_heads * c.head_dim)

@@ -10,12 +10,33 @@ InternalError where tensors do not fit each other.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from aioengine.kernels.packed_weight import PackedWeight, Quantization, UnpackedRows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerAttention:
+    """How one layer attends: all that a step asks of it between the products before and behind attention.
+
+    Attributes:
+        index: of the layer, from 0: where its keys and values are.
+        rope_table: as in `Operations.rotate_and_write`; layers of a kind share one.
+        qk_weight, eps: of the norm of queries and keys, as there.
+        scale, window, soft_cap: as in `PagedKV`.
+    """
+
+    index: int
+    rope_table: Tensor
+    qk_weight: Tensor | None
+    eps: float
+    scale: float
+    window: int | None
+    soft_cap: float | None = None
 
 
 class PagedKV(NamedTuple):

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from aioengine.kernels.operations import Operations
+from aioengine.kernels.operations import LayerAttention, Operations
 from aioengine.kernels.packed_weight import PackedWeight, Quantization, UnpackedRows
 from aioengine.models.families import DecoderConfig
 
@@ -31,16 +31,14 @@ META = torch.device("meta")
 class Attend(Protocol):
     """What a layer does between its two products around attention, with the cache behind it."""
 
-    def __call__(self, layer: int, qkv: Tensor, qk_weight: Tensor | None, *, window: int | None) -> Tensor:
+    def __call__(self, qkv: Tensor, layer: LayerAttention) -> Tensor:
         """Normalise and rotate queries and keys, write keys and values to the cache, attend.
 
         Args:
-            layer: from 0.
             qkv: [tokens, (heads + 2 · kv_heads) · head_dim], queries, keys, values, as the product gave them.
-            qk_weight: [heads + kv_heads, head_dim], of the norm of each head's query and key; None: they have none.
-            window: a query at position p sees the keys at positions above p - window only; None for all up to p.
+            layer: how; called once for each, in order.
         Returns:
-            [tokens, heads · head_dim], of softmax(q kᵀ / √head_dim) v.
+            [tokens, heads · head_dim].
         """
         ...
 
@@ -128,18 +126,26 @@ class DecoderLayer(nn.Module):
         self.gate_up = linear(c.hidden_size, 2 * c.intermediate_size, c.mlp_bias)
         self.down = linear(c.intermediate_size, c.hidden_size, c.mlp_bias)
 
-    def bind(self, operations: Operations, next_norm: Tensor) -> Layer:
+    def bind(self, operations: Operations, next_norm: Tensor, rope_table: Tensor) -> Layer:
         """The layer as a function of (x, residual, attend), which adds to ``residual`` and returns the next layer's x.
 
         x: [tokens, hidden], the normalised residual.
         """
-        index, window, eps = self.index, self.config.windows[self.index], self.config.rms_norm_eps
+        c, eps = self.config, self.config.rms_norm_eps
+        attention = LayerAttention(
+            index=self.index,
+            rope_table=rope_table,
+            qk_weight=self.qk_norm,
+            eps=eps,
+            scale=c.head_dim**-0.5,
+            window=c.windows[self.index],
+        )
         qkv, output, gate_up, down = (each.product() for each in (self.qkv, self.output, self.gate_up, self.down))
-        qk_norm, mlp_norm = self.qk_norm, self.mlp_norm
+        mlp_norm = self.mlp_norm
         add_rms_norm, gated_activation = operations.add_rms_norm, operations.gated_activation
 
         def run(x: Tensor, residual: Tensor, attend: Attend) -> Tensor:
-            attended = attend(index, qkv(x), qk_norm, window=window)
+            attended = attend(qkv(x), attention)
             x = add_rms_norm(output(attended), residual, mlp_norm, eps)
             return add_rms_norm(down(gated_activation(gate_up(x))), residual, next_norm, eps)
 
@@ -210,7 +216,9 @@ class Decoder(nn.Module):
         first_norm, *next_norms = [*(layer.input_norm for layer in layers), self.norm]
         self._embed, self._embedding = self.embedding.operations.embed, self.embedding.packed
         self._rms_norm, self._first_norm = operations.rms_norm, first_norm
-        self._bound = tuple(layer.bind(operations, norm) for layer, norm in zip(layers, next_norms, strict=True))
+        self._bound = tuple(
+            layer.bind(operations, norm, self.rope_table) for layer, norm in zip(layers, next_norms, strict=True)
+        )
         self._head = (self.embedding if self.head is None else self.head).product(torch.float32)
 
     def move(self, device: torch.device, *, is_pinned: bool = False) -> None:
@@ -254,7 +262,7 @@ class Decoder(nn.Module):
 
         Args:
             token_ids: int32 [tokens], below vocab_size.
-            attend: called once a layer, in order; it has the tokens' positions.
+            attend: has the tokens' positions.
         Returns:
             [tokens, hidden_size], after the final norm.
         """

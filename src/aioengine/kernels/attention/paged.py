@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aioengine.kernels.operations import Operations, PagedKV
+from aioengine.kernels.operations import LayerAttention, Operations, PagedKV
 from aioengine.kernels.torch.quantized import SCALE_BYTES
 from aioengine.kernels.zeros import lazy_zeros
 
@@ -42,14 +42,12 @@ class KVCacheShape:
 
 
 class PagedAttention:
-    """Keys and values in one tensor, and the model's numbers that attention needs.
+    """Keys and values in one tensor.
 
     Args:
         block_tables: int32 [rows, blocks of the longest sequence], of all rows.
-        eps: of the norm of queries and keys.
 
     Attributes:
-        rope_table: [positions, 2 · head_dim], the decoder's; to be set before the first step.
         cache: [2 · layers, blocks, block_size, kv_heads, line_size]; of each layer the keys, then the values.
     """
 
@@ -60,18 +58,14 @@ class PagedAttention:
         num_blocks: int,
         *,
         block_tables: Tensor,
-        eps: float,
         num_multiprocessors: int,
     ) -> None:
         size = (2 * shape.num_layers, num_blocks, shape.block_size, shape.num_kv_heads, shape.line_size)
         self.cache = lazy_zeros(*size, dtype=shape.dtype, device=block_tables.device)
         self.operations = operations
         self._block_tables = block_tables
-        self.rope_table: Tensor | None = None
-        self._eps = eps
         self._num_kv_heads = shape.num_kv_heads
         self._num_multiprocessors = num_multiprocessors
-        self._softmax_scale = shape.head_dim**-0.5
 
     def copy_blocks(self, copied_from: Tensor, copied_to: Tensor) -> None:
         """As `Operations.copy_blocks`, in all layers."""
@@ -99,15 +93,14 @@ class PagedAttention:
             num_splits: of the contexts of ``decodes``, none of which is longer than ``max_context``.
         """
 
-        def attend(layer: int, qkv: Tensor, qk_weight: Tensor | None, *, window: int | None) -> Tensor:
+        def attend(qkv: Tensor, layer: LayerAttention) -> Tensor:
             """Rotate, write this step's keys and values, then attend: [T, h · d] from [T, (h + 2 g) · d]."""
-            operations, k_cache, v_cache = self.operations, self.cache[2 * layer], self.cache[2 * layer + 1]
-            assert self.rope_table is not None
+            operations, k_cache, v_cache = self.operations, self.cache[2 * layer.index], self.cache[2 * layer.index + 1]
             q = operations.rotate_and_write(
-                qkv, positions, slots, self.rope_table, qk_weight, self._eps, k_cache, v_cache
+                qkv, positions, slots, layer.rope_table, layer.qk_weight, layer.eps, k_cache, v_cache
             )
             out = operations.attention_output(q)
-            kv = PagedKV(k_cache, v_cache, self._block_tables, self._softmax_scale, window)
+            kv = PagedKV(k_cache, v_cache, self._block_tables, layer.scale, layer.window, layer.soft_cap)
             if decodes is not None:
                 operations.attend_decode(q, kv, decodes, out, num_splits=num_splits, max_context=max_context)
             if tiles is not None:
