@@ -18,7 +18,7 @@ from aioengine.executor.memory import num_kv_blocks
 from aioengine.executor.runner import START_FEATURES, Runner
 from aioengine.executor.tune import tune_attention
 from aioengine.kernels.attention.paged import KVCacheShape, PagedAttention
-from aioengine.models.decoder import Decoder
+from aioengine.models.model import Model
 from aioengine.progress import OnProgress
 
 logger = logging.getLogger("aioengine")
@@ -36,7 +36,7 @@ FP8_CAPABILITY = 89
 
 def make_runner(
     accelerator: Accelerator,
-    decoder: Decoder,
+    decoder: Model,
     config: EngineConfig,
     stats: ExecutorStats,
     on_progress: OnProgress,
@@ -73,7 +73,7 @@ def make_runner(
         max_num_seqs=config.max_num_seqs,
         block_size=config.block_size,
         max_in_flight=max_in_flight,
-        graph_sizes=_graph_sizes(accelerator, config),
+        graph_sizes=_graph_sizes(accelerator, decoder, config),
     )
     peak_bytes = _peak_bytes(runner, accelerator, config)
     num_blocks = num_kv_blocks(
@@ -106,8 +106,8 @@ def make_runner(
     return runner, info
 
 
-def _graph_sizes(accelerator: Accelerator, config: EngineConfig) -> tuple[int, ...]:
-    if config.cuda_graphs == "off" or not accelerator.can_capture:
+def _graph_sizes(accelerator: Accelerator, decoder: Model, config: EngineConfig) -> tuple[int, ...]:
+    if config.cuda_graphs == "off" or not (accelerator.can_capture and decoder.is_capturable):
         return ()
     # A row of padding is computed like any other: a GPU has room beside the others, a CPU has not.
     return tuple(range(1, config.max_num_seqs + 1)) if accelerator.is_host else default_sizes(config.max_num_seqs)
@@ -125,7 +125,7 @@ def _peak_bytes(runner: Runner, accelerator: Accelerator, config: EngineConfig) 
     return peak_bytes
 
 
-def _cache_shape(decoder: Decoder, block_size: int, dtype: torch.dtype) -> KVCacheShape:
+def _cache_shape(decoder: Model, block_size: int, dtype: torch.dtype) -> KVCacheShape:
     model = decoder.config
     return KVCacheShape(
         num_layers=model.num_layers,

@@ -26,7 +26,7 @@ from aioengine.kernels.operations import LayerAttention, Operations
 from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow, param_of
 from aioengine.kernels.torch.sampling import chunks
 from aioengine.kernels.zeros import lazy_zeros
-from aioengine.models.decoder import Decoder
+from aioengine.models.model import Model, ModelConfig
 from aioengine.sampler.outputs import DeviceOutputs, OutputSizes
 from aioengine.sampler.processed import CHUNK_ELEMENTS, process_logits
 from aioengine.sampler.processors import ProcessedRow, run_processors
@@ -70,7 +70,7 @@ class Runner:
     def __init__(
         self,
         accelerator: Accelerator,
-        decoder: Decoder,
+        decoder: Model,
         make_attention: Callable[[Tensor], PagedAttention],
         stats: ExecutorStats,
         *,
@@ -85,7 +85,7 @@ class Runner:
         self._stats = stats
         self._block_size = block_size
         self._max_model_len = c.max_model_len
-        self._decoder: Decoder | None = decoder
+        self._decoder: Model | None = decoder
         self._batch = Batch(
             max_num_seqs=max_num_seqs, vocab_size=c.vocab_size, max_tokens=c.max_model_len + 1, tile=self._tile()
         )
@@ -121,7 +121,7 @@ class Runner:
 
     # What it computes with
 
-    def use(self, decoder: Decoder | None) -> None:
+    def use(self, decoder: Model | None) -> None:
         """Compute with other weights from now on; None: with none, and no step may come."""
         self.graphs.clear()
         if decoder is not None:
@@ -185,7 +185,7 @@ class Runner:
         assert self._decoder is not None
         device = self._accelerator.device
         tokens = torch.zeros(num_tokens, dtype=torch.int32, device=device)
-        hidden = self._decoder(tokens, self._attend_to_nothing)
+        hidden = self._decoder(tokens, AttendToNothing(self._decoder.config, tokens))
         logits = self._decoder.logits(hidden[:num_logits_rows])
         samples = torch.zeros(num_logits_rows, SAMPLE_WORDS, dtype=torch.int32, device=device)
         samples[:, SampleRow.LOGITS_ROW] = torch.arange(num_logits_rows, dtype=torch.int32, device=device)
@@ -260,12 +260,6 @@ class Runner:
             self._operations.put_spans(table, tiles, no_block)
         self._attention.copy_blocks(no_block, no_block)
         self._decoder(token_ids, self._attention.begin(positions=positions, slots=slots, tiles=tiles))
-
-    def _attend_to_nothing(self, qkv: Tensor, layer: LayerAttention) -> Tensor:
-        assert self._decoder is not None
-        c = self._decoder.config
-        q = qkv.new_zeros(len(qkv), c.num_heads * c.head_dim)
-        return torch.zeros_like(q)
 
     # Steps
 
@@ -483,8 +477,7 @@ class Runner:
             num_splits=attention.num_splits(num_decodes, max_context) if num_decodes else 1,
             max_context=max_context,
         )
-        hidden: Tensor = self._decoder(token_ids, attend)
-        return hidden
+        return self._decoder(token_ids, attend)
 
     def _compute_logits(self, step: Step) -> None:
         assert self._decoder is not None
@@ -527,3 +520,18 @@ class Runner:
         """Take in the tokens of the oldest of the steps whose tokens the host must know; waits for them."""
         for _ in range(count):
             self._learning.popleft().learn()
+
+
+class AttendToNothing:
+    """An `Attend` of a step without rows, whose tokens see no keys.
+
+    Args:
+        positions: as there.
+    """
+
+    def __init__(self, config: ModelConfig, positions: Tensor) -> None:
+        self.positions = positions
+        self._size = config.num_heads * config.head_dim
+
+    def __call__(self, qkv: Tensor, layer: LayerAttention) -> Tensor:
+        return qkv.new_zeros(len(qkv), self._size)

@@ -29,7 +29,7 @@ from aioengine.kernels.attention.choices import (
 )
 from aioengine.kernels.attention.paged import KVCacheShape, choose_num_splits
 from aioengine.kernels.operations import PagedKV
-from aioengine.models.families import DecoderConfig
+from aioengine.models.model import ModelConfig
 
 logger = logging.getLogger("aioengine")
 
@@ -46,7 +46,7 @@ ROWS_AND_LENGTH = {DECODE: (64, 1024), DECODE_IN_SPLITS: (1, 4096), PREFILL: (1,
 
 def tune_attention(
     accelerator: Accelerator,
-    model: DecoderConfig,
+    model: ModelConfig,
     cache: KVCacheShape,
     *,
     deadline_s: float = DEADLINE_S,
@@ -107,7 +107,7 @@ class Rehearsal:
     The cache has `MAX_CACHE_BYTES`, or less where less is free; contexts are shorter then, or rows fewer.
     """
 
-    def __init__(self, accelerator: Accelerator, model: DecoderConfig, cache: KVCacheShape) -> None:
+    def __init__(self, accelerator: Accelerator, model: ModelConfig, cache: KVCacheShape) -> None:
         self._accelerator = accelerator
         self._model = model
         num_bytes = min(MAX_CACHE_BYTES, accelerator.memory().free // FREE_SHARE)

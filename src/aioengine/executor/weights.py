@@ -13,14 +13,15 @@ from torch import Tensor
 from aioengine.core.executor_protocol import weights_asleep, weights_came_as_tensors
 from aioengine.errors import InvalidRequest, ModelLoadError
 from aioengine.executor.weight_transfer import StagedTensor, WeightTransfer
-from aioengine.models.checkpoint import EMBEDDING, FILE_DTYPES, HEAD, CheckpointTensor, checkpoint_tensors
-from aioengine.models.decoder import Decoder
+from aioengine.models.checkpoint import FILE_DTYPES
+from aioengine.models.families import DecoderConfig
 from aioengine.models.folder import ModelFolder
 from aioengine.models.loader import ON_CPU, Placement, check_weights, load_weights
+from aioengine.models.model import Model
 from aioengine.models.saver import save_checkpoint
 from aioengine.progress import OnProgress
 
-Load = Callable[..., Decoder]
+Load = Callable[..., Model]
 """Makes a decoder, of placement, on_progress and should_stop as `load_decoder` has them; blocks."""
 
 
@@ -36,7 +37,7 @@ class Weights:
 
     Attributes:
         decoder: None while the weights are thrown away. It stays the same when they are replaced, and so do the
-            addresses of its parameters.
+            addresses of its weights.
         config: the decoder's.
         is_elsewhere: as given.
         is_torn: some weights were replaced and others not, since the device failed: no step may use them.
@@ -62,23 +63,17 @@ class Weights:
         self.is_torn = False
         decoder = load(placement=placement, on_progress=on_progress, should_stop=should_stop)
         self.config = decoder.config
+        self._shapes, self._ties = decoder.shapes(), decoder.ties()
         self._quantization = decoder.quantization
-        self.decoder: Decoder | None = decoder
+        self.decoder: Model | None = decoder
         self._load = load
         self._source = folder.path.absolute() if folder is not None and is_in_folder else None
         """The folder that the weights were last taken from; None: ``load`` made them."""
 
     @cached_property
-    def _entries(self) -> dict[str, CheckpointTensor]:
-        return checkpoint_tensors(self.config)
-
-    @cached_property
     def staging(self) -> WeightTransfer:
         """What is on its way to `commit`."""
-        shapes = {name: entry.shape for name, entry in self._entries.items()}
-        if self.config.tie_word_embeddings:
-            shapes[HEAD] = shapes[EMBEDDING]  # of two that are one, some tools send the other, or both
-        return WeightTransfer(shapes)
+        return WeightTransfer(self._shapes | {name: self._shapes[other] for name, other in self._ties.items()})
 
     def discard(self) -> None:
         """Throw the weights away. Idempotent.
@@ -90,7 +85,7 @@ class Weights:
             raise weights_came_as_tensors()
         if self.decoder is not None:
             # Others than those of the start, if native kernels came meanwhile.
-            operations = self.decoder.embedding.operations
+            operations = self.decoder.operations
             self._placement = msgspec.structs.replace(self._placement, operations=operations)
         self.decoder = None
 
@@ -141,18 +136,20 @@ class Weights:
             ModelLoadError: as `load_weights`; the old ones stay.
         """
         source = folder.absolute()
+        assert isinstance(self.config, DecoderConfig)
         if self.decoder is None:
             check_weights(source, self.config)
         else:
             # Whole and checked before the first is replaced: a GPU has no room for both, beside its KV cache.
-            read = self._read(source, Placement(operations=self.decoder.embedding.operations))
-            self._fill(zip(self.decoder.parameters(), read.parameters(), strict=True))
+            read = self._read(source, Placement(operations=self.decoder.operations))
+            self._fill(zip(self.decoder.weights(), read.weights(), strict=True))
         self._source = source
         self._came_as_tensors = self.is_torn = False
 
-    def _read(self, source: Path | None, placement: Placement) -> Decoder:
+    def _read(self, source: Path | None, placement: Placement) -> Model:
         if source is None:
             return self._load(placement=placement, on_progress=lambda *_: None, should_stop=self._should_stop)
+        assert isinstance(self.config, DecoderConfig)
         return load_weights(
             source,
             self.config,
@@ -165,15 +162,15 @@ class Weights:
         """Put what was staged in its entry. From the moment in which it fits, the transfer is over.
 
         Raises:
-            InvalidRequest: as `WeightTransfer.whole`, the weights are thrown away, or a tied head and the embedding
+            InvalidRequest: as `WeightTransfer.whole`, the weights are thrown away, or two that are tied
                 differ.
         """
         staged = self.staging.whole(transfer)
         if self.decoder is None:
             raise weights_asleep("commit_weights")
-        self._resolve_tied_head(staged)
+        self._resolve_ties(staged)
         self.staging.drop(transfer)
-        changes = self._changes(self.decoder, staged)
+        changes = self.decoder.changes({name: _tensor(staged.pop(name)) for name in list(staged)})
         self._came_as_tensors = True
         self._fill(changes)
 
@@ -189,39 +186,18 @@ class Weights:
             self.is_torn = True
             raise
 
-    def _resolve_tied_head(self, staged: dict[str, StagedTensor]) -> None:
-        """A tied head is the embedding, as in a checkpoint: it stands for it, or is equal to it."""
-        if HEAD not in staged or not self.config.tie_word_embeddings:
-            return
-        head, dtype = staged.pop(HEAD), self.config.dtype
-        embedding = staged.setdefault(EMBEDDING, head)
-        if not torch.equal(_tensor(head).to(dtype), _tensor(embedding).to(dtype)):
-            raise InvalidRequest(
-                f"{HEAD} is not {EMBEDDING}, though the model ties them: send one of them, or equal ones",
-                param="transfer",
-            )
-
-    def _changes(self, decoder: Decoder, staged: dict[str, StagedTensor]) -> list[tuple[Tensor, Tensor]]:
-        """What is to be overwritten and by what, in the same layout; takes the tensors out of ``staged`` as it goes."""
-        names_of: dict[str, list[str]] = {}
-        for name in staged:
-            names_of.setdefault(self._entries[name].parameter, []).append(name)
-        changes: list[tuple[Tensor, Tensor]] = []
-        for parameter, names in names_of.items():
-            dense = decoder.dense(parameter)
-            is_in_place = dense is decoder.get_parameter(parameter)
-            for name in names:
-                rows = self._entries[name].of(dense)
-                values = _tensor(staged.pop(name)).to(self.config.dtype)
-                if is_in_place:
-                    changes.append((rows, values.expand(rows.shape).contiguous()))
-                else:
-                    rows.copy_(values)
-            if not is_in_place:
-                linear = decoder.linear_of(parameter)
-                assert linear is not None
-                changes += linear.changes(dense)
-        return changes
+    def _resolve_ties(self, staged: dict[str, StagedTensor]) -> None:
+        """A tensor that is tied to another, as in a checkpoint, stands for it, or is equal to it."""
+        for name, other in self._ties.items():
+            if name not in staged:
+                continue
+            tied, dtype = staged.pop(name), self.config.dtype
+            kept = staged.setdefault(other, tied)
+            if not torch.equal(_tensor(tied).to(dtype), _tensor(kept).to(dtype)):
+                raise InvalidRequest(
+                    f"{name} is not {other}, though the model ties them: send one of them, or equal ones",
+                    param="transfer",
+                )
 
     def save(self, folder: Path, max_shard_bytes: int) -> list[str]:
         """As `save_checkpoint`.

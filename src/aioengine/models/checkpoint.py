@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from aioengine.models.decoder import Decoder
 from aioengine.models.families import DecoderConfig
 
 SINGLE_FILE = "model.safetensors"
@@ -36,7 +35,7 @@ class CheckpointTensor(msgspec.Struct, frozen=True):
         """The rows, as a view of the dense parameter."""
         return parameter.narrow(0, self.first, self.count)
 
-    def within(self, decoder: Decoder) -> Tensor:
+    def within(self, decoder: nn.Module) -> Tensor:
         """As `of`, of a decoder whose parameters are not packed."""
         return self.of(decoder.get_parameter(self.parameter))
 

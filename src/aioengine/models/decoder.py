@@ -11,36 +11,23 @@ the next layer's norm, the last one's with the final norm.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Protocol
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from aioengine.kernels.operations import LayerAttention, Operations
 from aioengine.kernels.packed_weight import PackedWeight, Quantization, UnpackedRows
+from aioengine.models.checkpoint import EMBEDDING, HEAD, CheckpointTensor, checkpoint_tensors
 from aioengine.models.families import DecoderConfig
+from aioengine.models.model import Attend
 
 Product = Callable[[Tensor], Tensor]
-Layer = Callable[[Tensor, Tensor, "Attend"], Tensor]
+Layer = Callable[[Tensor, Tensor, Attend], Tensor]
 
 META = torch.device("meta")
-
-
-class Attend(Protocol):
-    """What a layer does between its two products around attention, with the cache behind it."""
-
-    def __call__(self, qkv: Tensor, layer: LayerAttention) -> Tensor:
-        """Normalise and rotate queries and keys, write keys and values to the cache, attend.
-
-        Args:
-            qkv: [tokens, (heads + 2 · kv_heads) · head_dim], queries, keys, values, as the product gave them.
-            layer: how; called once for each, in order.
-        Returns:
-            [tokens, heads · head_dim].
-        """
-        ...
 
 
 class Linear(nn.Module):
@@ -168,6 +155,7 @@ class Decoder(nn.Module):
     """
 
     rope_table: Tensor
+    is_capturable = True
 
     def __init__(
         self, config: DecoderConfig, device: torch.device = META, quantization: Quantization | None = None
@@ -190,6 +178,11 @@ class Decoder(nn.Module):
     def weight_bytes(self) -> int:
         """Bytes of all parameters."""
         return sum(parameter.nbytes for parameter in self.parameters())
+
+    @property
+    def operations(self) -> Operations:
+        """Those that its matrices are packed for."""
+        return self.embedding.operations
 
     def use(self, operations: Operations, on_linear: Callable[[], None] = lambda: None) -> None:
         """Compute by these operations from now on: unpack and pack each weight that others have packed, or none.
@@ -242,6 +235,52 @@ class Decoder(nn.Module):
             room.copy_(parameter.data)
         for room, parameter in zip(moved, self.parameters(), strict=True):
             parameter.data = room
+
+    def weights(self) -> Iterator[Tensor]:
+        """As `Model.weights`."""
+        return self.parameters()
+
+    @cached_property
+    def _entries(self) -> dict[str, CheckpointTensor]:
+        return checkpoint_tensors(self.config)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """As `Model.shapes`."""
+        return {name: entry.shape for name, entry in self._entries.items()}
+
+    def ties(self) -> dict[str, str]:
+        """As `Model.ties`: of two that are one, some tools save the other, or both."""
+        return {HEAD: EMBEDDING} if self.config.tie_word_embeddings else {}
+
+    def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """As `Model.tensors`. Neighbours that share a parameter share its dense values."""
+        parameter, dense = "", torch.empty(0)
+        for name in names:
+            entry = self._entries[name]
+            if entry.parameter != parameter:
+                parameter, dense = entry.parameter, self.dense(entry.parameter)
+            yield name, entry.read(dense)
+
+    def changes(self, tensors: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """As `Model.changes`."""
+        names_of: dict[str, list[str]] = {}
+        for name in tensors:
+            names_of.setdefault(self._entries[name].parameter, []).append(name)
+        changes: list[tuple[Tensor, Tensor]] = []
+        for parameter, names in names_of.items():
+            dense = self.dense(parameter)
+            is_in_place = dense is self.get_parameter(parameter)
+            for name in names:
+                rows, values = self._entries[name].of(dense), tensors.pop(name).to(self.config.dtype)
+                if is_in_place:
+                    changes.append((rows, values.expand(rows.shape).contiguous()))
+                else:
+                    rows.copy_(values)
+            if not is_in_place:
+                linear = self.linear_of(parameter)
+                assert linear is not None
+                changes += linear.changes(dense)
+        return changes
 
     def dense(self, name: str) -> Tensor:
         """The values of a parameter, by its name in ``named_parameters``: a copy of one that is packed, or itself."""

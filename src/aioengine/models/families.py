@@ -17,6 +17,7 @@ from torch import Tensor
 
 from aioengine.errors import ConfigError, ModelLoadError
 from aioengine.models.folder import ModelFolder
+from aioengine.models.model import ModelConfig
 from aioengine.validation import shorten
 
 MAX_POSITIONS = 2**24
@@ -126,35 +127,21 @@ ARCHITECTURES = {
 }
 
 
-class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
+class DecoderConfig(ModelConfig, frozen=True, kw_only=True):
     """All that the decoder has to know of its shape.
 
     Attributes:
-        num_heads, num_kv_heads, head_dim: of the attention; ``num_heads`` is a multiple of ``num_kv_heads``.
-        max_model_len: most tokens in a sequence: what the model was made for, or less where the engine says so.
-        dtype: of the parameters and of what flows between them.
-        windows: for each layer how many of the last keys a token sees, itself included; None for all.
         inv_freq: [head_dim / 2], radians a position, float32 values.
         rope_scale: cos and sin are multiplied by this (1 but for yarn).
     """
 
-    architecture: str
-    vocab_size: int
-    hidden_size: int
     intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_model_len: int
-    dtype: torch.dtype
     rms_norm_eps: float
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
     tie_word_embeddings: bool
-    windows: tuple[int | None, ...]
     inv_freq: tuple[float, ...]
     rope_scale: float = 1.0
 

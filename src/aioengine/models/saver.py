@@ -1,4 +1,4 @@
-"""A decoder's weights into a folder, as a checkpoint that transformers and `Engine` load."""
+"""A model's weights into a folder, as a checkpoint that transformers and `Engine` load."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ import math
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from aioengine.errors import InvalidRequest
-from aioengine.models.checkpoint import INDEX_FILE, SINGLE_FILE, CheckpointTensor, checkpoint_tensors
-from aioengine.models.decoder import Decoder
+from aioengine.models.checkpoint import INDEX_FILE, SINGLE_FILE
 from aioengine.models.folder import SMALL_FILES, ModelFolder
 from aioengine.models.loader import stop_if
+from aioengine.models.model import Model
 
 FILES = "model{suffix}.safetensors"
 SHARDS = "model-*-of-*.safetensors"
@@ -29,14 +28,14 @@ NOT_COPIED = ("*.index.json", "config.json")
 
 
 def save_checkpoint(
-    decoder: Decoder,
+    model: Model,
     source: ModelFolder,
     folder: Path,
     *,
     max_shard_bytes: int,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> list[str]:
-    """Write the weights in the decoder's dtype, with the config and the tokenizer of ``source``. Blocks: for a thread.
+    """Write the weights in the model's dtype, with the config and the tokenizer of ``source``. Blocks: for a thread.
 
     Needs the memory of two files more. ``folder`` may be there: what it holds is replaced once all has been written,
     and weights of another checkpoint leave it; other files stay. A crash in between leaves a folder without weights,
@@ -62,8 +61,8 @@ def save_checkpoint(
     part = beside / f".{folder.name}-{secrets.token_hex(4)}.part"
     part.mkdir()
     try:
-        names = _write_weights(decoder, part, max_shard_bytes, should_stop)
-        _write_small_files(decoder, source, part)
+        names = _write_weights(model, part, max_shard_bytes, should_stop)
+        _write_small_files(model, source, part)
         for name in names:  # safetensors makes files that only their owner may read
             (part / name).chmod(stat.S_IMODE((part / "config.json").stat().st_mode))
         if is_there:
@@ -75,32 +74,23 @@ def save_checkpoint(
     return names
 
 
-def _write_weights(decoder: Decoder, part: Path, max_shard_bytes: int, should_stop: Callable[[], bool]) -> list[str]:
+def _write_weights(model: Model, part: Path, max_shard_bytes: int, should_stop: Callable[[], bool]) -> list[str]:
     from huggingface_hub import split_state_dict_into_shards_factory
 
-    tensors, item_bytes = checkpoint_tensors(decoder.config), decoder.config.dtype.itemsize
+    item_bytes = model.config.dtype.itemsize
     split = split_state_dict_into_shards_factory(
-        tensors,
-        get_storage_size=lambda tensor: math.prod(tensor.shape) * item_bytes,
+        model.shapes(),
+        get_storage_size=lambda shape: math.prod(shape) * item_bytes,
         filename_pattern=FILES,
         max_shard_size=max_shard_bytes,
     )
     for name, shard in split.filename_to_tensors.items():
         stop_if(should_stop)
-        _write_file(dict(_tensors(decoder, {tensor: tensors[tensor] for tensor in shard})), part / name)
+        _write_file(dict(model.tensors(shard)), part / name)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
         (part / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
     return list(split.filename_to_tensors)
-
-
-def _tensors(decoder: Decoder, entries: dict[str, CheckpointTensor]) -> Iterator[tuple[str, Tensor]]:
-    """What a checkpoint holds by these entries. Neighbours that share a parameter share its dense values."""
-    parameter, dense = "", torch.empty(0)
-    for name, entry in entries.items():
-        if entry.parameter != parameter:
-            parameter, dense = entry.parameter, decoder.dense(entry.parameter)
-        yield name, entry.read(dense)
 
 
 def _write_file(tensors: dict[str, Tensor], path: Path) -> None:
@@ -110,13 +100,13 @@ def _write_file(tensors: dict[str, Tensor], path: Path) -> None:
         raise OSError(errno.EIO, f"the weights cannot be written: {error}", str(path)) from error
 
 
-def _write_small_files(decoder: Decoder, source: ModelFolder, part: Path) -> None:
+def _write_small_files(model: Model, source: ModelFolder, part: Path) -> None:
     for file in sorted(source.path.iterdir()):
         wanted = any(fnmatch(file.name, pattern) for pattern in SMALL_FILES)
         if wanted and file.is_file() and not any(fnmatch(file.name, pattern) for pattern in NOT_COPIED):
             shutil.copyfile(file, part / file.name)
     # Loaded in another dtype than the one that they are written in, the weights would bring other tokens.
-    dtype = str(decoder.config.dtype).removeprefix("torch.")
+    dtype = str(model.config.dtype).removeprefix("torch.")
     names = [name for name in ("dtype", "torch_dtype") if name in source.config] or ["dtype"]
     config = source.config | dict.fromkeys(names, dtype)
     (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -63,7 +62,7 @@ class PagedAttention:
         size = (2 * shape.num_layers, num_blocks, shape.block_size, shape.num_kv_heads, shape.line_size)
         self.cache = lazy_zeros(*size, dtype=shape.dtype, device=block_tables.device)
         self.operations = operations
-        self._block_tables = block_tables
+        self.block_tables = block_tables
         self._num_kv_heads = shape.num_kv_heads
         self._num_multiprocessors = num_multiprocessors
 
@@ -84,30 +83,48 @@ class PagedAttention:
         tiles: Tensor | None = None,
         num_splits: int = 1,
         max_context: int = 1,
-    ) -> Callable[..., Tensor]:
-        """What `aioengine.models.decoder.Decoder` calls in each layer of a step; arguments as in `Operations`.
+    ) -> StepAttention:
+        """What a model calls in each layer of a step; arguments as in `Operations`.
 
         Args:
             positions, slots: int32 [T].
             decodes: int32 [m, 3]. tiles: int32 [m, 4].
             num_splits: of the contexts of ``decodes``, none of which is longer than ``max_context``.
         """
+        return StepAttention(self, positions, slots, self.block_tables, decodes, tiles, num_splits, max_context)
 
-        def attend(qkv: Tensor, layer: LayerAttention) -> Tensor:
-            """Rotate, write this step's keys and values, then attend: [T, h · d] from [T, (h + 2 g) · d]."""
-            operations, k_cache, v_cache = self.operations, self.cache[2 * layer.index], self.cache[2 * layer.index + 1]
-            q = operations.rotate_and_write(
-                qkv, positions, slots, layer.rope_table, layer.qk_weight, layer.eps, k_cache, v_cache
-            )
-            out = operations.attention_output(q)
-            kv = PagedKV(k_cache, v_cache, self._block_tables, layer.scale, layer.window, layer.soft_cap)
-            if decodes is not None:
-                operations.attend_decode(q, kv, decodes, out, num_splits=num_splits, max_context=max_context)
-            if tiles is not None:
-                operations.attend_prefill(q, kv, tiles, out)
-            return out.flatten(1)
 
-        return attend
+@dataclass(slots=True)
+class StepAttention:
+    """As an `aioengine.models.model.Attend`, over the cache of a `PagedAttention`; attributes as `begin`'s arguments.
+
+    Attributes:
+        block_tables: int32 [rows, blocks of the longest sequence], of all rows.
+    """
+
+    attention: PagedAttention
+    positions: Tensor
+    slots: Tensor
+    block_tables: Tensor
+    decodes: Tensor | None
+    tiles: Tensor | None
+    num_splits: int
+    max_context: int
+
+    def __call__(self, qkv: Tensor, layer: LayerAttention) -> Tensor:
+        """Rotate, write this step's keys and values, then attend: [T, h · d] from [T, (h + 2 g) · d]."""
+        operations, cache, decodes, tiles = self.attention.operations, self.attention.cache, self.decodes, self.tiles
+        k_cache, v_cache = cache[2 * layer.index], cache[2 * layer.index + 1]
+        q = operations.rotate_and_write(
+            qkv, self.positions, self.slots, layer.rope_table, layer.qk_weight, layer.eps, k_cache, v_cache
+        )
+        out = operations.attention_output(q)
+        kv = PagedKV(k_cache, v_cache, self.block_tables, layer.scale, layer.window, layer.soft_cap)
+        if decodes is not None:
+            operations.attend_decode(q, kv, decodes, out, num_splits=self.num_splits, max_context=self.max_context)
+        if tiles is not None:
+            operations.attend_prefill(q, kv, tiles, out)
+        return out.flatten(1)
 
 
 def choose_num_splits(num_rows: int, num_kv_heads: int, max_context: int, num_multiprocessors: int) -> int:

@@ -1,0 +1,137 @@
+"""What an executor asks of a model, whatever computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from aioengine.kernels.operations import LayerAttention, Operations
+from aioengine.kernels.packed_weight import Quantization
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What an executor has to know of a model's shape.
+
+    Attributes:
+        num_heads, num_kv_heads, head_dim: of the attention; ``num_heads`` is a multiple of ``num_kv_heads``.
+        max_model_len: most tokens in a sequence: what the model was made for, or less where the engine says so.
+        dtype: of the parameters and of what flows between them.
+        windows: for each layer how many of the last keys a token sees, itself included; None for all.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_model_len: int
+    dtype: torch.dtype
+    windows: tuple[int | None, ...]
+
+
+class Attend(Protocol):
+    """What a layer does between its two products around attention, with the cache behind it, in one step.
+
+    Attributes:
+        positions: int32 [tokens], of the step's tokens in their sequences.
+    """
+
+    positions: Tensor
+
+    def __call__(self, qkv: Tensor, layer: LayerAttention) -> Tensor:
+        """Normalise and rotate queries and keys, write keys and values to the cache, attend.
+
+        Args:
+            qkv: [tokens, (heads + 2 · kv_heads) · head_dim], queries, keys, values, as the product gave them.
+            layer: how; called once for each, in order.
+        Returns:
+            [tokens, heads · head_dim].
+        """
+        ...
+
+
+class Model(Protocol):
+    """Token ids in, hidden states and logits out; attention and its cache are the caller's.
+
+    To be called under ``torch.inference_mode()``. Names of tensors are those of a checkpoint.
+
+    Attributes:
+        quantization: of the weights, made at load.
+        is_capturable: whether a step of given sizes launches the same operations each time, so that it may be recorded.
+    """
+
+    quantization: Quantization | None
+    is_capturable: bool
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def operations(self) -> Operations:
+        """Those that it computes by."""
+        ...
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights."""
+        ...
+
+    def use(self, operations: Operations) -> None:
+        """Compute by these operations from now on. An error leaves it as fit to run as before."""
+        ...
+
+    def __call__(self, token_ids: Tensor, attend: Attend) -> Tensor:
+        """One step for tokens of any number of sequences.
+
+        Args:
+            token_ids: int32 [tokens], below vocab_size.
+        Returns:
+            [tokens, hidden_size], after the final norm.
+        """
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, hidden_size] → float32 [n, vocab_size]."""
+        ...
+
+    def move(self, device: torch.device, *, is_pinned: bool = False) -> None:
+        """Move the values of the weights, all or none.
+
+        Args:
+            is_pinned: to page-locked memory of the host, from and to which copies are fastest.
+        Raises:
+            MemoryError: there is no room for them; they are where they were.
+        """
+        ...
+
+    def weights(self) -> Iterator[Tensor]:
+        """All weights as they are kept, in the same order for each model of one config and one way of keeping."""
+        ...
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of a checkpoint's tensors, without those that stand for another (`ties`)."""
+        ...
+
+    def ties(self) -> dict[str, str]:
+        """Tensors that a checkpoint may hold beside, or in place of, the one that they are equal to."""
+        ...
+
+    def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """The values of some of `shapes`, in ``config.dtype``; one after the other, each to be used before the next."""
+        ...
+
+    def changes(self, tensors: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """What has to become what for these tensors to be the model's.
+
+        Args:
+            tensors: of `shapes` and any dtype, on the host; taken out as it goes.
+        Returns:
+            pairs of (what is kept, its values to be), of one shape and dtype; the old ones stay until they are copied.
+        """
+        ...
