@@ -176,7 +176,7 @@ MISFITS: list[tuple[Callable[[Path], None], str]] = [
     (without_a_tensor, "lacks tensor"),
     (with_another_shape, "has shape"),
     (cut_short, "cut short"),
-    (with_config(rope_parameters=OTHER_ROTATION), "another model than the one that runs: inv_freq"),
+    (with_config(rope_parameters=OTHER_ROTATION), "another model than the one that runs: ropes"),
     (with_shorter_texts, "max_model_len=256"),
     (with_config(rms_norm_eps=1e-3), "rms_norm_eps 0.001 instead of"),
 ]

@@ -44,7 +44,7 @@ class PagedAttend:
         ignores_windows: bool = False,
         cache_dtype: torch.dtype | None = None,
     ) -> None:
-        c, self.device = decoder.config, decoder.rope_table.device
+        c, self.device = decoder.config, decoder.embedding.weight.device
         self.operations = operations
         self.ignores_windows = ignores_windows
         blocks_a_row = -(-length // BLOCK_SIZE)

@@ -80,7 +80,7 @@ def test_half_precision_is_no_worse_than_in_transformers(checkpoint: Checkpoint,
 def test_the_asked_dtype_wins_over_the_files(checkpoint: Checkpoint, dtype: str) -> None:
     decoder = load(checkpoint("llama2"), dtype=dtype)
     assert {parameter.dtype for parameter in decoder.parameters()} == {getattr(torch, dtype)}
-    assert decoder.rope_table.dtype == getattr(torch, dtype)
+    assert {table.dtype for table in decoder.rope_tables.values()} == {getattr(torch, dtype)}
     assert logprobs(decoder, token_ids()).isfinite().all()
 
 
@@ -182,7 +182,7 @@ def test_rows_that_share_steps_get_what_each_gets_alone(checkpoint: Checkpoint, 
 
 def on_device(decoder: Decoder) -> Decoder:
     decoder.move(torch.device(DEVICE))
-    decoder.rope_table = decoder.rope_table.to(DEVICE)
+    decoder.rope_tables = {rope: table.to(DEVICE) for rope, table in decoder.rope_tables.items()}
     return decoder
 
 
@@ -300,7 +300,8 @@ def test_logits_are_float32_products(checkpoint: Checkpoint, dtype: torch.dtype)
 
 def test_rotation_covers_the_last_position_and_no_more(checkpoint: Checkpoint) -> None:
     decoder = load(checkpoint("llama2"), max_model_len=50)
-    assert decoder.config.max_model_len == len(decoder.rope_table) == 50
+    (table,) = decoder.rope_tables.values()
+    assert decoder.config.max_model_len == len(table) == 50
     ids = token_ids(0, 51)
     assert logprobs(decoder, ids[:50]).isfinite().all()
     with pytest.raises(IndexError):

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from aioengine.models.families import (
     ConfigFields,
     DecoderConfig,
     Family,
+    Rope,
     known_fields,
     read_decoder_config,
 )
@@ -54,7 +56,7 @@ ConfigWith = Callable[..., ModelFolder]
 
 def test_all_fields_of_a_plain_config(config_with: ConfigWith) -> None:
     config = read_decoder_config(config_with("qwen3", rms_norm_eps=1e-5))
-    inv_freq = config.inv_freq
+    inv_freq = config.ropes[0].inv_freq
     assert config == DecoderConfig(
         architecture="Qwen3ForCausalLM",
         vocab_size=384,
@@ -73,7 +75,7 @@ def test_all_fields_of_a_plain_config(config_with: ConfigWith) -> None:
         qk_norm=True,
         tie_word_embeddings=True,
         windows=(None, None, None),
-        inv_freq=inv_freq,
+        ropes=(Rope(inv_freq),) * 3,
     )
     assert inv_freq == pytest.approx([10000.0 ** (-2 * i / 32) for i in range(16)], rel=1e-6)
 
@@ -151,7 +153,7 @@ def test_transformers_reads_the_same(checkpoint: Checkpoint, tmp_path: Path, cha
         assert isinstance(here, DecoderConfig), family
         assert here == by_transformers, family
         if fields.rope_parameters["rope_type"] != "default":
-            assert (here.inv_freq, here.rope_scale) == rope_of_transformers(tmp_path), family
+            assert (here.ropes[0].inv_freq, here.ropes[0].scale) == rope_of_transformers(tmp_path), family
 
 
 @pytest.mark.parametrize(("architecture", "family"), ARCHITECTURES.items(), ids=ARCHITECTURES)
@@ -200,7 +202,7 @@ def test_a_rope_that_transformers_cannot_use_is_refused(tmp_path: Path, rope: di
             is_usable = all(0 < number < math.inf for number in (*expected[0], expected[1]))
             assert is_usable == isinstance(here, DecoderConfig), (field, value)
             if isinstance(here, DecoderConfig):
-                assert (here.inv_freq, here.rope_scale) == expected, (field, value)
+                assert (here.ropes[0].inv_freq, here.ropes[0].scale) == expected, (field, value)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +260,7 @@ INV_FREQ_OF_LINEAR = pytest.approx([500.0 ** (-2 * i / 16) / 4 for i in range(8)
     [
         ("mistral", {"sliding_window": None}, {}, {"windows": (None, None, None)}),
         ("qwen2-window", {"layer_types": LAYER_TYPES}, {}, {"windows": (8, None, 8)}),
-        ("llama2", OLD_LINEAR, {}, {"dtype": torch.bfloat16, "inv_freq": INV_FREQ_OF_LINEAR}),
+        ("llama2", OLD_LINEAR, {}, {"dtype": torch.bfloat16, "ropes": (Rope(INV_FREQ_OF_LINEAR),) * 3}),
         ("llama2", {"dtype": "float64"}, {"dtype": "float16"}, {"dtype": torch.float16}),
         ("llama2", {}, {}, {"max_model_len": 256}),
         ("llama2", {}, {"max_model_len": 100}, {"max_model_len": 100}),
@@ -267,7 +269,7 @@ INV_FREQ_OF_LINEAR = pytest.approx([500.0 ** (-2 * i / 16) / 4 for i in range(8)
             "qwen2",
             {"rope_parameters": YARN_OF_256},
             {},
-            {"max_model_len": 1024, "rope_scale": pytest.approx(1.1386294)},
+            {"max_model_len": 1024, "ropes": (Rope(ANY, pytest.approx(1.1386294)),) * 3},
         ),
     ],
 )

@@ -70,8 +70,8 @@ def _layer_tensors(c: DecoderConfig, layer: str) -> Iterator[tuple[str, Checkpoi
     of_qkv = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
     yield from _stacked(f"{layer}.qkv", of_qkv, hidden, c.qkv_bias)
     yield from _stacked(f"{layer}.output", {"self_attn.o_proj": hidden}, q, c.output_bias)
-    yield from _stacked(f"{layer}.gate_up", {"mlp.gate_proj": mlp, "mlp.up_proj": mlp}, hidden, c.mlp_bias)
-    yield from _stacked(f"{layer}.down", {"mlp.down_proj": hidden}, mlp, c.mlp_bias)
+    yield from _stacked(f"{layer}.mlp.gate_up", {"mlp.gate_proj": mlp, "mlp.up_proj": mlp}, hidden, c.mlp_bias)
+    yield from _stacked(f"{layer}.mlp.down", {"mlp.down_proj": hidden}, mlp, c.mlp_bias)
     if c.qk_norm:
         norm = f"{layer}.qk_norm"
         yield "self_attn.q_norm.weight", CheckpointTensor(norm, 0, c.num_heads, (c.head_dim,))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from aioengine.kernels.operations import LayerAttention, Operations
 from aioengine.kernels.packed_weight import PackedWeight, Quantization, UnpackedRows
 from aioengine.models.checkpoint import EMBEDDING, HEAD, CheckpointTensor, checkpoint_tensors
-from aioengine.models.families import DecoderConfig
+from aioengine.models.families import DecoderConfig, Rope
 from aioengine.models.model import Attend
 
 Product = Callable[[Tensor], Tensor]
@@ -91,6 +91,25 @@ class Linear(nn.Module):
         return lambda x: linear(x, packed, bias, out_dtype)
 
 
+class Mlp(nn.Module):
+    """A gated MLP: down(activation(gate(x)) · up(x))."""
+
+    def __init__(self, config: DecoderConfig, quantization: Quantization | None) -> None:
+        super().__init__()
+        c = config
+
+        def linear(in_features: int, out_features: int) -> Linear:
+            return Linear(in_features, out_features, bias=c.mlp_bias, dtype=c.dtype, quantization=quantization)
+
+        self.gate_up = linear(c.hidden_size, 2 * c.intermediate_size)
+        self.down = linear(c.intermediate_size, c.hidden_size)
+
+    def bind(self, operations: Operations) -> Product:
+        """As a function [tokens, hidden] → [tokens, hidden]."""
+        gate_up, down, gated_activation = self.gate_up.product(), self.down.product(), operations.gated_activation
+        return lambda x: down(gated_activation(gate_up(x)))
+
+
 class DecoderLayer(nn.Module):
     """Attention and MLP, each on a normalised input and added to the residual stream."""
 
@@ -110,8 +129,7 @@ class DecoderLayer(nn.Module):
         self.qk_norm = _parameter((num_qk, c.head_dim), dtype) if c.qk_norm else None
         self.output = linear(c.num_heads * c.head_dim, c.hidden_size, c.output_bias)
         self.mlp_norm = _parameter((c.hidden_size,), dtype)
-        self.gate_up = linear(c.hidden_size, 2 * c.intermediate_size, c.mlp_bias)
-        self.down = linear(c.intermediate_size, c.hidden_size, c.mlp_bias)
+        self.mlp = Mlp(c, quantization)
 
     def bind(self, operations: Operations, next_norm: Tensor, rope_table: Tensor) -> Layer:
         """The layer as a function of (x, residual, attend), which adds to ``residual`` and returns the next layer's x.
@@ -127,14 +145,13 @@ class DecoderLayer(nn.Module):
             scale=c.head_dim**-0.5,
             window=c.windows[self.index],
         )
-        qkv, output, gate_up, down = (each.product() for each in (self.qkv, self.output, self.gate_up, self.down))
-        mlp_norm = self.mlp_norm
-        add_rms_norm, gated_activation = operations.add_rms_norm, operations.gated_activation
+        qkv, output, mlp = self.qkv.product(), self.output.product(), self.mlp.bind(operations)
+        mlp_norm, add_rms_norm = self.mlp_norm, operations.add_rms_norm
 
         def run(x: Tensor, residual: Tensor, attend: Attend) -> Tensor:
             attended = attend(qkv(x), attention)
             x = add_rms_norm(output(attended), residual, mlp_norm, eps)
-            return add_rms_norm(down(gated_activation(gate_up(x))), residual, next_norm, eps)
+            return add_rms_norm(mlp(x), residual, next_norm, eps)
 
         return run
 
@@ -151,10 +168,10 @@ class Decoder(nn.Module):
             is the embedding that it may be; another embedding stays dense, since a step reads a few of its rows.
 
     Attributes:
-        rope_table: as `rope_table` makes it, beside the parameters; from the first `use` on.
+        rope_tables: as `rope_table` makes them, beside the parameters; from the first `use` on.
     """
 
-    rope_table: Tensor
+    rope_tables: dict[Rope, Tensor]
     is_capturable = True
 
     def __init__(
@@ -198,8 +215,11 @@ class Decoder(nn.Module):
                 if not linear.is_packed or linear.operations is not operations:
                     on_linear()
                     linear.pack(operations)
-            if not hasattr(self, "rope_table"):
-                self.rope_table = rope_table(self.config).to(self.embedding.weight.device)
+            if not hasattr(self, "rope_tables"):
+                c, device = self.config, self.embedding.weight.device
+                self.rope_tables = {
+                    rope: rope_table(rope, c.max_model_len, c.dtype).to(device) for rope in dict.fromkeys(c.ropes)
+                }
         finally:
             if all(linear.is_packed for linear in self.linears()):
                 self._bind(operations)
@@ -210,7 +230,8 @@ class Decoder(nn.Module):
         self._embed, self._embedding = self.embedding.operations.embed, self.embedding.packed
         self._rms_norm, self._first_norm = operations.rms_norm, first_norm
         self._bound = tuple(
-            layer.bind(operations, norm, self.rope_table) for layer, norm in zip(layers, next_norms, strict=True)
+            layer.bind(operations, norm, self.rope_tables[rope])
+            for layer, norm, rope in zip(layers, next_norms, self.config.ropes, strict=True)
         )
         self._head = (self.embedding if self.head is None else self.head).product(torch.float32)
 
@@ -316,17 +337,19 @@ class Decoder(nn.Module):
         return self._head(hidden)
 
 
-def rope_table(config: DecoderConfig) -> Tensor:
+def rope_table(rope: Rope, num_positions: int, dtype: torch.dtype) -> Tensor:
     """Cosines and signed sines for each position (Su et al., 2021, arXiv:2104.09864), in the halves layout.
 
     The rotated x is x · cos + roll(x, head_dim / 2) · sin, where sin is negative in its first half.
 
     Returns:
-        [max_model_len, 2 · head_dim], cos then sin, in the config's dtype, computed in float32.
+        [num_positions, 2 · head_dim], cos then sin, in ``dtype``, computed in float32.
     """
-    angles = torch.outer(torch.arange(config.max_model_len, dtype=torch.float32), torch.tensor(config.inv_freq))
-    cos, sin = angles.cos().mul_(config.rope_scale), angles.sin().mul_(config.rope_scale)
-    return torch.cat((cos, cos, -sin, sin), dim=-1).to(config.dtype)
+    inv_freq = torch.tensor(rope.inv_freq)
+    scale = torch.where(inv_freq > 0, rope.scale, 1.0)
+    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inv_freq)
+    cos, sin = angles.cos().mul_(scale), angles.sin().mul_(scale)
+    return torch.cat((cos, cos, -sin, sin), dim=-1).to(dtype)
 
 
 def _parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:

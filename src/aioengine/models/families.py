@@ -127,12 +127,23 @@ ARCHITECTURES = {
 }
 
 
+class Rope(msgspec.Struct, frozen=True):
+    """A rotation of queries and keys by their positions (Su et al., 2021, arXiv:2104.09864).
+
+    Attributes:
+        inv_freq: [head_dim / 2], radians a position, float32 values; at 0 a pair of numbers stays as it is.
+        scale: cos and sin of the pairs that turn are multiplied by this (1 but for yarn and longrope).
+    """
+
+    inv_freq: tuple[float, ...]
+    scale: float = 1.0
+
+
 class DecoderConfig(ModelConfig, frozen=True, kw_only=True):
     """All that the decoder has to know of its shape.
 
     Attributes:
-        inv_freq: [head_dim / 2], radians a position, float32 values.
-        rope_scale: cos and sin are multiplied by this (1 but for yarn).
+        ropes: for each layer how it rotates; equal ones share a table.
     """
 
     intermediate_size: int
@@ -142,8 +153,7 @@ class DecoderConfig(ModelConfig, frozen=True, kw_only=True):
     mlp_bias: bool
     qk_norm: bool
     tie_word_embeddings: bool
-    inv_freq: tuple[float, ...]
-    rope_scale: float = 1.0
+    ropes: tuple[Rope, ...]
 
 
 def read_decoder_config(folder: ModelFolder, *, dtype: str = "auto", max_model_len: int | None = None) -> DecoderConfig:
@@ -180,7 +190,7 @@ def _read(folder: ModelFolder, dtype: str, max_model_len: int | None) -> Decoder
     if head_dim % 2 or not head_dim:
         raise _BadConfig(f"head_dim={head_dim} is odd or none; the rotation needs pairs")
     try:
-        inv_freq, rope_scale = _rope(fields, head_dim)
+        rope = _rope(fields, head_dim)
         model_len = _model_len(fields)
     except Exception as error:  # of values that are absent or no numbers
         raise _BadConfig(f"rope_parameters {shorten(fields.rope_parameters)} cannot be used: {error!r}") from error
@@ -202,8 +212,7 @@ def _read(folder: ModelFolder, dtype: str, max_model_len: int | None) -> Decoder
         qk_norm=family.qk_norm,
         tie_word_embeddings=fields.tie_word_embeddings,
         windows=_windows(family, fields),
-        inv_freq=inv_freq,
-        rope_scale=rope_scale,
+        ropes=(rope,) * fields.num_hidden_layers,
     )
 
 
@@ -315,15 +324,14 @@ def _flag(value: bool | str, fields: ConfigFields) -> bool:
     return bool(getattr(fields, value)) if isinstance(value, str) else value
 
 
-def _rope(fields: ConfigFields, head_dim: int) -> tuple[tuple[float, ...], float]:
-    """The rotation's frequencies (Su et al., 2021, arXiv:2104.09864) and the factor on cos and sin."""
+def _rope(fields: ConfigFields, head_dim: int) -> Rope:
     rope = fields.rope_parameters
     periods = rope["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     inv_freq, scale = ROPE_TYPES[rope["rope_type"]](fields, periods)
     values, scale = tuple(inv_freq.tolist()), float(scale)
     if len(values) != head_dim // 2 or not all(0 < value < math.inf for value in [*values, scale]):
         raise ValueError(f"they give {len(values)} frequencies, not {head_dim // 2} between 0 and infinity")
-    return values, scale
+    return Rope(values, scale)
 
 
 def _linear_rope(fields: ConfigFields, periods: Tensor) -> tuple[Tensor, float]:

@@ -301,7 +301,7 @@ def _check_tensor(stored: Stored, shape: tuple[int, ...]) -> None:
 
 
 def _allocate(config: DecoderConfig, placement: Placement, quantization: Quantization | None) -> Decoder:
-    rope_bytes = config.max_model_len * config.head_dim * ROPE_BYTES
+    rope_bytes = config.max_model_len * config.head_dim * ROPE_BYTES * len(set(config.ropes))
     if placement.device.type == "cpu" and rope_bytes > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2:
         raise ConfigError(
             f"the rotations of max_model_len={config.max_model_len} positions take {rope_bytes} bytes, more than half "
