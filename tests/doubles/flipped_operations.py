@@ -6,15 +6,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aioengine.kernels.packed_weight import PackedWeight, Quantization, UnpackedRows
+from aioengine.kernels.packed_weight import CodedRows, CodedWeight, PackedWeight, Quantization, UnpackedRows
 from aioengine.kernels.torch import products
 from aioengine.kernels.torch.operations import *  # noqa: F403 (all but the four below)
 
 
 def pack(
-    weight: Tensor | UnpackedRows, quantization: Quantization | None = None, dtype: torch.dtype | None = None
+    weight: Tensor | UnpackedRows | CodedWeight | CodedRows,
+    quantization: Quantization | None = None,
+    dtype: torch.dtype | None = None,
 ) -> PackedWeight:
-    if quantization is not None:
+    if quantization is not None or isinstance(weight, CodedWeight | CodedRows):
         return products.pack(weight, quantization, dtype)
     assert isinstance(weight, Tensor)
     weight.copy_(weight.flip(0))

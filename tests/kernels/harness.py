@@ -30,8 +30,8 @@ KERNELS = {
 }
 assert KERNELS
 OPERATIONS = [name for name in vars(Operations) if not name.startswith("_")]
-NOT_KERNELS = {"prefill_tile", "attention_output", "pack", "unpack", "linear", "embed"}
-"""The last four are torch's own products on a GPU, too."""
+NOT_KERNELS = {"prefill_tile", "attention_output", "pack", "unpack", "unpack_codes", "linear", "embed"}
+"""The last five are torch's own products on a GPU, too."""
 
 
 class _Native:

@@ -4,11 +4,11 @@ from types import ModuleType
 
 import pytest
 import torch
-from kernels.harness import BOTH, DEVICE, TOLERANCES, assert_same, int32, normal
+from kernels.harness import BOTH, DEVICE, FLOAT8, TOLERANCES, assert_same, int32, normal
 from nightly import seeds
 from torch import Tensor
 
-from aioengine.kernels.packed_weight import Quantization
+from aioengine.kernels.packed_weight import CodedWeight, Quantization, row_blocks
 from aioengine.kernels.torch import operations as reference
 from aioengine.kernels.torch import products
 from aioengine.kernels.torch.quantized import INT4_GROUP, dequantize, quantize, quantize_rows
@@ -191,3 +191,86 @@ def test_an_unpacked_weight_is_packed_without_a_further_error(quantization: Quan
 def test_quantised_weights_take_as_little_memory_as_they_should(quantization: Quantization) -> None:
     packed = reference.pack(normal(64, 1024), quantization)
     assert packed.nbytes == {"int8": 64 * (1024 + 4), "int4": 64 * (512 + 16 * 2)}[quantization]
+
+
+# Codes, as checkpoints hold them
+
+TABLES = {
+    "linear": None,
+    "e2m1": torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]),
+    "normal": torch.erfinv(torch.linspace(-0.99, 0.99, 16)),
+    "e4m3": torch.arange(256).to(torch.uint8).view(FLOAT8).float().nan_to_num(448.0),
+}
+BITS = [(4, "linear"), (4, "e2m1"), (4, "normal"), (8, "linear"), (8, "e4m3")]
+
+
+def coded(
+    shape: tuple[int, int], bits: int, table: str, group: int, *, has_offsets: bool, scales_dtype: torch.dtype
+) -> CodedWeight:
+    """Of random codes, with scales and offsets that are exact in a dtype."""
+    num_rows, num_columns = shape
+    codes = torch.randint(0, 1 << bits, shape, generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    values = TABLES[table]
+    step = 2.0 / ((1 << bits) if values is None else float(values.max()))
+    scales = step * (0.5 + normal(num_rows, -(-num_columns // group), seed=1).abs())
+    offsets = normal(*scales.shape, seed=2).to(scales_dtype).float() if has_offsets else None
+    table_ = values.to(DEVICE) if values is not None else None
+    return CodedWeight(codes.to(DEVICE), bits, table_, scales.to(scales_dtype).float(), offsets, group)
+
+
+@BOTH
+@pytest.mark.parametrize(("bits", "table"), BITS)
+@pytest.mark.parametrize("shape", [(1, 16), (7, 96), (123, 200), (70, 129)])
+@pytest.mark.parametrize("group", [16, 64, 1000])
+@pytest.mark.parametrize("has_offsets", [False, True])
+def test_codes_are_kept_exactly_and_a_product_is_that_of_what_they_stand_for(
+    ops: ModuleType, bits: int, table: str, shape: tuple[int, int], group: int, has_offsets: bool
+) -> None:
+    for dtype, scales_dtype in zip(DTYPES, (torch.float32, torch.bfloat16, torch.float16), strict=True):
+        weight = coded(shape, bits, table, group, has_offsets=has_offsets, scales_dtype=scales_dtype)
+        dense, packed = weight.dense(), ops.pack(weight, None, dtype)
+        assert (packed.shape, packed.dtype) == (shape, dtype)
+        assert packed.scales is not None
+        assert packed.scales.dtype == scales_dtype
+        assert_same(ops.unpack(packed), dense)
+        codes = torch.cat([ops.unpack_codes(packed)[rows].codes for rows in row_blocks(shape)])
+        assert torch.equal(codes, weight.codes)
+        token_ids = int32([shape[0] - 1, 0])
+        assert_same(ops.embed(token_ids, packed), dense[token_ids.long()].to(dtype))
+        bias = normal(shape[0], dtype=dtype, seed=3)
+        for num_rows in (0, 1, 7):
+            x = normal(num_rows, shape[1], dtype=dtype, seed=4)
+            exact = x.double() @ dense.double().T
+            tolerance = TOLERANCES[dtype]
+            product = ops.linear(x, packed, bias)
+            assert product.dtype == dtype
+            torch.testing.assert_close(
+                product.double(), exact + bias.double(), rtol=tolerance, atol=tolerance * shape[1] ** 0.5
+            )
+            wide = ops.linear(x, packed, None, torch.float32)
+            torch.testing.assert_close(wide.double(), exact, rtol=1e-5, atol=1e-6 * shape[1])
+
+
+def test_what_codes_stand_for_is_a_table_times_a_scale_and_an_offset() -> None:
+    weight = coded((5, 40), 4, "normal", 16, has_offsets=True, scales_dtype=torch.float32)
+    assert weight.table is not None
+    assert weight.offsets is not None
+    for row in range(5):
+        for column in range(40):
+            value = weight.table[int(weight.codes[row, column])] * weight.scales[row, column // 16]
+            assert weight.dense()[row, column] == value + weight.offsets[row, column // 16]
+    linear = coded((5, 40), 8, "linear", 64, has_offsets=False, scales_dtype=torch.float32)
+    assert_same(linear.dense(), (linear.codes.float() - 128) * linear.scales)
+
+
+def test_coded_rows_are_put_in_order_and_below_each_other() -> None:
+    weight = coded((6, 40), 4, "normal", 16, has_offsets=True, scales_dtype=torch.float32)
+    order = torch.tensor([5, 0, 3], device=DEVICE)
+    assert_same(weight[order].dense(), weight.dense()[order])
+    other = coded((3, 40), 4, "normal", 16, has_offsets=False, scales_dtype=torch.float16)
+    joined = CodedWeight.cat([weight[1:3], other])
+    assert_same(joined.dense(), torch.cat((weight.dense()[1:3], other.dense())))
+    for bits, table, group in ((4, "linear", 16), (4, "normal", 32), (8, "linear", 16)):
+        unlike = coded((3, 40), bits, table, group, has_offsets=False, scales_dtype=torch.float16)
+        with pytest.raises(ValueError, match="cannot be one coded matrix"):
+            CodedWeight.cat([weight, unlike])

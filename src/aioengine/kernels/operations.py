@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from aioengine.kernels.packed_weight import PackedWeight, Quantization, UnpackedRows
+from aioengine.kernels.packed_weight import CodedRows, CodedWeight, PackedWeight, Quantization, UnpackedRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,18 +62,23 @@ class Operations(Protocol):
     # Products with weights
 
     def pack(
-        self, weight: Tensor | UnpackedRows, quantization: Quantization | None = None, dtype: torch.dtype | None = None
+        self,
+        weight: Tensor | UnpackedRows | CodedWeight | CodedRows,
+        quantization: Quantization | None = None,
+        dtype: torch.dtype | None = None,
     ) -> PackedWeight:
         """Bring a weight into the layout that `linear` and `embed` read; the result takes the place of ``weight``.
 
         Not quantised, the result is in the memory of ``weight``: either ``weight`` itself, so that later changes of it
-        count, or its bytes in another order. Quantised, it has memory of its own, and is made block by block.
+        count, or its bytes in another order. Quantised, it has memory of its own, and is made block by block. Codes
+        stay at their width where `linear` reads them; else the result is dense, which `PackedWeight.coding` tells.
 
         Args:
             weight: [out_features, in_features], x; to be quantised it may also be the rows of another packed weight.
+                Or codes, which are not quantised further.
             quantization: "int8": symmetric, with a scale for each output. "int4": with a scale for each group of
                 inputs of each output. What `unpack` gives of such a weight is packed without a further error.
-            dtype: of what it is multiplied with and of its embeddings; None: as ``weight``.
+            dtype: of what it is multiplied with and of its embeddings; None: as ``weight``, float32 of codes.
         """
 
     def unpack(self, packed: PackedWeight, rows: slice | None = None) -> Tensor:
@@ -84,6 +89,9 @@ class Operations(Protocol):
         Returns:
             [out_features, in_features], as it was packed; float32 where it is quantised, in which its values are exact.
         """
+
+    def unpack_codes(self, packed: PackedWeight) -> CodedRows:
+        """What `pack` made of codes, as codes again, exactly; for weights that have a ``coding``."""
 
     def linear(
         self, x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype | None = None
@@ -100,7 +108,7 @@ class Operations(Protocol):
         """
 
     def embed(self, token_ids: Tensor, packed: PackedWeight) -> Tensor:
-        """Rows of a dense or an "int8" matrix, of whatever layout: a tied embedding and head are one weight.
+        """Rows of a matrix of whatever layout: a tied embedding and head are one weight.
 
         Args:
             token_ids: int32 [T], below out_features.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -19,6 +19,132 @@ BLOCK_NUMBERS = 2**18
 
 
 @dataclass(frozen=True, slots=True)
+class CodedWeight:
+    """A matrix as a quantised checkpoint holds it, its codes unpacked: table[code] · scale + offset, in float32.
+
+    Attributes:
+        codes: uint8 [out_features, in_features], below 2 ** bits.
+        bits: 4 or 8.
+        table: float32 [2 ** bits], what codes stand for; None: code - 2 ** (bits - 1).
+        scales: float32 [out_features, ⌈in_features / group⌉].
+        offsets: float32, as many; None: 0.
+        group: consecutive inputs that share a scale and an offset; the last group of a row may be shorter.
+    """
+
+    codes: Tensor
+    bits: int
+    table: Tensor | None
+    scales: Tensor
+    offsets: Tensor | None
+    group: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    def dense(self) -> Tensor:
+        """float32 [out_features, in_features]: the product rounded, then the sum."""
+        if self.table is None:
+            values = self.codes.float().sub_(1 << (self.bits - 1))
+        else:
+            values = self.table.index_select(0, self.codes.flatten().int()).view(self.codes.shape)
+        return scale_groups(values, self.scales, self.offsets, self.group)
+
+    def __getitem__(self, rows: slice | Tensor) -> CodedWeight:
+        """Some rows, in the order of their indices if these are a tensor."""
+        offsets = None if self.offsets is None else self.offsets[rows]
+        return replace(self, codes=self.codes[rows], scales=self.scales[rows], offsets=offsets)
+
+    def rows(self) -> CodedRows:
+        kept = [self.scales] if self.offsets is None else [self.scales, self.offsets]
+        dtypes = (torch.bfloat16, torch.float16)
+        exact = (dtype for dtype in dtypes if all(torch.equal(each.to(dtype).float(), each) for each in kept))
+        coding = Coding(self.bits, self.table, min(self.group, self.shape[1]))
+        return CodedRows(self.shape, coding, next(exact, torch.float32), len(kept) > 1, self.device, self.__getitem__)
+
+    @staticmethod
+    def cat(parts: Sequence[CodedWeight]) -> CodedWeight:
+        """One below the other.
+
+        Raises:
+            ValueError: they differ in bits, group, table or number of inputs.
+        """
+        first = parts[0]
+        for part in parts:
+            if (part.bits, part.group, part.shape[1]) != (first.bits, first.group, first.shape[1]):
+                raise ValueError("matrices of other bits, groups or inputs cannot be one coded matrix")
+            if not have_same_table(part.table, first.table):
+                raise ValueError("matrices with other tables cannot be one coded matrix")
+        offsets = None
+        if any(part.offsets is not None for part in parts):
+            offsets = torch.cat([torch.zeros_like(p.scales) if p.offsets is None else p.offsets for p in parts])
+        codes, scales = torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts])
+        return replace(first, codes=codes, scales=scales, offsets=offsets)
+
+
+def have_same_table(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
+
+
+def scale_groups(values: Tensor, scales: Tensor, offsets: Tensor | None, group: int) -> Tensor:
+    """Multiply each group by its scale, and add its offset, in place.
+
+    Args:
+        values: float32 [rows, columns].
+        scales, offsets: float32 [rows, ⌈columns / group⌉].
+    Returns:
+        ``values``.
+    """
+    num_whole = values.shape[1] // group
+    whole = values[:, : num_whole * group].unflatten(1, (num_whole, group))
+    rest = values[:, num_whole * group :]
+    whole.mul_(scales[:, :num_whole, None])
+    rest.mul_(scales[:, num_whole:])
+    if offsets is not None:
+        whole.add_(offsets[:, :num_whole, None])
+        rest.add_(offsets[:, num_whole:])
+    return values
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """What codes stand for, before scales and offsets.
+
+    Attributes:
+        bits, table, group: as in `CodedWeight`.
+    """
+
+    bits: int
+    table: Tensor | None
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class CodedRows:
+    """A coded matrix whose rows are made when they are asked for.
+
+    Attributes:
+        scales_dtype: in which all scales and offsets are exact.
+        make: a block of rows.
+    """
+
+    shape: tuple[int, int]
+    coding: Coding
+    scales_dtype: torch.dtype
+    has_offsets: bool
+    device: torch.device
+    make: Callable[[slice], CodedWeight]
+
+    def __getitem__(self, rows: slice) -> CodedWeight:
+        """One of the `row_blocks`."""
+        return self.make(rows)
+
+
+@dataclass(frozen=True, slots=True)
 class PackedWeight:
     """What `Operations.pack` makes, and only the operations of the same implementation can read.
 
@@ -28,6 +154,7 @@ class PackedWeight:
         shape: of the dense matrix, (out_features, in_features).
         dtype: of what it is multiplied with and of its embeddings; of the dense matrix, if it is not quantised.
         layout: what ``values`` and ``scales`` look like; "rows": ``values`` is the dense matrix itself.
+        coding: of values that are codes, as they are in a `CodedWeight`; their scales are [1 or 2, …], offsets second.
     """
 
     values: Tensor
@@ -35,6 +162,7 @@ class PackedWeight:
     shape: tuple[int, int]
     dtype: torch.dtype
     layout: str
+    coding: Coding | None = None
 
     @property
     def nbytes(self) -> int:

@@ -24,7 +24,7 @@ from aioengine.kernels.sampling.look_up import look_up
 from aioengine.kernels.sampling.penalties import penalise
 from aioengine.kernels.sampling.top_logprobs import top_logprobs
 from aioengine.kernels.torch.attention import attention_output
-from aioengine.kernels.torch.products import embed, linear, pack, unpack
+from aioengine.kernels.torch.products import embed, linear, pack, unpack, unpack_codes
 
 IS_TUNABLE = not knobs.runtime.interpret
 """Whether it matters how attention is launched: in the interpreter it does not."""

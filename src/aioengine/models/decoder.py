@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from aioengine.kernels.operations import LayerAttention, Operations
-from aioengine.kernels.packed_weight import PackedWeight, Quantization, UnpackedRows
+from aioengine.kernels.packed_weight import CodedRows, PackedWeight, Quantization, UnpackedRows
 from aioengine.models.checkpoint import EMBEDDING, HEAD, CheckpointTensor, checkpoint_tensors
 from aioengine.models.families import DecoderConfig, Rope
 from aioengine.models.model import Attend
@@ -64,7 +64,13 @@ class Linear(nn.Module):
 
     def pack(self, operations: Operations) -> None:
         """Bring the weight into the layout of these operations, from whatever layout it has."""
-        weight = self.dense() if self.scales is None else UnpackedRows(self.packed, self.operations.unpack)
+        weight: Tensor | UnpackedRows | CodedRows
+        if self.scales is None:
+            weight = self.dense()
+        elif self.packed.coding is None:
+            weight = UnpackedRows(self.packed, self.operations.unpack)
+        else:
+            weight = self.operations.unpack_codes(self.packed)
         packed = operations.pack(weight, self.quantization, self.dtype)
         self.weight = _as_parameter(packed.values)
         self.scales = _as_parameter(packed.scales) if packed.scales is not None else None

@@ -13,10 +13,26 @@ from aioengine.kernels.native.kernels.attention_sizes import MAX_HEAD_DIM, MAX_H
 from aioengine.kernels.native.kernels.attention_sizes import PART as CONTEXT_PART
 from aioengine.kernels.native.team import Team, float_bits
 from aioengine.kernels.operations import PagedKV
-from aioengine.kernels.packed_weight import PANEL, PackedWeight, Quantization, UnpackedRows, row_blocks
+from aioengine.kernels.packed_weight import (
+    PANEL,
+    CodedRows,
+    CodedWeight,
+    PackedWeight,
+    Quantization,
+    UnpackedRows,
+    row_blocks,
+)
 from aioengine.kernels.sampling.sample_rows import SampleFlag
 from aioengine.kernels.torch import products as plain
-from aioengine.kernels.torch.quantized import INT4_GROUP, dequantize, head_dim_of, quantize
+from aioengine.kernels.torch.quantized import (
+    INT4_GROUP,
+    dequantize,
+    head_dim_of,
+    int4_rows,
+    pair_codes,
+    quantize,
+    split_codes,
+)
 
 HOST = torch.device("cpu")
 
@@ -199,15 +215,21 @@ class NativeOperations:
     # Products with weights
 
     def pack(
-        self, weight: Tensor | UnpackedRows, quantization: Quantization | None = None, dtype: torch.dtype | None = None
+        self,
+        weight: Tensor | UnpackedRows | CodedWeight | CodedRows,
+        quantization: Quantization | None = None,
+        dtype: torch.dtype | None = None,
     ) -> PackedWeight:
         """Into panels of 64 outputs; what has no native product stays as plain torch packs it."""
         num_outputs, num_inputs = weight.shape
+        if isinstance(weight, CodedWeight | CodedRows):
+            coded = weight.rows() if isinstance(weight, CodedWeight) else weight
+            return _pack_coded(coded, dtype or torch.float32)
         dtype = dtype or weight.dtype
-        if quantization is not None:
-            if num_inputs % 4 or (quantization == "int4" and dtype != torch.bfloat16):
-                return plain.pack(weight, quantization, dtype)
-            return _pack_quantized(weight, quantization, dtype)
+        if quantization == "int4":
+            return _pack_coded(int4_rows(weight), dtype)
+        if quantization == "int8":
+            return plain.pack(weight, quantization, dtype) if num_inputs % 4 else _pack_int8(weight, dtype)
         assert isinstance(weight, Tensor)
         per_word = WORD_NUMBERS[weight.dtype]
         if num_inputs % per_word:
@@ -228,13 +250,25 @@ class NativeOperations:
             return plain.unpack(packed, rows)
         if rows is None:
             return UnpackedRows(packed, self.unpack).whole()
+        if packed.coding is not None:
+            return self.unpack_codes(packed)[rows].dense()
         dense = _of_panels(packed.values, rows)
         if packed.scales is None:
             return dense
-        if packed.layout == "int8-panels":
-            return dequantize(dense, packed.scales[0, rows, None])
-        dense = torch.stack((dense & 15, dense >> 4), dim=2).view(len(dense), -1).view(torch.int8) - 8
-        return dequantize(dense, _of_panels(packed.scales, rows))
+        return dequantize(dense, packed.scales[0, rows, None])
+
+    def unpack_codes(self, packed: PackedWeight) -> CodedRows:
+        if packed.layout == "coded":
+            return plain.unpack_codes(packed)
+        assert packed.scales is not None
+        assert packed.coding is not None
+        scales, coding = packed.scales, packed.coding
+
+        def make(rows: slice) -> CodedWeight:
+            codes = split_codes(_of_panels(packed.values, rows))
+            return CodedWeight(codes, 4, None, _of_panels(scales[0], rows).float(), None, coding.group)
+
+        return CodedRows(packed.shape, coding, scales.dtype, False, HOST, make)
 
     def linear(
         self, x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype | None = None
@@ -426,27 +460,31 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _pack_quantized(weight: Tensor | UnpackedRows, quantization: Quantization, dtype: torch.dtype) -> PackedWeight:
-    """Scales of int8: float32 [2, ⌈N / 64⌉ · 64], the second row the bits of the weights' sums, int32."""
+def _pack_int8(weight: Tensor | UnpackedRows, dtype: torch.dtype) -> PackedWeight:
+    """Scales: float32 [2, ⌈N / 64⌉ · 64], the second row the bits of the weights' sums, int32."""
     num_outputs, num_inputs = weight.shape
-    is_int8 = quantization == "int8"
-    if is_int8:
-        panels = _room_for_panels(num_outputs, num_inputs // 4, 4, torch.int8)
-        scales = torch.zeros(2, len(panels) * PANEL)
-    else:
-        panels = _room_for_panels(num_outputs, num_inputs // 2, 1, torch.uint8)
-        scales = _room_for_panels(num_outputs, -(-num_inputs // INT4_GROUP), 1, torch.bfloat16)
+    panels = _room_for_panels(num_outputs, num_inputs // 4, 4, torch.int8)
+    scales = torch.zeros(2, len(panels) * PANEL)
     for rows in row_blocks(weight.shape):
-        values, of_groups = quantize(weight[rows], quantization)
-        if is_int8:
-            panels[_panels_of(rows)] = _in_panels(values, 4)
-            scales[0, rows] = of_groups[:, 0]
-            scales.view(torch.int32)[1, rows] = values.sum(dim=1, dtype=torch.int32)
-        else:
-            bytes_of_pairs = (values[:, ::2] + 8).view(torch.uint8) | (values[:, 1::2] + 8).view(torch.uint8) << 4
-            panels[_panels_of(rows)] = _in_panels(bytes_of_pairs, 1)
-            scales[_panels_of(rows)] = _in_panels(of_groups, 1)
-    return PackedWeight(panels, scales, (num_outputs, num_inputs), dtype, f"{quantization}-panels")
+        values, of_rows = quantize(weight[rows], "int8")
+        panels[_panels_of(rows)] = _in_panels(values, 4)
+        scales[0, rows] = of_rows[:, 0]
+        scales.view(torch.int32)[1, rows] = values.sum(dim=1, dtype=torch.int32)
+    return PackedWeight(panels, scales, (num_outputs, num_inputs), dtype, "int8-panels")
+
+
+def _pack_coded(coded: CodedRows, dtype: torch.dtype) -> PackedWeight:
+    (num_outputs, num_inputs), coding = coded.shape, coded.coding
+    is_int4 = (coding.bits, coding.group, coding.table) == (4, INT4_GROUP, None) and not coded.has_offsets
+    if num_inputs % 4 or not is_int4 or dtype != torch.bfloat16 or coded.scales_dtype != torch.bfloat16:
+        return plain.pack(coded, None, dtype)
+    panels = _room_for_panels(num_outputs, num_inputs // 2, 1, torch.uint8)
+    scales = _room_for_panels(num_outputs, -(-num_inputs // INT4_GROUP), 1, torch.bfloat16)
+    for rows in row_blocks(coded.shape):
+        some = coded[rows]
+        panels[_panels_of(rows)] = _in_panels(pair_codes(some.codes), 1)
+        scales[_panels_of(rows)] = _in_panels(some.scales.bfloat16(), 1)
+    return PackedWeight(panels, scales[None], (num_outputs, num_inputs), dtype, "coded-panels", coding)
 
 
 def _room_for_panels(num_outputs: int, num_words: int, per_word: int, dtype: torch.dtype) -> Tensor:

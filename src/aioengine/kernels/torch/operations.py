@@ -16,6 +16,6 @@ from aioengine.kernels.torch.layers import (
     rms_norm,
     rotate_and_write,
 )
-from aioengine.kernels.torch.products import embed, linear, pack, unpack
+from aioengine.kernels.torch.products import embed, linear, pack, unpack, unpack_codes
 from aioengine.kernels.torch.rules import edit_logits, ends_of_bad_words, look_up, penalise, top_logprobs
 from aioengine.kernels.torch.sampling import draw

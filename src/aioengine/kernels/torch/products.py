@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from aioengine.kernels.packed_weight import PackedWeight, Quantization, UnpackedRows, row_blocks
-from aioengine.kernels.torch.quantized import pack_quantized, quantize_rows, unpack_quantized
+from aioengine.kernels.packed_weight import (
+    CodedRows,
+    CodedWeight,
+    PackedWeight,
+    Quantization,
+    UnpackedRows,
+    row_blocks,
+)
+from aioengine.kernels.torch.quantized import (
+    coded_rows,
+    embed_quantized,
+    int4_rows,
+    pack_coded,
+    pack_int8,
+    quantize_rows,
+    unpack_quantized,
+)
 
 HAS_PRODUCTS = {
     torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
@@ -23,11 +40,17 @@ times at 64 and more (AVX2, 1024 × 3072). Its loop for int8 is slower for any n
 
 
 def pack(
-    weight: Tensor | UnpackedRows, quantization: Quantization | None = None, dtype: torch.dtype | None = None
+    weight: Tensor | UnpackedRows | CodedWeight | CodedRows,
+    quantization: Quantization | None = None,
+    dtype: torch.dtype | None = None,
 ) -> PackedWeight:
     """As `Operations.pack`: a weight that is not quantised stays as it is."""
-    if quantization is not None:
-        return pack_quantized(weight, quantization, dtype or weight.dtype)
+    if isinstance(weight, CodedWeight | CodedRows):
+        return pack_coded(weight.rows() if isinstance(weight, CodedWeight) else weight, dtype or torch.float32)
+    if quantization == "int4":
+        return pack_coded(int4_rows(weight), dtype or weight.dtype)
+    if quantization == "int8":
+        return pack_int8(weight, dtype or weight.dtype)
     assert isinstance(weight, Tensor)
     rows, columns = weight.shape
     return PackedWeight(weight, None, (rows, columns), weight.dtype, "rows")
@@ -40,6 +63,15 @@ def unpack(packed: PackedWeight, rows: slice | None = None) -> Tensor:
     return UnpackedRows(packed, unpack_quantized).whole() if rows is None else unpack_quantized(packed, rows)
 
 
+def unpack_codes(packed: PackedWeight) -> CodedRows:
+    """As `Operations.unpack_codes`."""
+    assert packed.scales is not None
+    assert packed.coding is not None
+    has_offsets, device = len(packed.scales) == 2, packed.values.device
+    make = partial(coded_rows, packed)
+    return CodedRows(packed.shape, packed.coding, packed.scales.dtype, has_offsets, device, make)
+
+
 def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
     """As `Operations.linear`.
 
@@ -47,7 +79,7 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torc
     ties of logits that are none, and a second tensor as large as the vocabulary.
     """
     weight, dtype = packed.values, out_dtype or x.dtype
-    if packed.layout == "int4":
+    if packed.coding is not None:
         x, blocks = x.float(), row_blocks(packed.shape)
         product = torch.cat([F.linear(x, unpack_quantized(packed, rows)) for rows in blocks], dim=-1)
     elif packed.scales is not None:
@@ -74,8 +106,4 @@ def _multiply_widened(x: Tensor, weight: Tensor) -> Tensor:
 
 def embed(token_ids: Tensor, packed: PackedWeight) -> Tensor:
     """As `Operations.embed`."""
-    rows = F.embedding(token_ids, packed.values)
-    if packed.scales is None:
-        return rows
-    assert packed.layout == "int8"
-    return (rows * packed.scales[token_ids]).to(packed.dtype)
+    return F.embedding(token_ids, packed.values) if packed.scales is None else embed_quantized(token_ids, packed)

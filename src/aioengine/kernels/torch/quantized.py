@@ -13,7 +13,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from aioengine.kernels.packed_weight import BLOCK_NUMBERS, PackedWeight, Quantization, UnpackedRows, row_blocks
+from aioengine.kernels.packed_weight import (
+    BLOCK_NUMBERS,
+    CodedRows,
+    CodedWeight,
+    Coding,
+    PackedWeight,
+    Quantization,
+    UnpackedRows,
+    row_blocks,
+    scale_groups,
+)
 
 INT4_GROUP = 64
 """Inputs that share a scale; the last group of a row may be shorter."""
@@ -63,14 +73,8 @@ def dequantize(values: Tensor, scales: Tensor) -> Tensor:
     Returns:
         float32 [out_features, in_features], exact.
     """
-    dense, scales = values.float(), scales.float()
-    if scales.shape[1] == 1:
-        return dense.mul_(scales)
-    num_whole = dense.shape[1] // INT4_GROUP
-    columns = num_whole * INT4_GROUP
-    dense[:, :columns].unflatten(1, (num_whole, INT4_GROUP)).mul_(scales[:, :num_whole, None])
-    dense[:, columns:].mul_(scales[:, num_whole:])
-    return dense
+    group = values.shape[1] if scales.shape[1] == 1 else INT4_GROUP
+    return scale_groups(values.float(), scales.float(), None, group)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,29 +123,79 @@ def head_dim_of(cache: Tensor) -> int:
     return cache.shape[-1] - (SCALE_BYTES if cache.dtype == torch.int8 else 0)
 
 
-def pack_quantized(weight: Tensor | UnpackedRows, quantization: Quantization, dtype: torch.dtype) -> PackedWeight:
-    """Layout "int8": as `quantize` makes them. "int4": two values a byte, each plus 8, the first in the lower half."""
+def pack_int8(weight: Tensor | UnpackedRows, dtype: torch.dtype) -> PackedWeight:
+    """Layout "int8": as `quantize` makes it."""
     rows, columns = weight.shape
-    width, kept = (columns, torch.int8) if quantization == "int8" else (-(-columns // 2), torch.uint8)
-    values = torch.empty((rows, width), dtype=kept, device=weight.device)
-    scales = _room_for_scales(weight, quantization)
+    values = torch.empty((rows, columns), dtype=torch.int8, device=weight.device)
+    scales = _room_for_scales(weight, "int8")
     for part in row_blocks(weight.shape):
-        some, scales[part] = quantize(weight[part], quantization)
-        if quantization == "int4":
-            nibbles = F.pad(some + 8, (0, columns % 2)).view(torch.uint8)
-            some = nibbles[:, ::2] | nibbles[:, 1::2] << 4
-        values[part] = some
-    return PackedWeight(values, scales, (rows, columns), dtype, quantization)
+        values[part], scales[part] = quantize(weight[part], "int8")
+    return PackedWeight(values, scales, (rows, columns), dtype, "int8")
+
+
+def int4_rows(weight: Tensor | UnpackedRows) -> CodedRows:
+    """A dense matrix, to be quantised to "int4" block by block."""
+
+    def make(rows: slice) -> CodedWeight:
+        values, scales = quantize(weight[rows], "int4")
+        return CodedWeight((values + 8).view(torch.uint8), 4, None, scales.float(), None, INT4_GROUP)
+
+    shape = weight.shape[0], weight.shape[1]
+    return CodedRows(shape, Coding(4, None, INT4_GROUP), torch.bfloat16, False, weight.device, make)
+
+
+def pack_coded(coded: CodedRows, dtype: torch.dtype) -> PackedWeight:
+    """Layout "coded": codes of 8 bits as they are, of 4 bits two a byte, the first in the lower half; scales, and
+    offsets behind them, [1 or 2, out_features, groups].
+    """
+    (rows, columns), bits = coded.shape, coded.coding.bits
+    num_groups = -(-columns // coded.coding.group)
+    values = torch.empty((rows, -(-columns * bits // 8)), dtype=torch.uint8, device=coded.device)
+    scales = torch.empty((1 + coded.has_offsets, rows, num_groups), dtype=coded.scales_dtype, device=coded.device)
+    for part in row_blocks(coded.shape):
+        some = coded[part]
+        values[part] = some.codes if bits == 8 else pair_codes(some.codes)
+        scales[0, part] = some.scales.to(scales.dtype)
+        if coded.has_offsets:
+            scales[1, part] = 0 if some.offsets is None else some.offsets.to(scales.dtype)
+    return PackedWeight(values, scales, coded.shape, dtype, "coded", coded.coding)
+
+
+def coded_rows(packed: PackedWeight, rows: slice | Tensor) -> CodedWeight:
+    """Any rows of layout "coded"."""
+    assert packed.scales is not None
+    assert packed.coding is not None
+    coding, codes = packed.coding, packed.values[rows]
+    codes = codes if coding.bits == 8 else split_codes(codes)[:, : packed.shape[1]]
+    scales, *offsets = packed.scales[:, rows].float()
+    return CodedWeight(codes, coding.bits, coding.table, scales, offsets[0] if offsets else None, coding.group)
+
+
+def pair_codes(codes: Tensor) -> Tensor:
+    """[rows, columns] codes of 4 bits → [rows, ⌈columns / 2⌉]."""
+    codes = F.pad(codes, (0, codes.shape[1] % 2))
+    return codes[:, ::2] | codes[:, 1::2] << 4
+
+
+def split_codes(pairs: Tensor) -> Tensor:
+    """As `pair_codes` was given them, with one more column if they were odd."""
+    return torch.stack((pairs & 15, pairs >> 4), dim=2).view(len(pairs), -1)
 
 
 def unpack_quantized(packed: PackedWeight, rows: slice) -> Tensor:
     """float32 [rows, in_features]."""
     assert packed.scales is not None
-    values, scales = packed.values[rows], packed.scales[rows]
-    if packed.layout == "int4":
-        halves = torch.stack((values & 15, values >> 4), dim=2).view(len(values), -1)
-        values = halves.view(torch.int8)[:, : packed.shape[1]] - 8
-    return dequantize(values, scales)
+    if packed.coding is not None:
+        return coded_rows(packed, rows).dense()
+    return dequantize(packed.values[rows], packed.scales[rows])
+
+
+def embed_quantized(token_ids: Tensor, packed: PackedWeight) -> Tensor:
+    """As `Operations.embed`."""
+    assert packed.scales is not None
+    if packed.coding is not None:
+        return coded_rows(packed, token_ids).dense().to(packed.dtype)
+    return (F.embedding(token_ids, packed.values) * packed.scales[token_ids]).to(packed.dtype)
 
 
 def _round_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
