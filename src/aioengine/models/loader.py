@@ -1,18 +1,15 @@
-"""Weights from safetensors files into a decoder: checked first, then streamed, one tensor at a time."""
+"""Weights from a checkpoint's files into a decoder: checked first, then streamed, one tensor at a time."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from aioengine.config import EngineConfig
@@ -24,14 +21,14 @@ from aioengine.models.checkpoint import (
     EMBEDDING,
     FILE_DTYPES,
     HEAD,
-    INDEX_FILE,
-    SINGLE_FILE,
     CheckpointTensor,
     checkpoint_tensors,
 )
 from aioengine.models.decoder import Decoder
 from aioengine.models.families import DecoderConfig, read_decoder_config
-from aioengine.models.folder import ModelFolder, check_files, read_json
+from aioengine.models.folder import ModelFolder
+from aioengine.models.formats.catalogue import read_catalogue
+from aioengine.models.formats.stored import Files, Stored
 
 # Old checkpoints carry the rotation's frequencies, which follow from the config.
 HARMLESS = re.compile(r"\.rotary_emb\.inv_freq$")
@@ -59,19 +56,6 @@ ON_CPU = Placement()
 
 class LoadStopped(Exception):
     """Loading ended early because ``should_stop`` said so."""
-
-
-class Stored(msgspec.Struct, frozen=True):
-    """A tensor in a file, as the file's header describes it."""
-
-    name: str
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * FILE_DTYPES[self.dtype].itemsize
 
 
 def load_decoder(
@@ -117,7 +101,7 @@ def read_config(folder: ModelFolder, config: EngineConfig) -> DecoderConfig:
     if is_stated or config.load_format == "dummy":
         return found
     stored = read_catalogue(folder.path)
-    dtypes = [FILE_DTYPES.get(stored[name].dtype) for name in (EMBEDDING, HEAD) if name in stored]
+    dtypes = [FILE_DTYPES.get(stored[name].format) for name in (EMBEDDING, HEAD) if name in stored]
     return msgspec.structs.replace(found, dtype=next(filter(None, dtypes), found.dtype))
 
 
@@ -183,16 +167,13 @@ def _read(
     decoder = _allocate(config, placement, quantization)
     progress = _Progress(sum(found.num_bytes for found in wanted.values()), on_progress)
     for names in _by_layer(tensors):
-        for path in sorted({wanted[name].path for name in names}):
-            # Opened for each layer: while a file is mapped, the pages that were read count as this process's memory.
-            with _opened(path) as file:
-                for name in names:
-                    if wanted[name].path == path:
-                        stop_if(should_stop)
-                        tensors[name].within(decoder).copy_(file.get_tensor(wanted[name].name))
-                        progress.add(wanted[name].num_bytes)
-        if EMBEDDING in names and HEAD in stored and stored[HEAD] not in wanted.values():
-            _check_tied_head(stored[HEAD], decoder.embedding.weight)
+        with Files() as files:
+            for name in names:
+                stop_if(should_stop)
+                tensors[name].within(decoder).copy_(wanted[name].read(files))
+                progress.add(wanted[name].num_bytes)
+            if EMBEDDING in names and HEAD in stored and stored[HEAD] not in wanted.values():
+                _check_tied_head(stored[HEAD].read(files), stored[HEAD], decoder.embedding.weight)
         _pack(decoder, (tensors[name] for name in names), placement.operations, should_stop)
     decoder.use(placement.operations)
     return decoder
@@ -212,57 +193,6 @@ def _pack(
         if linear is not None:
             stop_if(should_stop)
             linear.pack(operations)
-
-
-def read_catalogue(folder: Path) -> dict[str, Stored]:
-    """All tensors in the folder's safetensors files, by name, from the files' headers.
-
-    Raises:
-        ModelLoadError: there are no such files, one is missing or damaged, or the index does not fit them.
-    """
-    check_files(folder)
-    if (folder / SINGLE_FILE).is_file():
-        return dict(_read_header(folder / SINGLE_FILE))
-    if not (folder / INDEX_FILE).is_file():
-        other = next((p.name for p in sorted(folder.glob("*")) if p.suffix in (".bin", ".pt", ".pth", ".gguf")), None)
-        hint = f"; {other} is another format: save the model as safetensors" if other else ""
-        raise ModelLoadError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
-    index = folder / INDEX_FILE
-    shard_of = read_json(index).get("weight_map")
-    if not isinstance(shard_of, dict) or not shard_of or not all(map(_is_file_name, shard_of.values())):
-        raise ModelLoadError(f"{index}: weight_map must give a file of this folder for each tensor")
-    stored: dict[str, Stored] = {}
-    for shard in sorted(set(shard_of.values())):
-        for name, entry in _read_header(folder / shard):
-            if name in stored:
-                raise ModelLoadError(f"tensor {name} is in two files: {stored[name].path} and {entry.path}")
-            stored[name] = entry
-    for name, shard in shard_of.items():
-        if name not in stored or stored[name].path.name != shard:
-            raise ModelLoadError(f"{index} names tensor {name} in {shard}, which lacks it")
-    return stored
-
-
-def _is_file_name(value: object) -> bool:
-    return isinstance(value, str) and bool(value) and Path(value).name == value
-
-
-def _read_header(path: Path) -> Iterator[tuple[str, Stored]]:
-    with _opened(path) as file:
-        for name in file.keys():  # noqa: SIM118 (not a dict)
-            part = file.get_slice(name)
-            yield name, Stored(name, path, part.get_dtype(), tuple(part.get_shape()))
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            yield file
-    except FileNotFoundError as error:
-        raise ModelLoadError(f"{path} is missing") from error
-    except (SafetensorError, OSError, MemoryError) as error:  # the last: there is no room to map it
-        raise ModelLoadError(f"{path} is damaged or cut short, or cannot be read: {error}") from error
 
 
 def match(stored: dict[str, Stored], tensors: dict[str, CheckpointTensor], *, tied: bool) -> dict[str, Stored]:
@@ -291,9 +221,9 @@ def match(stored: dict[str, Stored], tensors: dict[str, CheckpointTensor], *, ti
 
 def _check_tensor(stored: Stored, shape: tuple[int, ...]) -> None:
     where = f"tensor {stored.name} in {stored.path}"
-    if stored.dtype not in FILE_DTYPES:
+    if stored.format not in FILE_DTYPES:
         raise ModelLoadError(
-            f"{where} is {stored.dtype}; supported: {', '.join(FILE_DTYPES)}. "
+            f"{where} is {stored.format}; supported: {', '.join(FILE_DTYPES)}. "
             "Quantised checkpoints are not supported yet"
         )
     if stored.shape != shape:
@@ -314,13 +244,12 @@ def _allocate(config: DecoderConfig, placement: Placement, quantization: Quantiz
         raise ModelLoadError(f"no memory for the weights that config.json describes: {error}") from error
 
 
-def _check_tied_head(stored: Stored, embedding: Tensor) -> None:
+def _check_tied_head(head: Tensor, stored: Stored, embedding: Tensor) -> None:
     """A head beside a tied embedding is the same matrix saved twice; if not, config.json is wrong."""
-    with _opened(stored.path) as file:
-        if stored.shape == tuple(embedding.shape) and torch.equal(file.get_tensor(HEAD).to(embedding), embedding):
-            return
+    if head.shape == embedding.shape and torch.equal(head.to(embedding), embedding):
+        return
     raise ModelLoadError(
-        f"tensor {HEAD} in {stored.path} is not the embedding, though config.json says tie_word_embeddings; "
+        f"tensor {stored.name} in {stored.path} is not the embedding, though config.json says tie_word_embeddings; "
         "set that to false"
     )
 

@@ -1,0 +1,98 @@
+"""Tensors that a checkpoint's files hold, in whatever format: known by their headers, read a layer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+from aioengine.models.checkpoint import FILE_DTYPES
+
+Opened = TypeVar("Opened")
+ReadTensor = Callable[[str], Tensor]
+"""Reads a tensor of an open file, by its name there."""
+
+CODE_DTYPES = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+"""Of the tensors that a quantised one consists of, beside `FILE_DTYPES`."""
+
+
+class Files(ExitStack):
+    """The files of a checkpoint while some of its tensors are read: each opened once, all closed at the end.
+
+    To be kept for a layer, not longer: while a file is mapped, the pages that were read count as this process's memory.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._opened: dict[Path, Any] = {}
+
+    def get(self, path: Path, opening: Callable[[Path], AbstractContextManager[Opened]]) -> Opened:
+        """The file, opened by ``opening``, of which there is one for each path."""
+        if path not in self._opened:
+            self._opened[path] = self.enter_context(opening(path))
+        opened: Opened = self._opened[path]
+        return opened
+
+
+class Stored(Protocol):
+    """A tensor of a checkpoint. Nothing of its values is read before `read`.
+
+    Attributes:
+        name: as transformers saves the dense tensor.
+        path: of the file that it is in, the first one if it is in several; for messages.
+        shape: of the dense tensor.
+        num_bytes: in the files.
+        format: what it is in the files: a key of `FILE_DTYPES`, or what a format calls itself ("GPTQ 4-bit").
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def path(self) -> Path: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def format(self) -> str: ...
+
+    def read(self, files: Files) -> Tensor:
+        """The values. A dense one may be a view of the file, which ends with ``files``: to be copied before.
+
+        Raises:
+            ModelLoadError: they cannot be read, or are none that the format allows.
+        """
+
+
+class FileTensor(msgspec.Struct, frozen=True):
+    """A tensor that lies in a file as it is.
+
+    Attributes:
+        format: its dtype, as safetensors calls it; also of those that are not supported.
+        opening: opens the file; what reads tensors of it.
+    """
+
+    name: str
+    path: Path
+    format: str
+    shape: tuple[int, ...]
+    opening: Callable[[Path], AbstractContextManager[ReadTensor]]
+
+    @property
+    def num_bytes(self) -> int:
+        dtype = FILE_DTYPES.get(self.format) or CODE_DTYPES[self.format]
+        return torch.Size(self.shape).numel() * dtype.itemsize
+
+    def read(self, files: Files) -> Tensor:
+        return files.get(self.path, self.opening)(self.name)
