@@ -27,7 +27,8 @@ def tiny_config(**fields: Any) -> DecoderConfig:
 
 def tiny_decoder(seed: int = 0, **fields: Any) -> Decoder:
     """On the CPU, ready for a runner; fields as in `tiny_config`."""
-    decoder = Decoder(tiny_config(**fields), torch.device("cpu"))
+    decoder = Decoder(tiny_config(**fields))
+    decoder.allocate(torch.device("cpu"))
     generator = torch.Generator().manual_seed(seed)
     with torch.inference_mode():
         for name, parameter in decoder.named_parameters():

@@ -318,7 +318,7 @@ DAMAGES: dict[str, Damage] = {
     **{
         str(dtype): Damage(
             with_tensor(QUERY, lambda _, dtype=dtype: torch.zeros(64, 64).to(dtype)),
-            (QUERY, SINGLE_FILE, "not supported", "Quantised checkpoints are not supported yet"),
+            (QUERY, SINGLE_FILE, "supported: F32, BF16, F16", "quantization_config"),
         )
         for dtype in (torch.int8, torch.float8_e4m3fn, torch.float64)
     },

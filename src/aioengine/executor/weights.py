@@ -14,9 +14,10 @@ from aioengine.core.executor_protocol import weights_asleep, weights_came_as_ten
 from aioengine.errors import InvalidRequest, ModelLoadError
 from aioengine.executor.weight_transfer import StagedTensor, WeightTransfer
 from aioengine.models.checkpoint import FILE_DTYPES
+from aioengine.models.decoder import Decoder
 from aioengine.models.families import DecoderConfig
 from aioengine.models.folder import ModelFolder
-from aioengine.models.loader import ON_CPU, Placement, check_weights, load_weights
+from aioengine.models.loader import ON_CPU, Placement, check_kept_alike, check_weights, load_weights
 from aioengine.models.model import Model
 from aioengine.models.saver import save_checkpoint
 from aioengine.progress import OnProgress
@@ -142,6 +143,8 @@ class Weights:
         else:
             # Whole and checked before the first is replaced: a GPU has no room for both, beside its KV cache.
             read = self._read(source, Placement(operations=self.decoder.operations))
+            if isinstance(self.decoder, Decoder) and isinstance(read, Decoder):
+                check_kept_alike(self.decoder, read)
             self._fill(zip(self.decoder.weights(), read.weights(), strict=True))
         self._source = source
         self._came_as_tensors = self.is_torn = False

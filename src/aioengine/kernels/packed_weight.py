@@ -54,6 +54,11 @@ class CodedWeight:
             values = self.table.index_select(0, self.codes.flatten().int()).view(self.codes.shape)
         return scale_groups(values, self.scales, self.offsets, self.group)
 
+    def to(self, device: torch.device) -> CodedWeight:
+        table, offsets = (tensor if tensor is None else tensor.to(device) for tensor in (self.table, self.offsets))
+        codes, scales = self.codes.to(device), self.scales.to(device)
+        return replace(self, codes=codes, table=table, scales=scales, offsets=offsets)
+
     def __getitem__(self, rows: slice | Tensor) -> CodedWeight:
         """Some rows, in the order of their indices if these are a tensor."""
         offsets = None if self.offsets is None else self.offsets[rows]
@@ -122,6 +127,9 @@ class Coding:
     table: Tensor | None
     group: int
 
+    def is_same(self, other: Coding) -> bool:
+        return (self.bits, self.group) == (other.bits, other.group) and have_same_table(self.table, other.table)
+
 
 @dataclass(frozen=True, slots=True)
 class CodedRows:
@@ -168,6 +176,16 @@ class PackedWeight:
     def nbytes(self) -> int:
         """Bytes of values and scales."""
         return self.values.nbytes + (self.scales.nbytes if self.scales is not None else 0)
+
+    def is_alike(self, other: PackedWeight) -> bool:
+        """Whether the values and scales of the other, packed by the same operations, can take the place of these."""
+        ours, theirs = (
+            [(each.shape, each.dtype) for each in (packed.values, packed.scales) if each is not None]
+            for packed in (self, other)
+        )
+        if self.coding is None or other.coding is None:
+            return ours == theirs and self.coding is other.coding
+        return ours == theirs and self.coding.is_same(other.coding)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,15 +11,16 @@ the next layer's norm, the last one's with the final norm.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
+from aioengine.errors import InvalidRequest
 from aioengine.kernels.operations import LayerAttention, Operations
-from aioengine.kernels.packed_weight import CodedRows, PackedWeight, Quantization, UnpackedRows
+from aioengine.kernels.packed_weight import CodedRows, CodedWeight, PackedWeight, Quantization, UnpackedRows
 from aioengine.models.checkpoint import EMBEDDING, HEAD, CheckpointTensor, checkpoint_tensors
 from aioengine.models.families import DecoderConfig, Rope
 from aioengine.models.model import Attend
@@ -37,6 +38,7 @@ class Linear(nn.Module):
         weight: [out_features, in_features] until `pack`; then the values of the packed weight, in its layout.
         scales: of a packed weight that is quantised.
         packed: both, for ``operations``.
+        parts: of a weight that comes as codes, all its matrices in order, until `pack`; ``weight`` has no memory then.
     """
 
     weight: nn.Parameter
@@ -60,12 +62,15 @@ class Linear(nn.Module):
         self.scales = None
         self.dtype = dtype
         self.quantization = quantization
+        self.parts: list[Tensor | CodedWeight] = []
         self.is_packed = False
 
     def pack(self, operations: Operations) -> None:
         """Bring the weight into the layout of these operations, from whatever layout it has."""
-        weight: Tensor | UnpackedRows | CodedRows
-        if self.scales is None:
+        weight: Tensor | UnpackedRows | CodedWeight | CodedRows
+        if self.parts:
+            weight = self._stack_parts()
+        elif self.scales is None:
             weight = self.dense()
         elif self.packed.coding is None:
             weight = UnpackedRows(self.packed, self.operations.unpack)
@@ -79,8 +84,33 @@ class Linear(nn.Module):
         self.operations = operations
         self.is_packed = True
 
+    def _stack_parts(self) -> Tensor | CodedWeight:
+        """Codes if all parts are, and of one coding; else dense."""
+        parts, self.parts = self.parts, []
+        coded = [part for part in parts if isinstance(part, CodedWeight)]
+        if len(coded) == len(parts):
+            try:
+                return CodedWeight.cat(coded)
+            except ValueError:
+                pass
+        dense = torch.empty(self.weight.shape, dtype=self.dtype, device=parts[0].device)
+        first = 0
+        for part in parts:
+            rows = dense[first : first + part.shape[0]]
+            rows.copy_(part.dense() if isinstance(part, CodedWeight) else part)
+            first += part.shape[0]
+        return dense
+
     def changes(self, dense: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """What of the packed weight has to become what, for it to have other values."""
+        """What of the packed weight has to become what, for it to have other values.
+
+        Raises:
+            InvalidRequest: it is kept as a quantised checkpoint holds it, which other values do not fit.
+        """
+        if self.packed.coding is not None and self.quantization is None:
+            raise InvalidRequest(
+                "the weights are kept as codes of a quantised checkpoint: update them from a folder of the same format"
+            )
         packed = self.operations.pack(dense, self.quantization, self.dtype)
         changes: list[tuple[Tensor, Tensor]] = [(self.weight, packed.values)]
         if self.scales is not None and packed.scales is not None:
@@ -165,9 +195,8 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Token ids in, hidden states and logits out; attention and its cache are the caller's.
 
-    Its parameters are made without values, by default on the meta device, without memory;
-    `aioengine.models.loader.load_decoder` gives them some, and packs them. To be called under
-    ``torch.inference_mode()``.
+    Its parameters are made on the meta device, without memory; `aioengine.models.loader.load_decoder` gives them some,
+    and values, and packs them. To be called under ``torch.inference_mode()``.
 
     Args:
         quantization: of the layers' matrices. The head is int8 then, which has no measurable cost in quality, and so
@@ -180,15 +209,13 @@ class Decoder(nn.Module):
     rope_tables: dict[Rope, Tensor]
     is_capturable = True
 
-    def __init__(
-        self, config: DecoderConfig, device: torch.device = META, quantization: Quantization | None = None
-    ) -> None:
+    def __init__(self, config: DecoderConfig, quantization: Quantization | None = None) -> None:
         super().__init__()
         c = config
         self.config = c
         self.quantization = quantization
         of_head: Quantization | None = "int8" if quantization is not None else None
-        with device:
+        with META:
             of_embedding = of_head if c.tie_word_embeddings else None
             self.embedding = Linear(c.hidden_size, c.vocab_size, bias=False, dtype=c.dtype, quantization=of_embedding)
             self.layers = nn.ModuleList(DecoderLayer(c, index, quantization) for index in range(c.num_layers))
@@ -196,6 +223,15 @@ class Decoder(nn.Module):
             self.head = None
             if not c.tie_word_embeddings:
                 self.head = Linear(c.hidden_size, c.vocab_size, bias=False, dtype=c.dtype, quantization=of_head)
+
+    def allocate(self, device: torch.device, without: Container[str] = ()) -> None:
+        """Give all parameters memory, but for these weights, whose values come as ``Linear.parts``."""
+        for name, parameter in list(self.named_parameters()):
+            if name not in without:
+                module, _, attribute = name.rpartition(".")
+                with device:
+                    values = _parameter(tuple(parameter.shape), parameter.dtype)
+                setattr(self.get_submodule(module), attribute, values)
 
     @property
     def weight_bytes(self) -> int:
@@ -285,7 +321,7 @@ class Decoder(nn.Module):
         for name in names:
             entry = self._entries[name]
             if entry.parameter != parameter:
-                parameter, dense = entry.parameter, self.dense(entry.parameter)
+                parameter, dense = entry.parameter, self.dense(entry.parameter).to(self.config.dtype)
             yield name, entry.read(dense)
 
     def changes(self, tensors: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from aioengine.config import EngineConfig
 from aioengine.errors import ConfigError, ModelLoadError
 from aioengine.kernels.operations import Operations
-from aioengine.kernels.packed_weight import Quantization
+from aioengine.kernels.packed_weight import CodedWeight, Quantization
 from aioengine.kernels.torch import operations as torch_operations
 from aioengine.models.checkpoint import (
     EMBEDDING,
@@ -24,11 +25,14 @@ from aioengine.models.checkpoint import (
     CheckpointTensor,
     checkpoint_tensors,
 )
-from aioengine.models.decoder import Decoder
+from aioengine.models.decoder import Decoder, Linear
 from aioengine.models.families import DecoderConfig, read_decoder_config
 from aioengine.models.folder import ModelFolder
 from aioengine.models.formats.catalogue import read_catalogue
-from aioengine.models.formats.stored import Files, Stored
+from aioengine.models.formats.stored import Files, FileTensor, Stored
+from aioengine.models.formats.summary import describe, summarise
+
+logger = logging.getLogger("aioengine")
 
 # Old checkpoints carry the rotation's frequencies, which follow from the config.
 HARMLESS = re.compile(r"\.rotary_emb\.inv_freq$")
@@ -130,6 +134,20 @@ def check_weights(folder: Path, config: DecoderConfig) -> None:
     match(read_catalogue(folder), checkpoint_tensors(config), tied=config.tie_word_embeddings)
 
 
+def check_kept_alike(kept: Decoder, read: Decoder) -> None:
+    """See that the weights of one can take the place of the other's, of the same config.
+
+    Raises:
+        ModelLoadError: one is of a quantised checkpoint, and the other of none or of another format.
+    """
+    pairs = zip(kept.linears(), read.linears(), strict=True)
+    if not all(ours.packed.is_alike(theirs.packed) for ours, theirs in pairs):
+        raise ModelLoadError(
+            "the checkpoint is of another format than the one that runs, in whose layout the weights are kept: give "
+            "one that was quantised in the same way, or start an engine with this one"
+        )
+
+
 def check_config(folder: Path, config: DecoderConfig) -> None:
     """Compare with the folder's config.json, if it has one. The dtype of the files may be another one.
 
@@ -164,19 +182,49 @@ def _read(
 ) -> Decoder:
     tensors = checkpoint_tensors(config)
     wanted = match(stored, tensors, tied=config.tie_word_embeddings)
-    decoder = _allocate(config, placement, quantization)
+    coded = {tensors[name].parameter for name, found in wanted.items() if found.format not in FILE_DTYPES}
+    if coded and quantization is not None:
+        raise ConfigError(
+            f"quantization={quantization} is of checkpoints that are not quantised; this one is, and is kept as it is: "
+            "leave it out, or load the model's checkpoint in bfloat16"
+        )
+    decoder = _allocate(config, placement, quantization, coded)
     progress = _Progress(sum(found.num_bytes for found in wanted.values()), on_progress)
+    kept: list[tuple[Stored, int, bool]] = []
     for names in _by_layer(tensors):
         with Files() as files:
             for name in names:
                 stop_if(should_stop)
-                tensors[name].within(decoder).copy_(wanted[name].read(files))
+                _fill(decoder, tensors[name], wanted[name].read(files), placement.device)
                 progress.add(wanted[name].num_bytes)
             if EMBEDDING in names and HEAD in stored and stored[HEAD] not in wanted.values():
-                _check_tied_head(stored[HEAD].read(files), stored[HEAD], decoder.embedding.weight)
+                _check_tied_head(stored[HEAD], files, decoder.embedding)
         _pack(decoder, (tensors[name] for name in names), placement.operations, should_stop)
+        kept += (_kept(decoder, tensors[name], wanted[name]) for name in names)
     decoder.use(placement.operations)
+    if coded:
+        logger.info("weights: %s", describe(summarise(kept)))
     return decoder
+
+
+def _fill(decoder: Decoder, tensor: CheckpointTensor, values: Tensor | CodedWeight, device: torch.device) -> None:
+    linear = decoder.linear_of(tensor.parameter)
+    if linear is not None and tensor.parameter.endswith(".weight") and linear.weight.is_meta:
+        # A dense one beside codes may be a view of the file.
+        linear.parts.append(values.to(device) if isinstance(values, CodedWeight) else values.to(device, copy=True))
+    else:
+        assert isinstance(values, Tensor)
+        tensor.within(decoder).copy_(values)
+
+
+def _kept(decoder: Decoder, tensor: CheckpointTensor, stored: Stored) -> tuple[Stored, int, bool]:
+    """For `summarise`: its share of the parameter, with the scales."""
+    linear = decoder.linear_of(tensor.parameter)
+    if linear is None or not tensor.parameter.endswith(".weight"):
+        parameter = decoder.get_parameter(tensor.parameter)
+        return stored, tensor.of(parameter).nbytes, False
+    num_bytes = linear.packed.nbytes * tensor.count // linear.packed.shape[0]
+    return stored, num_bytes, stored.format not in FILE_DTYPES and linear.packed.coding is None
 
 
 def _by_layer(tensors: dict[str, CheckpointTensor]) -> Iterator[list[str]]:
@@ -221,16 +269,18 @@ def match(stored: dict[str, Stored], tensors: dict[str, CheckpointTensor], *, ti
 
 def _check_tensor(stored: Stored, shape: tuple[int, ...]) -> None:
     where = f"tensor {stored.name} in {stored.path}"
-    if stored.format not in FILE_DTYPES:
+    if isinstance(stored, FileTensor) and stored.format not in FILE_DTYPES:
         raise ModelLoadError(
-            f"{where} is {stored.format}; supported: {', '.join(FILE_DTYPES)}. "
-            "Quantised checkpoints are not supported yet"
+            f"{where} is {stored.format}; supported: {', '.join(FILE_DTYPES)}, and what a quantization_config of "
+            "config.json describes, which this is not"
         )
     if stored.shape != shape:
         raise ModelLoadError(f"{where} has shape {list(stored.shape)}; config.json makes it {list(shape)}")
 
 
-def _allocate(config: DecoderConfig, placement: Placement, quantization: Quantization | None) -> Decoder:
+def _allocate(
+    config: DecoderConfig, placement: Placement, quantization: Quantization | None, coded: Container[str] = ()
+) -> Decoder:
     rope_bytes = config.max_model_len * config.head_dim * ROPE_BYTES * len(set(config.ropes))
     if placement.device.type == "cpu" and rope_bytes > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2:
         raise ConfigError(
@@ -238,15 +288,18 @@ def _allocate(config: DecoderConfig, placement: Placement, quantization: Quantiz
             "of this machine's memory: set max_model_len to less (absent, it is config.json's max_position_embeddings)"
         )
     try:
-        # Where they go from the start: `to_empty` of parameters on the meta device imports sympy, 0.3 s.
-        return Decoder(config, placement.device, quantization)
+        decoder = Decoder(config, quantization)
+        decoder.allocate(placement.device, coded)
+        return decoder
     except RuntimeError as error:
         raise ModelLoadError(f"no memory for the weights that config.json describes: {error}") from error
 
 
-def _check_tied_head(head: Tensor, stored: Stored, embedding: Tensor) -> None:
+def _check_tied_head(stored: Stored, files: Files, embedding: Linear) -> None:
     """A head beside a tied embedding is the same matrix saved twice; if not, config.json is wrong."""
-    if head.shape == embedding.shape and torch.equal(head.to(embedding), embedding):
+    head, kept = stored.read(files), embedding.parts[0] if embedding.parts else embedding.weight
+    head, kept = (values.dense() if isinstance(values, CodedWeight) else values for values in (head, kept))
+    if head.shape == kept.shape and torch.equal(head.to(kept), kept):
         return
     raise ModelLoadError(
         f"tensor {stored.name} in {stored.path} is not the embedding, though config.json says tie_word_embeddings; "

@@ -37,6 +37,7 @@ def save_checkpoint(
 ) -> list[str]:
     """Write the weights in the model's dtype, with the config and the tokenizer of ``source``. Blocks: for a thread.
 
+    Of a quantised checkpoint that is what its codes stand for, rounded to the dtype, as no quantised one.
     Needs the memory of two files more. ``folder`` may be there: what it holds is replaced once all has been written,
     and weights of another checkpoint leave it; other files stay. A crash in between leaves a folder without weights,
     never one with those of two checkpoints.
@@ -109,6 +110,7 @@ def _write_small_files(model: Model, source: ModelFolder, part: Path) -> None:
     dtype = str(model.config.dtype).removeprefix("torch.")
     names = [name for name in ("dtype", "torch_dtype") if name in source.config] or ["dtype"]
     config = source.config | dict.fromkeys(names, dtype)
+    config.pop("quantization_config", None)  # of the files that were read
     (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

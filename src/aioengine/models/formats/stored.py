@@ -11,6 +11,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from aioengine.kernels.packed_weight import CodedWeight
 from aioengine.models.checkpoint import FILE_DTYPES
 
 Opened = TypeVar("Opened")
@@ -53,7 +54,7 @@ class Stored(Protocol):
         path: of the file that it is in, the first one if it is in several; for messages.
         shape: of the dense tensor.
         num_bytes: in the files.
-        format: what it is in the files: a key of `FILE_DTYPES`, or what a format calls itself ("GPTQ 4-bit").
+        format: what it is in the files: a key of `FILE_DTYPES`, or what a quantised format is called ("GPTQ 4-bit").
     """
 
     @property
@@ -67,8 +68,8 @@ class Stored(Protocol):
     @property
     def format(self) -> str: ...
 
-    def read(self, files: Files) -> Tensor:
-        """The values. A dense one may be a view of the file, which ends with ``files``: to be copied before.
+    def read(self, files: Files) -> Tensor | CodedWeight:
+        """The values. A dense tensor may be a view of the file, which ends with ``files``: to be copied before.
 
         Raises:
             ModelLoadError: they cannot be read, or are none that the format allows.
