@@ -43,7 +43,7 @@ IMPLEMENTATIONS = ("aioengine.kernels.torch.operations", "aioengine.kernels.nati
 PARTS = {
     LINEAR: ("linear",),
     ATTENTION: ("attend_decode", "attend_prefill"),
-    FORWARD: ("embed", "rms_norm", "add_rms_norm", "gated_activation", "rotate_and_write"),
+    FORWARD: ("embed", "rms_norm", "add_rms_norm", "rms_norm_add", "gated_activation", "scale", "rotate_and_write"),
     SAMPLING: ("draw", "edit_logits", "ends_of_bad_words", "penalise", "top_logprobs", "look_up"),
     STEP: ("put_spans", "gather_tokens", "append_tokens", "copy_blocks"),
 }

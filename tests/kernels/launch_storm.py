@@ -129,7 +129,9 @@ class Storm:
         x = torch.empty(num_tokens, m.hidden, dtype=m.dtype)
         ops.rms_norm(x, x.new_empty(m.hidden), 1e-5)
         ops.add_rms_norm(x, torch.empty_like(x), x.new_empty(m.hidden), 1e-5)
+        ops.rms_norm_add(x, torch.empty_like(x), x.new_empty(m.hidden), 1e-5, 1.0)
         ops.gated_activation(x.new_empty(num_tokens, 2 * m.intermediate))
+        ops.scale(x, 2.0)
         rows = self.view(max(num_decodes + num_tiles, 1), 4)
         _, positions, slots = ops.gather_tokens(rows, self.history, self.block_tables, 16, num_tokens)
         num_rotated = m.num_heads + m.num_kv_heads

@@ -1,25 +1,34 @@
 """The gated activation against its oracle, and the oracle against the formulas in float64."""
 
+import math
+from typing import get_args
+
 import pytest
 import torch
 from kernels.harness import DEVICE, TOLERANCES, assert_close, normal, quiet_numpy
 
 from aioengine.kernels.layers.gated_activation import BLOCK, FEW_ROWS, FEW_ROWS_BLOCK, gated_activation
+from aioengine.kernels.operations import Activation
 from aioengine.kernels.torch import layers as reference
 
 pytestmark = quiet_numpy
+
+ACTIVATIONS = pytest.mark.parametrize("activation", get_args(Activation))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("width", [1, 7, 123, FEW_ROWS_BLOCK, FEW_ROWS_BLOCK + 1])
 @pytest.mark.parametrize("num_rows", [1, 7])
-def test_activates_the_gate_and_multiplies(num_rows: int, width: int, dtype: torch.dtype) -> None:
+@ACTIVATIONS
+def test_activates_the_gate_and_multiplies(
+    num_rows: int, width: int, dtype: torch.dtype, activation: Activation
+) -> None:
     gate_up = normal(num_rows, 2 * width, dtype=dtype, seed=width, scale=4.0)
     before = gate_up.clone()
-    computed = gated_activation(gate_up)
+    computed = gated_activation(gate_up, activation)
     assert computed.is_contiguous()
     assert torch.equal(gate_up, before)
-    assert_close(computed, reference.gated_activation(gate_up))
+    assert_close(computed, reference.gated_activation(gate_up, activation))
 
 
 @pytest.mark.parametrize("width", [5, BLOCK + 3])
@@ -32,11 +41,14 @@ def test_the_oracle_is_the_formula() -> None:
     gate_up = normal(3, 100, seed=1, scale=4.0)
     gate, up = gate_up.double().split(50, dim=1)
     assert_close(reference.gated_activation(gate_up), (gate / (1 + torch.exp(-gate)) * up).float())
+    tanh = torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))
+    assert_close(reference.gated_activation(gate_up, "gelu_tanh"), (gate / 2 * (1 + tanh) * up).float())
 
 
-def test_large_gates_neither_overflow_nor_spread() -> None:
+@ACTIVATIONS
+def test_large_gates_neither_overflow_nor_spread(activation: Activation) -> None:
     gate = torch.tensor([-1e38, -1e4, -100.0, 0.0, 100.0, 1e4, torch.inf, torch.nan])
     gate_up = torch.cat((gate, torch.ones(8)))[None].to(DEVICE)
-    computed = gated_activation(gate_up)[0].cpu()
+    computed = gated_activation(gate_up, activation)[0].cpu()
     expected = torch.tensor([0.0, 0.0, 0.0, 0.0, 100.0, 1e4, torch.inf, torch.nan])
     torch.testing.assert_close(computed, expected, equal_nan=True)

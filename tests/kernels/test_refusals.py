@@ -32,7 +32,9 @@ PAGED |= {"block_tables": ints(2, 3), "out": floats(3, 4, 64)}
 RIGHT: dict[str, dict[str, Any]] = {
     "rms_norm": {"x": floats(4, 8), "weight": floats(8), "eps": 1e-6},
     "add_rms_norm": {"x": floats(4, 8), "residual": floats(4, 8), "weight": floats(8), "eps": 1e-6},
+    "rms_norm_add": {"x": floats(4, 8), "residual": floats(4, 8), "weight": floats(8), "eps": 1e-6},
     "gated_activation": {"gate_up": floats(2, 8)},
+    "scale": {"x": floats(2, 8), "factor": 2.0},
     "rotate_and_write": {
         **{"qkv": floats(3, 128), "positions": ints(3), "slots": ints(3), "rope_table": floats(5, 32), "eps": 1e-6},
         **{"qk_weight": floats(6, 16), "k_cache": floats(2, 4, 2, 16), "v_cache": floats(2, 4, 2, 16)},
@@ -121,7 +123,7 @@ def test_native_kernels_refuse_tensors_that_they_would_misread(operation: str) -
                 call(native, operation, **{name: wrong})  # type: ignore[arg-type]
 
 
-CHECKED_DIMS = ("rms_norm", "add_rms_norm", "attend_decode", "attend_prefill")
+CHECKED_DIMS = ("rms_norm", "add_rms_norm", "rms_norm_add", "scale", "attend_decode", "attend_prefill")
 
 
 def test_native_products_refuse_what_does_not_fit_the_weight() -> None:
@@ -238,6 +240,8 @@ def test_old_gpus_are_refused_float8_caches_alone(monkeypatch: pytest.MonkeyPatc
 NOTHING: list[tuple[str, dict[str, Any]]] = [
     ("rms_norm", {"x": floats(0, 8)}),
     ("add_rms_norm", {"x": floats(0, 8), "residual": floats(0, 8)}),
+    ("rms_norm_add", {"x": floats(0, 8), "residual": floats(0, 8)}),
+    ("scale", {"x": floats(0, 8)}),
     ("gated_activation", {"gate_up": floats(0, 8)}),
     ("gated_activation", {"gate_up": floats(3, 0)}),
     ("rotate_and_write", {"qkv": floats(0, 128), "positions": ints(0), "slots": ints(0)}),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernels.harness import TOLERANCES, assert_close, normal, quiet_numpy
 
-from aioengine.kernels.layers.rms_norm import MAX_WIDTH, add_rms_norm, num_warps, rms_norm
+from aioengine.kernels.layers.rms_norm import MAX_WIDTH, add_rms_norm, num_warps, rms_norm, rms_norm_add
 from aioengine.kernels.torch import layers as reference
 
 pytestmark = quiet_numpy
@@ -18,7 +18,8 @@ WIDTHS = [1, 7, 64, 123, 1024]
 def test_norms_each_row(num_rows: int, seed: int, width: int, dtype: torch.dtype) -> None:
     x = normal(num_rows, width, dtype=dtype, seed=seed, scale=10.0**seed)
     weight = normal(width, dtype=dtype, seed=seed + 100)
-    assert_close(rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    for offset in (0.0, 1.0):
+        assert_close(rms_norm(x, weight, 1e-5, offset), reference.rms_norm(x, weight, 1e-5, offset))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -39,6 +40,21 @@ def test_adds_to_the_residual_and_norms_what_is_kept(num_rows: int, seed: int, w
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_adds_a_part_of_it_or_adds_its_norm(width: int, dtype: torch.dtype) -> None:
+    x, residual = (normal(7, width, dtype=dtype, seed=n, scale=3.0) for n in (1, 2))
+    weight, total, normed = normal(width, dtype=dtype, seed=3), residual.clone(), residual.clone()
+    reference.add_rms_norm(x, total, weight, 1e-6, 1.0, 0.22)
+    reference.rms_norm_add(x, normed, weight, 1e-6, 1.0)
+    scaled, added = residual.clone(), residual.clone()
+    computed = add_rms_norm(x, scaled, weight, 1e-6, 1.0, 0.22)
+    assert_close(scaled, total)
+    assert_close(computed, reference.rms_norm(scaled, weight, 1e-6, 1.0))
+    rms_norm_add(x, added, weight, 1e-6, 1.0)
+    assert_close(added, normed)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_the_oracle_is_torchs_own(dtype: torch.dtype) -> None:
     x, weight = normal(5, 96, dtype=dtype, seed=0), normal(96, dtype=dtype, seed=1)
     exact = torch.nn.functional.rms_norm(x.double(), (96,), weight.double(), 1e-2)
@@ -48,6 +64,9 @@ def test_the_oracle_is_torchs_own(dtype: torch.dtype) -> None:
     normed = reference.add_rms_norm(x, residual, weight, 1e-2)
     assert torch.equal(residual, total)
     assert_close(normed, torch.nn.functional.rms_norm(total.double(), (96,), weight.double(), 1e-2).to(dtype))
+    reference.rms_norm_add(x, total, weight, 1e-2, 1.0)
+    exact = torch.nn.functional.rms_norm(x.double(), (96,), weight.double() + 1, 1e-2)
+    assert_close(total, (residual.double() + exact).to(dtype), factor=2)
 
 
 def test_rows_lie_apart() -> None:

@@ -11,7 +11,7 @@ InternalError where tensors do not fit each other.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -37,6 +37,11 @@ class LayerAttention:
     scale: float
     window: int | None
     soft_cap: float | None = None
+
+
+Activation = Literal["silu", "gelu_tanh"]
+"""SiLU(x) = x · σ(x), or GELU by tanh: x / 2 · (1 + tanh(√(2/π) · (x + 0.044715 · x³))) (Hendrycks and Gimpel, 2016,
+arXiv:1606.08415)."""
 
 
 class PagedKV(NamedTuple):
@@ -118,8 +123,8 @@ class Operations(Protocol):
 
     # The decoder
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / √(mean(x²) + ε) · w, in float32, rounded once (Zhang and Sennrich, 2019, arXiv:1910.07467).
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+        """x / √(mean(x²) + ε) · (w + offset), in float32, rounded once (Zhang and Sennrich, 2019, arXiv:1910.07467).
 
         Args:
             x: [T, hidden]; weight: [hidden], same dtype.
@@ -127,20 +132,37 @@ class Operations(Protocol):
             [T, hidden], same dtype.
         """
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Add ``x`` to ``residual`` in place (rounded to its dtype), and return `rms_norm` of the sum.
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0, scale: float = 1.0
+    ) -> Tensor:
+        """Add ``x`` · scale to ``residual`` in place (rounded to its dtype), and return `rms_norm` of the sum.
 
         Args:
             x, residual: [T, hidden], same dtype.
         """
 
-    def gated_activation(self, gate_up: Tensor) -> Tensor:
-        """SiLU(gate) · up, in float32, rounded once.
+    def rms_norm_add(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> None:
+        """Add `rms_norm` of ``x`` to ``residual`` in place, rounded once, to its dtype.
+
+        Args:
+            x, residual: [T, hidden], same dtype.
+        """
+
+    def gated_activation(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
+        """activation(gate) · up, in float32, rounded once (Shazeer, 2020, arXiv:2002.05202).
 
         Args:
             gate_up: [T, 2 · intermediate], gate first.
         Returns:
             [T, intermediate].
+        """
+
+    def scale(self, x: Tensor, factor: float, soft_cap: float | None = None) -> None:
+        """Multiply by ``factor`` in place, in float32, rounded once; with a soft cap c each product y becomes
+        c · tanh(y / c) before that.
+
+        Args:
+            x: [any, any].
         """
 
     def rotate_and_write(

@@ -11,8 +11,9 @@ from triton import knobs
 from aioengine.kernels.attention.paged_decode import attend_decode
 from aioengine.kernels.attention.paged_prefill import attend_prefill, prefill_tile
 from aioengine.kernels.layers.gated_activation import gated_activation
-from aioengine.kernels.layers.rms_norm import add_rms_norm, rms_norm
+from aioengine.kernels.layers.rms_norm import add_rms_norm, rms_norm, rms_norm_add
 from aioengine.kernels.layers.rotate_and_write import rotate_and_write
+from aioengine.kernels.layers.scale import scale
 from aioengine.kernels.rows.append_tokens import append_tokens
 from aioengine.kernels.rows.copy_blocks import copy_blocks
 from aioengine.kernels.rows.gather_tokens import gather_tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,12 +13,14 @@ from torch import Tensor
 from aioengine.errors import InternalError
 from aioengine.kernels.native.operations import NativeOperations
 from aioengine.kernels.native.team import Team
+from aioengine.kernels.operations import Activation
 from aioengine.kernels.torch import layers as reference
 from aioengine.kernels.torch.quantized import quantize_lines, read_lines
 
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 WIDTHS = pytest.mark.parametrize("width", [1, 7, 16, 123, 1024, 9000])
 NUM_ROWS = [1, 7, 123]
+ACTIVATIONS = pytest.mark.parametrize("activation", get_args(Activation))
 
 
 def nans(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -31,12 +33,13 @@ def test_norms_each_row_alone(teams: list[Team], width: int, dtype: torch.dtype)
     for num_rows in NUM_ROWS:
         x = normal(num_rows, width, dtype=dtype, seed=num_rows, scale=num_rows)
         weight = normal(width, dtype=dtype, seed=1)
-        made = []
-        for team in teams:
-            made.append(NativeOperations(team).rms_norm(x, weight, 1e-5))
-        assert_close(made[0], reference.rms_norm(x, weight, 1e-5))
-        assert_same(made[1], made[0])
-        assert_same(NativeOperations(teams[0]).rms_norm(x[-1:], weight, 1e-5), made[0][-1:])
+        for offset in (0.0, 1.0):
+            made = []
+            for team in teams:
+                made.append(NativeOperations(team).rms_norm(x, weight, 1e-5, offset))
+            assert_close(made[0], reference.rms_norm(x, weight, 1e-5, offset))
+            assert_same(made[1], made[0])
+            assert_same(NativeOperations(teams[0]).rms_norm(x[-1:], weight, 1e-5, offset), made[0][-1:])
 
 
 @DTYPES
@@ -59,18 +62,55 @@ def test_adds_to_the_residual_and_norms_what_is_kept(teams: list[Team], width: i
 
 @DTYPES
 @WIDTHS
-def test_activates_each_column(teams: list[Team], width: int, dtype: torch.dtype) -> None:
+def test_adds_a_part_of_it_or_adds_its_norm(teams: list[Team], width: int, dtype: torch.dtype) -> None:
+    for num_rows in NUM_ROWS:
+        x, residual = (normal(num_rows, width, dtype=dtype, seed=num_rows + n, scale=3.0) for n in (1, 2))
+        weight = normal(width, dtype=dtype, seed=1)
+        scaled, normed = residual.clone(), residual.clone()
+        reference.add_rms_norm(x, scaled, weight, 1e-6, 1.0, 0.22)
+        reference.rms_norm_add(x, normed, weight, 1e-6, 1.0)
+        for team in teams:
+            total, operations = residual.clone(), NativeOperations(team)
+            assert_close(
+                operations.add_rms_norm(x, total, weight, 1e-6, 1.0, 0.22), reference.rms_norm(total, weight, 1e-6, 1.0)
+            )
+            assert_close(total, scaled)
+            total.copy_(residual)
+            operations.rms_norm_add(x, total, weight, 1e-6, 1.0)
+            assert_close(total, normed)
+
+
+@DTYPES
+@WIDTHS
+@ACTIVATIONS
+def test_activates_each_column(teams: list[Team], width: int, dtype: torch.dtype, activation: Activation) -> None:
     for num_rows in NUM_ROWS:
         gate_up = normal(num_rows, 2 * width, dtype=dtype, seed=width, scale=5.0)
-        made = [NativeOperations(team).gated_activation(gate_up) for team in teams]
-        assert_close(made[0], reference.gated_activation(gate_up))
+        made = [NativeOperations(team).gated_activation(gate_up, activation) for team in teams]
+        assert_close(made[0], reference.gated_activation(gate_up, activation))
         assert_same(made[1], made[0])
 
 
-def test_activates_what_is_large_or_not_a_number(team: Team) -> None:
+@DTYPES
+@pytest.mark.parametrize("soft_cap", [None, 30.0])
+@pytest.mark.parametrize("size", [(1, 1), (3, 41), (7, 2400)])
+def test_scales_in_place(teams: list[Team], size: tuple[int, int], soft_cap: float | None, dtype: torch.dtype) -> None:
+    x = normal(*size, dtype=dtype, seed=size[0], scale=20.0)
+    expected, made = x.clone(), [x.clone() for _ in teams]
+    reference.scale(expected, 0.7, soft_cap)
+    for scaled, team in zip(made, teams, strict=True):
+        NativeOperations(team).scale(scaled, 0.7, soft_cap)
+    assert_close(made[0], expected)
+    assert_same(made[1], made[0])
+
+
+@ACTIVATIONS
+def test_activates_what_is_large_or_not_a_number(team: Team, activation: Activation) -> None:
     gate = [0.0, -0.0, 200.0, -200.0, 88.5, -88.5, 1e-30, torch.inf, torch.nan, -87.4]
     gate_up = torch.tensor([gate + [2.0] * len(gate)])
-    assert_close(NativeOperations(team).gated_activation(gate_up), reference.gated_activation(gate_up))
+    assert_close(
+        NativeOperations(team).gated_activation(gate_up, activation), reference.gated_activation(gate_up, activation)
+    )
 
 
 class Case:

@@ -12,7 +12,7 @@ from aioengine.kernels.launch_checks import FLOATS, check_tensor
 from aioengine.kernels.native.kernels.attention_sizes import MAX_HEAD_DIM, MAX_HEADS, MAX_ROWS, MAX_STATES
 from aioengine.kernels.native.kernels.attention_sizes import PART as CONTEXT_PART
 from aioengine.kernels.native.team import Team, float_bits
-from aioengine.kernels.operations import PagedKV
+from aioengine.kernels.operations import Activation, PagedKV
 from aioengine.kernels.packed_weight import (
     PANEL,
     CodedRows,
@@ -138,26 +138,43 @@ class NativeOperations:
 
     # The decoder's layers
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self._rms_norm("rms_norm", x, x, weight, eps)
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+        return self._rms_norm("rms_norm", x, x, weight, None, eps, offset)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self._rms_norm("add_rms_norm", x, residual, weight, eps)
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0, scale: float = 1.0
+    ) -> Tensor:
+        return self._rms_norm("add_rms_norm", x, residual, weight, None, eps, offset, scale)
 
-    def _rms_norm(self, kernel: str, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm_add(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> None:
+        self._rms_norm("rms_norm_add", x, residual, weight, residual, eps, offset)
+
+    def _rms_norm(
+        self,
+        kernel: str,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        out: Tensor | None,
+        eps: float,
+        offset: float,
+        scale: float = 1.0,
+    ) -> Tensor:
         check_tensor("rms_norm: x", x, (None, None), FLOATS, HOST)
         num_rows, width = x.shape
         check_tensor("rms_norm: weight", weight, (width,), x.dtype, HOST)
         check_tensor("rms_norm: residual", residual, (num_rows, width), x.dtype, HOST)
-        out = self._buffer("normed", num_rows, width, x.dtype)
+        if out is None:
+            out = self._buffer("normed", num_rows, width, x.dtype)
         rows_a_chunk = max(1, CHUNK // max(width, 1))
         self._team.launch(
             f"{kernel}_{_name(x.dtype)}", -(-num_rows // rows_a_chunk),
-            x, residual, weight, out, num_rows, width, float_bits(eps), rows_a_chunk,
+            x, residual, weight, out, num_rows, width, float_bits(eps), rows_a_chunk, float_bits(offset),
+            float_bits(scale),
         )  # fmt: skip
         return out
 
-    def gated_activation(self, gate_up: Tensor) -> Tensor:
+    def gated_activation(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
         check_tensor("gated_activation: gate_up", gate_up, (None, None), FLOATS, HOST)
         num_rows, width = len(gate_up), gate_up.shape[1] // 2
         check_tensor("gated_activation: gate_up", gate_up, (num_rows, 2 * width), FLOATS, HOST)
@@ -165,10 +182,18 @@ class NativeOperations:
         columns_a_chunk = max(1, min(width, CHUNK // 2))
         rows_a_chunk = max(1, CHUNK // 2 // max(width, 1))
         self._team.launch(
-            f"gated_activation_{_name(out.dtype)}", -(-num_rows // rows_a_chunk) * -(-width // columns_a_chunk),
+            f"{activation}_{_name(out.dtype)}", -(-num_rows // rows_a_chunk) * -(-width // columns_a_chunk),
             gate_up, out, num_rows, width, rows_a_chunk, columns_a_chunk,
         )  # fmt: skip
         return out
+
+    def scale(self, x: Tensor, factor: float, soft_cap: float | None = None) -> None:
+        check_tensor("scale: x", x, (None, None), FLOATS, HOST)
+        num_values = x.numel()
+        self._team.launch(
+            "scale" if x.dtype == torch.float32 else f"scale_{_name(x.dtype)}", -(-num_values // CHUNK),
+            x, num_values, CHUNK, float_bits(factor), float_bits(soft_cap or 0.0),
+        )  # fmt: skip
 
     def rotate_and_write(
         self,

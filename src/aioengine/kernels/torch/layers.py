@@ -6,24 +6,37 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from aioengine.kernels.operations import Activation
 from aioengine.kernels.sampling.sample_rows import SampleFlag, SampleRow
 from aioengine.kernels.torch.quantized import head_dim_of, quantize_lines
 
 MAX_FLOAT8 = torch.finfo(torch.float8_e4m3fn).max
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _rms_norm_float32(x, weight, eps).to(x.dtype)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    return _rms_norm_float32(x, weight, eps, offset).to(x.dtype)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    residual.copy_(residual.float() + x.float())
-    return rms_norm(residual, weight, eps)
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0, scale: float = 1.0
+) -> Tensor:
+    residual.copy_(residual.float() + x.float() * scale)
+    return rms_norm(residual, weight, eps, offset)
 
 
-def gated_activation(gate_up: Tensor) -> Tensor:
+def rms_norm_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> None:
+    residual.copy_(residual.float() + _rms_norm_float32(x, weight, eps, offset))
+
+
+def gated_activation(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return (F.silu(gate) * up).to(gate_up.dtype)
+    activated = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    return (activated * up).to(gate_up.dtype)
+
+
+def scale(x: Tensor, factor: float, soft_cap: float | None = None) -> None:
+    scaled = x.float() * factor
+    x.copy_(scaled if soft_cap is None else soft_cap * torch.tanh(scaled / soft_cap))
 
 
 def rotate_and_write(
@@ -93,9 +106,9 @@ def copy_blocks(caches: Tensor, copied_from: Tensor, copied_to: Tensor) -> None:
             blocks[:, target] = blocks[:, source]
 
 
-def _rms_norm_float32(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _rms_norm_float32(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     x = x.float()
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (weight.float() + offset)
 
 
 def _same_size(dtype: torch.dtype) -> torch.dtype:

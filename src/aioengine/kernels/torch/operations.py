@@ -14,7 +14,9 @@ from aioengine.kernels.torch.layers import (
     gather_tokens,
     put_spans,
     rms_norm,
+    rms_norm_add,
     rotate_and_write,
+    scale,
 )
 from aioengine.kernels.torch.products import embed, linear, pack, unpack, unpack_codes
 from aioengine.kernels.torch.rules import edit_logits, ends_of_bad_words, look_up, penalise, top_logprobs

@@ -7,7 +7,7 @@ from numba import float32
 
 from aioengine.kernels.native.kernels.attention_sizes import MAX_HEAD_DIM
 from aioengine.kernels.native.kernels.compiler import inlined, kernel
-from aioengine.kernels.native.kernels.functions import exp
+from aioengine.kernels.native.kernels.functions import exp, tanh
 from aioengine.kernels.native.kernels.simd import (
     BFLOAT16,
     FLOAT16,
@@ -31,17 +31,20 @@ from aioengine.kernels.native.kernels.simd import (
 )
 
 ZERO, ONE = np.float32(0), np.float32(1)
+GELU_LINEAR = np.float32(2 * np.sqrt(2 / np.pi))
+GELU_CUBIC = np.float32(0.044715) * GELU_LINEAR
 
 
-def make_rms_norm(memory: Memory, adds: bool):
-    """x / √(mean(x²) + ε) · w of rows; with ``adds`` of x + residual, which takes the residual's place, rounded."""
+def make_rms_norm(memory: Memory, *, adds: bool = False, is_added: bool = False):
+    """x / √(mean(x²) + ε) · (w + offset) of rows; with ``adds`` of x · scale + residual, which takes the residual's
+    place, rounded; with ``is_added`` added to ``out``."""
     read, write = memory.load_some, memory.store_some
     size = memory.size
 
     def rms_norm(args, chunk, thread):
         x, residual, weight, out = get_i64(args), get_i64(args + 8), get_i64(args + 16), get_i64(args + 24)
         num_rows, width, eps = get_i64(args + 32), get_i64(args + 40), get_f32(args + 48)
-        rows_a_chunk = get_i64(args + 56)
+        rows_a_chunk, offset, scale = get_i64(args + 56), splat(get_f32(args + 64)), splat(get_f32(args + 72))
         for row in range(chunk * rows_a_chunk, min((chunk + 1) * rows_a_chunk, num_rows)):
             begin = row * width * size
             normed = x + begin
@@ -50,20 +53,24 @@ def make_rms_norm(memory: Memory, adds: bool):
                 normed = residual + begin
                 for n in range(0, width, 16):
                     at, count = n * size, width - n
-                    write(normed + at, read(x + begin + at, count) + read(normed + at, count), count)
+                    write(normed + at, fma(read(x + begin + at, count), scale, read(normed + at, count)), count)
             for n in range(0, width, 16):
                 values = read(normed + n * size, width - n)
                 squares = fma(values, values, squares)
             factor = splat(ONE / np.sqrt(sum_of(squares) / float32(width) + eps))
             for n in range(0, width, 16):
                 at, count = n * size, width - n
-                write(out + begin + at, read(normed + at, count) * factor * read(weight + at, count), count)
+                values = read(normed + at, count) * factor * (read(weight + at, count) + offset)
+                if is_added:
+                    values = values + read(out + begin + at, count)
+                write(out + begin + at, values, count)
 
     return rms_norm
 
 
-def make_gated_activation(memory: Memory):
-    """SiLU(gate) · up = gate · up / (1 + e^-gate), of rows and columns of a chunk."""
+def make_gated_activation(memory: Memory, is_gelu: bool):
+    """gate · up / (1 + e^-t), of rows and columns of a chunk: with t = gate that is SiLU(gate) · up, with
+    t = 2 · √(2/π) · (gate + 0.044715 · gate³) it is GELU(gate) · up by tanh."""
     read, write = memory.load_some, memory.store_some
     size = memory.size
 
@@ -78,9 +85,31 @@ def make_gated_activation(memory: Memory):
             for n in range(first, end, 16):
                 at, count = gate_up + (2 * row * width + n) * size, end - n
                 gate, up = read(at, count), read(at + width * size, count)
-                write(out + (row * width + n) * size, gate * up / (splat(ONE) + exp(zeros() - gate)), count)
+                turning = gate
+                if is_gelu:
+                    turning = gate * fma(gate * gate, splat(GELU_CUBIC), splat(GELU_LINEAR))
+                write(out + (row * width + n) * size, gate * up / (splat(ONE) + exp(zeros() - turning)), count)
 
     return gated_activation
+
+
+def make_scale(memory: Memory):
+    """x · factor, in place; with a soft cap c that is not 0: c · tanh(x · factor / c)."""
+    read, write = memory.load_some, memory.store_some
+    size = memory.size
+
+    def scale(args, chunk, thread):
+        x, num_values, values_a_chunk = get_i64(args), get_i64(args + 8), get_i64(args + 16)
+        factor, soft_cap = get_f32(args + 24), get_f32(args + 32)
+        end = min((chunk + 1) * values_a_chunk, num_values)
+        for n in range(chunk * values_a_chunk, end, 16):
+            at, count = x + n * size, end - n
+            values = read(at, count) * splat(factor)
+            if soft_cap != ZERO:
+                values = tanh(values * splat(ONE / soft_cap)) * splat(soft_cap)
+            write(at, values, count)
+
+    return scale
 
 
 def make_rotate(memory: Memory, to: Memory):
@@ -185,7 +214,11 @@ def make_rotate_and_write(memory: Memory):
 
 
 for _suffix, _memory in (("float32", FLOAT32), ("bfloat16", BFLOAT16), ("float16", FLOAT16)):
-    kernel(name=f"rms_norm_{_suffix}")(make_rms_norm(_memory, False))
-    kernel(name=f"add_rms_norm_{_suffix}")(make_rms_norm(_memory, True))
-    kernel(name=f"gated_activation_{_suffix}")(make_gated_activation(_memory))
+    kernel(name=f"rms_norm_{_suffix}")(make_rms_norm(_memory))
+    kernel(name=f"add_rms_norm_{_suffix}")(make_rms_norm(_memory, adds=True))
+    kernel(name=f"rms_norm_add_{_suffix}")(make_rms_norm(_memory, is_added=True))
+    kernel(name=f"silu_{_suffix}")(make_gated_activation(_memory, is_gelu=False))
+    kernel(name=f"gelu_tanh_{_suffix}")(make_gated_activation(_memory, is_gelu=True))
+    # Logits are float32 whatever the model is, and a model loads the kernels of its dtype and the common ones.
+    kernel(name="scale" if _memory is FLOAT32 else f"scale_{_suffix}")(make_scale(_memory))
     kernel(name=f"rotate_and_write_{_suffix}")(make_rotate_and_write(_memory))
