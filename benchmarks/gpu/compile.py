@@ -44,8 +44,9 @@ MAX_SHARED = {
     **{90: 227 * 1024, 100: 227 * 1024, 103: 227 * 1024, 120: LEAST_SHARED, 121: LEAST_SHARED},
 }
 """Bytes of a block, by capability; "CUDA C++ Programming Guide", technical specifications."""
-ALLOWED_SPILLS: dict[str, int] = {}
-"""Bytes of stack, by kernel; 0 for those that are not here. With each goes why it is not worth avoiding."""
+ALLOWED_SPILLS = {"_prefill_kernel": 40}
+"""Bytes of stack, by kernel; 0 for those that are not here. With each goes why it is not worth avoiding: of the first,
+with slopes, the choice of 128 rows and 128 keys at once, which is taken only where it was measured to be fastest."""
 TIMEOUT_S = 300.0
 """Of one case: a compiler that loops would otherwise hold CI until its own limit."""
 LOCAL_ACCESS = re.compile(r"\b(LDL|STL)\b")

@@ -137,6 +137,12 @@ def of_decode() -> Iterator[Launch]:
     ):
         kernel = DECODE_IN_SPLITS if is_split else DECODE
         yield from attention(kernel, heads, kv_heads, head_dim, dtype, cache, None)
+        if head_dim in EXTRAS:
+            yield from attention(kernel, heads, kv_heads, head_dim, dtype, cache, None, EXTRAS[head_dim])
+
+
+EXTRAS = {64: "sinks", 96: "slopes", 256: "soft_cap"}
+"""By head size, about as models have them: gpt-oss, some MPT, Gemma 2."""
 
 
 def of_prefill() -> Iterator[Launch]:
@@ -157,15 +163,25 @@ def of_prefill() -> Iterator[Launch]:
         (16, 8, 256, FP32, FP32, 4096),
     ):
         yield from attention(PREFILL, heads, kv_heads, head_dim, dtype, cache, window)
+        if head_dim in EXTRAS:
+            yield from attention(PREFILL, heads, kv_heads, head_dim, dtype, cache, window, EXTRAS[head_dim])
 
 
 def attention(
-    kernel: str, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, cache: torch.dtype, window: int | None
+    kernel: str,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    cache: torch.dtype,
+    window: int | None,
+    extra: str | None = None,
 ) -> Iterator[Launch]:
     """A launch for each choice that may be made on Hopper, the default one first."""
     ints = partial(torch.empty, dtype=torch.int32)
     q, keys = torch.empty(3, heads, head_dim, dtype=dtype), torch.empty(64, 16, kv_heads, head_dim, dtype=cache)
-    kv = PagedKV(keys, keys, ints(9, 513), 0.1, window)
+    extras: dict[str, Any] = {extra: 50.0 if extra == "soft_cap" else torch.empty(heads)} if extra else {}
+    kv = PagedKV(keys, keys, ints(9, 513), 0.1, window, **extras)
     shape = AttentionShape.of(q, keys)
 
     def run() -> None:
@@ -175,7 +191,7 @@ def attention(
             num_splits = 2 if kernel == DECODE_IN_SPLITS else 1
             ops.attend_decode(q, kv, ints(3, 3), torch.empty_like(q), num_splits=num_splits, max_context=8192)
 
-    features = ", window" if window else ""
+    features = (", window" if window else "") + (f", extra: {extra}" if extra else "")
     for choice in candidates(kernel, shape, 90):
         constants = "/".join(str(size) for _, size in choice.constants)
         yield Launch(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from kernels.harness import DEVICE, FLOAT8, int32, make_conversions_right, quiet_numpy
-from kernels.paged_cases import PagedCase, assert_close, attend, paged_case
+from kernels.paged_cases import WITH_EXTRAS, PagedCase, assert_close, attend, extras_of, paged_case
 from torch import Tensor
 
 from aioengine.kernels.attention.paged import choose_num_splits
@@ -142,6 +142,25 @@ def test_a_cache_may_have_more_than_2_31_values() -> None:
     attend(reference.attend_decode, case, decodes, expected, **KEYWORDS)
     attend(attend_decode, case, decodes, case.out, **KEYWORDS)
     assert_close(case.out, expected)
+
+
+@WITH_EXTRAS
+@pytest.mark.parametrize("window", [None, 33])
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_scores_are_capped_sloped_and_summed_with_sinks(
+    num_splits: int, window: int | None, extras: tuple[str, ...]
+) -> None:
+    sizes: dict[str, Any] = {"heads": 6, "kv_heads": 2, "block_size": 8}
+    case, decodes = case_of(5, [200, 1, 40], window, **sizes, dtype=FP32 if window else FP16)
+    assert_is_the_oracles(case, decodes, window=window, num_splits=num_splits, **extras_of(6, *extras))
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("sink", [-1e4, 200.0, -torch.inf])
+def test_a_sink_may_be_far_from_all_scores(num_splits: int, sink: float) -> None:
+    case, decodes = case_of(5, [200, 1])
+    sinks = torch.full((4,), sink, device=DEVICE)
+    assert_is_the_oracles(case, decodes, num_splits=num_splits, sinks=sinks)
 
 
 @pytest.mark.parametrize(("num_splits", "max_context"), [(1, 256), (2, 256), (2, 0)])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kernels.harness import DEVICE, FLOAT8, int32, make_conversions_right, quiet_numpy
-from kernels.paged_cases import PagedCase, assert_close, attend, paged_case
+from kernels.paged_cases import EXTRAS, WITH_EXTRAS, PagedCase, assert_close, attend, extras_of, paged_case
 from torch import Tensor
 
 from aioengine.kernels.attention.paged_prefill import attend_prefill, prefill_tile
@@ -100,6 +100,20 @@ def test_scores_may_be_large() -> None:
     assert_is_the_oracles(case, tiles, scale=300.0)
 
 
+@WITH_EXTRAS
+@pytest.mark.parametrize("window", [None, 20])
+def test_scores_are_capped_sloped_and_summed_with_sinks(window: int | None, extras: tuple[str, ...]) -> None:
+    sizes: dict[str, Any] = {"heads": 6, "kv_heads": 2, "block_size": 8}
+    case, tiles = case_of(5, [(50, 9), (0, 3)], window, **sizes, dtype=FP32 if window else FP16)
+    assert_is_the_oracles(case, tiles, window=window, **extras_of(6, *extras))
+
+
+@pytest.mark.parametrize("sink", [-1e4, 200.0, -torch.inf])
+def test_a_sink_may_be_far_from_all_scores(sink: float) -> None:
+    case, tiles = case_of(5, [(50, 9)], 20)
+    assert_is_the_oracles(case, tiles, window=20, sinks=torch.full((2,), sink, device=DEVICE))
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "expected"), [(32, 8, 32), (16, 8, 64), (32, 32, 128), (24, 8, 42), (71, 1, 1), (200, 1, 1)]
 )
@@ -136,10 +150,28 @@ def test_the_oracle_caps_scores_by_tanh(soft_cap: float) -> None:
     assert_close(case.out[3, 0], (weights @ v / weights.sum()).to(FP32))
 
 
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_oracles_sinks_and_slopes_are_what_the_papers_write(window: int | None) -> None:
+    """Key by key: the newest of 5 keys has distance 0, and a sink is a share of the sum that goes to no value."""
+    case, tiles = case_of(0, [(0, 5)], heads=2, kv_heads=1)
+    extras = extras_of(2, *EXTRAS)
+    attend(reference.attend_prefill, case, tiles, case.out, **{**KEYWORDS, "window": window}, **extras)
+    k, v = case.keys[0][:, 0], case.values[0][:, 0]
+    for head in range(2):
+        products = (k @ case.q[6, head].double() * KEYWORDS["scale"]).tolist()
+        slope, sink = (extras[name][head].item() for name in ("slopes", "sinks"))
+        capped = [extras["soft_cap"] * math.tanh(product / extras["soft_cap"]) for product in products]
+        weights = [math.exp(score + slope * (key - 4)) for key, score in enumerate(capped)]
+        first = 5 - (window or 5)
+        kept = torch.tensor(weights[first:]).to(v)
+        assert_close(case.out[6, head], (kept @ v[first:] / (kept.sum() + math.exp(sink))).to(FP32))
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_oracles_decode_is_its_prefill(seed: int) -> None:
     """Of a token at a time, whatever the splits."""
-    keywords = {**KEYWORDS, "window": [None, 4][seed % 2], "scale": 0.2 * (1 + seed), "soft_cap": [None, 2.0][seed % 2]}
+    keywords = {**KEYWORDS, "window": [None, 4][seed % 2], "scale": 0.2 * (1 + seed)}
+    keywords |= extras_of(2, *EXTRAS) if seed % 2 else {}
     case, tiles = case_of(seed, [(0, 30), (50, 3)], cache_dtype=FLOAT8)
     attend(reference.attend_prefill, case, tiles, case.out, **keywords)
     tokens = [(0, token, token - 1) for token in range(2, 32)] + [

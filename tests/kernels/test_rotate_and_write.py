@@ -36,6 +36,7 @@ class Case:
         cache_dtype: torch.dtype | None = None,
         table_dtype: torch.dtype | None = None,
         has_norm: bool = False,
+        has_table: bool = True,
         seed: int = 0,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -48,7 +49,8 @@ class Case:
         self.qkv = random(num_tokens, (num_qk + num_kv_heads) * head_dim)
         self.positions = torch.randint(0, max_positions, (num_tokens,), generator=generator).int().to(DEVICE)
         self.slots = torch.randperm(num_blocks * block_size, generator=generator)[:num_tokens].int().to(DEVICE)
-        self.rope_table = rope_table(max_positions, head_dim).to(DEVICE, table_dtype or dtype)
+        table = rope_table(max_positions, head_dim).to(DEVICE, table_dtype or dtype)
+        self.rope_table = table if has_table else None
         self.qk_weight = random(num_qk, head_dim) if has_norm else None
         self.shape = (num_blocks, block_size, num_kv_heads, head_dim)
         self.cache_dtype = cache_dtype or dtype
@@ -101,6 +103,7 @@ SIZES: list[dict[str, Any]] = [
     *({"head_dim": size, "num_heads": 9, "num_tokens": 2} for size in (2, 6, 64, 80, 128, 256)),
     *({"block_size": size, "dtype": torch.bfloat16, "table_dtype": torch.float32} for size in (1, 3, 16)),
     {"dtype": torch.float16, "table_dtype": torch.float32},
+    *({"dtype": dtype, "has_table": False, "num_heads": 9} for dtype in TOLERANCES),
 ]
 
 
@@ -150,16 +153,19 @@ def test_padding_writes_nowhere_and_other_slots_stay_as_they_are(cache_dtype: to
 
 
 @pytest.mark.parametrize("has_norm", [False, True])
-def test_the_oracle_is_what_transformers_does(has_norm: bool) -> None:
-    case = Case(num_tokens=9, has_norm=has_norm)
+@pytest.mark.parametrize("has_table", [False, True])
+def test_the_oracle_is_what_transformers_does(has_table: bool, has_norm: bool) -> None:
+    case = Case(num_tokens=9, has_norm=has_norm, has_table=has_table)
     q, k_cache, v_cache = case.run(reference.rotate_and_write)
     heads = case.qkv.view(9, 8, 16)
     qk = heads[:, :6]
     if case.qk_weight is not None:
         qk = torch.nn.functional.rms_norm(qk, (16,), eps=1e-6) * case.qk_weight
-    cos, sin = case.rope_table[case.positions.long()].chunk(2, dim=-1)
-    sin = sin * torch.tensor([-1.0] * 8 + [1.0] * 8, device=DEVICE)  # theirs has no signs
-    expected_q, expected_k = apply_rotary_pos_emb(qk[:, :4], qk[:, 4:], cos, sin, unsqueeze_dim=1)
+    expected_q, expected_k = qk[:, :4], qk[:, 4:]
+    if case.rope_table is not None:
+        cos, sin = case.rope_table[case.positions.long()].chunk(2, dim=-1)
+        sin = sin * torch.tensor([-1.0] * 8 + [1.0] * 8, device=DEVICE)  # theirs has no signs
+        expected_q, expected_k = apply_rotary_pos_emb(expected_q, expected_k, cos, sin, unsqueeze_dim=1)
     assert_close(q, expected_q)
     assert_close(k_cache.view(-1, 2, 16)[case.slots.long()], expected_k)
     assert_close(v_cache.view(-1, 2, 16)[case.slots.long()], heads[:, 6:])

@@ -25,18 +25,20 @@ class LayerAttention:
 
     Attributes:
         index: of the layer, from 0: where its keys and values are.
-        rope_table: as in `Operations.rotate_and_write`; layers of a kind share one.
+        rope_table: as in `Operations.rotate_and_write`; layers of a kind share one. None: not rotated.
         qk_weight, eps: of the norm of queries and keys, as there.
-        scale, window, soft_cap: as in `PagedKV`.
+        scale, window, soft_cap, sinks, slopes: as in `PagedKV`.
     """
 
     index: int
-    rope_table: Tensor
+    rope_table: Tensor | None
     qk_weight: Tensor | None
     eps: float
     scale: float
     window: int | None
     soft_cap: float | None = None
+    sinks: Tensor | None = None
+    slopes: Tensor | None = None
 
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -53,6 +55,10 @@ class PagedKV(NamedTuple):
         scale: of the scores.
         window: the most positions that a query sees, itself included; None: all.
         soft_cap: c, above 0: each score s, scaled already, becomes c · tanh(s / c); None: it stays.
+        sinks: float32 [h], the score of one more key for each query head, neither scaled nor capped, which counts in
+            the softmax's sum alone (Agarwal et al., 2025, arXiv:2508.10925); None: there is none.
+        slopes: float32 [h]: slope · (the key's position - the query's) is added to each score, once it is scaled and
+            capped (Press et al., 2021, "ALiBi", arXiv:2108.12409); None: nothing is.
     """
 
     k_cache: Tensor
@@ -61,6 +67,8 @@ class PagedKV(NamedTuple):
     scale: float
     window: int | None
     soft_cap: float | None = None
+    sinks: Tensor | None = None
+    slopes: Tensor | None = None
 
 
 class Operations(Protocol):
@@ -170,7 +178,7 @@ class Operations(Protocol):
         qkv: Tensor,
         positions: Tensor,
         slots: Tensor,
-        rope_table: Tensor,
+        rope_table: Tensor | None,
         qk_weight: Tensor | None,
         eps: float,
         k_cache: Tensor,
@@ -184,7 +192,7 @@ class Operations(Protocol):
             positions: int32 [T].
             slots: int32 [T], where the key and value go in the cache seen as [blocks · block_size, g, d]; -1: nowhere.
             rope_table: [positions, 2 · d], cos then sin, sin negative in its first half; rotated = x · cos +
-                roll(x, d / 2) · sin. Same dtype as ``qkv``, or float32.
+                roll(x, d / 2) · sin. Same dtype as ``qkv``, or float32. None: nothing is rotated.
             qk_weight: [h + g, d], of `rms_norm` over each head, or None.
             k_cache, v_cache: [blocks, block_size, g, d], same dtype as ``qkv``; on a GPU also float8_e4m3fn, which
                 saturates; on a CPU also int8 [blocks, block_size, g, d + 4], where the last 4 bytes are the scale, in

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kernels.harness import assert_same, int32
-from kernels.paged_cases import PagedCase, assert_close, attend, paged_case
+from kernels.paged_cases import WITH_EXTRAS, PagedCase, assert_close, attend, extras_of, paged_case
 from torch import Tensor
 
 from aioengine.errors import InternalError
@@ -98,6 +98,34 @@ def test_a_decode_reads_nothing_before_the_window(
 def test_a_decode_caps_scores(teams: list[Team], soft_cap: float) -> None:
     case, decodes = decode_case(3, [90, 600], heads=6, kv_heads=2)
     assert_decodes(teams, case, decodes, scale=1.0, soft_cap=soft_cap)
+
+
+@WITH_EXTRAS
+@pytest.mark.parametrize("window", [None, 33])
+@pytest.mark.parametrize("cache", [FP32, BF16, torch.int8], ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 2, 80), (32, 8, 128)])
+def test_scores_of_a_decode_are_capped_sloped_and_summed_with_sinks(
+    teams: list[Team],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    cache: torch.dtype,
+    window: int | None,
+    extras: tuple[str, ...],
+) -> None:
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": 8, "cache_dtype": cache}
+    dtype = FP32 if cache == torch.int8 else cache
+    case, decodes = decode_case(5, [600, 1, 1300, 40], window, **sizes, dtype=dtype)
+    assert_decodes(teams, case, decodes, window=window, **extras_of(heads, *extras))
+
+
+@pytest.mark.parametrize("sink", [-1e4, 200.0, -torch.inf])
+def test_a_sink_may_be_far_from_all_scores(teams: list[Team], sink: float) -> None:
+    sinks = torch.full((4,), sink)
+    case, decodes = decode_case(5, [600, 1], 40)
+    assert_decodes(teams, case, decodes, window=40, sinks=sinks)
+    case, tiles = prefill_case(5, [(150, 9)], 40, heads=4)
+    assert_prefills(teams, case, tiles, window=40, sinks=sinks)
 
 
 def test_a_long_context_is_cut_for_the_threads_that_there_are_with_one_result(library: Library) -> None:
@@ -224,6 +252,25 @@ def test_a_tile_caps_scores(teams: list[Team], soft_cap: float) -> None:
     assert_prefills(teams, case, tiles, scale=1.0, soft_cap=soft_cap)
 
 
+@WITH_EXTRAS
+@pytest.mark.parametrize("window", [None, 33])
+@pytest.mark.parametrize("cache", [FP32, BF16, torch.int8], ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 2, 80), (32, 8, 128)])
+def test_scores_of_a_tile_are_capped_sloped_and_summed_with_sinks(
+    teams: list[Team],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    cache: torch.dtype,
+    window: int | None,
+    extras: tuple[str, ...],
+) -> None:
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": 8, "cache_dtype": cache}
+    dtype = FP32 if cache == torch.int8 else cache
+    case, tiles = prefill_case(5, [(70, 50), (0, 3)], window, **sizes, dtype=dtype)
+    assert_prefills(teams, case, tiles, window=window, **extras_of(heads, *extras))
+
+
 @pytest.mark.parametrize(("scale", "dtype"), [(0.11, FP32), (0.3, FP32), (0.11, BF16), (1.0, BF16), (30.0, BF16)])
 def test_scores_of_a_tile_may_rise_from_segment_to_segment(teams: list[Team], scale: float, dtype: torch.dtype) -> None:
     """By less than what needs new sums and by more, to several hundred."""
@@ -266,6 +313,11 @@ def test_what_is_read_by_no_kernel_is_refused(teams: list[Team]) -> None:
     case, tiles = prefill_case(1, [(0, 5)], dtype=BF16, head_dim=3)
     with pytest.raises(InternalError, match="heads of 3"):
         attend(NativeOperations(teams[0]).attend_prefill, case, tiles, case.out)
+    case, decodes = decode_case(1, [5])
+    with pytest.raises(InternalError, match="sinks has shape"):
+        attend_decode(teams[0], case, decodes, sinks=torch.zeros(2))
+    with pytest.raises(InternalError, match="slopes is"):
+        attend_decode(teams[0], case, decodes, slopes=torch.zeros(4).double())
     case, decodes = decode_case(1, [5], heads=129, kv_heads=1)
     with pytest.raises(InternalError, match="too many"):
         attend_decode(teams[0], case, decodes)

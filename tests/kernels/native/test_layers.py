@@ -128,6 +128,7 @@ class Case:
         table_dtype: torch.dtype | None = None,
         cache_dtype: torch.dtype | None = None,
         has_norm: bool = True,
+        has_table: bool = True,
         seed: int = 0,
     ) -> None:
         num_blocks, num_qk = num_tokens // block_size + 2, num_heads + num_kv_heads
@@ -136,7 +137,8 @@ class Case:
         self.positions = torch.randint(0, 300, (num_tokens,), generator=generator).int()
         self.slots = torch.randperm(num_blocks * block_size, generator=generator)[:num_tokens].int()
         self.slots[1::4] = -1
-        self.table = normal(300, 2 * head_dim, dtype=table_dtype or dtype, seed=seed + 1)
+        table = normal(300, 2 * head_dim, dtype=table_dtype or dtype, seed=seed + 1)
+        self.table = table if has_table else None
         self.qk_weight = normal(num_qk, head_dim, dtype=dtype, seed=seed + 2) if has_norm else None
         nothing = nans(num_blocks, block_size, num_kv_heads, head_dim)
         self.caches = [as_cached(nothing, cache_dtype or dtype) for _ in range(2)]
@@ -160,6 +162,7 @@ class Case:
         *({"num_heads": h, "num_kv_heads": g, "num_tokens": 3} for h, g in ((1, 1), (3, 3), (14, 2), (40, 5))),
         *({"head_dim": size, "num_heads": 9, "dtype": torch.bfloat16} for size in (2, 6, 64, 80, 96, 128, 256)),
         *({"dtype": dtype, "table_dtype": torch.float32} for dtype in (torch.bfloat16, torch.float16)),
+        *({"head_dim": 72, "num_tokens": 7, "dtype": dtype, "has_table": False} for dtype in TOLERANCES),
     ],
     ids=str,
 )
@@ -178,6 +181,7 @@ def test_rotates_and_writes_each_token(teams: list[Team], sizes: dict[str, Any],
         *({"num_tokens": count, "dtype": dtype, "seed": count} for count in (1, 7, 123) for dtype in TOLERANCES),
         *({"head_dim": size, "num_kv_heads": 3, "dtype": torch.bfloat16} for size in (2, 6, 80, 96, 128, 512)),
         {"num_tokens": 7, "dtype": torch.bfloat16, "has_norm": False, "table_dtype": torch.float32},
+        *({"num_tokens": 7, "has_norm": has_norm, "has_table": False} for has_norm in (False, True)),
     ],
     ids=str,
 )

@@ -119,7 +119,9 @@ class StepAttention:
             qkv, self.positions, self.slots, layer.rope_table, layer.qk_weight, layer.eps, k_cache, v_cache
         )
         out = operations.attention_output(q)
-        kv = PagedKV(k_cache, v_cache, self.block_tables, layer.scale, layer.window, layer.soft_cap)
+        kv = PagedKV(
+            k_cache, v_cache, self.block_tables, layer.scale, layer.window, layer.soft_cap, layer.sinks, layer.slopes
+        )
         if decodes is not None:
             operations.attend_decode(q, kv, decodes, out, num_splits=self.num_splits, max_context=self.max_context)
         if tiles is not None:

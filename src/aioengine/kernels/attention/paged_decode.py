@@ -2,7 +2,8 @@
 arXiv:2309.06180; Dao et al., 2023, "Flash-Decoding").
 
 out = softmax(q · kᵀ · scale) · v over the keys that the query sees, in float32 and base 2, one pass over the keys
-(Milakov and Gimelshein, 2018, arXiv:1805.02867).
+(Milakov and Gimelshein, 2018, arXiv:1805.02867). Soft caps, sinks and slopes, as `PagedKV` has them, are variants of
+the kernels. A sink is a key whose value is 0: its score is the highest before the first key is seen, with a sum of 1.
 
 A program has one row, one KV head and one split of the row's context. The query heads that share the KV head are the
 rows of its matrix products, padded to 16, so that each key and value is read once for all of them. A split's span
@@ -28,7 +29,7 @@ from aioengine.kernels.attention.choices import DECODE, DECODE_IN_SPLITS, Attent
 from aioengine.kernels.launch_checks import FLOATS, check_tensor
 from aioengine.kernels.operations import PagedKV
 
-LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(1.4426950408889634)
 NO_WINDOW = 1 << 30
 """Longer than any context, and far enough from 2^31 that a position less this does not wrap around."""
 _COMBINED_AT_ONCE = 32
@@ -50,12 +51,27 @@ def key_offsets(blocks, positions, STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexp
 
 
 @triton.jit
-def base_2_scores(q, k, score_scale):
-    """Scores · log2(e), which is in the scale."""
-    return tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * score_scale
+def base_2_scores(q, k, score_scale, soft_cap, slopes, positions, query_positions):
+    """Scores · log2(e), which is in the scale and the slopes.
+
+    Args:
+        soft_cap, slopes: None: none.
+        positions: of the keys, and those of the queries, one of all or one of each.
+    """
+    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * score_scale
+    if soft_cap is not None:
+        # tanh(x) = 1 - 2 / (e²ˣ + 1)
+        scores = soft_cap * LOG2_E * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / soft_cap)) + 1.0))
+    if slopes is not None:
+        # Floats hold them, and less is in registers than of integers.
+        scores += slopes[:, None] * (positions.to(tl.float32)[None, :] - query_positions.to(tl.float32)[:, None])
+    return scores
 
 
-@triton.jit(do_not_specialize=["window", "table_width"], do_not_specialize_on_alignment=["table_ptr", "decodes_ptr"])
+@triton.jit(
+    do_not_specialize=["window", "table_width"],
+    do_not_specialize_on_alignment=["table_ptr", "decodes_ptr", "sinks_ptr", "slopes_ptr"],
+)
 def _decode_kernel(
     q_ptr,
     k_ptr,
@@ -65,7 +81,10 @@ def _decode_kernel(
     out_ptr,
     parts_ptr,
     part_masses_ptr,
+    sinks_ptr,
+    slopes_ptr,
     score_scale,
+    soft_cap,
     window,
     table_width,
     IS_SPLIT: tl.constexpr,
@@ -107,6 +126,12 @@ def _decode_kernel(
     keys = tl.arange(0, N)
     highest = tl.full([M], float("-inf"), tl.float32)
     mass = tl.zeros([M], tl.float32)
+    if sinks_ptr is not None and not IS_SPLIT:
+        highest = tl.load(sinks_ptr + kv_head * GROUP + heads, heads < GROUP, 0.0) * LOG2_E
+        mass += 1.0
+    slopes = None
+    if slopes_ptr is not None:
+        slopes = tl.load(slopes_ptr + kv_head * GROUP + heads, heads < GROUP, 0.0) * LOG2_E
     total = tl.zeros([M, D], tl.float32)
     end = tl.minimum(end_tile * N, context)
     positions = tile * N + keys
@@ -121,7 +146,7 @@ def _decode_kernel(
         # What is not seen may hold anything, and 0 · NaN would be NaN.
         k = tl.load(k_ptr + offsets, is_loaded, 0.0)
         v = tl.load(v_ptr + offsets, is_loaded, 0.0)
-        scores = base_2_scores(q, k, score_scale)
+        scores = base_2_scores(q, k, score_scale, soft_cap, slopes, positions, (context - 1)[None])
         scores = tl.where(is_seen[None, :], scores, float("-inf"))
         # Each tile of a split has a key that is seen: the highest score is finite.
         new_highest = tl.maximum(highest, tl.max(scores, 1))
@@ -140,12 +165,13 @@ def _decode_kernel(
         tl.store(out_ptr + query_offsets, result.to(out_ptr.dtype.element_ty), is_query)
 
 
-@triton.jit(do_not_specialize=["window", "num_splits"], do_not_specialize_on_alignment=["decodes_ptr"])
+@triton.jit(do_not_specialize=["window", "num_splits"], do_not_specialize_on_alignment=["decodes_ptr", "sinks_ptr"])
 def _combine_kernel(
     parts_ptr,
     part_masses_ptr,
     decodes_ptr,
     out_ptr,
+    sinks_ptr,
     window,
     num_splits,
     HEADS: tl.constexpr,
@@ -170,6 +196,9 @@ def _combine_kernel(
     first_part = (entry * HEADS + head).to(tl.int64) * num_splits
     highest = -float("inf")
     mass = 0.0
+    if sinks_ptr is not None:
+        highest = tl.load(sinks_ptr + head) * LOG2_E
+        mass = 1.0
     total = tl.zeros([D], tl.float32)
     for start in range(0, num_filled, PARTS):
         splits = start + tl.arange(0, PARTS)
@@ -189,7 +218,7 @@ def _combine_kernel(
 def attend_decode(q: Tensor, kv: PagedKV, decodes: Tensor, out: Tensor, *, num_splits: int, max_context: int) -> None:
     """As `Operations.attend_decode`."""
     check_paged("attend_decode", q, kv, out)
-    k_cache, v_cache, block_tables, scale, window, _ = kv
+    k_cache, v_cache, block_tables, scale, window, soft_cap, sinks, slopes = kv
     check_tensor("attend_decode: decodes", decodes, (None, 3), torch.int32, q.device)
     if num_splits < 1:
         raise InternalError(f"attend_decode: num_splits is {num_splits}; 1 or more is needed")
@@ -206,15 +235,15 @@ def attend_decode(q: Tensor, kv: PagedKV, decodes: Tensor, out: Tensor, *, num_s
     window = NO_WINDOW if window is None else min(window, NO_WINDOW)
     group = num_heads // num_kv_heads
     _decode_kernel[(num_kv_heads, num_entries, num_splits)](
-        q, k_cache, v_cache, block_tables, decodes, out, parts, part_masses,
-        scale * LOG2_E, window, block_tables.shape[1],
+        q, k_cache, v_cache, block_tables, decodes, out, parts, part_masses, sinks, slopes,
+        scale * LOG2_E.value, soft_cap, window, block_tables.shape[1],
         IS_SPLIT=is_split, KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=k_cache.shape[1],
         M=max(triton.next_power_of_2(group), 16), D=triton.next_power_of_2(head_dim), **constants,
         num_warps=choice.num_warps, num_stages=choice.num_stages, enable_fp_fusion=True,
     )  # fmt: skip
     if is_split:
         _combine_kernel[(num_heads, num_entries)](
-            parts, part_masses, decodes, out,
+            parts, part_masses, decodes, out, sinks,
             window, num_splits,
             HEADS=num_heads, HEAD_DIM=head_dim, D=triton.next_power_of_2(head_dim), PARTS=_COMBINED_AT_ONCE,
             **constants, enable_fp_fusion=True,
@@ -239,7 +268,7 @@ def check_paged(name: str, q: Tensor, kv: PagedKV, out: Tensor) -> None:
     Raises:
         InternalError: says what is wrong.
     """
-    k_cache, v_cache, block_tables, _, window, soft_cap = kv
+    k_cache, v_cache, block_tables, _, window, _, sinks, slopes = kv
     check_tensor(f"{name}: q", q, (None, None, None), FLOATS, q.device)
     num_heads, head_dim = q.shape[1:]
     if head_dim not in HEAD_DIMS:
@@ -252,8 +281,9 @@ def check_paged(name: str, q: Tensor, kv: PagedKV, out: Tensor) -> None:
     check_tensor(f"{name}: out", out, tuple(q.shape), q.dtype, q.device)
     if window is not None and window < 1:
         raise InternalError(f"{name}: window is {window}; a query sees itself at least")
-    if soft_cap is not None:
-        raise InternalError(f"{name}: soft_cap is {soft_cap}; these kernels cap no scores, as no model here does")
+    for of_heads, numbers in (("sinks", sinks), ("slopes", slopes)):
+        if numbers is not None:
+            check_tensor(f"{name}: {of_heads}", numbers, (num_heads,), torch.float32, q.device)
     if k_cache.dtype == torch.float8_e4m3fn and (capability := _capability(q.device)) < _FLOAT8_CAPABILITY:
         raise InternalError(
             f"{name}: the caches are float8_e4m3fn, which a GPU of {capability} cannot read; 8.9 and up can"

@@ -1,8 +1,8 @@
 """What lies between the product that gives queries, keys and values and the attention to them, in one pass.
 
-For each head's query and key: x / √(mean(x²) + ε) · w, where the model has such a norm; then, with the halves a and b
-of that, (a · cos - b · sin, b · cos + a · sin) (Su et al., 2021, arXiv:2104.09864). Keys and values go to the cache.
-All in float32, rounded once, at the end.
+For each head's query and key: x / √(mean(x²) + ε) · w, where the model has such a norm; then, where the layer rotates,
+with the halves a and b of that, (a · cos - b · sin, b · cos + a · sin) (Su et al., 2021, arXiv:2104.09864). Keys and
+values go to the cache. All in float32, rounded once, at the end.
 
 A program does several heads of a token, as two tiles of half heads, so that what is rotated into each other lies in
 one thread. Bound: (h + 2 g) · d values read and written for each token, at the memory's speed; with few tokens the time
@@ -62,7 +62,6 @@ def _rotate_and_write_kernel(
     k_cache_ptr,
     v_cache_ptr,
     eps,
-    HAS_NORM: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -70,7 +69,6 @@ def _rotate_and_write_kernel(
     HALF_BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    position = tl.load(positions_ptr + token).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     CACHE_TYPE: tl.constexpr = k_cache_ptr.dtype.element_ty
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -88,17 +86,20 @@ def _rotate_and_write_kernel(
     high = tl.load(heads_ptr + HALF, is_inside, 0.0).to(tl.float32)
 
     if first < NUM_ROTATED:
-        # The halves of the table say the same twice: cos and cos, -sin and sin.
-        rope_row_ptr = rope_ptr + position * (2 * HEAD_DIM) + columns
-        cos = tl.load(rope_row_ptr, is_column, 0.0).to(tl.float32)
-        sin = tl.load(rope_row_ptr + HEAD_DIM + HALF, is_column, 0.0).to(tl.float32)
         x_low, x_high = low, high
-        if HAS_NORM:
+        if weights_ptr is not None:
             x_low, x_high = _normalised(
                 low, high, weights_ptr + heads * HEAD_DIM, columns, (heads < NUM_ROTATED) & is_column, eps, HEAD_DIM
             )
-        rotated_low = x_low * cos - x_high * sin
-        rotated_high = x_high * cos + x_low * sin
+        rotated_low, rotated_high = x_low, x_high
+        if rope_ptr is not None:
+            # The halves of the table say the same twice: cos and cos, -sin and sin.
+            position = tl.load(positions_ptr + token).to(tl.int64)
+            rope_row_ptr = rope_ptr + position * (2 * HEAD_DIM) + columns
+            cos = tl.load(rope_row_ptr, is_column, 0.0).to(tl.float32)
+            sin = tl.load(rope_row_ptr + HEAD_DIM + HALF, is_column, 0.0).to(tl.float32)
+            rotated_low = x_low * cos - x_high * sin
+            rotated_high = x_high * cos + x_low * sin
 
         if first < NUM_HEADS:
             is_query = (heads < NUM_HEADS) & is_column
@@ -121,7 +122,7 @@ def rotate_and_write(
     qkv: Tensor,
     positions: Tensor,
     slots: Tensor,
-    rope_table: Tensor,
+    rope_table: Tensor | None,
     qk_weight: Tensor | None,
     eps: float,
     k_cache: Tensor,
@@ -141,20 +142,20 @@ def rotate_and_write(
         raise InternalError(f"{name}: qkv is {width} wide, with {num_kv_heads} KV heads of {head_dim} values")
     check_tensor(f"{name}: positions", positions, (num_tokens,), torch.int32, device)
     check_tensor(f"{name}: slots", slots, (num_tokens,), torch.int32, device)
-    check_tensor(f"{name}: rope_table", rope_table, (None, 2 * head_dim), (qkv.dtype, torch.float32), device)
+    if rope_table is not None:
+        check_tensor(f"{name}: rope_table", rope_table, (None, 2 * head_dim), (qkv.dtype, torch.float32), device)
     if qk_weight is not None:
         check_tensor(f"{name}: qk_weight", qk_weight, (num_heads + num_kv_heads, head_dim), qkv.dtype, device)
     q = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if num_tokens:
-        constants = _constants(num_heads, num_kv_heads, head_dim, has_norm=qk_weight is not None)
+        constants = _constants(num_heads, num_kv_heads, head_dim)
         grid = (num_tokens, -(-(num_heads + 2 * num_kv_heads) // constants["HEADS_AT_ONCE"]))
         _rotate_and_write_kernel[grid](
             qkv,
             positions,
             slots,
             rope_table,
-            # Never read where there is no norm.
-            rope_table if qk_weight is None else qk_weight,
+            qk_weight,
             q,
             k_cache,
             v_cache,
@@ -167,11 +168,10 @@ def rotate_and_write(
 
 
 @cache
-def _constants(num_heads: int, num_kv_heads: int, head_dim: int, *, has_norm: bool) -> dict[str, Any]:
+def _constants(num_heads: int, num_kv_heads: int, head_dim: int) -> dict[str, Any]:
     half_block = triton.next_power_of_2(head_dim // 2)
     of_all = triton.next_power_of_2(num_heads + 2 * num_kv_heads)
     return {
-        "HAS_NORM": has_norm,
         "NUM_HEADS": num_heads,
         "NUM_KV_HEADS": num_kv_heads,
         "HEAD_DIM": head_dim,

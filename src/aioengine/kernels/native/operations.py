@@ -95,13 +95,13 @@ class NativeOperations:
     def attend_prefill(self, q: Tensor, kv: PagedKV, tiles: Tensor, out: Tensor) -> None:
         _check_attention("attend_prefill", q, kv, out)
         check_tensor("attend_prefill: tiles", tiles, (None, 4), torch.int32, HOST)
-        k_cache, v_cache, block_tables, scale, window, soft_cap = kv
+        k_cache, v_cache, block_tables, scale, window, soft_cap, sinks, slopes = kv
         self._team.launch(
             f"attend_prefill_{_name(q.dtype)}", len(tiles) * k_cache.shape[2],
             q, k_cache, v_cache, block_tables, block_tables.shape[1], tiles, out,
             q.shape[1], k_cache.shape[2], q.shape[2], k_cache.shape[1],
             float_bits(scale * LOG2_E), window or NO_WINDOW, float_bits((soft_cap or 0.0) * LOG2_E),
-            k_cache.dtype == torch.int8, k_cache.shape[3] * k_cache.element_size(),
+            k_cache.dtype == torch.int8, k_cache.shape[3] * k_cache.element_size(), _or_0(sinks), _or_0(slopes),
         )  # fmt: skip
 
     def attend_decode(
@@ -109,7 +109,7 @@ class NativeOperations:
     ) -> None:
         _check_attention("attend_decode", q, kv, out)
         check_tensor("attend_decode: decodes", decodes, (None, 3), torch.int32, HOST)
-        k_cache, v_cache, block_tables, scale, window, soft_cap = kv
+        k_cache, v_cache, block_tables, scale, window, soft_cap, sinks, slopes = kv
         num_heads, head_dim, num_kv_heads, num_decodes = *q.shape[1:], k_cache.shape[2], len(decodes)
         if not has_kernels(num_heads, num_kv_heads, head_dim):
             raise InternalError(f"attend_decode: {num_heads} heads of {head_dim}, {num_kv_heads} KV heads: too many")
@@ -129,11 +129,12 @@ class NativeOperations:
             num_heads, num_kv_heads, head_dim, k_cache.shape[1],
             float_bits(scale * LOG2_E), window or NO_WINDOW, float_bits((soft_cap or 0.0) * LOG2_E), kv_heads_a_chunk,
             num_splits, states, num_parts, k_cache.dtype == torch.int8, k_cache.shape[3] * k_cache.element_size(),
+            _or_0(sinks), _or_0(slopes),
         )  # fmt: skip
         if num_splits > 1:
             self._team.launch(
                 f"combine_{name}", num_decodes,
-                states, num_parts, decodes, out, num_heads, head_dim, window or NO_WINDOW,
+                states, num_parts, decodes, out, num_heads, head_dim, window or NO_WINDOW, _or_0(sinks),
             )  # fmt: skip
 
     # The decoder's layers
@@ -200,7 +201,7 @@ class NativeOperations:
         qkv: Tensor,
         positions: Tensor,
         slots: Tensor,
-        rope_table: Tensor,
+        rope_table: Tensor | None,
         qk_weight: Tensor | None,
         eps: float,
         k_cache: Tensor,
@@ -222,7 +223,8 @@ class NativeOperations:
         check_tensor(f"{name}: qkv", qkv, (num_tokens, (num_heads + 2 * num_kv_heads) * head_dim), FLOATS, HOST)
         check_tensor(f"{name}: positions", positions, (num_tokens,), torch.int32, HOST)
         check_tensor(f"{name}: slots", slots, (num_tokens,), torch.int32, HOST)
-        check_tensor(f"{name}: rope_table", rope_table, (None, 2 * head_dim), (qkv.dtype, torch.float32), HOST)
+        if rope_table is not None:
+            check_tensor(f"{name}: rope_table", rope_table, (None, 2 * head_dim), (qkv.dtype, torch.float32), HOST)
         check_tensor(f"{name}: v_cache", v_cache, tuple(k_cache.shape), k_cache.dtype, HOST)
         if qk_weight is not None:
             check_tensor(f"{name}: qk_weight", qk_weight, (num_heads + num_kv_heads, head_dim), qkv.dtype, HOST)
@@ -230,8 +232,8 @@ class NativeOperations:
         tokens_a_chunk = max(1, CHUNK // qkv.shape[1])
         self._team.launch(
             f"{name}_{_name(qkv.dtype)}", -(-num_tokens // tokens_a_chunk),
-            qkv, positions, slots, rope_table, rope_table.dtype == torch.float32,
-            0 if qk_weight is None else qk_weight, float_bits(eps), k_cache, v_cache, q,
+            qkv, positions, slots, _or_0(rope_table), rope_table is not None and rope_table.dtype == torch.float32,
+            _or_0(qk_weight), float_bits(eps), k_cache, v_cache, q,
             num_tokens, num_heads, num_kv_heads, head_dim, tokens_a_chunk,
             is_int8, k_cache.shape[3] * k_cache.element_size(),
         )  # fmt: skip
@@ -418,7 +420,7 @@ class NativeOperations:
         maxima = self._scan(logits, samples, masks, 0)
         self._team.launch(
             "draw", len(samples),
-            logits, logits.shape[1], samples, 0 if masks is None else masks, maxima, token_ids, status,
+            logits, logits.shape[1], samples, _or_0(masks), maxima, token_ids, status,
         )  # fmt: skip
 
     def top_logprobs(self, logits: Tensor, samples: Tensor, log_mass: Tensor, ids: Tensor, logprobs: Tensor) -> None:
@@ -449,7 +451,7 @@ class NativeOperations:
         num_parts = -(-vocab // PART)
         self._team.launch(
             "scan_logits", len(samples) * num_parts,
-            logits, vocab, samples, 0 if masks is None else masks, flags, maxima, num_parts, PART,
+            logits, vocab, samples, _or_0(masks), flags, maxima, num_parts, PART,
         )  # fmt: skip
         return maxima
 
@@ -479,6 +481,14 @@ def _check_attention(name: str, q: Tensor, kv: PagedKV, out: Tensor) -> None:
     check_tensor(f"{name}: out", out, tuple(q.shape), q.dtype, HOST)
     if num_heads % k_cache.shape[2]:
         raise InternalError(f"{name}: {num_heads} query heads cannot share {k_cache.shape[2]} KV heads")
+    for of_heads, numbers in (("sinks", kv.sinks), ("slopes", kv.slopes)):
+        if numbers is not None:
+            check_tensor(f"{name}: {of_heads}", numbers, (num_heads,), torch.float32, HOST)
+
+
+def _or_0(tensor: Tensor | None) -> Tensor | int:
+    """As kernels take what may be absent."""
+    return 0 if tensor is None else tensor
 
 
 def _name(dtype: torch.dtype) -> str:

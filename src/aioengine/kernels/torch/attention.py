@@ -25,7 +25,7 @@ def attend_decode(q: Tensor, kv: PagedKV, decodes: Tensor, out: Tensor, *, num_s
 
 def attend_prefill(q: Tensor, kv: PagedKV, tiles: Tensor, out: Tensor) -> None:
     """As `Operations.attend_prefill`; waits for the device."""
-    k_cache, v_cache, block_tables, scale, window, soft_cap = kv
+    k_cache, v_cache, block_tables, scale, window, soft_cap, sinks, slopes = kv
     for row, first_token, num_tokens, position in tiles.tolist():
         if row < 0:
             continue
@@ -34,7 +34,7 @@ def attend_prefill(q: Tensor, kv: PagedKV, tiles: Tensor, out: Tensor) -> None:
         seen = torch.arange(first_seen, position + num_tokens, device=q.device)
         blocks, offsets = block_tables[row][seen // k_cache.shape[1]].long(), seen % k_cache.shape[1]
         k, v = (read_lines(cache[blocks, offsets], _sum_dtype(q)) for cache in (k_cache, v_cache))
-        out[here] = attend(q[here], k, v, scale, window, soft_cap).to(out.dtype)
+        out[here] = attend(q[here], k, v, scale, window, soft_cap, sinks, slopes).to(out.dtype)
 
 
 def prefill_tile(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
@@ -42,12 +42,22 @@ def prefill_tile(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
     return 256
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, soft_cap: float | None = None) -> Tensor:
-    """softmax(cap(q · kᵀ · scale)) · v of one sequence, causal; query head i reads KV head i // (h // g).
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+) -> Tensor:
+    """softmax(cap(q · kᵀ · scale) + bias) · v of one sequence, causal; query head i reads KV head i // (h // g).
 
     Args:
         q: [n, h, d], the queries at the last n of the keys' positions.
         k, v: [m, g, d], at consecutive positions, in the dtype of the sums.
+        scale, window, soft_cap, sinks, slopes: as in `PagedKV`.
     Returns:
         [n, h, d], in the dtype of the sums.
     """
@@ -58,7 +68,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, so
     is_seen = key_positions <= query_positions
     if window is not None:
         is_seen &= key_positions > query_positions - window
-    weights = scores.masked_fill(~is_seen, float("-inf")).softmax(-1)
+    if slopes is not None:
+        scores = scores + slopes.to(k.dtype).view(k.shape[1], -1, 1, 1) * (key_positions - query_positions)
+    scores = scores.masked_fill(~is_seen, float("-inf"))
+    if sinks is not None:
+        sink = sinks.to(k.dtype).view(k.shape[1], -1, 1, 1).expand(-1, -1, len(q), 1)
+        scores = torch.cat((scores, sink), dim=-1)
+    weights = scores.softmax(-1)[..., : len(k)]
     return torch.einsum("ginm,mgd->ngid", weights, v).flatten(1, 2)
 
 

@@ -43,7 +43,7 @@ def rotate_and_write(
     qkv: Tensor,
     positions: Tensor,
     slots: Tensor,
-    rope_table: Tensor,
+    rope_table: Tensor | None,
     qk_weight: Tensor | None,
     eps: float,
     k_cache: Tensor,
@@ -55,9 +55,10 @@ def rotate_and_write(
     qk, v = torch.split_with_sizes(heads.float(), (num_heads + num_kv_heads, num_kv_heads), 1)
     if qk_weight is not None:
         qk = _rms_norm_float32(qk, qk_weight, eps)
-    cos, sin = rope_table[positions.long(), None].float().chunk(2, dim=-1)
-    rotated = qk * cos + qk.roll(head_dim // 2, dims=-1) * sin
-    q, k = torch.split_with_sizes(rotated, (num_heads, num_kv_heads), 1)
+    if rope_table is not None:
+        cos, sin = rope_table[positions.long(), None].float().chunk(2, dim=-1)
+        qk = qk * cos + qk.roll(head_dim // 2, dims=-1) * sin
+    q, k = torch.split_with_sizes(qk, (num_heads, num_kv_heads), 1)
     written = (slots >= 0).nonzero()[:, 0]
     for values, cache in ((k, k_cache), (v, v_cache)):
         if cache.dtype == torch.float8_e4m3fn:

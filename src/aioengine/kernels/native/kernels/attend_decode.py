@@ -18,7 +18,15 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from aioengine.kernels.native.kernels.attention import LOWEST, SEGMENT, ZERO, find_keys, shape_scores
+from aioengine.kernels.native.kernels.attention import (
+    LOWEST,
+    SEGMENT,
+    ZERO,
+    find_keys,
+    shape_scores,
+    sink_of,
+    slope_of,
+)
 from aioengine.kernels.native.kernels.attention_sizes import MAX_HEAD_DIM, MAX_HEADS, MAX_STATES, PART
 from aioengine.kernels.native.kernels.compiler import inlined, kernel
 from aioengine.kernels.native.kernels.functions import exp2
@@ -67,10 +75,11 @@ WIDE_BYTES = 2048
 """Of one position's keys: of half a page."""
 
 # The arguments of `attend_decode`, by their offsets. K_CACHE, V_CACHE: lines of `LINE_BYTES` a position and KV head.
-# DECODES: int32 [decodes, 3]. SOFT_CAP: 0: none. STATES: float32 [decodes, NUM_PARTS, heads, a state].
+# DECODES: int32 [decodes, 3]. SOFT_CAP: 0: none. STATES: float32 [decodes, NUM_PARTS, heads, a state]. SINKS, SLOPES:
+# float32 [heads], or 0.
 Q, K_CACHE, V_CACHE, BLOCK_TABLES, TABLE_WIDTH, DECODES, OUT = range(0, 56, 8)
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, SCALE, WINDOW, SOFT_CAP = range(56, 112, 8)
-KV_HEADS_A_CHUNK, NUM_SPLITS, STATES, NUM_PARTS, IS_INT8, LINE_BYTES = range(112, 160, 8)
+KV_HEADS_A_CHUNK, NUM_SPLITS, STATES, NUM_PARTS, IS_INT8, LINE_BYTES, SINKS, SLOPES = range(112, 176, 8)
 
 # A chunk's memory, by offsets: where the keys of a segment and of the next one are, and where `LINES` are (int64 [3,
 # SEGMENT]); the scales of a segment's keys and values, if they are int8 (float32 [2, SEGMENT]); scores, then weights
@@ -412,18 +421,18 @@ def padded(head_dim):
 
 
 @inlined
-def clear_states(states, num_states, head_dim, weight):
-    for nth in range(num_states):
-        clear_state(states + nth * (4 * padded(head_dim) + 128), padded(head_dim), weight)
+def clear_state(state, padded_dim, highest, weight):
+    """Of no key: the weights' sum is 0, or 1 for a sink, or for a result of zeros."""
+    for n in range(0, padded_dim, LANES):
+        write_f32(state + 4 * n, zeros())
+    put_f32(state + 4 * padded_dim, highest)
+    put_f32(state + 4 * padded_dim + 64, weight)
 
 
 @inlined
-def clear_state(state, padded_dim, weight):
-    """Of no key: the weights' sum is 0, or 1 for a result of zeros."""
-    for n in range(0, padded_dim, LANES):
-        write_f32(state + 4 * n, zeros())
-    put_f32(state + 4 * padded_dim, LOWEST)
-    put_f32(state + 4 * padded_dim + 64, weight)
+def clear_total(total, padded_dim, row, sinks, head):
+    """What parts' states are put to: the sink is in it, and so counted once. Of padding, row -1, it is the result."""
+    clear_state(total, padded_dim, sink_of(sinks, head), ONE if sinks or row < 0 else ZERO)
 
 
 @inlined
@@ -454,14 +463,16 @@ def make_finish(memory: Memory) -> Any:
 
 
 @inlined
-def weigh(args, room, first_head, num_heads, state, stride, begin, end):
+def weigh(args, room, first_head, num_heads, state, stride, slopes, query, begin, end):
     """Make scores of a segment weights, with the values' scales, and note by which factor to bring sums to the new
     highest scores."""
     scales = room + SCALES if get_i64(args + IS_INT8) else 0
     for head in range(first_head, first_head + num_heads):
         row, highest_at = room + SCORES + 4 * SEGMENT * head, state + (head + 1) * stride - 128
         before = get_f32(highest_at)
-        highest = shape_scores(row, scales, get_f32(args + SCALE), get_f32(args + SOFT_CAP), begin, end)
+        highest = shape_scores(
+            row, scales, get_f32(args + SCALE), get_f32(args + SOFT_CAP), slope_of(slopes, head), query, begin, end
+        )
         highest = max(before, highest)
         factor = exp2(splat(before - highest))
         total = zeros()
@@ -486,26 +497,32 @@ def read_scales(args, room, k, v, offsets):
 
 
 def make_attend_segment(lane: ir.Type) -> Any:
-    """A function that adds a segment's keys and values to the states of some KV heads."""
+    """A function that adds a segment's keys and values to the states of some KV heads.
+
+    Args:
+        slopes: of these heads, or 0.
+        query: its position, counted from the segment's first.
+    """
     score, add_values = make_score(lane), make_add_values(I16 if lane is I32 else lane)
     score_int8, add_values_int8 = make_score(I8), make_add_values(I8)
 
     @inlined
     def attend_segment(
-        args, room, q, k, v, offsets, k_later, offsets_later, begin, end, num_kv_heads, positions, state, stride
-    ):
+        args, room, q, k, v, offsets, k_later, offsets_later, begin, end, num_kv_heads, positions, state, stride,
+        slopes, query,
+    ):  # fmt: skip
         group, line_bytes = get_i64(args + NUM_HEADS) // get_i64(args + NUM_KV_HEADS), get_i64(args + LINE_BYTES)
         if get_i64(args + IS_INT8):
             score_int8(args, room, q, stride, k, v, offsets, begin, end, num_kv_heads, positions)
             for kv_head in range(num_kv_heads):
                 read_scales(args, room, k + kv_head * line_bytes, v + kv_head * line_bytes, offsets)
-                weigh(args, room, kv_head * group, group, state, stride, begin, end)
+                weigh(args, room, kv_head * group, group, state, stride, slopes, query, begin, end)
             add_values_int8(
                 args, room, v, offsets, k_later, offsets_later, begin, end, num_kv_heads, positions, state, stride
             )
         else:
             score(args, room, q, stride, k, v, offsets, begin, end, num_kv_heads, positions)
-            weigh(args, room, 0, group * num_kv_heads, state, stride, begin, end)
+            weigh(args, room, 0, group * num_kv_heads, state, stride, slopes, query, begin, end)
             add_values(
                 args, room, v, offsets, k_later, offsets_later, begin, end, num_kv_heads, positions, state, stride
             )
@@ -528,8 +545,10 @@ def make_attend_part(lane: ir.Type) -> Any:
         group, num_kv_heads = get_i64(args + NUM_HEADS) // get_i64(args + NUM_KV_HEADS), get_i64(args + NUM_KV_HEADS)
         block_size, line_bytes = get_i64(args + BLOCK_SIZE), get_i64(args + LINE_BYTES)
         k_cache, v_cache = get_i64(args + K_CACHE), get_i64(args + V_CACHE)
-        stride = 4 * padded(get_i64(args + HEAD_DIM)) + 128
-        clear_states(states, (end_kv_head - first_kv_head) * group, get_i64(args + HEAD_DIM), ZERO)
+        padded_dim, slopes = padded(get_i64(args + HEAD_DIM)), get_i64(args + SLOPES)
+        stride = 4 * padded_dim + 128
+        for nth in range((end_kv_head - first_kv_head) * group):
+            clear_state(states + nth * stride, padded_dim, LOWEST, ZERO)
         heads_together, positions = 1, SEGMENT
         if is_wide(group, (end_kv_head - first_kv_head) * line_bytes):
             # As many positions as a product takes of one query, or of two.
@@ -555,6 +574,7 @@ def make_attend_part(lane: ir.Type) -> Any:
                     args, room, q + nth * stride, k_cache + kv_head * line_bytes, v_cache + kv_head * line_bytes, here,
                     k_cache + next_head * line_bytes, list_of_next, begin, end, heads_together, positions,
                     states + nth * stride, stride,
+                    slopes and slopes + 4 * kv_head * group, context - 1 - segment * SEGMENT,
                 )  # fmt: skip
                 kv_head += heads_together
 
@@ -596,7 +616,8 @@ def make_attend_decode(memory: Memory, lane: ir.Type) -> Any:
             copy_queries_int8(queries, get_i64(args + Q) + of_token, count, head_dim, stride)
         else:
             copy_queries(queries, get_i64(args + Q) + of_token, count, head_dim, stride)
-        clear_states(total, count, head_dim, ONE if row < 0 else ZERO)
+        for head in range(count):
+            clear_total(total + head * stride, padded(head_dim), row, get_i64(args + SINKS), first_head + head)
         table = get_i64(args + BLOCK_TABLES) + 4 * row * get_i64(args + TABLE_WIDTH)
         first = max(0, context - get_i64(args + WINDOW))
         for part in range(first // PART, (context + PART - 1) // PART):
@@ -620,7 +641,7 @@ def make_attend_decode(memory: Memory, lane: ir.Type) -> Any:
 def make_combine(memory: Memory) -> Any:
     """The states of a query token's parts together; a chunk is a token.
 
-    Arguments: states, parts; decodes, out; heads, head_dim, window.
+    Arguments: states, parts; decodes, out; heads, head_dim, window; sinks.
     """
     finish, size = make_finish(memory), memory.size
     room = stack(4 * MAX_STATES)
@@ -636,7 +657,7 @@ def make_combine(memory: Memory) -> Any:
         if row < 0:
             context = 0
         for head in range(num_heads):
-            clear_state(total, padded_dim, ONE if row < 0 else ZERO)
+            clear_total(total, padded_dim, row, get_i64(args + 56), head)
             for part in range(first // PART, (context + PART - 1) // PART):
                 merge_states(total, states + ((chunk * num_parts + part) * num_heads + head) * stride, padded_dim)
             finish(out + head * head_dim * size, total, head_dim, padded_dim)

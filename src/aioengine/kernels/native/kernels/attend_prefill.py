@@ -14,7 +14,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from aioengine.kernels.native.kernels.attention import LOWEST, SEGMENT, find_keys, shape
+from aioengine.kernels.native.kernels.attention import SEGMENT, find_keys, shape, sink_of, slope_of
 from aioengine.kernels.native.kernels.attention_sizes import MAX_HEAD_DIM, MAX_ROWS
 from aioengine.kernels.native.kernels.compiler import inlined, kernel
 from aioengine.kernels.native.kernels.functions import exp2
@@ -55,8 +55,10 @@ MAX_NUMBERS = MAX_ROWS * 256
 """The most rows times head_dim in a tile that are computed at once."""
 
 # The arguments, by their offsets. K_CACHE, V_CACHE: lines of `LINE_BYTES` a position and KV head. SOFT_CAP: 0: none.
+# SINKS, SLOPES: float32 [heads], or 0.
 Q, K_CACHE, V_CACHE, BLOCK_TABLES, TABLE_WIDTH, TILES, OUT = range(0, 56, 8)
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, SCALE, WINDOW, SOFT_CAP, IS_INT8, LINE_BYTES = range(56, 128, 8)
+SINKS, SLOPES = range(128, 144, 8)
 
 # A chunk's memory, by offsets. Of the rows that are computed at once: queries; states, of each six rows the sums
 # [panels of a head][6][64], and behind them of each row 16 parts of the weights' sum and the highest score; weights of
@@ -208,11 +210,12 @@ def raise_highest(state, sums, padded_dim, highest):
 
 
 def make_attend_strip(work: Memory) -> tuple[Any, Any]:
-    """Two functions of (args, room, strip, rows, begin_row, seen) for six rows: one makes weights of their products
-    with a segment's keys, and one adds the segment's weighted values to their sums.
+    """Two functions for six rows: one makes weights of their products with a segment's keys, and one adds the segment's
+    weighted values to their sums.
 
     Args:
         work: of queries, keys, values and weights in products.
+        first_head: the first query head of the KV head.
         strip: the first of the rows. begin_row: the first one in the room.
         seen: how many of the segment's positions the tile's first token sees; less than 0 or more than there are, too.
     """
@@ -232,16 +235,16 @@ def make_attend_strip(work: Memory) -> tuple[Any, Any]:
         return weights
 
     @inlined
-    def weigh(args, scores, state, sums, padded_dim, weights, scales, end):
+    def weigh(args, scores, state, sums, padded_dim, weights, scales, slope, end):
         """A row's weights of a segment's keys up to ``end``: 4 times 16 of them. What was summed before is brought to
         the highest score, if that is much higher than the one before.
         """
         scale, soft_cap = get_f32(args + SCALE), get_f32(args + SOFT_CAP)
         begin = max(0, end - get_i64(args + WINDOW))
-        s0 = shape(scores, scales, scale, soft_cap, begin, end)
-        s1 = shape(scores + 64, scales and scales + 64, scale, soft_cap, begin - 16, end - 16)
-        s2 = shape(scores + 128, scales and scales + 128, scale, soft_cap, begin - 32, end - 32)
-        s3 = shape(scores + 192, scales and scales + 192, scale, soft_cap, begin - 48, end - 48)
+        s0 = shape(scores, scales, scale, soft_cap, slope, end - 1, begin, end)
+        s1 = shape(scores + 64, scales and scales + 64, scale, soft_cap, slope, end - 17, begin - 16, end - 16)
+        s2 = shape(scores + 128, scales and scales + 128, scale, soft_cap, slope, end - 33, begin - 32, end - 32)
+        s3 = shape(scores + 192, scales and scales + 192, scale, soft_cap, slope, end - 49, begin - 48, end - 48)
         highest = maximum(maximum(s0, s1), maximum(s2, s3))
         # Weights of 4,096 at most are as exact as those of 1, and sums are seldom brought to a higher score so.
         if bits_of(is_above(highest, splat(get_f32(state + 64) + MARGIN))):
@@ -255,7 +258,7 @@ def make_attend_strip(work: Memory) -> tuple[Any, Any]:
         write_f32(state, total)
 
     @inlined
-    def weigh_strip(args, room, strip, rows, begin_row, seen):
+    def weigh_strip(args, room, first_head, strip, rows, begin_row, seen):
         padded_dim, group = padded_head(args), get_i64(args + NUM_HEADS) // get_i64(args + NUM_KV_HEADS)
         num_words, query_bytes = (get_i64(args + HEAD_DIM) + per_word - 1) // per_word, padded_dim * work_size
         scores, scales = room + SUMS, room + SCALES if get_i64(args + IS_INT8) else 0
@@ -264,9 +267,10 @@ def make_attend_strip(work: Memory) -> tuple[Any, Any]:
         queries = room + QUERIES + (strip - begin_row) * query_bytes
         score_panel(queries, query_bytes, room + KEYS, num_words, scores, rows, 0, 0)
         for nth in range(rows):
+            slope = slope_of(get_i64(args + SLOPES), first_head + (strip + nth) % group)
             weigh(
                 args, scores + 4 * PANEL * nth, state_of(sums, nth, padded_dim), sums + 4 * PANEL * nth, padded_dim,
-                weights + nth * SEGMENT * work_size, scales, seen + (strip + nth) // group,
+                weights + nth * SEGMENT * work_size, scales, slope, seen + (strip + nth) // group,
             )  # fmt: skip
 
     @inlined
@@ -329,8 +333,9 @@ def make_attend_prefill(memory: Memory, work: Memory) -> Any:
         return (row // group * num_heads + row % group) * get_i64(args + HEAD_DIM) * size
 
     @inlined
-    def begin_rows(args, q, begin_row, end_row, room):
+    def begin_rows(args, q, first_head, begin_row, end_row, room):
         head_dim, padded_dim = get_i64(args + HEAD_DIM), padded_head(args)
+        sinks, group = get_i64(args + SINKS), get_i64(args + NUM_HEADS) // get_i64(args + NUM_KV_HEADS)
         to = room + QUERIES
         for row in range(begin_row, end_row):
             at = q + place_of(args, row)
@@ -342,8 +347,11 @@ def make_attend_prefill(memory: Memory, work: Memory) -> Any:
             for n in range(0, TILE_ROWS * padded_dim, LANES):
                 write_f32(sums + 4 * n, zeros())
             for nth in range(TILE_ROWS):
-                write_f32(state_of(sums, nth, padded_dim), zeros())
-                put_f32(state_of(sums, nth, padded_dim) + 64, LOWEST)
+                state, head = state_of(sums, nth, padded_dim), first_head + (begin_row + strip + nth) % group
+                write_f32(state, zeros())
+                if sinks:
+                    put_f32(state, ONE)
+                put_f32(state + 64, sink_of(sinks, head))
 
     @inlined
     def end_rows(args, out, begin_row, end_row, room):
@@ -364,7 +372,8 @@ def make_attend_prefill(memory: Memory, work: Memory) -> Any:
             return
         room, window, group = room_of_chunk(), get_i64(args + WINDOW), num_heads // num_kv_heads
         num_rows = get_i32(tile + 8) * group
-        first_head = (first_token * num_heads + kv_head * group) * get_i64(args + HEAD_DIM) * size
+        first_head = kv_head * group
+        of_tile = (first_token * num_heads + first_head) * get_i64(args + HEAD_DIM) * size
         line_bytes = get_i64(args + LINE_BYTES)
         k, v = get_i64(args + K_CACHE) + kv_head * line_bytes, get_i64(args + V_CACHE) + kv_head * line_bytes
         rows_at_once = min(MAX_ROWS, MAX_NUMBERS // padded_head(args) // TILE_ROWS * TILE_ROWS)
@@ -376,7 +385,7 @@ def make_attend_prefill(memory: Memory, work: Memory) -> Any:
             keys_a_strip = (SEGMENT * TILE_ROWS + end_row - begin_row - 1) // (end_row - begin_row)
             find_segment(args, room, row, first, first_seen, end_seen)
             fetch_some(args, k, v, room, 0, SEGMENT)
-            begin_rows(args, get_i64(args + Q) + first_head, begin_row, end_row, room)
+            begin_rows(args, get_i64(args + Q) + of_tile, first_head, begin_row, end_row, room)
             for segment in range(first, end):
                 pack(args, k, v, room)
                 fetched = SEGMENT
@@ -387,14 +396,14 @@ def make_attend_prefill(memory: Memory, work: Memory) -> Any:
                 for strip in range(begin_row, end_row, TILE_ROWS):
                     rows = min(TILE_ROWS, end_row - strip)
                     if sees_some(strip, rows, group, window, seen):
-                        weigh_strip(args, room, strip, rows, begin_row, seen)
+                        weigh_strip(args, room, first_head, strip, rows, begin_row, seen)
                     fetch_some(args, k, v, room, fetched, min(SEGMENT, fetched + keys_a_strip))
                     fetched += keys_a_strip
                 for strip in range(begin_row, end_row, TILE_ROWS):
                     rows = min(TILE_ROWS, end_row - strip)
                     if sees_some(strip, rows, group, window, seen):
                         add_strip(args, room, strip, rows, begin_row, seen)
-            end_rows(args, get_i64(args + OUT) + first_head, begin_row, end_row, room)
+            end_rows(args, get_i64(args + OUT) + of_tile, begin_row, end_row, room)
 
     return attend_prefill
 

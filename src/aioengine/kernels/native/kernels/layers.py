@@ -119,7 +119,8 @@ def make_rotate(memory: Memory, to: Memory):
 
     @inlined
     def rotate(x, weight, eps, table, table_is_float32, out, head_dim):
-        """x · cos + roll(x, head_dim / 2) · sin, of x / √(mean(x²) + ε) · w where there is a weight."""
+        """x · cos + roll(x, head_dim / 2) · sin, of x / √(mean(x²) + ε) · w where there is a weight; the latter alone
+        where there is no table."""
         half = head_dim // 2
         factor = splat(ONE)
         if weight:
@@ -134,6 +135,10 @@ def make_rotate(memory: Memory, to: Memory):
             a, b = read(x + low, count), read(x + high, count)
             if weight:
                 a, b = a * factor * read(weight + low, count), b * factor * read(weight + high, count)
+            if not table:
+                write(out + n * out_size, a, count)
+                write(out + (half + n) * out_size, b, count)
+                continue
             if table_is_float32:
                 at, step = table + 4 * n, 4 * half
                 cos_a, cos_b = read_f32(at, count), read_f32(at + step, count)
@@ -179,7 +184,7 @@ def make_rotate_and_write(memory: Memory):
         head_dim, tokens_a_chunk = get_i64(args + 104), get_i64(args + 112)
         is_int8, head, line, room = get_i64(args + 120), head_dim * size, get_i64(args + 128), room_for_head()
         for token in range(chunk * tokens_a_chunk, min((chunk + 1) * tokens_a_chunk, num_tokens)):
-            angles = table + get_i32(positions + 4 * token) * 2 * head_dim * (4 if table_is_float32 else size)
+            angles = table and table + get_i32(positions + 4 * token) * 2 * head_dim * (4 if table_is_float32 else size)
             x = qkv + token * (num_heads + 2 * num_kv_heads) * head
             to = q + token * num_heads * head
             w = weight
