@@ -71,6 +71,31 @@ class PagedKV(NamedTuple):
     slopes: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertWeights:
+    """The gated MLPs that a layer's tokens choose among, for `Operations.experts`.
+
+    An expert's matrix begins at a multiple of `PANEL` rows, so that it can be packed and read like a matrix alone; rows
+    behind it, up to the next, mean nothing.
+
+    Attributes:
+        num_experts: E.
+        hidden, intermediate: sizes of an expert's inputs and outputs, and between its matrices.
+        gate_up: E matrices [2 · intermediate, hidden] one below the other, in each the gate first.
+        down: E matrices [hidden, intermediate] one below the other.
+        gate_up_bias, down_bias: x, a number for each row of these; None: there are none.
+        activation: as in `Operations.gated_activation`.
+    """
+
+    num_experts: int
+    hidden: int
+    intermediate: int
+    gate_up: PackedWeight
+    down: PackedWeight
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
 class Operations(Protocol):
     # Products with weights
 
@@ -171,6 +196,36 @@ class Operations(Protocol):
 
         Args:
             x: [any, any].
+        """
+
+    def route(
+        self, logits: Tensor, num_experts: int, num_chosen: int, *, is_normalised: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Choose each token's experts: those of the highest logits (Shazeer et al., 2017, arXiv:1701.06538).
+
+        Args:
+            logits: float32 [T, E], or [T, E + 1], the last that of an expert which all tokens share.
+            num_experts: E. num_chosen: k, at most E.
+            is_normalised: the weights are a softmax over the chosen, else over all E.
+        Returns:
+            ids: int32 [T, k], by falling logits, of equal ones the lowest id first.
+            weights: float32 [T, k], or [T, k + 1], the last the sigmoid of the shared expert's logit.
+        """
+
+    def experts(
+        self, x: Tensor, ids: Tensor, weights: Tensor, of_layer: ExpertWeights, shared: Tensor | None = None
+    ) -> Tensor:
+        """Σ weight · down(activation(gate_up(x))) over each token's experts, of which no others are read.
+
+        Products round as `linear` and `gated_activation` do, but for the last, whose float32 sums are weighted, added
+        in the order of ``ids`` and rounded once: a token's result does not depend on the other tokens.
+
+        Args:
+            x: [T, hidden].
+            ids: int32 [T, k], below E. weights: float32 [T, k]; with ``shared`` [T, k + 1].
+            shared: [T, hidden], same dtype as ``x``: what the shared expert made of it, added last.
+        Returns:
+            [T, hidden], same dtype as ``x``.
         """
 
     def rotate_and_write(

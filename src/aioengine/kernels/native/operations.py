@@ -12,7 +12,7 @@ from aioengine.kernels.launch_checks import FLOATS, check_tensor
 from aioengine.kernels.native.kernels.attention_sizes import MAX_HEAD_DIM, MAX_HEADS, MAX_ROWS, MAX_STATES
 from aioengine.kernels.native.kernels.attention_sizes import PART as CONTEXT_PART
 from aioengine.kernels.native.team import Team, float_bits
-from aioengine.kernels.operations import Activation, PagedKV
+from aioengine.kernels.operations import Activation, ExpertWeights, PagedKV
 from aioengine.kernels.packed_weight import (
     PANEL,
     CodedRows,
@@ -24,6 +24,7 @@ from aioengine.kernels.packed_weight import (
 )
 from aioengine.kernels.sampling.sample_rows import SampleFlag
 from aioengine.kernels.torch import products as plain
+from aioengine.kernels.torch.experts import experts as plain_experts
 from aioengine.kernels.torch.quantized import (
     INT4_GROUP,
     dequantize,
@@ -43,6 +44,9 @@ CHUNK = 8192
 """Numbers in a chunk of a layer, about: some microseconds."""
 
 CHUNKS_A_THREAD = 4
+SHARES_A_THREAD = 32
+"""Of a grouped product: the last shares, which end at different times, are a small part of it."""
+
 HEADS_A_CHUNK = 8
 NO_WINDOW = 1 << 40
 LOG2_E = math.log2(math.e)
@@ -302,12 +306,24 @@ class NativeOperations:
     ) -> Tensor:
         if "panels" not in packed.layout:
             return plain.linear(x, packed, bias, out_dtype)
-        num_rows, num_outputs = len(x), packed.shape[0]
-        check_tensor("linear: x", x, (None, packed.shape[1]), packed.dtype, HOST)
-        dtype = out_dtype or x.dtype
+        num_outputs = packed.shape[0]
         if bias is not None:
             check_tensor("linear: bias", bias, (num_outputs,), x.dtype, HOST)
-        out = self._buffer("linear", num_rows, num_outputs, dtype)
+        out = self._buffer("linear", len(x), num_outputs, out_dtype or x.dtype)
+        num_chunks = -(-num_outputs // PANEL) * -(-len(x) // ROWS_A_CHUNK)
+        self._multiply(x, packed, bias, out, num_chunks)
+        return out
+
+    def _multiply(
+        self, x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, num_chunks: int, groups: Tensor | int = 0
+    ) -> None:
+        """Launch a product with panels.
+
+        Args:
+            groups: of a weight that is several matrices: which rows are multiplied with which, see `group_pairs`.
+        """
+        (num_rows, num_outputs), dtype = out.shape, out.dtype
+        check_tensor("linear: x", x, (num_rows, packed.shape[1]), packed.dtype, HOST)
         num_panels = -(-num_outputs // PANEL)
         kind, stride = _name(x.dtype), x.stride(0) * x.element_size()
         scales: tuple[Tensor, ...] = ()
@@ -318,12 +334,76 @@ class NativeOperations:
         elif packed.scales is not None:
             kind, scales = f"int4_{kind}", (packed.scales,)
         self._team.launch(
-            f"linear_{kind}_{_name(dtype)}", num_panels * -(-num_rows // ROWS_A_CHUNK),
+            f"linear_{kind}_{_name(dtype)}", num_chunks,
             x, stride, packed.values, packed.values.shape[1], out, num_outputs * dtype.itemsize,
             0 if bias is None else bias, num_rows, num_outputs, ROWS_A_CHUNK, num_panels,
-            *scales, *(0,) * (3 - len(scales)), self._team.num_threads,
+            *scales, *(0,) * (3 - len(scales)), 1 if isinstance(groups, Tensor) else self._team.num_threads,
+            groups, num_chunks,
+        )  # fmt: skip
+
+    # Mixtures of experts
+
+    def route(
+        self, logits: Tensor, num_experts: int, num_chosen: int, *, is_normalised: bool
+    ) -> tuple[Tensor, Tensor]:
+        num_tokens, width = logits.shape
+        check_tensor("route: logits", logits, (None, None), torch.float32, HOST)
+        if not (0 < num_chosen <= num_experts <= width <= num_experts + 1):
+            raise InternalError(f"route: {num_chosen} of {num_experts} experts by {width} logits")
+        ids = self._buffer("expert_ids", num_tokens, num_chosen, torch.int32)
+        weights = self._buffer("expert_weights", num_tokens, num_chosen + width - num_experts, torch.float32)
+        self._team.launch(
+            "route", num_tokens, logits, width, num_experts, num_chosen, is_normalised, ids, weights
+        )
+        return ids, weights
+
+    def experts(
+        self, x: Tensor, ids: Tensor, weights: Tensor, of_layer: ExpertWeights, shared: Tensor | None = None
+    ) -> Tensor:
+        if "panels" not in of_layer.gate_up.layout or "panels" not in of_layer.down.layout:
+            return plain_experts(x, ids, weights, of_layer, shared)
+        hidden, num_experts, (num_tokens, num_chosen) = of_layer.hidden, of_layer.num_experts, ids.shape
+        name, num_pairs = "experts", num_tokens * num_chosen
+        check_tensor(f"{name}: x", x, (num_tokens, hidden), FLOATS, HOST)
+        check_tensor(f"{name}: ids", ids, (num_tokens, num_chosen), torch.int32, HOST)
+        num_weights = num_chosen + (shared is not None)
+        check_tensor(f"{name}: weights", weights, (num_tokens, num_weights), torch.float32, HOST)
+        if shared is not None:
+            check_tensor(f"{name}: shared", shared, (num_tokens, hidden), x.dtype, HOST)
+        ends, pair_of_row, row_of_pair = (
+            self._buffer(role, length, 1, torch.int32)
+            for role, length in (("ends", num_experts), ("pair_of_row", num_pairs), ("row_of_pair", num_pairs))
+        )
+        most_groups = min(num_experts, num_pairs) + num_pairs // ROWS_A_CHUNK
+        groups = self._buffer("groups", 1 + most_groups, 3, torch.int32)
+        self._team.launch(
+            "group_pairs", 1, ids, num_pairs, num_experts, ROWS_A_CHUNK, ends, pair_of_row, row_of_pair, groups
+        )
+        gathered = self._buffer("gathered", num_pairs, hidden, x.dtype)
+        self._team.launch(
+            "gather_pairs", num_pairs, x, hidden * x.element_size(), num_chosen, pair_of_row, gathered
+        )
+        gate_up = self._buffer("gate_up", num_pairs, 2 * of_layer.intermediate, x.dtype)
+        made = self._buffer("made", num_pairs, hidden, torch.float32)
+        self._multiply_groups(gathered, of_layer.gate_up, of_layer.gate_up_bias, gate_up, groups, most_groups)
+        activated = self.gated_activation(gate_up)
+        self._multiply_groups(activated, of_layer.down, of_layer.down_bias, made, groups, most_groups)
+        out = self._buffer("experts", num_tokens, hidden, x.dtype)
+        self._team.launch(
+            f"combine_experts_{_name(x.dtype)}", num_tokens,
+            made, row_of_pair, num_chosen, weights, 0 if shared is None else shared, out, hidden,
         )  # fmt: skip
         return out
+
+    def _multiply_groups(
+        self, x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, groups: Tensor, most_groups: int
+    ) -> None:
+        """As `_multiply`, in chunks that are equal shares of however many groups there turn out to be."""
+        if bias is not None:
+            check_tensor("experts: bias", bias, (packed.shape[0],), x.dtype, HOST)
+        most_items = most_groups * -(-out.shape[1] // PANEL)
+        num_chunks = min(most_items, SHARES_A_THREAD * self._team.num_threads)
+        self._multiply(x, packed, bias, out, num_chunks, groups)
 
     def _quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Unsigned bytes [T, width], with room to whole vectors behind each row, and scales float32 [T, 1]."""

@@ -6,6 +6,7 @@ The imports are the table of them.
 from __future__ import annotations
 
 from aioengine.kernels.torch.attention import attend_decode, attend_prefill, attention_output, prefill_tile
+from aioengine.kernels.torch.experts import experts, route
 from aioengine.kernels.torch.layers import (
     add_rms_norm,
     append_tokens,

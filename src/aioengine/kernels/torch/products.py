@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -96,6 +97,14 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torc
     else:
         product = _multiply_widened(x, weight)
     return (product if bias is None else product + bias.float()).to(dtype)
+
+
+def some_rows(packed: PackedWeight, rows: slice) -> PackedWeight:
+    """Some outputs of a weight that `pack` packed, as a view."""
+    scales = packed.scales
+    if scales is not None:
+        scales = scales[rows] if packed.coding is None else scales[:, rows]
+    return replace(packed, values=packed.values[rows], scales=scales, shape=(rows.stop - rows.start, packed.shape[1]))
 
 
 def _multiply_widened(x: Tensor, weight: Tensor) -> Tensor:

@@ -104,6 +104,9 @@ PLANE_BYTES = 4 * WIDE_WORDS * PANEL
 
 INT4_GROUP_WORDS = 32
 
+GROUP_BYTES = 12
+"""Of a group of rows: int32 [3]: its matrix, its first row, and the row behind its last."""
+
 AHEAD_BYTES = 4096
 """How far ahead few rows have a weight fetched. By it two cores of Zen 4 read 3 % more bfloat16 and 8 % more int8, and
 those of Zen 1 11 % more bfloat16."""
@@ -409,7 +412,11 @@ def make_linear(kind: Kind, memory: Memory, of_bias: Memory) -> Any:
     Arguments: x, its rows' stride in bytes; the weight, its words; the result, its rows' stride in bytes; the bias or
     0; rows, outputs, rows a chunk, panels; of int8: scales of rows (float32 [rows]), scales of outputs, and sums of
     the outputs' weights (float32, int32 [panels · 64]); of int4: scales (bfloat16 [panels, groups, 64]) in place of
-    those of rows; last, in how many panels the thread probably has its next one.
+    those of rows; then in how many panels the thread probably has its next one.
+
+    Last, 0, or groups of rows, as `aioengine.kernels.native.kernels.experts` makes them, and the number of chunks: then
+    the weight is that of several matrices of so many panels, each group has its own, and a chunk is an equal share of
+    the groups' panels.
     """
     is_int8, is_int4 = kind is KINDS["int8"], kind is KINDS["int4"]
     (wide_rows,) = (WIDE_ROWS.get(name, 1 << 40) for name, each in KINDS.items() if each is kind)
@@ -429,33 +436,33 @@ def make_linear(kind: Kind, memory: Memory, of_bias: Memory) -> Any:
     is_zeroed = start is not Start.ZERO
 
     @inlined
-    def write_rows(args: int, panel: int, begin: int, end: int, sums: int) -> None:
-        """What the sums of some rows and a panel's outputs give."""
-        bias, num_outputs = get_i64(args + 48), get_i64(args + 64)
+    def write_rows(args: int, matrix: int, panel: int, begin: int, end: int, sums: int) -> None:
+        """What the sums of some rows and a panel's outputs give; the matrix begins at the weight's panel ``matrix``."""
+        bias, num_outputs, first = get_i64(args + 48), get_i64(args + 64), matrix * PANEL
         for row in range(begin, end):
             to = get_i64(args + 32) + row * get_i64(args + 40)
             for at in range(panel * PANEL, panel * PANEL + PANEL, LANES):
                 if is_int8:
-                    wholes = load_i32(sums) - shift_left(load_i32(get_i64(args + 104) + at * 4), 7)
+                    wholes = load_i32(sums) - shift_left(load_i32(get_i64(args + 104) + (first + at) * 4), 7)
                     scale = splat(get_f32(get_i64(args + 88) + row * 4))
-                    y = to_float(wholes) * scale * load_sums(get_i64(args + 96) + at * 4)
+                    y = to_float(wholes) * scale * load_sums(get_i64(args + 96) + (first + at) * 4)
                 else:
                     y = load_sums(sums)
                 if bias:
-                    y = y + load_bias(bias + at * bias_size, num_outputs - at)
+                    y = y + load_bias(bias + (first + at) * bias_size, num_outputs - at)
                 store_some(to + at * size, y, num_outputs - at)
                 sums += 4 * LANES
 
-    def linear(args: int, chunk: int, thread: int) -> None:
+    @inlined
+    def multiply(args: int, matrix: int, panel: int, first_row: int, end_row: int) -> None:
+        """Some rows and a panel of a matrix, which begins at the weight's panel ``matrix``."""
         x, x_stride, num_words = get_i64(args), get_i64(args + 8), get_i64(args + 24)
-        num_rows, rows_a_chunk, num_panels = get_i64(args + 56), get_i64(args + 72), get_i64(args + 80)
-        panel, first_row = chunk % num_panels, chunk // num_panels * rows_a_chunk
-        end_row = min(first_row + rows_a_chunk, num_rows)
         panel_bytes = PANEL * num_words * word
-        w = get_i64(args + 16) + panel * panel_bytes
+        w = get_i64(args + 16) + (matrix + panel) * panel_bytes
         next_w = w + get_i64(args + 112) * panel_bytes
         is_single = end_row - first_row <= TILE_ROWS
-        scales = get_i64(args + 88) + panel * ((num_words + INT4_GROUP_WORDS - 1) // INT4_GROUP_WORDS) * PANEL * 2
+        num_groups = (num_words + INT4_GROUP_WORDS - 1) // INT4_GROUP_WORDS
+        scales = get_i64(args + 88) + (matrix + panel) * num_groups * PANEL * 2
         sums, wide = room(), wide_room()
         for begin in range(first_row, end_row, most_rows):
             end = min(begin + most_rows, end_row)
@@ -485,7 +492,20 @@ def make_linear(kind: Kind, memory: Memory, of_bias: Memory) -> Any:
                         x + row * x_stride + at * x_word, x_stride, here, words,
                         sums + (row - begin) * PANEL * 4, rows, scales + at // INT4_GROUP_WORDS * PANEL * 2, ahead,
                     )  # fmt: skip
-            write_rows(args, panel, begin, end, sums)
+            write_rows(args, matrix, panel, begin, end, sums)
+
+    def linear(args: int, chunk: int, thread: int) -> None:
+        num_panels, groups = get_i64(args + 80), get_i64(args + 120)
+        if groups:
+            num_items, num_chunks = get_i32(groups) * num_panels, get_i64(args + 128)
+            for item in range(num_items * chunk // num_chunks, num_items * (chunk + 1) // num_chunks):
+                group = groups + GROUP_BYTES * (1 + item // num_panels)
+                matrix = get_i32(group) * num_panels
+                multiply(args, matrix, item % num_panels, get_i32(group + 4), get_i32(group + 8))
+            return
+        num_rows, rows_a_chunk = get_i64(args + 56), get_i64(args + 72)
+        first_row = chunk // num_panels * rows_a_chunk
+        multiply(args, 0, chunk % num_panels, first_row, min(first_row + rows_a_chunk, num_rows))
 
     return linear
 
