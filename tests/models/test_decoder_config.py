@@ -170,7 +170,8 @@ def test_few_fields_are_read_the_same_and_the_rest_is_left_to_transformers(
     # Null in a field of other families is not looked at.
     others = {"attention_bias", "mlp_bias", "use_sliding_window", "max_window_layers"}
     others -= {family.qkv_bias, family.output_bias, family.mlp_bias}
-    others -= {"use_sliding_window", "max_window_layers"} if family.windows == "layer_types" else set()
+    reads_windows = family.windows in ("layer_types", "all layers if used")
+    others -= {"use_sliding_window", "max_window_layers"} if reads_windows else set()
     assert read_both_ways(tmp_path, {**content, **dict.fromkeys(others)})[0] == here
 
 

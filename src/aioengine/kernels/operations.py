@@ -84,7 +84,6 @@ class ExpertWeights:
         gate_up: E matrices [2 · intermediate, hidden] one below the other, in each the gate first.
         down: E matrices [hidden, intermediate] one below the other.
         gate_up_bias, down_bias: x, a number for each row of these; None: there are none.
-        activation: as in `Operations.gated_activation`.
     """
 
     num_experts: int
@@ -94,6 +93,7 @@ class ExpertWeights:
     down: PackedWeight
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+    activation: Activation = "silu"
 
 
 class Operations(Protocol):
@@ -198,9 +198,7 @@ class Operations(Protocol):
             x: [any, any].
         """
 
-    def route(
-        self, logits: Tensor, num_experts: int, num_chosen: int, *, is_normalised: bool
-    ) -> tuple[Tensor, Tensor]:
+    def route(self, logits: Tensor, num_experts: int, num_chosen: int, *, is_normalised: bool) -> tuple[Tensor, Tensor]:
         """Choose each token's experts: those of the highest logits (Shazeer et al., 2017, arXiv:1701.06538).
 
         Args:

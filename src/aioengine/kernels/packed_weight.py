@@ -228,3 +228,8 @@ def row_blocks(shape: tuple[int, ...]) -> Iterator[slice]:
     num_rows, num_columns = shape
     size = max(PANEL, BLOCK_NUMBERS // num_columns // PANEL * PANEL)
     return (slice(first, min(first + size, num_rows)) for first in range(0, num_rows, size))
+
+
+def in_panels(num_rows: int) -> int:
+    """Rows of whole panels that so many rows take: what of a stack of matrices begins a panel begins a multiple of."""
+    return -(-num_rows // PANEL) * PANEL

@@ -19,9 +19,17 @@ import torch
 from torch import Tensor, nn
 
 from aioengine.errors import InvalidRequest
-from aioengine.kernels.operations import LayerAttention, Operations
-from aioengine.kernels.packed_weight import CodedRows, CodedWeight, PackedWeight, Quantization, UnpackedRows
+from aioengine.kernels.operations import ExpertWeights, LayerAttention, Operations
+from aioengine.kernels.packed_weight import (
+    CodedRows,
+    CodedWeight,
+    PackedWeight,
+    Quantization,
+    UnpackedRows,
+    in_panels,
+)
 from aioengine.models.checkpoint import EMBEDDING, HEAD, CheckpointTensor, checkpoint_tensors
+from aioengine.models.experts import ExpertsConfig
 from aioengine.models.families import DecoderConfig, Rope
 from aioengine.models.model import Attend
 
@@ -130,20 +138,64 @@ class Linear(nn.Module):
 class Mlp(nn.Module):
     """A gated MLP: down(activation(gate(x)) · up(x))."""
 
-    def __init__(self, config: DecoderConfig, quantization: Quantization | None) -> None:
+    def __init__(self, config: DecoderConfig, intermediate_size: int, quantization: Quantization | None) -> None:
         super().__init__()
         c = config
 
         def linear(in_features: int, out_features: int) -> Linear:
             return Linear(in_features, out_features, bias=c.mlp_bias, dtype=c.dtype, quantization=quantization)
 
-        self.gate_up = linear(c.hidden_size, 2 * c.intermediate_size)
-        self.down = linear(c.intermediate_size, c.hidden_size)
+        self.gate_up = linear(c.hidden_size, 2 * intermediate_size)
+        self.down = linear(intermediate_size, c.hidden_size)
 
     def bind(self, operations: Operations) -> Product:
         """As a function [tokens, hidden] → [tokens, hidden]."""
         gate_up, down, gated_activation = self.gate_up.product(), self.down.product(), operations.gated_activation
         return lambda x: down(gated_activation(gate_up(x)))
+
+
+class Experts(nn.Module):
+    """A mixture of gated MLPs, in the place of one.
+
+    Attributes:
+        router: not quantised, since small differences of its logits decide.
+        gate_up, down: of all experts, one below the other, each from the beginning of a panel on.
+        shared: the MLP of all tokens, whose weight is the router's last logit's sigmoid.
+    """
+
+    def __init__(self, config: DecoderConfig, experts: ExpertsConfig, quantization: Quantization | None) -> None:
+        super().__init__()
+        hidden, of, num_shared = config.hidden_size, experts, int(experts.shared_size > 0)
+
+        def stack(in_features: int, out_features: int) -> Linear:
+            rows = of.count * in_panels(out_features)
+            return Linear(in_features, rows, bias=of.bias, dtype=config.dtype, quantization=quantization)
+
+        self.hidden, self.of = hidden, of
+        self.router = Linear(hidden, of.count + num_shared, bias=of.bias, dtype=config.dtype)
+        self.gate_up, self.down = stack(hidden, 2 * of.intermediate_size), stack(of.intermediate_size, hidden)
+        self.shared = Mlp(config, of.shared_size, quantization) if num_shared else None
+
+    def bind(self, operations: Operations) -> Product:
+        """As a function [tokens, hidden] → [tokens, hidden]."""
+        of, route, experts = self.of, operations.route, operations.experts
+        weights = ExpertWeights(
+            num_experts=of.count,
+            hidden=self.hidden,
+            intermediate=of.intermediate_size,
+            gate_up=self.gate_up.packed,
+            down=self.down.packed,
+            gate_up_bias=self.gate_up.bias,
+            down_bias=self.down.bias,
+        )
+        router = self.router.product(torch.float32)
+        shared = self.shared.bind(operations) if self.shared is not None else lambda _: None
+
+        def run(x: Tensor) -> Tensor:
+            ids, chosen = route(router(x), of.count, of.num_chosen, is_normalised=of.is_normalised)
+            return experts(x, ids, chosen, weights, shared(x))
+
+        return run
 
 
 class DecoderLayer(nn.Module):
@@ -165,7 +217,8 @@ class DecoderLayer(nn.Module):
         self.qk_norm = _parameter((num_qk, c.head_dim), dtype) if c.qk_norm else None
         self.output = linear(c.num_heads * c.head_dim, c.hidden_size, c.output_bias)
         self.mlp_norm = _parameter((c.hidden_size,), dtype)
-        self.mlp = Mlp(c, quantization)
+        experts = c.experts if c.experts is not None and c.experts.layers[index] else None
+        self.mlp = Mlp(c, c.intermediate_size, quantization) if experts is None else Experts(c, experts, quantization)
 
     def bind(self, operations: Operations, next_norm: Tensor, rope_table: Tensor) -> Layer:
         """The layer as a function of (x, residual, attend), which adds to ``residual`` and returns the next layer's x.

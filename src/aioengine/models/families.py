@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from aioengine.errors import ConfigError, ModelLoadError
+from aioengine.models.experts import ExpertFields, ExpertsConfig
 from aioengine.models.folder import ModelFolder
 from aioengine.models.model import ModelConfig
 from aioengine.validation import shorten
@@ -75,11 +76,21 @@ class ConfigFields(msgspec.Struct, frozen=True):
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     attention_bias: bool = False
+    qkv_bias: bool = False
     mlp_bias: bool = False
     use_sliding_window: bool = False
     sliding_window: int | None = 4096
     max_window_layers: int = 28
     layer_types: list[str] | None = None
+    num_experts: int | None = None
+    num_local_experts: int | None = None
+    num_experts_per_tok: int | None = None
+    moe_intermediate_size: int | None = None
+    shared_expert_intermediate_size: int | None = None
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: list[int] | None = None
+    clip_qkv: float | None = None
     dtype: str | None = None
 
 
@@ -97,15 +108,17 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
         mlp_bias: of the MLP's.
         qk_norm: whether each head's query and key are normalised before the rotation.
         windows: which layers attend to the last ``sliding_window`` tokens only.
+        experts: how its config describes a mixture of experts; None: each layer has a plain MLP.
     """
 
     model_type: str
-    defaults: dict[str, int] = {}
+    defaults: dict[str, Any] = {}
     qkv_bias: bool | str = False
     output_bias: bool | str = False
     mlp_bias: bool | str = False
     qk_norm: bool = False
-    windows: Literal["none", "all layers", "layer_types"] = "none"
+    windows: Literal["none", "all layers", "all layers if used", "layer_types"] = "none"
+    experts: ExpertFields | None = None
 
 
 ARCHITECTURES = {
@@ -123,6 +136,54 @@ ARCHITECTURES = {
         output_bias="attention_bias",
         qk_norm=True,
         windows="layer_types",
+    ),
+    "MixtralForCausalLM": Family(
+        model_type="mixtral",
+        defaults={
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "sliding_window": None,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        windows="all layers",
+        experts=ExpertFields(),
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        model_type="qwen2_moe",
+        defaults={
+            "num_key_value_heads": 16,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "qkv_bias": True,
+        },
+        qkv_bias="qkv_bias",
+        windows="layer_types",
+        experts=ExpertFields(
+            intermediate_size="moe_intermediate_size",
+            is_normalised="norm_topk_prob",
+            has_shared=True,
+            has_plain_layers=True,
+        ),
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        model_type="qwen3_moe",
+        defaults={
+            "num_key_value_heads": 4,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        qk_norm=True,
+        windows="all layers if used",
+        experts=ExpertFields(
+            intermediate_size="moe_intermediate_size", is_normalised="norm_topk_prob", has_plain_layers=True
+        ),
     ),
 }
 
@@ -154,6 +215,7 @@ class DecoderConfig(ModelConfig, frozen=True, kw_only=True):
     qk_norm: bool
     tie_word_embeddings: bool
     ropes: tuple[Rope, ...]
+    experts: ExpertsConfig | None = None
 
 
 def read_decoder_config(folder: ModelFolder, *, dtype: str = "auto", max_model_len: int | None = None) -> DecoderConfig:
@@ -179,8 +241,11 @@ class _BadConfig(Exception):
 def _read(folder: ModelFolder, dtype: str, max_model_len: int | None) -> DecoderConfig:
     architecture = _check_architecture(folder.config)
     family = ARCHITECTURES[architecture]
-    _check_numbers(folder.config.get)
-    fields = known_fields(folder.config, family) or _fields_by_transformers(folder.path)
+    config = folder.config
+    if config.get("use_sliding_window") is False and config.get("sliding_window") == 0:
+        config = config | {"sliding_window": None}  # as Qwen2-MoE is saved, which has no window then
+    _check_numbers(config.get)
+    fields = known_fields(config, family) or _fields_by_transformers(folder.path)
     _check_numbers(lambda name: getattr(fields, name, None))
     _check_features(fields)
     num_heads, num_kv_heads = fields.num_attention_heads, fields.num_key_value_heads or fields.num_attention_heads
@@ -213,6 +278,7 @@ def _read(folder: ModelFolder, dtype: str, max_model_len: int | None) -> Decoder
         tie_word_embeddings=fields.tie_word_embeddings,
         windows=_windows(family, fields),
         ropes=(rope,) * fields.num_hidden_layers,
+        experts=_experts(family, fields),
     )
 
 
@@ -231,13 +297,13 @@ def known_fields(config: dict[str, Any], family: Family) -> ConfigFields | None:
     if (
         config.get("model_type") != family.model_type
         or not UNREAD_FIELDS.isdisjoint(config)
-        or any(config.get(name, default) is None for name, default in family.defaults.items())
+        or any(config.get(name, default) is None is not default for name, default in family.defaults.items())
         or not isinstance(rope, dict)
     ):
         return None
     rope = {
         "rope_type": rope.get("type", "default"),
-        "rope_theta": config.get("rope_theta", DEFAULT_ROPE_THETA),
+        "rope_theta": config.get("rope_theta", family.defaults.get("rope_theta", DEFAULT_ROPE_THETA)),
         "original_max_position_embeddings": config.get("max_position_embeddings"),
         **rope,
     }
@@ -273,7 +339,7 @@ def _fields_by_transformers(folder: Path) -> ConfigFields:
         given = {
             name: value for name, value in config.to_dict().items() if value is not None or name not in MAY_BE_NULL
         }
-        return msgspec.convert({"sliding_window": None, **given}, type=ConfigFields)
+        return msgspec.convert({**given, "sliding_window": given.get("sliding_window") or None}, type=ConfigFields)
     # Its validation raises whatever it likes: ValueError, KeyError, TypeError, errors of its own.
     except Exception as error:
         raise _BadConfig(f"transformers does not understand it: {str(error)[:MAX_SHOWN_CHARS]}") from error
@@ -414,11 +480,20 @@ def _dtype(fields: ConfigFields, name: str) -> torch.dtype:
     return DTYPES[name]
 
 
+def _experts(family: Family, fields: ConfigFields) -> ExpertsConfig | None:
+    if family.experts is None:
+        return None
+    try:
+        return family.experts.read(lambda name: getattr(fields, name), fields.num_hidden_layers)
+    except ValueError as error:
+        raise _BadConfig(f"its experts: {error}") from error
+
+
 def _windows(family: Family, fields: ConfigFields) -> tuple[int | None, ...]:
     window, num_layers, layer_types = fields.sliding_window, fields.num_hidden_layers, fields.layer_types
     if family.windows == "none" or window is None:
         return (None,) * num_layers
-    if family.windows == "all layers":
+    if family.windows in ("all layers", "all layers if used"):
         return (window,) * num_layers
     if layer_types is None or len(layer_types) != num_layers:
         raise _BadConfig(f"layer_types={shorten(layer_types)}; one for each of {num_layers} is needed")

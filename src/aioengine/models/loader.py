@@ -321,7 +321,7 @@ def _fill_with_noise(
         for name in names:
             stop_if(should_stop)
             values = tensors[name].within(decoder)
-            if tensors[name].shape == values.shape and len(values.shape) > 1:
+            if len(tensors[name].shape) > 1:
                 values.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
             else:
                 values.fill_(1.0)

@@ -315,7 +315,13 @@ class NativeOperations:
         return out
 
     def _multiply(
-        self, x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, num_chunks: int, groups: Tensor | int = 0
+        self,
+        x: Tensor,
+        packed: PackedWeight,
+        bias: Tensor | None,
+        out: Tensor,
+        num_chunks: int,
+        groups: Tensor | int = 0,
     ) -> None:
         """Launch a product with panels.
 
@@ -343,18 +349,14 @@ class NativeOperations:
 
     # Mixtures of experts
 
-    def route(
-        self, logits: Tensor, num_experts: int, num_chosen: int, *, is_normalised: bool
-    ) -> tuple[Tensor, Tensor]:
+    def route(self, logits: Tensor, num_experts: int, num_chosen: int, *, is_normalised: bool) -> tuple[Tensor, Tensor]:
         num_tokens, width = logits.shape
         check_tensor("route: logits", logits, (None, None), torch.float32, HOST)
         if not (0 < num_chosen <= num_experts <= width <= num_experts + 1):
             raise InternalError(f"route: {num_chosen} of {num_experts} experts by {width} logits")
         ids = self._buffer("expert_ids", num_tokens, num_chosen, torch.int32)
         weights = self._buffer("expert_weights", num_tokens, num_chosen + width - num_experts, torch.float32)
-        self._team.launch(
-            "route", num_tokens, logits, width, num_experts, num_chosen, is_normalised, ids, weights
-        )
+        self._team.launch("route", num_tokens, logits, width, num_experts, num_chosen, is_normalised, ids, weights)
         return ids, weights
 
     def experts(
@@ -380,13 +382,11 @@ class NativeOperations:
             "group_pairs", 1, ids, num_pairs, num_experts, ROWS_A_CHUNK, ends, pair_of_row, row_of_pair, groups
         )
         gathered = self._buffer("gathered", num_pairs, hidden, x.dtype)
-        self._team.launch(
-            "gather_pairs", num_pairs, x, hidden * x.element_size(), num_chosen, pair_of_row, gathered
-        )
+        self._team.launch("gather_pairs", num_pairs, x, hidden * x.element_size(), num_chosen, pair_of_row, gathered)
         gate_up = self._buffer("gate_up", num_pairs, 2 * of_layer.intermediate, x.dtype)
         made = self._buffer("made", num_pairs, hidden, torch.float32)
         self._multiply_groups(gathered, of_layer.gate_up, of_layer.gate_up_bias, gate_up, groups, most_groups)
-        activated = self.gated_activation(gate_up)
+        activated = self.gated_activation(gate_up, of_layer.activation)
         self._multiply_groups(activated, of_layer.down, of_layer.down_bias, made, groups, most_groups)
         out = self._buffer("experts", num_tokens, hidden, x.dtype)
         self._team.launch(

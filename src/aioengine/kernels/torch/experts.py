@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from aioengine.kernels.operations import ExpertWeights
-from aioengine.kernels.packed_weight import PANEL
+from aioengine.kernels.packed_weight import in_panels
 from aioengine.kernels.torch.layers import gated_activation
 from aioengine.kernels.torch.products import linear, some_rows
 
@@ -20,9 +20,7 @@ def route(logits: Tensor, num_experts: int, num_chosen: int, *, is_normalised: b
     return ids.int(), torch.cat((weights, of_shared.sigmoid()), dim=1)
 
 
-def experts(
-    x: Tensor, ids: Tensor, weights: Tensor, of_layer: ExpertWeights, shared: Tensor | None = None
-) -> Tensor:
+def experts(x: Tensor, ids: Tensor, weights: Tensor, of_layer: ExpertWeights, shared: Tensor | None = None) -> Tensor:
     """As `Operations.experts`."""
     made = x.new_empty((*ids.shape, of_layer.hidden), dtype=torch.float32)
     for expert in ids.unique().tolist():
@@ -33,7 +31,7 @@ def experts(
             for bias, rows in ((of_layer.gate_up_bias, of_gate_up), (of_layer.down_bias, of_down))
         )
         gate_up = linear(x[token], some_rows(of_layer.gate_up, of_gate_up), gate_up_bias)
-        activated = gated_activation(gate_up)
+        activated = gated_activation(gate_up, of_layer.activation)
         made[token, nth] = linear(activated, some_rows(of_layer.down, of_down), down_bias, torch.float32)
     total = torch.zeros_like(made[:, 0])
     terms = made.unbind(1) if shared is None else (*made.unbind(1), shared.float())
@@ -44,5 +42,5 @@ def experts(
 
 def _rows_of(expert: int, size: int) -> slice:
     """Where an expert's matrix of so many rows is in a stack of them."""
-    first = expert * -(-size // PANEL) * PANEL
+    first = expert * in_panels(size)
     return slice(first, first + size)
