@@ -1,4 +1,4 @@
-"""One decoder for the dense families (Llama, Mistral, Qwen2, Qwen3): what differs is in its config.
+"""One decoder for all native families: what differs is in its config.
 
 The parameters are modules, for loading and counting. `Decoder.use` packs their matrices for a device's operations and
 turns them into closures over plain tensors, once, since a step of a small model on a CPU is as much Python as
