@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from aioengine.executor.batch import Batch
-from aioengine.executor.step_words import WORDS_A_ROW, ExtraWords, FixedWords
+from aioengine.executor.step_words import ExtraWords, FixedWords, num_fixed_words
 from aioengine.kernels.native.kernels.parts import COMMON
 from aioengine.kernels.native.library import compile_library
 from aioengine.kernels.native.operations import NativeOperations
@@ -92,7 +92,7 @@ class Steps:
         self._batch = Batch(max_num_seqs=num_rows, vocab_size=vocab, tile=1)
         history = torch.from_numpy(random.integers(0, vocab, (num_rows, length + 1), np.int32))
         self._sampler = Sampler(operations, history, vocab)
-        self._words = np.zeros(num_rows * WORDS_A_ROW, np.int32)
+        self._words = np.zeros(num_fixed_words(num_rows), np.int32)
         self._fixed = FixedWords.of(self._words, num_rows)
         self._on_device = FixedWords.of(torch.from_numpy(self._words), num_rows)
         blocks = int32(np.arange(-(-length // 16)))
@@ -101,7 +101,7 @@ class Steps:
                 row=row,
                 token_ids=history[row, :length].numpy(),
                 num_prompt_tokens=NUM_PROMPT,
-                block_ids=blocks,
+                block_ids=(blocks,),
                 sampling=feature if row < num_using else GREEDY,
             )
             for row in range(num_rows)
@@ -110,8 +110,6 @@ class Steps:
             step=1,
             removed=EMPTY,
             added=added,
-            grown_rows=EMPTY,
-            grown_blocks=EMPTY,
             rows=int32(np.arange(num_rows)),
             epochs=int32(np.zeros(num_rows)),
             starts=int32(np.full(num_rows, length - 1)),

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
 from aioengine.scheduler.block_pool import BlockPool
+from aioengine.scheduler.kv_groups import most_blocks
 from aioengine.scheduler.kv_manager import KVManager
 from aioengine.scheduler.prefix_cache import PrefixCache
 from aioengine.scheduler.row_table import RowTable
@@ -53,8 +54,8 @@ def check_table(table: RowTable, *, is_caching: bool) -> None:
         row = sequence.row
         assert table.computed[row] <= table.scheduled[row] <= table.expected[row] <= table.last[row] + 1
         assert table.scheduled[row] <= table.last[row] == sequence.limit - 1
-        assert table.capacity[row] == len(sequence.block_ids) * block_size
-        assert table.scheduled[row] <= table.capacity[row]
+        assert table.capacity[:, row].tolist() == [len(block_ids) * block_size for block_ids in sequence.block_ids]
+        assert table.scheduled[row] <= table.capacity[:, row].min()
         if is_caching:
             assert sequence.num_ready_blocks == table.computed[row] // block_size
             assert table.next_block_boundary[row] == (sequence.num_ready_blocks + 1) * block_size
@@ -76,7 +77,9 @@ def check_kv(kv: KVManager, live: Iterable[Sequence]) -> None:
     """Compare the blocks, the PENDING ones and those that are waited for with all live sequences."""
     live = list(live)
     assert not kv._copies, "copies are waiting that no plan has"
-    owned = Counter(block_id for sequence in live for block_id in sequence.block_ids)
+    for sequence in live:
+        check_tables(kv, sequence)
+    owned = Counter(b for sequence in live for block_ids in sequence.block_ids for b in block_ids if b >= 0)
     check_pool(kv.pool, owned, kv.cache.hashes)
     check_cache(kv.cache)
     owners = {id(sequence): sequence for sequence in live}
@@ -85,11 +88,22 @@ def check_kv(kv: KVManager, live: Iterable[Sequence]) -> None:
         assert owner is not None, "a PENDING block has no live owner"
         index = owner.num_ready_blocks
         assert owner.block_hashes[index] == block_hash, "a PENDING block is not the next of its owner"
-        assert index < len(owner.block_ids), "a PENDING block is not held by its owner"
+        for block_ids, window in zip(owner.block_ids, kv.windows, strict=True):
+            assert index < len(block_ids) or window is not None, "a PENDING block is not held by its owner"
     waiting = [sequence for sequence in live if sequence.reasons & Reason.PENDING_PREFIX]
     listed = [id(waiter) for waiters in kv.cache.waiters.values() for waiter in waiters]
     assert len(set(listed)) == len(listed), "a sequence waits for two prefixes"
     assert {id(sequence) for sequence in waiting} <= set(listed), "a sequence waits for a prefix, and will not be woken"
+
+
+def check_tables(kv: KVManager, sequence: Sequence) -> None:
+    """A sequence holds blocks in all groups or in none, and in each of them those that its window has not passed."""
+    assert len(sequence.block_ids) == len(sequence.num_passed_blocks) == (len(kv.windows) if sequence.block_ids else 0)
+    most = most_blocks(kv.windows, sequence.limit - 1, kv.block_size, kv.max_tokens_in_flight)
+    for block_ids, passed, most_held in zip(sequence.block_ids, sequence.num_passed_blocks, most, strict=False):
+        assert all(block_id == -1 for block_id in block_ids[:passed])
+        assert all(block_id >= 0 for block_id in block_ids[passed:])
+        assert len(block_ids) - passed <= most_held, "a sequence holds more than it may ever need"
 
 
 def check_pool(pool: BlockPool, owned: dict[int, int], hashes: Items[object]) -> None:
@@ -108,7 +122,9 @@ def check_pool(pool: BlockPool, owned: dict[int, int], hashes: Items[object]) ->
 
 def check_cache(cache: PrefixCache) -> None:
     """Compare ``ready`` with ``hashes``, and the hashes that are waited for with ``pending``."""
-    by_hash = {block_hash: block_id for block_id, block_hash in enumerate(cache.hashes) if block_hash is not None}
-    assert by_hash == cache.ready, "hashes and blocks differ"
-    assert not cache.ready.keys() & cache.pending.keys(), "a hash is READY and PENDING"
+    by_block = {b: block_hash for block_hash, block_ids in cache.ready.items() for b in block_ids if b >= 0}
+    assert by_block == {b: h for b, h in enumerate(cache.hashes) if h is not None}, "hashes and blocks differ"
+    assert all(max(block_ids) >= 0 for block_ids in cache.ready.values()), "a hash is kept that no block has"
+    whole = {block_hash for block_hash, block_ids in cache.ready.items() if min(block_ids) >= 0}
+    assert not whole & cache.pending.keys(), "a hash is READY and PENDING"
     assert cache.waiters.keys() <= cache.pending.keys(), "a prefix is waited for and not computed"

@@ -61,7 +61,7 @@ def describe(plan: StepPlan) -> Iterator[str]:
         f"num_tokens {plan.num_tokens} wants {plan.wants}"
     )
     for added in plan.added:
-        yield f"            added: row {added.row}, token_ids {added.token_ids}, block_ids {added.block_ids}"
+        yield f"            added: row {added.row}, token_ids {added.token_ids}, block_ids {added.block_ids[0]}"
     if len(plan.grown_rows):
         yield f"            grown_rows {plan.grown_rows} grown_blocks {plan.grown_blocks}"
 
@@ -70,9 +70,9 @@ def columns(scheduler: Scheduler, sequence: Sequence) -> str:
     if sequence.row < 0:
         return f"            finished: {sequence.finish_reason}, output_ids {sequence.output_ids}"
     table, row = scheduler.table, sequence.row
-    numbers = " ".join(
-        f"{name} {getattr(table, name)[row]:2}" for name in ("computed", "scheduled", "expected", "last", "capacity")
-    )
+    columns = {name: getattr(table, name) for name in ("computed", "scheduled", "expected", "last")}
+    columns["capacity"] = table.capacity[0]  # of the one group of layers
+    numbers = " ".join(f"{name} {column[row]:2}" for name, column in columns.items())
     return f"            row {row}: {numbers}   output_ids {sequence.output_ids}"
 
 

@@ -94,6 +94,7 @@ def make_runner(max_num_seqs: int) -> Runner:
         max_num_seqs=max_num_seqs,
         block_size=BLOCK_SIZE,
         max_in_flight=2,
+        num_groups=1,
         graph_sizes=default_sizes(max_num_seqs),
     )
     runner.make_cache()
@@ -105,7 +106,8 @@ def decode_plan(step: int, num_rows: int, added: tuple[RowAdded, ...] = ()) -> S
     rows = int32(np.arange(num_rows))
     grown = EMPTY if added else int32(rows[(rows + step) % BLOCK_SIZE == 0])
     return StepPlan(
-        step=step, removed=EMPTY, added=added, grown_rows=grown, grown_blocks=grown, rows=rows, epochs=rows,
+        step=step, removed=EMPTY, added=added, grown_rows=grown,
+        grown_groups=int32(np.zeros(len(grown))), grown_blocks=grown, rows=rows, epochs=rows,
         starts=int32(np.full(num_rows, PROMPT_TOKENS - 1 + step)), num_tokens=int32(np.ones(num_rows)),
         wants=np.ones(num_rows, np.int8),
     )  # fmt: skip
@@ -116,8 +118,8 @@ def measure(num_rows: int, sampling: RowSampling, num_steps: int) -> tuple[float
     runner = make_runner(max(num_rows, 8))
     blocks = int32(np.arange(-(-PROMPT_TOKENS // BLOCK_SIZE)))
     added = tuple(
-        RowAdded(row=row, token_ids=int32(np.arange(PROMPT_TOKENS)), num_prompt_tokens=PROMPT_TOKENS, block_ids=blocks,
-                 sampling=sampling)
+        RowAdded(row=row, token_ids=int32(np.arange(PROMPT_TOKENS)), num_prompt_tokens=PROMPT_TOKENS,
+                 block_ids=(blocks,), sampling=sampling)
         for row in range(num_rows)
     )  # fmt: skip
     runner.step(decode_plan(0, num_rows, added)).wait()

@@ -191,7 +191,7 @@ def _row_state(i: Inputs) -> Iterator[Case]:
         yield Case(
             operation="gather_tokens",
             size=f"{name}: {s.decode} rows of {each}",
-            call=lambda f, rows=rows, each=each: f(rows, history, tables, s.block_size, each * s.decode),
+            call=lambda f, rows=rows, each=each: f(rows, history, tables[None], s.block_size, each * s.decode),
             num_bytes=4 * each * s.decode * 5,
         )
     samples = i.samples(s.decode)

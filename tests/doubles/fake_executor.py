@@ -1,8 +1,9 @@
 """The fake device of the engine's own tests, which checks everything.
 
-Its KV are the token ids themselves, in the blocks that a real device would have. What it samples is a hash of all the
-tokens that it reads *through the block table*, so that a block freed too early, shared wrongly, not copied or not yet
-written changes the output. It refuses plans that a device could not run.
+Its KV are the token ids themselves, each with the group of layers, in the blocks that a real device would have. What it
+samples is a hash of all the tokens that it reads *through the block tables*, in each group those that its window
+leaves, so that a block freed too early, shared wrongly, not copied or not yet written changes the output. It refuses
+plans that a device could not run.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aioengine.core.control import (
     CollectiveRpc,
@@ -83,7 +85,8 @@ class FakeExecutor(public.FakeExecutor):
         self.plans: list[StepPlan] = []
         self._asleep: frozenset[WakeTag] = frozenset()
         self._is_discarded = False
-        self._blocks: dict[int, list[int]] = {}
+        self._blocks: dict[int, list[list[int]]] = {}
+        """By row, the block table of each group."""
         self._kv = np.full((self.info.num_blocks, self.info.block_size), -1, np.int64)
         self._row_failures: dict[tuple[int, int], Exception] = {}
         self._profile: list[FakeStep] | None = None
@@ -181,14 +184,19 @@ class FakeExecutor(public.FakeExecutor):
         self._kv[copied_to] = self._kv[copied_from]
         for added in plan.added:
             assert added.row not in self._blocks, f"row {added.row} is taken"
-            self._blocks[added.row] = added.block_ids.tolist()
-        for row, block_id in zip(plan.grown_rows.tolist(), plan.grown_blocks.tolist(), strict=True):
-            self._blocks[row].append(block_id)
+            assert len(added.block_ids) == len(self.info.windows), "a row has a table for each group"
+            self._blocks[added.row] = [block_ids.tolist() for block_ids in added.block_ids]
+        grown = (plan.grown_rows, plan.grown_groups, plan.grown_blocks)
+        for row, group, block_id in zip(*(column.tolist() for column in grown), strict=True):
+            self._blocks[row][group].append(block_id)
         super().apply(plan)
 
-    def rows(self) -> dict[int, tuple[list[int], list[int]]]:
-        """What the device holds: {row: (token ids, block table)}."""
-        return {number: (list(row.tokens), list(self._blocks[number])) for number, row in sorted(self._rows.items())}
+    def rows(self) -> dict[int, tuple[list[int], list[list[int]]]]:
+        """What the device holds: {row: (token ids, block table of each group)}."""
+        return {
+            number: (list(row.tokens), [list(block_ids) for block_ids in self._blocks[number]])
+            for number, row in sorted(self._rows.items())
+        }
 
     def _works(self, plan: StepPlan) -> list[RowWork]:
         works = super()._works(plan)
@@ -198,16 +206,32 @@ class FakeExecutor(public.FakeExecutor):
         return works
 
     def _write(self, work: RowWork) -> None:
-        size, tokens, blocks = self.info.block_size, work.row.tokens, self._blocks[work.number]
+        tokens = work.row.tokens
         assert work.end > work.start, "a row computes at least one token"
         assert work.end <= len(tokens), "a token is computed before it is known"
-        assert work.end <= len(blocks) * size, "a token has no block to go to"
-        for position in range(work.start, work.end):
-            self._kv[blocks[position // size], position % size] = tokens[position]
+        positions = np.arange(work.start, work.end)
+        for group, block_ids in enumerate(self._blocks[work.number]):
+            assert work.end <= len(block_ids) * self.info.block_size, "a token has no block to go to"
+            kv = np.array(tokens[work.start : work.end]) * len(self.info.windows) + group
+            self._kv[self._places(block_ids, positions)] = kv
 
     def _read(self, work: RowWork) -> list[int]:
-        """What the KV holds of a row up to the end of what is computed."""
-        return list(map(int, self._kv[self._blocks[work.number]].reshape(-1)[: work.end]))
+        """A row's tokens up to the end of what is computed, each as the KV has it that a group reads in this step."""
+        read = np.array(work.row.tokens[: work.end])
+        for group, (block_ids, window) in enumerate(zip(self._blocks[work.number], self.info.windows, strict=True)):
+            first = 0 if window is None else max(work.start + 1 - window, 0)
+            seen = np.arange(first, work.end)
+            tokens, of_group = np.divmod(self._kv[self._places(block_ids, seen)], len(self.info.windows))
+            tokens[of_group != group] = -1
+            is_wrong = tokens != read[first:]
+            read[seen[is_wrong]] = tokens[is_wrong]
+        return list(map(int, read))
+
+    def _places(self, block_ids: list[int], positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
+        """Where the KV of these positions is: blocks, and places in them."""
+        blocks = np.array(block_ids)[positions // self.info.block_size]
+        assert blocks.min() >= 0, "what a window has passed is read, or written"
+        return blocks, positions % self.info.block_size
 
     def _sample(self, work: RowWork) -> tuple[list[int], Exception | None]:
         error = self._row_failures.pop((work.step, work.number), None)

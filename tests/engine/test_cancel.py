@@ -101,7 +101,7 @@ def assert_gone(served: Any, num_plans: int) -> None:
     live = served.core.scheduler.sequences()
     assert SEED not in {sequence.sampling.seed for sequence in live}
     check_integrity(served.core.scheduler)
-    held = {block_id for sequence in live for block_id in sequence.block_ids}
+    held = {block_id for sequence in live for block_ids in sequence.block_ids for block_id in block_ids}
     assert served.num_free_blocks == served.executor.info.num_blocks - len(held)
     assert NAME not in {request.request_id for request in served.runtime.admission.requests}
 

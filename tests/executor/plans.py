@@ -1,11 +1,13 @@
 """Plans as a scheduler would write them, for tests that drive an executor or a runner by hand."""
 
+from __future__ import annotations
+
 import random
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from aioengine.core.executor_protocol import Executor
+from aioengine.core.executor_protocol import Executor, ExecutorInfo
 from aioengine.scheduler.plan import RowAdded, RowSampling, StepPlan, StepResult, Want, int32
 
 
@@ -13,12 +15,13 @@ from aioengine.scheduler.plan import RowAdded, RowSampling, StepPlan, StepResult
 class PlannedRow:
     """Attributes:
     token_ids: all known ones, with None for each that was sampled on the device and not read yet.
+    block_ids: of each group of layers.
     num_computed: how many of them the plans so far compute.
     """
 
     token_ids: list[int | None]
     num_prompt_tokens: int
-    block_ids: list[int]
+    block_ids: list[list[int]]
     num_computed: int = 0
     epoch: int = 0
 
@@ -31,16 +34,23 @@ class PlannedRow:
 class PlanWriter:
     """Keeps the rows and the free blocks, hands out blocks in random order, numbers the steps from 1.
 
-    A block is free when no row has it.
+    A block is free when no row has it. What the window of a group has passed is free at once, and taken first.
 
     Attributes:
+        windows: of the groups of layers; absent: of those that `executor.tiny_decoder.tiny_config` makes.
         rows: by row.
     """
 
     num_blocks: int
     block_size: int
     seed: int = 0
+    windows: tuple[int | None, ...] = (None, 5)
     rows: dict[int, PlannedRow] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, info: ExecutorInfo, seed: int = 0) -> PlanWriter:
+        """For such an executor."""
+        return cls(info.num_blocks, info.block_size, seed, windows=info.windows)
 
     def __post_init__(self) -> None:
         self._free = list(range(self.num_blocks))
@@ -66,7 +76,8 @@ class PlanWriter:
         With no more than ``max_blocks`` at first, it grows by as many more as it needs.
         """
         num_blocks = self._num_blocks(len(token_ids))
-        blocks = [self._take() for _ in range(num_blocks if max_blocks is None else min(num_blocks, max_blocks))]
+        num_blocks = num_blocks if max_blocks is None else min(num_blocks, max_blocks)
+        blocks = [[self._take() for _ in range(num_blocks)] for _ in self.windows]
         num_prompt_tokens = len(token_ids) if num_prompt_tokens is None else num_prompt_tokens
         self._add(row, PlannedRow(list(token_ids), num_prompt_tokens, blocks), token_ids, sampling)
 
@@ -79,11 +90,12 @@ class PlanWriter:
         num_prompt_tokens = of_parent.num_prompt_tokens
         prompt = [token for token in of_parent.token_ids[:num_prompt_tokens] if token is not None]
         num_shared, num_in_partial = divmod(num_prompt_tokens, self.block_size)
-        blocks = of_parent.block_ids[:num_shared]
-        self._num_holders.update(blocks)
-        blocks.append(self._take())
-        if num_in_partial:
-            self._copied.append((of_parent.block_ids[num_shared], blocks[-1]))
+        blocks = [block_ids[:num_shared] for block_ids in of_parent.block_ids]
+        for of_group, block_ids in zip(blocks, of_parent.block_ids, strict=True):
+            self._num_holders.update(block_id for block_id in of_group if block_id >= 0)
+            of_group.append(self._take())
+            if num_in_partial:
+                self._copied.append((block_ids[num_shared], of_group[-1]))
         token_ids = [*prompt, first_token]
         state = PlannedRow([*token_ids], num_prompt_tokens, blocks, num_computed=num_prompt_tokens)
         self._add(row, state, token_ids, sampling)
@@ -97,7 +109,7 @@ class PlanWriter:
                 row=row,
                 token_ids=int32(token_ids),
                 num_prompt_tokens=state.num_prompt_tokens,
-                block_ids=int32(state.block_ids),
+                block_ids=tuple(map(int32, state.block_ids)),
                 sampling=RowSampling(**{"temperature": 0.0, **sampling}),
             )
         )
@@ -106,10 +118,22 @@ class PlanWriter:
         """Free a row with the next plan, and its blocks, which are taken last, or first if ``is_reused_next``."""
         removed = self.rows.pop(row)
         self._removed.append(row)
-        self._num_holders.subtract(removed.block_ids)
-        freed = [block for block in removed.block_ids if not self._num_holders[block]]
-        self._free = [*self._free, *freed] if is_reused_next else [*freed, *self._free]
+        self._release([b for block_ids in removed.block_ids for b in block_ids], is_reused_next=is_reused_next)
         return removed
+
+    def _release(self, block_ids: list[int], *, is_reused_next: bool) -> None:
+        held = [block_id for block_id in block_ids if block_id >= 0]
+        self._num_holders.subtract(held)
+        freed = [block for block in held if not self._num_holders[block]]
+        self._free = [*self._free, *freed] if is_reused_next else [*freed, *self._free]
+
+    def _pass(self, state: PlannedRow) -> None:
+        """Free what later tokens of a row do not see: steps in flight that read it come before its next owner's."""
+        for block_ids, window in zip(state.block_ids, self.windows, strict=True):
+            if window is not None:
+                passed = max(state.num_computed + 1 - window, 0) // self.block_size
+                self._release(block_ids[:passed], is_reused_next=True)
+                block_ids[:passed] = [-1] * passed
 
     def _take(self) -> int:
         block = self._free.pop()
@@ -131,9 +155,10 @@ class PlanWriter:
             start = state.num_computed
             count = state.num_known - start if count is None else count
             state.num_computed += count
-            while len(state.block_ids) < self._num_blocks(state.num_computed):
-                state.block_ids.append(self._take())
-                grown.append((len(state.block_ids), row, state.block_ids[-1]))
+            for group, block_ids in enumerate(state.block_ids):
+                while len(block_ids) < self._num_blocks(state.num_computed):
+                    block_ids.append(self._take())
+                    grown.append((len(block_ids), row, group, block_ids[-1]))
             is_last = state.num_computed == state.num_known
             lines.append((row, state.epoch, start, count, Want.LOGITS if is_last else Want.NOTHING))
             if is_last:
@@ -145,8 +170,9 @@ class PlanWriter:
             step=self._step,
             removed=int32(self._removed),
             added=tuple(self._added),
-            grown_rows=int32([row for _, row, _ in grown]),
-            grown_blocks=int32([block for _, _, block in grown]),
+            grown_rows=int32([row for _, row, _, _ in grown]),
+            grown_groups=int32([group for _, _, group, _ in grown]),
+            grown_blocks=int32([block for *_, block in grown]),
             rows=int32(rows),
             epochs=int32(epochs),
             starts=int32(starts),
@@ -156,6 +182,8 @@ class PlanWriter:
             copied_to=int32([target for _, target in self._copied]),
         )
         self._added, self._removed, self._copied = [], [], []
+        for row in chosen:
+            self._pass(self.rows[row])
         return plan
 
     def read(self, plan: StepPlan, result: StepResult) -> dict[int, int]:
@@ -207,7 +235,7 @@ async def run_step(
 
 async def greedy_tokens(executor: Executor, num_tokens: int = 6, prompt: tuple[int, ...] = PROMPT) -> list[int]:
     """Those of one sequence, which leaves its row."""
-    writer = PlanWriter(executor.info.num_blocks, executor.info.block_size)
+    writer = PlanWriter.of(executor.info)
     writer.add(0, list(prompt))
     tokens = [(await run_step(executor, writer))[0] for _ in range(num_tokens)]
     writer.remove(0)

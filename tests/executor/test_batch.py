@@ -12,7 +12,7 @@ from aioengine.executor import graphs as graphs_module
 from aioengine.executor.batch import NUM_TOP_SIZES, PADDING_SAMPLE, Batch, Step
 from aioengine.executor.graphs import MAX_SIZE, DecodeGraphs, GraphKey, default_sizes
 from aioengine.executor.launched import make_result
-from aioengine.executor.step_words import WORDS_A_ROW, ExtraWords, FixedWords
+from aioengine.executor.step_words import ExtraWords, FixedWords, num_fixed_words
 from aioengine.kernels.sampling.sample_rows import SampleRow, Status
 from aioengine.kernels.torch import operations
 from aioengine.sampler.outputs import DeviceOutputs
@@ -33,12 +33,12 @@ class Tables:
     def __init__(self, *, sizes: tuple[int, ...] = ()) -> None:
         self.batch = Batch(max_num_seqs=MAX_ROWS, vocab_size=VOCAB_SIZE, max_tokens=4096, tile=8)
         self.masks = torch.zeros(8, 2, dtype=torch.int32)
-        self.writer = PlanWriter(96, BLOCK_SIZE)
+        self.writer = PlanWriter(96, BLOCK_SIZE, windows=(None,))
         self.size_for = DecodeGraphs(FakeAccelerator(), sizes).size_for
 
     def step(self, plan: StepPlan) -> tuple[Step, int | None]:
         """Take in a plan, over words that are rubbish; ``self.fixed`` is what it wrote."""
-        self.fixed, extra = FixedWords.of(np.full(MAX_ROWS * WORDS_A_ROW, POISON, np.int32), MAX_ROWS), ExtraWords()
+        self.fixed, extra = FixedWords.of(np.full(num_fixed_words(MAX_ROWS), POISON, np.int32), MAX_ROWS), ExtraWords()
         deltas = self.batch.apply(plan, self.fixed, extra)
         step, size = self.batch.step(plan, self.fixed, extra, self.size_for)
         if deltas.masks is not None:

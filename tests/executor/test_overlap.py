@@ -58,7 +58,7 @@ async def started(
     accelerator = accelerator or FakeAccelerator()
     executor = await start_late(folder, accelerator, **fields)
     try:
-        yield executor, PlanWriter(executor.info.num_blocks, executor.info.block_size)
+        yield executor, PlanWriter.of(executor.info)
     finally:
         accelerator.go_on()  # a test that failed while it was held
         await executor.aclose()
@@ -128,13 +128,13 @@ async def test_a_block_that_a_row_got_in_a_step_that_did_not_compute_is_where_it
         writer.remove(2)
         writer.add(0, prompt_of(12))
         await logprobs_of(writer.plan())
-        last_block = writer.remove(0, is_reused_next=True).block_ids[2]
+        last_block = writer.remove(0, is_reused_next=True).block_ids[0][2]
         writer.add(1, prompt, logprobs=5)
-        assert last_block in writer.rows[1].block_ids
+        assert any(last_block in block_ids for block_ids in writer.rows[1].block_ids)
         writer.add(0, prompt_of(8, salt=1))
         found = [await logprobs_of(writer.plan())]
         plans = [writer.plan({0: None}) for _ in range(4)]
-        assert plans[0].grown_rows.tolist() == [0]
+        assert set(plans[0].grown_rows.tolist()) == {0}
         if is_failed:
             failing.add(plans[0].step)
         else:
@@ -407,7 +407,7 @@ async def test_a_graph_is_void_once_the_rules_it_reads_have_moved(
 async def test_a_lost_device_is_heard_in_all_steps_and_closing_ends(folder: Path, depth: int) -> None:
     accelerator = FakeAccelerator()
     executor = await start_late(folder, accelerator, max_in_flight=depth)
-    writer = PlanWriter(executor.info.num_blocks, executor.info.block_size)
+    writer = PlanWriter.of(executor.info)
     writer.add(0, prompt_of(9))
     accelerator.hold()
     steps = [executor.launch(writer.plan()) for _ in range(depth)]
@@ -428,7 +428,7 @@ async def test_a_lost_device_is_heard_in_all_steps_and_closing_ends(folder: Path
 async def test_nothing_of_it_is_alive_after_it_is_closed(folder: Path, ends: str, graphs: str) -> None:
     accelerator = FakeAccelerator()
     executor = await start_late(folder, accelerator, max_in_flight=2, cuda_graphs=graphs)
-    writer = PlanWriter(executor.info.num_blocks, executor.info.block_size)
+    writer = PlanWriter.of(executor.info)
     runner = runner_of(executor)
     alive = [weakref.ref(thing) for thing in (runner, runner._history, runner._attention.cache, runner._sampler)]
     alive += [weakref.ref(thing) for thing in (runner._decoder, runner._out, runner._staging[0])]

@@ -142,10 +142,11 @@ async def executor(model: Model) -> AsyncIterator[TorchExecutor]:
 
 async def test_it_says_what_the_config_and_the_model_make_of_it(model: Model) -> None:
     executor = await model.start(kv_cache_memory_bytes=10**5, max_num_seqs=8)
-    bytes_per_block = 2 * 3 * 4 * 2 * 8 * 4
+    bytes_per_block = 2 * 2 * 4 * 2 * 8 * 4  # of the two layers without a window, or of the one that has one
     info = executor.info
-    assert info.num_blocks == 10**5 // bytes_per_block == 65
-    assert info.kv_cache_bytes == 65 * bytes_per_block
+    assert info.num_blocks == 10**5 // bytes_per_block == 97
+    assert info.kv_cache_bytes == 97 * bytes_per_block
+    assert info.windows == (None, 5)
     assert (info.block_size, info.max_model_len, info.vocab_size) == (4, 64, 97)
     assert (info.max_in_flight, info.device, info.dtype) == (1, "cpu", "float32")
     assert info.weight_bytes > 0

@@ -133,7 +133,7 @@ class Storm:
         ops.gated_activation(x.new_empty(num_tokens, 2 * m.intermediate))
         ops.scale(x, 2.0)
         rows = self.view(max(num_decodes + num_tiles, 1), 4)
-        _, positions, slots = ops.gather_tokens(rows, self.history, self.block_tables, 16, num_tokens)
+        _, positions, (slots,) = ops.gather_tokens(rows, self.history, self.block_tables[None], 16, num_tokens)
         num_rotated = m.num_heads + m.num_kv_heads
         qkv = x.new_empty(num_tokens, (num_rotated + m.num_kv_heads) * m.head_dim)
         rope = x.new_empty(m.max_len, 2 * m.head_dim)

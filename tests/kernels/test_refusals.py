@@ -46,7 +46,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     "attend_prefill": {**PAGED, "tiles": ints(2, 4), "scale": 0.1, "window": None},
     "put_spans": {"target": ints(2, 3), "spans": ints(1, 4), "words": ints(5)},
     "gather_tokens": {
-        **{"rows": ints(1, 4), "history": ints(2, 4), "block_tables": ints(2, 3), "block_size": 2, "num_tokens": 1}
+        **{"rows": ints(1, 4), "history": ints(2, 4), "block_tables": ints(1, 2, 3), "block_size": 2, "num_tokens": 1}
     },
     "append_tokens": {"history": ints(2, 4), "samples": SAMPLES, "token_ids": ints(2)},
     "copy_blocks": {"caches": floats(2, 3, 1, 1, 4), "copied_from": ints(2), "copied_to": ints(2) + 1},
@@ -190,7 +190,7 @@ MISFITS: list[tuple[str, str, dict[str, Any]]] = [
     ("attend_prefill", "tiles has shape", {"tiles": ints(2, 3)}),
     ("put_spans", "spans has shape", {"spans": ints(1, 3)}),
     ("gather_tokens", "rows has shape", {"rows": ints(1, 3)}),
-    ("gather_tokens", "block_tables has shape", {"block_tables": ints(1, 3)}),
+    ("gather_tokens", "block_tables has shape", {"block_tables": ints(1, 1, 3)}),
     ("gather_tokens", "blocks of 0", {"block_size": 0}),
     ("gather_tokens", "0 rows of 1 tokens", {"rows": ints(0, 4)}),
     ("gather_tokens", "rows of -1 tokens", {"num_tokens": -1}),

@@ -59,9 +59,10 @@ class PagedAttend:
         self.rows = rows
         table = torch.tensor(rows, dtype=torch.int32, device=self.device)
         num_tokens = sum(row[3] for row in rows)
-        token_ids, self.positions, self.slots = oracles.gather_tokens(
-            table, history.to(self.device), self.block_tables, BLOCK_SIZE, num_tokens
+        token_ids, self.positions, slots = oracles.gather_tokens(
+            table, history.to(self.device), self.block_tables[None], BLOCK_SIZE, num_tokens
         )
+        self.slots = slots[0]
         return token_ids
 
     def __call__(self, qkv: Tensor, layer: LayerAttention) -> Tensor:

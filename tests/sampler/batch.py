@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aioengine.executor.batch import Batch
 from aioengine.executor.launched import make_result
-from aioengine.executor.step_words import WORDS_A_ROW, ExtraWords, FixedWords, Span
+from aioengine.executor.step_words import ExtraWords, FixedWords, Span, num_fixed_words
 from aioengine.kernels.operations import Operations
 from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow, Status, param_of
 from aioengine.kernels.torch import operations as reference
@@ -142,20 +142,18 @@ class Rows:
                     row=row,
                     token_ids=int32(of_row),
                     num_prompt_tokens=len(request.prompt),
-                    block_ids=int32([0] * -(-len(of_row) // 16)),
+                    block_ids=(int32([0] * -(-len(of_row) // 16)),),
                     sampling=request.sampling,
                 )
                 for row, request, of_row in zip(self.rows, requests, tokens, strict=True)
             ),
-            grown_rows=EMPTY,
-            grown_blocks=EMPTY,
             rows=int32(self.rows),
             epochs=int32([0] * len(requests)),
             starts=int32([len(of_row) - 1 for of_row in tokens]),
             num_tokens=int32([1] * len(requests)),
             wants=np.full(len(requests), Want.LOGITS, np.int8),
         )
-        words, extra = np.full(num_rows * WORDS_A_ROW, POISON, np.int32), ExtraWords()
+        words, extra = np.full(num_fixed_words(num_rows), POISON, np.int32), ExtraWords()
         fixed = FixedWords.of(words, num_rows)
         deltas = self.batch.apply(self._plan, fixed, extra)
         self.step, _ = self.batch.step(self._plan, fixed, extra, {})

@@ -44,17 +44,26 @@ class Core:
         vocab_size: int = VOCAB,
         sampler: Sampler | None = None,
         policy: Policy | None = None,
+        windows: tuple[int | None, ...] = (None,),
+        max_model_len: int | None = None,
     ) -> None:
         self.executor = FakeExecutor(
             num_blocks=num_blocks,
             block_size=block_size,
-            max_model_len=num_blocks * block_size,
+            max_model_len=max_model_len or num_blocks * block_size,
+            windows=windows,
             vocab_size=vocab_size,
             max_in_flight=depth,
             sampler=sampler,
             is_manual=True,
         )
-        self.kv = KVManager(num_blocks, block_size, enable_prefix_caching=caching)
+        self.kv = KVManager(
+            num_blocks,
+            block_size,
+            enable_prefix_caching=caching,
+            windows=windows,
+            max_tokens_in_flight=depth * max_num_batched_tokens,
+        )
         self.scheduler = Scheduler(
             self.kv,
             max_num_seqs=max_num_seqs,
@@ -84,7 +93,7 @@ class Core:
     ) -> Sequence:
         """Add a request; returns its first choice, whose ``children`` are the others."""
         prompt_token_ids = int32(list(prompt))
-        most = self.executor.info.num_blocks * self.executor.info.block_size
+        most = self.executor.info.max_model_len
         request = Request(
             request_id=str(len(self.sequences)),
             prompt_token_ids=prompt_token_ids,

@@ -349,7 +349,7 @@ def test_the_least_recently_used_prefix_goes_first_and_its_tail_before_its_head(
     for first in (300, 200, 100):
         check_pool(core.kv.pool, {}, core.kv.cache.hashes)
         sequence = core.add(prompt(13, first), max_tokens=1)
-        hits.append(len(core.kv.lookup(sequence).block_ids))
+        hits.append(core.kv.lookup(sequence).num_blocks)
         core.scheduler.finish(sequence, "abort")
     assert hits == [3, 1, 3], "200 was used longest ago, and lost its tail"
 
@@ -387,7 +387,7 @@ def test_a_blocked_sequence_leaves_its_row_and_keeps_its_blocks() -> None:
     other = core.add(prompt(5, 300))
     core.launch()
     assert slow.row == -1
-    assert len(slow.block_ids) == 3
+    assert slow.num_blocks == 3
     assert other.row >= 0
     assert core.scheduler.stats().blocked == 1
     core.scheduler.unblock(slow, Reason.BACKPRESSURE)
@@ -537,10 +537,10 @@ def corrupt(name: str, change: Callable[[Any], Any]) -> Callable[[Scheduler], No
         corrupt("num_unstarted", lambda count: count + 1),
         corrupt("scheduled", lambda column: column + 1),
         corrupt("capacity", lambda column: np.zeros_like(column)),
-        lambda scheduler: scheduler.table.running[0].block_ids.pop(),
+        lambda scheduler: scheduler.table.running[0].block_ids[0].pop(),
         lambda scheduler: scheduler.kv.pool.allocate(1),
         lambda scheduler: scheduler.kv.pool.release(
-            scheduler.table.running[0].block_ids[:1], scheduler.kv.cache.hashes
+            scheduler.table.running[0].block_ids[0][:1], scheduler.kv.cache.hashes
         ),
         lambda scheduler: scheduler.kv.cache.pending.update({b"x": None}),
     ],

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from integrity import check_integrity
 from scheduler.harness import EOS, Core, expected_output
 
+from aioengine.scheduler.kv_groups import most_blocks
 from aioengine.scheduler.plan import StepPlan
 from aioengine.scheduler.policy import ByPriority, Fair, Policy
 from aioengine.scheduler.sequence import Reason, Sequence
@@ -58,6 +59,7 @@ class CoreMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         budget=st.integers(0, 30),
         max_mixed_prefill_tokens=st.integers(1, 30),
+        windows=st.sampled_from([(None,), (None,), (None, 5), (None, None, 3, 3), (6,), (9, 4, 1), (None, 17)]),
     )
     def start(
         self,
@@ -68,12 +70,16 @@ class CoreMachine(RuleBasedStateMachine):
         max_num_seqs: int,
         budget: int,
         max_mixed_prefill_tokens: int,
+        windows: tuple[int | None, ...],
     ) -> None:
+        max_num_batched_tokens = max_num_seqs + budget
         self.core = Core(
-            num_blocks=-(-num_tokens // block_size),
+            num_blocks=sum(most_blocks(windows, num_tokens, block_size, depth * max_num_batched_tokens)),
             block_size=block_size,
+            max_model_len=num_tokens,
+            windows=windows,
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_seqs + budget,
+            max_num_batched_tokens=max_num_batched_tokens,
             max_mixed_prefill_tokens=max_mixed_prefill_tokens,
             depth=depth,
             caching=caching,
@@ -148,11 +154,16 @@ class CoreMachine(RuleBasedStateMachine):
     def the_rows_are_what_the_deltas_add_up_to(self) -> None:
         if self.core.launched:
             return
-        copy = FakeExecutor()
+        copy = FakeExecutor(windows=self.core.kv.windows)
         occupants = [sequence for sequence in self.core.scheduler.table.occupants if sequence is not None]
         copy.apply(StepPlan(step=0, added=tuple(sequence.introduce() for sequence in occupants)))
         held = self.core.executor.rows()
-        assert copy.rows().items() <= held.items()
+        held_now = {number: row for number, row in held.items() if number in copy.rows()}
+        for number, (tokens, tables) in copy.rows().items():
+            assert held_now[number][0] == tokens
+            for block_ids, of_device in zip(tables, held_now[number][1], strict=True):
+                passed = block_ids.count(-1)
+                assert block_ids == [-1] * passed + of_device[passed:]
         leaving = held.keys() - copy.rows().keys()
         assert leaving == set(self.core.scheduler.table._removed), "the next plan removes what has no row any more"
 

@@ -51,7 +51,7 @@ def make_row(
         row=row,
         token_ids=int32(token_ids),
         num_prompt_tokens=len(token_ids) if num_prompt_tokens is None else num_prompt_tokens,
-        block_ids=int32(block_ids),
+        block_ids=(int32(block_ids),),
         sampling=RowSampling(**{"seed": 1, **sampling}),
     )
 
@@ -66,6 +66,7 @@ def make_plan(
         removed=int32(deltas.get("removed", [])),
         added=added,
         grown_rows=int32([row for row, _ in deltas.get("grown", [])]),
+        grown_groups=int32([0 for _ in deltas.get("grown", [])]),
         grown_blocks=int32([block_id for _, block_id in deltas.get("grown", [])]),
         rows=int32(rows),
         epochs=int32([0] * len(rows)),
@@ -139,9 +140,9 @@ def test_rows_are_removed_before_others_take_them_and_grow_before_they_compute()
     plan = make_plan(1, (0, 4, 1, Want.LOGITS), (1, 0, 2, Want.LOGITS), added=(row,), grown=[(0, 3)])
     compute(executor, plan)
     tokens = [5, 6, 7, 8, 9, expected(5, 6, 7, 8, 9)]
-    assert executor.rows() == {0: (tokens, [2, 3]), 1: ([1, 2, expected(1, 2)], [5])}
+    assert executor.rows() == {0: (tokens, [[2, 3]]), 1: ([1, 2, expected(1, 2)], [[5]])}
     compute(executor, make_plan(2, (0, 0, 1, Want.LOGITS), added=(make_row(0, [4], [2]),), removed=[0, 1]))
-    assert executor.rows() == {0: ([4, expected(4)], [2])}
+    assert executor.rows() == {0: ([4, expected(4)], [[2]])}
 
 
 def test_likely_tokens_are_in_the_vocabulary() -> None:

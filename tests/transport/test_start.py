@@ -196,7 +196,11 @@ async def test_a_child_that_is_turned_away_says_so_and_ends(runtime: Path, conte
         ("exiting", EngineDead, r"engine 0 \(pid \d+\) exited with code 3.*"),
         ("speaking", EngineDead, r"engine 0 \(pid \d+\) exited with code 1; its last words: the driver is too old .*"),
         ("crashing", EngineDead, r"engine 0 .* was killed by SIGSEGV; its last words: Fatal Python error: Segm.*"),
-        ("cramped", ConfigError, "the KV cache holds 32 tokens, and one sequence may have max_model_len=2048: .*"),
+        (
+            "cramped",
+            ConfigError,
+            "the KV cache has 2 blocks of 16 tokens, and one sequence of max_model_len=2048 may need 128: .*",
+        ),
         ("not_there", ConfigError, f"executor='{DEVICE}:not_there' cannot be imported .* has no attribute 'not_there'"),
     ],
 )

@@ -75,7 +75,13 @@ class CoreState:
         self.executor = executor
         self.config = config
         self.eos_token_ids = eos_token_ids
-        self.kv = KVManager(info.num_blocks, info.block_size, enable_prefix_caching=config.enable_prefix_caching)
+        self.kv = KVManager(
+            info.num_blocks,
+            info.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+            windows=info.windows,
+            max_tokens_in_flight=info.max_in_flight * config.max_num_batched_tokens,
+        )
         self.scheduler = Scheduler(
             self.kv,
             max_num_seqs=config.max_num_seqs,

@@ -9,6 +9,7 @@ import msgspec
 
 from aioengine.core.control import Control
 from aioengine.errors import InvalidRequest
+from aioengine.scheduler.kv_groups import most_blocks
 from aioengine.scheduler.plan import StepPlan, StepResult
 
 T = TypeVar("T")
@@ -30,6 +31,7 @@ class ExecutorInfo(msgspec.Struct, frozen=True, kw_only=True):
         max_mixed_prefill_tokens: most tokens of prompts in a step in which rows decode; None: as many as it takes.
         kv_cache_bytes, weight_bytes: of all KV blocks, and of the parameters.
         device, dtype: such as "cpu" and "bfloat16".
+        windows: of each group of layers that has blocks of its own, how many of the last tokens it sees; None: all.
     """
 
     num_blocks: int
@@ -42,6 +44,12 @@ class ExecutorInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int = 0
     device: str = "cpu"
     dtype: str = "float32"
+    windows: tuple[int | None, ...] = (None,)
+
+    def blocks_for(self, num_tokens: int, max_num_batched_tokens: int) -> int:
+        """Most blocks that a sequence holds on its way to so many tokens with KV, by the most tokens of a step."""
+        in_flight = self.max_in_flight * max_num_batched_tokens
+        return sum(most_blocks(self.windows, num_tokens, self.block_size, in_flight))
 
 
 class ExecutorStats(msgspec.Struct, kw_only=True):

@@ -151,15 +151,18 @@ class Batch:
     Args:
         max_tokens: that the history of a row holds.
         tile: the most query tokens of an attention tile.
+        num_groups: of layers, each with block tables of its own: group · max_num_seqs + row is the number of one.
     """
 
-    def __init__(self, *, max_num_seqs: int, vocab_size: int, max_tokens: int, tile: int) -> None:
+    def __init__(self, *, max_num_seqs: int, vocab_size: int, max_tokens: int, tile: int, num_groups: int = 1) -> None:
         self._max_num_seqs = max_num_seqs
+        self._num_tables = num_groups * max_num_seqs
         self._max_tokens = max_tokens
         self._vocab_size = vocab_size
         self.tile = tile
         self.rules = RuleTable(vocab_size)
-        self._num_blocks = np.zeros(max_num_seqs, np.int32)
+        self._num_blocks = np.zeros(self._num_tables, np.int32)
+        """By number of block table."""
         self._words = np.zeros((max_num_seqs, SAMPLE_WORDS), np.int32)
         """Of each row, as kernels take a sample's; the following are views of it."""
         self._params: dict[str, NDArray[Any]] = {
@@ -198,21 +201,21 @@ class Batch:
         fixed.grown[:, 0] = -1
         if len(plan.copied_from):
             deltas.copies = extra.add(np.concatenate((plan.copied_from, plan.copied_to)))
-        if plan.added or self._grammars or len(plan.grown_rows) > self._max_num_seqs:
+        num_grown = len(plan.grown_rows)
+        if plan.added or self._grammars or num_grown > self._num_tables:
             blocks = TableSpans(extra)
             self._add_all(plan.added, blocks, deltas, extra)
-            if len(plan.grown_rows) > self._max_num_seqs:
+            if num_grown > self._num_tables:
                 self._grow_much(plan, blocks)
             deltas.blocks = blocks.end()
-        if 0 < len(plan.grown_rows) <= self._max_num_seqs:
-            self._grow(plan.grown_rows, plan.grown_blocks, fixed)
+        if 0 < num_grown <= self._num_tables:
+            self._grow(self._grown_tables(plan), plan.grown_blocks, fixed)
         if self.rules.is_changed:
             deltas.rules = extra.add(self.rules.words())
         return deltas
 
     def _remove(self, rows: Int32) -> None:
         for row in rows.tolist():
-            self._num_blocks[row] = 0
             self.rules.remove(row)
             self._processed.pop(row, None)
             if (grammar_row := self._grammars.pop(row, None)) is not None:
@@ -227,8 +230,10 @@ class Batch:
     def _add_all(self, added: tuple[RowAdded, ...], blocks: TableSpans, deltas: Deltas, extra: ExtraWords) -> None:
         tokens, masks = TableSpans(extra), TableSpans(extra)
         for row in added:
-            self._num_blocks[row.row] = len(row.block_ids)
-            blocks.add(row.row, 0, row.block_ids)
+            for group, block_ids in enumerate(row.block_ids):
+                table = group * self._max_num_seqs + row.row
+                self._num_blocks[table] = len(block_ids)
+                blocks.add(table, 0, np.maximum(block_ids, 0))  # a window has passed the others: none is read
             tokens.add(row.row, 0, row.token_ids)
             self._describe(row, masks)
         for number, grammar_row in self._grammars.items():
@@ -288,24 +293,32 @@ class Batch:
         masks.add(mask, 0, pack_bits(allowed, self._vocab_size))
         return mask
 
-    def _grow(self, rows: Int32, block_ids: Int32, fixed: FixedWords[NDArray[Any]]) -> None:
-        """Append ``block_ids[i]`` to the table of ``rows[i]``; a row may stand there several times."""
-        count = len(rows)
-        order = np.argsort(rows, kind="stable")
-        rows = rows[order]
-        nth_of_row = np.arange(count) - np.searchsorted(rows, rows)
+    def _grown_tables(self, plan: StepPlan) -> Int32:
+        tables: Int32 = plan.grown_groups * np.int32(self._max_num_seqs) + plan.grown_rows
+        return tables
+
+    def _grow(self, tables: Int32, block_ids: Int32, fixed: FixedWords[NDArray[Any]]) -> None:
+        """Append ``block_ids[i]`` to the block table ``tables[i]``; one may stand there several times."""
+        count = len(tables)
+        order = np.argsort(tables, kind="stable")
+        tables = tables[order]
+        nth_of_table = np.arange(count) - np.searchsorted(tables, tables)
         grown = fixed.grown
-        grown[:count, 0] = rows
-        grown[:count, 1] = self._num_blocks[rows] + nth_of_row
+        grown[:count, 0] = tables
+        grown[:count, 1] = self._num_blocks[tables] + nth_of_table
         grown[:count, 2] = np.arange(count)
         grown[:count, 3] = 1
         fixed.grown_blocks[:count] = block_ids[order]
-        np.add.at(self._num_blocks, rows, 1)
+        np.add.at(self._num_blocks, tables, 1)
 
     def _grow_much(self, plan: StepPlan, blocks: TableSpans) -> None:
-        for row, block in zip(plan.grown_rows.tolist(), plan.grown_blocks, strict=True):
-            blocks.add(row, int(self._num_blocks[row]), np.array([block], np.int32))
-            self._num_blocks[row] += 1
+        """As `_grow`, for more blocks than the fixed section has room for."""
+        tables = self._grown_tables(plan)
+        order = np.argsort(tables, kind="stable")
+        each, firsts = np.unique(tables[order], return_index=True)
+        for table, block_ids in zip(each.tolist(), np.split(plan.grown_blocks[order], firsts[1:]), strict=True):
+            blocks.add(table, int(self._num_blocks[table]), block_ids)
+            self._num_blocks[table] += len(block_ids)
 
     # What is computed
 

@@ -60,7 +60,7 @@ class InProcess:
             module = await self._hooks.worker.run(importlib.import_module, None, "aioengine.executor.torch_executor")
             self._executor = await module.TorchExecutor.start(self._files, self._config, on_progress=on_progress)
             assert self._executor is not None
-        _check_room(self._executor.info)
+        _check_room(self._executor.info, self._config)
         info, eos_token_ids = self._executor.info, self._files.eos_token_ids
         self._grammars = Grammars(self._files, info.vocab_size, eos_token_ids)
         self.core = EngineCore(
@@ -132,11 +132,12 @@ def _log_dump(written: AsyncioFuture[Path]) -> None:
         logger.error("the report of the failed step is in %s", written.result())
 
 
-def _check_room(info: ExecutorInfo) -> None:
+def _check_room(info: ExecutorInfo, config: EngineConfig) -> None:
     """Refuse a KV cache in which the longest sequence would wait for ever; its last token is never computed."""
-    num_tokens = info.num_blocks * info.block_size
-    if num_tokens < info.max_model_len - 1:
+    num_needed = info.blocks_for(info.max_model_len - 1, config.max_num_batched_tokens)
+    if info.num_blocks < num_needed:
         raise ConfigError(
-            f"the KV cache holds {num_tokens} tokens, and one sequence may have max_model_len={info.max_model_len}: "
-            "lower max_model_len, or give the cache more memory (kv_cache_memory_bytes, memory_utilization)"
+            f"the KV cache has {info.num_blocks} blocks of {info.block_size} tokens, and one sequence of "
+            f"max_model_len={info.max_model_len} may need {num_needed}: lower max_model_len, or give the cache more "
+            "memory (kv_cache_memory_bytes, memory_utilization)"
         )

@@ -16,7 +16,7 @@ from aioengine.errors import InvalidRequest
 from aioengine.executor.accelerator import Accelerator, DeviceEvent, HostWords
 from aioengine.executor.batch import Step, spans
 from aioengine.executor.completion_thread import DeferredResult
-from aioengine.executor.step_words import WORDS_A_ROW, ExtraWords, FixedWords
+from aioengine.executor.step_words import ExtraWords, FixedWords, num_fixed_words
 from aioengine.kernels.sampling.sample_rows import Status
 from aioengine.sampler.outputs import DeviceOutputs
 from aioengine.scheduler.plan import NothingAllowed, PromptLogprobs, RowFailure, StepLogprobs, StepResult, int32
@@ -28,10 +28,10 @@ SAMPLED = int(Status.SAMPLED)
 class PinnedBuffers:
     """Page-locked memory of one step in flight."""
 
-    def __init__(self, accelerator: Accelerator, max_num_seqs: int) -> None:
+    def __init__(self, accelerator: Accelerator, max_num_seqs: int, num_groups: int) -> None:
         self._accelerator = accelerator
-        self.fixed = accelerator.host_words(max_num_seqs * WORDS_A_ROW)
-        self._sections = FixedWords.of(self.fixed.array, max_num_seqs)
+        self.fixed = accelerator.host_words(num_fixed_words(max_num_seqs, num_groups))
+        self._sections = FixedWords.of(self.fixed.array, max_num_seqs, num_groups)
         self.extra = accelerator.host_words(1)
         self.out = accelerator.host_words(1)
         self.late = accelerator.host_words(1)

@@ -18,8 +18,9 @@ from aioengine.executor.memory import num_kv_blocks
 from aioengine.executor.runner import START_FEATURES, Runner
 from aioengine.executor.tune import tune_attention
 from aioengine.kernels.attention.paged import KVCacheShape, PagedAttention
-from aioengine.models.model import Model
+from aioengine.models.model import Model, ModelConfig
 from aioengine.progress import OnProgress
+from aioengine.scheduler.kv_groups import KVGroups, kv_groups
 
 logger = logging.getLogger("aioengine")
 
@@ -50,7 +51,8 @@ def make_runner(
         ConfigError: the KV cache is too small, or the device cannot hold it in fp8 or int8.
     """
     model = decoder.config
-    shape = _cache_shape(decoder, config.block_size, _cache_dtype(config, accelerator, model.dtype))
+    groups = kv_groups(model.windows)
+    shape = _cache_shape(model, groups, config.block_size, _cache_dtype(config, accelerator, model.dtype))
     if config.tune_kernels:
         tune_attention(accelerator, model, shape)
     num_blocks = 0
@@ -61,6 +63,7 @@ def make_runner(
             shape,
             num_blocks,
             block_tables=block_tables,
+            places=groups.places,
             num_multiprocessors=accelerator.num_multiprocessors,
         )
 
@@ -73,6 +76,7 @@ def make_runner(
         max_num_seqs=config.max_num_seqs,
         block_size=config.block_size,
         max_in_flight=max_in_flight,
+        num_groups=len(groups.windows),
         graph_sizes=_graph_sizes(accelerator, decoder, config),
     )
     peak_bytes = _peak_bytes(runner, accelerator, config)
@@ -82,6 +86,8 @@ def make_runner(
         bytes_per_block=shape.bytes_per_block,
         memory=accelerator.memory(),
         peak_bytes=peak_bytes,
+        windows=groups.windows,
+        max_in_flight=max_in_flight,
     )
     runner.make_cache()
     if not accelerator.is_host:
@@ -102,6 +108,7 @@ def make_runner(
         weight_bytes=decoder.weight_bytes,
         device=accelerator.name,
         dtype=str(model.dtype).removeprefix("torch."),
+        windows=groups.windows,
     )
     return runner, info
 
@@ -125,10 +132,9 @@ def _peak_bytes(runner: Runner, accelerator: Accelerator, config: EngineConfig) 
     return peak_bytes
 
 
-def _cache_shape(decoder: Model, block_size: int, dtype: torch.dtype) -> KVCacheShape:
-    model = decoder.config
+def _cache_shape(model: ModelConfig, groups: KVGroups, block_size: int, dtype: torch.dtype) -> KVCacheShape:
     return KVCacheShape(
-        num_layers=model.num_layers,
+        num_layers=groups.layers_a_group,
         block_size=block_size,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,

@@ -5,19 +5,28 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+from bisect import bisect_right
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from aioengine.config import EngineConfig
 from aioengine.errors import ConfigError
 from aioengine.executor.accelerator import DeviceMemory
+from aioengine.scheduler.kv_groups import most_blocks
 
 FALLBACK_MEMORY_BYTES = 8 * 2**30
 """Taken for the machine's memory where the system does not tell it."""
 
 
 def num_kv_blocks(
-    config: EngineConfig, *, max_model_len: int, bytes_per_block: int, memory: DeviceMemory, peak_bytes: int | None
+    config: EngineConfig,
+    *,
+    max_model_len: int,
+    bytes_per_block: int,
+    memory: DeviceMemory,
+    peak_bytes: int | None,
+    windows: tuple[int | None, ...] = (None,),
+    max_in_flight: int = 1,
 ) -> int:
     """Blocks of the KV cache: as many as the config grants, but no more than its sequences could use.
 
@@ -25,9 +34,11 @@ def num_kv_blocks(
     of which what is in use and what the steps take are no part of the cache.
 
     Args:
-        bytes_per_block: of keys and values in all layers.
+        bytes_per_block: of keys and values, in all layers of a group.
         memory: with the weights loaded.
         peak_bytes: what the largest steps take on a GPU, and their graphs; None: it is the host.
+        windows: of each group of layers (`aioengine.scheduler.kv_groups`).
+        max_in_flight: steps.
     Raises:
         ConfigError: not even one sequence of ``max_model_len`` tokens fits, or more is asked for than is free.
     """
@@ -44,11 +55,18 @@ def num_kv_blocks(
             f"gpu_memory_utilization={config.gpu_memory_utilization:g} of {memory.total} bytes, less {used_bytes} in "
             f"use and {peak_bytes} for the steps,"
         )
+
+    def blocks_for(num_tokens: int) -> int:
+        in_flight = max_in_flight * config.max_num_batched_tokens
+        return sum(most_blocks(windows, num_tokens, config.block_size, in_flight))
+
     num_blocks = granted_bytes // bytes_per_block
-    blocks_a_sequence = -(-max_model_len // config.block_size)
+    blocks_a_sequence = blocks_for(max_model_len)
     if num_blocks < blocks_a_sequence:
-        fitting = num_blocks * config.block_size
+        fitting = bisect_right(range(max_model_len), num_blocks, key=blocks_for) - 1
         remedy = f"set max_model_len to {fitting} at most, or grant more" if fitting > 1 else "grant more"
+        if any(window is not None for window in windows):
+            remedy += ", or lower max_num_batched_tokens, since a step's tokens are held beside the windows"
         raise ConfigError(
             f"a sequence of max_model_len={max_model_len} tokens needs {blocks_a_sequence * bytes_per_block} bytes of "
             f"KV cache; {source} grants {granted_bytes}: {remedy}"

@@ -20,7 +20,7 @@ from aioengine.executor.accelerator import Accelerator, DeviceEvent, Work
 from aioengine.executor.batch import NUM_TOP_SIZES, Batch, Deltas, Step
 from aioengine.executor.graphs import DecodeGraphs, GraphKey
 from aioengine.executor.launched import LaunchedStep, PinnedBuffers
-from aioengine.executor.step_words import WORDS_A_ROW, ExtraWords, FixedWords
+from aioengine.executor.step_words import ExtraWords, FixedWords, num_fixed_words
 from aioengine.kernels.attention.paged import PagedAttention
 from aioengine.kernels.operations import LayerAttention, Operations
 from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow, param_of
@@ -61,6 +61,7 @@ class Runner:
         decoder: on the device.
         make_attention: makes the KV cache, over block tables.
         max_in_flight: steps that may be launched and not waited for.
+        num_groups: of layers, each with block tables of its own.
         graph_sizes: numbers of rows for which decode steps become graphs.
 
     Attributes:
@@ -77,6 +78,7 @@ class Runner:
         max_num_seqs: int,
         block_size: int,
         max_in_flight: int,
+        num_groups: int,
         graph_sizes: tuple[int, ...],
     ) -> None:
         c, device = decoder.config, accelerator.device
@@ -87,15 +89,19 @@ class Runner:
         self._max_model_len = c.max_model_len
         self._decoder: Model | None = decoder
         self._batch = Batch(
-            max_num_seqs=max_num_seqs, vocab_size=c.vocab_size, max_tokens=c.max_model_len + 1, tile=self._tile()
+            max_num_seqs=max_num_seqs,
+            vocab_size=c.vocab_size,
+            max_tokens=c.max_model_len + 1,
+            tile=self._tile(),
+            num_groups=num_groups,
         )
         self._vocab_size = c.vocab_size
         self._history = lazy_zeros(max_num_seqs, c.max_model_len + 1, dtype=torch.int32, device=device)
         self._block_tables = lazy_zeros(
-            max_num_seqs, -(-c.max_model_len // block_size), dtype=torch.int32, device=device
+            num_groups, max_num_seqs, -(-c.max_model_len // block_size), dtype=torch.int32, device=device
         )
-        self._words = torch.zeros(max_num_seqs * WORDS_A_ROW, dtype=torch.int32, device=device)
-        self._fixed = FixedWords.of(self._words, max_num_seqs)
+        self._words = torch.zeros(num_fixed_words(max_num_seqs, num_groups), dtype=torch.int32, device=device)
+        self._fixed = FixedWords.of(self._words, max_num_seqs, num_groups)
         self._extra = torch.zeros(0, dtype=torch.int32, device=device)
         """On the device: the words that the step brings beside the fixed ones, until the next step's come."""
         self._hidden: Tensor | None = None
@@ -109,7 +115,7 @@ class Runner:
             OutputSizes(max_num_seqs, NUM_TOP_SIZES[-1]).num_words, dtype=torch.int32, device=device
         )
         self._sampler = Sampler(operations, self._history, c.vocab_size)
-        self._staging = deque(PinnedBuffers(accelerator, max_num_seqs) for _ in range(max_in_flight))
+        self._staging = deque(PinnedBuffers(accelerator, max_num_seqs, num_groups) for _ in range(max_in_flight))
         self._learning: deque[LaunchedStep] = deque()
         self._make_attention = make_attention
         self._last_copy: DeviceEvent | None = None
@@ -318,7 +324,7 @@ class Runner:
 
     def _grow_rows(self) -> None:
         """Put the blocks that rows get in a step, the last whose words were uploaded, into their tables."""
-        self._operations.put_spans(self._block_tables, self._fixed.grown, self._fixed.grown_blocks)
+        self._operations.put_spans(self._block_tables.flatten(0, 1), self._fixed.grown, self._fixed.grown_blocks)
 
     def _write(self, plan: StepPlan, staging: PinnedBuffers) -> tuple[Step, int | None]:
         if self._broken_by is not None:
@@ -351,7 +357,11 @@ class Runner:
 
     def _change_rows(self, deltas: Deltas) -> None:
         masks, extra = self._sampler.masks, self._extra
-        tables = ((deltas.tokens, self._history), (deltas.blocks, self._block_tables), (deltas.masks, masks))
+        tables = (
+            (deltas.tokens, self._history),
+            (deltas.blocks, self._block_tables.flatten(0, 1)),
+            (deltas.masks, masks),
+        )
         if deltas.copies is not None:
             assert self._attention is not None
             self._attention.copy_blocks(*deltas.copies.of(extra).chunk(2))

@@ -20,7 +20,7 @@ Words = TypeVar("Words", NDArray[Any], Tensor)
 
 
 class Sections(NamedTuple):
-    """Words of each section, a row of the executor."""
+    """Words of each section, a row of the executor; of the last two a row of a group's block tables."""
 
     rows: int = 4
     """As `Operations.gather_tokens` takes them."""
@@ -39,12 +39,19 @@ class Sections(NamedTuple):
 
 SECTIONS = Sections()
 PADDING = np.zeros(ALIGNMENT, np.int32)
-WORDS_A_ROW = sum(SECTIONS)
+NUM_GROWN_SECTIONS = 2
+"""The last ones, which each group of layers has: a row may get a block more in all of its tables."""
+
+
+def num_fixed_words(num_rows: int, num_groups: int = 1) -> int:
+    """Of all sections."""
+    of_rows, of_tables = SECTIONS[:-NUM_GROWN_SECTIONS], SECTIONS[-NUM_GROWN_SECTIONS:]
+    return num_rows * (sum(of_rows) + num_groups * sum(of_tables))
 
 
 class FixedWords(NamedTuple, Generic[Words]):
     """The fixed sections, numpy's on the host or torch's on the device: views of one array, int32 [rows, words], those
-    of one word a row [rows]."""
+    of one word a row [rows]. ``grown`` and ``grown_blocks`` have groups · rows in place of these rows."""
 
     rows: Words
     decodes: Words
@@ -57,12 +64,14 @@ class FixedWords(NamedTuple, Generic[Words]):
     grown_blocks: Words
 
     @classmethod
-    def of(cls, words: Words, num_rows: int) -> FixedWords[Words]:
-        """Sections of ``words``, int32 [num_rows * WORDS_A_ROW]."""
+    def of(cls, words: Words, num_rows: int, num_groups: int = 1) -> FixedWords[Words]:
+        """Sections of ``words``, int32 [num_fixed_words]."""
         views, first = [], 0
-        for width in SECTIONS:
-            end = first + num_rows * width
-            views.append(words[first:end] if width == 1 else words[first:end].reshape(num_rows, width))
+        for number, width in enumerate(SECTIONS):
+            of_tables = number >= len(SECTIONS) - NUM_GROWN_SECTIONS
+            count = num_rows * (num_groups if of_tables else 1)
+            end = first + count * width
+            views.append(words[first:end] if width == 1 else words[first:end].reshape(count, width))
             first = end
         return cls(*views)
 

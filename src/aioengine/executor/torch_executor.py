@@ -169,7 +169,7 @@ class Device:
         assert decoder is not None
         self.runner, info = make_runner(accelerator, decoder, config, stats, report)
         self._num_layers = decoder.config.num_layers
-        self._kv_bytes_per_token = info.kv_cache_bytes // (info.num_blocks * info.block_size)
+        self._kv_bytes_per_token = len(info.windows) * info.kv_cache_bytes // (info.num_blocks * info.block_size)
         self._weight_bytes = info.weight_bytes
         if config.num_threads is None and accelerator.is_host:
             self._max_threads = num_usable_threads()

@@ -482,11 +482,12 @@ class Runtime:
     def describe(self) -> str:
         """One line on what was started, for a person."""
         info = self.info
-        num_tokens = info.num_blocks * info.block_size
+        num_fitting = info.num_blocks / info.blocks_for(info.max_model_len, self.config.max_num_batched_tokens)
         return (
             f"{self.files.path.name} on {info.device} in {info.dtype}: weights {info.weight_bytes / 2**20:,.0f} MiB; "
             f"KV cache {info.kv_cache_bytes / 2**20:,.0f} MiB = {info.num_blocks:,} blocks of {info.block_size} tokens "
-            f"= {num_tokens:,} tokens, {num_tokens / info.max_model_len:,.1f} sequences of {info.max_model_len:,}"
+            f"= {round(num_fitting * info.max_model_len):,} tokens, {num_fitting:,.1f} sequences of "
+            f"{info.max_model_len:,}"
         )
 
     def _recheck(self) -> None:

@@ -308,10 +308,10 @@ class Operations(Protocol):
             rows: int32 [b, 4]: row, position of its first token, index of that in the step, number of tokens. Row -1
                 is padding: its tokens become id 0 at position 0 with slot -1.
             history: int32 [all rows, any].
-            block_tables: int32 [all rows, any].
+            block_tables: int32 [groups, all rows, any].
             num_tokens: T; the rows cover all of them.
         Returns:
-            token_ids, positions, slots: int32 [T] each.
+            token_ids, positions: int32 [T] each. slots: int32 [groups, T].
         """
 
     def append_tokens(self, history: Tensor, samples: Tensor, token_ids: Tensor) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain, zip_longest
 
 import msgspec
 
 from aioengine.scheduler.block_pool import BlockPool
+from aioengine.scheduler.kv_groups import most_blocks
 from aioengine.scheduler.prefix_cache import PrefixCache, hash_block, hash_prompt, root_of
 from aioengine.scheduler.sequence import Sequence
 
@@ -15,14 +17,23 @@ class PrefixMatch(msgspec.Struct, frozen=True):
     """The part of a sequence that the prefix cache has, and how much is missing.
 
     Attributes:
-        block_ids: READY blocks of its first tokens.
+        block_ids: by group, READY blocks of its first tokens; -1 for what the tokens behind them do not see.
         pending: the hash of the block after them if that is PENDING, else None.
-        num_missing: blocks to allocate for the rest of its known tokens, a copy of a shared last block included.
+        missing: by group, blocks to allocate for the rest of its known tokens, a copy of a shared last block included.
     """
 
-    block_ids: list[int]
+    block_ids: list[list[int]]
     pending: bytes | None
-    num_missing: int
+    missing: list[int]
+
+    @property
+    def num_blocks(self) -> int:
+        """Whole blocks of tokens that need not be computed."""
+        return len(self.block_ids[0])
+
+    @property
+    def num_missing(self) -> int:
+        return sum(self.missing)
 
 
 class KVManager:
@@ -31,12 +42,32 @@ class KVManager:
     A block belongs to the sequences that refer to it, one or several. Without references, a READY block is free and
     cached; any other block is free and blank. A PENDING block belongs to the one sequence that computes it.
     Without prefix caching no block is hashed.
+
+    A sequence has a block table for each group of layers; their n-th blocks are of the same tokens. In a group with a
+    window it gives up what no later token sees, and takes no more ahead than it needs in place of that.
+
+    Args:
+        windows: of each group, how many of the last tokens its layers see; None: all (`aioengine.scheduler.kv_groups`).
+        max_tokens_in_flight: of a sequence, in all steps that are launched and not applied.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool,
+        windows: tuple[int | None, ...] = (None,),
+        max_tokens_in_flight: int = 1,
+    ) -> None:
         self.block_size = block_size
         self.is_caching = enable_prefix_caching
-        self.cache = PrefixCache(num_blocks)
+        self.windows = windows
+        self.max_tokens_in_flight = max_tokens_in_flight
+        self.has_windows = any(window is not None for window in windows)
+        self._most_held = most_blocks(windows, 2**31, block_size, max_tokens_in_flight)
+        seen = [None if window is None else self.blocks_for(window - 1) for window in windows]
+        self.cache = PrefixCache(num_blocks, seen)
         self.pool = BlockPool(num_blocks, self.cache.evict)
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
@@ -44,7 +75,12 @@ class KVManager:
         """(from, to) block ids; the first has a reference for the copy until `take_copies`."""
 
     def blocks_for(self, num_tokens: int) -> int:
+        """In one group."""
         return -(-num_tokens // self.block_size)
+
+    def most_blocks(self, num_tokens: int) -> int:
+        """In all groups, of a sequence that comes to have KV of so many tokens."""
+        return sum(most_blocks(self.windows, num_tokens, self.block_size, self.max_tokens_in_flight))
 
     def lookup(self, sequence: Sequence) -> PrefixMatch:
         """The cached beginning of a sequence; empty for one that holds blocks, since it has begun already.
@@ -52,36 +88,59 @@ class KVManager:
         At least its last known token is left to compute, since the next one is sampled from that; all are, if the
         prompt's log-probabilities are wanted.
         """
-        num_tokens = sequence.num_tokens
-        num_blocks = self.blocks_for(num_tokens)
-        if not self.is_caching or sequence.block_ids or sequence.needs_prompt_logprobs:
-            return PrefixMatch([], None, num_blocks - len(sequence.block_ids) + sequence.shares_last_block)
-        count = (num_tokens - 1) // self.block_size
-        hashes = self._hash_blocks(sequence, count)
-        block_ids, pending = self.cache.match(hashes if len(hashes) == count else hashes[:count])
-        return PrefixMatch(block_ids, pending, num_blocks - len(block_ids))
+        nothing: list[list[int]] = [[]] * len(self.windows)
+        if sequence.block_ids:
+            missing = self._missing(sequence, sequence.block_ids, sequence.num_passed_blocks)
+            return PrefixMatch(nothing, None, missing)
+        block_ids, pending = nothing, None
+        if self.is_caching and not sequence.needs_prompt_logprobs:
+            count = (sequence.num_tokens - 1) // self.block_size
+            hashes = self._hash_blocks(sequence, count)
+            block_ids, pending = self.cache.match(hashes if len(hashes) == count else hashes[:count])
+        num_passed = self._num_passed_blocks(len(block_ids[0]) * self.block_size)
+        return PrefixMatch(block_ids, pending, self._missing(sequence, block_ids, num_passed))
+
+    def _missing(self, sequence: Sequence, block_ids: list[list[int]], num_passed: list[int]) -> list[int]:
+        """How many blocks to allocate in each group to have what its known tokens need, or all that is ever held."""
+        num_blocks = self.blocks_for(sequence.num_tokens)
+        return [
+            max(min(num_blocks, passed + most) - len(of_group), 0) + sequence.shares_last_block
+            for of_group, passed, most in zip(block_ids, num_passed, self._most_held, strict=True)
+        ]
+
+    def _num_passed_blocks(self, num_computed_tokens: int) -> list[int]:
+        """Of each group, the first blocks that no token sees which is computed after so many."""
+        return [
+            0 if window is None else max(num_computed_tokens + 1 - window, 0) // self.block_size
+            for window in self.windows
+        ]
 
     def can_admit(self, match: PrefixMatch, reserve: int) -> bool:
         """Whether all known tokens fit with ``reserve`` blocks left: a prompt half admitted would only be preempted."""
-        return match.num_missing + self.pool.num_unused(match.block_ids) + reserve <= self.pool.num_free
+        return match.num_missing + self.pool.num_unused(_held(match.block_ids)) + reserve <= self.pool.num_free
 
     def admit(self, sequence: Sequence, match: PrefixMatch) -> None:
-        """Give a sequence blocks for all its known tokens, and mark the one that it is going to fill next PENDING."""
+        """Give a sequence blocks for all its known tokens, and mark the one that it is going to fill next PENDING.
+
+        In a group with a window it gets no more than it will hold at once; it grows by the others when it gives up as
+        many.
+        """
         if not sequence.block_ids:
-            self.pool.retain(match.block_ids)
-            sequence.block_ids = match.block_ids.copy()
-            sequence.num_ready_blocks = len(match.block_ids)
-            sequence.num_computed_tokens = len(match.block_ids) * self.block_size
+            self.pool.retain(_held(match.block_ids))
+            sequence.block_ids = [block_ids.copy() for block_ids in match.block_ids]
+            sequence.num_ready_blocks = match.num_blocks
+            sequence.num_computed_tokens = match.num_blocks * self.block_size
+            sequence.num_passed_blocks = self._num_passed_blocks(sequence.num_computed_tokens)
             self.num_queried_tokens += sequence.num_tokens
             self.num_hit_tokens += sequence.num_computed_tokens
             if not sequence.has_run:
                 sequence.num_cached_tokens = sequence.num_computed_tokens
-        missing = self.pool.allocate(match.num_missing)
-        if sequence.shares_last_block:
-            self._copies.append((sequence.block_ids[-1], missing[0]))
-            sequence.block_ids.pop()
-            sequence.shares_last_block = False
-        sequence.block_ids += missing
+        for block_ids, num_missing in zip(sequence.block_ids, match.missing, strict=True):
+            missing = self.pool.allocate(num_missing)
+            if sequence.shares_last_block:
+                self._copies.append((block_ids.pop(), missing[0]))
+            block_ids += missing
+        sequence.shares_last_block = False
         if self.is_caching and sequence.is_cacheable:
             hashes = self._hash_blocks(sequence, sequence.num_tokens // self.block_size)
             if len(hashes) > sequence.num_ready_blocks:
@@ -95,9 +154,11 @@ class KVManager:
         """
         num_tokens = len(parent.prompt)
         num_full = num_tokens // self.block_size
-        child.block_ids = parent.block_ids[: self.blocks_for(num_tokens)]
-        self.pool.retain(child.block_ids)
-        child.shares_last_block = len(child.block_ids) > num_full
+        num_blocks = self.blocks_for(num_tokens)
+        child.block_ids = [block_ids[:num_blocks] for block_ids in parent.block_ids]
+        child.num_passed_blocks = parent.num_passed_blocks.copy()
+        self.pool.retain(_held(child.block_ids))
+        child.shares_last_block = num_blocks > num_full
         child.block_hashes = parent.block_hashes[:num_full]
         child.num_ready_blocks = num_full if self.is_caching else 0
         child.num_computed_tokens = num_tokens
@@ -111,12 +172,26 @@ class KVManager:
             self.pool.release([source for source, _ in copies], self.cache.hashes)
         return copies
 
-    def grow(self, sequences: list[Sequence]) -> list[int]:
-        """One more block for each; the caller has checked that there are as many."""
+    def grow(self, sequences: list[Sequence], groups: list[int]) -> list[int]:
+        """One more block for each, in the group beside it; the caller has checked that there are as many."""
         block_ids = self.pool.allocate(len(sequences))
-        for sequence, block_id in zip(sequences, block_ids, strict=True):
-            sequence.block_ids.append(block_id)
+        for sequence, group, block_id in zip(sequences, groups, block_ids, strict=True):
+            sequence.block_ids[group].append(block_id)
         return block_ids
+
+    def give_up_passed(self, sequence: Sequence, num_computed_tokens: int) -> int:
+        """Give up the blocks that its later tokens do not see; returns at how many computed tokens there are more.
+
+        Steps in flight, which may read what a new owner is going to write, come before that on the device.
+        """
+        num_passed = self._num_passed_blocks(num_computed_tokens)
+        for block_ids, before, passed in zip(sequence.block_ids, sequence.num_passed_blocks, num_passed, strict=True):
+            if passed > before:
+                self.pool.release(block_ids[before:passed], self.cache.hashes)
+                block_ids[before:passed] = [-1] * (passed - before)
+        sequence.num_passed_blocks = num_passed
+        windows = zip(num_passed, self.windows, strict=True)
+        return min((passed + 1) * self.block_size + w - 1 for passed, w in windows if w is not None)
 
     def mark_ready(self, sequence: Sequence, num_computed_tokens: int) -> None:
         """Hash the full blocks of these tokens, at least one more than before, and let other sequences share them."""
@@ -125,7 +200,7 @@ class KVManager:
             sequence.num_ready_blocks = full
             return
         hashes = self._hash_blocks(sequence, full)
-        self.cache.mark_ready(hashes[before:full], sequence.block_ids[before:full])
+        self.cache.mark_ready(hashes[before:full], [block_ids[before:full] for block_ids in sequence.block_ids])
         sequence.num_ready_blocks = full
         if len(hashes) > full:
             self.cache.mark_pending(hashes[full], sequence)
@@ -138,8 +213,9 @@ class KVManager:
     def release(self, sequence: Sequence) -> None:
         """Give up all its blocks."""
         self.cancel_pending(sequence)
-        self.pool.release(sequence.block_ids, self.cache.hashes)
+        self.pool.release(_held(sequence.block_ids), self.cache.hashes)
         sequence.block_ids = []
+        sequence.num_passed_blocks = []
         sequence.num_ready_blocks = 0
         sequence.num_computed_tokens = 0
         sequence.shares_last_block = False
@@ -155,7 +231,7 @@ class KVManager:
             if sequence.block_ids:
                 self.cancel_pending(sequence)
                 sequence.is_cacheable = False
-        num_forgotten = len(self.cache.ready)
+        num_forgotten = len(self.cache.hashes) - self.cache.hashes.count(None)
         self.cache.forget()
         self.pool.forget_cached()
         return num_forgotten
@@ -171,3 +247,11 @@ class KVManager:
                 parent = hashes[-1] if hashes else root_of(sequence.request.cache_salt)
                 hashes.append(hash_block(parent, sequence.slice_ids(index * size, (index + 1) * size)))
         return hashes
+
+
+def _held(block_ids: list[list[int]]) -> list[int]:
+    """The blocks of some tables in the order of their places, so that all groups lose the end of a prefix first."""
+    if len(block_ids) == 1 and (not block_ids[0] or block_ids[0][0] >= 0):
+        return block_ids[0]
+    in_order = chain.from_iterable(zip_longest(*block_ids, fillvalue=-1))
+    return [block_id for block_id in in_order if block_id >= 0]

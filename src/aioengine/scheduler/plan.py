@@ -114,13 +114,14 @@ class RowAdded(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         row: free until now (``StepPlan.removed`` comes first).
         token_ids: int32 [known tokens], the prompt and what was generated before a preemption.
         num_prompt_tokens: how many of them are the prompt; output position = index - num_prompt_tokens.
-        block_ids: int32 [blocks], the sequence's block table so far; enough for all of ``token_ids``.
+        block_ids: for each group of layers int32 [blocks], the sequence's block table so far; -1 for blocks before the
+            window of the group. One without a window has enough for all of ``token_ids``.
     """
 
     row: int
     token_ids: Int32
     num_prompt_tokens: int
-    block_ids: Int32
+    block_ids: tuple[Int32, ...]
     sampling: RowSampling
 
     def add_grammar(self, rows: GrammarRows, allowed: Mask | None = None) -> GrammarRow:
@@ -155,7 +156,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         removed: int32 [r], rows that became free.
         copied_from, copied_to: int32 [c] each, all KV of block ``copied_from[i]`` is copied to ``copied_to[i]``; no
             block is in both, and none twice in the second.
-        grown_rows, grown_blocks: int32 [g] each, row ``grown_rows[i]`` gets block ``grown_blocks[i]``.
+        grown_rows, grown_groups, grown_blocks: int32 [g] each, row ``grown_rows[i]`` gets block ``grown_blocks[i]`` in
+            its table of group ``grown_groups[i]``.
         rows: int32 [b], rows with tokens in this step; no row twice.
         epochs: int32 [b], the epoch of each row's occupant; a result is matched by (row, epoch).
         starts: int32 [b], first position to compute.
@@ -167,6 +169,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     removed: Int32 = EMPTY
     added: tuple[RowAdded, ...] = ()
     grown_rows: Int32 = EMPTY
+    grown_groups: Int32 = EMPTY
     grown_blocks: Int32 = EMPTY
     rows: Int32 = EMPTY
     epochs: Int32 = EMPTY
@@ -183,7 +186,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
                 "row": row.row,
                 "num_tokens": len(row.token_ids),
                 "num_prompt_tokens": row.num_prompt_tokens,
-                "num_blocks": len(row.block_ids),
+                "num_blocks": [len(block_ids) for block_ids in row.block_ids],
                 "sampling": _describe_sampling(row.sampling),
             }
             for row in self.added

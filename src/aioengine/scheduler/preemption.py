@@ -73,14 +73,14 @@ class Preemption:
             return None
         match = self._kv.lookup(head)
         lower = [sequence for sequence in running if sequence.precedence[0] > head.precedence[0]]
-        num_reachable = self._kv.pool.num_free + sum(len(s.block_ids) for s in [*lower, *self.parked.values()])
+        num_reachable = self._kv.pool.num_free + sum(s.num_blocks for s in [*lower, *self.parked.values()])
         if match.pending is not None or match.num_missing + self.reserve > num_reachable:
             return None
         while lower and not self._has_room(match):
             self.preempt(lower.pop())
         if not self._has_room(match):
             return None
-        num_tokens = head.num_tokens - max(head.num_computed_tokens, len(match.block_ids) * self._kv.block_size)
+        num_tokens = head.num_tokens - max(head.num_computed_tokens, match.num_blocks * self._kv.block_size)
         return Claim(num_tokens, bisect(self._table.running, head.precedence, key=by_precedence))
 
     def _has_room(self, match: PrefixMatch) -> bool:

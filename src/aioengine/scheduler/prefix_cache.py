@@ -4,6 +4,9 @@ The hash of a full block is chained over its parent's hash and its token ids, so
 (Kwon et al., 2023; vLLM's automatic prefix caching). The next block that a sequence is going to fill is PENDING if its
 hash is known: a second request with the same prefix waits for it instead of computing it again, and takes over if the
 owner leaves. One PENDING block per owner is enough: a request that shares a later block shares this one, too.
+
+Each group of layers has a block of its own for the same tokens, and loses it apart from the others. A prefix can be
+used if the next token finds all that it sees: all blocks of groups without a window, and the last ones of the others.
 """
 
 from __future__ import annotations
@@ -68,30 +71,65 @@ def hash_prompt(token_ids: Int32, block_size: int, root: bytes = ROOT) -> list[b
 class PrefixCache:
     """Blocks by the hashes of the prefixes that they hold. It holds no references: blocks in use and free ones alike.
 
+    Args:
+        num_seen: of each group, how many blocks before the end of a prefix of whole blocks the next token sees; None:
+            all.
+
     Attributes:
-        ready: {hash: block id} of the blocks that are computed.
+        ready: {hash: block id of each group} of the blocks that are computed; -1 where a group has lost it.
         hashes: [num_blocks], the hash of each READY block, None for the others.
-        pending: {hash: owner} of the blocks that are being computed; no hash is in ``ready``, too.
+        pending: {hash: owner} of the blocks that are being computed; none of these hashes is READY in all groups.
         on_wake: called with each waiter whose hash became READY or is PENDING no more.
     """
 
-    def __init__(self, num_blocks: int) -> None:
-        self.ready: dict[bytes, int] = {}
+    def __init__(self, num_blocks: int, num_seen: Items[int | None] = (None,)) -> None:
+        self.num_seen = tuple(num_seen)
+        self._full = [group for group, seen in enumerate(self.num_seen) if seen is None]
+        self._sliding = [(group, seen) for group, seen in enumerate(self.num_seen) if seen is not None]
+        self._lost = [-1] * len(self.num_seen)
+        self.ready: dict[bytes, list[int]] = {}
         self.hashes: list[bytes | None] = [None] * num_blocks
         self.pending: dict[bytes, object] = {}
         self.on_wake: Callable[[Any], None] = lambda waiter: None
         self.waiters: dict[bytes, list[object]] = {}
         """By the PENDING hash that they wait for."""
 
-    def match(self, hashes: Items[bytes]) -> tuple[list[int], bytes | None]:
-        """The READY blocks of the first ``hashes``, and the hash after theirs if that is PENDING."""
-        blocks: list[int] = []
+    def match(self, hashes: Items[bytes]) -> tuple[list[list[int]], bytes | None]:
+        """The longest prefix of ``hashes`` that can be used, and the hash after it if that is PENDING.
+
+        Returns:
+            READY blocks by group, -1 for those that no token behind the prefix sees; a hash or None.
+        """
+        found: list[list[int]] = []
         for block_hash in hashes:
-            block_id = self.ready.get(block_hash)
-            if block_id is None:
-                return blocks, block_hash if block_hash in self.pending else None
-            blocks.append(block_id)
-        return blocks, None
+            block_ids = self.ready.get(block_hash, self._lost)
+            if block_ids is self._lost and self._full:
+                break
+            found.append(block_ids)
+        while found and found[-1] is self._lost:
+            found.pop()
+        end = self._usable(found)
+        matched = [[block_ids[group] for block_ids in found[:end]] for group in range(len(self.num_seen))]
+        for group, seen in self._sliding:
+            num_passed = max(end - seen, 0)
+            matched[group][:num_passed] = [-1] * num_passed
+        return matched, hashes[end] if end < len(hashes) and hashes[end] in self.pending else None
+
+    def _usable(self, found: list[list[int]]) -> int:
+        """The longest beginning of ``found`` in which each group has what the next token sees.
+
+        With windows from the right, as most hits are whole: a block that is lost is behind or before all that is seen.
+        """
+        end, is_usable = len(found), not self._sliding
+        for group in self._full if self._sliding or len(self._full) > 1 else ():
+            end = next((place for place, block_ids in enumerate(found[:end]) if block_ids[group] < 0), end)
+        while end and not is_usable:
+            before = end
+            for group, seen in self._sliding:
+                places = range(end - 1, max(end - seen, 0) - 1, -1)
+                end = next((place for place in places if found[place][group] < 0), end)
+            is_usable = end == before
+        return end
 
     def wait(self, block_hash: bytes, waiter: object) -> None:
         """Wake ``waiter`` when this PENDING hash becomes READY or is PENDING no more."""
@@ -100,18 +138,24 @@ class PrefixCache:
 
     def mark_pending(self, block_hash: bytes, owner: object) -> None:
         """``owner`` is going to compute the block of this hash; no change if the hash is READY or PENDING already."""
-        if block_hash not in self.ready:
+        if min(self.ready.get(block_hash, self._lost)) < 0:
             self.pending.setdefault(block_hash, owner)
 
-    def mark_ready(self, hashes: Items[bytes], block_ids: Items[int]) -> None:
-        """These blocks are computed: READY, but for those whose hash another READY block has."""
+    def mark_ready(self, hashes: Items[bytes], block_ids: Items[Items[int]]) -> None:
+        """These blocks are computed: READY, but for those whose hash another READY block of their group has.
+
+        Args:
+            block_ids: by group, one for each hash.
+        """
         ready = self.ready
-        for block_hash, block_id in zip(hashes, block_ids, strict=True):
-            if block_hash not in ready:
-                ready[block_hash] = block_id
-                self.hashes[block_id] = block_hash
-                if self.pending.pop(block_hash, None) is not None:
-                    self._wake(block_hash)
+        for block_hash, of_groups in zip(hashes, zip(*block_ids, strict=True), strict=True):
+            known = ready.setdefault(block_hash, self._lost.copy())
+            for group, block_id in enumerate(of_groups):
+                if known[group] < 0:
+                    known[group] = block_id
+                    self.hashes[block_id] = block_hash
+            if self.pending.pop(block_hash, None) is not None:
+                self._wake(block_hash)
 
     def cancel_pending(self, block_hash: bytes, owner: object) -> None:
         """``owner`` will not compute the block of this hash after all; wakes its waiters, so that one of them does."""
@@ -125,7 +169,10 @@ class PrefixCache:
         for block_id in block_ids:
             block_hash = hashes[block_id]
             assert block_hash is not None, "a block without a hash was kept like a cached one"
-            del ready[block_hash]
+            of_groups = ready[block_hash]
+            of_groups[of_groups.index(block_id)] = -1
+            if max(of_groups) < 0:
+                del ready[block_hash]
             hashes[block_id] = None
 
     def forget(self) -> None:

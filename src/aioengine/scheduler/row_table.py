@@ -25,14 +25,15 @@ class RowTable:
         scheduled: tokens computed or in a launched step.
         expected: tokens known, or being sampled by a launched step.
         last: the last token's position at most: it would be sampled and never computed.
-        capacity: tokens that its blocks hold.
+        capacity: [groups of layers, rows], tokens up to which there are blocks.
         next_block_boundary: computed tokens at which its next block is full.
+        next_passed: computed tokens at which the window of a group passes its next block.
         stop_search_start: computed tokens from which on each sampled token may end it: ``last``, or 0 if it has stop
             tokens.
         token_at: when its newest token was applied, in seconds; NaN before the first.
     """
 
-    def __init__(self, max_num_seqs: int, block_size: int) -> None:
+    def __init__(self, max_num_seqs: int, block_size: int, num_groups: int = 1) -> None:
         self.occupants: list[Sequence | None] = [None] * max_num_seqs
         self.free_rows = list(range(max_num_seqs - 1, -1, -1))
         self.block_size = block_size
@@ -43,7 +44,8 @@ class RowTable:
         self._stopped_rows: list[int] = []
         columns: list[Int32] = list(np.zeros((8, max_num_seqs), np.int32))
         self.epoch, self.computed, self.scheduled, self.expected = columns[:4]
-        self.last, self.capacity, self.next_block_boundary, self.stop_search_start = columns[4:]
+        self.last, self.next_block_boundary, self.next_passed, self.stop_search_start = columns[4:]
+        self.capacity: Int32 = np.zeros((num_groups, max_num_seqs), np.int32)
         self.token_at = np.full(max_num_seqs, np.nan)
 
     @property
@@ -66,7 +68,8 @@ class RowTable:
         self.expected[row] = sequence.num_tokens
         self.last[row] = sequence.limit - 1
         self.stop_search_start[row] = 0 if sequence.stop_token_ids else sequence.limit - 1
-        self.capacity[row] = len(sequence.block_ids) * size
+        self.capacity[:, row] = [len(block_ids) * size for block_ids in sequence.block_ids]
+        self.next_passed[row] = 0
         self.next_block_boundary[row] = (sequence.num_ready_blocks + 1) * size
         self.token_at[row] = sequence.last_token_at
 

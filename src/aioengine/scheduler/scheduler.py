@@ -63,7 +63,7 @@ class Scheduler:
     ) -> None:
         assert budget.max_tokens >= max_num_seqs, "each row needs a token a step"
         self.kv = kv
-        self.table = RowTable(max_num_seqs, kv.block_size)
+        self.table = RowTable(max_num_seqs, kv.block_size, len(kv.windows))
         self.budget = budget
         self.eos_token_ids = frozenset(eos_token_ids)
         self.policy = policy or ByPriority()
@@ -91,7 +91,7 @@ class Scheduler:
         Args:
             order: absent: the policy is asked for it.
         """
-        assert self.kv.blocks_for(sequence.limit - 1) <= self.kv.pool.num_blocks, f"{sequence} could never end"
+        assert self.kv.most_blocks(sequence.limit - 1) <= self.kv.pool.num_blocks, f"{sequence} could never end"
         order = order or order_of(self.policy, Incoming.of(sequence.request))
         self._num_forks += bool(sequence.children)
         for member in (sequence, *sequence.children):
@@ -172,16 +172,16 @@ class Scheduler:
         self.preemption.park_blocked()
         claim = self.preemption.yield_to_higher()
         work = share_budget(self.table, self.budget, claim)
-        growing = out_of_blocks(self.table, work)
+        groups, growing = out_of_blocks(self.table, work)
         is_tight = len(growing) > self.kv.pool.num_free
         while len(growing) > self.kv.pool.num_free:
             self.preemption.preempt(self.preemption.victim())
             work = share_budget(self.table, self.budget, claim)
-            growing = out_of_blocks(self.table, work)
+            groups, growing = out_of_blocks(self.table, work)
         grown_blocks = EMPTY
         if len(growing):
-            np.add.at(self.table.capacity, growing, self.kv.block_size)
-            grown_blocks = int32(self.kv.grow(self.table.occupants_of(growing)))
+            np.add.at(self.table.capacity, (groups, growing), self.kv.block_size)
+            grown_blocks = int32(self.kv.grow(self.table.occupants_of(growing), groups.tolist()))
         admitted: list[Sequence] = []
         if self.waiting and not (is_tight and len(work.rows)):
             admitted = self._admit(work.num_left, now)
@@ -189,7 +189,7 @@ class Scheduler:
                 work = join(self.table, work, self.table.run(admitted))
         if not len(work.rows):
             return None
-        return self._steps.make_plan(work, growing, grown_blocks, self.kv.take_copies(), admitted)
+        return self._steps.make_plan(work, (growing, groups, grown_blocks), self.kv.take_copies(), admitted)
 
     def apply(self, plan: StepPlan, result: StepResult, now: float = 0.0) -> StepOutput:
         """Take in the result of the oldest launched step: append tokens, end what stops, mark full blocks READY."""
@@ -207,6 +207,8 @@ class Scheduler:
             sequences = list(compress(sequences, is_alive.tolist()))
         self.table.computed[rows] = ends
         self._mark_ready(rows, ends, sequences)
+        if self.kv.has_windows:
+            self._give_up_passed(rows, ends, sequences)
         has_token = counts > 0
         if plan.step < self._known_until:
             num_known = np.fromiter((sequence.num_tokens for sequence in sequences), np.int32, len(sequences))
@@ -344,6 +346,12 @@ class Scheduler:
         for index, num_computed in zip(filled.tolist(), ends[filled].tolist(), strict=True):
             self.kv.mark_ready(sequences[index], num_computed)
         self.table.next_block_boundary[rows[filled]] = ends[filled] // size * size + size
+
+    def _give_up_passed(self, rows: Rows, ends: Int32, sequences: list[Sequence]) -> None:
+        """Free the blocks that a window has passed in this step: of one row in ``block_size`` when decoding."""
+        passed = (ends >= self.table.next_passed[rows]).nonzero()[0]
+        for index, num_computed in zip(passed.tolist(), ends[passed].tolist(), strict=True):
+            self.table.next_passed[rows[index]] = self.kv.give_up_passed(sequences[index], num_computed)
 
     def _fork(
         self, parents: list[Sequence], result: StepResult, indices: Int32, counts: Int32, now: float

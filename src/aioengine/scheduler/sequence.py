@@ -101,8 +101,10 @@ class Sequence:
     """Its row, or -1."""
     has_run: bool = False
     """Whether it ever had a row."""
-    block_ids: list[int] = field(default_factory=list)
-    """Its block table."""
+    block_ids: list[list[int]] = field(default_factory=list)
+    """Its block table in each group of layers, -1 for what the group's window has passed. Empty: it holds no blocks."""
+    num_passed_blocks: list[int] = field(default_factory=list)
+    """Of each of these, how many the window has passed."""
     num_ready_blocks: int = 0
     """Leading full blocks whose KV is computed, where prefixes are cached."""
     shares_last_block: bool = False
@@ -137,7 +139,7 @@ class Sequence:
     def __repr__(self) -> str:
         return (
             f"<Sequence {self.request.request_id!r} order={self.order} row={self.row} "
-            f"tokens={len(self.prompt)}+{len(self.output_ids)}/{self.limit} blocks={len(self.block_ids)} "
+            f"tokens={len(self.prompt)}+{len(self.output_ids)}/{self.limit} blocks={self.num_blocks} "
             f"reasons={self.reasons!r} finish_reason={self.finish_reason}>"
         )
 
@@ -149,6 +151,11 @@ class Sequence:
     def num_tokens(self) -> int:
         """Tokens known on the host: the prompt and what was applied."""
         return len(self.prompt) + len(self.output_ids)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that it holds."""
+        return sum(map(len, self.block_ids)) - sum(self.num_passed_blocks)
 
     @property
     def needs_prompt_logprobs(self) -> bool:
@@ -185,7 +192,7 @@ class Sequence:
             row=self.row,
             token_ids=self.token_ids(),
             num_prompt_tokens=len(self.prompt),
-            block_ids=int32(self.block_ids),
+            block_ids=tuple(map(int32, self.block_ids)),
             sampling=sampling,
         )
 

@@ -39,18 +39,19 @@ class StepsInFlight:
     def make_plan(
         self,
         work: Work,
-        growing: Rows,
-        grown_blocks: Int32,
+        grown: tuple[Rows, Rows, Int32],
         copies: list[tuple[int, int]],
         admitted: list[Sequence],
     ) -> StepPlan:
         """Make the plan of a step, and move its rows on as if it had run.
 
         Args:
+            grown: rows, groups and blocks, as in the plan.
             copies: (source, target) ids of blocks to be copied before the step.
             admitted: sequences that have taken a row since the last plan.
         """
         rows, table = work.rows, self._table
+        growing, groups, grown_blocks = grown
         expected = table.expected[rows]
         samples = work.ends == expected
         table.scheduled[rows] = work.ends
@@ -62,6 +63,7 @@ class StepsInFlight:
             copied_to=int32([target for _, target in copies]) if copies else EMPTY,
             added=tuple(sequence.introduce() for sequence in admitted),
             grown_rows=_frozen(growing.astype(np.int32)) if len(growing) else EMPTY,
+            grown_groups=_frozen(groups.astype(np.int32)) if len(growing) else EMPTY,
             grown_blocks=grown_blocks,
             rows=_frozen(rows.astype(np.int32)),
             epochs=_frozen(table.epoch[rows]),

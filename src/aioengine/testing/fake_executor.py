@@ -123,7 +123,7 @@ class FakeExecutor:
     called with its model get the executor itself, and are called on the loop.
 
     Args:
-        num_blocks, block_size, max_model_len, vocab_size, max_in_flight: as in `ExecutorInfo`.
+        num_blocks, block_size, max_model_len, vocab_size, max_in_flight, windows: as in `ExecutorInfo`.
         sampler: makes the next token; `sample_hash` unless given.
         step_time_s: loop time from when the device gets to a step until it ends; nothing under a virtual clock.
 
@@ -143,6 +143,7 @@ class FakeExecutor:
         max_in_flight: int = 1,
         sampler: Sampler | None = None,
         step_time_s: float = 0.0,
+        windows: tuple[int | None, ...] = (None,),
     ) -> None:
         self.info = ExecutorInfo(
             num_blocks=num_blocks,
@@ -151,6 +152,7 @@ class FakeExecutor:
             vocab_size=vocab_size,
             max_in_flight=max_in_flight,
             device="fake",
+            windows=windows,
         )
         self.stats = ExecutorStats()
         self.unfinished: list[FakeStep] = []

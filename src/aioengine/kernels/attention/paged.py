@@ -1,4 +1,4 @@
-"""Paged attention: the KV cache of all layers, and one step's attention over it by a device's operations."""
+"""Paged attention: the KV cache of all layers, in groups, and one step's attention over it by a device's operations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ PROGRAMS_PER_MULTIPROCESSOR = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheShape:
-    """What one block holds: in each layer [block_size, num_kv_heads, line_size] of keys, and as many values."""
+    """What one block holds: in each layer [block_size, num_kv_heads, line_size] of keys, and as many values.
+
+    Attributes:
+        num_layers: of a group; a block belongs to one group at a time.
+    """
 
     num_layers: int
     block_size: int
@@ -35,19 +39,22 @@ class KVCacheShape:
 
     @property
     def bytes_per_block(self) -> int:
-        """Keys and values of one block in all layers."""
+        """Keys and values of one block, in all layers of a group."""
         elements = self.block_size * self.num_kv_heads * self.line_size
         return 2 * self.num_layers * elements * self.dtype.itemsize
 
 
 class PagedAttention:
-    """Keys and values in one tensor.
+    """Keys and values in one tensor, of any group's layers where it has a block.
 
     Args:
-        block_tables: int32 [rows, blocks of the longest sequence], of all rows.
+        block_tables: int32 [groups, rows, blocks of the longest sequence], of all rows.
+        places: of each of the model's layers, its group and its place in that.
 
     Attributes:
-        cache: [2 · layers, blocks, block_size, kv_heads, line_size]; of each layer the keys, then the values.
+        cache: [2 · layers a group, blocks, block_size, kv_heads, line_size]; of each layer the keys, then the values.
+        layers: of each of the model's layers its group, its keys and its values, in ``cache``.
+        block_tables: of each group.
     """
 
     def __init__(
@@ -57,17 +64,19 @@ class PagedAttention:
         num_blocks: int,
         *,
         block_tables: Tensor,
+        places: tuple[tuple[int, int], ...],
         num_multiprocessors: int,
     ) -> None:
         size = (2 * shape.num_layers, num_blocks, shape.block_size, shape.num_kv_heads, shape.line_size)
         self.cache = lazy_zeros(*size, dtype=shape.dtype, device=block_tables.device)
         self.operations = operations
-        self.block_tables = block_tables
+        self.layers = [(group, self.cache[2 * place], self.cache[2 * place + 1]) for group, place in places]
+        self.block_tables = block_tables.unbind()
         self._num_kv_heads = shape.num_kv_heads
         self._num_multiprocessors = num_multiprocessors
 
     def copy_blocks(self, copied_from: Tensor, copied_to: Tensor) -> None:
-        """As `Operations.copy_blocks`, in all layers."""
+        """As `Operations.copy_blocks`, in all layers of their groups."""
         self.operations.copy_blocks(self.cache, copied_from, copied_to)
 
     def num_splits(self, num_rows: int, max_context: int) -> int:
@@ -87,25 +96,20 @@ class PagedAttention:
         """What a model calls in each layer of a step; arguments as in `Operations`.
 
         Args:
-            positions, slots: int32 [T].
+            positions: int32 [T]. slots: int32 [groups, T].
             decodes: int32 [m, 3]. tiles: int32 [m, 4].
             num_splits: of the contexts of ``decodes``, none of which is longer than ``max_context``.
         """
-        return StepAttention(self, positions, slots, self.block_tables, decodes, tiles, num_splits, max_context)
+        return StepAttention(self, positions, slots.unbind(), decodes, tiles, num_splits, max_context)
 
 
 @dataclass(slots=True)
 class StepAttention:
-    """As an `aioengine.models.model.Attend`, over the cache of a `PagedAttention`; attributes as `begin`'s arguments.
-
-    Attributes:
-        block_tables: int32 [rows, blocks of the longest sequence], of all rows.
-    """
+    """As an `aioengine.models.model.Attend`, over a `PagedAttention`'s cache; attributes are `begin`'s arguments."""
 
     attention: PagedAttention
     positions: Tensor
-    slots: Tensor
-    block_tables: Tensor
+    slots: tuple[Tensor, ...]
     decodes: Tensor | None
     tiles: Tensor | None
     num_splits: int
@@ -113,15 +117,14 @@ class StepAttention:
 
     def __call__(self, qkv: Tensor, layer: LayerAttention) -> Tensor:
         """Rotate, write this step's keys and values, then attend: [T, h · d] from [T, (h + 2 g) · d]."""
-        operations, cache, decodes, tiles = self.attention.operations, self.attention.cache, self.decodes, self.tiles
-        k_cache, v_cache = cache[2 * layer.index], cache[2 * layer.index + 1]
+        attention, operations, decodes, tiles = self.attention, self.attention.operations, self.decodes, self.tiles
+        group, k_cache, v_cache = attention.layers[layer.index]
         q = operations.rotate_and_write(
-            qkv, self.positions, self.slots, layer.rope_table, layer.qk_weight, layer.eps, k_cache, v_cache
+            qkv, self.positions, self.slots[group], layer.rope_table, layer.qk_weight, layer.eps, k_cache, v_cache
         )
         out = operations.attention_output(q)
-        kv = PagedKV(
-            k_cache, v_cache, self.block_tables, layer.scale, layer.window, layer.soft_cap, layer.sinks, layer.slopes
-        )
+        tables = attention.block_tables[group]
+        kv = PagedKV(k_cache, v_cache, tables, layer.scale, layer.window, layer.soft_cap, layer.sinks, layer.slopes)
         if decodes is not None:
             operations.attend_decode(q, kv, decodes, out, num_splits=self.num_splits, max_context=self.max_context)
         if tiles is not None:

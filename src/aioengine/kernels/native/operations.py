@@ -435,13 +435,16 @@ class NativeOperations:
     def gather_tokens(
         self, rows: Tensor, history: Tensor, block_tables: Tensor, block_size: int, num_tokens: int
     ) -> tuple[Tensor, Tensor, Tensor]:
+        num_groups = len(block_tables)
         token_ids, positions, slots = (
-            self._buffer(role, num_tokens, 1, torch.int32)[:, 0] for role in ("token_ids", "positions", "slots")
+            self._buffer(role, count * num_tokens, 1, torch.int32)[:, 0]
+            for role, count in (("token_ids", 1), ("positions", 1), ("slots", num_groups))
         )
+        slots = slots.view(num_groups, num_tokens)
         self._team.launch(
             "gather_tokens", len(rows),
-            rows, history, history.shape[1], block_tables, block_tables.shape[1], block_size,
-            token_ids, positions, slots,
+            rows, history, history.shape[1], block_tables, block_tables.shape[2], block_size,
+            token_ids, positions, slots, num_groups, len(history), num_tokens,
         )  # fmt: skip
         return token_ids, positions, slots
 

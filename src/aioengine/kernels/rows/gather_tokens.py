@@ -1,6 +1,6 @@
 """The inputs of a step, from the rows' tables on the device: a step is launched before its tokens are known elsewhere.
 
-For token i of a row, at p = start + i: id = history[row, p], slot = block_tables[row, p // B] · B + p % B.
+For token i of a row, at p = start + i: id = history[row, p], slot = block_tables[group, row, p // B] · B + p % B.
 
 Several programs share a row, taking turns: prompts have thousands of tokens in a step. Bound: 20 bytes a token; with
 few tokens the time of a launch (2 to 3 µs).
@@ -26,7 +26,10 @@ MAX_PROGRAMS_A_ROW = 64
 # What begins anywhere in a larger tensor must not make it compile again by its alignment. Positions are anything:
 # nothing would be gained by knowing more of the widths.
 @triton.jit(
-    do_not_specialize=["rows_ptr", "token_ids_ptr", "positions_ptr", "slots_ptr", "history_width", "table_width"]
+    do_not_specialize=[
+        *("rows_ptr", "token_ids_ptr", "positions_ptr", "slots_ptr"),
+        *("history_width", "table_width", "all_rows", "all_tokens"),
+    ]
 )
 def _gather_tokens_kernel(
     rows_ptr,
@@ -37,6 +40,9 @@ def _gather_tokens_kernel(
     slots_ptr,
     history_width,
     table_width,
+    all_rows,
+    all_tokens,
+    GROUPS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -53,11 +59,13 @@ def _gather_tokens_kernel(
         is_known = tokens < num_known
         positions = start + tokens
         token_ids = tl.load(history_ptr + row * history_width + positions, is_known, 0)
-        blocks = tl.load(block_tables_ptr + row * table_width + positions // BLOCK_SIZE, is_known, 0)
-        slots = blocks * BLOCK_SIZE + positions % BLOCK_SIZE
         tl.store(token_ids_ptr + first + tokens, token_ids, is_inside)
         tl.store(positions_ptr + first + tokens, tl.where(is_known, positions, 0), is_inside)
-        tl.store(slots_ptr + first + tokens, tl.where(is_known, slots, -1), is_inside)
+        for group in tl.static_range(GROUPS):
+            table = block_tables_ptr + (group * all_rows + row) * table_width
+            blocks = tl.load(table + positions // BLOCK_SIZE, is_known, 0)
+            slots = blocks * BLOCK_SIZE + positions % BLOCK_SIZE
+            tl.store(slots_ptr + group * all_tokens + first + tokens, tl.where(is_known, slots, -1), is_inside)
 
 
 def gather_tokens(
@@ -67,17 +75,19 @@ def gather_tokens(
     device = history.device
     check_tensor("gather_tokens: rows", rows, (None, 4), torch.int32, device)
     check_tensor("gather_tokens: history", history, (None, None), torch.int32, device)
-    check_tensor("gather_tokens: block_tables", block_tables, (len(history), None), torch.int32, device)
+    check_tensor("gather_tokens: block_tables", block_tables, (None, len(history), None), torch.int32, device)
     if block_size < 1 or num_tokens < 0 or (num_tokens and not len(rows)):
         raise InternalError(f"gather_tokens: {len(rows)} rows of {num_tokens} tokens, blocks of {block_size}")
-    # One allocation for all three.
-    token_ids, positions, slots = torch.empty((3, num_tokens), dtype=torch.int32, device=device).unbind()
+    num_groups = len(block_tables)
+    # One allocation for all of them.
+    out = torch.empty((2 + num_groups, num_tokens), dtype=torch.int32, device=device)
+    token_ids, positions, slots = out[0], out[1], out[2:]
     if num_tokens:
         # No row has more tokens than the step.
         programs = min(triton.cdiv(num_tokens, BLOCK), MAX_PROGRAMS_A_ROW)
         _gather_tokens_kernel[(len(rows), programs)](
             rows, history, block_tables, token_ids, positions, slots,
-            history.shape[1], block_tables.shape[1],
-            BLOCK_SIZE=block_size, BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True,
+            history.shape[1], block_tables.shape[2], len(history), num_tokens,
+            GROUPS=num_groups, BLOCK_SIZE=block_size, BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True,
         )  # fmt: skip
     return token_ids, positions, slots

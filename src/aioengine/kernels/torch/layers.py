@@ -87,11 +87,11 @@ def gather_tokens(
     offset = torch.arange(num_tokens, device=rows.device) - begin
     known = row >= 0
     row, position = row.clamp(min=0), torch.where(known, start + offset, 0)
-    block = block_tables[row, position // block_size]
+    block = block_tables[:, row, position // block_size]
     slot = torch.where(known, block * block_size + position % block_size, -1)
-    found = torch.stack((torch.where(known, history[row, position], 0), position, slot)).int()
-    token_ids, positions, slots = torch.empty_like(found).index_copy_(1, first + offset, found).unbind()
-    return token_ids, positions, slots
+    found = torch.cat((torch.where(known, history[row, position], 0)[None], position[None], slot)).int()
+    placed = torch.empty_like(found).index_copy_(1, first + offset, found)
+    return placed[0], placed[1], placed[2:]
 
 
 def append_tokens(history: Tensor, samples: Tensor, token_ids: Tensor) -> None:

@@ -45,23 +45,22 @@ def gather_tokens(args, row, thread):
     row, start = get_i32(step_row), get_i32(step_row + 4)
     first, num_tokens = 4 * get_i32(step_row + 8), get_i32(step_row + 12)
     token_ids, positions, slots = get_i64(args + 48) + first, get_i64(args + 56) + first, get_i64(args + 64) + first
+    num_groups, all_rows, all_tokens = get_i64(args + 72), get_i64(args + 80), get_i64(args + 88)
     history += 4 * (row * history_width + start)
-    block = block_tables + 4 * (row * table_width + start // block_size)
-    in_block = start % block_size
     for token in range(num_tokens):
         at = 4 * token
-        if row < 0:
-            put_i32(token_ids + at, 0)
-            put_i32(positions + at, 0)
-            put_i32(slots + at, -1)
-            continue
-        put_i32(token_ids + at, get_i32(history + at))
-        put_i32(positions + at, start + token)
-        put_i32(slots + at, get_i32(block) * block_size + in_block)
-        in_block += 1
-        if in_block == block_size:
-            in_block = 0
-            block += 4
+        put_i32(token_ids + at, get_i32(history + at) if row >= 0 else 0)
+        put_i32(positions + at, start + token if row >= 0 else 0)
+    for group in range(num_groups):
+        block = block_tables + 4 * ((group * all_rows + row) * table_width + start // block_size)
+        in_block = start % block_size
+        for token in range(num_tokens):
+            put_i32(slots + 4 * token, get_i32(block) * block_size + in_block if row >= 0 else -1)
+            in_block += 1
+            if in_block == block_size:
+                in_block = 0
+                block += 4
+        slots += 4 * all_tokens
 
 
 @kernel()
