@@ -217,7 +217,6 @@ def test_a_rope_that_transformers_cannot_use_is_refused(tmp_path: Path, rope: di
         ({"rope_parameters": LONGROPE}, "rope type 'longrope'"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "factor"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quant_method gptq"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
         ({"head_dim": 3}, "head_dim=3"),
         ({"model_type": "no such type"}, "no such type"),

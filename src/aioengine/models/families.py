@@ -363,10 +363,6 @@ def _check_architecture(config: dict[str, Any]) -> str:
         raise _BadConfig(f"architectures={shorten(names)}; a list of one is needed, of {supported}")
     if not isinstance(names[0], str) or names[0] not in ARCHITECTURES:
         raise _BadConfig(f"architecture {str(names[0])[:100]} is not supported; supported: {supported}")
-    quantization = config.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
-        raise _BadConfig(f"quantised checkpoints are not supported yet (quant_method {str(method)[:100]})")
     return str(names[0])
 
 

@@ -17,7 +17,7 @@ DEMO_MODEL = Path(__file__).parent / "demo"
 """The folder of the bundled model: config, tokenizer, safetensors and its card."""
 
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
-WEIGHT_FILES = ("*.safetensors",)
+WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 MAX_SMALL_BYTES = 256 * 2**20
 """Of one small file: ten times the largest tokenizer.json."""
 
