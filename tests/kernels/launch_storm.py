@@ -28,7 +28,8 @@ from triton.runtime.jit import JITFunction
 
 from aioengine.kernels import triton_operations as ops
 from aioengine.kernels.attention.choices import DECODE_IN_SPLITS, TUNED, AttentionShape, candidates
-from aioengine.kernels.operations import PagedKV
+from aioengine.kernels.operations import ExpertWeights, PagedKV
+from aioengine.kernels.packed_weight import in_panels
 from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS
 
 BF16, FP8, INT32, FLOAT32 = torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch.float32
@@ -107,6 +108,9 @@ class Storm:
         self.history = torch.empty(NUM_ROWS, m.max_len + 1, dtype=INT32)
         self.block_tables = torch.empty(NUM_ROWS, -(-m.max_len // 16), dtype=INT32)
         self.counters = torch.empty(NUM_ROWS, m.vocab, dtype=INT32)
+        stacks = (torch.empty(60 * in_panels(n), k, dtype=m.dtype) for n, k in ((704, m.hidden), (m.hidden, 352)))
+        gate_up, down = (ops.pack(stack) for stack in stacks)
+        self.experts = ExpertWeights(num_experts=60, hidden=m.hidden, intermediate=352, gate_up=gate_up, down=down)
         self.caches = torch.empty(4, 1001, 16, m.num_kv_heads, m.head_dim, dtype=m.cache_dtype)
 
     def view(self, *shape: int, dtype: torch.dtype = INT32) -> Tensor:
@@ -132,6 +136,8 @@ class Storm:
         ops.rms_norm_add(x, torch.empty_like(x), x.new_empty(m.hidden), 1e-5, 1.0)
         ops.gated_activation(x.new_empty(num_tokens, 2 * m.intermediate))
         ops.scale(x, 2.0)
+        ids, weights = ops.route(torch.empty(num_tokens, 60), 60, 4, is_normalised=True)
+        ops.experts(x, ids, weights, self.experts)
         rows = self.view(max(num_decodes + num_tiles, 1), 4)
         _, positions, (slots,) = ops.gather_tokens(rows, self.history, self.block_tables[None], 16, num_tokens)
         num_rotated = m.num_heads + m.num_kv_heads

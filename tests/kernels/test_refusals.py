@@ -19,7 +19,7 @@ from aioengine.kernels import triton_operations
 from aioengine.kernels.attention import paged_decode
 from aioengine.kernels.layers.rms_norm import MAX_WIDTH
 from aioengine.kernels.layers.rotate_and_write import MAX_HEAD_DIM
-from aioengine.kernels.operations import PagedKV
+from aioengine.kernels.operations import ExpertWeights, PagedKV
 from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS
 
 ints = partial(torch.zeros, dtype=torch.int32, device=DEVICE)
@@ -35,6 +35,8 @@ RIGHT: dict[str, dict[str, Any]] = {
     "rms_norm_add": {"x": floats(4, 8), "residual": floats(4, 8), "weight": floats(8), "eps": 1e-6},
     "gated_activation": {"gate_up": floats(2, 8)},
     "scale": {"x": floats(2, 8), "factor": 2.0},
+    "route": {"logits": floats(2, 5), "num_experts": 4, "num_chosen": 3, "is_normalised": True},
+    "experts": {"x": floats(2, 8), "ids": ints(2, 1), "weights": floats(2, 2), "shared": floats(2, 8)},
     "rotate_and_write": {
         **{"qkv": floats(3, 128), "positions": ints(3), "slots": ints(3), "rope_table": floats(5, 32), "eps": 1e-6},
         **{"qk_weight": floats(6, 16), "k_cache": floats(2, 4, 2, 16), "v_cache": floats(2, 4, 2, 16)},
@@ -80,6 +82,9 @@ def call(ops: ModuleType, operation: str, **changes: Any) -> tuple[Any, dict[str
     bundled = dict(arguments)
     if operation.startswith("attend"):
         bundled["kv"] = PagedKV(**{name: bundled.pop(name) for name in PagedKV._fields if name in bundled})
+    if operation == "experts":
+        gate_up, down = (ops.pack(floats(64, inputs).clone()) for inputs in (8, 3))
+        bundled["of_layer"] = ExpertWeights(num_experts=1, hidden=8, intermediate=3, gate_up=gate_up, down=down)
     return getattr(ops, operation)(**bundled), arguments
 
 

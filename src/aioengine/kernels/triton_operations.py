@@ -10,9 +10,11 @@ from triton import knobs
 
 from aioengine.kernels.attention.paged_decode import attend_decode
 from aioengine.kernels.attention.paged_prefill import attend_prefill, prefill_tile
+from aioengine.kernels.layers.experts import experts
 from aioengine.kernels.layers.gated_activation import gated_activation
 from aioengine.kernels.layers.rms_norm import add_rms_norm, rms_norm, rms_norm_add
 from aioengine.kernels.layers.rotate_and_write import rotate_and_write
+from aioengine.kernels.layers.route import route
 from aioengine.kernels.layers.scale import scale
 from aioengine.kernels.rows.append_tokens import append_tokens
 from aioengine.kernels.rows.copy_blocks import copy_blocks
@@ -25,7 +27,6 @@ from aioengine.kernels.sampling.look_up import look_up
 from aioengine.kernels.sampling.penalties import penalise
 from aioengine.kernels.sampling.top_logprobs import top_logprobs
 from aioengine.kernels.torch.attention import attention_output
-from aioengine.kernels.torch.experts import experts, route
 from aioengine.kernels.torch.products import embed, linear, pack, unpack, unpack_codes
 
 IS_TUNABLE = not knobs.runtime.interpret
