@@ -4,7 +4,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from kernels.harness import BOTH, DEVICE, FLOAT8, TOLERANCES, assert_same, int32, normal
+from kernels.harness import ALL, BOTH, DEVICE, FLOAT8, TOLERANCES, assert_same, int32, normal
 from nightly import seeds
 from torch import Tensor
 
@@ -218,7 +218,7 @@ def coded(
     return CodedWeight(codes.to(DEVICE), bits, table_, scales.to(scales_dtype).float(), offsets, group)
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize(("bits", "table"), BITS)
 @pytest.mark.parametrize("shape", [(1, 16), (7, 96), (123, 200), (70, 129)])
 @pytest.mark.parametrize("group", [16, 64, 1000])

@@ -121,11 +121,13 @@ class Coding:
 
     Attributes:
         bits, table, group: as in `CodedWeight`.
+        lookup: the table as the operations read it that packed the codes, if that is otherwise.
     """
 
     bits: int
     table: Tensor | None
     group: int
+    lookup: Tensor | None = None
 
     def is_same(self, other: Coding) -> bool:
         return (self.bits, self.group) == (other.bits, other.group) and have_same_table(self.table, other.table)

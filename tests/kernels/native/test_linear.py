@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from aioengine.errors import InternalError
 from aioengine.kernels.native.operations import NativeOperations
 from aioengine.kernels.native.team import Team
-from aioengine.kernels.packed_weight import BLOCK_NUMBERS, Quantization
+from aioengine.kernels.packed_weight import BLOCK_NUMBERS, CodedWeight, Quantization
 from aioengine.kernels.torch import products as plain
 from aioengine.kernels.torch.layers import rms_norm as plain_norm
 from aioengine.kernels.torch.quantized import INT4_GROUP, quantize
@@ -67,6 +67,98 @@ def test_a_row_is_the_same_in_any_company(
         assert torch.equal(torch.cat(alone), whole[::7])
         results.append(whole)
     assert torch.equal(*results)
+
+
+CODINGS = [(4, "linear"), (4, "e2m1"), (4, "normal"), (8, "linear"), (8, "e4m3"), (8, "normal")]
+
+
+def made_of_codes(
+    outputs: int, inputs: int, bits: int, table: str, group: int, *, has_offsets: bool, scales_dtype: torch.dtype
+) -> CodedWeight:
+    generator, num_codes = torch.Generator().manual_seed(0), 1 << bits
+    codes = torch.randint(0, num_codes, (outputs, inputs), generator=generator, dtype=torch.uint8)
+    normal_values = torch.erfinv(torch.linspace(-0.99, 0.99, num_codes))
+    values = {
+        "linear": None,
+        "e2m1": torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]),
+        "e4m3": torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float().nan_to_num(448.0),
+        "normal": normal_values,
+    }[table]
+    step = 2 / num_codes if values is None else 1 / float(values.max())
+    scales, offsets = (step * made(outputs, -(-inputs // group), seed=seed).to(scales_dtype).float() for seed in (1, 2))
+    return CodedWeight(codes, bits, values, scales, offsets if has_offsets else None, group)
+
+
+@pytest.mark.parametrize(("bits", "table"), CODINGS)
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "group", "has_offsets", "scales_dtype"),
+    [
+        (32, 1, 16, True, torch.float32),
+        (200, 7, 32, False, torch.float16),
+        (200, 130, 200, True, torch.float16),
+        (336, 123, 128, True, torch.bfloat16),
+        (96, 64, 1000, False, torch.float32),
+    ],
+)
+def test_products_with_codes_are_those_of_what_they_stand_for_in_any_company(
+    teams: list[Team],
+    bits: int,
+    table: str,
+    dtype: torch.dtype,
+    inputs: int,
+    outputs: int,
+    group: int,
+    has_offsets: bool,
+    scales_dtype: torch.dtype,
+) -> None:
+    weight = made_of_codes(outputs, inputs, bits, table, group, has_offsets=has_offsets, scales_dtype=scales_dtype)
+    x, bias, dense = made(200, inputs, dtype=dtype), made(outputs, dtype=dtype, seed=3), weight.dense()
+    exact = x.double() @ dense.double().T
+    results = []
+    for team in teams:
+        operations = NativeOperations(team)
+        packed = operations.pack(weight, None, dtype)
+        assert packed.layout == "coded-panels"
+        assert torch.equal(operations.unpack(packed), dense)
+        rounded = operations.linear(x, packed, bias)
+        assert rounded.dtype == dtype
+        tolerance = TOLERANCES[dtype]
+        torch.testing.assert_close(
+            rounded.double(), exact + bias.double(), rtol=tolerance, atol=tolerance * inputs**0.5
+        )
+        whole = operations.linear(x, packed, None, torch.float32).clone()
+        torch.testing.assert_close(whole.double(), exact, rtol=1e-5, atol=1e-6 * inputs)
+        for num_rows in (1, 2, 3, 4, 5, 6, 7, 30):
+            some = operations.linear(x[7 : 7 + num_rows], packed, None, torch.float32)
+            assert torch.equal(some, whole[7 : 7 + num_rows]), num_rows
+        results.append(whole)
+        ids = torch.tensor([0, outputs - 1, outputs // 2], dtype=torch.int32)
+        assert torch.equal(operations.embed(ids, packed), dense[ids.long()].to(dtype))
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("has_offsets", [False, True])
+@pytest.mark.parametrize(("bits", "table"), CODINGS)
+def test_codes_go_from_plain_torch_to_panels_and_back(team: Team, bits: int, table: str, has_offsets: bool) -> None:
+    weight = made_of_codes(70, 64, bits, table, 32, has_offsets=has_offsets, scales_dtype=torch.bfloat16)
+    before, operations = plain.pack(weight, None, torch.float16), NativeOperations(team)
+    taken = operations.pack(plain.unpack_codes(before), None, torch.float16)
+    assert taken.layout == "coded-panels"
+    back = plain.pack(operations.unpack_codes(taken), None, torch.float16)
+    assert back.scales is not None
+    assert before.scales is not None
+    assert torch.equal(back.values, before.values)
+    assert torch.equal(back.scales, before.scales)
+
+
+def test_codes_of_which_there_are_no_whole_words_are_multiplied_by_plain_torch(team: Team) -> None:
+    weight = made_of_codes(7, 36, 4, "linear", 16, has_offsets=False, scales_dtype=torch.bfloat16)
+    operations, x = NativeOperations(team), made(3, 36)
+    packed = operations.pack(weight)
+    assert packed.layout == "coded"
+    torch.testing.assert_close(operations.linear(x, packed, None), x @ weight.dense().T)
+    assert torch.equal(operations.unpack_codes(packed)[slice(7)].codes, weight.codes)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,12 +12,15 @@ from aioengine.errors import InternalError
 from aioengine.kernels.launch_checks import FLOATS, check_tensor
 from aioengine.kernels.native.kernels.attention_sizes import MAX_HEAD_DIM, MAX_HEADS, MAX_ROWS, MAX_STATES
 from aioengine.kernels.native.kernels.attention_sizes import PART as CONTEXT_PART
+from aioengine.kernels.native.kernels.coded_sizes import HAS_PAIRS, STEP_INPUTS
+from aioengine.kernels.native.kernels.parts import DTYPES
 from aioengine.kernels.native.team import Team, float_bits
 from aioengine.kernels.operations import Activation, ExpertWeights, PagedKV
 from aioengine.kernels.packed_weight import (
     PANEL,
     CodedRows,
     CodedWeight,
+    Coding,
     PackedWeight,
     Quantization,
     UnpackedRows,
@@ -26,7 +30,6 @@ from aioengine.kernels.sampling.sample_rows import SampleFlag
 from aioengine.kernels.torch import products as plain
 from aioengine.kernels.torch.experts import experts as plain_experts
 from aioengine.kernels.torch.quantized import (
-    INT4_GROUP,
     dequantize,
     head_dim_of,
     int4_rows,
@@ -39,6 +42,9 @@ HOST = torch.device("cpu")
 
 WORD_NUMBERS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 1}
 """Numbers in a word of a packed weight."""
+
+LEAST_STEP = 16
+"""Inputs of a step of a product with codes, of which there are whole vectors."""
 
 CHUNK = 8192
 """Numbers in a chunk of a layer, about: some microseconds."""
@@ -289,17 +295,20 @@ class NativeOperations:
         return dequantize(dense, packed.scales[0, rows, None])
 
     def unpack_codes(self, packed: PackedWeight) -> CodedRows:
-        if packed.layout == "coded":
+        if "panels" not in packed.layout:
             return plain.unpack_codes(packed)
         assert packed.scales is not None
         assert packed.coding is not None
-        scales, coding = packed.scales, packed.coding
+        scales, coding = packed.scales, replace(packed.coding, lookup=None)
 
         def make(rows: slice) -> CodedWeight:
-            codes = split_codes(_of_panels(packed.values, rows))
-            return CodedWeight(codes, 4, None, _of_panels(scales[0], rows).float(), None, coding.group)
+            codes = _codes_of_words(_of_panels(packed.values, rows), coding.bits)
+            of_groups, *offsets = (_of_panels(each, rows).float() for each in scales)
+            return CodedWeight(
+                codes, coding.bits, coding.table, of_groups, offsets[0] if offsets else None, coding.group
+            )
 
-        return CodedRows(packed.shape, coding, scales.dtype, False, HOST, make)
+        return CodedRows(packed.shape, coding, scales.dtype, len(scales) == 2, HOST, make)
 
     def linear(
         self, x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype | None = None
@@ -331,20 +340,19 @@ class NativeOperations:
         (num_rows, num_outputs), dtype = out.shape, out.dtype
         check_tensor("linear: x", x, (num_rows, packed.shape[1]), packed.dtype, HOST)
         num_panels = -(-num_outputs // PANEL)
-        kind, stride = _name(x.dtype), x.stride(0) * x.element_size()
-        scales: tuple[Tensor, ...] = ()
-        if packed.scales is not None and packed.layout == "int8-panels":
-            x, row_scales = self._quantize(x)
-            kind, stride = f"int8_{kind}", x.stride(0)
-            scales = (row_scales, packed.scales[0], packed.scales[1])
+        kind = f"{_name(x.dtype)}_{_name(dtype)}"
+        scales: tuple[Tensor | int, ...] = 0, 0, 0
+        last: tuple[Tensor | int, ...] = ()
+        if packed.coding is not None:
+            kind, x, scales, last = self._coded(x, packed, packed.coding, dtype)
         elif packed.scales is not None:
-            kind, scales = f"int4_{kind}", (packed.scales,)
+            x, row_scales = self._quantize(x)
+            kind, scales = f"int8_{kind}", (row_scales, *packed.scales)
         self._team.launch(
-            f"linear_{kind}_{_name(dtype)}", num_chunks,
-            x, stride, packed.values, packed.values.shape[1], out, num_outputs * dtype.itemsize,
+            f"linear_{kind}", num_chunks,
+            x, x.stride(0) * x.element_size(), packed.values, packed.values.shape[1], out, num_outputs * dtype.itemsize,
             0 if bias is None else bias, num_rows, num_outputs, ROWS_A_CHUNK, num_panels,
-            *scales, *(0,) * (3 - len(scales)), 1 if isinstance(groups, Tensor) else self._team.num_threads,
-            groups, num_chunks,
+            *scales, 1 if isinstance(groups, Tensor) else self._team.num_threads, groups, num_chunks, *last,
         )  # fmt: skip
 
     # Mixtures of experts
@@ -405,6 +413,39 @@ class NativeOperations:
         num_chunks = min(most_items, SHARES_A_THREAD * self._team.num_threads)
         self._multiply(x, packed, bias, out, num_chunks, groups)
 
+    def _coded(
+        self, x: Tensor, packed: PackedWeight, coding: Coding, dtype: torch.dtype
+    ) -> tuple[str, Tensor, tuple[Tensor | int, ...], tuple[Tensor | int, ...]]:
+        """The name of the kernel for these codes, activations as it reads them, and its arguments from 88 and 136 on.
+
+        Args:
+            dtype: of the result.
+        """
+        assert packed.scales is not None
+        assert coding.lookup is not None
+        (num_rows, num_inputs), num_codes = x.shape, 1 << coding.bits
+        step, has_pairs = step_of(coding.group, num_inputs), len(coding.lookup) > num_codes
+        num_steps = -(-num_inputs // step)
+        kind = "pairs" if has_pairs else "float32" if coding.bits == 4 or coding.table is None else "table_float32"
+        scales, *offsets = packed.scales
+        sums: Tensor | int = self._buffer("x_sums", num_rows, num_steps, torch.float32) if offsets else 0
+        wide = x
+        if not has_pairs and x.dtype != torch.float32:
+            wide = self._buffer("wide", num_rows, num_inputs, torch.float32)
+        if offsets or wide is not x:
+            self._team.launch(
+                "prepare_coded", num_rows,
+                x, x.stride(0) * x.element_size(), dtype_word(x.dtype), num_inputs, step,
+                0 if wide is x else wide, sums, 4 * num_steps,
+            )  # fmt: skip
+        last = (
+            dtype_word(scales.dtype), step * coding.bits // 32,
+            num_steps if coding.group >= num_inputs else coding.group // step,
+            coding.lookup[num_codes:] if has_pairs else coding.lookup, sums, 4 * num_steps,
+            dtype_word(x.dtype), dtype_word(dtype),
+        )  # fmt: skip
+        return f"coded_{coding.bits}_{kind}", wide, (scales, *(offsets or (0,)), scales.shape[1]), last
+
     def _quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Unsigned bytes [T, width], with room to whole vectors behind each row, and scales float32 [T, 1]."""
         num_rows, width = x.shape
@@ -421,6 +462,17 @@ class NativeOperations:
             return plain.embed(token_ids, packed)
         check_tensor("embed: token_ids", token_ids, (None,), torch.int32, HOST)
         out = self._buffer("embed", len(token_ids), packed.shape[1], packed.dtype)
+        if packed.coding is not None:
+            assert packed.scales is not None
+            assert packed.coding.lookup is not None
+            of_groups, *offsets = packed.scales
+            self._team.launch(
+                "embed_coded", len(token_ids),
+                token_ids, packed.values, packed.values.shape[1], packed.coding.bits,
+                of_groups, *(offsets or (0,)), of_groups.shape[1], dtype_word(of_groups.dtype),
+                packed.shape[1], packed.coding.group, packed.coding.lookup, out, dtype_word(out.dtype),
+            )  # fmt: skip
+            return out
         scales = () if packed.scales is None else (packed.scales,)
         word_bytes = WORD_NUMBERS[packed.dtype] * packed.dtype.itemsize
         kernel = f"embed_int8_{_name(packed.dtype)}" if scales else f"embed_{word_bytes}"
@@ -592,17 +644,54 @@ def _pack_int8(weight: Tensor | UnpackedRows, dtype: torch.dtype) -> PackedWeigh
 
 
 def _pack_coded(coded: CodedRows, dtype: torch.dtype) -> PackedWeight:
+    """Words of 32 bits as `aioengine.kernels.native.kernels.coded` has them; scales [1 or 2, panels, groups, 64, 1]."""
     (num_outputs, num_inputs), coding = coded.shape, coded.coding
-    is_int4 = (coding.bits, coding.group, coding.table) == (4, INT4_GROUP, None) and not coded.has_offsets
-    if num_inputs % 4 or not is_int4 or dtype != torch.bfloat16 or coded.scales_dtype != torch.bfloat16:
+    num_groups = -(-num_inputs // coding.group)
+    if num_inputs * coding.bits % 32 or step_of(coding.group, num_inputs) % LEAST_STEP:
         return plain.pack(coded, None, dtype)
-    panels = _room_for_panels(num_outputs, num_inputs // 2, 1, torch.uint8)
-    scales = _room_for_panels(num_outputs, -(-num_inputs // INT4_GROUP), 1, torch.bfloat16)
+    panels = _room_for_panels(num_outputs, num_inputs * coding.bits // 32, 4, torch.uint8)
+    scales = torch.empty(1 + coded.has_offsets, len(panels), num_groups, PANEL, 1, dtype=coded.scales_dtype)
     for rows in row_blocks(coded.shape):
         some = coded[rows]
-        panels[_panels_of(rows)] = _in_panels(pair_codes(some.codes), 1)
-        scales[_panels_of(rows)] = _in_panels(some.scales.bfloat16(), 1)
-    return PackedWeight(panels, scales[None], (num_outputs, num_inputs), dtype, "coded-panels", coding)
+        panels[_panels_of(rows)] = _in_panels(_words_of_codes(some.codes, coding.bits), 4)
+        for kept, given in zip(scales, (some.scales, some.offsets), strict=False):
+            kept[_panels_of(rows)] = 0 if given is None else _in_panels(given.to(kept.dtype), 1)
+    coding = replace(coding, lookup=_lookup(coding, dtype))
+    return PackedWeight(panels, scales, (num_outputs, num_inputs), dtype, "coded-panels", coding)
+
+
+def _lookup(coding: Coding, dtype: torch.dtype) -> Tensor:
+    """float32 [2 ** bits], and behind it, where products are of pairs, whole vectors of bfloat16."""
+    table = coding.table
+    if table is None:
+        table = torch.arange(1 << coding.bits).float() - (1 << (coding.bits - 1))
+    narrow = table.bfloat16()
+    if not HAS_PAIRS or dtype != torch.bfloat16 or not torch.equal(narrow.float().nan_to_num(), table.nan_to_num()):
+        return table
+    return torch.cat((table, narrow.repeat(2 if coding.bits == 4 else 1).view(torch.float32)))
+
+
+def step_of(group: int, num_inputs: int) -> int:
+    """How many inputs are summed before they are scaled."""
+    return STEP_INPUTS if group >= num_inputs else math.gcd(group, STEP_INPUTS)
+
+
+def dtype_word(dtype: torch.dtype) -> int:
+    """A dtype as kernels are told it."""
+    return DTYPES.index(_name(dtype))
+
+
+def _words_of_codes(codes: Tensor, bits: int) -> Tensor:
+    """[rows, K] → bytes [rows, K · bits / 8]: of a word the codes with even numbers first."""
+    num_rows, num_inputs = codes.shape
+    ordered = codes.view(num_rows, -1, 16 // bits, 2).transpose(2, 3).reshape(num_rows, num_inputs)
+    return ordered if bits == 8 else pair_codes(ordered)
+
+
+def _codes_of_words(words: Tensor, bits: int) -> Tensor:
+    """The reverse of `_words_of_codes`."""
+    ordered = words if bits == 8 else split_codes(words)
+    return ordered.view(len(words), -1, 2, 16 // bits).transpose(2, 3).reshape(ordered.shape)
 
 
 def _room_for_panels(num_outputs: int, num_words: int, per_word: int, dtype: torch.dtype) -> Tensor:

@@ -13,7 +13,18 @@ from numba.core.codegen import CodeLibrary
 
 from aioengine.kernels.native.kernels.parts import part_of
 
-MODULES = ("threads", "linear", "experts", "layers", "attend_decode", "attend_prefill", "rows", "sampling", "rules")
+MODULES = (
+    "threads",
+    "linear",
+    "coded",
+    "experts",
+    "layers",
+    "attend_decode",
+    "attend_prefill",
+    "rows",
+    "sampling",
+    "rules",
+)
 
 _kernels: dict[str, tuple[Any, str]] = {}
 

@@ -3,8 +3,7 @@
 A weight [N, K] lies in panels of 64 outputs. The inputs of a panel come one after the other by *words*, and of each
 word those of the 64 outputs side by side: [N / 64][words][64]. A word is one float32, two bfloat16, four int8 or one
 float16, so that one load brings the words of 16 outputs, and one broadcast brings an activation's word to all of them.
-Of int4 a word is the byte of two inputs, the first in its lower half, each plus 8; the sums of a group of inputs are
-scaled and added to the output. Each output is summed in the order of its inputs, whatever the number of rows and
+Each output is summed in the order of its inputs, whatever the number of rows and
 threads.
 
 Where the processor has no product of words, both sides are widened first, the activations' once for a panel, and a
@@ -14,10 +13,9 @@ panel is gone through 16 outputs at a time.
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import Enum, IntEnum
 from typing import Any, NamedTuple
 
-import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -33,7 +31,6 @@ from aioengine.kernels.native.kernels.simd import (
     FLOAT32,
     HAS_DOT_BF16,
     HAS_DOT_INT8,
-    I8,
     I16,
     I32,
     I64,
@@ -55,7 +52,6 @@ from aioengine.kernels.native.kernels.simd import (
     load,
     load_i32,
     load_lanes,
-    look_up,
     max_of,
     maximum,
     number,
@@ -74,7 +70,6 @@ from aioengine.kernels.native.kernels.simd import (
     sum_of,
     to_float,
     to_int,
-    to_wide,
     zeros,
 )
 
@@ -96,13 +91,9 @@ BLOCK_WORDS = 64
 
 WIDE_WORDS = 32
 """Of a block of a panel that is widened once for all rows, and stays in the first-level cache."""
-WIDE_ROWS = {"bfloat16": 4 * TILE_ROWS, "float16": 4 * TILE_ROWS, "int4": 2 * TILE_ROWS}
+WIDE_ROWS = 4 * TILE_ROWS
 """From so many rows on it is. On a core of Zen 1, GFLOP/s at 12, 30 and 128 rows: of bfloat16 27, 29 and 29 without it,
-24, 30 and 34 with it; of int4 21, 22 and 22, and 28, 31 and 37."""
-PLANE_BYTES = 4 * WIDE_WORDS * PANEL
-"""Of its words as one of their parts."""
-
-INT4_GROUP_WORDS = 32
+24, 30 and 34 with it."""
 
 GROUP_BYTES = 12
 """Of a group of rows: int32 [3]: its matrix, its first row, and the row behind its last."""
@@ -110,6 +101,10 @@ GROUP_BYTES = 12
 AHEAD_BYTES = 4096
 """How far ahead few rows have a weight fetched. By it two cores of Zen 4 read 3 % more bfloat16 and 8 % more int8, and
 those of Zen 1 11 % more bfloat16."""
+
+
+def _no_table(b: Any, address: Any) -> tuple[Any, ...]:
+    return ()
 
 
 class Kind(NamedTuple):
@@ -123,6 +118,9 @@ class Kind(NamedTuple):
         words: LLVM type of 16 words of a weight.
         parts, x_parts: what emit each part of 16 words, of a weight and of activations.
         dot_parts: emits sums + part · part, of 16 words each.
+        x_places: of parts of activations that are multiplied as they are: where in their word each begins, in bytes.
+        table: emits the vectors that parts look up, from an address, for all that follows.
+        wide_words: of a block of a panel that is widened at once.
         plane_bytes: from a part of a weight's words to the next, where they have been widened.
     """
 
@@ -134,13 +132,16 @@ class Kind(NamedTuple):
     parts: tuple[Any, ...]
     x_parts: tuple[Any, ...]
     dot_parts: Any
+    x_places: tuple[int, ...] = (0,)
+    table: Any = _no_table
+    wide_words: int = WIDE_WORDS
     plane_bytes: int = 0
 
     @property
     def widened(self) -> Kind:
         """Of a block of a panel that `make_widen` has written."""
-        parts = _AS_THEY_ARE * len(self.parts)
-        return self._replace(word_bytes=4, words=self.sums.llvm, parts=parts, plane_bytes=PLANE_BYTES)
+        parts, plane_bytes = _AS_THEY_ARE * len(self.parts), 4 * PANEL * self.wide_words
+        return self._replace(word_bytes=4, words=self.sums.llvm, parts=parts, plane_bytes=plane_bytes)
 
     @property
     def is_split(self) -> bool:
@@ -148,7 +149,7 @@ class Kind(NamedTuple):
         return self.x_parts is not _AS_THEY_ARE
 
 
-def _as_it_is(b: Any, words: Any) -> Any:
+def _as_it_is(b: Any, words: Any, *table: Any) -> Any:
     return words
 
 
@@ -175,26 +176,6 @@ def _bytes_as_int16(shift: str, is_even: bool) -> Any:
         return getattr(b, shift)(b.shl(pairs, eight) if is_even else pairs, eight)
 
     return emit
-
-
-def _int4_as_bfloat16(b: Any, words: Any) -> Any:
-    """The pairs of bytes' halves as pairs of bfloat16."""
-    bytes_, pairs = b.zext(words, i32x16.llvm), None
-    for half, shift in ((bytes_, 0), (b.lshr(bytes_, constant(i32x16, 4)), 16)):
-        bits = [int(np.float32(value - 8).view(np.uint32)) >> 16 << shift for value in range(16)]
-        found = look_up(b, ir.Constant(i32x16.llvm, bits), b.and_(half, constant(i32x16, 15)))
-        pairs = found if pairs is None else b.or_(pairs, found)
-    return pairs
-
-
-def _low_int4(b: Any, words: Any) -> Any:
-    half = b.and_(b.zext(words, i32x16.llvm), constant(i32x16, 15))
-    return b.sitofp(b.sub(half, constant(i32x16, 8)), f32x16.llvm)
-
-
-def _high_int4(b: Any, words: Any) -> Any:
-    half = b.lshr(b.zext(words, i32x16.llvm), constant(i32x16, 4))
-    return b.sitofp(b.sub(half, constant(i32x16, 8)), f32x16.llvm)
 
 
 def _dot_float32(b: Any, sums: Any, x: Any, w: Any) -> Any:
@@ -252,20 +233,18 @@ _BYTES, _UNSIGNED_BYTES = (
 )
 _of_bfloat16 = (_AS_THEY_ARE, _AS_THEY_ARE, _dot_bfloat16) if HAS_DOT_BF16 else (_BFLOAT16, _BFLOAT16, _dot_float32)
 _of_int8 = (_AS_THEY_ARE, _AS_THEY_ARE, _dot_int8) if HAS_DOT_INT8 else (_BYTES, _UNSIGNED_BYTES, _dot_int16)
-_int4_parts = (_int4_as_bfloat16,) if HAS_DOT_BF16 else (_low_int4, _high_int4)
 
 KINDS = {
     "float32": Kind(4, 4, f32x16, F32, f32x16.llvm, _AS_THEY_ARE, _AS_THEY_ARE, _dot_float32),
     "bfloat16": Kind(4, 4, f32x16, I32, i32x16.llvm, *_of_bfloat16),
     "float16": Kind(2, 2, f32x16, F16, ir.VectorType(F16, LANES), _FLOAT32, _FLOAT32, _dot_float32),
     "int8": Kind(4, 4, i32x16, I32, i32x16.llvm, *_of_int8),
-    "int4": Kind(1, 4, f32x16, I32, ir.VectorType(I8, LANES), _int4_parts, *_of_bfloat16[1:]),
 }
 
 
 class Start(Enum):
     """What a tile's sums begin from, and become: from zero, from what is in memory, or from zero, and then they are
-    scaled and added to what is in memory.
+    scaled and added to what is in memory, as `Scaling` says.
     """
 
     ZERO = 0
@@ -273,26 +252,47 @@ class Start(Enum):
     SCALED = 2
 
 
+class Scaling(IntEnum):
+    """Places in the memory, in bytes, that says how a tile's sums are scaled.
+
+    Attributes:
+        SCALES, OFFSETS: float32 [64] each, of the panel's outputs.
+        TABLE: the address that `Kind.table` reads.
+        X_SUMS, X_SUMS_STRIDE: the address of the sum of a row's activations, float32, by which offsets are multiplied,
+            and from there to the next row's; 0: there are no offsets.
+        BYTES: of all.
+    """
+
+    SCALES = 0
+    OFFSETS = 4 * PANEL
+    TABLE = 8 * PANEL
+    X_SUMS = 8 * PANEL + 8
+    X_SUMS_STRIDE = 8 * PANEL + 16
+    BYTES = 8 * PANEL + 64
+
+
 PART_BYTES = 4 * BLOCK_WORDS
 """Of a row of an activation's part, for a block."""
 
 
 def make_tile(kind: Kind, rows: int, start: Start) -> Any:
-    """A function of (x, x_stride, w, num_words, sums, scales, ahead) that sets sums [rows, 64] to a panel's products,
+    """A function of (x, x_stride, w, num_words, sums, scaling, ahead) that sets sums [rows, 64] to a panel's products,
     as many vectors of it at a time as `TILE_VECTORS` says.
 
-    x is the activations' words, or the parts of them, each `PART_BYTES` behind the one before. Scales are bfloat16
-    [64]. As much as it reads of the weight it brings from the address ``ahead``, unless that is 0, into the
-    second-level cache.
+    x is the activations' words, or the parts of them, each `PART_BYTES` behind the one before. ``scaling`` is the
+    address of a `Scaling`, of kinds that have a table or sums that are scaled. As much as it reads of the weight it
+    brings from the address ``ahead``, unless that is 0, into the second-level cache.
     """
     vector_bytes, num_vectors = kind.word_bytes * LANES, TILE_VECTORS[rows - 1]
     x_bytes, one = (4, kind.sums.llvm.element) if kind.is_split else (kind.x_bytes, kind.scalar)
+    x_places = [nth * PART_BYTES for nth in range(len(kind.parts))] if kind.is_split else kind.x_places
     places = [(row, v) for row in range(rows) for v in range(num_vectors)]
 
     @instruction(types.none, *[types.int64] * 7)
-    def tile(b: Any, x: Any, x_stride: Any, w: Any, num_words: Any, sums: Any, scales: Any, ahead: Any) -> None:
+    def tile(b: Any, x: Any, x_stride: Any, w: Any, num_words: Any, sums: Any, scaling: Any, ahead: Any) -> None:
         held = {place: cgutils.alloca_once(b, kind.sums.llvm) for place in places}
         starts = [b.add(x, b.mul(x_stride, number(row))) for row in range(rows)]
+        table = kind.table(b, b.add(scaling, number(Scaling.TABLE)))
         with cgutils.for_range_slice(b, number(0), number(VECTORS), number(num_vectors), intp=I64) as (first, _):
             first_byte = b.mul(first, number(vector_bytes))
             sums_of = {
@@ -307,27 +307,48 @@ def make_tile(kind: Kind, rows: int, start: Start) -> Any:
                 with b.if_then(b.icmp_signed("!=", ahead, number(0))):
                     for line in range(0, vector_bytes * num_vectors, 64):
                         prefetch_line(b, b.add(b.add(ahead, offset), number(line)))
-                for nth, part in enumerate(kind.parts):
-                    if nth and (rows > 1 or kind.word_bytes > 1):  # one row needs few registers, int4 much to widen
+                for nth, (part, x_place) in enumerate(zip(kind.parts, x_places, strict=True)):
+                    if nth and (rows > 1 or kind.is_split):  # one row needs few registers
                         forget_loads(b)
                     w_at = b.add(b.add(w, offset), number(nth * kind.plane_bytes))
                     weights = [
-                        part(b, load(b, b.add(w_at, number(vector_bytes * v)), kind.words)) for v in range(num_vectors)
+                        part(b, load(b, b.add(w_at, number(vector_bytes * v)), kind.words), *table)
+                        for v in range(num_vectors)
                     ]
                     for row in range(rows):
-                        x_at = b.add(starts[row], b.add(b.mul(loop.index, number(x_bytes)), number(nth * PART_BYTES)))
+                        x_at = b.add(starts[row], b.add(b.mul(loop.index, number(x_bytes)), number(x_place)))
                         every = splatted(b, load(b, x_at, one), ir.VectorType(one, LANES))
                         for v, weight in enumerate(weights):
                             b.store(kind.dot_parts(b, b.load(held[row, v]), every, weight), held[row, v])
             for row, v in places:
-                at, found = sums_of[row, v], b.load(held[row, v])
-                if start is Start.SCALED:
-                    scale_at = b.add(scales, b.mul(number(2 * LANES), b.add(first, number(v))))
-                    scale = to_wide(b, load(b, scale_at, ir.VectorType(I16, LANES)))
-                    found = _dot_float32(b, load(b, at, f32x16.llvm, 64), found, scale)
-                store(b, at, found, 64)
+                if start is not Start.SCALED:
+                    store(b, sums_of[row, v], b.load(held[row, v]), 64)
+            if start is Start.SCALED:
+                _add_scaled(b, scaling, first, {place: (b.load(held[place]), sums_of[place]) for place in places})
 
     return tile
+
+
+def _add_scaled(b: Any, scaling: Any, first: Any, found: dict[tuple[int, int], tuple[Any, Any]]) -> None:
+    """Add what a tile has found, times the outputs' scales, and the offsets times the rows' sums.
+
+    Args:
+        first: vector of the panel.
+        found: of rows and of vectors behind the first: the vector, and the address of what it is added to.
+    """
+
+    def of_outputs(place: Scaling, v: int) -> Any:
+        at = b.add(scaling, b.mul(number(4 * LANES), b.add(first, number(v))))
+        return load(b, b.add(at, number(place)), f32x16.llvm, 64)
+
+    for (_, v), (vector, at) in found.items():
+        store(b, at, _dot_float32(b, load(b, at, f32x16.llvm, 64), vector, of_outputs(Scaling.SCALES, v)), 64)
+    x_sums = load(b, b.add(scaling, number(Scaling.X_SUMS)), I64)
+    stride = load(b, b.add(scaling, number(Scaling.X_SUMS_STRIDE)), I64)
+    with b.if_then(b.icmp_signed("!=", x_sums, number(0))):
+        for (row, v), (_, at) in found.items():
+            x_sum = splatted(b, load(b, b.add(x_sums, b.mul(stride, number(row))), F32), f32x16.llvm)
+            store(b, at, _dot_float32(b, load(b, at, f32x16.llvm, 64), x_sum, of_outputs(Scaling.OFFSETS, v)), 64)
 
 
 def forget_loads(b: Any) -> None:
@@ -350,43 +371,42 @@ def make_split(kind: Kind) -> Any:
 
 
 def make_widen(kind: Kind) -> Any:
-    """A function of (w, num_words, to) that writes the parts of a block's words, each `PLANE_BYTES` behind the one
-    before, as `Kind.widened` has them.
-    """
+    """A function of (w, num_words, to, scaling) that writes the parts of a block's words as `Kind.widened` has them."""
+    plane_bytes = kind.widened.plane_bytes
 
-    @instruction(types.none, *[types.int64] * 3)
-    def widen(b: Any, w: Any, num_words: Any, to: Any) -> None:
-        num_vectors = b.mul(num_words, number(VECTORS))
+    @instruction(types.none, *[types.int64] * 4)
+    def widen(b: Any, w: Any, num_words: Any, to: Any, scaling: Any) -> None:
+        num_vectors, table = b.mul(num_words, number(VECTORS)), kind.table(b, b.add(scaling, number(Scaling.TABLE)))
         with cgutils.for_range(b, num_vectors, intp=I64) as loop:
             words = load(b, b.add(w, b.mul(loop.index, number(kind.word_bytes * LANES))), kind.words)
             for nth, part in enumerate(kind.parts):
-                at = b.add(to, b.add(b.mul(loop.index, number(4 * LANES)), number(nth * PLANE_BYTES)))
-                store(b, at, part(b, words), 64)
+                at = b.add(to, b.add(b.mul(loop.index, number(4 * LANES)), number(nth * plane_bytes)))
+                store(b, at, part(b, words, *table), 64)
 
     return widen
 
 
 def make_panel(kind: Kind, start: Start = Start.ZERO) -> Any:
-    """A function of (x, x_stride, w, num_words, sums, rows, scales, ahead): the tiles of 1 to 6 rows and a panel.
+    """A function of (x, x_stride, w, num_words, sums, rows, scaling, ahead): the tiles of 1 to 6 rows and a panel.
 
     Of kinds whose activations have parts, and of those that start from sums, at most `BLOCK_WORDS` words.
     """
     tile_1, tile_2, tile_3, tile_4, tile_5, tile_6 = (make_tile(kind, rows, start) for rows in range(1, TILE_ROWS + 1))
 
     @inlined
-    def panel(x: int, x_stride: int, w: int, num_words: int, sums: int, rows: int, scales: int, ahead: int) -> None:
+    def panel(x: int, x_stride: int, w: int, num_words: int, sums: int, rows: int, scaling: int, ahead: int) -> None:
         if rows == 6:
-            tile_6(x, x_stride, w, num_words, sums, scales, ahead)
+            tile_6(x, x_stride, w, num_words, sums, scaling, ahead)
         elif rows == 5:
-            tile_5(x, x_stride, w, num_words, sums, scales, ahead)
+            tile_5(x, x_stride, w, num_words, sums, scaling, ahead)
         elif rows == 4:
-            tile_4(x, x_stride, w, num_words, sums, scales, ahead)
+            tile_4(x, x_stride, w, num_words, sums, scaling, ahead)
         elif rows == 3:
-            tile_3(x, x_stride, w, num_words, sums, scales, ahead)
+            tile_3(x, x_stride, w, num_words, sums, scaling, ahead)
         elif rows == 2:
-            tile_2(x, x_stride, w, num_words, sums, scales, ahead)
+            tile_2(x, x_stride, w, num_words, sums, scaling, ahead)
         else:
-            tile_1(x, x_stride, w, num_words, sums, scales, ahead)
+            tile_1(x, x_stride, w, num_words, sums, scaling, ahead)
 
     if not kind.is_split:
         return panel
@@ -394,16 +414,41 @@ def make_panel(kind: Kind, start: Start = Start.ZERO) -> Any:
 
     @inlined
     def panel_of_parts(
-        x: int, x_stride: int, w: int, num_words: int, sums: int, rows: int, scales: int, ahead: int
+        x: int, x_stride: int, w: int, num_words: int, sums: int, rows: int, scaling: int, ahead: int
     ) -> None:
         parts = room()
         for row in range(rows):
             words, to = x + row * x_stride, parts + row * 2 * PART_BYTES
             for nth in range(0, num_words, LANES):
                 split(words + nth * x_bytes, num_words - nth, to + nth * 4)
-        panel(parts, 2 * PART_BYTES, w, num_words, sums, rows, scales, ahead)
+        panel(parts, 2 * PART_BYTES, w, num_words, sums, rows, scaling, ahead)
 
     return panel_of_parts
+
+
+def make_chunk(multiply: Any) -> Any:
+    """The kernel of a product, by a function of (args, matrix, panel, first_row, end_row), see there.
+
+    Arguments, beside its own: from 56 rows, outputs, rows a chunk, panels; from 120 groups of rows as
+    `aioengine.kernels.native.kernels.experts` makes them, and the number of chunks, or 0: there are none. Where there
+    are, the weight is that of several matrices of so many panels, each group has its own, and a chunk is an equal share
+    of the groups' panels.
+    """
+
+    def linear(args: int, chunk: int, thread: int) -> None:
+        num_panels, groups = get_i64(args + 80), get_i64(args + 120)
+        if groups:
+            num_items, num_chunks = get_i32(groups) * num_panels, get_i64(args + 128)
+            for item in range(num_items * chunk // num_chunks, num_items * (chunk + 1) // num_chunks):
+                group = groups + GROUP_BYTES * (1 + item // num_panels)
+                matrix = get_i32(group) * num_panels
+                multiply(args, matrix, item % num_panels, get_i32(group + 4), get_i32(group + 8))
+            return
+        num_rows, rows_a_chunk = get_i64(args + 56), get_i64(args + 72)
+        first_row = chunk // num_panels * rows_a_chunk
+        multiply(args, 0, chunk % num_panels, first_row, min(first_row + rows_a_chunk, num_rows))
+
+    return linear
 
 
 def make_linear(kind: Kind, memory: Memory, of_bias: Memory) -> Any:
@@ -411,29 +456,23 @@ def make_linear(kind: Kind, memory: Memory, of_bias: Memory) -> Any:
 
     Arguments: x, its rows' stride in bytes; the weight, its words; the result, its rows' stride in bytes; the bias or
     0; rows, outputs, rows a chunk, panels; of int8: scales of rows (float32 [rows]), scales of outputs, and sums of
-    the outputs' weights (float32, int32 [panels · 64]); of int4: scales (bfloat16 [panels, groups, 64]) in place of
-    those of rows; then in how many panels the thread probably has its next one.
-
-    Last, 0, or groups of rows, as `aioengine.kernels.native.kernels.experts` makes them, and the number of chunks: then
-    the weight is that of several matrices of so many panels, each group has its own, and a chunk is an equal share of
-    the groups' panels.
+    the outputs' weights (float32, int32 [panels · 64]); then in how many panels the thread probably has its next one;
+    last, see `make_chunk`, groups of rows or 0, and the number of chunks.
     """
-    is_int8, is_int4 = kind is KINDS["int8"], kind is KINDS["int4"]
-    (wide_rows,) = (WIDE_ROWS.get(name, 1 << 40) for name, each in KINDS.items() if each is kind)
+    is_int8 = kind is KINDS["int8"]
     # A panel is gone through block by block, each by all rows, if it is not in registers for a tile from end to end.
     in_blocks = HAS_FEW_REGISTERS or kind.is_split
-    start = Start.SCALED if is_int4 else Start.SUMS if in_blocks else Start.ZERO
-    most_words = INT4_GROUP_WORDS if is_int4 else BLOCK_WORDS if in_blocks else 1 << 40
+    start = Start.SUMS if in_blocks else Start.ZERO
+    most_words = BLOCK_WORDS if in_blocks else 1 << 40
     most_rows = MOST_ROWS if in_blocks else TILE_ROWS
     panel_of, word, x_word = make_panel(kind, start), kind.word_bytes, kind.x_bytes
     widens = kind.is_split and kind.sums is f32x16
     wide_panel = make_panel(kind.widened, start) if widens else panel_of
-    widen, wide_room = make_widen(kind), stack(PLANE_BYTES * len(kind.parts))
+    widen, wide_room = make_widen(kind), stack(kind.widened.plane_bytes * len(kind.parts))
     room = stack(4 * PANEL * most_rows)
     load_bias, bias_size = of_bias.load_some, of_bias.size
     store_some, size = memory.store_some, memory.size
     load_sums, store_sums = FLOAT32.load, FLOAT32.store
-    is_zeroed = start is not Start.ZERO
 
     @inlined
     def write_rows(args: int, matrix: int, panel: int, begin: int, end: int, sums: int) -> None:
@@ -461,26 +500,24 @@ def make_linear(kind: Kind, memory: Memory, of_bias: Memory) -> Any:
         w = get_i64(args + 16) + (matrix + panel) * panel_bytes
         next_w = w + get_i64(args + 112) * panel_bytes
         is_single = end_row - first_row <= TILE_ROWS
-        num_groups = (num_words + INT4_GROUP_WORDS - 1) // INT4_GROUP_WORDS
-        scales = get_i64(args + 88) + (matrix + panel) * num_groups * PANEL * 2
         sums, wide = room(), wide_room()
         for begin in range(first_row, end_row, most_rows):
             end = min(begin + most_rows, end_row)
-            is_wide = widens and end - begin >= wide_rows
+            is_wide = widens and end - begin >= WIDE_ROWS
             words_a_block = WIDE_WORDS if is_wide else most_words
-            if is_zeroed:
+            if in_blocks:
                 for vector in range((end - begin) * VECTORS):
                     store_sums(sums + vector * LANES * 4, zeros())
             for at in range(0, num_words, words_a_block):
                 words, here = min(words_a_block, num_words - at), w + at * PANEL * word
                 if is_wide:
-                    widen(here, words, wide)
+                    widen(here, words, wide, 0)
                 for row in range(begin, end, TILE_ROWS):
                     rows = min(TILE_ROWS, end - row)
                     if is_wide:
                         wide_panel(
                             x + row * x_stride + at * x_word, x_stride, wide, words,
-                            sums + (row - begin) * PANEL * 4, rows, scales + at // INT4_GROUP_WORDS * PANEL * 2, 0,
+                            sums + (row - begin) * PANEL * 4, rows, 0, 0,
                         )  # fmt: skip
                         continue
                     if in_blocks:
@@ -490,24 +527,11 @@ def make_linear(kind: Kind, memory: Memory, of_bias: Memory) -> Any:
                         ahead = (w + AHEAD_BYTES if is_single else next_w) + at * PANEL * word
                     panel_of(
                         x + row * x_stride + at * x_word, x_stride, here, words,
-                        sums + (row - begin) * PANEL * 4, rows, scales + at // INT4_GROUP_WORDS * PANEL * 2, ahead,
+                        sums + (row - begin) * PANEL * 4, rows, 0, ahead,
                     )  # fmt: skip
             write_rows(args, matrix, panel, begin, end, sums)
 
-    def linear(args: int, chunk: int, thread: int) -> None:
-        num_panels, groups = get_i64(args + 80), get_i64(args + 120)
-        if groups:
-            num_items, num_chunks = get_i32(groups) * num_panels, get_i64(args + 128)
-            for item in range(num_items * chunk // num_chunks, num_items * (chunk + 1) // num_chunks):
-                group = groups + GROUP_BYTES * (1 + item // num_panels)
-                matrix = get_i32(group) * num_panels
-                multiply(args, matrix, item % num_panels, get_i32(group + 4), get_i32(group + 8))
-            return
-        num_rows, rows_a_chunk = get_i64(args + 56), get_i64(args + 72)
-        first_row = chunk // num_panels * rows_a_chunk
-        multiply(args, 0, chunk % num_panels, first_row, min(first_row + rows_a_chunk, num_rows))
-
-    return linear
+    return make_chunk(multiply)
 
 
 DTYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
@@ -516,8 +540,6 @@ for _name, _memory in DTYPES.items():
     for _out in sorted({_name, "float32"}):
         kernel(name=f"linear_{_name}_{_out}")(make_linear(KINDS[_name], DTYPES[_out], _memory))
         kernel(name=f"linear_int8_{_name}_{_out}")(make_linear(KINDS["int8"], DTYPES[_out], _memory))
-for _out in ("bfloat16", "float32"):
-    kernel(name=f"linear_int4_bfloat16_{_out}")(make_linear(KINDS["int4"], DTYPES[_out], BFLOAT16))
 
 
 def make_embed(word: int) -> Any:

@@ -1,13 +1,14 @@
 """The parts of the native library, so that a model waits for the compilation of those alone that it needs: "common",
-the kernels of a dtype ("bfloat16"), and those of its quantised weights ("bfloat16-int8").
+the kernels of a dtype ("bfloat16"), those of its int8 weights ("bfloat16-int8"), and those of weights of codes, which
+are int4 ones, too ("coded").
 """
 
 from __future__ import annotations
 
 DTYPES = ("float32", "bfloat16", "float16")
-QUANTIZATIONS = ("int8", "int4")
-COMMON = "common"
-ALL_PARTS = (COMMON, *DTYPES, *(f"{dtype}-{quantization}" for dtype in DTYPES for quantization in QUANTIZATIONS))
+QUANTIZATIONS = ("int8", "int4", "coded")
+COMMON, CODED = "common", "coded"
+ALL_PARTS = (COMMON, *DTYPES, *(f"{dtype}-int8" for dtype in DTYPES), CODED)
 
 
 def parts_of(dtype: str, quantization: str | None = None) -> tuple[str, ...]:
@@ -15,13 +16,17 @@ def parts_of(dtype: str, quantization: str | None = None) -> tuple[str, ...]:
 
     Args:
         dtype: of its activations, as in ``DTYPES``.
-        quantization: of its layers; the head is int8 with either.
+        quantization: of its layers; the head is int8 with "int8" or "int4". "coded": as its checkpoint has them.
     """
-    return COMMON, dtype, *(f"{dtype}-{each}" for each in QUANTIZATIONS if quantization in (each, "int4"))
+    of_int8 = () if quantization in (None, "coded") else (f"{dtype}-int8",)
+    of_codes = () if quantization in (None, "int8") else (CODED,)
+    return COMMON, dtype, *of_int8, *of_codes
 
 
 def part_of(kernel: str) -> str:
-    """By the first dtype and the first quantisation in a kernel's name."""
+    """By the first dtype in a kernel's name, and whether it is for int8 weights, or for those of codes."""
     words = kernel.split("_")
-    found = (next((word for word in words if word in kinds), None) for kinds in (DTYPES, QUANTIZATIONS))
-    return "-".join(filter(None, found)) or COMMON
+    if CODED in words:
+        return CODED
+    dtype = next((word for word in words if word in DTYPES), COMMON)
+    return f"{dtype}-int8" if "int8" in words else dtype
