@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import signal
 import types
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import click
@@ -44,20 +44,23 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     return result
 
 
-def options_of(struct_type: type[msgspec.Struct], *, absent: str = "{}") -> Callable[[Command], Command]:
+def options_of(
+    struct_type: type[msgspec.Struct], *, absent: str = "{}", only: Collection[str] | None = None
+) -> Callable[[Command], Command]:
     """A decorator that gives a click command a flag for each field; `given` takes what the user gave.
 
     A value that the field cannot take is a usage error that names the flag.
 
     Args:
         absent: how the help text puts a field's default, in place of ``{}``.
+        only: the fields that get one; None: all.
     """
 
     def decorate(command: Command) -> Command:
         fields = {field.name: field for field in msgspec.structs.fields(struct_type)}
         for name, hint in reversed(field_types(struct_type).items()):
             kind, description = _unwrap(hint)
-            if _has_text_form(kind):
+            if _has_text_form(kind) and (only is None or name in only):
                 default = fields[name].default
                 if default not in (None, (), msgspec.NODEFAULT):
                     description += f" [default: {absent.format(default)}]"

@@ -14,6 +14,7 @@ from aioengine.cli.chat import chat
 from aioengine.cli.command import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, exit_code_of
 from aioengine.cli.engine import engine, keys
 from aioengine.cli.generate import generate
+from aioengine.cli.info import info
 from aioengine.cli.serve import serve_command
 from aioengine.errors import AioEngineError
 from aioengine.own_process import limit_spinning, open_standard_files
@@ -25,7 +26,7 @@ def cli() -> None:
     """An LLM inference engine that lives inside an asyncio program."""
 
 
-for command in (generate, chat, bench, engine, serve_command, keys):
+for command in (generate, chat, bench, info, engine, serve_command, keys):
     cli.add_command(command)
 
 

@@ -51,8 +51,9 @@ def make_runner(
         ConfigError: the KV cache is too small, or the device cannot hold it in fp8 or int8.
     """
     model = decoder.config
-    groups = kv_groups(model.windows)
-    shape = _cache_shape(model, groups, config.block_size, _cache_dtype(config, accelerator, model.dtype))
+    groups, of_cache = kv_groups(model.windows), cache_dtype(config, model.dtype, is_host=accelerator.is_host)
+    _check_capability(accelerator, of_cache)
+    shape = cache_shape(model, groups, config.block_size, of_cache)
     if config.tune_kernels:
         tune_attention(accelerator, model, shape)
     num_blocks = 0
@@ -132,7 +133,8 @@ def _peak_bytes(runner: Runner, accelerator: Accelerator, config: EngineConfig) 
     return peak_bytes
 
 
-def _cache_shape(model: ModelConfig, groups: KVGroups, block_size: int, dtype: torch.dtype) -> KVCacheShape:
+def cache_shape(model: ModelConfig, groups: KVGroups, block_size: int, dtype: torch.dtype) -> KVCacheShape:
+    """Of a block, which any of the groups may take."""
     return KVCacheShape(
         num_layers=groups.layers_a_group,
         block_size=block_size,
@@ -142,17 +144,25 @@ def _cache_shape(model: ModelConfig, groups: KVGroups, block_size: int, dtype: t
     )
 
 
-def _cache_dtype(config: EngineConfig, accelerator: Accelerator, dtype: torch.dtype) -> torch.dtype:
+def cache_dtype(config: EngineConfig, dtype: torch.dtype, *, is_host: bool) -> torch.dtype:
+    """Of the KV cache of a model of this dtype.
+
+    Raises:
+        ConfigError: the device has no such caches.
+    """
     if config.kv_cache_dtype == "auto":
         return dtype
     if config.kv_cache_dtype == "int8":
-        if not accelerator.is_host:
+        if not is_host:
             raise ConfigError(
                 "kv_cache_dtype='int8' needs a CPU; on a GPU use 'fp8' (capability 8.9 or newer) or 'auto'"
             )
         return torch.int8
-    if accelerator.is_host:
+    if is_host:
         raise ConfigError("kv_cache_dtype='fp8' needs a GPU; on a CPU use 'int8' or 'auto'")
-    if accelerator.capability < FP8_CAPABILITY:
-        raise ConfigError(f"kv_cache_dtype='fp8' needs a GPU of capability 8.9 or newer; {accelerator.name} is older")
     return torch.float8_e4m3fn
+
+
+def _check_capability(accelerator: Accelerator, dtype: torch.dtype) -> None:
+    if dtype == torch.float8_e4m3fn and accelerator.capability < FP8_CAPABILITY:
+        raise ConfigError(f"kv_cache_dtype='fp8' needs a GPU of capability 8.9 or newer; {accelerator.name} is older")

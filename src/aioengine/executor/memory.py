@@ -43,18 +43,7 @@ def num_kv_blocks(
         ConfigError: not even one sequence of ``max_model_len`` tokens fits, or more is asked for than is free.
     """
     available_bytes = max(0, memory.free - (peak_bytes or 0))
-    if config.kv_cache_memory_bytes is not None:
-        granted_bytes, source = config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
-    elif peak_bytes is None:
-        granted_bytes = int(config.memory_utilization * memory.free)
-        source = f"memory_utilization={config.memory_utilization:g} of {memory.free} free bytes"
-    else:
-        used_bytes = memory.total - memory.free
-        granted_bytes = max(0, int(config.gpu_memory_utilization * memory.total) - used_bytes - peak_bytes)
-        source = (
-            f"gpu_memory_utilization={config.gpu_memory_utilization:g} of {memory.total} bytes, less {used_bytes} in "
-            f"use and {peak_bytes} for the steps,"
-        )
+    granted_bytes, source = granted_kv_bytes(config, memory, peak_bytes)
 
     def blocks_for(num_tokens: int) -> int:
         in_flight = max_in_flight * config.max_num_batched_tokens
@@ -78,6 +67,20 @@ def num_kv_blocks(
             "free; lower it, or lower max_num_seqs or max_model_len"
         )
     return num_blocks
+
+
+def granted_kv_bytes(config: EngineConfig, memory: DeviceMemory, peak_bytes: int | None) -> tuple[int, str]:
+    """What the config grants the KV cache, and by which rule, in words; arguments as in `num_kv_blocks`."""
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
+    if peak_bytes is None:
+        granted_bytes = int(config.memory_utilization * memory.free)
+        return granted_bytes, f"memory_utilization={config.memory_utilization:g} of {memory.free} free bytes"
+    used_bytes = memory.total - memory.free
+    return max(0, int(config.gpu_memory_utilization * memory.total) - used_bytes - peak_bytes), (
+        f"gpu_memory_utilization={config.gpu_memory_utilization:g} of {memory.total} bytes, less {used_bytes} in use "
+        f"and {peak_bytes} for the steps,"
+    )
 
 
 def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:

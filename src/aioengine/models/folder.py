@@ -44,7 +44,9 @@ class ModelFolder(msgspec.Struct, frozen=True, kw_only=True):
     generation_config: dict[str, Any]
 
     @classmethod
-    def resolve(cls, model: str | None, *, revision: str | None = None, with_weights: bool = True) -> ModelFolder:
+    def resolve(
+        cls, model: str | None, *, revision: str | None = None, with_weights: bool = True, may_download: bool = True
+    ) -> ModelFolder:
         """Find ``model``, downloading it where it is a hub id and the cache lacks files. Blocks: not for an event loop.
 
         Without a network (or with ``HF_HUB_OFFLINE=1``) the hub's cache on this machine is used as it is.
@@ -53,10 +55,11 @@ class ModelFolder(msgspec.Struct, frozen=True, kw_only=True):
             model: a folder, a hub id (``org/name``), or None for the bundled demo model.
             revision: branch, tag or commit; for a hub id only.
             with_weights: False leaves the weights where they are, for ``load_format="dummy"``.
+            may_download: False takes what is here alone.
         Raises:
             ModelLoadError: it is nowhere to be found, or its JSON is missing or broken.
         """
-        return cls.read(_locate(model, revision, with_weights))
+        return cls.read(_locate(model, revision, with_weights, may_download))
 
     @classmethod
     def read(cls, path: Path) -> ModelFolder:
@@ -169,7 +172,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _locate(model: str | None, revision: str | None, with_weights: bool) -> Path:
+def _locate(model: str | None, revision: str | None, with_weights: bool, may_download: bool) -> Path:
     if model is None:
         return DEMO_MODEL
     path = Path(model).expanduser()
@@ -181,10 +184,10 @@ def _locate(model: str | None, revision: str | None, with_weights: bool) -> Path
         raise ModelLoadError(f"{path} is a file; give the folder that holds config.json and the weights")
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise ModelLoadError(f"there is no folder {path}")
-    return _from_hub(model, revision, with_weights)
+    return _from_hub(model, revision, with_weights, may_download)
 
 
-def _from_hub(model: str, revision: str | None, with_weights: bool) -> Path:
+def _from_hub(model: str, revision: str | None, with_weights: bool, may_download: bool) -> Path:
     import huggingface_hub
     from huggingface_hub import constants
 
@@ -194,10 +197,17 @@ def _from_hub(model: str, revision: str | None, with_weights: bool) -> Path:
             revision=revision,
             allow_patterns=[*SMALL_FILES, *(WEIGHT_FILES if with_weights else ())],
             ignore_patterns=list(DUPLICATE_FILES),
+            local_files_only=not may_download,
         )
     # The hub's client raises its own errors, those of its HTTP library, ValueError and OSError; all mean the same here.
     except Exception as error:
         wanted = model if revision is None else f"{model} at revision {revision}"
+        if not may_download:
+            get = f"hf download {model}" + (f" --revision {revision}" if revision is not None else "")
+            raise ModelLoadError(
+                f"{wanted!r} is neither a folder here nor in the hub's cache ({constants.HF_HUB_CACHE}), and nothing "
+                f"is downloaded for this: `{get}` brings it there"
+            ) from error
         raise ModelLoadError(
             f"{wanted!r} is neither a folder here, nor in the hub's cache ({constants.HF_HUB_CACHE}), nor could it be "
             "downloaded: check the name, the network and HF_HUB_OFFLINE, log in for a gated model, or give the path of "

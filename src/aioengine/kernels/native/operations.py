@@ -251,8 +251,8 @@ class NativeOperations:
 
     # Products with weights
 
+    @staticmethod
     def pack(
-        self,
         weight: Tensor | UnpackedRows | CodedWeight | CodedRows,
         quantization: Quantization | None = None,
         dtype: torch.dtype | None = None,

@@ -1,0 +1,105 @@
+"""`aioengine info`: what a model is, what it needs and what fits beside it, without its weights."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from aioengine.cli.command import given, options_of
+from aioengine.cli.figures import PLAIN_WIDTH
+from aioengine.config import EngineConfig
+
+if TYPE_CHECKING:
+    from aioengine.executor.model_info import ModelInfo
+
+UNITS = "KMGT"
+SIZE = re.compile(rf"(\d+(?:\.\d+)?) ?([{UNITS}]?)(i?B|)", re.IGNORECASE)
+
+FIELDS = (
+    *("revision", "dtype", "quantization", "device", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+    *("block_size", "kv_cache_memory_bytes", "memory_utilization", "gpu_memory_utilization", "kv_cache_dtype"),
+)
+"""Of `EngineConfig`: what the figures depend on."""
+
+
+class Size(click.ParamType[int]):
+    """Bytes: a number, of 10⁹ where GB is behind it, of 2³⁰ where that is GiB or G, and so on."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        found = SIZE.fullmatch(str(value).strip())
+        if found is None:
+            self.fail(f"{value!r} is no size, such as 16GiB or 800M", param, ctx)
+        power = UNITS.index(found[2].upper()) + 1 if found[2] else 0
+        return int(float(found[1]) * (1000 if found[3].upper() == "B" else 1024) ** power)
+
+
+@click.command()
+@click.argument("model", required=False)
+@click.option("--memory", type=Size(), help="of the device, such as 16GiB; absent: what this machine has available")
+@click.option("--json", "is_json", is_flag=True, help="print all of it as JSON")
+@options_of(EngineConfig, only=FIELDS)
+def info(model: str | None, memory: int | None, is_json: bool, **flags: Any) -> None:
+    """Say what MODEL is, by which path it runs, what its weights and KV cache take and how much fits.
+
+    MODEL is a folder or a hub id that is in the cache; absent: the bundled one. No weights are read, and nothing is
+    downloaded. For --device cuda, a GPU that is not there, say how much --memory it has.
+    """
+    from aioengine.executor.model_info import read_model_info
+
+    found = read_model_info(EngineConfig(model=model, **given(EngineConfig, flags)), memory_bytes=memory)
+    if is_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
+    else:
+        _show(found)
+
+
+def _show(found: ModelInfo) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
+    parameters = f"{found.num_parameters:,}"
+    if found.num_active_parameters < found.num_parameters:
+        parameters += f", of which a token uses {found.num_active_parameters:,}"
+    kept = f"{found.quantization} of {found.dtype}" if found.quantization else found.dtype
+    facts = {
+        "architecture": found.architecture,
+        "path": f"{found.path}: {found.why}",
+        "parameters": parameters,
+        "layers": f"{found.num_layers}",
+        "longest sequence": f"{found.max_model_len:,} tokens",
+        "files": "; ".join(
+            f"{each.num_tensors:,} tensors of {each.format}, {_size(each.file_bytes)}" for each in found.formats
+        ),
+        "weights": f"{_size(found.weight_bytes)} in {kept} ({found.weight_bytes:,} bytes)",
+    }
+    for group in found.kv_groups:
+        seen = "all tokens" if group.window is None else f"the last {group.window:,} tokens"
+        facts[f"KV of {group.num_layers} layers"] = f"{group.bytes_per_token:,} bytes a token, of {seen}"
+    facts[f"of {_size(found.memory_bytes)} on a {'CPU' if found.device == 'cpu' else 'GPU'}"] = (
+        f"{_size(found.kv_cache_bytes)} for the KV cache in {found.kv_cache_dtype}: {found.num_kv_blocks:,} blocks of "
+        f"{found.block_size} tokens; the longest sequence that fits has {found.longest:,}"
+    )
+    table = Table(show_header=False, box=None)
+    for name, value in facts.items():
+        table.add_row(name, value)
+    console.print(table)
+    fits = Table(title="What fits at once")
+    for heading in ("tokens a sequence", "sequences", "tokens in all"):
+        fits.add_column(heading, justify="right")
+    for fit in found.fits:
+        fits.add_row(f"{fit.num_tokens:,}", f"{fit.num_sequences:,}", f"{fit.num_tokens * fit.num_sequences:,}")
+    console.print(fits)
+
+
+def _size(num_bytes: int) -> str:
+    power = min(max(num_bytes.bit_length() - 1, 0) // 10, len(UNITS))
+    unit = UNITS[power - 1] + "iB" if power else "bytes"
+    return f"{num_bytes / 2 ** (10 * power):.4g} {unit}"

@@ -1,0 +1,253 @@
+"""What a model would need and what would fit beside it, from its config and its files' headers: no weights are read."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+
+import msgspec
+import torch
+from torch import Tensor
+
+from aioengine.config import EngineConfig
+from aioengine.errors import ConfigError
+from aioengine.executor.accelerator import DeviceMemory
+from aioengine.executor.cuda import find_cuda
+from aioengine.executor.make_runner import DEVICE_MAX_IN_FLIGHT, HOST_MAX_IN_FLIGHT, cache_dtype, cache_shape
+from aioengine.executor.memory import available_memory, granted_kv_bytes
+from aioengine.kernels.native.operations import NativeOperations, has_kernels
+from aioengine.kernels.operations import Operations
+from aioengine.kernels.packed_weight import PANEL, PackedWeight, Quantization
+from aioengine.kernels.torch import products
+from aioengine.models.checkpoint import checkpoint_tensors
+from aioengine.models.decoder import Decoder
+from aioengine.models.families import DecoderConfig
+from aioengine.models.folder import ModelFolder
+from aioengine.models.formats.catalogue import read_catalogue
+from aioengine.models.formats.stored import Stored
+from aioengine.models.loader import match, read_config
+from aioengine.scheduler.kv_groups import KVGroups, kv_groups, most_blocks
+
+OF_EXPERTS = ".experts."
+"""In the names of tensors of which a token uses a share: the expert that all tokens share is called otherwise."""
+
+SHORTEST, STEP = 1024, 4
+"""Lengths of which it is said how many fit: the first, and by how much the next is longer."""
+
+
+class FormatInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Tensors of one format in the files: a dtype as safetensors calls it, or what a quantised format is called."""
+
+    format: str
+    num_tensors: int
+    file_bytes: int
+
+
+class KVGroupInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers of one window, whose keys and values are kept for so many tokens.
+
+    Attributes:
+        window: the most tokens of a sequence that they see; None: all.
+        bytes_per_token: of all of them, for each token that is kept.
+    """
+
+    window: int | None
+    num_layers: int
+    bytes_per_token: int
+
+
+class Fit(msgspec.Struct, frozen=True, kw_only=True):
+    """How many sequences of so many tokens, prompt and output, have room for their keys and values at once."""
+
+    num_tokens: int
+    num_sequences: int
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What `read_model_info` finds.
+
+    Attributes:
+        folder: where the model is.
+        path: "native" or "transformers"; why: it is taken.
+        num_active_parameters: those that a token's step uses: fewer than ``num_parameters`` in a mixture of experts.
+        formats: of the tensors in the files.
+        weight_bytes: of the weights as they are kept on the device.
+        device: "cpu" or "cuda".
+        memory_bytes: for all. kv_cache_bytes: of it for the KV cache, by the config's shares.
+        num_kv_blocks: of ``block_size`` tokens in a group of layers.
+        longest: the longest sequence that fits alone, ``max_model_len`` at most; 0: none.
+    """
+
+    folder: str
+    architecture: str
+    path: str
+    why: str
+    dtype: str
+    quantization: Quantization | None
+    num_layers: int
+    max_model_len: int
+    num_parameters: int
+    num_active_parameters: int
+    formats: list[FormatInfo]
+    weight_bytes: int
+    kv_cache_dtype: str
+    kv_groups: list[KVGroupInfo]
+    block_size: int
+    device: str
+    memory_bytes: int
+    kv_cache_bytes: int
+    num_kv_blocks: int
+    longest: int
+    fits: list[Fit]
+
+
+def read_model_info(config: EngineConfig, *, memory_bytes: int | None = None) -> ModelInfo:
+    """What an engine with this config would need, without a weight read, and nothing downloaded. Blocks: for a thread.
+
+    Args:
+        config: what it says of model, dtypes, path, device, lengths and memory counts.
+        memory_bytes: of the device, before the weights are loaded; None: what this machine has available, or its GPU.
+    Raises:
+        ModelLoadError: there is no such model here, or it cannot be run; says why.
+        ConfigError: the config does not fit the model or the device.
+    """
+    is_host = not config.device.startswith("cuda") and (config.device == "cpu" or find_cuda(config.device) is None)
+    if config.quantization is not None and not is_host:
+        raise ConfigError(f"quantization={config.quantization!r} is for a CPU; give device='cpu', or leave it out")
+    folder = ModelFolder.resolve(config.model, revision=config.revision, may_download=False)
+    model = read_config(folder, config)
+    stored = read_catalogue(folder.path)
+    decoder = Decoder(model, config.quantization)
+    used = match(stored, checkpoint_tensors(model), tied=model.tie_word_embeddings)
+    weight_bytes = kept_bytes(decoder, is_host=is_host)
+    if memory_bytes is None:
+        memory_bytes = available_memory() if is_host else _gpu_memory(config)
+    memory = DeviceMemory(memory_bytes, max(0, memory_bytes - weight_bytes), weight_bytes)
+    kv_bytes, _ = granted_kv_bytes(config, memory, None if is_host else 0)
+    groups, of_cache = kv_groups(model.windows), cache_dtype(config, model.dtype, is_host=is_host)
+    shape = cache_shape(model, groups, config.block_size, of_cache)
+    num_blocks = kv_bytes // shape.bytes_per_block
+    in_flight = config.max_in_flight or (HOST_MAX_IN_FLIGHT if is_host else DEVICE_MAX_IN_FLIGHT)
+
+    def blocks_for(num_tokens: int) -> int:
+        most_in_flight = in_flight * config.max_num_batched_tokens
+        return sum(most_blocks(groups.windows, num_tokens, config.block_size, most_in_flight))
+
+    counts = {name: math.prod(tensor.shape) for name, tensor in used.items()}
+    return ModelInfo(
+        folder=str(folder.path),
+        architecture=model.architecture,
+        path="native",
+        why=f"{model.architecture} is a family of the native decoder",
+        dtype=_name(model.dtype),
+        quantization=config.quantization,
+        num_layers=model.num_layers,
+        max_model_len=model.max_model_len,
+        num_parameters=sum(counts.values()),
+        num_active_parameters=_num_active(counts, model),
+        formats=_formats(used.values()),
+        weight_bytes=weight_bytes,
+        kv_cache_dtype=_name(of_cache),
+        kv_groups=_kv_groups(groups, shape.bytes_per_block // config.block_size),
+        block_size=config.block_size,
+        device="cpu" if is_host else "cuda",
+        memory_bytes=memory_bytes,
+        kv_cache_bytes=kv_bytes,
+        num_kv_blocks=num_blocks,
+        longest=bisect_right(range(model.max_model_len + 1), num_blocks, key=blocks_for) - 1,
+        fits=[
+            Fit(num_tokens=length, num_sequences=num_blocks // blocks_for(length))
+            for length in _lengths(model.max_model_len)
+        ],
+    )
+
+
+def kept_bytes(decoder: Decoder, *, is_host: bool) -> int:
+    """Bytes of the weights as a device keeps them, of a decoder without values.
+
+    Args:
+        decoder: as its constructor leaves it; it cannot be used afterwards.
+        is_host: by the native kernels, where they know its heads.
+    """
+    c = decoder.config
+    is_native = is_host and has_kernels(c.num_heads, c.num_kv_heads, c.head_dim)
+    pack = NativeOperations.pack if is_native else products.pack
+    sizes: Operations = _Sizes(pack)  # type: ignore[assignment]
+    for linear in decoder.linears():
+        linear.pack(sizes)
+    return decoder.weight_bytes
+
+
+class _Sizes:
+    """In the place of operations: packs as they do, but without values, of which it makes a panel to see the layout."""
+
+    def __init__(self, pack: Callable[..., PackedWeight]) -> None:
+        self._pack = pack
+        self._samples: dict[tuple[int, torch.dtype, Quantization | None], PackedWeight] = {}
+
+    def pack(self, weight: Tensor, quantization: Quantization | None, dtype: torch.dtype) -> PackedWeight:
+        num_rows, num_columns = weight.shape
+        key = num_columns, weight.dtype, quantization
+        if key not in self._samples:
+            sample = torch.zeros(PANEL, num_columns, dtype=weight.dtype)
+            self._samples[key] = self._pack(sample, quantization, dtype)
+        packed = self._samples[key]
+        kept_rows = -(-num_rows // PANEL) * PANEL if "panels" in packed.layout else num_rows
+
+        def grown(tensor: Tensor) -> Tensor:
+            return torch.empty(tensor.numel() * kept_rows // PANEL, dtype=tensor.dtype, device="meta")
+
+        scales = None if packed.scales is None else grown(packed.scales)
+        return PackedWeight(grown(packed.values), scales, (num_rows, num_columns), dtype, packed.layout, packed.coding)
+
+
+def _num_active(counts: dict[str, int], config: DecoderConfig) -> int:
+    """Of the parameters those that a token's step uses."""
+    total, of_experts = sum(counts.values()), sum(count for name, count in counts.items() if OF_EXPERTS in name)
+    if config.experts is None:
+        return total
+    return total - of_experts + of_experts * config.experts.num_chosen // config.experts.count
+
+
+def _formats(tensors: Iterable[Stored]) -> list[FormatInfo]:
+    of_format: dict[str, list[int]] = {}
+    for tensor in tensors:
+        of_format.setdefault(tensor.format, []).append(tensor.num_bytes)
+    return [FormatInfo(format=name, num_tensors=len(sizes), file_bytes=sum(sizes)) for name, sizes in of_format.items()]
+
+
+def _kv_groups(groups: KVGroups, bytes_per_token: int) -> list[KVGroupInfo]:
+    """Groups of one window together."""
+    found: dict[int | None, KVGroupInfo] = {}
+    for window, layers in zip(groups.windows, groups.layers, strict=True):
+        before = found.get(window, KVGroupInfo(window=window, num_layers=0, bytes_per_token=0))
+        found[window] = KVGroupInfo(
+            window=window,
+            num_layers=before.num_layers + len(layers),
+            bytes_per_token=before.bytes_per_token + bytes_per_token,
+        )
+    return list(found.values())
+
+
+def _lengths(max_model_len: int) -> list[int]:
+    lengths = [SHORTEST]
+    while lengths[-1] < max_model_len:
+        lengths.append(lengths[-1] * STEP)
+    return [*(length for length in lengths if length < max_model_len), max_model_len]
+
+
+def _gpu_memory(config: EngineConfig) -> int:
+    """All that the GPU has.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    try:
+        return torch.cuda.get_device_properties(find_cuda(config.device)).total_memory
+    except ConfigError as error:
+        raise ConfigError(f"{error}, or say how much memory it is to have") from error
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,57 @@
+"""`aioengine info`: as a table and as JSON, and how it fails."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cli.conftest import CallMain
+
+from aioengine.config import EngineConfig
+from aioengine.executor.model_info import ModelInfo, read_model_info
+from aioengine.models.folder import DEMO_MODEL
+
+
+def test_the_table_has_the_figures(call_main: CallMain) -> None:
+    status, out, err = call_main("info", "--memory", "1GiB", "--device", "cpu", "--quantization", "int8")
+    assert (status, err) == (0, "")
+    said = read_model_info(EngineConfig(device="cpu", quantization="int8"), memory_bytes=2**30)
+    for figure in (
+        *(said.architecture, said.path, said.why, f"{said.num_parameters:,}", "int8 of bfloat16"),
+        *(f"{said.weight_bytes:,} bytes", f"{said.num_kv_blocks:,} blocks", "of 1 GiB on a CPU"),
+        f"{said.kv_groups[0].bytes_per_token:,} bytes a token",
+    ):
+        assert figure in out
+
+
+def test_json_is_all_that_there_is(call_main: CallMain) -> None:
+    status, out, _ = call_main("info", str(DEMO_MODEL), "--json", "--memory", "3000 MB", "--device", "cuda")
+    said = json.loads(out)
+    assert status == 0
+    assert list(said) == list(ModelInfo.__struct_fields__)
+    assert (said["memory_bytes"], said["device"]) == (3 * 10**9, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["org/model"], 1, "`hf download org/model` brings it there"),
+        (["--memory", "much"], 2, "'much' is no size, such as 16GiB"),
+        (["--device", "cuda"], 2, "say how much memory"),
+        (["--scheduler", "fcfs"], 2, "No such option"),
+    ],
+)
+def test_what_is_wrong_is_said(call_main: CallMain, arguments: list[str], status: int, message: str) -> None:
+    ended, out, err = call_main("info", *arguments)
+    assert (ended, out) == (status, "")
+    assert message in err
+
+
+def test_a_model_that_cannot_run_ends_with_its_reason(call_main: CallMain, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"})
+    )
+    status, _, err = call_main("info", str(tmp_path))
+    assert status == 1
+    assert "T5ForConditionalGeneration" in err

@@ -1,0 +1,133 @@
+"""What is said of a model without its weights is what an engine with them has."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
+import pytest
+import torch
+from kernels.harness import native
+from nightly import few
+
+from aioengine import Engine
+from aioengine.config import EngineConfig
+from aioengine.errors import ConfigError, ModelLoadError
+from aioengine.executor import model_info
+from aioengine.executor.model_info import Fit, KVGroupInfo, read_model_info
+from aioengine.kernels.torch import operations as torch_operations
+from aioengine.models.folder import DEMO_MODEL, ModelFolder
+from aioengine.models.loader import Placement, load_decoder
+
+MEMORY = 2**26
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.parametrize("dtype", few(["bfloat16"], of=["float32", "bfloat16", "float16"]))
+@pytest.mark.parametrize(
+    "family", few(["llama3", "qwen3", "mixtral"], of=["llama3", "qwen2", "qwen3", "qwen2-moe", "mixtral"])
+)
+def test_weights_take_as_many_bytes_as_is_said(
+    checkpoint: Callable[..., Path], family: str, dtype: str, quantization: Any
+) -> None:
+    folder = checkpoint(family, vocab_size=391)
+    config = EngineConfig(model=str(folder), dtype=dtype, quantization=quantization, device="cpu")
+    said = read_model_info(config)
+    decoder = load_decoder(ModelFolder.read(folder), config, placement=Placement(operations=native))  # type: ignore[arg-type]
+    assert said.weight_bytes == decoder.weight_bytes
+    assert said.num_parameters == sum(torch.Size(shape).numel() for shape in decoder.shapes().values())
+    assert said.dtype == dtype
+    assert [each.format for each in said.formats] == ["F32"]
+
+
+def test_a_gpu_keeps_weights_as_plain_torch_does(checkpoint: Callable[..., Path]) -> None:
+    folder = checkpoint("qwen3", vocab_size=391)
+    config = EngineConfig(model=str(folder), device="cuda")
+    said = read_model_info(config, memory_bytes=MEMORY)
+    decoder = load_decoder(ModelFolder.read(folder), config, placement=Placement(operations=torch_operations))
+    assert said.weight_bytes == decoder.weight_bytes
+    assert said.device == "cuda"
+    assert said.kv_cache_bytes == int(0.9 * MEMORY) - said.weight_bytes
+    assert (
+        read_model_info(
+            EngineConfig(model=str(folder), device="cuda", kv_cache_dtype="fp8"), memory_bytes=MEMORY
+        ).kv_cache_dtype
+        == "float8_e4m3fn"
+    )
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+async def test_an_engine_has_the_blocks_that_are_said(checkpoint: Callable[..., Path], kv_cache_dtype: Any) -> None:
+    settings: dict[str, Any] = {
+        **{"model": str(checkpoint("llama3", tokenizer=True)), "device": "cpu", "max_num_seqs": 1000},
+        **{"kv_cache_memory_bytes": 2**20, "kv_cache_dtype": kv_cache_dtype},
+    }
+    said = await anyio.to_thread.run_sync(read_model_info, EngineConfig(**settings))
+    async with Engine(**settings) as engine:
+        assert engine.info.num_blocks == said.num_kv_blocks
+        assert engine.info.weight_bytes == said.weight_bytes
+        assert engine.info.max_model_len == said.max_model_len == said.longest
+        assert (
+            engine.info.kv_cache_bytes
+            == said.num_kv_blocks * sum(group.bytes_per_token for group in said.kv_groups) * said.block_size
+        )
+
+
+def test_what_fits_follows_from_blocks_and_windows(checkpoint: Callable[..., Path]) -> None:
+    """Three layers of 2 heads of 16 numbers of 4 bytes, in blocks of 16 tokens: 12 KiB a block."""
+    config = EngineConfig(model=str(checkpoint("llama3")), device="cpu", kv_cache_memory_bytes=100 * 12288 + 5)
+    said = read_model_info(config)
+    assert said.kv_groups == [KVGroupInfo(window=None, num_layers=3, bytes_per_token=768)]
+    assert (said.num_kv_blocks, said.longest) == (100, 256)
+    assert said.fits == [Fit(num_tokens=256, num_sequences=6)]
+    small = read_model_info(EngineConfig(model=config.model, device="cpu", kv_cache_memory_bytes=5 * 12288))
+    assert (small.longest, small.fits[-1].num_sequences) == (80, 0)
+    windows = EngineConfig(
+        model=str(checkpoint("mistral")),
+        device="cpu",
+        kv_cache_memory_bytes=100 * 12288,
+        max_num_batched_tokens=32,
+        max_num_seqs=32,
+    )
+    # The 6 tokens before a window's last and the 32 of a step may lie in 4 blocks of 16.
+    assert read_model_info(windows).fits == [Fit(num_tokens=256, num_sequences=25)]
+
+
+def test_a_mixture_of_experts_says_what_a_token_uses(checkpoint: Callable[..., Path]) -> None:
+    said = read_model_info(EngineConfig(model=str(checkpoint("mixtral")), device="cpu"))
+    decoder_config = model_info.read_config(ModelFolder.read(Path(said.folder)), EngineConfig())
+    experts = decoder_config.experts
+    assert experts is not None
+    of_one = 3 * decoder_config.hidden_size * experts.intermediate_size
+    unused = decoder_config.num_layers * (experts.count - experts.num_chosen) * of_one
+    assert said.num_active_parameters == said.num_parameters - unused
+
+
+def test_no_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that end behind their headers, as far as their sizes say, do as well; and there is no network to ask."""
+    folder = shutil.copytree(DEMO_MODEL, tmp_path / "model")
+    expected = read_model_info(EngineConfig(model=str(folder)), memory_bytes=MEMORY)
+    file = folder / "model.safetensors"
+    size = file.stat().st_size
+    header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+    with file.open("r+b") as weights:
+        weights.truncate(header)
+        weights.truncate(size)  # a hole
+    assert read_model_info(EngineConfig(model=str(folder)), memory_bytes=MEMORY) == expected
+
+
+def test_what_cannot_be_is_refused_with_the_reason(checkpoint: Callable[..., Path]) -> None:
+    model = str(checkpoint("llama3"))
+    with pytest.raises(ModelLoadError, match="hf download org/model --revision v1"):
+        read_model_info(EngineConfig(model="org/model", revision="v1"))
+    with pytest.raises(ConfigError, match="say how much memory"):
+        read_model_info(EngineConfig(model=model, device="cuda:5"))
+    with pytest.raises(ConfigError, match="quantization='int8' is for a CPU"):
+        read_model_info(EngineConfig(model=model, device="cuda", quantization="int8"), memory_bytes=MEMORY)
+    with pytest.raises(ConfigError, match="'fp8' needs a GPU"):
+        read_model_info(EngineConfig(model=model, device="cpu", kv_cache_dtype="fp8"))
+    with pytest.raises(ConfigError, match="max_model_len=1000"):
+        read_model_info(EngineConfig(model=model, max_model_len=1000))
