@@ -231,7 +231,7 @@ def read_decoder_config(folder: ModelFolder, *, dtype: str = "auto", max_model_l
     try:
         return _read(folder, dtype, max_model_len)
     except _BadConfig as error:
-        raise ModelLoadError(f"{folder.path / 'config.json'}: {error}") from error
+        raise ModelLoadError(f"{folder.source_of('config.json')}: {error}") from error
 
 
 class _BadConfig(Exception):

@@ -10,6 +10,8 @@ from typing import Any
 import msgspec
 
 from aioengine.errors import InvalidRequest, ModelLoadError
+from aioengine.models.formats.gguf_families import config_of, generation_config_of
+from aioengine.models.formats.gguf_file import SHARD_NAME, GgufFile, all_shards
 from aioengine.sampling_params import SamplingParams
 from aioengine.validation import shorten
 
@@ -18,6 +20,7 @@ DEMO_MODEL = Path(__file__).parent / "demo"
 
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+GGUF_SUFFIX = ".gguf"
 MAX_SMALL_BYTES = 256 * 2**20
 """Of one small file: ten times the largest tokenizer.json."""
 
@@ -31,11 +34,11 @@ MAX_EOS_IDS = 1024
 
 
 class ModelFolder(msgspec.Struct, frozen=True, kw_only=True):
-    """A model on this machine, in the layout that transformers saves.
+    """A model on this machine, in the layout that transformers saves, or in a GGUF file.
 
     Attributes:
-        path: the folder.
-        config: config.json.
+        path: the folder, or the GGUF file.
+        config: config.json, or what it would be.
         generation_config: generation_config.json; empty where there is none.
     """
 
@@ -52,7 +55,8 @@ class ModelFolder(msgspec.Struct, frozen=True, kw_only=True):
         Without a network (or with ``HF_HUB_OFFLINE=1``) the hub's cache on this machine is used as it is.
 
         Args:
-            model: a folder, a hub id (``org/name``), or None for the bundled demo model.
+            model: a folder, a GGUF file, a hub id (``org/name``, or ``org/name:model.gguf`` for a file of it), or None
+                for the bundled demo model.
             revision: branch, tag or commit; for a hub id only.
             with_weights: False leaves the weights where they are, for ``load_format="dummy"``.
             may_download: False takes what is here alone.
@@ -63,20 +67,34 @@ class ModelFolder(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, path: Path) -> ModelFolder:
-        """The model in an existing folder.
+        """The model in an existing folder, or in a GGUF file.
+
+        A folder whose only weights are a GGUF file stands for that file.
 
         Raises:
-            ModelLoadError: config.json is missing, or a JSON file is broken, or one of the files is no regular one.
+            ModelLoadError: config.json is missing, or a JSON file is broken, or one of the files is no regular one; or
+                as `GgufFile.read`.
         """
+        file = find_gguf(path)
+        if file is not None:
+            header = GgufFile.read(file)
+            return cls(path=file, config=config_of(header), generation_config=generation_config_of(header))
         check_files(path)
         if not (path / "config.json").is_file():
-            raise ModelLoadError(f"{path / 'config.json'} is missing: {path} is not a model that transformers saved")
+            raise ModelLoadError(
+                f"{path / 'config.json'} is missing: {path} is not a model that transformers saved. Of a hub model in "
+                "GGUF files give the name of one, as org/name:model.gguf"
+            )
         generation_config = path / "generation_config.json"
         return cls(
             path=path,
             config=read_json(path / "config.json"),
             generation_config=read_json(generation_config) if generation_config.is_file() else {},
         )
+
+    def source_of(self, name: str) -> Path:
+        """Where the content of a JSON file comes from, for messages."""
+        return self.path if is_gguf(self.path) else self.path / name
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -93,7 +111,7 @@ class ModelFolder(msgspec.Struct, frozen=True, kw_only=True):
         ids = value if isinstance(value, list) else [value]
         if len(ids) > MAX_EOS_IDS or not all(type(token_id) is int and 0 <= token_id < 2**31 for token_id in ids):
             raise ModelLoadError(
-                f"{self.path / name}: eos_token_id={shorten(value)} is neither a token id nor a list of them"
+                f"{self.source_of(name)}: eos_token_id={shorten(value)} is neither a token id nor a list of them"
             )
         return tuple(ids)
 
@@ -113,8 +131,33 @@ class ModelFolder(msgspec.Struct, frozen=True, kw_only=True):
         try:
             params = SamplingParams(**given)
         except InvalidRequest as error:
-            raise ModelLoadError(f"{self.path / 'generation_config.json'}: {error}") from None
+            raise ModelLoadError(f"{self.source_of('generation_config.json')}: {error}") from None
         return {key: getattr(params, key) for key in given}
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a model's path is that of a GGUF file, as `find_gguf` gives it, and of no folder."""
+    return path.suffix == GGUF_SUFFIX and not path.is_dir()
+
+
+def find_gguf(path: Path) -> Path | None:
+    """The GGUF file that is the model: ``path``, or the only one in a folder without other weights; else None.
+
+    Raises:
+        ModelLoadError: it is no regular file, or there are several models.
+    """
+    if is_gguf(path):
+        _check_file(path, None)
+        return path
+    if not path.is_dir() or any(next(path.glob(pattern), None) for pattern in WEIGHT_FILES):
+        return None
+    parts = {file: SHARD_NAME.fullmatch(file.name) for file in path.glob(f"*{GGUF_SUFFIX}")}
+    # A projector of images stands beside some models.
+    files = sorted(file for file, part in parts.items() if not part or int(part["number"]) == 1)
+    files = [file for file in files if not file.name.startswith("mmproj")]
+    if len(files) > 1:
+        raise ModelLoadError(f"{path} has {len(files)} models: give one of its files, such as {files[0]}")
+    return find_gguf(files[0]) if files else None
 
 
 def check_files(folder: Path) -> None:
@@ -130,19 +173,21 @@ def check_files(folder: Path) -> None:
     except OSError as error:
         raise ModelLoadError(f"{folder} cannot be read: {error.strerror or error}") from error
     for path in paths:
-        is_small = any(path.match(pattern) for pattern in SMALL_FILES)
-        if not is_small and not any(path.match(pattern) for pattern in WEIGHT_FILES):
-            continue
-        try:
-            status = path.stat()
-        except OSError as error:  # a link to nothing, or to itself
-            raise ModelLoadError(f"{path} cannot be read: {error.strerror or error}") from error
-        if not stat.S_ISREG(status.st_mode):
-            raise ModelLoadError(
-                f"{path} is no regular file, but a {_KINDS.get(stat.S_IFMT(status.st_mode), 'device')}"
-            )
-        if is_small and status.st_size > MAX_SMALL_BYTES:
-            raise ModelLoadError(f"{path} has {status.st_size} bytes; at most {MAX_SMALL_BYTES} are read")
+        if any(path.match(pattern) for pattern in SMALL_FILES):
+            _check_file(path, MAX_SMALL_BYTES)
+        elif any(path.match(pattern) for pattern in WEIGHT_FILES):
+            _check_file(path, None)
+
+
+def _check_file(path: Path, max_bytes: int | None) -> None:
+    try:
+        status = path.stat()
+    except OSError as error:  # also a link to nothing, or to itself
+        raise ModelLoadError(f"{path} cannot be read: {error.strerror or error}") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise ModelLoadError(f"{path} is no regular file, but a {_KINDS.get(stat.S_IFMT(status.st_mode), 'device')}")
+    if max_bytes is not None and status.st_size > max_bytes:
+        raise ModelLoadError(f"{path} has {status.st_size} bytes; at most {max_bytes} are read")
 
 
 _KINDS = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket"}
@@ -176,18 +221,26 @@ def _locate(model: str | None, revision: str | None, with_weights: bool, may_dow
     if model is None:
         return DEMO_MODEL
     path = Path(model).expanduser()
-    if path.is_dir():
-        if revision is not None:
-            raise ModelLoadError(f"revision={revision!r} is for hub models; {path} is a folder")
-        return path
     if path.exists():
-        raise ModelLoadError(f"{path} is a file; give the folder that holds config.json and the weights")
-    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
-        raise ModelLoadError(f"there is no folder {path}")
-    return _from_hub(model, revision, with_weights, may_download)
+        if revision is not None:
+            raise ModelLoadError(f"revision={revision!r} is for hub models, and {path} is here")
+        if not path.is_dir() and not is_gguf(path):
+            raise ModelLoadError(
+                f"{path} is a file; give the folder that holds config.json and the weights, or a .gguf file"
+            )
+        return path
+    name, _, file = model.partition(":")
+    if path.is_absolute() or model.startswith((".", "~")) or name.count("/") > 1 or is_gguf(Path(name)):
+        raise ModelLoadError(f"there is no {'file' if is_gguf(path) else 'folder'} {path}")
+    if file and not is_gguf(Path(file)):
+        raise ModelLoadError(f"{model!r}: a file of a hub model must be a .gguf")
+    if file:
+        return _from_hub(name, revision, [str(all_shards(Path(file)))], may_download) / file
+    return _from_hub(name, revision, [*SMALL_FILES, *(WEIGHT_FILES if with_weights else ())], may_download)
 
 
-def _from_hub(model: str, revision: str | None, with_weights: bool, may_download: bool) -> Path:
+def _from_hub(model: str, revision: str | None, patterns: list[str], may_download: bool) -> Path:
+    """The folder of a snapshot that has the files of these patterns."""
     import huggingface_hub
     from huggingface_hub import constants
 
@@ -195,7 +248,7 @@ def _from_hub(model: str, revision: str | None, with_weights: bool, may_download
         folder = huggingface_hub.snapshot_download(
             model,
             revision=revision,
-            allow_patterns=[*SMALL_FILES, *(WEIGHT_FILES if with_weights else ())],
+            allow_patterns=patterns,
             ignore_patterns=list(DUPLICATE_FILES),
             local_files_only=not may_download,
         )

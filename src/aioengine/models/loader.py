@@ -27,7 +27,7 @@ from aioengine.models.checkpoint import (
 )
 from aioengine.models.decoder import Decoder, Linear
 from aioengine.models.families import DecoderConfig, read_decoder_config
-from aioengine.models.folder import ModelFolder
+from aioengine.models.folder import ModelFolder, find_gguf
 from aioengine.models.formats.catalogue import read_catalogue
 from aioengine.models.formats.stored import Files, FileTensor, Stored
 from aioengine.models.formats.summary import describe, summarise
@@ -149,27 +149,27 @@ def check_kept_alike(kept: Decoder, read: Decoder) -> None:
 
 
 def check_config(folder: Path, config: DecoderConfig) -> None:
-    """Compare with the folder's config.json, if it has one. The dtype of the files may be another one.
+    """Compare with the folder's config.json, if it has one, or the GGUF file's. The dtype of the files may be another.
 
     Raises:
         ModelLoadError: it describes another decoder, or there is no such folder.
     """
-    if not folder.is_dir():
+    if not folder.exists():
         raise ModelLoadError(f"there is no folder {folder}")
-    if not (folder / "config.json").is_file():
+    if find_gguf(folder) is None and not (folder / "config.json").is_file():
         return
     dtype = str(config.dtype).removeprefix("torch.")
+    model = ModelFolder.read(folder)
+    source = model.source_of("config.json")
     try:
-        found = read_decoder_config(ModelFolder.read(folder), dtype=dtype, max_model_len=config.max_model_len)
+        found = read_decoder_config(model, dtype=dtype, max_model_len=config.max_model_len)
     except ConfigError as error:
-        raise ModelLoadError(f"{folder / 'config.json'}: {error}") from error
+        raise ModelLoadError(f"{source}: {error}") from error
     for field in DecoderConfig.__struct_fields__:
         theirs, ours = getattr(found, field), getattr(config, field)
         if theirs != ours:
             values = f" {theirs!r} instead of {ours!r}" if not isinstance(ours, tuple) else ""
-            raise ModelLoadError(
-                f"{folder / 'config.json'} describes another model than the one that runs: {field}{values}"
-            )
+            raise ModelLoadError(f"{source} describes another model than the one that runs: {field}{values}")
 
 
 def _read(

@@ -1,4 +1,4 @@
-"""Load a model folder's tokenizer as `transformers.AutoTokenizer` would.
+"""Load a model's tokenizer: that of a folder as `transformers.AutoTokenizer` would, or a GGUF file's.
 
 Importing that costs a second. Where its answer is known beforehand to be "exactly what tokenizer.json says", the
 ``tokenizers`` library reads that file alone.
@@ -16,7 +16,9 @@ from typing import Any
 import msgspec
 
 from aioengine.errors import AioEngineError, ModelLoadError
-from aioengine.models.folder import check_files, read_json
+from aioengine.models.folder import check_files, is_gguf, read_json
+from aioengine.models.formats.gguf_file import GgufFile
+from aioengine.text.gguf_tokenizer import build_tokenizer, has_vocabulary, named_tokens_of
 
 VOCABULARY_FILES = (
     "tokenizer.json",
@@ -83,16 +85,22 @@ class LoadedTokenizer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether the folder has a tokenizer at all. A model without one takes prompts as token ids."""
+    """Whether the folder, or GGUF file, has a tokenizer at all. A model without one takes prompts as token ids."""
+    if is_gguf(folder):
+        return has_vocabulary(GgufFile.read(folder))
     return any((folder / name).is_file() for name in ("tokenizer_config.json", *VOCABULARY_FILES))
 
 
 def load_tokenizer(folder: Path) -> LoadedTokenizer:
     """Load the tokenizer of a local folder, as AutoTokenizer would; nothing is fetched and no code of the folder runs.
 
+    Args:
+        folder: or a GGUF file.
     Raises:
         ModelLoadError: there is none, a file of it is missing or damaged, or transformers cannot load it.
     """
+    if is_gguf(folder):
+        return _load_from_gguf(folder)
     check_files(folder)
     files = (folder / "tokenizer_config.json", folder / "config.json")
     settings, config = (read_json(file) if file.is_file() else {} for file in files)
@@ -107,6 +115,18 @@ def load_tokenizer(folder: Path) -> LoadedTokenizer:
     num_ids = config.get("vocab_size")
     max_ids = min(num_ids + TOKEN_IDS_MARGIN, MAX_TOKEN_IDS) if type(num_ids) is int else MAX_TOKEN_IDS
     return msgspec.structs.replace(loaded, max_ids=max_ids)
+
+
+def _load_from_gguf(path: Path) -> LoadedTokenizer:
+    file = GgufFile.read(path)
+    if not has_vocabulary(file):
+        raise ModelLoadError(f"{path} has no tokenizer; give prompts as token ids")
+    template = file.get("tokenizer.chat_template", str)
+    if template is not None and len(template) > MAX_TEMPLATE_BYTES:
+        raise ModelLoadError(f"{path}: the chat template has more than {MAX_TEMPLATE_BYTES} characters, which none has")
+    with failures_as(lambda problem: ModelLoadError(f"{path}: the tokenizer could not be loaded: {problem}")):
+        loaded = _with_backend(build_tokenizer(file), template, named_tokens_of(file))
+    return msgspec.structs.replace(loaded, max_ids=len(file.get("tokenizer.ggml.tokens", list)))
 
 
 def _check_vocabulary(folder: Path) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 
 from aioengine.errors import ModelLoadError
 from aioengine.models.checkpoint import INDEX_FILE, SINGLE_FILE
-from aioengine.models.folder import check_files, read_json
+from aioengine.models.folder import check_files, find_gguf, read_json
 from aioengine.models.formats import awq, bitsandbytes, compressed_tensors, fp8, gptq, mxfp4, pickled, safetensors
 from aioengine.models.formats.coded_tensor import BadConfig, Format, find_coded
+from aioengine.models.formats.gguf_tensors import read_gguf
 from aioengine.models.formats.stored import Files, FileTensor, Stored
 from aioengine.validation import shorten
 
@@ -37,10 +38,15 @@ def read_catalogue(folder: Path) -> dict[str, Stored]:
 
     Which matrices are quantised the files say, not the config's lists of those that are not.
 
+    Args:
+        folder: or a GGUF file.
     Raises:
         ModelLoadError: there are no files, one is missing or damaged, the index does not fit them, or they are
             quantised by a method that is not supported, or otherwise than it says.
     """
+    file = find_gguf(folder)
+    if file is not None:
+        return read_gguf(file)
     check_files(folder)
     config = folder / "config.json"
     try:
@@ -80,7 +86,7 @@ def _read_files(folder: Path) -> dict[str, FileTensor]:
             return {entry.name: entry for entry in read_header(folder / single)}
         if (folder / index).is_file():
             return _read_shards(folder / index, read_header)
-    other = next((p.name for p in sorted(folder.glob("*")) if p.suffix in (".bin", ".pt", ".pth", ".gguf")), None)
+    other = next((p.name for p in sorted(folder.glob("*")) if p.suffix in (".bin", ".pt", ".pth")), None)
     hint = f"; {other} is another format: save the model as safetensors" if other else ""
     raise ModelLoadError(
         f"{folder} holds none of {', '.join(file for single, index, _ in KINDS for file in (single, index))}{hint}"

@@ -1,0 +1,255 @@
+"""The header of a GGUF file: its metadata, and where its tensors lie. Needs no torch.
+
+The format is llama.cpp's (github.com/ggml-org/ggml, docs/gguf.md): little-endian, a count of tensors and of key-value
+pairs, the pairs, a description of each tensor, and from the next multiple of the alignment on their data. The `gguf`
+package reads it, too; it maps the file, makes some numpy arrays for each token of a vocabulary, and trusts each length.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import numpy as np
+
+from aioengine.errors import ModelLoadError
+from aioengine.validation import shorten
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+DEFAULT_ALIGNMENT = 32
+MAX_HEADER_BYTES = 256 * 2**20
+"""Ten times the largest vocabulary with its merges."""
+
+MAX_PAIRS = 2**16
+MAX_TENSORS = 2**18
+MAX_STRINGS = 2**22
+"""In a list: of a vocabulary, or of its merges."""
+
+MAX_DIMS = 4
+MAX_NAME_BYTES = 2**16
+SHARD_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+
+NUMBER_TYPES = {
+    0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8",
+}  # fmt: skip
+"""Of metadata: the type's number, and numpy's name for it."""
+
+STRING, LIST = 8, 9
+
+TENSOR_TYPES = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K",
+    12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
+    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
+    29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+}  # fmt: skip
+BLOCKS = {
+    "F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22),
+    "Q5_1": (32, 24), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
+    "IQ4_NL": (32, 18), "IQ4_XS": (256, 136), "MXFP4": (32, 17),
+}  # fmt: skip
+"""The types that are supported: how many neighbours of a row are stored together, and in how many bytes."""
+
+
+class GgufTensor(msgspec.Struct, frozen=True):
+    """A tensor as the header describes it.
+
+    Attributes:
+        type: a key of `BLOCKS`.
+        shape: outermost first, as torch has it.
+        offset: of its first byte in the file.
+    """
+
+    name: str
+    path: Path
+    type: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        num_values, num_bytes = BLOCKS[self.type]
+        return math.prod(self.shape) // num_values * num_bytes
+
+    def __getitem__(self, index: int) -> GgufTensor:
+        """One of the tensors that are stacked in this one."""
+        shape = self.shape[1:]
+        offset = self.offset + index * (self.num_bytes // self.shape[0])
+        return msgspec.structs.replace(self, shape=shape, offset=offset)
+
+
+class GgufFile(msgspec.Struct, frozen=True):
+    """What the header of a file says, or those of all files that a model was split into.
+
+    Attributes:
+        path: the file, the first of several.
+        metadata: by key: numbers, strings, lists of strings, and arrays of numbers, of the first file.
+        tensors: by name.
+    """
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, GgufTensor]
+
+    @classmethod
+    def read(cls, path: Path) -> GgufFile:
+        """Read the header; of a model in several files, those of all of them.
+
+        Raises:
+            ModelLoadError: a file cannot be read, is damaged, holds what is not supported, or is not the first of
+                several.
+        """
+        first = _read_header(path)
+        for other in _other_shards(path, first.metadata.get("split.count", 1)):
+            for name, tensor in _read_header(other).tensors.items():
+                if first.tensors.setdefault(name, tensor) is not tensor:
+                    raise ModelLoadError(f"tensor {name} is in two files: {first.tensors[name].path} and {other}")
+        return first
+
+    def get(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
+        """The metadata's value for a key.
+
+        Raises:
+            ModelLoadError: it is of another type than ``kind``.
+        """
+        value = self.metadata.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise ModelLoadError(f"{self.path}: {key}={shorten(value)} is a {type(value).__name__}")
+        return value
+
+
+def all_shards(path: Path) -> Path:
+    """A pattern of the files that a model was split into, of which this is one; or this, if it was not."""
+    parts = SHARD_NAME.fullmatch(path.name)
+    return path if parts is None else path.with_name(f"{parts['stem']}-*-of-{parts['count']}.gguf")
+
+
+def _other_shards(path: Path, count: Any) -> Iterator[Path]:
+    """The files beside ``path`` that hold the rest of its model."""
+    if count in (0, 1):
+        return
+    parts = SHARD_NAME.fullmatch(path.name)
+    if parts is None or int(parts["count"]) != count:
+        raise ModelLoadError(
+            f"{path} says split.count={shorten(count)}, and is not named NAME-00001-of-{count:05}.gguf"
+        )
+    if int(parts["number"]) != 1:
+        raise ModelLoadError(f"{path} is a later part of a model: give {parts['stem']}-00001-of-{parts['count']}.gguf")
+    for number in range(2, count + 1):
+        yield path.with_name(f"{parts['stem']}-{number:05}-of-{parts['count']}.gguf")
+
+
+def _read_header(path: Path) -> GgufFile:
+    try:
+        with path.open("rb") as file:
+            return _Header(path, file).read()
+    except FileNotFoundError as error:
+        raise ModelLoadError(f"{path} is missing") from error
+    except OSError as error:
+        raise ModelLoadError(f"{path} cannot be read: {error.strerror or error}") from error
+    except _Damaged as error:
+        raise ModelLoadError(f"{path}: {error}") from error
+
+
+class _Damaged(Exception):
+    """What is wrong with a header."""
+
+
+class _Header:
+    """Reads a header from its beginning. No length in it is believed before the file is known to have as much."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self._path, self._file = path, file
+        self._num_bytes = os.fstat(file.fileno()).st_size
+        self._left = min(self._num_bytes, MAX_HEADER_BYTES)
+
+    def read(self) -> GgufFile:
+        if self._left < len(MAGIC) or self._take(len(MAGIC)) != MAGIC:
+            raise _Damaged("it does not begin as a GGUF file does")
+        (version,) = self._unpack("<I")
+        if version not in VERSIONS:
+            order = ", or is of a big-endian machine" if not version & 0xFFFF else ""
+            raise _Damaged(f"GGUF of version {version}{order}; supported: {', '.join(map(str, VERSIONS))}")
+        num_tensors, num_pairs = self._unpack("<QQ")
+        if num_tensors > MAX_TENSORS or num_pairs > MAX_PAIRS:
+            raise _Damaged(f"it says that it has {num_tensors} tensors and {num_pairs} keys, more than any model")
+        metadata: dict[str, Any] = {}
+        for _ in range(num_pairs):
+            key = self._string(MAX_NAME_BYTES)
+            if key in metadata:
+                raise _Damaged(f"key {shorten(key)} is there twice")
+            metadata[key] = self._value(key, *self._unpack("<I"))
+        described = [self._tensor() for _ in range(num_tensors)]
+        alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        if type(alignment) is not int or alignment <= 0:
+            raise _Damaged(f"general.alignment={shorten(alignment)} is no number of bytes")
+        first = -(-self._file.tell() // alignment) * alignment
+        return GgufFile(self._path, metadata, self._placed(described, first))
+
+    def _placed(self, described: list[GgufTensor], first: int) -> dict[str, GgufTensor]:
+        tensors: dict[str, GgufTensor] = {}
+        for tensor in described:
+            if tensor.name in tensors:
+                raise _Damaged(f"tensor {tensor.name} is there twice")
+            tensors[tensor.name] = placed = msgspec.structs.replace(tensor, offset=first + tensor.offset)
+            if placed.offset + placed.num_bytes > self._num_bytes:
+                raise _Damaged(f"tensor {tensor.name} lies beyond the file's end: it is damaged, or cut short")
+        return tensors
+
+    def _tensor(self) -> GgufTensor:
+        name = self._string(MAX_NAME_BYTES)
+        (num_dims,) = self._unpack("<I")
+        if not 1 <= num_dims <= MAX_DIMS:
+            raise _Damaged(f"tensor {shorten(name)} has {num_dims} dimensions")
+        shape = self._unpack(f"<{num_dims}Q")[::-1]
+        number, offset = self._unpack("<IQ")
+        kind = TENSOR_TYPES.get(number, f"number {number}")
+        if kind not in BLOCKS:
+            raise _Damaged(f"tensor {shorten(name)} is of type {kind}; supported: {', '.join(BLOCKS)}")
+        if 0 in shape or shape[-1] % BLOCKS[kind][0]:
+            raise _Damaged(f"tensor {shorten(name)} of type {kind} has shape {list(shape)}")
+        return GgufTensor(name, self._path, kind, shape, offset)
+
+    def _value(self, key: str, kind: int) -> Any:
+        if kind in NUMBER_TYPES:
+            return self._numbers(kind, 1)[0].item()
+        if kind == STRING:
+            return self._string()
+        if kind != LIST:
+            raise _Damaged(f"{shorten(key)} is of type {kind}, which GGUF does not have")
+        inner, count = self._unpack("<IQ")
+        if inner in NUMBER_TYPES:
+            return self._numbers(inner, count)
+        if inner != STRING:
+            raise _Damaged(f"{shorten(key)} is a list of type {inner}; numbers and strings are supported")
+        if count > MAX_STRINGS:
+            raise _Damaged(f"{shorten(key)} says that it has {count} strings, more than any vocabulary")
+        return [self._string() for _ in range(count)]
+
+    def _numbers(self, kind: int, count: int) -> np.ndarray[Any, Any]:
+        dtype = np.dtype(NUMBER_TYPES[kind])
+        return np.frombuffer(self._take(dtype.itemsize * count), dtype)
+
+    def _string(self, max_bytes: int = MAX_HEADER_BYTES) -> str:
+        (length,) = self._unpack("<Q")
+        try:
+            return self._take(length if length <= max_bytes else MAX_HEADER_BYTES).decode()
+        except UnicodeDecodeError as error:
+            raise _Damaged("it has a string that is not UTF-8") from error
+
+    def _unpack(self, form: str) -> tuple[int, ...]:
+        return struct.unpack(form, self._take(struct.calcsize(form)))
+
+    def _take(self, count: int) -> bytes:
+        self._left -= count
+        if self._left < 0:
+            raise _Damaged("the header is damaged, or the file is cut short")
+        return self._file.read(count)

@@ -1,0 +1,106 @@
+"""The tensors of GGUF files, as a checkpoint's catalogue: under transformers' names, quantised ones as they are."""
+
+from __future__ import annotations
+
+from io import BufferedReader
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from aioengine.errors import ModelLoadError
+from aioengine.kernels.packed_weight import CodedWeight, row_blocks
+from aioengine.models.checkpoint import FILE_DTYPES
+from aioengine.models.formats.gguf_blocks import BLOCK_FORMATS
+from aioengine.models.formats.gguf_families import Rows, named_tensors
+from aioengine.models.formats.gguf_file import BLOCKS, GgufFile, GgufTensor
+from aioengine.models.formats.stored import Files, Stored
+
+
+class GgufStored(msgspec.Struct, frozen=True):
+    """A tensor of a model, `Stored` in a GGUF file.
+
+    Attributes:
+        tensor: all of a tensor of the file, or one of those that are stacked in it.
+        rows: which of its rows come in which order; None: all as they are.
+        has_one_added: to each value.
+    """
+
+    name: str
+    tensor: GgufTensor
+    rows: Rows | None
+    has_one_added: bool
+
+    @property
+    def path(self) -> Path:
+        return self.tensor.path
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
+
+    @property
+    def num_bytes(self) -> int:
+        return self.tensor.num_bytes
+
+    @property
+    def format(self) -> str:
+        return self.tensor.type if self.tensor.type in FILE_DTYPES else f"GGUF {self.tensor.type}"
+
+    def read(self, files: Files) -> Tensor | CodedWeight:
+        """A copy: dense in the file's dtype, or codes, whose offsets are rounded to float32 where they are not exact.
+
+        Raises:
+            ModelLoadError: the file cannot be read.
+        """
+        file = files.get(self.path, _opened)
+        try:
+            file.seek(self.tensor.offset)
+            values = self._coded(file) if self.tensor.type in BLOCK_FORMATS else self._dense(file)
+        except OSError as error:
+            raise ModelLoadError(f"{self.path} cannot be read: {error.strerror or error}") from error
+        return values if self.rows is None else values[torch.from_numpy(self.rows)]
+
+    def _dense(self, file: BufferedReader) -> Tensor:
+        values = self._take(file, self.num_bytes).view(FILE_DTYPES[self.tensor.type]).view(self.shape)
+        return values - 1.0 if self.has_one_added else values
+
+    def _coded(self, file: BufferedReader) -> CodedWeight:
+        layout = BLOCK_FORMATS[self.tensor.type]
+        num_values, num_bytes = BLOCKS[self.tensor.type]
+        num_rows, num_columns = self.shape
+        codes = torch.empty((num_rows, num_columns), dtype=torch.uint8)
+        scales = torch.empty((num_rows, num_columns // layout.group))
+        offsets = torch.empty_like(scales) if layout.has_offsets else None
+        for rows in row_blocks(self.shape):
+            count = rows.stop - rows.start
+            blocks = self._take(file, count * num_columns // num_values * num_bytes).view(-1, num_bytes)
+            for whole, part in zip((codes, scales, offsets), layout.unpack(blocks), strict=True):
+                if whole is not None and part is not None:
+                    whole[rows] = part.view(count, -1)
+        table = None if layout.table is None else torch.tensor(layout.table, dtype=torch.float32)
+        return CodedWeight(codes, layout.bits, table, scales, offsets, layout.group)
+
+    def _take(self, file: BufferedReader, count: int) -> Tensor:
+        data = torch.empty(count, dtype=torch.uint8)
+        if file.readinto(data.numpy().data) != count:
+            raise ModelLoadError(f"{self.path} is cut short: tensor {self.name} ends beyond it")
+        return data
+
+
+def _opened(path: Path) -> BufferedReader:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise ModelLoadError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def read_gguf(path: Path) -> dict[str, Stored]:
+    """All tensors of a GGUF file, by name; of a model in several files, those of all of them.
+
+    Raises:
+        ModelLoadError: as `GgufFile.read`, or the architecture is not supported.
+    """
+    file = GgufFile.read(path)
+    return {name: GgufStored(name, *where) for name, where in named_tensors(file)}

@@ -1,0 +1,204 @@
+"""Checkpoints that transformers saved, written as GGUF files by the `gguf` package, as llama.cpp's converter does.
+
+The package is llama.cpp's own, and its names, types and quantisation are the reference here.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Type
+from safetensors.torch import load_file, save_file
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+"""transformers' model type → llama.cpp's architecture."""
+
+PAIRED = {"llama"}
+ADD_ENDS = (gguf.GGUFWriter.add_eos_token_id, gguf.GGUFWriter.add_eot_token_id)
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def write_gguf(source: Path, file: Path, *, kind: Type = Type.F32, pre: str = "gpt-2") -> Path:
+    """Write the checkpoint in a folder, its config and its tokenizer, if it has one, to a GGUF file.
+
+    Matrices are of ``kind``; vectors are float32.
+    """
+    config = json.loads((source / "config.json").read_text())
+    arch = ARCHITECTURES[config["model_type"]]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    writer = gguf.GGUFWriter(file, arch)
+    _write_config(writer, config)
+    if (source / "tokenizer.json").is_file():
+        _write_tokenizer(writer, source, config, pre)
+    for name, values in load_file(source / "model.safetensors").items():
+        if name == "lm_head.weight" and config["tie_word_embeddings"]:
+            continue
+        is_vector = values.dim() == 1
+        array = values.float().numpy() if is_vector else quantized(values.float().numpy(), kind)
+        if arch in PAIRED and ("q_proj" in name or "k_proj" in name):
+            array = _pairs(array, config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"])
+        writer.add_tensor(_name(name), array, raw_dtype=Type.F32 if is_vector else kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def dequantized(source: Path, folder: Path, kind: Type) -> Path:
+    """A float32 copy of a checkpoint in which matrices have the values that a GGUF file of ``kind`` gives them."""
+    folder.mkdir()
+    for path in source.iterdir():
+        if path.suffix == ".json":
+            (folder / path.name).write_bytes(path.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))
+    tensors = {}
+    for name, values in load_file(source / "model.safetensors").items():
+        array = values.float().numpy()
+        if array.ndim > 1:
+            array = gguf.quants.dequantize(quantized(array, kind), kind)
+        tensors[name] = torch.from_numpy(array.reshape(values.shape).copy())
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def quantized(array: np.ndarray, kind: Type) -> np.ndarray:
+    """As `gguf.quants.quantize`; of the types that it cannot make, random blocks with about the array's spread."""
+    try:
+        return gguf.quants.quantize(array, kind)
+    except NotImplementedError:
+        return random_blocks(array, kind)
+
+
+def random_blocks(array: np.ndarray, kind: Type) -> np.ndarray:
+    """Random codes and group scales; the float16 that scales a block gives it the array's standard deviation.
+
+    The seed is made of the array, so that equal arrays give equal blocks.
+    """
+    num_values, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    seed = int(np.abs(array).sum() * 1e3) % 2**32
+    rng = np.random.default_rng(seed)
+    blocks = rng.integers(0, 256, (array.size // num_values, num_bytes), dtype=np.uint8)
+    halves = {Type.Q4_K: (0, 2), Type.Q5_K: (0, 2), Type.Q6_K: (208,), Type.IQ4_XS: (0,), Type.IQ4_NL: (0,)}[kind]
+    for at in halves:
+        blocks[:, at : at + 2] = np.float16(1.0).reshape(1, 1).view(np.uint8)
+    spread = gguf.quants.dequantize(blocks, kind).std()
+    for at in halves:
+        scale = (array.std() / spread * rng.uniform(0.8, 1.2, len(blocks))).astype(np.float16)
+        blocks[:, at : at + 2] = scale[:, None].view(np.uint8)
+    return blocks.reshape(*array.shape[:-1], -1)
+
+
+def _pairs(array: np.ndarray, num_heads: int) -> np.ndarray:
+    """Rows in the order in which numbers that turn together are neighbours, as llama.cpp wants Llama's."""
+    halves = array.reshape(num_heads, 2, array.shape[0] // num_heads // 2, *array.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(array.shape))
+
+
+def _name(name: str) -> str:
+    stem, _, kind = name.rpartition(".")
+    if stem in NAMES:
+        return f"{NAMES[stem]}.{kind}"
+    _, _, layer, inner = stem.split(".", 3)
+    return f"blk.{layer}.{NAMES[inner]}.{kind}"
+
+
+def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_name("tiny")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    rope = config["rope_parameters"]
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rope["rope_type"] == "llama3":
+        writer.add_tensor("rope_freqs.weight", llama3_factors(rope, head_dim))
+    ends = config["eos_token_id"]
+    for token_id, add in zip([ends, ends] if isinstance(ends, int) else ends, ADD_ENDS, strict=True):
+        add(writer, token_id)
+
+
+def llama3_factors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
+    """How many times slower each pair turns by Llama 3.1's scaling."""
+    inv_freq = 1.0 / rope["rope_theta"] ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)
+    low, high, length = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
+    turns = length / (2 * np.pi / inv_freq)
+    ramp = (turns - low) / (high - low)
+    between = 1 / ((1 - ramp) / rope["factor"] + ramp)
+    return np.where(turns < low, rope["factor"], np.where(turns > high, 1.0, between)).astype(np.float32)
+
+
+def _write_tokenizer(writer: gguf.GGUFWriter, source: Path, config: dict[str, Any], pre: str) -> None:
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    settings = json.loads((source / "tokenizer_config.json").read_text())
+    model, added = tokenizer["model"], {token["id"]: token for token in tokenizer["added_tokens"]}
+    texts = {token_id: text for text, token_id in model["vocab"].items()}
+    texts |= {token_id: token["content"] for token_id, token in added.items()}
+    tokens = [texts.get(token_id, f"[PAD{token_id}]") for token_id in range(config["vocab_size"])]
+    types = [_type_of(token_id, text, added, model) for token_id, text in enumerate(tokens)]
+    writer.add_tokenizer_model("llama" if model.get("byte_fallback") else "gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    if model.get("byte_fallback"):
+        # Each merge's result, the earliest the best.
+        best = {"".join(merge): -float(rank) for rank, merge in reversed(list(enumerate(model["merges"])))}
+        writer.add_token_scores([best.get(token, -1e6) for token in tokens])
+        writer.add_add_space_prefix("Prepend" in json.dumps(tokenizer["normalizer"]))
+    else:
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_merges([" ".join(merge) for merge in model["merges"]])
+    ids = {text: token_id for token_id, text in texts.items()}
+    for name, add in (
+        ("bos", writer.add_bos_token_id),
+        ("unk", writer.add_unk_token_id),
+        ("pad", writer.add_pad_token_id),
+    ):
+        if settings.get(f"{name}_token"):
+            add(ids[settings[f"{name}_token"]])
+    writer.add_add_bos_token("TemplateProcessing" in json.dumps(tokenizer["post_processor"]))
+    template = source / "chat_template.jinja"
+    writer.add_chat_template(template.read_text() if template.is_file() else settings["chat_template"])
+
+
+def _type_of(token_id: int, text: str, added: dict[int, Any], model: dict[str, Any]) -> int:
+    if text == model.get("unk_token"):
+        return UNKNOWN
+    if token_id in added:
+        return CONTROL if added[token_id]["special"] else USER_DEFINED
+    is_byte = model.get("byte_fallback") and len(text) == 6 and text.startswith("<0x")
+    return BYTE if is_byte else NORMAL
