@@ -10,7 +10,11 @@ from typing import Any
 import anyio.to_thread
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Type
+from gguf_checkpoints import write_gguf
 from kernels.harness import native
+from models.test_formats import FORMATS
+from models.test_gguf import SIZES as GGUF_SIZES
 from nightly import few
 
 from aioengine import Engine
@@ -19,7 +23,9 @@ from aioengine.errors import ConfigError, ModelLoadError
 from aioengine.executor import model_info
 from aioengine.executor.model_info import Fit, KVGroupInfo, read_model_info
 from aioengine.kernels.torch import operations as torch_operations
+from aioengine.models.checkpoint import FILE_DTYPES
 from aioengine.models.folder import DEMO_MODEL, ModelFolder
+from aioengine.models.formats.gguf_file import BLOCKS
 from aioengine.models.loader import Placement, load_decoder
 
 MEMORY = 2**26
@@ -41,6 +47,37 @@ def test_weights_take_as_many_bytes_as_is_said(
     assert said.num_parameters == sum(torch.Size(shape).numel() for shape in decoder.shapes().values())
     assert said.dtype == dtype
     assert [each.format for each in said.formats] == ["F32"]
+
+
+# The library's, of its own calls of torch.
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized:UserWarning")
+@pytest.mark.parametrize("name", few(["gptq with zeros", "nf4", "gptq in another order"], of=list(FORMATS)))
+def test_quantised_checkpoints_take_as_many_bytes_as_is_said(
+    checkpoint: Callable[..., Path], tmp_path: Path, name: str
+) -> None:
+    folder, _ = FORMATS[name](checkpoint("llama2", tokenizer=True), tmp_path)
+    assert_quantised_weights_are_as_said(folder)
+
+
+# Sums of Q4_1's numbers are exact in 16 bits in some matrices alone, which no sample tells.
+@pytest.mark.parametrize("kind", few(["Q4_K", "Q8_0"], of=[kind for kind in BLOCKS if kind != "Q4_1"]))
+def test_gguf_files_take_as_many_bytes_as_is_said(checkpoint: Callable[..., Path], tmp_path: Path, kind: str) -> None:
+    file = write_gguf(checkpoint("qwen3", **GGUF_SIZES), tmp_path / "model.gguf", kind=Type[kind])
+    assert_quantised_weights_are_as_said(file)
+
+
+def assert_quantised_weights_are_as_said(folder: Path) -> None:
+    for operations, device in ((native, "cpu"), (torch_operations, "cuda")):
+        config = EngineConfig(model=str(folder), device=device)
+        said = read_model_info(config, memory_bytes=MEMORY)
+        decoder = load_decoder(ModelFolder.read(folder), config, placement=Placement(operations=operations))
+        assert said.weight_bytes == decoder.weight_bytes
+        assert sum(each.file_bytes for each in said.formats) <= sum(
+            file.stat().st_size for file in ([folder] if folder.is_file() else folder.glob("model*"))
+        )
+    if {each.format for each in said.formats}.difference(FILE_DTYPES):
+        with pytest.raises(ConfigError, match="quantization=int8 is of checkpoints that are not quantised"):
+            read_model_info(EngineConfig(model=str(folder), device="cpu", quantization="int8"))
 
 
 def test_a_gpu_keeps_weights_as_plain_torch_does(checkpoint: Callable[..., Path]) -> None:

@@ -1,10 +1,13 @@
-"""What a model would need and what would fit beside it, from its config and its files' headers: no weights are read."""
+"""What a model would need and what would fit beside it, from its config and its files' headers.
+
+No weights are read but for a small matrix of each quantised format, which shows how all of them are encoded.
+"""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 
 import msgspec
 import torch
@@ -18,15 +21,15 @@ from aioengine.executor.make_runner import DEVICE_MAX_IN_FLIGHT, HOST_MAX_IN_FLI
 from aioengine.executor.memory import available_memory, granted_kv_bytes
 from aioengine.kernels.native.operations import NativeOperations, has_kernels
 from aioengine.kernels.operations import Operations
-from aioengine.kernels.packed_weight import PANEL, PackedWeight, Quantization
+from aioengine.kernels.packed_weight import PANEL, CodedWeight, PackedWeight, Quantization
 from aioengine.kernels.torch import products
-from aioengine.models.checkpoint import checkpoint_tensors
-from aioengine.models.decoder import Decoder
+from aioengine.models.checkpoint import FILE_DTYPES, checkpoint_tensors
+from aioengine.models.decoder import META, Decoder
 from aioengine.models.families import DecoderConfig
 from aioengine.models.folder import ModelFolder
 from aioengine.models.formats.catalogue import read_catalogue
-from aioengine.models.formats.stored import Stored
-from aioengine.models.loader import match, read_config
+from aioengine.models.formats.stored import Files, Stored
+from aioengine.models.loader import coded_parameters, match, read_config
 from aioengine.scheduler.kv_groups import KVGroups, kv_groups, most_blocks
 
 OF_EXPERTS = ".experts."
@@ -118,8 +121,10 @@ def read_model_info(config: EngineConfig, *, memory_bytes: int | None = None) ->
     folder = ModelFolder.resolve(config.model, revision=config.revision, may_download=False)
     model = read_config(folder, config)
     stored = read_catalogue(folder.path)
+    tensors = checkpoint_tensors(model)
+    used = match(stored, tensors, tied=model.tie_word_embeddings)
     decoder = Decoder(model, config.quantization)
-    used = match(stored, checkpoint_tensors(model), tied=model.tie_word_embeddings)
+    _put_codes(decoder, used, coded_parameters(used, tensors, config.quantization))
     weight_bytes = kept_bytes(decoder, is_host=is_host)
     if memory_bytes is None:
         memory_bytes = available_memory() if is_host else _gpu_memory(config)
@@ -167,7 +172,8 @@ def kept_bytes(decoder: Decoder, *, is_host: bool) -> int:
     """Bytes of the weights as a device keeps them, of a decoder without values.
 
     Args:
-        decoder: as its constructor leaves it; it cannot be used afterwards.
+        decoder: as its constructor leaves it, or with parts of linears that have no values either; it cannot be used
+            afterwards.
         is_host: by the native kernels, where they know its heads.
     """
     c = decoder.config
@@ -179,24 +185,87 @@ def kept_bytes(decoder: Decoder, *, is_host: bool) -> int:
     return decoder.weight_bytes
 
 
+class _Unread(CodedWeight):
+    """Codes without values, on the meta device; the dtype of ``scales`` is one in which all of them are exact."""
+
+    def dense(self) -> Tensor:
+        return torch.empty(self.shape, device=META)
+
+    def panel(self) -> CodedWeight:
+        """A panel of it with some values."""
+        num_groups, fill = self.scales.shape[1], EXACT_IN[self.scales.dtype]
+        scales = torch.full((PANEL, num_groups), fill)
+        codes = torch.zeros(PANEL, self.shape[1], dtype=torch.uint8)
+        offsets = None if self.offsets is None else scales
+        return CodedWeight(codes, self.bits, self.table, scales, offsets, self.group)
+
+
+EXACT_IN = {torch.bfloat16: 1.0, torch.float16: 1 + 2**-10, torch.float32: 1 + 2**-20}
+"""A number that is not exact in those before."""
+
+
+def _put_codes(decoder: Decoder, used: dict[str, Stored], coded: Container[str]) -> None:
+    """Give linears their parts, where these come as codes, but without values."""
+    samples: dict[str, Tensor | CodedWeight] = {}
+    for name in {stored.format for stored in used.values()}.difference(FILE_DTYPES):
+        matrices = [stored for stored in used.values() if stored.format == name]
+        samples[name] = _read(min(matrices, key=lambda stored: stored.num_bytes))
+        if _has_one_group(samples[name]):  # a wide one tells whether that is all inputs, or as many as these
+            samples[name] = _read(min(matrices, key=lambda stored: (-stored.shape[1], stored.num_bytes)))
+    for name, tensor in checkpoint_tensors(decoder.config).items():
+        linear = decoder.linear_of(tensor.parameter)
+        if tensor.parameter in coded and linear is not None:
+            linear.parts.append(_unread(used[name].shape, samples.get(used[name].format)))
+
+
+def _read(stored: Stored) -> Tensor | CodedWeight:
+    """For good: a dense one may be a view of the file."""
+    with Files() as files:
+        values = stored.read(files)
+        return values if isinstance(values, CodedWeight) else values.clone()
+
+
+def _has_one_group(sample: Tensor | CodedWeight) -> bool:
+    return isinstance(sample, CodedWeight) and sample.group >= sample.shape[1]
+
+
+def _unread(shape: tuple[int, ...], sample: Tensor | CodedWeight | None) -> Tensor | CodedWeight:
+    """A matrix that is encoded as ``sample`` is, but without values."""
+    if not isinstance(sample, CodedWeight):
+        return torch.empty(shape, device=META)
+    num_rows, num_columns = shape
+    group = num_columns if _has_one_group(sample) else sample.group
+    codes = torch.empty(shape, dtype=torch.uint8, device=META)
+    scales = torch.empty(num_rows, -(-num_columns // group), dtype=sample.rows().scales_dtype, device=META)
+    return _Unread(codes, sample.bits, sample.table, scales, None if sample.offsets is None else scales, group)
+
+
 class _Sizes:
     """In the place of operations: packs as they do, but without values, of which it makes a panel to see the layout."""
 
     def __init__(self, pack: Callable[..., PackedWeight]) -> None:
         self._pack = pack
-        self._samples: dict[tuple[int, torch.dtype, Quantization | None], PackedWeight] = {}
+        self._samples: dict[tuple[object, ...], PackedWeight] = {}
 
-    def pack(self, weight: Tensor, quantization: Quantization | None, dtype: torch.dtype) -> PackedWeight:
+    def pack(self, weight: Tensor | _Unread, quantization: Quantization | None, dtype: torch.dtype) -> PackedWeight:
         num_rows, num_columns = weight.shape
-        key = num_columns, weight.dtype, quantization
+        key: tuple[object, ...]
+        if isinstance(weight, Tensor):
+            key = num_columns, weight.dtype, quantization
+        else:
+            key = num_columns, weight.bits, weight.group, weight.scales.dtype, weight.offsets is None
         if key not in self._samples:
-            sample = torch.zeros(PANEL, num_columns, dtype=weight.dtype)
-            self._samples[key] = self._pack(sample, quantization, dtype)
+            panel: Tensor | CodedWeight
+            if isinstance(weight, Tensor):
+                panel = torch.zeros(PANEL, num_columns, dtype=weight.dtype)
+            else:
+                panel = weight.panel()
+            self._samples[key] = self._pack(panel, quantization, dtype)
         packed = self._samples[key]
         kept_rows = -(-num_rows // PANEL) * PANEL if "panels" in packed.layout else num_rows
 
         def grown(tensor: Tensor) -> Tensor:
-            return torch.empty(tensor.numel() * kept_rows // PANEL, dtype=tensor.dtype, device="meta")
+            return torch.empty(tensor.numel() * kept_rows // PANEL, dtype=tensor.dtype, device=META)
 
         scales = None if packed.scales is None else grown(packed.scales)
         return PackedWeight(grown(packed.values), scales, (num_rows, num_columns), dtype, packed.layout, packed.coding)

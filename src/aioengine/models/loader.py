@@ -182,12 +182,7 @@ def _read(
 ) -> Decoder:
     tensors = checkpoint_tensors(config)
     wanted = match(stored, tensors, tied=config.tie_word_embeddings)
-    coded = {tensors[name].parameter for name, found in wanted.items() if found.format not in FILE_DTYPES}
-    if coded and quantization is not None:
-        raise ConfigError(
-            f"quantization={quantization} is of checkpoints that are not quantised; this one is, and is kept as it is: "
-            "leave it out, or load the model's checkpoint in bfloat16"
-        )
+    coded = coded_parameters(wanted, tensors, quantization)
     decoder = _allocate(config, placement, quantization, coded)
     progress = _Progress(sum(found.num_bytes for found in wanted.values()), on_progress)
     kept: list[tuple[Stored, int, bool]] = []
@@ -241,6 +236,23 @@ def _pack(
         if linear is not None:
             stop_if(should_stop)
             linear.pack(operations)
+
+
+def coded_parameters(
+    wanted: dict[str, Stored], tensors: dict[str, CheckpointTensor], quantization: Quantization | None
+) -> set[str]:
+    """Names of the decoder's parameters that come as codes, at least in part.
+
+    Raises:
+        ConfigError: there are some, and ``quantization`` is asked for.
+    """
+    coded = {tensors[name].parameter for name, found in wanted.items() if found.format not in FILE_DTYPES}
+    if coded and quantization is not None:
+        raise ConfigError(
+            f"quantization={quantization} is of checkpoints that are not quantised; this one is, and is kept as it is: "
+            "leave it out, or load the model's checkpoint in bfloat16"
+        )
+    return coded
 
 
 def match(stored: dict[str, Stored], tensors: dict[str, CheckpointTensor], *, tied: bool) -> dict[str, Stored]:
