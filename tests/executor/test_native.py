@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from executor.plans import PlanWriter, greedy_tokens
@@ -19,10 +20,12 @@ from aioengine.executor.device_thread import DeviceThread
 from aioengine.executor.host import HostAccelerator
 from aioengine.executor.make_runner import make_runner
 from aioengine.executor.runner import START_FEATURES
-from aioengine.executor.torch_executor import TorchExecutor
-from aioengine.kernels.native.library import Library, compile_library
+from aioengine.executor.torch_executor import TorchExecutor, _host
+from aioengine.kernels.native.kernels.parts import parts_of
+from aioengine.kernels.native.library import Library, compile_library, find_library
 from aioengine.kernels.native.operations import NativeOperations
 from aioengine.kernels.native.team import Team
+from aioengine.kernels.packed_weight import CodedWeight
 from aioengine.models.decoder import Linear
 from aioengine.models.folder import DEMO_MODEL, ModelFolder
 
@@ -195,3 +198,23 @@ async def test_kernels_have_room_on_the_stack_though_the_program_s_threads_have_
         assert threading.stack_size() == 256 * 1024
     finally:
         threading.stack_size(before)
+
+
+def test_what_is_compiled_for_a_quantised_checkpoint_are_kernels_of_codes(library: Library) -> None:
+    demo = ModelFolder.read(DEMO_MODEL)
+    quantised = msgspec.structs.replace(demo, config={**demo.config, "quantization_config": {"quant_method": "fp8"}})
+    for folder, has_codes in ((demo, False), (quantised, True)):
+        accelerator = _host(EngineConfig(dtype="bfloat16"), folder)
+        assert accelerator._team is not None
+        assert ("embed_coded" in accelerator._team.library) == has_codes
+        accelerator.close()
+
+
+def test_codes_without_kernels_for_them_are_left_to_plain_torch(library: Library) -> None:
+    weight = CodedWeight(torch.full((64, 64), 9, dtype=torch.uint8), 4, None, torch.ones(64, 1), None, 64)
+    found = find_library(parts_of("bfloat16"))
+    assert found is not None
+    for part_of_library, layout in ((library, "coded-panels"), (found, "coded")):
+        team = Team(part_of_library, 1)
+        assert NativeOperations(team).pack(weight, None, torch.bfloat16).layout == layout
+        team.close()

@@ -38,6 +38,7 @@ from aioengine.executor.weights import Load, Weights
 from aioengine.kernels.native.kernels.parts import parts_of
 from aioengine.kernels.native.operations import has_kernels
 from aioengine.models.folder import ModelFolder
+from aioengine.models.formats.catalogue import is_quantised
 from aioengine.models.loader import LoadStopped, Placement, load_decoder, read_config
 from aioengine.progress import LOADING, OnProgress
 from aioengine.scheduler.plan import StepPlan, StepResult
@@ -363,13 +364,15 @@ def _host(config: EngineConfig, folder: ModelFolder | None) -> HostAccelerator:
         ModelLoadError, ConfigError: as `read_config`.
     """
     dtype: str = config.dtype if config.dtype != "auto" else "float32"
+    quantization: str | None = config.quantization
     if folder is not None:
+        quantization = quantization or ("coded" if is_quantised(folder) else None)
         model = read_config(folder, config)
         dtype = str(model.dtype).removeprefix("torch.")
         if not has_kernels(model.num_heads, model.num_kv_heads, model.head_dim):
             logger.warning("there are no native kernels for this model's heads, so that steps are slow")
             return HostAccelerator()
-    accelerator = HostAccelerator(num_threads=num_usable_threads(), parts=parts_of(dtype, config.quantization))
+    accelerator = HostAccelerator(num_threads=num_usable_threads(), parts=parts_of(dtype, quantization))
     accelerator.operations = accelerator.newer_operations() or accelerator.operations
     return accelerator
 

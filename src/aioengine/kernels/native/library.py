@@ -63,6 +63,10 @@ class Library:
             engine.finalize_object()
         self._addresses: dict[str, int] = {}
 
+    def __contains__(self, name: str) -> bool:
+        """Whether it has the part that a kernel is in."""
+        return part_of(name) in self._engines
+
     def address(self, name: str) -> int:
         """Of a kernel."""
         found = self._addresses.get(name)

@@ -261,6 +261,9 @@ class NativeOperations:
         num_outputs, num_inputs = weight.shape
         if isinstance(weight, CodedWeight | CodedRows):
             coded = weight.rows() if isinstance(weight, CodedWeight) else weight
+            # A checkpoint of codes may be loaded where another one was, for which their kernels were not compiled.
+            if "embed_coded" not in self._team.library:
+                return plain.pack(coded, None, dtype)
             return _pack_coded(coded, dtype or torch.float32)
         dtype = dtype or weight.dtype
         if quantization == "int4":

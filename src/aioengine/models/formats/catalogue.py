@@ -8,7 +8,7 @@ from typing import Any
 
 from aioengine.errors import ModelLoadError
 from aioengine.models.checkpoint import INDEX_FILE, SINGLE_FILE
-from aioengine.models.folder import check_files, find_gguf, read_json
+from aioengine.models.folder import ModelFolder, check_files, find_gguf, read_json
 from aioengine.models.formats import awq, bitsandbytes, compressed_tensors, fp8, gptq, mxfp4, pickled, safetensors
 from aioengine.models.formats.coded_tensor import BadConfig, Format, find_coded
 from aioengine.models.formats.gguf_tensors import read_gguf
@@ -66,9 +66,7 @@ def read_format(config: dict[str, Any]) -> Format | None:
     Raises:
         BadConfig: by a method that is not supported, or in a way that is not.
     """
-    inner = config.get("text_config")
-    stated = config.get("quantization_config") or config.get("compression_config")
-    stated = stated or (inner.get("quantization_config") if isinstance(inner, dict) else None)
+    stated = _stated(config)
     if stated is None:
         return None
     method = stated.get("quant_method") if isinstance(stated, dict) else stated
@@ -77,6 +75,18 @@ def read_format(config: dict[str, Any]) -> Format | None:
             f"quant_method={shorten(method)} is not supported; supported: {', '.join(QUANT_METHODS)}, and GGUF files"
         )
     return QUANT_METHODS[method](stated)
+
+
+def is_quantised(folder: ModelFolder) -> bool:
+    """Whether matrices may come as codes."""
+    return find_gguf(folder.path) is not None or _stated(folder.config) is not None
+
+
+def _stated(config: dict[str, Any]) -> Any:
+    """A config.json's quantization_config, if there is one."""
+    inner = config.get("text_config")
+    stated = config.get("quantization_config") or config.get("compression_config")
+    return stated or (inner.get("quantization_config") if isinstance(inner, dict) else None)
 
 
 def _read_files(folder: Path) -> dict[str, FileTensor]:
