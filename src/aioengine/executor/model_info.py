@@ -19,7 +19,7 @@ from aioengine.executor.accelerator import DeviceMemory
 from aioengine.executor.cuda import find_cuda
 from aioengine.executor.make_runner import DEVICE_MAX_IN_FLIGHT, HOST_MAX_IN_FLIGHT, cache_dtype, cache_shape
 from aioengine.executor.memory import available_memory, granted_kv_bytes
-from aioengine.kernels.native.operations import NativeOperations, has_kernels
+from aioengine.kernels.native import operations as native
 from aioengine.kernels.operations import Operations
 from aioengine.kernels.packed_weight import PANEL, CodedWeight, PackedWeight, Quantization
 from aioengine.kernels.torch import products
@@ -177,8 +177,8 @@ def kept_bytes(decoder: Decoder, *, is_host: bool) -> int:
         is_host: by the native kernels, where they know its heads.
     """
     c = decoder.config
-    is_native = is_host and has_kernels(c.num_heads, c.num_kv_heads, c.head_dim)
-    pack = NativeOperations.pack if is_native else products.pack
+    is_native = is_host and native.has_kernels(c.num_heads, c.num_kv_heads, c.head_dim)
+    pack = native.pack if is_native else products.pack
     sizes: Operations = _Sizes(pack)  # type: ignore[assignment]
     for linear in decoder.linears():
         linear.pack(sizes)

@@ -251,39 +251,18 @@ class NativeOperations:
 
     # Products with weights
 
-    @staticmethod
     def pack(
+        self,
         weight: Tensor | UnpackedRows | CodedWeight | CodedRows,
         quantization: Quantization | None = None,
         dtype: torch.dtype | None = None,
     ) -> PackedWeight:
-        """Into panels of 64 outputs; what has no native product stays as plain torch packs it."""
-        num_outputs, num_inputs = weight.shape
-        if isinstance(weight, CodedWeight | CodedRows):
-            coded = weight.rows() if isinstance(weight, CodedWeight) else weight
-            # A checkpoint of codes may be loaded where another one was, for which their kernels were not compiled.
-            if "embed_coded" not in self._team.library:
-                return plain.pack(coded, None, dtype)
-            return _pack_coded(coded, dtype or torch.float32)
-        dtype = dtype or weight.dtype
-        if quantization == "int4":
-            return _pack_coded(int4_rows(weight), dtype)
-        if quantization == "int8":
-            return plain.pack(weight, quantization, dtype) if num_inputs % 4 else _pack_int8(weight, dtype)
-        assert isinstance(weight, Tensor)
-        per_word = WORD_NUMBERS[weight.dtype]
-        if num_inputs % per_word:
-            return plain.pack(weight)
-        if num_outputs % PANEL or not weight.is_contiguous():
-            panels = _room_for_panels(num_outputs, num_inputs // per_word, per_word, weight.dtype)
-            for rows in row_blocks(weight.shape):
-                panels[_panels_of(rows)] = _in_panels(weight[rows], per_word)
-        else:  # in place, one after the other: a panel takes the bytes of its rows
-            panels = weight.view(-1, num_inputs // per_word, PANEL, per_word)
-            words = weight.view(torch.int16 if weight.dtype == torch.float16 else torch.int32)
-            for panel in words.split(PANEL):
-                panel.view(-1, PANEL).copy_(panel.t().contiguous())
-        return PackedWeight(panels, None, (num_outputs, num_inputs), weight.dtype, "panels")
+        """As `pack`. A checkpoint of codes may come where another one was, for which their kernels were not compiled:
+        then they stay as plain torch packs them.
+        """
+        if isinstance(weight, CodedWeight | CodedRows) and "embed_coded" not in self._team.library:
+            return plain.pack(weight, None, dtype)
+        return pack(weight, quantization, dtype)
 
     def unpack(self, packed: PackedWeight, rows: slice | None = None) -> Tensor:
         if "panels" not in packed.layout:
@@ -631,6 +610,37 @@ def _or_0(tensor: Tensor | None) -> Tensor | int:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def pack(
+    weight: Tensor | UnpackedRows | CodedWeight | CodedRows,
+    quantization: Quantization | None = None,
+    dtype: torch.dtype | None = None,
+) -> PackedWeight:
+    """Into panels of 64 outputs; what has no native product stays as plain torch packs it."""
+    num_outputs, num_inputs = weight.shape
+    if isinstance(weight, CodedWeight | CodedRows):
+        coded = weight.rows() if isinstance(weight, CodedWeight) else weight
+        return _pack_coded(coded, dtype or torch.float32)
+    dtype = dtype or weight.dtype
+    if quantization == "int4":
+        return _pack_coded(int4_rows(weight), dtype)
+    if quantization == "int8":
+        return plain.pack(weight, quantization, dtype) if num_inputs % 4 else _pack_int8(weight, dtype)
+    assert isinstance(weight, Tensor)
+    per_word = WORD_NUMBERS[weight.dtype]
+    if num_inputs % per_word:
+        return plain.pack(weight)
+    if num_outputs % PANEL or not weight.is_contiguous():
+        panels = _room_for_panels(num_outputs, num_inputs // per_word, per_word, weight.dtype)
+        for rows in row_blocks(weight.shape):
+            panels[_panels_of(rows)] = _in_panels(weight[rows], per_word)
+    else:  # in place, one after the other: a panel takes the bytes of its rows
+        panels = weight.view(-1, num_inputs // per_word, PANEL, per_word)
+        words = weight.view(torch.int16 if weight.dtype == torch.float16 else torch.int32)
+        for panel in words.split(PANEL):
+            panel.view(-1, PANEL).copy_(panel.t().contiguous())
+    return PackedWeight(panels, None, (num_outputs, num_inputs), weight.dtype, "panels")
 
 
 def _pack_int8(weight: Tensor | UnpackedRows, dtype: torch.dtype) -> PackedWeight:
