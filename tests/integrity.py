@@ -122,9 +122,9 @@ def check_pool(pool: BlockPool, owned: dict[int, int], hashes: Items[object]) ->
 
 def check_cache(cache: PrefixCache) -> None:
     """Compare ``ready`` with ``hashes``, and the hashes that are waited for with ``pending``."""
-    by_block = {b: block_hash for block_hash, block_ids in cache.ready.items() for b in block_ids if b >= 0}
+    by_block = {block_id: block_hash for of_group in cache.ready for block_hash, block_id in of_group.items()}
     assert by_block == {b: h for b, h in enumerate(cache.hashes) if h is not None}, "hashes and blocks differ"
-    assert all(max(block_ids) >= 0 for block_ids in cache.ready.values()), "a hash is kept that no block has"
-    whole = {block_hash for block_hash, block_ids in cache.ready.items() if min(block_ids) >= 0}
-    assert not whole & cache.pending.keys(), "a hash is READY and PENDING"
+    assert len(by_block) == sum(map(len, cache.ready)), "a block is in two groups"
+    in_all = set.intersection(*map(set, cache.ready))
+    assert not in_all & cache.pending.keys(), "a hash is READY and PENDING"
     assert cache.waiters.keys() <= cache.pending.keys(), "a prefix is waited for and not computed"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -47,11 +50,17 @@ def test_a_prompt_may_be_a_view_with_strides() -> None:
 
 def test_a_match_ends_at_the_first_hash_that_is_unknown() -> None:
     cache = PrefixCache(8)
-    cache.mark_ready([A, C], [[3, 5]])
+    cache.mark_ready(0, [A, C], [3, 5])
     assert cache.match([A, B, C]) == ([[3]], None)
     assert cache.match([B, C]) == ([[]], None)
     assert cache.match([A, C]) == ([[3, 5]], None)
     assert cache.match([]) == ([[]], None)
+
+
+def mark_ready(cache: PrefixCache, hashes: list[bytes], block_ids: Iterable[Items[int]]) -> None:
+    """In all groups."""
+    for group, of_group in enumerate(block_ids):
+        cache.mark_ready(group, hashes, of_group)
 
 
 HASHES = [bytes([n] * HASH_BYTES) for n in range(12)]
@@ -63,21 +72,22 @@ def test_a_match_is_the_longest_prefix_of_which_each_group_has_all_that_is_seen(
     num_seen = data.draw(st.lists(st.sampled_from([None, 0, 1, 2, 5, 20]), min_size=1, max_size=4))
     cache = PrefixCache(len(HASHES) * len(num_seen), num_seen)
     tables = [range(len(HASHES) * group, len(HASHES) * (group + 1)) for group in range(len(num_seen))]
-    cache.mark_ready(HASHES, tables)
+    mark_ready(cache, HASHES, tables)
     cache.evict(lost := data.draw(st.sets(st.sampled_from(range(len(HASHES) * len(num_seen))), max_size=12)))
     check_cache(cache)
     firsts = {end: [0 if seen is None else max(end - seen, 0) for seen in num_seen] for end in range(len(HASHES) + 1)}
 
     def is_usable(end: int) -> bool:
         seen = {block for table, first in zip(tables, firsts[end], strict=True) for block in table[first:end]}
-        is_known = None in num_seen or not end or HASHES[end - 1] in cache.ready
+        widest = cache.ready[max(range(len(num_seen)), key=lambda group: num_seen[group] or 0)]
+        is_known = None in num_seen or not end or HASHES[end - 1] in widest
         return is_known and not seen & lost
 
     matched, _ = cache.match(HASHES)
     end = max(filter(is_usable, firsts))
     for block_ids, table, first in zip(matched, tables, firsts[end], strict=True):
         assert block_ids == [-1] * first + list(table[first:end])
-    cache.mark_ready(HASHES, tables)
+    mark_ready(cache, HASHES, tables)
     assert [block_ids[-1:] for block_ids in cache.match(HASHES)[0]] == [
         [-1 if seen == 0 else table[-1]] for table, seen in zip(tables, num_seen, strict=True)
     ]
@@ -85,22 +95,22 @@ def test_a_match_is_the_longest_prefix_of_which_each_group_has_all_that_is_seen(
 
 def test_a_hash_that_one_group_has_lost_is_pending_until_all_have_it() -> None:
     cache = PrefixCache(8, [None, 1])
-    cache.mark_ready([A, B], [[0, 1], [2, 3]])
+    mark_ready(cache, [A, B], [[0, 1], [2, 3]])
     cache.evict([3])
     cache.mark_pending(A, owner := object())
     cache.mark_pending(B, owner)
     assert cache.match([A, B]) == ([[0], [2]], B)
-    cache.mark_ready([B], [[5], [6]])
+    mark_ready(cache, [B], [[5], [6]])
     assert cache.match([A, B]) == ([[0, 1], [-1, 6]], None)
     assert cache.hashes[5] is None, "the first block of a group with a hash keeps it"
 
 
 def test_a_pending_hash_ends_a_match_and_is_returned() -> None:
     cache = PrefixCache(8)
-    cache.mark_ready([A], [[3]])
+    cache.mark_ready(0, [A], [3])
     cache.mark_pending(B, owner := object())
     assert cache.match([A, B, C]) == ([[3]], B)
-    cache.mark_ready([B], [[4]])
+    cache.mark_ready(0, [B], [4])
     assert cache.match([A, B, C]) == ([[3, 4]], None)
     cache.cancel_pending(B, owner)
     assert cache.match([A, B, C]) == ([[3, 4]], None), "what is computed stays, whichever owner leaves"
@@ -108,8 +118,8 @@ def test_a_pending_hash_ends_a_match_and_is_returned() -> None:
 
 def test_the_first_block_with_a_hash_keeps_it() -> None:
     cache = PrefixCache(8)
-    cache.mark_ready([A], [[3]])
-    cache.mark_ready([A], [[4]])
+    cache.mark_ready(0, [A], [3])
+    cache.mark_ready(0, [A], [4])
     assert cache.match([A]) == ([[3]], None)
     assert cache.hashes[4] is None
 
@@ -135,19 +145,19 @@ def test_waiters_are_woken_once_when_the_hash_is_ready_or_gone(is_computed: bool
     cache.wait(A, "second")
     cache.wait(B, "third")
     if is_computed:
-        cache.mark_ready([A], [[3]])
+        cache.mark_ready(0, [A], [3])
     else:
         cache.cancel_pending(A, owner)
     assert woken == ["first", "second"]
     assert cache.waiters == {B: ["third"]}
     check_cache(cache)
-    cache.mark_ready([A], [[3]])
+    cache.mark_ready(0, [A], [3])
     assert woken == ["first", "second"]
 
 
 def test_the_check_sees_hashes_that_do_not_fit_their_blocks() -> None:
     cache = PrefixCache(8)
-    cache.mark_ready([A], [[3]])
+    cache.mark_ready(0, [A], [3])
     cache.hashes[4] = B
     with pytest.raises(AssertionError, match="hashes and blocks differ"):
         check_cache(cache)

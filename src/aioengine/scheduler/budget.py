@@ -74,18 +74,20 @@ def join(table: RowTable, work: Work, new_rows: Rows) -> Work:
     return Work(rows, starts, num_tokens, starts + num_tokens, max(num_left, 0))
 
 
-def out_of_blocks(table: RowTable, work: Work) -> tuple[Rows, Rows]:
-    """The groups and rows that need a block, each pair as often as it needs one.
+def out_of_blocks(table: RowTable, work: Work) -> list[Rows]:
+    """By group of layers the rows that need a block, each as often as it needs one.
 
     Once where a row decodes; a prompt has all of its own, but for groups with windows.
     """
-    num_lacking = work.ends - table.capacity[:, work.rows]
-    groups, places = (num_lacking > 0).nonzero()
-    rows = work.rows[places]
-    if len(rows) and int(num_lacking.max()) > table.block_size:  # a prompt's, or tokens that a grammar forced
-        counts = -(-num_lacking[groups, places] // table.block_size)
-        groups, rows = np.repeat(groups, counts), np.repeat(rows, counts)
-    return groups, rows
+    growing = []
+    for capacity in table.capacity:
+        num_lacking = work.ends - capacity[work.rows]
+        lacking = num_lacking > 0
+        rows = work.rows[lacking]
+        if len(rows) and int(num_lacking.max()) > table.block_size:  # a prompt's, or tokens that a grammar forced
+            rows = np.repeat(rows, -(-num_lacking[lacking] // table.block_size))
+        growing.append(rows)
+    return growing
 
 
 def _ration(num_tokens: Int32, max_tokens: int, claim: Claim | None) -> Int32:

@@ -13,7 +13,7 @@ from aioengine.scheduler.prefix_cache import PrefixCache, hash_block, hash_promp
 from aioengine.scheduler.sequence import Sequence
 
 
-class PrefixMatch(msgspec.Struct, frozen=True):
+class PrefixMatch(msgspec.Struct, frozen=True, gc=False):
     """The part of a sequence that the prefix cache has, and how much is missing.
 
     Attributes:
@@ -65,6 +65,7 @@ class KVManager:
         self.windows = windows
         self.max_tokens_in_flight = max_tokens_in_flight
         self.has_windows = any(window is not None for window in windows)
+        self._none_passed = [0] * len(windows)
         self._most_held = most_blocks(windows, 2**31, block_size, max_tokens_in_flight)
         seen = [None if window is None else self.blocks_for(window - 1) for window in windows]
         self.cache = PrefixCache(num_blocks, seen)
@@ -88,11 +89,11 @@ class KVManager:
         At least its last known token is left to compute, since the next one is sampled from that; all are, if the
         prompt's log-probabilities are wanted.
         """
-        nothing: list[list[int]] = [[]] * len(self.windows)
+        block_ids: list[list[int]] = [[] for _ in self.windows]
+        pending = None
         if sequence.block_ids:
             missing = self._missing(sequence, sequence.block_ids, sequence.num_passed_blocks)
-            return PrefixMatch(nothing, None, missing)
-        block_ids, pending = nothing, None
+            return PrefixMatch(block_ids, None, missing)
         if self.is_caching and not sequence.needs_prompt_logprobs:
             count = (sequence.num_tokens - 1) // self.block_size
             hashes = self._hash_blocks(sequence, count)
@@ -103,13 +104,17 @@ class KVManager:
     def _missing(self, sequence: Sequence, block_ids: list[list[int]], num_passed: list[int]) -> list[int]:
         """How many blocks to allocate in each group to have what its known tokens need, or all that is ever held."""
         num_blocks = self.blocks_for(sequence.num_tokens)
+        if not self.has_windows:
+            return [num_blocks - len(of_group) + sequence.shares_last_block for of_group in block_ids]
         return [
             max(min(num_blocks, passed + most) - len(of_group), 0) + sequence.shares_last_block
             for of_group, passed, most in zip(block_ids, num_passed, self._most_held, strict=True)
         ]
 
     def _num_passed_blocks(self, num_computed_tokens: int) -> list[int]:
-        """Of each group, the first blocks that no token sees which is computed after so many."""
+        """Of each group, the first blocks that no token sees which is computed after so many; not to be changed."""
+        if not self.has_windows:
+            return self._none_passed
         return [
             0 if window is None else max(num_computed_tokens + 1 - window, 0) // self.block_size
             for window in self.windows
@@ -126,10 +131,12 @@ class KVManager:
         many.
         """
         if not sequence.block_ids:
-            self.pool.retain(_held(match.block_ids))
-            sequence.block_ids = [block_ids.copy() for block_ids in match.block_ids]
-            sequence.num_ready_blocks = match.num_blocks
-            sequence.num_computed_tokens = match.num_blocks * self.block_size
+            num_blocks = match.num_blocks
+            if num_blocks:
+                self.pool.retain(_held(match.block_ids))
+            sequence.block_ids = match.block_ids
+            sequence.num_ready_blocks = num_blocks
+            sequence.num_computed_tokens = num_blocks * self.block_size
             sequence.num_passed_blocks = self._num_passed_blocks(sequence.num_computed_tokens)
             self.num_queried_tokens += sequence.num_tokens
             self.num_hit_tokens += sequence.num_computed_tokens
@@ -156,7 +163,7 @@ class KVManager:
         num_full = num_tokens // self.block_size
         num_blocks = self.blocks_for(num_tokens)
         child.block_ids = [block_ids[:num_blocks] for block_ids in parent.block_ids]
-        child.num_passed_blocks = parent.num_passed_blocks.copy()
+        child.num_passed_blocks = parent.num_passed_blocks
         self.pool.retain(_held(child.block_ids))
         child.shares_last_block = num_blocks > num_full
         child.block_hashes = parent.block_hashes[:num_full]
@@ -172,10 +179,10 @@ class KVManager:
             self.pool.release([source for source, _ in copies], self.cache.hashes)
         return copies
 
-    def grow(self, sequences: list[Sequence], groups: list[int]) -> list[int]:
-        """One more block for each, in the group beside it; the caller has checked that there are as many."""
+    def grow(self, group: int, sequences: list[Sequence]) -> list[int]:
+        """One more block in a group for each; the caller has checked that there are as many."""
         block_ids = self.pool.allocate(len(sequences))
-        for sequence, group, block_id in zip(sequences, groups, block_ids, strict=True):
+        for sequence, block_id in zip(sequences, block_ids, strict=True):
             sequence.block_ids[group].append(block_id)
         return block_ids
 
@@ -200,7 +207,8 @@ class KVManager:
             sequence.num_ready_blocks = full
             return
         hashes = self._hash_blocks(sequence, full)
-        self.cache.mark_ready(hashes[before:full], [block_ids[before:full] for block_ids in sequence.block_ids])
+        for group, block_ids in enumerate(sequence.block_ids):
+            self.cache.mark_ready(group, hashes[before:full], block_ids[before:full])
         sequence.num_ready_blocks = full
         if len(hashes) > full:
             self.cache.mark_pending(hashes[full], sequence)

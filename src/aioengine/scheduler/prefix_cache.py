@@ -16,6 +16,7 @@ import struct
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from hashlib import blake2b
+from operator import itemgetter
 from typing import Any
 
 from aioengine.scheduler.plan import Int32
@@ -76,18 +77,18 @@ class PrefixCache:
             all.
 
     Attributes:
-        ready: {hash: block id of each group} of the blocks that are computed; -1 where a group has lost it.
+        ready: by group, {hash: block id} of the blocks that are computed.
         hashes: [num_blocks], the hash of each READY block, None for the others.
         pending: {hash: owner} of the blocks that are being computed; none of these hashes is READY in all groups.
         on_wake: called with each waiter whose hash became READY or is PENDING no more.
     """
 
     def __init__(self, num_blocks: int, num_seen: Items[int | None] = (None,)) -> None:
-        self.num_seen = tuple(num_seen)
-        self._full = [group for group, seen in enumerate(self.num_seen) if seen is None]
-        self._sliding = [(group, seen) for group, seen in enumerate(self.num_seen) if seen is not None]
-        self._lost = [-1] * len(self.num_seen)
-        self.ready: dict[bytes, list[int]] = {}
+        self.ready: list[dict[bytes, int]] = [{} for _ in num_seen]
+        groups = list(zip(self.ready, num_seen, strict=True))
+        self._full = [of_group for of_group, seen in groups if seen is None]
+        self._sliding = [(of_group, seen) for of_group, seen in groups if seen is not None]
+        self._groups = groups
         self.hashes: list[bytes | None] = [None] * num_blocks
         self.pending: dict[bytes, object] = {}
         self.on_wake: Callable[[Any], None] = lambda waiter: None
@@ -100,35 +101,34 @@ class PrefixCache:
         Returns:
             READY blocks by group, -1 for those that no token behind the prefix sees; a hash or None.
         """
-        found: list[list[int]] = []
-        for block_hash in hashes:
-            block_ids = self.ready.get(block_hash, self._lost)
-            if block_ids is self._lost and self._full:
-                break
-            found.append(block_ids)
-        while found and found[-1] is self._lost:
-            found.pop()
-        end = self._usable(found)
-        matched = [[block_ids[group] for block_ids in found[:end]] for group in range(len(self.num_seen))]
-        for group, seen in self._sliding:
-            num_passed = max(end - seen, 0)
-            matched[group][:num_passed] = [-1] * num_passed
+        end = len(hashes)
+        for of_group in self._full:
+            for place in range(end):
+                if hashes[place] not in of_group:
+                    end = place
+                    break
+        if self._sliding:
+            end = self._seen_by_windows(hashes, end)
+        matched = []
+        for of_group, seen in self._groups:
+            num_passed = 0 if seen is None else max(end - seen, 0)
+            matched.append([-1] * num_passed + [of_group[block_hash] for block_hash in hashes[num_passed:end]])
         return matched, hashes[end] if end < len(hashes) and hashes[end] in self.pending else None
 
-    def _usable(self, found: list[list[int]]) -> int:
-        """The longest beginning of ``found`` in which each group has what the next token sees.
+    def _seen_by_windows(self, hashes: Items[bytes], end: int) -> int:
+        """The longest prefix up to ``end`` of which the groups with windows have what the next token sees.
 
-        With windows from the right, as most hits are whole: a block that is lost is behind or before all that is seen.
+        From the right, as most hits are whole: a prefix that is longer than a lost block sees it or has passed it.
         """
-        end, is_usable = len(found), not self._sliding
-        for group in self._full if self._sliding or len(self._full) > 1 else ():
-            end = next((place for place, block_ids in enumerate(found[:end]) if block_ids[group] < 0), end)
-        while end and not is_usable:
+        if not self._full:
+            widest, _ = max(self._sliding, key=itemgetter(1))
+            end = next((place + 1 for place in range(end - 1, -1, -1) if hashes[place] in widest), 0)
+        before = -1
+        while end != before:
             before = end
-            for group, seen in self._sliding:
+            for of_group, seen in self._sliding:
                 places = range(end - 1, max(end - seen, 0) - 1, -1)
-                end = next((place for place in places if found[place][group] < 0), end)
-            is_usable = end == before
+                end = next((place for place in places if hashes[place] not in of_group), end)
         return end
 
     def wait(self, block_hash: bytes, waiter: object) -> None:
@@ -138,24 +138,21 @@ class PrefixCache:
 
     def mark_pending(self, block_hash: bytes, owner: object) -> None:
         """``owner`` is going to compute the block of this hash; no change if the hash is READY or PENDING already."""
-        if min(self.ready.get(block_hash, self._lost)) < 0:
+        if any(block_hash not in of_group for of_group in self.ready):
             self.pending.setdefault(block_hash, owner)
 
-    def mark_ready(self, hashes: Items[bytes], block_ids: Items[Items[int]]) -> None:
-        """These blocks are computed: READY, but for those whose hash another READY block of their group has.
+    def mark_ready(self, group: int, hashes: Items[bytes], block_ids: Items[int]) -> None:
+        """These blocks are computed: READY, but for those whose hash another READY block of the group has.
 
-        Args:
-            block_ids: by group, one for each hash.
+        To be called for all groups before the next `match`: a hash that is READY in one is PENDING no more.
         """
-        ready = self.ready
-        for block_hash, of_groups in zip(hashes, zip(*block_ids, strict=True), strict=True):
-            known = ready.setdefault(block_hash, self._lost.copy())
-            for group, block_id in enumerate(of_groups):
-                if known[group] < 0:
-                    known[group] = block_id
-                    self.hashes[block_id] = block_hash
-            if self.pending.pop(block_hash, None) is not None:
-                self._wake(block_hash)
+        ready = self.ready[group]
+        for block_hash, block_id in zip(hashes, block_ids, strict=True):
+            if block_hash not in ready:
+                ready[block_hash] = block_id
+                self.hashes[block_id] = block_hash
+                if self.pending.pop(block_hash, None) is not None:
+                    self._wake(block_hash)
 
     def cancel_pending(self, block_hash: bytes, owner: object) -> None:
         """``owner`` will not compute the block of this hash after all; wakes its waiters, so that one of them does."""
@@ -165,19 +162,19 @@ class PrefixCache:
 
     def evict(self, block_ids: Iterable[int]) -> None:
         """Forget the hashes of these READY blocks, which are about to hold something else."""
-        ready, hashes = self.ready, self.hashes
+        hashes = self.hashes
         for block_id in block_ids:
             block_hash = hashes[block_id]
             assert block_hash is not None, "a block without a hash was kept like a cached one"
-            of_groups = ready[block_hash]
-            of_groups[of_groups.index(block_id)] = -1
-            if max(of_groups) < 0:
-                del ready[block_hash]
+            for of_group in self.ready:
+                if of_group.get(block_hash) == block_id:
+                    del of_group[block_hash]
             hashes[block_id] = None
 
     def forget(self) -> None:
         """Forget the hashes of all blocks. PENDING hashes stay until their owners cancel them."""
-        self.ready.clear()
+        for of_group in self.ready:
+            of_group.clear()
         self.hashes = [None] * len(self.hashes)
 
     def _wake(self, block_hash: bytes) -> None:

@@ -68,7 +68,8 @@ class RowTable:
         self.expected[row] = sequence.num_tokens
         self.last[row] = sequence.limit - 1
         self.stop_search_start[row] = 0 if sequence.stop_token_ids else sequence.limit - 1
-        self.capacity[:, row] = [len(block_ids) * size for block_ids in sequence.block_ids]
+        for group, block_ids in enumerate(sequence.block_ids):
+            self.capacity[group, row] = len(block_ids) * size
         self.next_passed[row] = 0
         self.next_block_boundary[row] = (sequence.num_ready_blocks + 1) * size
         self.token_at[row] = sequence.last_token_at

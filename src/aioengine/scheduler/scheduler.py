@@ -16,7 +16,7 @@ import numpy as np
 from aioengine.outputs import FinishReason
 from aioengine.scheduler.budget import Budget, join, out_of_blocks, share_budget
 from aioengine.scheduler.kv_manager import KVManager
-from aioengine.scheduler.plan import EMPTY, Int32, StepPlan, StepResult, int32
+from aioengine.scheduler.plan import Int32, StepPlan, StepResult, int32
 from aioengine.scheduler.policy import ByPriority, Incoming, Order, Policy, order_of
 from aioengine.scheduler.preemption import Preemption
 from aioengine.scheduler.row_table import Bool, Rows, RowTable
@@ -172,16 +172,19 @@ class Scheduler:
         self.preemption.park_blocked()
         claim = self.preemption.yield_to_higher()
         work = share_budget(self.table, self.budget, claim)
-        groups, growing = out_of_blocks(self.table, work)
-        is_tight = len(growing) > self.kv.pool.num_free
-        while len(growing) > self.kv.pool.num_free:
+        growing = out_of_blocks(self.table, work)
+        is_tight = sum(map(len, growing)) > self.kv.pool.num_free
+        while sum(map(len, growing)) > self.kv.pool.num_free:
             self.preemption.preempt(self.preemption.victim())
             work = share_budget(self.table, self.budget, claim)
-            groups, growing = out_of_blocks(self.table, work)
-        grown_blocks = EMPTY
-        if len(growing):
-            np.add.at(self.table.capacity, (groups, growing), self.kv.block_size)
-            grown_blocks = int32(self.kv.grow(self.table.occupants_of(growing), groups.tolist()))
+            growing = out_of_blocks(self.table, work)
+        grown_blocks: list[int] = []
+        grown_groups: list[int] = []
+        for group, rows in enumerate(growing):
+            if len(rows):
+                np.add.at(self.table.capacity[group], rows, self.kv.block_size)
+                grown_blocks += self.kv.grow(group, self.table.occupants_of(rows))
+                grown_groups += [group] * len(rows)
         admitted: list[Sequence] = []
         if self.waiting and not (is_tight and len(work.rows)):
             admitted = self._admit(work.num_left, now)
@@ -189,7 +192,7 @@ class Scheduler:
                 work = join(self.table, work, self.table.run(admitted))
         if not len(work.rows):
             return None
-        return self._steps.make_plan(work, (growing, groups, grown_blocks), self.kv.take_copies(), admitted)
+        return self._steps.make_plan(work, (growing, grown_groups, grown_blocks), self.kv.take_copies(), admitted)
 
     def apply(self, plan: StepPlan, result: StepResult, now: float = 0.0) -> StepOutput:
         """Take in the result of the oldest launched step: append tokens, end what stops, mark full blocks READY."""

@@ -39,19 +39,19 @@ class StepsInFlight:
     def make_plan(
         self,
         work: Work,
-        grown: tuple[Rows, Rows, Int32],
+        grown: tuple[list[Rows], list[int], list[int]],
         copies: list[tuple[int, int]],
         admitted: list[Sequence],
     ) -> StepPlan:
         """Make the plan of a step, and move its rows on as if it had run.
 
         Args:
-            grown: rows, groups and blocks, as in the plan.
+            grown: by group, the rows that get a block; then the group of each, and the block.
             copies: (source, target) ids of blocks to be copied before the step.
             admitted: sequences that have taken a row since the last plan.
         """
         rows, table = work.rows, self._table
-        growing, groups, grown_blocks = grown
+        growing, grown_groups, grown_blocks = grown
         expected = table.expected[rows]
         samples = work.ends == expected
         table.scheduled[rows] = work.ends
@@ -62,9 +62,9 @@ class StepsInFlight:
             copied_from=int32([source for source, _ in copies]) if copies else EMPTY,
             copied_to=int32([target for _, target in copies]) if copies else EMPTY,
             added=tuple(sequence.introduce() for sequence in admitted),
-            grown_rows=_frozen(growing.astype(np.int32)) if len(growing) else EMPTY,
-            grown_groups=_frozen(groups.astype(np.int32)) if len(growing) else EMPTY,
-            grown_blocks=grown_blocks,
+            grown_rows=int32(growing[0] if len(growing) == 1 else np.concatenate(growing)) if grown_blocks else EMPTY,
+            grown_groups=int32(grown_groups) if grown_blocks else EMPTY,
+            grown_blocks=int32(grown_blocks) if grown_blocks else EMPTY,
             rows=_frozen(rows.astype(np.int32)),
             epochs=_frozen(table.epoch[rows]),
             starts=_frozen(work.starts),
