@@ -64,6 +64,17 @@ class CodedWeight:
         offsets = None if self.offsets is None else self.offsets[rows]
         return replace(self, codes=self.codes[rows], scales=self.scales[rows], offsets=offsets)
 
+    def spread(self, ids: Tensor, num_rows: int) -> CodedWeight:
+        """The matrix of so many rows in which these are the ones with ``ids``, int64 [out_features]; others are 0."""
+        if torch.equal(ids, torch.arange(num_rows)):
+            return self
+        ids, kept = ids.to(self.device), {}
+        for name in ("codes", "scales", "offsets"):
+            values = getattr(self, name)
+            if values is not None:
+                kept[name] = values.new_zeros(num_rows, values.shape[1]).index_copy_(0, ids, values)
+        return replace(self, **kept)
+
     def rows(self) -> CodedRows:
         kept = [self.scales] if self.offsets is None else [self.scales, self.offsets]
         dtypes = (torch.bfloat16, torch.float16)

@@ -41,6 +41,10 @@ class CheckpointTensor(msgspec.Struct, frozen=True):
         """As `of`, of a decoder whose parameters are not packed."""
         return self.of(decoder.get_parameter(self.parameter))
 
+    def row_ids(self, parameter: Tensor) -> Tensor:
+        """Which rows of the parameter the outputs of the tensor's matrices are, one matrix after the other: int64."""
+        return self.of(torch.arange(len(parameter))[:, None]).flatten()
+
     def read(self, parameter: Tensor) -> Tensor:
         """The tensor as a checkpoint holds it, as a view."""
         rows = self.of(parameter)

@@ -46,7 +46,8 @@ class Linear(nn.Module):
         weight: [out_features, in_features] until `pack`; then the values of the packed weight, in its layout.
         scales: of a packed weight that is quantised.
         packed: both, for ``operations``.
-        parts: of a weight that comes as codes, all its matrices in order, until `pack`; ``weight`` has no memory then.
+        parts: of a weight that comes as codes, all its matrices and where they go, until `pack`; ``weight`` has no
+            memory then.
     """
 
     weight: nn.Parameter
@@ -70,7 +71,7 @@ class Linear(nn.Module):
         self.scales = None
         self.dtype = dtype
         self.quantization = quantization
-        self.parts: list[Tensor | CodedWeight] = []
+        self.parts: list[tuple[CheckpointTensor, Tensor | CodedWeight]] = []
         self.is_packed = False
 
     def pack(self, operations: Operations) -> None:
@@ -95,18 +96,20 @@ class Linear(nn.Module):
     def _stack_parts(self) -> Tensor | CodedWeight:
         """Codes if all parts are, and of one coding; else dense."""
         parts, self.parts = self.parts, []
-        coded = [part for part in parts if isinstance(part, CodedWeight)]
+        coded = [part for _, part in parts if isinstance(part, CodedWeight)]
         if len(coded) == len(parts):
             try:
-                return CodedWeight.cat(coded)
+                stack = CodedWeight.cat(coded)
             except ValueError:
                 pass
-        dense = torch.empty(self.weight.shape, dtype=self.dtype, device=parts[0].device)
-        first = 0
-        for part in parts:
-            rows = dense[first : first + part.shape[0]]
-            rows.copy_(part.dense() if isinstance(part, CodedWeight) else part)
-            first += part.shape[0]
+            else:
+                return stack.spread(torch.cat([entry.row_ids(self.weight) for entry, _ in parts]), len(self.weight))
+        dense = torch.zeros(self.weight.shape, dtype=self.dtype, device=parts[0][1].device)
+        for entry, part in parts:
+            if isinstance(part, CodedWeight):
+                dense[entry.row_ids(dense)] = part.dense().to(self.dtype)
+            else:
+                entry.of(dense).copy_(part)
         return dense
 
     def changes(self, dense: Tensor) -> list[tuple[Tensor, Tensor]]:

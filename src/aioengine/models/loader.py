@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 from collections.abc import Callable, Container, Iterable, Iterator
@@ -206,7 +207,8 @@ def _fill(decoder: Decoder, tensor: CheckpointTensor, values: Tensor | CodedWeig
     linear = decoder.linear_of(tensor.parameter)
     if linear is not None and tensor.parameter.endswith(".weight") and linear.weight.is_meta:
         # A dense one beside codes may be a view of the file.
-        linear.parts.append(values.to(device) if isinstance(values, CodedWeight) else values.to(device, copy=True))
+        values = values.to(device) if isinstance(values, CodedWeight) else values.to(device, copy=True)
+        linear.parts.append((tensor, values))
     else:
         assert isinstance(values, Tensor)
         tensor.within(decoder).copy_(values)
@@ -218,7 +220,7 @@ def _kept(decoder: Decoder, tensor: CheckpointTensor, stored: Stored) -> tuple[S
     if linear is None or not tensor.parameter.endswith(".weight"):
         parameter = decoder.get_parameter(tensor.parameter)
         return stored, tensor.of(parameter).nbytes, False
-    num_bytes = linear.packed.nbytes * tensor.count // linear.packed.shape[0]
+    num_bytes = linear.packed.nbytes * math.prod(tensor.shape) // math.prod(linear.packed.shape)
     return stored, num_bytes, stored.format not in FILE_DTYPES and linear.packed.coding is None
 
 
@@ -309,7 +311,7 @@ def _allocate(
 
 def _check_tied_head(stored: Stored, files: Files, embedding: Linear) -> None:
     """A head beside a tied embedding is the same matrix saved twice; if not, config.json is wrong."""
-    head, kept = stored.read(files), embedding.parts[0] if embedding.parts else embedding.weight
+    head, kept = stored.read(files), embedding.parts[0][1] if embedding.parts else embedding.weight
     head, kept = (values.dense() if isinstance(values, CodedWeight) else values for values in (head, kept))
     if head.shape == kept.shape and torch.equal(head.to(kept), kept):
         return
