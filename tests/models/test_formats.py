@@ -1,5 +1,8 @@
 """Checkpoints in each format: weights are what its own library, or its published layout, makes of the codes."""
 
+import json
+import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,16 +15,21 @@ from models.quantised_checkpoints import (
     bitsandbytes_4bit,
     bitsandbytes_8bit,
     compressed_tensors,
+    edit_config,
     fp8,
     gptq,
     is_layers_matrix,
     write,
 )
-from models.reference import load
-from safetensors.torch import load_file
+from models.reference import load, logprobs, reference, token_ids
+from nightly import few
+from safetensors.torch import load_file, save_file
 
+from aioengine import Engine
+from aioengine.errors import ConfigError, ModelLoadError
 from aioengine.models.checkpoint import HEAD
 from aioengine.models.decoder import Decoder, Linear
+from aioengine.models.formats.catalogue import QUANT_METHODS
 
 Checkpoint = Callable[..., Path]
 Write = Callable[[Path, Path], tuple[Path, Path]]
@@ -151,3 +159,207 @@ def test_weights_are_what_the_codes_stand_for(made: Made, name: str) -> None:
         if isinstance(linear, Linear)
     }
     assert kept == KEPT.get(name, {True})
+
+
+@pytest.mark.parametrize("name", few(["gptq with zeros", "compressed int4", "nf4 twice"], FORMATS))
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized:UserWarning")
+def test_logits_are_the_dense_ones(made: Made, name: str) -> None:
+    coded, dense = made(name)
+    ids = token_ids()
+    ours, theirs = logprobs(load(coded), ids), logprobs(load(dense), ids)
+    atol = 0.05 if name in ROUNDING else 2e-4
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=atol)
+    torch.testing.assert_close(ours, reference(dense, ids), rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("name", few(["gptq", "fp8 by blocks"], [name for name in FORMATS if name not in ROUNDING]))
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized:UserWarning")
+async def test_greedy_tokens_are_the_dense_ones(made: Made, name: str) -> None:
+    coded, dense = made(name)
+    assert await tokens(coded) == await tokens(dense)
+
+
+async def tokens(folder: Path) -> list[int]:
+    async with Engine(model=str(folder), device="cpu", max_num_seqs=2, log_stats_interval_s=0) as engine:
+        generation = await engine.generate(token_ids()[:20].tolist(), max_tokens=24, temperature=0, ignore_eos=True)
+    return list(generation.outputs[0].token_ids)
+
+
+def test_activations_have_the_configs_dtype(made: Made) -> None:
+    coded, dense = made("gptq")
+    decoder, ids = load(coded, dtype="bfloat16"), token_ids()
+    assert decoder.config.dtype == decoder.norm.dtype == torch.bfloat16
+    assert {linear.packed.dtype for linear in decoder.linears()} == {torch.bfloat16}
+    difference = (logprobs(decoder, ids).exp() - logprobs(load(dense), ids).exp()).abs().sum(-1).mean()
+    assert difference < 0.2
+
+
+# What is said of them
+
+
+def test_what_is_kept_and_what_is_dequantised_is_said_once(made: Made, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="aioengine"):
+        load(made("gptq")[0])
+        load(made("gptq in another order")[0])
+        load(made("gptq")[1])
+    kept, dequantised = (record.getMessage() for record in caplog.records)
+    assert "21 tensors of GPTQ 4-bit as they are: 70,080 bytes in the files" in kept
+    assert "18 tensors of GPTQ 4-bit dequantised: 54,336 bytes in the files, 344,064 kept" in dequantised
+
+
+def test_a_quantised_checkpoint_is_not_quantised_further(made: Made) -> None:
+    with pytest.raises(ConfigError, match="quantization=int4 is of checkpoints that are not quantised"):
+        load(made("gptq")[0], quantization="int4")
+
+
+# Files that torch saved
+
+
+def as_bin(source: Path, folder: Path, num_files: int = 1) -> Path:
+    """The checkpoint with its tensors in so many files that torch saved."""
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    tensors = list(load_file(source / FILE).items())
+    shards = [dict(tensors[index::num_files]) for index in range(num_files)]
+    if num_files == 1:
+        torch.save(shards[0], folder / "pytorch_model.bin")
+        return folder
+    names = [f"pytorch_model-{index + 1:05}-of-{num_files:05}.bin" for index in range(num_files)]
+    for name, shard in zip(names, shards, strict=True):
+        torch.save(shard, folder / name)
+    shard_of = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shard_of}))
+    return folder
+
+
+@pytest.mark.parametrize("num_files", [1, 3])
+@pytest.mark.parametrize("name", ["dense", "gptq"])
+def test_files_of_torch_hold_the_same(
+    made: Made, checkpoint: Checkpoint, tmp_path: Path, name: str, num_files: int
+) -> None:
+    source = checkpoint("llama2", tokenizer=True) if name == "dense" else made(name)[0]
+    ours, theirs = load(as_bin(source, tmp_path / "bin", num_files)), load(source)
+    for (parameter, values), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(values, expected), parameter
+
+
+class Harm:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path("/tmp").joinpath, ("harm",))
+
+
+def as_old_layout(path: Path) -> None:
+    torch.save(torch.load(path), path, _use_new_zipfile_serialization=False)
+
+
+@pytest.mark.parametrize(
+    ("harm", "named"),
+    [
+        (lambda path: torch.save({"x": Harm()}, path), "tensors alone"),
+        (lambda path: torch.save([torch.zeros(1)], path), "other than tensors by name"),
+        (lambda path: torch.save({"x": {"y": torch.zeros(1)}}, path), "other than tensors by name"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1000]), "tensors alone"),
+        (lambda path: path.write_bytes(b""), "tensors alone"),
+        (as_old_layout, "tensors alone"),
+    ],
+    ids=["code", "a list", "tensors within", "cut short", "empty", "the old layout"],
+)
+def test_a_file_of_torch_with_anything_else_is_refused(
+    checkpoint: Checkpoint, tmp_path: Path, harm: Callable[[Path], object], named: str
+) -> None:
+    folder = as_bin(checkpoint("llama2"), tmp_path / "bin")
+    harm(folder / "pytorch_model.bin")
+    refused(folder, named, str(folder / "pytorch_model.bin"))
+
+
+# What is refused
+
+
+def refused(folder: Path, *named: str) -> None:
+    with pytest.raises(ModelLoadError) as raised:
+        load(folder)
+    for text in named:
+        assert text in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"quant_method": "hqq"}, f"quant_method='hqq' is not supported; supported: {', '.join(QUANT_METHODS)}"),
+        ({}, "quant_method=None"),
+        (["gptq"], "quant_method=['gptq']"),
+        (gptq_config(3, 32), "bits=3"),
+        (gptq_config(4, 0), "group_size=0"),
+        (gptq_config(4, 32, checkpoint_format="marlin"), "checkpoint_format='marlin'"),
+        (gptq_config(4, 32, dynamic={"+:.*": {"bits": 8}}), "dynamic"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemv"}, "version='gemv'"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "blocks of [128]"),
+        ({"quant_method": "compressed-tensors"}, "config_groups=None"),
+        ({"quant_method": "compressed-tensors", "transform_config": {"config_groups": {}}}, "transform_config"),
+    ],
+)
+def test_a_config_that_is_not_supported_is_named(made: Made, tmp_path: Path, config: Any, named: str) -> None:
+    folder = Path(shutil.copytree(made("gptq")[0], tmp_path / "model"))
+    edit_config(folder, quantization_config=config)
+    refused(folder, f"{folder / 'config.json'}: quantization_config", named)
+
+
+def changed(suffix: str, change: Callable[[torch.Tensor], torch.Tensor] | None) -> Callable[[Path], None]:
+    def change_file(folder: Path) -> None:
+        held = load_file(folder / FILE)
+        tensor = held.pop(QUERY + suffix)
+        if change is not None:
+            held[QUERY + suffix] = change(tensor).contiguous()
+        save_file(held, folder / FILE, metadata={"format": "pt"})
+
+    return change_file
+
+
+def state_of(**fields: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    def change(state: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(list(json.dumps({**json.loads(bytes(state.tolist())), **fields}).encode())).byte()
+
+    return change
+
+
+STATE = ".weight.quant_state.bitsandbytes__nf4"
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix", "change"),
+    [
+        ("gptq", ".scales", None),
+        ("gptq", ".qzeros", None),
+        ("gptq", ".scales", lambda scales: scales[:1]),
+        ("gptq", ".scales", torch.Tensor.int),
+        ("gptq", ".qzeros", lambda zeros: zeros[:, :1]),
+        ("gptq", ".qweight", lambda words: words[:4]),
+        ("gptq", ".qweight", torch.Tensor.float),
+        ("gptq", ".qweight", lambda words: words[:0]),
+        ("gptq", ".g_idx", lambda group_of: group_of[:8]),
+        ("gptq", ".g_idx", lambda group_of: group_of + 1),
+        ("awq", ".qzeros", lambda zeros: zeros[:, :1]),
+        ("fp8 by blocks", ".weight_scale_inv", lambda scales: scales[:1]),
+        ("fp8 by blocks", ".weight_scale_inv", None),
+        ("compressed int4", ".weight_shape", lambda shape: shape * 2),
+        ("compressed int4", ".weight_scale", lambda scales: scales[:, :1].repeat(1, 3)),
+        ("compressed int4 with zeros", ".weight_zero_point", lambda zeros: zeros[:1]),
+        ("compressed int8", ".weight_scale", None),
+        ("nf4", ".weight.absmax", lambda scales: scales[:1]),
+        ("nf4", ".weight.quant_map", lambda table: table[:8]),
+        ("nf4", ".weight", lambda codes: codes[:8]),
+        ("nf4", STATE, state_of(shape=[64, 10**9])),
+        ("nf4", STATE, state_of(shape=[32, 64])),
+        ("nf4", STATE, state_of(blocksize=0)),
+        ("nf4", STATE, state_of(blocksize="many")),
+        ("nf4", STATE, lambda state: state[:-3]),
+        ("nf4", STATE, lambda state: state.repeat(100)),
+        ("nf4 twice", ".weight.nested_absmax", lambda scales: scales.repeat(2)),
+        ("llm.int8", ".SCB", lambda scales: scales[:1]),
+    ],
+)  # fmt: skip
+def test_tensors_that_do_not_fit_are_named(
+    made: Made, tmp_path: Path, name: str, suffix: str, change: Callable[[torch.Tensor], torch.Tensor] | None
+) -> None:
+    folder = Path(shutil.copytree(made(name)[0], tmp_path / "model"))
+    changed(suffix, change)(folder)
+    refused(folder, QUERY, "tensor ")
