@@ -32,6 +32,8 @@ from executor.weight_changes import (
     without_a_tensor,
 )
 from hostile_errors import HOSTILE
+from models.quantised_checkpoints import gptq
+from models.quantised_checkpoints import write as quantised
 from nightly import nightly
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -314,6 +316,32 @@ async def test_quantised_weights_are_replaced_saved_and_come_back_without_a_furt
         if dtype == torch.float32:  # a narrower one rounds what is saved
             await executor.perform(SaveShardedState(tmp_path / "saved", 2**40))
             await assert_same(executor, tmp_path / "saved", **fields)
+
+
+@pytest.mark.parametrize("way", ["cpu", "late"])
+async def test_codes_of_a_checkpoint_are_replaced_by_such_codes_and_saved_dense(
+    checkpoint: Checkpoint, tmp_path: Path, way: str
+) -> None:
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    sources = [checkpoint("llama2", seed=seed) for seed in (0, 1)]
+    (folder, _), (other, dense) = (quantised(source, tmp_path / source.name, gptq(4, 32), config) for source in sources)
+    asymmetric, _ = quantised(sources[1], tmp_path / "zeros", gptq(4, 32, is_symmetric=False), config)
+    async with started(folder, way) as executor:
+        await executor.perform(UpdateWeights(other))
+        await assert_same(executor, other, way)
+        for unlike in (dense, asymmetric):
+            with pytest.raises(ModelLoadError, match="of another format than the one that runs"):
+                await executor.perform(UpdateWeights(unlike))
+        await send(executor, {QUERY: drawn((64, 64))})
+        with pytest.raises(InvalidRequest, match="from a folder of the same format"):
+            await executor.perform(CommitWeights("t"))
+        await executor.perform(Sleep(2))
+        await executor.perform(WakeUp(BOTH))
+        await assert_same(executor, other, way)
+        await executor.perform(SaveShardedState(tmp_path / "saved", 2**40))
+        assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
+        for name, tensor in load_file(tmp_path / "saved" / SINGLE_FILE).items():
+            torch.testing.assert_close(tensor, load_file(dense / SINGLE_FILE)[name], rtol=1e-6, atol=0)
 
 
 async def test_weights_are_quantised_for_the_hosts_processor_alone(checkpoint: Checkpoint) -> None:

@@ -85,8 +85,8 @@ def is_quantised(folder: ModelFolder) -> bool:
 def _stated(config: dict[str, Any]) -> Any:
     """A config.json's quantization_config, if there is one."""
     inner = config.get("text_config")
-    stated = config.get("quantization_config") or config.get("compression_config")
-    return stated or (inner.get("quantization_config") if isinstance(inner, dict) else None)
+    holders = (config, inner if isinstance(inner, dict) else {})
+    return next((held for holder in holders if (held := holder.get("quantization_config")) is not None), None)
 
 
 def _read_files(folder: Path) -> dict[str, FileTensor]:
