@@ -194,6 +194,17 @@ def test_activations_have_the_configs_dtype(made: Made) -> None:
     assert difference < 0.2
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
+def test_experts_are_coded_where_each_begins_a_panel(checkpoint: Checkpoint, tmp_path: Path, family: str) -> None:
+    source = checkpoint(family, **({"moe_intermediate_size": 48} if family == "qwen3-moe" else {}))
+    is_quantised = lambda name: ".experts." in name  # noqa: E731
+    coded, dense = write(source, tmp_path, gptq(4, 16, is_symmetric=False), gptq_config(4, 16), is_quantised)
+    decoder, ids = load(coded), token_ids()
+    assert_near(decoder, dense)
+    assert any(linear.packed.coding is not None for linear in decoder.linears())
+    torch.testing.assert_close(logprobs(decoder, ids), logprobs(load(dense), ids), rtol=0, atol=2e-4)
+
+
 # What is said of them
 
 
