@@ -215,7 +215,7 @@ def _put_codes(decoder: Decoder, used: dict[str, Stored], coded: Container[str])
     for name, tensor in checkpoint_tensors(decoder.config).items():
         linear = decoder.linear_of(tensor.parameter)
         if tensor.parameter in coded and linear is not None:
-            linear.parts.append(_unread(used[name].shape, samples.get(used[name].format)))
+            linear.parts.append((tensor, _unread(used[name].shape, samples.get(used[name].format))))
 
 
 def _read(stored: Stored) -> Tensor | CodedWeight:
