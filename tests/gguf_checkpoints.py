@@ -12,8 +12,11 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+import transformers
 from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, trainers
+from transformers.tokenization_utils_base import generate_merges
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -50,7 +53,7 @@ def write_gguf(source: Path, file: Path, *, kind: Type = Type.F32, pre: str = "g
     writer = gguf.GGUFWriter(file, arch)
     _write_config(writer, config)
     if (source / "tokenizer.json").is_file():
-        _write_tokenizer(writer, source, config, pre)
+        write_tokenizer(writer, source, config["vocab_size"], pre)
     for name, values in load_file(source / "model.safetensors").items():
         if name == "lm_head.weight" and config["tie_word_embeddings"]:
             continue
@@ -163,13 +166,14 @@ def llama3_factors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
     return np.where(turns < low, rope["factor"], np.where(turns > high, 1.0, between)).astype(np.float32)
 
 
-def _write_tokenizer(writer: gguf.GGUFWriter, source: Path, config: dict[str, Any], pre: str) -> None:
+def write_tokenizer(writer: gguf.GGUFWriter, source: Path, vocab_size: int, pre: str) -> None:
+    """A folder's tokenizer, whose texts are split as ``pre`` says, if it is one of bytes."""
     tokenizer = json.loads((source / "tokenizer.json").read_text())
     settings = json.loads((source / "tokenizer_config.json").read_text())
     model, added = tokenizer["model"], {token["id"]: token for token in tokenizer["added_tokens"]}
     texts = {token_id: text for text, token_id in model["vocab"].items()}
     texts |= {token_id: token["content"] for token_id, token in added.items()}
-    tokens = [texts.get(token_id, f"[PAD{token_id}]") for token_id in range(config["vocab_size"])]
+    tokens = [texts.get(token_id, f"[PAD{token_id}]") for token_id in range(vocab_size)]
     types = [_type_of(token_id, text, added, model) for token_id, text in enumerate(tokens)]
     writer.add_tokenizer_model("llama" if model.get("byte_fallback") else "gpt2")
     writer.add_token_list(tokens)
@@ -190,9 +194,38 @@ def _write_tokenizer(writer: gguf.GGUFWriter, source: Path, config: dict[str, An
     ):
         if settings.get(f"{name}_token"):
             add(ids[settings[f"{name}_token"]])
-    writer.add_add_bos_token("TemplateProcessing" in json.dumps(tokenizer["post_processor"]))
+    ends = (tokenizer["post_processor"] or {}).get("special_tokens", {})
+    writer.add_add_bos_token(settings.get("bos_token") in ends)
     template = source / "chat_template.jinja"
     writer.add_chat_template(template.read_text() if template.is_file() else settings["chat_template"])
+
+
+def sentencepiece(texts: list[str], *, has_prefix: bool) -> Tokenizer:
+    """Trained on texts: BPE of characters, as in Llama 2's tokenizer.json: each way to a token is a merge."""
+    normalizer = normalizers.Replace(" ", "▁")
+    if has_prefix:
+        normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizer])
+    trained = Tokenizer(models.BPE())
+    trained.normalizer = normalizer
+    trained.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=120, show_progress=False))
+    pieces = sorted(trained.get_vocab().items(), key=lambda item: item[1])
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *(token for token, _ in pieces)]
+    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    merges = generate_merges(vocab, {token: -token_id for token, token_id in vocab.items()})
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizer
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if has_prefix else [])])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in tokens[:3]])
+    return tokenizer
+
+
+def save_sentencepiece(folder: Path) -> None:
+    """Save such a tokenizer, with no more tokens than the tiny checkpoints have."""
+    tokenizer = sentencepiece(["the quick brown fox jumps over the lazy dog"], has_prefix=True)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template="{{ messages }}"
+    ).save_pretrained(folder)
 
 
 def _type_of(token_id: int, text: str, added: dict[int, Any], model: dict[str, Any]) -> int:

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 BASES = ("llama", "shards", "window", "yarn")
+GGUF_BASES = ("gguf", "gguf of text")
+GGUF_FILE = "model.gguf"
 JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 INDEX = "model.safetensors.index.json"
 MAX_MEMORY_BYTES = 8 * 2**30
@@ -110,6 +112,8 @@ COMPONENTS: list[tuple[str, Any]] = [
 def make_bases(root: Path) -> Path:
     """The good folders that are mutated, under ``root``."""
     from checkpoints import make_checkpoint
+    from gguf import GGMLQuantizationType
+    from gguf_checkpoints import save_sentencepiece, write_gguf
 
     families = {
         "llama": ("llama2", 1),
@@ -119,16 +123,21 @@ def make_bases(root: Path) -> Path:
     }
     for base, (family, shards) in families.items():
         make_checkpoint(root / base, family, shards=shards, tokenizer=True, num_hidden_layers=2)
+    write_gguf(root / "yarn", root / "gguf" / GGUF_FILE)
+    source = make_checkpoint(root / "text", "llama3", num_hidden_layers=2)
+    save_sentencepiece(source)
+    write_gguf(source, root / "gguf of text" / GGUF_FILE, kind=GGMLQuantizationType.Q8_0)
     return root
 
 
 def mutate(bases: Path, folder: Path, seed: int) -> str:
     """Make ``folder`` a copy of one of the bases that is wrong in one place; returns in which."""
     rng = random.Random(seed)
-    base = rng.choice(BASES)
-    kind = rng.choices(list(KINDS), [weight for _, weight in KINDS.values()])[0]
+    base = rng.choice([*BASES, *GGUF_BASES])
+    kinds = GGUF_KINDS if base in GGUF_BASES else KINDS
+    kind = rng.choices(list(kinds), [weight for _, weight in kinds.values()])[0]
     shutil.copytree(bases / base, folder)
-    return f"{base}, {kind}: {KINDS[kind][0](folder, rng)}"
+    return f"{base}, {kind}: {kinds[kind][0](folder, rng)}"
 
 
 def _of_field(folder: Path, rng: random.Random) -> str:
@@ -274,6 +283,34 @@ KINDS: dict[str, tuple[Callable[[Path, random.Random], str], float]] = {
     "component": (_of_component, 2),
     "bytes": (_of_bytes, 2),
     "header": (_of_header, 2),
+    "kind of file": (_of_kind, 1),
+}
+
+
+def _of_gguf_header(folder: Path, rng: random.Random) -> str:
+    """A length, count, type, number or text of a GGUF file's header is another."""
+    from gguf import GGUFReader
+
+    file = folder / GGUF_FILE
+    reader = GGUFReader(file)
+    fields = [*reader.fields.values(), *(tensor.field for tensor in reader.tensors)]
+    field = rng.choice(fields[3:] if rng.random() < 0.9 else fields)  # the first three: version and counts
+    number = rng.randrange(min(len(field.parts), 12))
+    at = field.offset + sum(part.nbytes for part in field.parts[:number])
+    size = field.parts[number].nbytes
+    name = field.name
+    del reader, field, fields  # the file is mapped
+    values = [0, 1, 2, 3, 8, 9, 10, 31, 2**16, 2**31, 2**32 - 1, 2**40, 2**63, 2**64 - 1, rng.getrandbits(64)]
+    value = rng.choice(values).to_bytes(8, "little")[:size].ljust(size, b"\xff")
+    content = bytearray(file.read_bytes())
+    content[at : at + size] = value
+    file.write_bytes(content)
+    return f"{GGUF_FILE} {name[:60]!r} part {number}: {value[:8].hex()}"
+
+
+GGUF_KINDS: dict[str, tuple[Callable[[Path, random.Random], str], float]] = {
+    "header": (_of_gguf_header, 8),
+    "bytes": (_of_bytes, 2),
     "kind of file": (_of_kind, 1),
 }
 

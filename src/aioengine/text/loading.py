@@ -153,6 +153,8 @@ def failures_as(make: Callable[[str], AioEngineError]) -> Iterator[None]:
     """
     try:
         yield
+    except AioEngineError:
+        raise
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
