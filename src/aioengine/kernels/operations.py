@@ -41,9 +41,10 @@ class LayerAttention:
     slopes: Tensor | None = None
 
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "clamped_silu"]
 """SiLU(x) = x · σ(x), or GELU by tanh: x / 2 · (1 + tanh(√(2/π) · (x + 0.044715 · x³))) (Hendrycks and Gimpel, 2016,
-arXiv:1606.08415)."""
+arXiv:1606.08415); or gpt-oss's, x · σ(1.702 · x), of the gate cut off above 7, times up + 1, with up cut off beyond ±7.
+"""
 
 
 class PagedKV(NamedTuple):
@@ -185,7 +186,7 @@ class Operations(Protocol):
         """activation(gate) · up, in float32, rounded once (Shazeer, 2020, arXiv:2002.05202).
 
         Args:
-            gate_up: [T, 2 · intermediate], gate first.
+            gate_up: [T, 2 · intermediate], gate first; for "clamped_silu" gate and up in turn, number by number.
         Returns:
             [T, intermediate].
         """

@@ -209,7 +209,9 @@ def _multiply_tiles(
     if bias is not None:
         check_tensor("experts: bias", bias, (packed.shape[0],), x.dtype, x.device)
     most_tiles, tile_rows = pair_of_row.shape
-    tile_outputs = 64 if x.dtype == torch.float32 else 128
+    # Rows that do not begin at 16 bytes are read number by number, whose addresses take registers.
+    is_aligned = num_inputs * x.element_size() % 16 == 0
+    tile_outputs = (64 if x.dtype == torch.float32 else 128) if is_aligned else 32
     _multiply_tiles_kernel[(most_tiles, triton.cdiv(num_outputs, tile_outputs))](
         x,
         packed.values,

@@ -21,19 +21,29 @@ from aioengine.kernels.operations import Activation
 
 NUM_WARPS = 4
 TWICE_SQRT_2_BY_PI = tl.constexpr(1.5957691216057308)
+CLAMP, CLAMPED_GAIN = tl.constexpr(7.0), tl.constexpr(1.702)
 FEW_ROWS, FEW_ROWS_BLOCK, BLOCK = 16, 1024, 2048
 """With few rows a load of 128 bits a thread, so that more multiprocessors take part; else two, for fewer programs."""
 
 
 @triton.jit
-def _gated_activation_kernel(gate_up_ptr, out_ptr, IS_GELU: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _gated_activation_kernel(
+    gate_up_ptr, out_ptr, IS_GELU: tl.constexpr, IS_CLAMPED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_inside = columns < WIDTH
     gates = gate_up_ptr + row * (2 * WIDTH)
-    gate = tl.load(gates + columns, is_inside, 0.0).to(tl.float32)
-    up = tl.load(gates + WIDTH + columns, is_inside, 0.0).to(tl.float32)
-    turning = gate
+    if IS_CLAMPED:  # gate and up are neighbours
+        gate = tl.load(gates + 2 * columns, is_inside, 0.0).to(tl.float32)
+        up = tl.load(gates + 2 * columns + 1, is_inside, 0.0).to(tl.float32)
+        gate = tl.where(gate > CLAMP, CLAMP, gate)
+        up = tl.where(tl.abs(up) > CLAMP, tl.where(up > 0.0, CLAMP, -CLAMP), up) + 1.0
+        turning = CLAMPED_GAIN * gate
+    else:
+        gate = tl.load(gates + columns, is_inside, 0.0).to(tl.float32)
+        up = tl.load(gates + WIDTH + columns, is_inside, 0.0).to(tl.float32)
+        turning = gate
     if IS_GELU:
         turning = TWICE_SQRT_2_BY_PI * gate * (1.0 + 0.044715 * gate * gate)
     activated = gate * tl.sigmoid(turning)
@@ -53,6 +63,7 @@ def gated_activation(gate_up: Tensor, activation: Activation = "silu") -> Tensor
             gate_up,
             out,
             IS_GELU=activation == "gelu_tanh",
+            IS_CLAMPED=activation == "clamped_silu",
             WIDTH=width,
             BLOCK=block,
             num_warps=NUM_WARPS,

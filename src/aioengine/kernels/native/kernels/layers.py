@@ -14,12 +14,14 @@ from aioengine.kernels.native.kernels.simd import (
     FLOAT32,
     Memory,
     absolute,
+    every_other,
     fma,
     get_f32,
     get_i32,
     get_i64,
     max_of,
     maximum,
+    minimum,
     put_f32,
     round_even,
     splat,
@@ -31,6 +33,8 @@ from aioengine.kernels.native.kernels.simd import (
 )
 
 ZERO, ONE = np.float32(0), np.float32(1)
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped_silu")
+CLAMPED_GAIN, CLAMP = np.float32(1.702), np.float32(7)
 GELU_LINEAR = np.float32(2 * np.sqrt(2 / np.pi))
 GELU_CUBIC = np.float32(0.044715) * GELU_LINEAR
 
@@ -68,9 +72,11 @@ def make_rms_norm(memory: Memory, *, adds: bool = False, is_added: bool = False)
     return rms_norm
 
 
-def make_gated_activation(memory: Memory, is_gelu: bool):
+def make_gated_activation(memory: Memory, activation: str):
     """gate · up / (1 + e^-t), of rows and columns of a chunk: with t = gate that is SiLU(gate) · up, with
-    t = 2 · √(2/π) · (gate + 0.044715 · gate³) it is GELU(gate) · up by tanh."""
+    t = 2 · √(2/π) · (gate + 0.044715 · gate³) it is GELU(gate) · up by tanh;
+    with t = 1.702 · gate gpt-oss's, of gates and ups that are cut off."""
+    is_gelu, is_clamped = activation == "gelu_tanh", activation == "clamped_silu"
     read, write = memory.load_some, memory.store_some
     size = memory.size
 
@@ -84,8 +90,16 @@ def make_gated_activation(memory: Memory, is_gelu: bool):
         for row in range(first_row, min(first_row + rows_a_chunk, num_rows)):
             for n in range(first, end, 16):
                 at, count = gate_up + (2 * row * width + n) * size, end - n
-                gate, up = read(at, count), read(at + width * size, count)
-                turning = gate
+                if is_clamped:  # gate and up are neighbours
+                    at += n * size
+                    low, high = read(at, 2 * count), read(at + 16 * size, 2 * count - 16)
+                    gate, up = every_other(low, high, False), every_other(low, high, True)
+                    gate = minimum(splat(CLAMP), gate)
+                    up = maximum(splat(-CLAMP), minimum(splat(CLAMP), up)) + splat(ONE)
+                    turning = gate * splat(CLAMPED_GAIN)
+                else:
+                    gate, up = read(at, count), read(at + width * size, count)
+                    turning = gate
                 if is_gelu:
                     turning = gate * fma(gate * gate, splat(GELU_CUBIC), splat(GELU_LINEAR))
                 write(out + (row * width + n) * size, gate * up / (splat(ONE) + exp(zeros() - turning)), count)
@@ -222,8 +236,8 @@ for _suffix, _memory in (("float32", FLOAT32), ("bfloat16", BFLOAT16), ("float16
     kernel(name=f"rms_norm_{_suffix}")(make_rms_norm(_memory))
     kernel(name=f"add_rms_norm_{_suffix}")(make_rms_norm(_memory, adds=True))
     kernel(name=f"rms_norm_add_{_suffix}")(make_rms_norm(_memory, is_added=True))
-    kernel(name=f"silu_{_suffix}")(make_gated_activation(_memory, is_gelu=False))
-    kernel(name=f"gelu_tanh_{_suffix}")(make_gated_activation(_memory, is_gelu=True))
+    for _activation in ACTIVATIONS:
+        kernel(name=f"{_activation}_{_suffix}")(make_gated_activation(_memory, _activation))
     # Logits are float32 whatever the model is, and a model loads the kernels of its dtype and the common ones.
     kernel(name="scale" if _memory is FLOAT32 else f"scale_{_suffix}")(make_scale(_memory))
     kernel(name=f"rotate_and_write_{_suffix}")(make_rotate_and_write(_memory))

@@ -200,6 +200,13 @@ def minimum(b: Any, x: Any, y: Any) -> Any:
     return b.select(b.fcmp_ordered("<", x, y), x, y)
 
 
+@instruction(f32x16, f32x16, f32x16, types.boolean)
+def every_other(b: Any, low: Any, high: Any, is_odd: Any) -> Any:
+    """Of 32 lanes, 16 and 16, those with an even number, or an odd one."""
+    evens, odds = (b.shuffle_vector(low, high, ir.Constant(i32x16.llvm, list(range(n, 32, 2)))) for n in (0, 1))
+    return b.select(is_odd, odds, evens)
+
+
 @instruction(f32x16, f32x16)
 def absolute(b: Any, x: Any) -> Any:
     return call(b, "llvm.fabs.v16f32", x.type, x)
