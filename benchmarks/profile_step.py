@@ -41,9 +41,18 @@ ON_LOOP = (SCHEDULING, PUBLISHING)
 IMPLEMENTATIONS = ("aioengine.kernels.torch.operations", "aioengine.kernels.native.operations")
 """Modules of functions or of classes that are `Operations`."""
 PARTS = {
-    LINEAR: ("linear",),
+    LINEAR: ("linear", "experts"),
     ATTENTION: ("attend_decode", "attend_prefill"),
-    FORWARD: ("embed", "rms_norm", "add_rms_norm", "rms_norm_add", "gated_activation", "scale", "rotate_and_write"),
+    FORWARD: (
+        "embed",
+        "rms_norm",
+        "add_rms_norm",
+        "rms_norm_add",
+        "gated_activation",
+        "scale",
+        "route",
+        "rotate_and_write",
+    ),
     SAMPLING: ("draw", "edit_logits", "ends_of_bad_words", "penalise", "top_logprobs", "look_up"),
     STEP: ("put_spans", "gather_tokens", "append_tokens", "copy_blocks"),
 }
