@@ -17,6 +17,7 @@ from kernels.harness import (
     assert_same,
     int32,
     make_conversions_right,
+    native,
     normal,
     quiet_numpy,
 )
@@ -24,7 +25,7 @@ from nightly import few
 from torch import Tensor
 
 from aioengine.kernels.operations import ExpertWeights
-from aioengine.kernels.packed_weight import in_panels
+from aioengine.kernels.packed_weight import CodedWeight, PackedWeight, in_panels
 from aioengine.kernels.torch import operations as reference
 
 pytestmark = quiet_numpy
@@ -38,7 +39,14 @@ def stacked(matrices: Tensor) -> Tensor:
 
 
 def made(
-    ops: Any, num_experts: int, hidden: int, intermediate: int, dtype: torch.dtype, *, has_bias: bool = False
+    ops: Any,
+    num_experts: int,
+    hidden: int,
+    intermediate: int,
+    dtype: torch.dtype,
+    *,
+    has_bias: bool = False,
+    pack: Callable[[Any, Tensor], PackedWeight] = lambda ops, weight: ops.pack(weight),
 ) -> ExpertWeights:
     gate_up = normal(num_experts, 2 * intermediate, hidden, dtype=dtype, seed=1, scale=hidden**-0.5)
     down = normal(num_experts, hidden, intermediate, dtype=dtype, seed=2, scale=intermediate**-0.5)
@@ -47,8 +55,8 @@ def made(
         num_experts=num_experts,
         hidden=hidden,
         intermediate=intermediate,
-        gate_up=ops.pack(stacked(gate_up)),
-        down=ops.pack(stacked(down)),
+        gate_up=pack(ops, stacked(gate_up)),
+        down=pack(ops, stacked(down)),
         gate_up_bias=biases[0],
         down_bias=biases[1],
     )
@@ -123,6 +131,36 @@ def test_equals_the_oracle(
     for computed, expected in zip(*results, strict=True):
         assert computed.dtype == dtype
         assert_close(computed, expected, factor=4)
+
+
+def codes(ops: Any, weight: Tensor) -> PackedWeight:
+    """Of 4 bits with a table and scales of groups of 32, as in MXFP4."""
+    rows, columns = weight.shape
+    coded = torch.randint(0, 16, (rows, columns), generator=torch.Generator().manual_seed(columns)).to(torch.uint8)
+    scales = normal(rows, -(-columns // 32), seed=rows).exp2().to("cpu") * 0.01
+    return ops.pack(CodedWeight(coded, 4, torch.linspace(-6, 6, 16), scales, None, 32), None, weight.dtype)
+
+
+CODINGS: dict[str, Callable[[Any, Tensor], PackedWeight]] = {
+    "int8": lambda ops, weight: ops.pack(weight.nan_to_num(), "int8"),
+    "int4": lambda ops, weight: ops.pack(weight.nan_to_num(), "int4"),
+    "table": codes,
+}
+
+
+@pytest.mark.parametrize("coding", CODINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 23])
+def test_quantised_experts_by_native_kernels_equal_the_oracle_and_are_the_same_in_any_company(
+    num_tokens: int, dtype: torch.dtype, coding: str
+) -> None:
+    x, (ids, weights) = normal(num_tokens, 128, dtype=dtype), choices(num_tokens, 5, 3)
+    theirs, ours = (made(ops, 5, 128, 96, dtype, pack=CODINGS[coding]) for ops in (reference, native))
+    assert "panels" in ours.gate_up.layout
+    computed = native.experts(x, ids, weights, ours).clone()
+    assert_close(computed, reference.experts(x, ids, weights, theirs), factor=4)
+    alone = [native.experts(x[n:][:1], ids[n:][:1], weights[n:][:1], ours).clone() for n in range(num_tokens)]
+    assert torch.equal(torch.cat(alone), computed)
 
 
 @ALL
