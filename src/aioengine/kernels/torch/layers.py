@@ -29,12 +29,14 @@ def rms_norm_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset
 
 
 def gated_activation(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
+    activated: Tensor
     if activation == "clamped_silu":
         gate, up = gate_up.float().unflatten(-1, (-1, 2)).unbind(-1)
         gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-        return (gate * torch.sigmoid(1.702 * gate) * (up + 1.0)).to(gate_up.dtype)
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    activated = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+        activated, up = gate * torch.sigmoid(1.702 * gate), up + 1.0
+    else:
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        activated = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
     return (activated * up).to(gate_up.dtype)
 
 
