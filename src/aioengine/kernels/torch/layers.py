@@ -30,6 +30,7 @@ def rms_norm_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset
 
 def gated_activation(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
     activated: Tensor
+    up: Tensor
     if activation == "clamped_silu":
         gate, up = gate_up.float().unflatten(-1, (-1, 2)).unbind(-1)
         gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
