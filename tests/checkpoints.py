@@ -7,13 +7,16 @@ greedy outputs are diverse: wrong positions, windows or caches give other tokens
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import transformers
+
+from aioengine.models.families import ARCHITECTURES
 
 BOS, EOS, PAD = 1, 2, 0
 NUM_SPECIAL = 3
@@ -44,23 +47,111 @@ YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "origina
 WINDOW_OF_SOME = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
 EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama2": ("Llama", {}),
-    "llama3": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
-    "llama-linear": (
+SLIDING, FULL = "sliding_attention", "full_attention"
+SOME_WINDOWS = {"sliding_window": 8, "layer_types": [SLIDING, FULL, SLIDING]}
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+ROPES_BY_TYPE = {SLIDING: PLAIN_ROPE, FULL: {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}}
+# transformers takes the long factors once a sequence is longer than the original length, and our engine for all, if any
+# may be: at 1 they agree.
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * index for index in range(8)],
+    "long_factor": [2.0 + 0.3 * index for index in range(8)],
+    "original_max_position_embeddings": 1,
+    "attention_factor": 1.2,
+}
+SHORT_ROPE = {
+    **LONG_ROPE,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0 + 0.2 * index for index in range(6)],
+    "long_factor": [9.0] * 6,
+    "original_max_position_embeddings": 256,
+}
+HALF_ROPE = {**PLAIN_ROPE, "partial_rotary_factor": 0.5}
+SCALED_ROPE = {**YARN_ROPE, "original_max_position_embeddings": 256, "factor": 2.0, "llama_4_scaling_beta": 0.1}
+GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 24, **SOME_WINDOWS}
+GEMMA3 = {**GEMMA, "rope_parameters": ROPES_BY_TYPE}
+MULTIPLIERS = {
+    "embedding_multiplier": 2.0,
+    "residual_multiplier": 0.6,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 0.8,
+}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "patch_size": 14,
+}
+
+
+class Family(NamedTuple):
+    """A family of models, as tests make one of it.
+
+    Attributes:
+        transformers: what its classes there are called, before Config and ForCausalLM.
+        differences: of its config from `COMMON`.
+        config: what its config is called behind that.
+        wrapper: what the classes of a model of texts and images are called, whose text part it is.
+        title, since: what users call it, and the version of ours that ran it first; for the table of models.
+    """
+
+    transformers: str
+    differences: Mapping[str, Any] = MappingProxyType({})
+    config: str = "Config"
+    wrapper: str = ""
+    title: str = ""
+    since: str = "0.1.0"
+
+    @property
+    def architecture(self) -> str:
+        """As config.json names it."""
+        return f"{self.wrapper}ForConditionalGeneration" if self.wrapper else f"{self.transformers}ForCausalLM"
+
+
+FAMILIES: dict[str, Family] = {
+    "llama2": Family("Llama", {}),
+    "llama3": Family("Llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama-linear": Family(
         "Llama",
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
     ),
-    "llama-yarn": ("Llama", {"rope_parameters": YARN_ROPE}),
-    "mistral": ("Mistral", {"sliding_window": 8}),
-    "qwen2": ("Qwen2", {}),
-    "qwen2-window": ("Qwen2", WINDOW_OF_SOME),
-    "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
-    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
-    "qwen2-moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 2}),
-    "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1], "head_dim": 32}),
+    "llama-yarn": Family("Llama", {"rope_parameters": YARN_ROPE}),
+    "mistral": Family("Mistral", {"sliding_window": 8}),
+    "qwen2": Family("Qwen2", {}),
+    "qwen2-window": Family("Qwen2", WINDOW_OF_SOME),
+    "qwen3": Family("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "mixtral": Family("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "qwen2-moe": Family("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 2}),
+    "qwen3-moe": Family("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1], "head_dim": 32}),
+    "gemma2": Family("Gemma2", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 6.0}),
+    "gemma3": Family("Gemma3", {**GEMMA3, "tie_word_embeddings": True}, config="TextConfig"),
+    "gemma3-images": Family("Gemma3", GEMMA3, config="TextConfig", wrapper="Gemma3"),
+    "phi3": Family("Phi3", {"sliding_window": 8}),
+    "phi3-long": Family("Phi3", {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 1}),
+    "phi4-mini": Family("Phi3", {"rope_parameters": SHORT_ROPE, "original_max_position_embeddings": 256}),
+    "olmo2": Family("Olmo2"),
+    "olmo3": Family("Olmo3", {**SOME_WINDOWS, "rope_parameters": {SLIDING: PLAIN_ROPE, FULL: YARN_ROPE}}),
+    "granite": Family("Granite", MULTIPLIERS),
+    "smollm3": Family("SmolLM3", {"no_rope_layers": [1, 0, 1]}),
+    "glm": Family("Glm", {"rope_parameters": HALF_ROPE, "attention_bias": True}),
+    "glm4": Family("Glm4", {"rope_parameters": HALF_ROPE, "attention_bias": True}),
+    "ministral": Family("Ministral", SOME_WINDOWS),
+    "ministral3": Family("Ministral3", {"rope_parameters": SCALED_ROPE, "max_position_embeddings": 512}),
+    "mistral3-images": Family("Mistral", {"sliding_window": None}, wrapper="Mistral3"),
+    "seed-oss": Family("SeedOss", {"attention_bias": True, "attention_out_bias": True}),
+    "exaone4": Family("Exaone4", SOME_WINDOWS),
 }
-"""Family → transformers' name for it, and in what its config differs from `COMMON`."""
+"""What the native decoder runs, by a name of ours: several of a family where its layers may differ."""
+
+READ_HERE = [
+    name
+    for name, family in FAMILIES.items()
+    if family.architecture in ARCHITECTURES and not ARCHITECTURES[family.architecture].by_transformers
+]
+"""Those whose config.json is read without transformers."""
 
 
 def make_checkpoint(
@@ -81,11 +172,18 @@ def make_checkpoint(
         tokenizer: whether to save `byte_tokenizer` beside it.
         overrides: fields of the transformers config.
     """
-    name, differences = FAMILIES[family]
-    config_type = getattr(transformers, f"{name}Config")
-    config = config_type(**{**COMMON, **differences, **overrides}, dtype=dtype)
+    of = FAMILIES[family]
+    config = getattr(transformers, of.transformers + of.config)(
+        **{**COMMON, **of.differences, **overrides}, dtype=dtype
+    )
+    whole = config
+    if of.wrapper:
+        is_tied = config.tie_word_embeddings
+        whole = getattr(transformers, f"{of.wrapper}Config")(
+            text_config=config, vision_config={**VISION, "image_size": 28}, tie_word_embeddings=is_tied, dtype=dtype
+        )
     with torch.device("meta"):
-        model = getattr(transformers, f"{name}ForCausalLM")(config)
+        model = getattr(transformers, of.architecture)(whole)
     model = _with_random_weights(model, seed, dtype)
     model.generation_config = transformers.GenerationConfig(
         bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
@@ -95,6 +193,12 @@ def make_checkpoint(
     if tokenizer:
         save_byte_tokenizer(folder)
     return folder
+
+
+def load_reference(folder: Path, **options: Any) -> Any:
+    """transformers' own model of a checkpoint; options as ``from_pretrained`` has them."""
+    architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
+    return getattr(transformers, architecture).from_pretrained(folder, **options).eval()
 
 
 def cached_checkpoints(root: Path) -> Callable[..., Path]:
@@ -125,8 +229,9 @@ def _with_random_weights(model: Any, seed: int, dtype: torch.dtype) -> Any:
     for name, parameter in model.named_parameters():  # tied ones come once
         noise = torch.randn(parameter.shape, generator=generator)
         if name.endswith("norm.weight"):
-            # Query and key norms set how sharp the attention is.
-            values[name] = (1.5 if "self_attn" in name else 1.0) + 0.2 * noise
+            # Query and key norms set how sharp the attention is. Gemma's weights are added to 1.
+            mean = (1.5 if "self_attn" in name else 1.0) - ("Gemma" in type(model).__name__)
+            values[name] = mean + 0.2 * noise
         elif name.endswith("bias"):
             values[name] = 0.5 * noise
         else:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 import transformers
-from checkpoints import NUM_SPECIAL, PAD, make_checkpoint
+from checkpoints import NUM_SPECIAL, PAD, load_reference, make_checkpoint
 from integrity import check_integrity
 from tokenizers import Tokenizer, decoders, models
 from transformers.generation import logits_process as theirs
@@ -86,6 +86,7 @@ async def serving(folder: Path, setting: Setting, depth: int) -> AsyncIterator[t
 
 def bytes_a_token(folder: Path) -> int:
     config = msgspec.json.decode((folder / "config.json").read_bytes())
+    config |= config.get("text_config", {})
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return 2 * int(config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim) * 4
 
@@ -98,7 +99,7 @@ class Oracle:
     """transformers' model of a checkpoint, in float32."""
 
     def __init__(self, folder: Path) -> None:
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._model = load_reference(folder, dtype=torch.float32)
         self._model.generation_config = transformers.GenerationConfig(pad_token_id=PAD)  # no EOS but those asked for
 
     def generate(self, prompt: list[int], max_tokens: int, **options: Any) -> Generated:

@@ -8,7 +8,8 @@ import torch
 
 from aioengine.kernels.torch import operations
 from aioengine.models.decoder import Decoder
-from aioengine.models.families import DecoderConfig, Rope
+from aioengine.models.families import DecoderConfig
+from aioengine.models.rope import Rope
 
 VOCAB_SIZE = 97
 
@@ -17,11 +18,12 @@ def tiny_config(**fields: Any) -> DecoderConfig:
     defaults: dict[str, Any] = {
         "architecture": "LlamaForCausalLM", "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48,
         "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "max_model_len": 64, "dtype": torch.float32,
-        "rms_norm_eps": 1e-5, "qkv_bias": False, "output_bias": False, "mlp_bias": False, "qk_norm": False,
+        "rms_norm_eps": 1e-5, "qkv_bias": False, "output_bias": False, "mlp_bias": False, "qk_norm": None,
         "tie_word_embeddings": False, "windows": (None, 5, None),
     }  # fmt: skip
     defaults |= fields
     rope = Rope((1.0, 0.3, 0.1, 0.03))
+    defaults.setdefault("attention_scale", defaults["head_dim"] ** -0.5)
     return DecoderConfig(**{"ropes": (rope,) * defaults["num_layers"], **defaults})
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from checkpoints import load_reference
 from kernels.paged_cases import as_cached
 from torch import Tensor
 
@@ -67,7 +67,10 @@ class PagedAttend:
 
     def __call__(self, qkv: Tensor, layer: LayerAttention) -> Tensor:
         k_cache, v_cache, rotate = self.k[layer.index], self.v[layer.index], self.operations.rotate_and_write
-        q = rotate(qkv, self.positions, self.slots, layer.rope_table, layer.qk_weight, layer.eps, k_cache, v_cache)
+        q = rotate(
+            qkv, self.positions, self.slots, layer.rope_table, layer.qk_weight, layer.eps, k_cache, v_cache,
+            layer.qk_offset, is_qk_norm_wide=layer.is_qk_norm_wide,
+        )  # fmt: skip
         out = torch.zeros_like(q)
         for row, start, first, count in self.rows:
             if row < 0:
@@ -112,7 +115,7 @@ def logprobs(
 
 @torch.inference_mode()
 def reference(folder: Path, ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    model = load_reference(folder, dtype=dtype, attn_implementation="eager")
     return model(ids[None].long()).logits[0].float().log_softmax(-1)
 
 

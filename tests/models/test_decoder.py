@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import FAMILIES
+from checkpoints import FAMILIES, FULL, SLIDING
 from kernels.harness import DEVICE
 from models.reference import NUM_TOKENS, VOCAB_SIZE, Checkpoint, PagedAttend, load, logprobs, reference, token_ids
 from nightly import few, nightly, seeds
@@ -92,19 +92,24 @@ def test_a_tied_head_takes_no_memory_of_its_own(checkpoint: Checkpoint) -> None:
 def random_overrides(seed: int) -> tuple[str, dict[str, Any]]:
     draw = random.Random(seed)
     family = draw.choice(list(FAMILIES))
-    num_kv_heads, head_dim = draw.choice([1, 2, 3]), draw.choice([8, 16, 24])
+    differences, num_layers = FAMILIES[family].differences, draw.choice([1, 2, 4])
+    # Lists of factors are as long as half of what turns of 16 numbers.
+    num_kv_heads, head_dim = draw.choice([1, 2, 3]), 16 if family.startswith("phi") else draw.choice([8, 16, 24])
     num_heads = num_kv_heads * draw.choice([1, 2, 5])
     overrides = {
         "num_key_value_heads": num_kv_heads,
         "num_attention_heads": num_heads,
         "head_dim": head_dim,
-        # Qwen2 has no head_dim of its own in its config; the others may have any.
-        "hidden_size": num_heads * head_dim if "qwen2" in family else num_heads * draw.choice([8, 12, 20]),
+        # Qwen2 and Phi-3 have no head_dim of their own in their configs; the others may have any.
+        "hidden_size": num_heads * (head_dim if family.startswith(("qwen2", "phi")) else draw.choice([8, 12, 20])),
         "intermediate_size": draw.choice([40, 96]),
-        "num_hidden_layers": draw.choice([1, 2, 4]),
+        "num_hidden_layers": num_layers,
         "rms_norm_eps": draw.choice([1e-6, 1e-5, 1e-2]),
         "tie_word_embeddings": draw.choice([True, False]),
     }
+    for field, choices in (("layer_types", (SLIDING, FULL)), ("no_rope_layers", (0, 1))):
+        if field in differences:
+            overrides[field] = draw.choices(choices, k=num_layers)
     if "llama" in family:
         overrides["mlp_bias"] = draw.choice([True, False])
     if "llama" in family or family == "qwen3":

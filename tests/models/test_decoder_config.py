@@ -21,14 +21,15 @@ from aioengine.models.families import (
     ConfigFields,
     DecoderConfig,
     Family,
-    Rope,
     known_fields,
     read_decoder_config,
 )
 from aioengine.models.folder import ModelFolder
-from tests.checkpoints import FAMILIES, LLAMA3_ROPE, YARN_ROPE
+from aioengine.models.rope import Rope
+from tests.checkpoints import LLAMA3_ROPE, READ_HERE, YARN_ROPE
 
 Checkpoint = Callable[..., Path]
+KNOWN = {name: family for name, family in ARCHITECTURES.items() if not family.by_transformers}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -72,10 +73,11 @@ def test_all_fields_of_a_plain_config(config_with: ConfigWith) -> None:
         qkv_bias=False,
         output_bias=False,
         mlp_bias=False,
-        qk_norm=True,
+        qk_norm="heads",
         tie_word_embeddings=True,
         windows=(None, None, None),
         ropes=(Rope(inv_freq),) * 3,
+        attention_scale=32**-0.5,
     )
     assert inv_freq == pytest.approx([10000.0 ** (-2 * i / 32) for i in range(16)], rel=1e-6)
 
@@ -144,7 +146,7 @@ def rope_of_transformers(path: Path) -> tuple[tuple[float, ...], float]:
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_transformers_reads_the_same(checkpoint: Checkpoint, tmp_path: Path, change: dict[str, Any]) -> None:
-    for family in FAMILIES:
+    for family in READ_HERE:
         saved = json.loads((checkpoint(family) / "config.json").read_text())
         content = without_absent({**saved, **change})
         fields = known_fields(content, ARCHITECTURES[saved["architectures"][0]])
@@ -156,7 +158,7 @@ def test_transformers_reads_the_same(checkpoint: Checkpoint, tmp_path: Path, cha
             assert (here.ropes[0].inv_freq, here.ropes[0].scale) == rope_of_transformers(tmp_path), family
 
 
-@pytest.mark.parametrize(("architecture", "family"), ARCHITECTURES.items(), ids=ARCHITECTURES)
+@pytest.mark.parametrize(("architecture", "family"), KNOWN.items(), ids=KNOWN)
 def test_few_fields_are_read_the_same_and_the_rest_is_left_to_transformers(
     tmp_path: Path, architecture: str, family: Family
 ) -> None:
@@ -176,7 +178,7 @@ def test_few_fields_are_read_the_same_and_the_rest_is_left_to_transformers(
 
 
 @pytest.mark.filterwarnings("ignore")  # of transformers, about such values
-@pytest.mark.parametrize("architecture", few(["LlamaForCausalLM", "Qwen2ForCausalLM"], of=ARCHITECTURES))
+@pytest.mark.parametrize("architecture", few(["LlamaForCausalLM", "Qwen2ForCausalLM"], of=KNOWN))
 def test_what_transformers_refuses_is_refused(tmp_path: Path, architecture: str) -> None:
     content = {"architectures": [architecture], "model_type": ARCHITECTURES[architecture].model_type, **FEW_FIELDS}
     for field in sorted({*ConfigFields.__struct_fields__, *OLD_SPELLING, "rope_scaling", *UNREAD_FIELDS}):
@@ -213,9 +215,15 @@ def test_a_rope_that_transformers_cannot_use_is_refused(tmp_path: Path, rope: di
         ({"architectures": []}, "architectures=[]"),
         ({"architectures": ...}, "architectures=None"),
         ({"hidden_act": "gelu"}, "activation 'gelu'"),
+        ({"architectures": ["LlavaForConditionalGeneration"]}, "LlavaForConditionalGeneration is not supported"),
+        (
+            {"architectures": ["LlavaForConditionalGeneration"], "text_config": {"model_type": "gpt2"}},
+            "text_config gpt2 is not supported",
+        ),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope type 'dynamic'"),
-        ({"rope_parameters": LONGROPE}, "rope type 'longrope'"),
+        ({"rope_parameters": {**LONGROPE, "short_factor": [2.0] * 7}}, "rope_parameters"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "factor"),
+        ({"rope_parameters": {"full_attention": LLAMA3_ROPE}}, "rope_parameters by layer type"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
         ({"head_dim": 3}, "head_dim=3"),

@@ -26,7 +26,7 @@ from aioengine.models.decoder import Decoder
 from aioengine.models.folder import ModelFolder
 from aioengine.models.loader import LoadStopped, Placement, load_decoder
 from doubles import flipped_operations
-from tests.checkpoints import FAMILIES
+from tests.checkpoints import READ_HERE
 
 Checkpoint = Callable[..., Path]
 QUERY = "model.layers.1.self_attn.q_proj.weight"
@@ -70,7 +70,7 @@ def test_loading_needs_no_transformers(checkpoint: Checkpoint) -> None:
         "for folder in sys.argv[1:]: load_decoder(ModelFolder.read(Path(folder)), EngineConfig())\n"
         "sys.exit(bool({'transformers', 'sympy', 'torch._dynamo'} & set(sys.modules)))"
     )
-    folders = [str(checkpoint(family)) for family in FAMILIES]
+    folders = [str(checkpoint(family)) for family in READ_HERE]
     assert subprocess.run([sys.executable, "-c", code, *folders], check=False).returncode == 0
 
 

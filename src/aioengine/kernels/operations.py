@@ -26,7 +26,7 @@ class LayerAttention:
     Attributes:
         index: of the layer, from 0: where its keys and values are.
         rope_table: as in `Operations.rotate_and_write`; layers of a kind share one. None: not rotated.
-        qk_weight, eps: of the norm of queries and keys, as there.
+        qk_weight, eps, qk_offset, is_qk_norm_wide: of the norm of queries and keys, as there.
         scale, window, soft_cap, sinks, slopes: as in `PagedKV`.
     """
 
@@ -39,6 +39,8 @@ class LayerAttention:
     soft_cap: float | None = None
     sinks: Tensor | None = None
     slopes: Tensor | None = None
+    qk_offset: float = 0.0
+    is_qk_norm_wide: bool = False
 
 
 Activation = Literal["silu", "gelu_tanh", "clamped_silu"]
@@ -237,6 +239,9 @@ class Operations(Protocol):
         eps: float,
         k_cache: Tensor,
         v_cache: Tensor,
+        qk_offset: float = 0.0,
+        *,
+        is_qk_norm_wide: bool = False,
     ) -> Tensor:
         """Normalise each head's query and key (where there is a weight), rotate them (Su et al., 2021,
         arXiv:2104.09864, halves layout), and write keys and values to the cache.
@@ -248,6 +253,8 @@ class Operations(Protocol):
             rope_table: [positions, 2 · d], cos then sin, sin negative in its first half; rotated = x · cos +
                 roll(x, d / 2) · sin. Same dtype as ``qkv``, or float32. None: nothing is rotated.
             qk_weight: [h + g, d], of `rms_norm` over each head, or None.
+            qk_offset: added to the weight, as there.
+            is_qk_norm_wide: a token's queries of all heads are normalised as one row, and so are its keys.
             k_cache, v_cache: [blocks, block_size, g, d], same dtype as ``qkv``; on a GPU also float8_e4m3fn, which
                 saturates; on a CPU also int8 [blocks, block_size, g, d + 4], where the last 4 bytes are the scale, in
                 float32, of what is before them.

@@ -30,8 +30,9 @@ from aioengine.kernels.packed_weight import (
 )
 from aioengine.models.checkpoint import EMBEDDING, HEAD, CheckpointTensor, checkpoint_tensors
 from aioengine.models.experts import ExpertsConfig
-from aioengine.models.families import DecoderConfig, Rope
+from aioengine.models.families import DecoderConfig
 from aioengine.models.model import Attend
+from aioengine.models.rope import Rope
 
 Product = Callable[[Tensor], Tensor]
 Layer = Callable[[Tensor, Tensor, Attend], Tensor]
@@ -148,13 +149,15 @@ class Mlp(nn.Module):
         def linear(in_features: int, out_features: int) -> Linear:
             return Linear(in_features, out_features, bias=c.mlp_bias, dtype=c.dtype, quantization=quantization)
 
+        self.activation = c.activation
         self.gate_up = linear(c.hidden_size, 2 * intermediate_size)
         self.down = linear(intermediate_size, c.hidden_size)
 
     def bind(self, operations: Operations) -> Product:
         """As a function [tokens, hidden] → [tokens, hidden]."""
         gate_up, down, gated_activation = self.gate_up.product(), self.down.product(), operations.gated_activation
-        return lambda x: down(gated_activation(gate_up(x)))
+        activation = self.activation
+        return lambda x: down(gated_activation(gate_up(x), activation))
 
 
 class Experts(nn.Module):
@@ -202,7 +205,11 @@ class Experts(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each on a normalised input and added to the residual stream."""
+    """Attention and MLP, each added to the residual stream, with norms before or behind them, or both.
+
+    Attributes:
+        norms: by their places, as in `Family`.
+    """
 
     def __init__(self, config: DecoderConfig, index: int, quantization: Quantization | None) -> None:
         super().__init__()
@@ -214,38 +221,62 @@ class DecoderLayer(nn.Module):
 
         self.config = c
         self.index = index
-        self.input_norm = _parameter((c.hidden_size,), dtype)
+        self.norms = nn.ParameterDict({place: _parameter((c.hidden_size,), dtype) for place in c.family.norms})
         self.qkv = linear(c.hidden_size, (num_qk + c.num_kv_heads) * c.head_dim, c.qkv_bias)
         # A row for each head, so that queries and keys are normalised by one operation.
-        self.qk_norm = _parameter((num_qk, c.head_dim), dtype) if c.qk_norm else None
+        self.qk_norm = _parameter((num_qk, c.head_dim), dtype) if c.qk_norm is not None else None
         self.output = linear(c.num_heads * c.head_dim, c.hidden_size, c.output_bias)
-        self.mlp_norm = _parameter((c.hidden_size,), dtype)
         experts = c.experts if c.experts is not None and c.experts.layers[index] else None
         self.mlp = Mlp(c, c.intermediate_size, quantization) if experts is None else Experts(c, experts, quantization)
 
-    def bind(self, operations: Operations, next_norm: Tensor, rope_table: Tensor) -> Layer:
+    def bind(self, operations: Operations, next_norm: Tensor | None, rope_table: Tensor | None) -> Layer:
         """The layer as a function of (x, residual, attend), which adds to ``residual`` and returns the next layer's x.
 
-        x: [tokens, hidden], the normalised residual.
+        x: [tokens, hidden], the residual, normalised where there is a norm before attention.
         """
-        c, eps = self.config, self.config.rms_norm_eps
+        c, norms = self.config, self.norms
         attention = LayerAttention(
             index=self.index,
             rope_table=rope_table,
             qk_weight=self.qk_norm,
-            eps=eps,
-            scale=c.head_dim**-0.5,
+            eps=c.rms_norm_eps,
+            scale=c.attention_scale,
             window=c.windows[self.index],
+            soft_cap=c.soft_cap,
+            qk_offset=c.family.norm_offset,
+            is_qk_norm_wide=c.qk_norm == "all",
         )
         qkv, output, mlp = self.qkv.product(), self.output.product(), self.mlp.bind(operations)
-        mlp_norm, add_rms_norm = self.mlp_norm, operations.add_rms_norm
+        add_attended = _addition(operations, c, norms.get("output"), norms.get("mlp_input"))
+        add_mlp = _addition(operations, c, norms.get("mlp_output"), next_norm)
 
         def run(x: Tensor, residual: Tensor, attend: Attend) -> Tensor:
-            attended = attend(qkv(x), attention)
-            x = add_rms_norm(output(attended), residual, mlp_norm, eps)
-            return add_rms_norm(mlp(x), residual, next_norm, eps)
+            x = add_attended(output(attend(qkv(x), attention)), residual)
+            return add_mlp(mlp(x), residual)
 
         return run
+
+
+def _addition(
+    operations: Operations, c: DecoderConfig, behind: Tensor | None, before: Tensor | None
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """A function of (x, residual) that adds what a block gave to ``residual`` and returns the next block's input.
+
+    Args:
+        behind, before: the weights of the norms behind the block and before the next one; there is one of them.
+    """
+    eps, offset, scale = c.rms_norm_eps, c.family.norm_offset, c.residual_scale
+    if behind is None:
+        assert before is not None
+        add_rms_norm, weight = operations.add_rms_norm, before
+        return lambda x, residual: add_rms_norm(x, residual, weight, eps, offset, scale)
+    rms_norm_add, rms_norm, weight_behind = operations.rms_norm_add, operations.rms_norm, behind
+
+    def add(x: Tensor, residual: Tensor) -> Tensor:
+        rms_norm_add(x, residual, weight_behind, eps, offset)
+        return residual if before is None else rms_norm(residual, before, eps, offset)
+
+    return add
 
 
 class Decoder(nn.Module):
@@ -262,7 +293,7 @@ class Decoder(nn.Module):
         rope_tables: as `rope_table` makes them, beside the parameters; from the first `use` on.
     """
 
-    rope_tables: dict[Rope, Tensor]
+    rope_tables: dict[Rope | None, Tensor | None]
     is_capturable = True
 
     def __init__(self, config: DecoderConfig, quantization: Quantization | None = None) -> None:
@@ -316,7 +347,8 @@ class Decoder(nn.Module):
             if not hasattr(self, "rope_tables"):
                 c, device = self.config, self.embedding.weight.device
                 self.rope_tables = {
-                    rope: rope_table(rope, c.max_model_len, c.dtype).to(device) for rope in dict.fromkeys(c.ropes)
+                    rope: None if rope is None else rope_table(rope, c.max_model_len, c.dtype).to(device)
+                    for rope in dict.fromkeys(c.ropes)
                 }
         finally:
             if all(linear.is_packed for linear in self.linears()):
@@ -324,9 +356,11 @@ class Decoder(nn.Module):
 
     def _bind(self, operations: Operations) -> None:
         layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]  # by their type
-        first_norm, *next_norms = [*(layer.input_norm for layer in layers), self.norm]
+        first_norm, *next_norms = [*(layer.norms.get("input") for layer in layers), self.norm]
         self._embed, self._embedding = self.embedding.operations.embed, self.embedding.packed
-        self._rms_norm, self._first_norm = operations.rms_norm, first_norm
+        c, self._first_norm = self.config, first_norm
+        self._scales_embeddings = c.embedding_scale != 1
+        self._scales_logits = c.logits_scale != 1 or c.logits_soft_cap is not None
         self._bound = tuple(
             layer.bind(operations, norm, self.rope_tables[rope])
             for layer, norm, rope in zip(layers, next_norms, self.config.ropes, strict=True)
@@ -390,7 +424,8 @@ class Decoder(nn.Module):
             dense = self.dense(parameter)
             is_in_place = dense is self.get_parameter(parameter)
             for name in names:
-                rows, values = self._entries[name].of(dense), tensors.pop(name).to(self.config.dtype)
+                entry = self._entries[name]
+                rows, values = entry.of(dense), entry.arrange(tensors.pop(name).to(self.config.dtype))
                 if is_in_place:
                     changes.append((rows, values.expand(rows.shape).contiguous()))
                 else:
@@ -424,15 +459,22 @@ class Decoder(nn.Module):
         Returns:
             [tokens, hidden_size], after the final norm.
         """
-        residual = self._embed(token_ids, self._embedding)
-        x = self._rms_norm(residual, self._first_norm, self.config.rms_norm_eps)
+        c, x = self.config, self._embed(token_ids, self._embedding)
+        if self._scales_embeddings:
+            self.operations.scale(x, c.embedding_scale)
+        residual = x
+        if self._first_norm is not None:
+            x = self.operations.rms_norm(residual, self._first_norm, c.rms_norm_eps, c.family.norm_offset)
         for layer in self._bound:
             x = layer(x, residual, attend)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden_size] → float32 [n, vocab_size]."""
-        return self._head(hidden)
+        logits = self._head(hidden)
+        if self._scales_logits:
+            self.operations.scale(logits, self.config.logits_scale, self.config.logits_soft_cap)
+        return logits
 
 
 def rope_table(rope: Rope, num_positions: int, dtype: torch.dtype) -> Tensor:

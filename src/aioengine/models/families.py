@@ -13,12 +13,13 @@ from typing import Any, Literal
 
 import msgspec
 import torch
-from torch import Tensor
 
 from aioengine.errors import ConfigError, ModelLoadError
+from aioengine.kernels.operations import Activation
 from aioengine.models.experts import ExpertFields, ExpertsConfig
 from aioengine.models.folder import ModelFolder
 from aioengine.models.model import ModelConfig
+from aioengine.models.rope import ROPE_TYPES, Lengths, Rope, RopeParameters, head_order, read_rope, rotated_size
 from aioengine.validation import shorten
 
 MAX_POSITIONS = 2**24
@@ -44,7 +45,7 @@ MAX_SHOWN_CHARS = 500
 """Of what transformers says of a config: some errors hold all of it."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-ACTIVATIONS = ("silu", "swish")
+ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 LAYER_TYPES = ("full_attention", "sliding_attention")
 DEFAULT_ROPE_THETA = 10000.0
 
@@ -92,10 +93,55 @@ class ConfigFields(msgspec.Struct, frozen=True):
     mlp_only_layers: list[int] | None = None
     clip_qkv: float | None = None
     dtype: str | None = None
+    # Only of families that read them, see `Family.reads`; neutral where they are absent.
+    attention_out_bias: bool = False
+    hidden_activation: str | None = None
+    query_pre_attn_scalar: float | None = None
+    attention_multiplier: float | None = None
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+    no_rope_layers: list[int] | None = None
+    use_bidirectional_attention: bool | None = None
 
+
+FACTORS = (
+    "query_pre_attn_scalar",
+    "attention_multiplier",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+)
+OF_SOME_FAMILIES = {*FACTORS, "hidden_activation", "no_rope_layers", "use_bidirectional_attention"}
+"""Fields that other families leave unread, whatever a config.json says there."""
+
+GEMMA_FIELDS = frozenset(
+    {
+        "hidden_activation",
+        "query_pre_attn_scalar",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "use_bidirectional_attention",
+    }
+)
 
 MAY_BE_NULL = {field.name for field in msgspec.structs.fields(ConfigFields) if isinstance(field.default, int)}
 """Flags and numbers that transformers leaves null in a config of a family that does not read them."""
+
+
+NormPlace = Literal["input", "output", "mlp_input", "mlp_output"]
+"""Before or behind attention, before or behind the MLP; those behind are before the addition to the residual stream."""
+
+QkNorm = Literal["heads", "all"]
+
+BEFORE: dict[NormPlace, str] = {"input": "input_layernorm", "mlp_input": "post_attention_layernorm"}
+BEHIND: dict[NormPlace, str] = {"output": "post_attention_layernorm", "mlp_output": "post_feedforward_layernorm"}
+GEMMA_NORMS: dict[NormPlace, str] = {"input": "input_layernorm", "mlp_input": "pre_feedforward_layernorm", **BEHIND}
+GLM4_NORMS: dict[NormPlace, str] = {**BEFORE, "output": "post_self_attn_layernorm", "mlp_output": "post_mlp_layernorm"}
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,9 +152,19 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
         defaults: of absent fields, where they differ from those of `ConfigFields`.
         qkv_bias, output_bias: of the attention's projections.
         mlp_bias: of the MLP's.
-        qk_norm: whether each head's query and key are normalised before the rotation.
+        qk_norm: what is normalised before the rotation: each head's query and key, or all heads' as one.
+        norms: of a layer, by their place: what a checkpoint calls them.
+        norm_offset: added to the weights of all norms.
         windows: which layers attend to the last ``sliding_window`` tokens only.
         experts: how its config describes a mixture of experts; None: each layer has a plain MLP.
+        rotates: which layers rotate queries and keys.
+        has_ropes_by_type: ``rope_parameters`` are by layer type.
+        rotates_part: ``partial_rotary_factor`` counts.
+        is_interleaved: numbers that turn together are neighbours in a checkpoint.
+        fused: matrices that are one in a checkpoint: "qkv", "gate_up".
+        scales_embeddings: by √hidden_size.
+        reads: which of `OF_SOME_FAMILIES` count.
+        by_transformers: its config.json is read by transformers, see `known_fields`.
     """
 
     model_type: str
@@ -116,8 +172,18 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     qkv_bias: bool | str = False
     output_bias: bool | str = False
     mlp_bias: bool | str = False
-    qk_norm: bool = False
+    qk_norm: QkNorm | None = None
+    norms: dict[NormPlace, str] = msgspec.field(default_factory=BEFORE.copy)
+    norm_offset: float = 0.0
     windows: Literal["none", "all layers", "all layers if used", "layer_types"] = "none"
+    rotates: Literal["all layers", "no_rope_layers", "layers with a window, where some have one"] = "all layers"
+    has_ropes_by_type: bool = False
+    rotates_part: bool = False
+    is_interleaved: bool = False
+    fused: tuple[str, ...] = ()
+    scales_embeddings: bool = False
+    reads: frozenset[str] = frozenset()
+    by_transformers: bool = False
     experts: ExpertFields | None = None
 
 
@@ -134,8 +200,105 @@ ARCHITECTURES = {
         defaults={"num_key_value_heads": 32, "head_dim": 128},
         qkv_bias="attention_bias",
         output_bias="attention_bias",
-        qk_norm=True,
+        qk_norm="heads",
         windows="layer_types",
+    ),
+    "Gemma2ForCausalLM": Family(
+        model_type="gemma2",
+        by_transformers=True,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        norms=GEMMA_NORMS,
+        norm_offset=1.0,
+        windows="layer_types",
+        scales_embeddings=True,
+        reads=GEMMA_FIELDS,
+    ),
+    "Gemma3ForCausalLM": Family(
+        model_type="gemma3_text",
+        by_transformers=True,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        qk_norm="heads",
+        norms=GEMMA_NORMS,
+        norm_offset=1.0,
+        has_ropes_by_type=True,
+        windows="layer_types",
+        scales_embeddings=True,
+        reads=GEMMA_FIELDS,
+    ),
+    "Phi3ForCausalLM": Family(
+        model_type="phi3", by_transformers=True, windows="all layers", rotates_part=True, fused=("qkv", "gate_up")
+    ),
+    "Olmo2ForCausalLM": Family(
+        model_type="olmo2",
+        by_transformers=True,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        qk_norm="all",
+        norms=BEHIND,
+    ),
+    "Olmo3ForCausalLM": Family(
+        model_type="olmo3",
+        by_transformers=True,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        qk_norm="all",
+        norms=BEHIND,
+        has_ropes_by_type=True,
+        windows="layer_types",
+    ),
+    "GraniteForCausalLM": Family(
+        model_type="granite",
+        by_transformers=True,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        reads=frozenset({"attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"}),
+    ),
+    "SmolLM3ForCausalLM": Family(
+        model_type="smollm3",
+        by_transformers=True,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        windows="layer_types",
+        rotates="no_rope_layers",
+        reads=frozenset({"no_rope_layers", "use_sliding_window"}),
+    ),
+    "GlmForCausalLM": Family(
+        model_type="glm",
+        by_transformers=True,
+        qkv_bias="attention_bias",
+        rotates_part=True,
+        is_interleaved=True,
+        fused=("gate_up",),
+    ),
+    "Glm4ForCausalLM": Family(
+        model_type="glm4",
+        by_transformers=True,
+        qkv_bias="attention_bias",
+        norms=GLM4_NORMS,
+        rotates_part=True,
+        is_interleaved=True,
+        fused=("gate_up",),
+    ),
+    "MinistralForCausalLM": Family(model_type="ministral", by_transformers=True, windows="layer_types"),
+    "Ministral3ForCausalLM": Family(model_type="ministral3", by_transformers=True, windows="all layers"),
+    "SeedOssForCausalLM": Family(
+        model_type="seed_oss",
+        by_transformers=True,
+        qkv_bias="attention_bias",
+        output_bias="attention_out_bias",
+        mlp_bias="mlp_bias",
+    ),
+    "Exaone4ForCausalLM": Family(
+        model_type="exaone4",
+        by_transformers=True,
+        qk_norm="heads",
+        norms=BEHIND,
+        windows="layer_types",
+        rotates="layers with a window, where some have one",
     ),
     "MixtralForCausalLM": Family(
         model_type="mixtral",
@@ -179,7 +342,7 @@ ARCHITECTURES = {
         },
         qkv_bias="attention_bias",
         output_bias="attention_bias",
-        qk_norm=True,
+        qk_norm="heads",
         windows="all layers if used",
         experts=ExpertFields(
             intermediate_size="moe_intermediate_size", is_normalised="norm_topk_prob", has_plain_layers=True
@@ -187,24 +350,45 @@ ARCHITECTURES = {
     ),
 }
 
+WRAPPERS = (
+    "Gemma3ForConditionalGeneration",
+    "LlavaForConditionalGeneration",
+    "LlavaNextForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+)
+"""Models of text and images whose ``text_config`` describes one of these decoders, which is run."""
 
-class Rope(msgspec.Struct, frozen=True):
-    """A rotation of queries and keys by their positions (Su et al., 2021, arXiv:2104.09864).
 
-    Attributes:
-        inv_freq: [head_dim / 2], radians a position, float32 values; at 0 a pair of numbers stays as it is.
-        scale: cos and sin of the pairs that turn are multiplied by this (1 but for yarn and longrope).
-    """
+def native_architecture(config: dict[str, Any]) -> str | None:
+    """Of `ARCHITECTURES`, what this config.json describes: it, or the text part of one of `WRAPPERS`; None: neither."""
+    names, text = config.get("architectures"), config.get("text_config")
+    if not isinstance(names, list) or len(names) != 1:
+        return None
+    if names[0] in WRAPPERS and isinstance(text, dict):
+        of_text = (name for name, family in ARCHITECTURES.items() if family.model_type == text.get("model_type"))
+        return next(of_text, None)
+    return names[0] if names[0] in ARCHITECTURES else None
 
-    inv_freq: tuple[float, ...]
-    scale: float = 1.0
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """config.json of the text part alone, for one of `WRAPPERS`; any other as it is."""
+    architecture = native_architecture(config)
+    if architecture is None or config["architectures"] == [architecture]:
+        return config
+    text, kept = config["text_config"], ("dtype", "torch_dtype", "tie_word_embeddings", "eos_token_id")
+    return {**text, **{name: config[name] for name in kept if name in config}, "architectures": [architecture]}
 
 
 class DecoderConfig(ModelConfig, frozen=True, kw_only=True):
     """All that the decoder has to know of its shape.
 
     Attributes:
-        ropes: for each layer how it rotates; equal ones share a table.
+        ropes: for each layer how it rotates; equal ones share a table. None: not at all.
+        head_order: where a checkpoint has each number of a query's and a key's head; None: as here.
+        attention_scale, soft_cap: of the scores.
+        embedding_scale: embeddings are multiplied by it.
+        residual_scale: what a block gives is multiplied by it before it is added to the residual stream.
+        logits_scale, logits_soft_cap: as factor and soft cap of `Operations.scale`.
     """
 
     intermediate_size: int
@@ -212,10 +396,22 @@ class DecoderConfig(ModelConfig, frozen=True, kw_only=True):
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
-    qk_norm: bool
+    qk_norm: QkNorm | None
     tie_word_embeddings: bool
-    ropes: tuple[Rope, ...]
+    ropes: tuple[Rope | None, ...]
+    attention_scale: float
     experts: ExpertsConfig | None = None
+    head_order: tuple[int, ...] | None = None
+    activation: Activation = "silu"
+    soft_cap: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
+    logits_soft_cap: float | None = None
+
+    @property
+    def family(self) -> Family:
+        return ARCHITECTURES[self.architecture]
 
 
 def read_decoder_config(folder: ModelFolder, *, dtype: str = "auto", max_model_len: int | None = None) -> DecoderConfig:
@@ -241,13 +437,14 @@ class _BadConfig(Exception):
 def _read(folder: ModelFolder, dtype: str, max_model_len: int | None) -> DecoderConfig:
     architecture = _check_architecture(folder.config)
     family = ARCHITECTURES[architecture]
-    config = folder.config
+    config = text_config(folder.config)
     if config.get("use_sliding_window") is False and config.get("sliding_window") == 0:
         config = config | {"sliding_window": None}  # as Qwen2-MoE is saved, which has no window then
     _check_numbers(config.get)
-    fields = known_fields(config, family) or _fields_by_transformers(folder.path)
+    known = known_fields(config, family) if folder.config["architectures"] == [architecture] else None
+    fields = _of_family(family, known or _fields_by_transformers(folder.path, config))
     _check_numbers(lambda name: getattr(fields, name, None))
-    _check_features(fields)
+    _check_features(family, fields)
     num_heads, num_kv_heads = fields.num_attention_heads, fields.num_key_value_heads or fields.num_attention_heads
     head_dim = fields.head_dim or fields.hidden_size // num_heads
     if num_heads % num_kv_heads:
@@ -255,10 +452,13 @@ def _read(folder: ModelFolder, dtype: str, max_model_len: int | None) -> Decoder
     if head_dim % 2 or not head_dim:
         raise _BadConfig(f"head_dim={head_dim} is odd or none; the rotation needs pairs")
     try:
-        rope = _rope(fields, head_dim)
-        model_len = _model_len(fields)
+        model_len = _limit(_model_len(fields), max_model_len)
+        ropes, order = _rotations(family, fields, head_dim, model_len)
+    except (_BadConfig, ConfigError):
+        raise
     except Exception as error:  # of values that are absent or no numbers
         raise _BadConfig(f"rope_parameters {shorten(fields.rope_parameters)} cannot be used: {error!r}") from error
+    scale = fields.attention_multiplier
     return DecoderConfig(
         architecture=architecture,
         vocab_size=fields.vocab_size,
@@ -268,7 +468,7 @@ def _read(folder: ModelFolder, dtype: str, max_model_len: int | None) -> Decoder
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_model_len=_limit(model_len, max_model_len),
+        max_model_len=model_len,
         dtype=_dtype(fields, dtype),
         rms_norm_eps=fields.rms_norm_eps,
         qkv_bias=_flag(family.qkv_bias, fields),
@@ -277,7 +477,15 @@ def _read(folder: ModelFolder, dtype: str, max_model_len: int | None) -> Decoder
         qk_norm=family.qk_norm,
         tie_word_embeddings=fields.tie_word_embeddings,
         windows=_windows(family, fields),
-        ropes=(rope,) * fields.num_hidden_layers,
+        ropes=ropes,
+        head_order=order,
+        attention_scale=(fields.query_pre_attn_scalar or head_dim) ** -0.5 if scale is None else scale,
+        activation=ACTIVATIONS[fields.hidden_activation or fields.hidden_act],
+        soft_cap=fields.attn_logit_softcapping,
+        embedding_scale=fields.hidden_size**0.5 if family.scales_embeddings else fields.embedding_multiplier,
+        residual_scale=fields.residual_multiplier,
+        logits_scale=1 / fields.logits_scaling,
+        logits_soft_cap=fields.final_logit_softcapping,
         experts=_experts(family, fields),
     )
 
@@ -295,7 +503,8 @@ def known_fields(config: dict[str, Any], family: Family) -> ConfigFields | None:
     if rope is None:
         rope = {}
     if (
-        config.get("model_type") != family.model_type
+        family.by_transformers
+        or config.get("model_type") != family.model_type
         or not UNREAD_FIELDS.isdisjoint(config)
         or any(config.get(name, default) is None is not default for name, default in family.defaults.items())
         or not isinstance(rope, dict)
@@ -331,14 +540,20 @@ def known_fields(config: dict[str, Any], family: Family) -> ConfigFields | None:
     return msgspec.structs.replace(fields, layer_types=layer_types, sliding_window=window)
 
 
-def _fields_by_transformers(folder: Path) -> ConfigFields:
+def _fields_by_transformers(folder: Path, stated: dict[str, Any]) -> ConfigFields:
+    """
+    Args:
+        stated: config.json, or what it says of the text part.
+    """
     import transformers
 
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        given = {
-            name: value for name, value in config.to_dict().items() if value is not None or name not in MAY_BE_NULL
-        }
+        fields = config.get_text_config(decoder=True).to_dict()
+        # A wrapper says for its text part whether the head is tied, and may say its dtype.
+        stated = {"dtype": stated.get("torch_dtype"), **stated}
+        fields |= {name: stated[name] for name in ("dtype", "tie_word_embeddings") if stated.get(name) is not None}
+        given = {name: value for name, value in fields.items() if value is not None or name not in MAY_BE_NULL}
         return msgspec.convert({**given, "sliding_window": given.get("sliding_window") or None}, type=ConfigFields)
     # Its validation raises whatever it likes: ValueError, KeyError, TypeError, errors of its own.
     except Exception as error:
@@ -356,26 +571,41 @@ def _check_numbers(get: Callable[[str], Any]) -> None:
         raise _BadConfig(f"rms_norm_eps={shorten(eps)}; a float from 0 to 1 is needed")
 
 
+def _of_family(family: Family, fields: ConfigFields) -> ConfigFields:
+    """Without what this family does not read, whatever its config.json says there."""
+    unread = OF_SOME_FAMILIES - family.reads
+    neutral = {field.name: field.default for field in msgspec.structs.fields(ConfigFields) if field.name in unread}
+    return msgspec.structs.replace(fields, **neutral)
+
+
 def _check_architecture(config: dict[str, Any]) -> str:
-    names = config.get("architectures")
+    names, architecture = config.get("architectures"), native_architecture(config)
     supported = ", ".join(ARCHITECTURES)
     if not isinstance(names, list) or len(names) != 1:
         raise _BadConfig(f"architectures={shorten(names)}; a list of one is needed, of {supported}")
-    if not isinstance(names[0], str) or names[0] not in ARCHITECTURES:
-        raise _BadConfig(f"architecture {str(names[0])[:100]} is not supported; supported: {supported}")
-    return str(names[0])
+    if architecture is None:
+        text = config.get("text_config")
+        of_text = f" of text_config {str(text.get('model_type'))[:100]}" if isinstance(text, dict) else ""
+        raise _BadConfig(f"architecture {str(names[0])[:100]}{of_text} is not supported; supported: {supported}")
+    return architecture
 
 
-def _check_features(fields: ConfigFields) -> None:
-    if fields.hidden_act not in ACTIVATIONS:
-        raise _not_supported(f"activation {shorten(fields.hidden_act)}", ACTIVATIONS)
-    rope = fields.rope_parameters
-    if any(isinstance(value, dict) for value in rope.values()):
-        raise _BadConfig("rope_parameters by layer type are not supported; one for all layers is")
-    if str(rope.get("rope_type")) not in ROPE_TYPES:
-        raise _not_supported(f"rope type {shorten(rope.get('rope_type'))}", ROPE_TYPES)
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise _BadConfig(f"partial_rotary_factor={rope['partial_rotary_factor']} is not supported; 1 is")
+def _check_features(family: Family, fields: ConfigFields) -> None:
+    activation = fields.hidden_activation or fields.hidden_act
+    if activation not in ACTIVATIONS:
+        raise _not_supported(f"activation {shorten(activation)}", ACTIVATIONS)
+    for name in FACTORS:
+        value = getattr(fields, name)
+        if value is not None and not 0 < value < math.inf:
+            raise _BadConfig(f"{name}={value}; a number above 0 is needed")
+    if fields.use_bidirectional_attention:
+        raise _BadConfig("use_bidirectional_attention makes an encoder of it, which generates no text")
+    ropes = _ropes_by_type(fields)
+    if "" not in ropes and not (family.has_ropes_by_type and all(isinstance(rope, dict) for rope in ropes.values())):
+        raise _BadConfig(f"rope_parameters by layer type are not supported here: {shorten(fields.rope_parameters)}")
+    for rope in ropes.values():
+        if str(rope.get("rope_type")) not in ROPE_TYPES:
+            raise _not_supported(f"rope type {shorten(rope.get('rope_type'))}", ROPE_TYPES)
 
 
 def _not_supported(what: str, supported: Iterable[str]) -> _BadConfig:
@@ -386,83 +616,58 @@ def _flag(value: bool | str, fields: ConfigFields) -> bool:
     return bool(getattr(fields, value)) if isinstance(value, str) else value
 
 
-def _rope(fields: ConfigFields, head_dim: int) -> Rope:
+def _ropes_by_type(fields: ConfigFields) -> dict[str, RopeParameters]:
+    """The parameters of each layer type; of all types under "" where they are the same."""
     rope = fields.rope_parameters
-    periods = rope["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    inv_freq, scale = ROPE_TYPES[rope["rope_type"]](fields, periods)
-    values, scale = tuple(inv_freq.tolist()), float(scale)
-    if len(values) != head_dim // 2 or not all(0 < value < math.inf for value in [*values, scale]):
-        raise ValueError(f"they give {len(values)} frequencies, not {head_dim // 2} between 0 and infinity")
-    return Rope(values, scale)
-
-
-def _linear_rope(fields: ConfigFields, periods: Tensor) -> tuple[Tensor, float]:
-    """As if positions were ``factor`` times closer (Chen et al., 2023, arXiv:2306.15595)."""
-    return 1.0 / periods / fields.rope_parameters["factor"], 1.0
-
-
-def _llama3_rope(fields: ConfigFields, periods: Tensor) -> tuple[Tensor, float]:
-    """Llama 3.1's: slow rotations become ``factor`` times slower, fast ones stay, and a ramp lies between them."""
-    rope, inv_freq = fields.rope_parameters, 1.0 / periods
-    factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
-    length = rope["original_max_position_embeddings"]
-    wavelengths = 2 * math.pi / inv_freq
-    is_slow, is_fast = wavelengths > length / low, wavelengths < length / high
-    ramp = (length / wavelengths - low) / (high - low)
-    between = (1 - ramp) * inv_freq / factor + ramp * inv_freq
-    return torch.where(is_slow, inv_freq / factor, torch.where(is_fast, inv_freq, between)), 1.0
-
-
-def _yarn_rope(fields: ConfigFields, periods: Tensor) -> tuple[Tensor, float]:
-    """YaRN's (Peng et al., 2023, arXiv:2309.00071): as Llama 3.1's, with the ramp over dims; cos and sin are scaled."""
-    rope, head_dim = fields.rope_parameters, 2 * len(periods)
-    factor, length = rope["factor"], rope["original_max_position_embeddings"]
-    if factor is None:
-        factor = fields.max_position_embeddings / length
-
-    def magnitude(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    def dim_that_turns(times: float) -> float:
-        return head_dim * math.log(length / (times * 2 * math.pi)) / (2 * math.log(rope["rope_theta"]))
-
-    scale, mscale, mscale_all = rope.get("attention_factor"), rope.get("mscale"), rope.get("mscale_all_dim")
-    if scale is None:
-        scale = magnitude(mscale) / magnitude(mscale_all) if mscale and mscale_all else magnitude(1.0)
-    low, high = dim_that_turns(rope.get("beta_fast") or 32), dim_that_turns(rope.get("beta_slow") or 1)
-    if rope.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = (torch.arange(len(periods), dtype=torch.float32) - low) / ((high - low) or 0.001)
-    kept = 1 - ramp.clamp(0, 1)
-    return 1.0 / (factor * periods) * (1 - kept) + 1.0 / periods * kept, scale
-
-
-ROPE_TYPES: dict[str, Callable[[ConfigFields, Tensor], tuple[Tensor, float]]] = {
-    "default": lambda _, periods: (1.0 / periods, 1.0),
-    "linear": _linear_rope,
-    "llama3": _llama3_rope,
-    "yarn": _yarn_rope,
-}
-"""How the plain rotation is changed: from its periods / 2π [head_dim / 2], in positions, to the frequencies
-[head_dim / 2], in radians a position, and the factor on cos and sin."""
+    return rope if any(isinstance(value, dict) for value in rope.values()) else {"": rope}
 
 
 def _model_len(fields: ConfigFields) -> int:
     """The most tokens that the model is made for.
 
     With yarn, ``max_position_embeddings`` is often left at the length before stretching, as its authors tell users to
-    add the scaling to config.json and nothing else.
+    add the scaling to config.json and nothing else. With ``llama_4_scaling_beta`` queries beyond the length before
+    stretching are made longer by their position, which is not done here: up to there it makes no difference.
     """
-    rope = fields.rope_parameters
-    if rope["rope_type"] == "yarn" and rope.get("factor"):
-        return max(fields.max_position_embeddings, int(rope["original_max_position_embeddings"] * rope["factor"]))
-    return fields.max_position_embeddings
+    lengths = [fields.max_position_embeddings]
+    for rope in _ropes_by_type(fields).values():
+        if rope.get("llama_4_scaling_beta"):
+            return int(rope["original_max_position_embeddings"])
+        if rope["rope_type"] == "yarn" and rope.get("factor"):
+            lengths.append(int(rope["original_max_position_embeddings"] * rope["factor"]))
+    return max(lengths)
+
+
+def _rotations(
+    family: Family, fields: ConfigFields, head_dim: int, model_len: int
+) -> tuple[tuple[Rope | None, ...], tuple[int, ...] | None]:
+    """How each layer rotates, and in which order a checkpoint has the numbers of a head."""
+    num_layers, by_type = fields.num_hidden_layers, _ropes_by_type(fields)
+    lengths = Lengths(fields.max_position_embeddings, model_len)
+    ropes = {name: read_rope(parameters, head_dim, lengths) for name, parameters in by_type.items()}
+    for parameters in by_type.values():
+        factor = parameters.get("partial_rotary_factor", 1.0)
+        if factor != 1.0 and not family.rotates_part:
+            raise _BadConfig(f"partial_rotary_factor={factor} is not supported for this architecture; 1 is")
+    sizes = {rotated_size(parameters, head_dim) for parameters in by_type.values()}
+    if len(sizes) > 1:
+        raise ValueError(f"{sizes} numbers of a head turn, by layer type; they must be as many in all layers")
+    layer_types = [""] * num_layers if "" in ropes else _layer_types(fields)
+    rotates = [True] * num_layers
+    if family.rotates == "no_rope_layers" and fields.no_rope_layers is not None:
+        rotates = [bool(value) for value in fields.no_rope_layers[:num_layers]]
+    elif family.rotates.startswith("layers with a window") and fields.sliding_window is not None:
+        rotates = [layer_type == "sliding_attention" for layer_type in _layer_types(fields)]
+    of_layers = (ropes[name] if turns else None for name, turns in zip(layer_types, rotates, strict=True))
+    return tuple(of_layers), head_order(head_dim, sizes.pop(), is_interleaved=family.is_interleaved)
 
 
 def _limit(model_len: int, max_model_len: int | None) -> int:
     if not 2 <= model_len <= MAX_POSITIONS:
-        raise _BadConfig(f"max_position_embeddings={shorten(model_len)}; 2 to {MAX_POSITIONS} is needed")
+        raise _BadConfig(
+            f"max_position_embeddings and rope_parameters make sequences {shorten(model_len)} tokens long; "
+            f"2 to {MAX_POSITIONS} is needed"
+        )
     if max_model_len is not None and max_model_len > model_len:
         raise ConfigError(f"max_model_len={max_model_len} is more than the {model_len} tokens that this model allows")
     return max_model_len or model_len
@@ -486,14 +691,20 @@ def _experts(family: Family, fields: ConfigFields) -> ExpertsConfig | None:
 
 
 def _windows(family: Family, fields: ConfigFields) -> tuple[int | None, ...]:
-    window, num_layers, layer_types = fields.sliding_window, fields.num_hidden_layers, fields.layer_types
-    if family.windows == "none" or window is None:
+    window, num_layers = fields.sliding_window, fields.num_hidden_layers
+    is_off = "use_sliding_window" in family.reads and not fields.use_sliding_window
+    if family.windows == "none" or window is None or is_off:
         return (None,) * num_layers
     if family.windows in ("all layers", "all layers if used"):
         return (window,) * num_layers
+    return tuple(window if layer_type == "sliding_attention" else None for layer_type in _layer_types(fields))
+
+
+def _layer_types(fields: ConfigFields) -> list[str]:
+    num_layers, layer_types = fields.num_hidden_layers, fields.layer_types
     if layer_types is None or len(layer_types) != num_layers:
         raise _BadConfig(f"layer_types={shorten(layer_types)}; one for each of {num_layers} is needed")
     for layer_type in layer_types:
         if layer_type not in LAYER_TYPES:
             raise _not_supported(f"layer type {shorten(layer_type)}", LAYER_TYPES)
-    return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)
+    return layer_types

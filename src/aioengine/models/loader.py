@@ -25,9 +25,10 @@ from aioengine.models.checkpoint import (
     HEAD,
     CheckpointTensor,
     checkpoint_tensors,
+    of_text,
 )
 from aioengine.models.decoder import Decoder, Linear
-from aioengine.models.families import DecoderConfig, read_decoder_config
+from aioengine.models.families import DecoderConfig, read_decoder_config, text_config
 from aioengine.models.folder import ModelFolder, find_gguf
 from aioengine.models.formats.catalogue import read_catalogue
 from aioengine.models.formats.stored import Files, FileTensor, Stored
@@ -90,7 +91,7 @@ def load_decoder(
         decoder = _allocate(decoder_config, placement, config.quantization)
         _fill_with_noise(decoder, placement, on_progress, should_stop)
         return decoder
-    stored = read_catalogue(folder.path)
+    stored = of_text(read_catalogue(folder.path))
     return _read(stored, decoder_config, config.quantization, placement, on_progress, should_stop)
 
 
@@ -102,10 +103,11 @@ def read_config(folder: ModelFolder, config: EngineConfig) -> DecoderConfig:
     """
     # config.json first: where it describes what is not supported, that explains more than the files could.
     found = read_decoder_config(folder, dtype=config.dtype, max_model_len=config.max_model_len)
-    is_stated = config.dtype != "auto" or any(folder.config.get(key) for key in ("dtype", "torch_dtype"))
+    stated = text_config(folder.config)
+    is_stated = config.dtype != "auto" or any(stated.get(key) for key in ("dtype", "torch_dtype"))
     if is_stated or config.load_format == "dummy":
         return found
-    stored = read_catalogue(folder.path)
+    stored = of_text(read_catalogue(folder.path))
     dtypes = [FILE_DTYPES.get(stored[name].format) for name in (EMBEDDING, HEAD) if name in stored]
     return msgspec.structs.replace(found, dtype=next(filter(None, dtypes), found.dtype))
 
@@ -126,13 +128,13 @@ def load_weights(
         ModelLoadError, LoadStopped: as `load_decoder`.
     """
     check_config(folder, config)
-    return _read(read_catalogue(folder), config, quantization, placement, None, should_stop)
+    return _read(of_text(read_catalogue(folder)), config, quantization, placement, None, should_stop)
 
 
 def check_weights(folder: Path, config: DecoderConfig) -> None:
     """Raise what `load_weights` would, but for what only the tensors' values can tell."""
     check_config(folder, config)
-    match(read_catalogue(folder), checkpoint_tensors(config), tied=config.tie_word_embeddings)
+    match(of_text(read_catalogue(folder)), checkpoint_tensors(config), tied=config.tie_word_embeddings)
 
 
 def check_kept_alike(kept: Decoder, read: Decoder) -> None:
@@ -204,7 +206,7 @@ def _read(
 
 
 def _fill(decoder: Decoder, tensor: CheckpointTensor, values: Tensor | CodedWeight, device: torch.device) -> None:
-    linear = decoder.linear_of(tensor.parameter)
+    linear, values = decoder.linear_of(tensor.parameter), tensor.arrange(values)
     if linear is not None and tensor.parameter.endswith(".weight") and linear.weight.is_meta:
         # A dense one beside codes may be a view of the file.
         values = values.to(device) if isinstance(values, CodedWeight) else values.to(device, copy=True)
@@ -295,7 +297,7 @@ def _check_tensor(stored: Stored, shape: tuple[int, ...]) -> None:
 def _allocate(
     config: DecoderConfig, placement: Placement, quantization: Quantization | None, coded: Container[str] = ()
 ) -> Decoder:
-    rope_bytes = config.max_model_len * config.head_dim * ROPE_BYTES * len(set(config.ropes))
+    rope_bytes = config.max_model_len * config.head_dim * ROPE_BYTES * len({*config.ropes} - {None})
     if placement.device.type == "cpu" and rope_bytes > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2:
         raise ConfigError(
             f"the rotations of max_model_len={config.max_model_len} positions take {rope_bytes} bytes, more than half "

@@ -120,7 +120,16 @@ class StepAttention:
         attention, operations, decodes, tiles = self.attention, self.attention.operations, self.decodes, self.tiles
         group, k_cache, v_cache = attention.layers[layer.index]
         q = operations.rotate_and_write(
-            qkv, self.positions, self.slots[group], layer.rope_table, layer.qk_weight, layer.eps, k_cache, v_cache
+            qkv,
+            self.positions,
+            self.slots[group],
+            layer.rope_table,
+            layer.qk_weight,
+            layer.eps,
+            k_cache,
+            v_cache,
+            layer.qk_offset,
+            is_qk_norm_wide=layer.is_qk_norm_wide,
         )
         out = operations.attention_output(q)
         tables = attention.block_tables[group]

@@ -1,6 +1,7 @@
 """What lies between the product that gives queries, keys and values and the attention to them, in one pass.
 
-For each head's query and key: x / √(mean(x²) + ε) · w, where the model has such a norm; then, where the layer rotates,
+For each head's query and key: x / √(mean(x²) + ε) · (w + offset), where the model has such a norm, of each head or of
+all heads as one; then, where the layer rotates,
 with the halves a and b of that, (a · cos - b · sin, b · cos + a · sin) (Su et al., 2021, arXiv:2104.09864). Keys and
 values go to the cache. All in float32, rounded once, at the end.
 
@@ -35,11 +36,18 @@ TILE = 1024
 
 
 @triton.jit
-def _normalised(low, high, weights_ptr, columns, is_inside, eps, HEAD_DIM: tl.constexpr):
-    weights_low = tl.load(weights_ptr + columns, is_inside, 0.0).to(tl.float32)
-    weights_high = tl.load(weights_ptr + HEAD_DIM // 2 + columns, is_inside, 0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(low * low + high * high, 1, keep_dims=True) / HEAD_DIM + eps)
+def _normalised(low, high, mean, weights_ptr, columns, is_inside, eps, offset, HEAD_DIM: tl.constexpr):
+    weights_low = tl.load(weights_ptr + columns, is_inside, 0.0).to(tl.float32) + offset
+    weights_high = tl.load(weights_ptr + HEAD_DIM // 2 + columns, is_inside, 0.0).to(tl.float32) + offset
+    scale = tl.rsqrt(mean + eps)
     return low * scale * weights_low, high * scale * weights_high
+
+
+@triton.jit
+def _mean_square(x_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    columns = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + columns, columns < WIDTH, 0.0).to(tl.float32)
+    return tl.sum(x * x, 0) / WIDTH
 
 
 @triton.jit
@@ -62,11 +70,14 @@ def _rotate_and_write_kernel(
     k_cache_ptr,
     v_cache_ptr,
     eps,
+    offset,
+    IS_WIDE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEADS_AT_ONCE: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
+    WIDE_BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
@@ -88,8 +99,18 @@ def _rotate_and_write_kernel(
     if first < NUM_ROTATED:
         x_low, x_high = low, high
         if weights_ptr is not None:
+            if IS_WIDE:
+                # Each program reads all of the token's queries and keys, which are in the cache: none waits for others.
+                row_ptr = qkv_ptr + token * (NUM_ALL * HEAD_DIM)
+                of_queries = _mean_square(row_ptr, NUM_HEADS * HEAD_DIM, WIDE_BLOCK)
+                of_keys = _mean_square(row_ptr + NUM_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM, WIDE_BLOCK)
+                mean = tl.where(heads < NUM_HEADS, of_queries, of_keys)
+            else:
+                mean = tl.sum(low * low + high * high, 1, keep_dims=True) / HEAD_DIM
+            is_weight = (heads < NUM_ROTATED) & is_column
+            weights_of_heads_ptr = weights_ptr + heads * HEAD_DIM
             x_low, x_high = _normalised(
-                low, high, weights_ptr + heads * HEAD_DIM, columns, (heads < NUM_ROTATED) & is_column, eps, HEAD_DIM
+                low, high, mean, weights_of_heads_ptr, columns, is_weight, eps, offset, HEAD_DIM
             )
         rotated_low, rotated_high = x_low, x_high
         if rope_ptr is not None:
@@ -127,6 +148,9 @@ def rotate_and_write(
     eps: float,
     k_cache: Tensor,
     v_cache: Tensor,
+    qk_offset: float = 0.0,
+    *,
+    is_qk_norm_wide: bool = False,
 ) -> Tensor:
     """As `Operations.rotate_and_write`."""
     name, device = "rotate_and_write", qkv.device
@@ -160,6 +184,8 @@ def rotate_and_write(
             k_cache,
             v_cache,
             float(eps),
+            float(qk_offset),
+            IS_WIDE=is_qk_norm_wide,
             **constants,
             num_warps=NUM_WARPS,
             enable_fp_fusion=True,
@@ -177,4 +203,5 @@ def _constants(num_heads: int, num_kv_heads: int, head_dim: int) -> dict[str, An
         "HEAD_DIM": head_dim,
         "HEADS_AT_ONCE": min(max(TILE // half_block, 1), of_all),
         "HALF_BLOCK": half_block,
+        "WIDE_BLOCK": triton.next_power_of_2(num_heads * head_dim),
     }

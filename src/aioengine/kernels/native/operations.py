@@ -216,6 +216,9 @@ class NativeOperations:
         eps: float,
         k_cache: Tensor,
         v_cache: Tensor,
+        qk_offset: float = 0.0,
+        *,
+        is_qk_norm_wide: bool = False,
     ) -> Tensor:
         """
         Raises:
@@ -246,6 +249,7 @@ class NativeOperations:
             _or_0(qk_weight), float_bits(eps), k_cache, v_cache, q,
             num_tokens, num_heads, num_kv_heads, head_dim, tokens_a_chunk,
             is_int8, k_cache.shape[3] * k_cache.element_size(),
+            float_bits(qk_offset), is_qk_norm_wide and qk_weight is not None,
         )  # fmt: skip
         return q
 

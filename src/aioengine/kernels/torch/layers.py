@@ -55,13 +55,21 @@ def rotate_and_write(
     eps: float,
     k_cache: Tensor,
     v_cache: Tensor,
+    qk_offset: float = 0.0,
+    *,
+    is_qk_norm_wide: bool = False,
 ) -> Tensor:
     num_kv_heads, head_dim = k_cache.shape[2], head_dim_of(k_cache)
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, head_dim)
     qk, v = torch.split_with_sizes(heads.float(), (num_heads + num_kv_heads, num_kv_heads), 1)
     if qk_weight is not None:
-        qk = _rms_norm_float32(qk, qk_weight, eps)
+        if is_qk_norm_wide:
+            parts = zip(*(x.split((num_heads, num_kv_heads), -2) for x in (qk, qk_weight)), strict=True)
+            normed = [_rms_norm_float32(x.flatten(1), weight.flatten(), eps, qk_offset) for x, weight in parts]
+            qk = torch.cat(normed, 1).view_as(qk)
+        else:
+            qk = _rms_norm_float32(qk, qk_weight, eps, qk_offset)
     if rope_table is not None:
         cos, sin = rope_table[positions.long(), None].float().chunk(2, dim=-1)
         qk = qk * cos + qk.roll(head_dim // 2, dims=-1) * sin

@@ -132,23 +132,17 @@ def make_rotate(memory: Memory, to: Memory):
     size, out_size = memory.size, to.size
 
     @inlined
-    def rotate(x, weight, eps, table, table_is_float32, out, head_dim):
-        """x · cos + roll(x, head_dim / 2) · sin, of x / √(mean(x²) + ε) · w where there is a weight; the latter alone
+    def rotate(x, weight, offset, norm, table, table_is_float32, out, head_dim):
+        """x · cos + roll(x, head_dim / 2) · sin, of x · norm · (w + offset) where there is a weight; the latter alone
         where there is no table."""
-        half = head_dim // 2
-        factor = splat(ONE)
-        if weight:
-            squares = zeros()
-            for n in range(0, head_dim, 16):
-                values = read(x + n * size, head_dim - n)
-                squares = fma(values, values, squares)
-            factor = splat(ONE / np.sqrt(sum_of(squares) / float32(head_dim) + eps))
+        half, factor = head_dim // 2, splat(norm)
         for n in range(0, half, 16):
             count = half - n
             low, high = n * size, (half + n) * size
             a, b = read(x + low, count), read(x + high, count)
             if weight:
-                a, b = a * factor * read(weight + low, count), b * factor * read(weight + high, count)
+                a = a * factor * (read(weight + low, count) + splat(offset))
+                b = b * factor * (read(weight + high, count) + splat(offset))
             if not table:
                 write(out + n * out_size, a, count)
                 write(out + (half + n) * out_size, b, count)
@@ -176,6 +170,15 @@ def make_rotate_and_write(memory: Memory):
     room_for_head = stack(4 * MAX_HEAD_DIM)
 
     @inlined
+    def norm_of(x, width, eps):
+        """1 / √(mean(x²) + ε)"""
+        squares = zeros()
+        for n in range(0, width, 16):
+            values = read(x + n * size, width - n)
+            squares = fma(values, values, squares)
+        return ONE / np.sqrt(sum_of(squares) / float32(width) + eps)
+
+    @inlined
     def quantize(x, to, head_dim):
         """float32 numbers to int8 and their scale: what is not finite makes the scale NaN."""
         largest, none = zeros(), zeros()
@@ -197,25 +200,35 @@ def make_rotate_and_write(memory: Memory):
         num_tokens, num_heads, num_kv_heads = get_i64(args + 80), get_i64(args + 88), get_i64(args + 96)
         head_dim, tokens_a_chunk = get_i64(args + 104), get_i64(args + 112)
         is_int8, head, line, room = get_i64(args + 120), head_dim * size, get_i64(args + 128), room_for_head()
+        offset, is_wide = get_f32(args + 136), get_i64(args + 144)
+        norm = ONE
         for token in range(chunk * tokens_a_chunk, min((chunk + 1) * tokens_a_chunk, num_tokens)):
             angles = table and table + get_i32(positions + 4 * token) * 2 * head_dim * (4 if table_is_float32 else size)
             x = qkv + token * (num_heads + 2 * num_kv_heads) * head
             to = q + token * num_heads * head
             w = weight
+            if is_wide:
+                norm = norm_of(x, num_heads * head_dim, eps)
             for _ in range(num_heads):
-                rotate(x, w, eps, angles, table_is_float32, to, head_dim)
+                if weight and not is_wide:
+                    norm = norm_of(x, head_dim, eps)
+                rotate(x, w, offset, norm, angles, table_is_float32, to, head_dim)
                 x, to = x + head, to + head
                 w += head if weight else 0
             slot = get_i32(slots + 4 * token)
             if slot < 0:
                 continue
             k, v = k_cache + slot * num_kv_heads * line, v_cache + slot * num_kv_heads * line
+            if is_wide:
+                norm = norm_of(x, num_kv_heads * head_dim, eps)
             for n in range(num_kv_heads):
+                if weight and not is_wide:
+                    norm = norm_of(x, head_dim, eps)
                 if is_int8:
-                    rotate_to_f32(x, w, eps, angles, table_is_float32, room, head_dim)
+                    rotate_to_f32(x, w, offset, norm, angles, table_is_float32, room, head_dim)
                     quantize(room, k + n * line, head_dim)
                 else:
-                    rotate(x, w, eps, angles, table_is_float32, k + n * line, head_dim)
+                    rotate(x, w, offset, norm, angles, table_is_float32, k + n * line, head_dim)
                 x += head
                 w += head if weight else 0
             if is_int8:
