@@ -16,7 +16,6 @@ from aioengine.validation import NOT_YET, Neutral, check_fields, check_known_fie
 TEXT_ALONE = "this engine takes text alone"
 IN_CONFIG = "change it in the config.json of a copy of the folder"
 WITH_MODEL = "the tokenizer is that of the model's folder: put other files there"
-NO_REMOTE_CODE = "no code that comes with a model is run"
 ONE_DEVICE = "an engine computes on one device; start one for each, in processes of their own"
 WITHOUT_MEANING = (
     # How many devices, workers and processes do their parts: there is one.
@@ -108,13 +107,12 @@ NEUTRAL_CONFIG = {
     "runner": Neutral((None, "auto", "generate"), NOT_YET),
     "task": Neutral((None, "auto", "generate"), NOT_YET),
     "convert": Neutral((None, "auto", "none"), NOT_YET),
-    "model_impl": Neutral((None, "auto"), "there is one implementation of each family"),
+    "model_impl": Neutral((None, "auto"), "give model_path"),
     "tokenizer": Neutral((None,), WITH_MODEL),
     "tokenizer_mode": Neutral((None, "auto"), WITH_MODEL),
     "tokenizer_revision": Neutral((None,), WITH_MODEL),
     "skip_tokenizer_init": Neutral((None, False), "give token ids, and detokenize=False where no text is wanted"),
-    "trust_remote_code": Neutral((None, False), NO_REMOTE_CODE),
-    "code_revision": Neutral((None,), NO_REMOTE_CODE),
+    "code_revision": Neutral((None,), "code is read where the model is: give revision"),
     "config_format": Neutral((None, "auto", "hf"), "a config.json is needed"),
     "hf_config_path": Neutral((None,), IN_CONFIG),
     "hf_overrides": Neutral((None, {}), IN_CONFIG),
@@ -171,6 +169,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     model: Annotated[Name | None, Meta(description="hub id or folder; absent: the bundled demo model")] = None
     revision: Annotated[str, Meta(description="branch, tag or commit of a hub model")] | None = None
+    model_path: Annotated[
+        Literal["auto", "native", "transformers"],
+        Meta(
+            description="what computes the model: the native decoder, or transformers' code; auto: the first that can"
+        ),
+    ] = "auto"
+    trust_remote_code: Annotated[bool, Meta(description="run Python code that comes with the model")] = False
     load_format: Annotated[
         Literal["auto", "safetensors", "dummy"], Meta(description="dummy: random weights, no files but config.json")
     ] = "auto"
@@ -299,6 +304,8 @@ class ConfigKeywords(TypedDict, total=False):
     """The fields of `EngineConfig` but the model, for type checkers, as keywords; a test holds the two together."""
 
     revision: str | None
+    model_path: Literal["auto", "native", "transformers"]
+    trust_remote_code: bool
     load_format: Literal["auto", "safetensors", "dummy"]
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     quantization: Literal["int8", "int4"] | None

@@ -100,7 +100,13 @@ class InProcess:
 
 async def find(config: EngineConfig, worker: TextWorker, *, with_weights: bool) -> ModelFolder:
     """Resolve a model's folder, in a thread."""
-    resolve = partial(ModelFolder.resolve, config.model, revision=config.revision, with_weights=with_weights)
+    resolve = partial(
+        ModelFolder.resolve,
+        config.model,
+        revision=config.revision,
+        with_weights=with_weights,
+        with_code=config.trust_remote_code,
+    )
     is_here = config.model is None or await worker.run(Path(config.model).exists, None)
     # A download cannot be stopped; a cancelled start, or Ctrl-C, must not wait for gigabytes.
     return await (worker.run(resolve, None) if is_here else run_abandonable(resolve))

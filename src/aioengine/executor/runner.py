@@ -22,11 +22,11 @@ from aioengine.executor.graphs import DecodeGraphs, GraphKey
 from aioengine.executor.launched import LaunchedStep, PinnedBuffers
 from aioengine.executor.step_words import ExtraWords, FixedWords, num_fixed_words
 from aioengine.kernels.attention.paged import PagedAttention
-from aioengine.kernels.operations import LayerAttention, Operations
+from aioengine.kernels.operations import Operations
 from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow, param_of
 from aioengine.kernels.torch.sampling import chunks
 from aioengine.kernels.zeros import lazy_zeros
-from aioengine.models.model import Model, ModelConfig
+from aioengine.models.model import AttendToNothing, Model
 from aioengine.sampler.outputs import DeviceOutputs, OutputSizes
 from aioengine.sampler.processed import CHUNK_ELEMENTS, process_logits
 from aioengine.sampler.processors import ProcessedRow, run_processors
@@ -530,18 +530,3 @@ class Runner:
         """Take in the tokens of the oldest of the steps whose tokens the host must know; waits for them."""
         for _ in range(count):
             self._learning.popleft().learn()
-
-
-class AttendToNothing:
-    """An `Attend` of a step without rows, whose tokens see no keys.
-
-    Args:
-        positions: as there.
-    """
-
-    def __init__(self, config: ModelConfig, positions: Tensor) -> None:
-        self.positions = positions
-        self._size = config.num_heads * config.head_dim
-
-    def __call__(self, qkv: Tensor, layer: LayerAttention) -> Tensor:
-        return qkv.new_zeros(len(qkv), self._size)

@@ -39,7 +39,8 @@ from aioengine.kernels.native.kernels.parts import parts_of
 from aioengine.kernels.native.operations import has_kernels
 from aioengine.models.folder import ModelFolder
 from aioengine.models.formats.catalogue import is_quantised
-from aioengine.models.loader import LoadStopped, Placement, load_decoder, read_config
+from aioengine.models.loader import LoadStopped, Placement
+from aioengine.models.paths import load_model, read_model_config
 from aioengine.progress import LOADING, OnProgress
 from aioengine.scheduler.plan import StepPlan, StepResult
 
@@ -81,15 +82,15 @@ class TorchExecutor:
 
         Args:
             folder: the model's; None: it came from none, and cannot be saved.
-            load: makes the decoder in the device thread, in place of `load_decoder`.
+            load: makes the decoder in the device thread, in place of `load_model`.
             find_accelerator: makes the device in the device thread; absent: the one that ``config.device`` names.
             on_progress: called on the loop.
         Raises:
-            ModelLoadError, ConfigError: as `load_decoder`; ConfigError also when the KV cache is too small.
+            ModelLoadError, ConfigError: as `load_model`; ConfigError also when the KV cache is too small.
         """
         if load is None:
             assert folder is not None
-            load = partial(load_decoder, folder, config)
+            load = partial(load_model, folder, config)
         device = Device(config)
         stats = ExecutorStats()
         thread = DeviceThread(num_threads=config.num_threads, on_end=device.free)
@@ -361,13 +362,13 @@ def _host(config: EngineConfig, folder: ModelFolder | None) -> HostAccelerator:
     Args:
         folder: of the model that comes; None: its dtype is ``config``'s, or float32.
     Raises:
-        ModelLoadError, ConfigError: as `read_config`.
+        ModelLoadError, ConfigError: as `read_model_config`.
     """
     dtype: str = config.dtype if config.dtype != "auto" else "float32"
     quantization: str | None = config.quantization
     if folder is not None:
         quantization = quantization or ("coded" if is_quantised(folder) else None)
-        model = read_config(folder, config)
+        model = read_model_config(folder, config)
         dtype = str(model.dtype).removeprefix("torch.")
         if not has_kernels(model.num_heads, model.num_kv_heads, model.head_dim):
             logger.warning("there are no native kernels for this model's heads, so that steps are slow")

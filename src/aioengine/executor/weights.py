@@ -15,15 +15,15 @@ from aioengine.errors import InvalidRequest, ModelLoadError
 from aioengine.executor.weight_transfer import StagedTensor, WeightTransfer
 from aioengine.models.checkpoint import FILE_DTYPES
 from aioengine.models.decoder import Decoder
-from aioengine.models.families import DecoderConfig
 from aioengine.models.folder import ModelFolder
-from aioengine.models.loader import ON_CPU, Placement, check_kept_alike, check_weights, load_weights
+from aioengine.models.loader import ON_CPU, Placement, check_kept_alike
 from aioengine.models.model import Model
+from aioengine.models.paths import check_weights, load_weights
 from aioengine.models.saver import save_checkpoint
 from aioengine.progress import OnProgress
 
 Load = Callable[..., Model]
-"""Makes a decoder, of placement, on_progress and should_stop as `load_decoder` has them; blocks."""
+"""Makes a decoder, of placement, on_progress and should_stop as `load_model` has them; blocks."""
 
 
 class Weights:
@@ -137,7 +137,6 @@ class Weights:
             ModelLoadError: as `load_weights`; the old ones stay.
         """
         source = folder.absolute()
-        assert isinstance(self.config, DecoderConfig)
         if self.decoder is None:
             check_weights(source, self.config)
         else:
@@ -152,7 +151,6 @@ class Weights:
     def _read(self, source: Path | None, placement: Placement) -> Model:
         if source is None:
             return self._load(placement=placement, on_progress=lambda *_: None, should_stop=self._should_stop)
-        assert isinstance(self.config, DecoderConfig)
         return load_weights(
             source,
             self.config,

@@ -31,7 +31,7 @@ from aioengine.kernels.packed_weight import (
 from aioengine.models.checkpoint import EMBEDDING, HEAD, CheckpointTensor, checkpoint_tensors
 from aioengine.models.experts import ExpertsConfig
 from aioengine.models.families import DecoderConfig
-from aioengine.models.model import Attend
+from aioengine.models.model import Attend, move_weights
 from aioengine.models.rope import Rope
 
 Product = Callable[[Tensor], Tensor]
@@ -375,19 +375,7 @@ class Decoder(nn.Module):
         Raises:
             MemoryError: there is no room for them. They are where they were, as after any other error.
         """
-        moved: list[Tensor] = []
-        try:
-            for parameter in self.parameters():
-                shape, dtype = parameter.shape, parameter.dtype
-                moved.append(torch.empty(shape, dtype=dtype, device=device, pin_memory=is_pinned))
-        except RuntimeError as error:
-            moved.clear()  # the error's traceback would keep it
-            locked = "page-locked " if is_pinned else ""
-            raise MemoryError(f"{self.weight_bytes} bytes of {locked}memory on {device}: {error}") from error
-        for room, parameter in zip(moved, self.parameters(), strict=True):
-            room.copy_(parameter.data)
-        for room, parameter in zip(moved, self.parameters(), strict=True):
-            parameter.data = room
+        move_weights(list(self.parameters()), device, is_pinned=is_pinned)
 
     def weights(self) -> Iterator[Tensor]:
         """As `Model.weights`."""

@@ -21,6 +21,7 @@ DEMO_MODEL = Path(__file__).parent / "demo"
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 GGUF_SUFFIX = ".gguf"
+CODE_FILES = ("*.py",)
 MAX_SMALL_BYTES = 256 * 2**20
 """Of one small file: ten times the largest tokenizer.json."""
 
@@ -48,7 +49,13 @@ class ModelFolder(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def resolve(
-        cls, model: str | None, *, revision: str | None = None, with_weights: bool = True, may_download: bool = True
+        cls,
+        model: str | None,
+        *,
+        revision: str | None = None,
+        with_weights: bool = True,
+        with_code: bool = False,
+        may_download: bool = True,
     ) -> ModelFolder:
         """Find ``model``, downloading it where it is a hub id and the cache lacks files. Blocks: not for an event loop.
 
@@ -59,11 +66,13 @@ class ModelFolder(msgspec.Struct, frozen=True, kw_only=True):
                 for the bundled demo model.
             revision: branch, tag or commit; for a hub id only.
             with_weights: False leaves the weights where they are, for ``load_format="dummy"``.
+            with_code: the modules that come with it, too.
             may_download: False takes what is here alone.
         Raises:
             ModelLoadError: it is nowhere to be found, or its JSON is missing or broken.
         """
-        return cls.read(_locate(model, revision, with_weights, may_download))
+        patterns = [*SMALL_FILES, *(WEIGHT_FILES if with_weights else ()), *(CODE_FILES if with_code else ())]
+        return cls.read(_locate(model, revision, patterns, may_download))
 
     @classmethod
     def read(cls, path: Path) -> ModelFolder:
@@ -217,7 +226,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _locate(model: str | None, revision: str | None, with_weights: bool, may_download: bool) -> Path:
+def _locate(model: str | None, revision: str | None, patterns: list[str], may_download: bool) -> Path:
     if model is None:
         return DEMO_MODEL
     path = Path(model).expanduser()
@@ -236,7 +245,7 @@ def _locate(model: str | None, revision: str | None, with_weights: bool, may_dow
         raise ModelLoadError(f"{model!r}: a file of a hub model must be a .gguf")
     if file:
         return _from_hub(name, revision, [str(all_shards(Path(file)))], may_download) / file
-    return _from_hub(name, revision, [*SMALL_FILES, *(WEIGHT_FILES if with_weights else ())], may_download)
+    return _from_hub(name, revision, patterns, may_download)
 
 
 def _from_hub(model: str, revision: str | None, patterns: list[str], may_download: bool) -> Path:

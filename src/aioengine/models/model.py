@@ -56,6 +56,21 @@ class Attend(Protocol):
         ...
 
 
+class AttendToNothing:
+    """An `Attend` of a step without rows, whose tokens see no keys.
+
+    Args:
+        positions: as there.
+    """
+
+    def __init__(self, config: ModelConfig, positions: Tensor) -> None:
+        self.positions = positions
+        self._size = config.num_heads * config.head_dim
+
+    def __call__(self, qkv: Tensor, layer: LayerAttention) -> Tensor:
+        return qkv.new_zeros(len(qkv), self._size)
+
+
 class Model(Protocol):
     """Token ids in, hidden states and logits out; attention and its cache are the caller's.
 
@@ -135,3 +150,24 @@ class Model(Protocol):
             pairs of (what is kept, its values to be), of one shape and dtype; the old ones stay until they are copied.
         """
         ...
+
+
+def move_weights(weights: list[Tensor], device: torch.device, *, is_pinned: bool) -> None:
+    """As `Model.move`, where they are these tensors. What they leave goes at the end.
+
+    Raises:
+        MemoryError: as there; they are where they were, as after any other error.
+    """
+    moved: list[Tensor] = []
+    try:
+        for tensor in weights:
+            moved.append(torch.empty(tensor.shape, dtype=tensor.dtype, device=device, pin_memory=is_pinned))
+    except RuntimeError as error:
+        moved.clear()  # the error's traceback would keep it
+        locked = "page-locked " if is_pinned else ""
+        num_bytes = sum(tensor.nbytes for tensor in weights)
+        raise MemoryError(f"{num_bytes} bytes of {locked}memory on {device}: {error}") from error
+    for room, tensor in zip(moved, weights, strict=True):
+        room.copy_(tensor.data)
+    for room, tensor in zip(moved, weights, strict=True):
+        tensor.data = room

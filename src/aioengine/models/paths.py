@@ -1,0 +1,149 @@
+"""By which path a model runs: by our decoder, or by transformers' code for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from aioengine.config import EngineConfig
+from aioengine.errors import ModelLoadError
+from aioengine.kernels.packed_weight import Quantization
+from aioengine.models import loader
+from aioengine.models.families import ARCHITECTURES, DecoderConfig
+from aioengine.models.folder import ModelFolder
+from aioengine.models.loader import ON_CPU, Placement
+from aioengine.models.model import Model, ModelConfig
+from aioengine.validation import shorten
+
+
+class PathChoice(msgspec.Struct, frozen=True):
+    """By which path a model runs, and why."""
+
+    path: Literal["native", "transformers"]
+    why: str
+
+
+def choose_path(folder: ModelFolder, config: EngineConfig) -> PathChoice:
+    """By config.json and ``config.model_path``. Imports nothing large, and reads no weights.
+
+    Raises:
+        ModelLoadError: there is no such path for this architecture, or it needs code that may not run.
+    """
+    architecture = _architecture(folder)
+    is_native = architecture in ARCHITECTURES
+    if config.model_path == "native" and not is_native:
+        raise ModelLoadError(
+            f"model_path='native', and {architecture} has no native path; those are {', '.join(ARCHITECTURES)}. With "
+            "'auto' it runs by transformers' code"
+        )
+    if is_native and config.model_path != "transformers":
+        return PathChoice("native", f"{architecture} is a family of the native decoder")
+    why = "model_path says so" if is_native else f"{architecture} has no native path"
+    _check_code(folder, config.trust_remote_code)
+    return PathChoice("transformers", why)
+
+
+def _architecture(folder: ModelFolder) -> str:
+    names = folder.config.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise ModelLoadError(f"{folder.path / 'config.json'}: architectures={shorten(names)}; a list of one is needed")
+    return str(names[0])[:100]
+
+
+def _check_code(folder: ModelFolder, trust_remote_code: bool) -> None:
+    """Refuse code that may not run, and code that is not in the folder, whose revision is the one that was pinned."""
+    modules = folder.config.get("auto_map")
+    if not isinstance(modules, dict):
+        return
+    where = folder.path / "config.json"
+    if not trust_remote_code and not _is_known(folder):
+        raise ModelLoadError(
+            f"{where}: this model needs code of its own ({shorten(modules)}), which runs with all that this process "
+            "may do. Read it, pin a revision of it, and set trust_remote_code=True"
+        )
+    elsewhere = [name for name in modules.values() if "--" in str(name)]
+    if trust_remote_code and elsewhere:
+        raise ModelLoadError(
+            f"{where}: its code is in another repository, at no revision that is pinned ({shorten(elsewhere)}): put it "
+            "into the model's folder, and its name without what is before -- into auto_map"
+        )
+
+
+def _is_known(folder: ModelFolder) -> bool:
+    """Whether transformers has code for it, too."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return folder.config.get("model_type") in CONFIG_MAPPING_NAMES
+
+
+def load_model(
+    folder: ModelFolder,
+    config: EngineConfig,
+    *,
+    placement: Placement = ON_CPU,
+    on_progress: Callable[[int, int], None] | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Model:
+    """By its path; as `aioengine.models.loader.load_decoder`.
+
+    Raises:
+        ModelLoadError, ConfigError, LoadStopped: as there, and as `choose_path`.
+    """
+    load: Callable[..., Model]
+    if choose_path(folder, config).path == "native":
+        load = loader.load_decoder
+    else:
+        from aioengine.models.transformers_loader import load_transformers as load
+    return load(folder, config, placement=placement, on_progress=on_progress, should_stop=should_stop)
+
+
+def read_model_config(folder: ModelFolder, config: EngineConfig) -> ModelConfig:
+    """Of the model that `load_model` makes.
+
+    Raises:
+        ModelLoadError, ConfigError: as there.
+    """
+    if choose_path(folder, config).path == "native":
+        return loader.read_config(folder, config)
+    from aioengine.models.transformers_config import read_transformers_config
+
+    return read_transformers_config(folder, config)
+
+
+def load_weights(
+    folder: Path,
+    config: ModelConfig,
+    *,
+    quantization: Quantization | None = None,
+    placement: Placement = ON_CPU,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Model:
+    """Of a model that is known, from another folder; as `aioengine.models.loader.load_weights`.
+
+    Raises:
+        ModelLoadError, LoadStopped: as there.
+    """
+    if isinstance(config, DecoderConfig):
+        return loader.load_weights(
+            folder, config, quantization=quantization, placement=placement, should_stop=should_stop
+        )
+    from aioengine.models.transformers_config import TransformersConfig
+    from aioengine.models.transformers_loader import load_transformers_weights
+
+    assert isinstance(config, TransformersConfig)
+    return load_transformers_weights(folder, config, placement=placement, should_stop=should_stop)
+
+
+def check_weights(folder: Path, config: ModelConfig) -> None:
+    """Raise what `load_weights` would, but for what only the tensors themselves can tell."""
+    if isinstance(config, DecoderConfig):
+        loader.check_weights(folder, config)
+        return
+    from aioengine.models.transformers_config import TransformersConfig
+    from aioengine.models.transformers_loader import check_transformers_config
+
+    assert isinstance(config, TransformersConfig)
+    check_transformers_config(folder, config)

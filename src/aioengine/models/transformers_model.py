@@ -1,0 +1,169 @@
+"""A model whose layers transformers' own code computes, as an executor's `aioengine.models.model.Model`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aioengine.kernels.attention.paged import StepAttention
+from aioengine.kernels.operations import Operations
+from aioengine.kernels.packed_weight import Quantization
+from aioengine.models.model import Attend, move_weights
+from aioengine.models.transformers_attention import PagedLayer, Rows, RunningStep, rows_of
+from aioengine.models.transformers_config import CACHE_NAMES, TransformersConfig, arguments_of
+
+
+class TransformersModel(nn.Module):
+    """Token ids in, hidden states and logits out, by a causal language model of transformers'.
+
+    Hidden states are what the model beneath its head gives, and logits what its head makes of them, with whatever its
+    code does to them besides.
+
+    Args:
+        model: transformers', with its weights; where it attends by the interface, by `transformers_attention.PAGED`.
+
+    Attributes:
+        model: as given.
+    """
+
+    is_capturable = False
+    quantization: Quantization | None = None
+    operations: Operations
+
+    def __init__(self, config: TransformersConfig, model: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.model = model
+        self._step = RunningStep()
+        for index, name in enumerate(config.attention):
+            layer = PagedLayer(self._step, index, config.windows[index], config.head_dim)
+            model.get_submodule(name).aioengine_layer = layer
+        self._body = model.get_submodule(config.body)
+        arguments = arguments_of(self._body)
+        self._takes_positions = "position_ids" in arguments
+        self._cache_name = next((name for name in CACHE_NAMES if name in arguments), CACHE_NAMES[0])
+        # Its own forward pass, around hidden states that are there: no submodule, since it is the same one again.
+        self._given = _GivenHidden()
+        self._head = (_with_module(model, config.body, self._given),)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights, and of the tables beside them."""
+        return sum(tensor.nbytes for tensor in self.weights())
+
+    def use(self, operations: Operations) -> None:
+        """As `Model.use`; attention alone is computed by them."""
+        self.operations = operations
+
+    def forward(self, token_ids: Tensor, attend: Attend) -> Tensor:
+        """As `Model.__call__`."""
+        if self.config.way == "attention" or not isinstance(attend, StepAttention):
+            return self._side_by_side(token_ids, attend)
+        hidden = None
+        for rows in rows_of(attend):
+            found = self._in_rows(token_ids, rows).flatten(0, 1)
+            if hidden is None:
+                hidden = found.new_zeros(len(token_ids), found.shape[1])
+            hidden[rows.tokens.flatten()] = found
+        if hidden is None:
+            hidden = self.model.get_output_embeddings().weight.new_zeros(len(token_ids), self.config.hidden_size)
+        return hidden
+
+    def begin(self, attend: Attend) -> None:
+        """Let the modules that attend do so by this step."""
+        self._step.attend = attend
+
+    def _side_by_side(self, token_ids: Tensor, attend: Attend) -> Tensor:
+        """All tokens as those of one sequence, which attention tells apart; in the other way, of one that is new."""
+        self.begin(attend)
+        positions = {"position_ids": attend.positions[None].long()} if self._takes_positions else {}
+        return self._base(token_ids[None].long(), use_cache=False, **positions)[0]
+
+    def _in_rows(self, token_ids: Tensor, rows: Rows) -> Tensor:
+        """[b, count, hidden_size]."""
+        positions = {"position_ids": rows.positions} if self._takes_positions else {}
+        return self._base(
+            token_ids.long()[rows.tokens],
+            attention_mask=rows.is_key.long(),
+            use_cache=True,
+            **{self._cache_name: rows.layers(self.config.num_layers)},
+            **positions,
+        )
+
+    def _base(self, input_ids: Tensor, **options: Any) -> Tensor:
+        output = self._body(input_ids=input_ids, **options)
+        self._given.kind = type(output)
+        hidden: Tensor = output[0]
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As `Model.logits`."""
+        self._given.hidden = hidden[None]
+        no_token = torch.zeros(1, 1, dtype=torch.long, device=hidden.device)
+        logits: Tensor = self._head[0](input_ids=no_token, use_cache=False).logits[0].float()
+        return logits
+
+    def move(self, device: torch.device, *, is_pinned: bool = False) -> None:
+        """As `Model.move`."""
+        move_weights(list(self.weights()), device, is_pinned=is_pinned)
+
+    def weights(self) -> Iterator[Tensor]:
+        """As `Model.weights`: parameters and buffers, tied ones once."""
+        yield from self.parameters()
+        yield from self.buffers()
+
+    def _parameters_by_name(self) -> dict[str, Tensor]:
+        """Of the checkpoint, a tied one by each of its names."""
+        found: dict[str, Tensor] = self.model.state_dict(keep_vars=True)
+        return found
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """As `Model.shapes`; names as transformers has them in memory, and saves them where it fuses none."""
+        ties = self.ties()
+        return {name: tuple(each.shape) for name, each in self._parameters_by_name().items() if name not in ties}
+
+    def ties(self) -> dict[str, str]:
+        """As `Model.ties`."""
+        first: dict[int, str] = {}
+        names = ((name, first.setdefault(id(each), name)) for name, each in self._parameters_by_name().items())
+        return {name: kept for name, kept in names if name != kept}
+
+    def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """As `Model.tensors`."""
+        found = self._parameters_by_name()
+        return ((name, found[name].detach()) for name in names)
+
+    def changes(self, tensors: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """As `Model.changes`."""
+        found = self._parameters_by_name()
+        targets = {name: found[name].detach() for name in tensors}
+        return [(target, tensors.pop(name).to(target.dtype)) for name, target in targets.items()]
+
+
+class _GivenHidden(nn.Module):
+    """Stands for the module beneath a head.
+
+    Attributes:
+        hidden: [1, n, hidden_size], what it gives.
+        kind: of that module's output.
+    """
+
+    hidden: Tensor
+    kind: type[Any]
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        if issubclass(self.kind, tuple):
+            return (self.hidden,)
+        return self.kind(last_hidden_state=self.hidden)
+
+
+def _with_module(root: Any, path: str, module: nn.Module) -> Any:
+    """A module that shares all with another, but has one of its modules replaced, by its path."""
+    name, _, rest = path.partition(".")
+    made = copy.copy(root)
+    made._modules = {**root._modules, name: _with_module(root._modules[name], rest, module) if rest else module}
+    return made
