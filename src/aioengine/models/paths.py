@@ -12,7 +12,7 @@ from aioengine.config import EngineConfig
 from aioengine.errors import ModelLoadError
 from aioengine.kernels.packed_weight import Quantization
 from aioengine.models import loader
-from aioengine.models.families import ARCHITECTURES, DecoderConfig
+from aioengine.models.families import ARCHITECTURES, DecoderConfig, native_architecture
 from aioengine.models.folder import ModelFolder
 from aioengine.models.loader import ON_CPU, Placement
 from aioengine.models.model import Model, ModelConfig
@@ -32,15 +32,17 @@ def choose_path(folder: ModelFolder, config: EngineConfig) -> PathChoice:
     Raises:
         ModelLoadError: there is no such path for this architecture, or it needs code that may not run.
     """
-    architecture = _architecture(folder)
-    is_native = architecture in ARCHITECTURES
+    native, architecture = native_architecture(folder.config), _architecture(folder)
+    is_native = native is not None
     if config.model_path == "native" and not is_native:
         raise ModelLoadError(
             f"model_path='native', and {architecture} has no native path; those are {', '.join(ARCHITECTURES)}. With "
             "'auto' it runs by transformers' code"
         )
     if is_native and config.model_path != "transformers":
-        return PathChoice("native", f"{architecture} is a family of the native decoder")
+        return PathChoice("native", f"{native} is a family of the native decoder")
+    if folder.path.is_file():
+        raise ModelLoadError(f"{folder.path}: {architecture} has no native path, by which alone GGUF files run")
     why = "model_path says so" if is_native else f"{architecture} has no native path"
     _check_code(folder, config.trust_remote_code)
     return PathChoice("transformers", why)
@@ -49,7 +51,9 @@ def choose_path(folder: ModelFolder, config: EngineConfig) -> PathChoice:
 def _architecture(folder: ModelFolder) -> str:
     names = folder.config.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        raise ModelLoadError(f"{folder.path / 'config.json'}: architectures={shorten(names)}; a list of one is needed")
+        raise ModelLoadError(
+            f"{folder.source_of('config.json')}: architectures={shorten(names)}; a list of one is needed"
+        )
     return str(names[0])[:100]
 
 

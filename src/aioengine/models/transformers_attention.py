@@ -277,23 +277,16 @@ class Rows:
             [b, kv_heads, num_keys, size] each.
         """
         attention, tokens = self._step.attention, self.tokens.flatten()
-        _, *caches = attention.layers[index]
-        head_dim = head_dim_of(caches[0])
+        _, k_cache, v_cache = attention.layers[index]
+        head_dim = head_dim_of(k_cache)
         k, v = (
             F.pad(new, (0, head_dim - new.shape[3])).transpose(1, 2).reshape(len(tokens), -1) for new in (keys, values)
         )
         # What writes them rotates queries, too: as many heads as there are of keys will do for it.
-        attention.operations.rotate_and_write(
-            torch.cat((k, k, v), dim=1),
-            self._step.positions[tokens],
-            self._step.slots[0][tokens],
-            None,
-            None,
-            0.0,
-            *caches,
-        )
-        found = [_lines(cache, self._slots, keys.dtype).transpose(1, 2) for cache in caches]
-        return found[0][..., : keys.shape[3]], found[1][..., : values.shape[3]]
+        qkv, positions, slots = torch.cat((k, k, v), dim=1), self._step.positions[tokens], self._step.slots[0][tokens]
+        attention.operations.rotate_and_write(qkv, positions, slots, None, None, 0.0, k_cache, v_cache)
+        k, v = (_lines(cache, self._slots, keys.dtype).transpose(1, 2) for cache in (k_cache, v_cache))
+        return k[..., : keys.shape[3]], v[..., : values.shape[3]]
 
 
 def _lines(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
