@@ -29,7 +29,7 @@ from triton.runtime.jit import JITFunction
 from aioengine.kernels import triton_operations as ops
 from aioengine.kernels.attention.choices import DECODE_IN_SPLITS, TUNED, AttentionShape, candidates
 from aioengine.kernels.operations import ExpertWeights, PagedKV
-from aioengine.kernels.packed_weight import in_panels
+from aioengine.kernels.packed_weight import CodedWeight, in_panels
 from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS
 
 BF16, FP8, INT32, FLOAT32 = torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch.float32
@@ -111,6 +111,7 @@ class Storm:
         stacks = (torch.empty(60 * in_panels(n), k, dtype=m.dtype) for n, k in ((704, m.hidden), (m.hidden, 352)))
         gate_up, down = (ops.pack(stack) for stack in stacks)
         self.experts = ExpertWeights(num_experts=60, hidden=m.hidden, intermediate=352, gate_up=gate_up, down=down)
+        self.coded = [ops.pack(each, None, m.dtype) for each in of_codes(m.hidden)]
         self.caches = torch.empty(4, 1001, 16, m.num_kv_heads, m.head_dim, dtype=m.cache_dtype)
 
     def view(self, *shape: int, dtype: torch.dtype = INT32) -> Tensor:
@@ -136,6 +137,8 @@ class Storm:
         ops.rms_norm_add(x, torch.empty_like(x), x.new_empty(m.hidden), 1e-5, 1.0)
         ops.gated_activation(x.new_empty(num_tokens, 2 * m.intermediate))
         ops.scale(x, 2.0)
+        for coded in self.coded:
+            ops.linear(x, coded, None, torch.float32)
         ids, weights = ops.route(torch.empty(num_tokens, 60), 60, 4, is_normalised=True)
         ops.experts(x, ids, weights, self.experts)
         rows = self.view(max(num_decodes + num_tiles, 1), 4)
@@ -195,6 +198,14 @@ class Storm:
             self.forward(num_tokens, min(num_tokens, pick(1, 48)), pick(1, 48), num_splits, max_context)
         for num_samples in (*range(1, NUM_ROWS + 1), 257, 272, 500, 512, 1000, 1024, 9000):
             self.sample(num_samples, pick(1, 100), pick(1, 64), pick(0, 32))
+
+
+def of_codes(num_inputs: int) -> Iterator[CodedWeight]:
+    """Of each kind of codes one weight."""
+    e4m3 = torch.arange(256, dtype=torch.uint8).view(FP8).float()
+    for bits, table, group in ((4, None, 128), (4, torch.zeros(16), 32), (8, None, num_inputs), (8, e4m3, 128)):
+        codes, scales = torch.zeros(256, num_inputs, dtype=torch.uint8), torch.ones(256, -(-num_inputs // group))
+        yield CodedWeight(codes, bits, table, scales, scales if bits == 4 else None, group)
 
 
 def _specialised(x: Any, size: Any) -> None:

@@ -10,6 +10,7 @@ from triton import knobs
 
 from aioengine.kernels.attention.paged_decode import attend_decode
 from aioengine.kernels.attention.paged_prefill import attend_prefill, prefill_tile
+from aioengine.kernels.layers.coded_linear import linear, pack
 from aioengine.kernels.layers.experts import experts
 from aioengine.kernels.layers.gated_activation import gated_activation
 from aioengine.kernels.layers.rms_norm import add_rms_norm, rms_norm, rms_norm_add
@@ -27,7 +28,7 @@ from aioengine.kernels.sampling.look_up import look_up
 from aioengine.kernels.sampling.penalties import penalise
 from aioengine.kernels.sampling.top_logprobs import top_logprobs
 from aioengine.kernels.torch.attention import attention_output
-from aioengine.kernels.torch.products import embed, linear, pack, unpack, unpack_codes
+from aioengine.kernels.torch.products import embed, unpack, unpack_codes
 
 IS_TUNABLE = not knobs.runtime.interpret
 """Whether it matters how attention is launched: in the interpreter it does not."""
