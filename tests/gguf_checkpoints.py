@@ -6,6 +6,8 @@ The package is llama.cpp's own, and its names, types and quantisation are the re
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,54 +21,118 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, tra
 from transformers.tokenization_utils_base import generate_merges
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+ARCHITECTURES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+    "phi3": "phi3",
+    "olmo2": "olmo2",
+    "granite": "granite",
+    "smollm3": "smollm3",
+    "glm4": "glm4",
+    "seed_oss": "seed_oss",
+    "exaone4": "exaone4",
+}
 """transformers' model type → llama.cpp's architecture."""
 
-PAIRED = {"llama"}
+PAIRED = {"llama", "granite", "smollm3"}
 ADD_ENDS = (gguf.GGUFWriter.add_eos_token_id, gguf.GGUFWriter.add_eot_token_id)
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
+NUMBERS = {
+    "max_position_embeddings": gguf.GGUFWriter.add_context_length,
+    "hidden_size": gguf.GGUFWriter.add_embedding_length,
+    "num_hidden_layers": gguf.GGUFWriter.add_block_count,
+    "intermediate_size": gguf.GGUFWriter.add_feed_forward_length,
+    "num_attention_heads": gguf.GGUFWriter.add_head_count,
+    "num_key_value_heads": gguf.GGUFWriter.add_head_count_kv,
+    "rms_norm_eps": gguf.GGUFWriter.add_layer_norm_rms_eps,
+    "vocab_size": gguf.GGUFWriter.add_vocab_size,
+    "num_experts": gguf.GGUFWriter.add_expert_count,
+    "num_local_experts": gguf.GGUFWriter.add_expert_count,
+    "num_experts_per_tok": gguf.GGUFWriter.add_expert_used_count,
+    "moe_intermediate_size": gguf.GGUFWriter.add_expert_feed_forward_length,
+    "shared_expert_intermediate_size": gguf.GGUFWriter.add_expert_shared_feed_forward_length,
+    "sliding_window": gguf.GGUFWriter.add_sliding_window,
+    "attn_logit_softcapping": gguf.GGUFWriter.add_attn_logit_softcapping,
+    "final_logit_softcapping": gguf.GGUFWriter.add_final_logit_softcapping,
+    "attention_multiplier": gguf.GGUFWriter.add_attention_scale,
+    "embedding_multiplier": gguf.GGUFWriter.add_embedding_scale,
+    "residual_multiplier": gguf.GGUFWriter.add_residual_scale,
+    "logits_scaling": gguf.GGUFWriter.add_logit_scale,
 }
+"""What writes a field of config.json."""
+
+WINDOWED = {"gemma2", "gemma3", "phi3", "exaone4"}
+EXPERT = re.compile(r"(.+experts)\.(\d+)\.(.+)\.weight")
+ROUTERS = ("mlp.gate.weight", "block_sparse_moe.gate.weight", "shared_expert_gate.weight")
+"""They stay float32."""
 
 
 def write_gguf(source: Path, file: Path, *, kind: Type = Type.F32, pre: str = "gpt-2") -> Path:
     """Write the checkpoint in a folder, its config and its tokenizer, if it has one, to a GGUF file.
 
-    Matrices are of ``kind``; vectors are float32.
+    Matrices are of ``kind``; vectors and routers are float32.
     """
     config = json.loads((source / "config.json").read_text())
     arch = ARCHITECTURES[config["model_type"]]
     file.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(file, arch)
-    _write_config(writer, config)
+    _write_config(writer, config, arch)
     if (source / "tokenizer.json").is_file():
         write_tokenizer(writer, source, config["vocab_size"], pre)
-    for name, values in load_file(source / "model.safetensors").items():
-        if name == "lm_head.weight" and config["tie_word_embeddings"]:
-            continue
-        is_vector = values.dim() == 1
-        array = values.float().numpy() if is_vector else quantized(values.float().numpy(), kind)
-        if arch in PAIRED and ("q_proj" in name or "k_proj" in name):
-            array = _pairs(array, config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"])
-        writer.add_tensor(_name(name), array, raw_dtype=Type.F32 if is_vector else kind)
+    for name, array, its_kind in _tensors(source, config, arch, kind):
+        writer.add_tensor(name, array, raw_dtype=its_kind)
+    finish(writer)
+    return file
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return file
+
+
+def _tensors(
+    source: Path, config: dict[str, Any], arch: str, kind: Type
+) -> Iterator[tuple[str, np.ndarray[Any, Any], Type]]:
+    """The model's tensors by llama.cpp's names, and their types."""
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper().replace("-", "_")], config["num_hidden_layers"])
+    stacks: dict[str, list[np.ndarray[Any, Any]]] = {}
+    for name, values in sorted(load_file(source / "model.safetensors").items(), key=_in_order):
+        if name == "lm_head.weight" and config["tie_word_embeddings"]:
+            continue
+        its_kind = kind_of(name, values, kind)
+        array = values.float().numpy() if its_kind == Type.F32 else quantized(values.float().numpy(), its_kind)
+        if arch in PAIRED and ("q_proj" in name or "k_proj" in name):
+            array = _pairs(array, config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"])
+        if arch.startswith("gemma") and name.endswith("norm.weight"):
+            array = array + 1
+        expert = EXPERT.fullmatch(name)
+        if expert is None:
+            yield names.get_name(name, try_suffixes=(".weight", ".bias")), array, its_kind
+            continue
+        stack = stacks.setdefault(f"{expert[1]}.{expert[3]}", [])
+        stack.append(array)
+        count = config.get("num_experts") or config.get("num_local_experts")
+        if len(stack) == count:
+            yield f"{names.get_name(f'{expert[1]}.{expert[3]}')}.weight", np.stack(stack), its_kind
+
+
+def _in_order(item: tuple[str, Any]) -> tuple[str, int]:
+    """Experts by their numbers."""
+    expert = EXPERT.fullmatch(item[0])
+    return (item[0], 0) if expert is None else (f"{expert[1]}.{expert[3]}", int(expert[2]))
+
+
+def kind_of(name: str, values: torch.Tensor, kind: Type) -> Type:
+    """In a file whose matrices are of ``kind``."""
+    return Type.F32 if values.dim() == 1 or name.endswith(ROUTERS) else kind
 
 
 def dequantized(source: Path, folder: Path, kind: Type) -> Path:
@@ -79,9 +145,9 @@ def dequantized(source: Path, folder: Path, kind: Type) -> Path:
     (folder / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))
     tensors = {}
     for name, values in load_file(source / "model.safetensors").items():
-        array = values.float().numpy()
-        if array.ndim > 1:
-            array = gguf.quants.dequantize(quantized(array, kind), kind)
+        array, its_kind = values.float().numpy(), kind_of(name, values, kind)
+        if its_kind != Type.F32:
+            array = gguf.quants.dequantize(quantized(array, its_kind), its_kind)
         tensors[name] = torch.from_numpy(array.reshape(values.shape).copy())
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
@@ -120,36 +186,33 @@ def _pairs(array: np.ndarray, num_heads: int) -> np.ndarray:
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(array.shape))
 
 
-def _name(name: str) -> str:
-    stem, _, kind = name.rpartition(".")
-    if stem in NAMES:
-        return f"{NAMES[stem]}.{kind}"
-    _, _, layer, inner = stem.split(".", 3)
-    return f"blk.{layer}.{NAMES[inner]}.{kind}"
-
-
-def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) -> None:
     writer.add_name("tiny")
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_vocab_size(config["vocab_size"])
+    for name, add in NUMBERS.items():
+        if config.get(name) is not None and (name != "sliding_window" or arch in WINDOWED):
+            add(writer, config[name])
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
     rope = config["rope_parameters"]
+    if "full_attention" in rope:
+        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+        rope = rope["full_attention"]
+    num_turned = int(head_dim * rope.get("partial_rotary_factor", 1))
+    writer.add_rope_dimension_count(num_turned)
     writer.add_rope_freq_base(rope["rope_theta"])
-    if rope["rope_type"] in ("linear", "yarn"):
-        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+    kind = rope["rope_type"]
+    if kind in ("linear", "yarn", "longrope"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+    if kind in ("linear", "yarn"):
         writer.add_rope_scaling_factor(rope["factor"])
-    if rope["rope_type"] == "yarn":
+    if kind in ("yarn", "longrope"):
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    if rope["rope_type"] == "llama3":
+    if kind == "longrope":
+        writer.add_rope_scaling_attn_factors(rope["attention_factor"])
+        for length in ("long", "short"):
+            writer.add_tensor(f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], np.float32))
+    if kind == "llama3":
         writer.add_tensor("rope_freqs.weight", llama3_factors(rope, head_dim))
     ends = config["eos_token_id"]
     for token_id, add in zip([ends, ends] if isinstance(ends, int) else ends, ADD_ENDS, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,39 @@ from aioengine.models.formats.gguf_file import BLOCKS
 from aioengine.models.formats.gguf_tensors import read_gguf
 from aioengine.models.formats.safetensors import read_header
 from aioengine.models.formats.stored import Files
+from aioengine.models.loader import check_weights
+from aioengine.models.rope import Rope
 
 SIZES = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 256, "num_hidden_layers": 2}
 """Rows of whole blocks of 256."""
 
-FAMILIES = ("llama2", "llama-linear", "llama-yarn", "qwen2", "qwen3")
+SLIDING, FULL = "sliding_attention", "full_attention"
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama2": {},
+    "llama3": {},
+    "llama-linear": {},
+    "llama-yarn": {},
+    "mistral": {"sliding_window": None},
+    "qwen2": {},
+    "qwen3": {},
+    "mixtral": {"sliding_window": None},
+    "qwen2-moe": {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "decoder_sparse_step": 1},
+    "qwen3-moe": {"moe_intermediate_size": 64, "mlp_only_layers": []},
+    "gemma2": {"query_pre_attn_scalar": 16, "tie_word_embeddings": True},
+    "gemma3": {"query_pre_attn_scalar": 16, "num_hidden_layers": 6, "layer_types": [*[SLIDING] * 5, FULL]},
+    "phi3": {},
+    "phi3-long": {},
+    "phi4-mini": {},
+    "olmo2": {},
+    "granite": {},
+    "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]},
+    "glm4": {},
+    "seed-oss": {},
+    "exaone4": {"num_hidden_layers": 4, "layer_types": [*[SLIDING] * 3, FULL]},
+}
+"""Of the families' tiny checkpoints what must be as llama.cpp has it in its code, or whole blocks of 32."""
+
+CHECKED = [("llama3", "Q8_0"), ("qwen3", "BF16"), ("qwen2-moe", "Q8_0"), ("gemma3", "Q4_0"), ("granite", "F16")]
 PROMPTS = ([5, 6, 7, 8, 9, 77, 300], list(range(3, 60)))
 MAX_TOKENS = 12
 WEIGHTS = "model.safetensors"
@@ -67,25 +96,39 @@ def tokens_by_transformers(folder: Path) -> list[list[int]]:
     return [output[len(prompt) :] for prompt, output in zip(PROMPTS, outputs, strict=True)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", few(["Q4_K"], BLOCKS))
+@pytest.mark.parametrize(("family", "kind"), few(CHECKED, product(FAMILIES, ("F16", "BF16", "Q8_0", "Q4_0"))))
 async def test_an_engine_gives_the_tokens_of_transformers_with_the_dequantised_weights(
     family: str, kind: str, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    source = checkpoint(family, **SIZES)
+    source = checkpoint(family, **FAMILIES[family])
     file = write_gguf(source, tmp_path / "model.gguf", kind=Type[kind])
     assert await tokens_of(file) == tokens_by_transformers(dequantized(source, tmp_path / "dense", Type[kind]))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_config_says_what_config_json_says(family: str, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    source = checkpoint(family, **SIZES)
-    found = read_decoder_config(ModelFolder.read(write_gguf(source, tmp_path / "model.gguf")))
-    wanted = read_decoder_config(ModelFolder.read(source))
+@pytest.mark.parametrize("kind", few(["Q4_K", "Q6_K"], BLOCKS))
+async def test_each_type_runs_at_its_own_width(kind: str, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    source = checkpoint("qwen2", **SIZES)
+    file = write_gguf(source, tmp_path / "model.gguf", kind=Type[kind])
+    assert await tokens_of(file) == tokens_by_transformers(dequantized(source, tmp_path / "dense", Type[kind]))
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "mistral"])  # it is called Llama there
+def test_config_and_tensors_are_the_checkpoints(family: str, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    source = checkpoint(family, **FAMILIES[family])
+    file = write_gguf(source, tmp_path / "model.gguf")
+    found, wanted = (read_decoder_config(ModelFolder.read(path)) for path in (file, source))
     for name in wanted.__struct_fields__:
-        value = getattr(wanted, name)
-        # A file's numbers are float32.
-        assert getattr(found, name) == (pytest.approx(value, rel=1e-7) if isinstance(value, float) else value), name
+        assert near(getattr(found, name), getattr(wanted, name)), name
+    check_weights(file, found)
+
+
+def near(found: Any, wanted: Any) -> bool:
+    """Numbers of a GGUF file are float32."""
+    if isinstance(wanted, Rope):
+        return near((found.inv_freq, found.scale), (wanted.inv_freq, wanted.scale))
+    if isinstance(wanted, tuple):
+        return len(found) == len(wanted) and all(map(near, found, wanted))
+    return bool(found == (pytest.approx(wanted, rel=1e-6) if isinstance(wanted, float) else wanted))
 
 
 def test_a_folder_stands_for_the_file_in_it(checkpoint: Callable[..., Path], tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import gguf
 import pytest
 import transformers
-from gguf_checkpoints import sentencepiece, write_tokenizer
+from gguf_checkpoints import finish, sentencepiece, write_tokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2_PATTERN
 
@@ -100,15 +100,8 @@ def save(tokenizer: Tokenizer, folder: Path, name: str) -> Path:
     file = folder / "model.gguf"
     writer = gguf.GGUFWriter(file, "llama")
     write_tokenizer(writer, folder, tokenizer.get_vocab_size(), name)
-    close(writer)
+    finish(writer)
     return file
-
-
-def close(writer: gguf.GGUFWriter) -> None:
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def test_the_chat_template_and_the_named_tokens_are_there(tmp_path: Path) -> None:
@@ -121,7 +114,7 @@ def test_the_chat_template_and_the_named_tokens_are_there(tmp_path: Path) -> Non
 
 
 def test_a_file_without_a_vocabulary_has_no_tokenizer(tmp_path: Path) -> None:
-    close(gguf.GGUFWriter(tmp_path / "model.gguf", "llama"))
+    finish(gguf.GGUFWriter(tmp_path / "model.gguf", "llama"))
     assert not has_tokenizer(tmp_path / "model.gguf")
     with pytest.raises(ModelLoadError, match="has no tokenizer; give prompts as token ids"):
         load_tokenizer(tmp_path / "model.gguf")
@@ -146,7 +139,7 @@ def test_what_is_wrong_with_a_vocabulary_is_named(
     writer.add_tokenizer_model(model)
     writer.add_token_list(["a", "b"])
     change(writer)
-    close(writer)
+    finish(writer)
     with pytest.raises(ModelLoadError, match=problem) as raised:
         load_tokenizer(tmp_path / "model.gguf")
     assert str(tmp_path / "model.gguf") in str(raised.value)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -17,7 +16,7 @@ import torch
 from aioengine.errors import ConfigError, ModelLoadError
 from aioengine.kernels.operations import Activation
 from aioengine.models.experts import ExpertFields, ExpertsConfig
-from aioengine.models.folder import ModelFolder
+from aioengine.models.folder import ModelFolder, is_gguf
 from aioengine.models.model import ModelConfig
 from aioengine.models.rope import ROPE_TYPES, Lengths, Rope, RopeParameters, head_order, read_rope, rotated_size
 from aioengine.validation import shorten
@@ -442,7 +441,7 @@ def _read(folder: ModelFolder, dtype: str, max_model_len: int | None) -> Decoder
         config = config | {"sliding_window": None}  # as Qwen2-MoE is saved, which has no window then
     _check_numbers(config.get)
     known = known_fields(config, family) if folder.config["architectures"] == [architecture] else None
-    fields = _of_family(family, known or _fields_by_transformers(folder.path, config))
+    fields = _of_family(family, known or _fields_by_transformers(folder, config))
     _check_numbers(lambda name: getattr(fields, name, None))
     _check_features(family, fields)
     num_heads, num_kv_heads = fields.num_attention_heads, fields.num_key_value_heads or fields.num_attention_heads
@@ -540,7 +539,7 @@ def known_fields(config: dict[str, Any], family: Family) -> ConfigFields | None:
     return msgspec.structs.replace(fields, layer_types=layer_types, sliding_window=window)
 
 
-def _fields_by_transformers(folder: Path, stated: dict[str, Any]) -> ConfigFields:
+def _fields_by_transformers(folder: ModelFolder, stated: dict[str, Any]) -> ConfigFields:
     """
     Args:
         stated: config.json, or what it says of the text part.
@@ -548,7 +547,12 @@ def _fields_by_transformers(folder: Path, stated: dict[str, Any]) -> ConfigField
     import transformers
 
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if is_gguf(folder.path):
+            config = transformers.CONFIG_MAPPING[folder.config["model_type"]].from_dict(folder.config)
+        else:
+            config = transformers.AutoConfig.from_pretrained(
+                folder.path, local_files_only=True, trust_remote_code=False
+            )
         fields = config.get_text_config(decoder=True).to_dict()
         # A wrapper says for its text part whether the head is tied, and may say its dtype.
         stated = {"dtype": stated.get("torch_dtype"), **stated}

@@ -21,29 +21,41 @@ from aioengine.validation import shorten
 
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 
-ROPE_FACTORS = "rope_freqs.weight"
-"""By how much slower each pair of numbers turns: what Llama 3.1's scaling comes to."""
-
-NOT_OF_THE_MODEL = (ROPE_FACTORS,)
-"""Tensors that are read with the config."""
+ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""How many times slower each pair of numbers turns: what Llama 3.1's scaling comes to, and longrope's two lists. They
+are of the config here, and no tensors of the model."""
 
 OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+EXPERT = "{expert}"
 INNER = {
     "attn_norm": "input_layernorm",
+    "attn_qkv": "self_attn.qkv_proj",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": f"mlp.experts.{EXPERT}.gate_proj",
+    "ffn_up_exps": f"mlp.experts.{EXPERT}.up_proj",
+    "ffn_down_exps": f"mlp.experts.{EXPERT}.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
-"""Of a layer's tensors, without "blk.N." and ".weight"."""
+"""Of a layer's tensors, without "blk.N." and ".weight"; with `EXPERT` it is a stack of matrices, one an expert."""
 
-FIELDS: dict[str, tuple[str, type]] = {
+LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+Fields = dict[str, tuple[str, type]]
+FIELDS: Fields = {
     "hidden_size": ("embedding_length", int),
     "intermediate_size": ("feed_forward_length", int),
     "num_hidden_layers": ("block_count", int),
@@ -53,9 +65,24 @@ FIELDS: dict[str, tuple[str, type]] = {
     "max_position_embeddings": ("context_length", int),
     "rms_norm_eps": ("attention.layer_norm_rms_epsilon", float),
 }
-EXPERT = "{expert}"
-LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 REQUIRED = FIELDS.keys() - {"head_dim", "num_key_value_heads"}
+OF_EXPERTS: Fields = {
+    "num_experts": ("expert_count", int),
+    "num_experts_per_tok": ("expert_used_count", int),
+    "moe_intermediate_size": ("expert_feed_forward_length", int),
+}
+WINDOW: Fields = {"sliding_window": ("attention.sliding_window", int)}
+SOFT_CAPS: Fields = {
+    "attn_logit_softcapping": ("attn_logit_softcapping", float),
+    "final_logit_softcapping": ("final_logit_softcapping", float),
+}
+GRANITES: Fields = {
+    "attention_multiplier": ("attention.scale", float),
+    "embedding_multiplier": ("embedding_scale", float),
+    "residual_multiplier": ("residual_scale", float),
+    "logits_scaling": ("logit_scale", float),
+}
+MAX_FACTORS = 2**16
 
 
 class GgufFamily(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,33 +97,137 @@ class GgufFamily(msgspec.Struct, frozen=True, kw_only=True):
             that turn together are neighbours; transformers has them half a head apart.
         has_one_added: whether the weights of norms are what the normalised values are multiplied with; transformers
             keeps them less one.
-        more: further fields of the config.
+        more: further fields of the config, of the file and of the config so far.
     """
 
     architecture: str
     model_type: str
     names: dict[str, str] = {}
-    fields: dict[str, tuple[str, type]] = {}
+    fields: Fields = {}
     has_pairs: bool = False
     has_one_added: bool = False
-    more: Callable[[GgufFile], dict[str, Any]] = lambda file: {}
+    more: Callable[[GgufFile, dict[str, Any]], dict[str, Any]] = lambda file, config: {}
 
     def name_of(self, inner: str) -> str:
-        """Of a layer's tensor, with `EXPERT` in place of an expert's number."""
+        """Of a layer's tensor."""
         return self.names.get(inner) or INNER.get(inner, inner)
 
 
-def _biases(file: GgufFile) -> dict[str, Any]:
-    return {"attention_bias": "blk.0.attn_q.bias" in file.tensors, "mlp_bias": "blk.0.ffn_up.bias" in file.tensors}
+def _biases(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "attention_out_bias": "blk.0.attn_output.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_down.bias" in file.tensors,
+    }
 
+
+def _experts(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    # llama.cpp has each architecture's way of weighing in its code.
+    return {"norm_topk_prob": config["model_type"] != "qwen2_moe", "qkv_bias": "blk.0.attn_q.bias" in file.tensors}
+
+
+def _phi3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    length = file.get("phi3.rope.scaling.original_context_length", int, config["max_position_embeddings"])
+    return {"original_max_position_embeddings": length}
+
+
+def _gemma(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    """What llama.cpp has in its code: the largest models scale queries by all heads' share of the hidden size."""
+    is_largest = config["num_hidden_layers"] == {"gemma2": 46, "gemma3_text": 62}[config["model_type"]]
+    by_heads = config["hidden_size"] // max(1, config["num_attention_heads"])
+    fields = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": by_heads}
+    return fields if is_largest else {**fields, "query_pre_attn_scalar": config["head_dim"]}
+
+
+def _gemma3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    theta = file.get("gemma3.rope.freq_base_swa", float, 10000.0)
+    of_windows = {"rope_type": "default", "rope_theta": theta}
+    rope = {"full_attention": config["rope_parameters"], "sliding_attention": of_windows}
+    return {**_gemma(file, config), "layer_types": _every(6, config), "rope_parameters": rope}
+
+
+def _exaone4(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    return {"layer_types": _every(4, config)} if "sliding_window" in config else {"sliding_window": None}
+
+
+def _every(number: int, config: dict[str, Any]) -> list[str]:
+    """Each so-manieth layer attends to all tokens, the others have a window."""
+    layers = range(1, min(config["num_hidden_layers"], MAX_LAYERS) + 1)
+    return ["sliding_attention" if layer % number else "full_attention" for layer in layers]
+
+
+MAX_LAYERS = 4096
 
 FAMILIES = {
     # Mistral's models, too: without its windows, which its later ones have not.
     "llama": GgufFamily(architecture="LlamaForCausalLM", model_type="llama", has_pairs=True, more=_biases),
     "qwen2": GgufFamily(architecture="Qwen2ForCausalLM", model_type="qwen2"),
     "qwen3": GgufFamily(architecture="Qwen3ForCausalLM", model_type="qwen3", more=_biases),
+    "qwen2moe": GgufFamily(
+        architecture="Qwen2MoeForCausalLM",
+        model_type="qwen2_moe",
+        fields={**OF_EXPERTS, "shared_expert_intermediate_size": ("expert_shared_feed_forward_length", int)},
+        more=_experts,
+    ),
+    "qwen3moe": GgufFamily(
+        architecture="Qwen3MoeForCausalLM", model_type="qwen3_moe", fields=OF_EXPERTS, more=_experts
+    ),
+    "gemma2": GgufFamily(
+        architecture="Gemma2ForCausalLM",
+        model_type="gemma2",
+        names={"ffn_norm": "pre_feedforward_layernorm"},
+        fields={**WINDOW, **SOFT_CAPS},
+        has_one_added=True,
+        more=_gemma,
+    ),
+    "gemma3": GgufFamily(
+        architecture="Gemma3ForCausalLM",
+        model_type="gemma3_text",
+        names={"ffn_norm": "pre_feedforward_layernorm"},
+        fields={**WINDOW, **SOFT_CAPS},
+        has_one_added=True,
+        more=_gemma3,
+    ),
+    "phi3": GgufFamily(
+        architecture="Phi3ForCausalLM",
+        model_type="phi3",
+        names={"ffn_up": "mlp.gate_up_proj"},
+        fields=WINDOW,
+        more=_phi3,
+    ),
+    "olmo2": GgufFamily(architecture="Olmo2ForCausalLM", model_type="olmo2", more=_biases),
+    "granite": GgufFamily(
+        architecture="GraniteForCausalLM", model_type="granite", fields=GRANITES, has_pairs=True, more=_biases
+    ),
+    "smollm3": GgufFamily(architecture="SmolLM3ForCausalLM", model_type="smollm3", has_pairs=True, more=_biases),
+    "glm4": GgufFamily(
+        architecture="Glm4ForCausalLM",
+        model_type="glm4",
+        names={
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+            "ffn_up": "mlp.gate_up_proj",
+        },
+        more=_biases,
+    ),
+    "seed_oss": GgufFamily(architecture="SeedOssForCausalLM", model_type="seed_oss", more=_biases),
+    "exaone4": GgufFamily(architecture="Exaone4ForCausalLM", model_type="exaone4", fields=WINDOW, more=_exaone4),
 }
 """By general.architecture."""
+
+MIXTRAL = GgufFamily(
+    architecture="MixtralForCausalLM",
+    model_type="mixtral",
+    names={
+        "ffn_gate_inp": "block_sparse_moe.gate",
+        "ffn_gate_exps": f"block_sparse_moe.experts.{EXPERT}.w1",
+        "ffn_up_exps": f"block_sparse_moe.experts.{EXPERT}.w3",
+        "ffn_down_exps": f"block_sparse_moe.experts.{EXPERT}.w2",
+    },
+    fields={"num_local_experts": ("expert_count", int), "num_experts_per_tok": ("expert_used_count", int)},
+    has_pairs=True,
+)
+"""A "llama" with experts."""
 
 
 def family_of(file: GgufFile) -> GgufFamily:
@@ -104,9 +235,11 @@ def family_of(file: GgufFile) -> GgufFamily:
     ModelLoadError: the architecture is not supported.
     """
     name = file.get("general.architecture", str)
+    if name == "olmo2" and "olmo2.attention.sliding_window" in file.metadata:
+        raise ModelLoadError(f"{file.path}: OLMo 3, which has windows, is not supported in GGUF")
     if name not in FAMILIES:
         raise ModelLoadError(f"{file.path}: architecture {shorten(name)} in GGUF; supported: {', '.join(FAMILIES)}")
-    return FAMILIES[name]
+    return MIXTRAL if name == "llama" and file.get("llama.expert_count", int, 0) else FAMILIES[name]
 
 
 def config_of(file: GgufFile) -> dict[str, Any]:
@@ -126,14 +259,11 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     if "head_dim" not in config and config["num_attention_heads"]:
         config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
     config.setdefault("num_key_value_heads", config["num_attention_heads"])
-    return {
-        **config,
-        "vocab_size": _vocab_size(file),
-        "tie_word_embeddings": "output.weight" not in file.tensors,
-        "rope_parameters": _rope(file, prefix, config),
-        "dtype": _dtype(file),
-        **family.more(file),
-    }
+    config["vocab_size"] = _vocab_size(file)
+    config["tie_word_embeddings"] = "output.weight" not in file.tensors
+    config["rope_parameters"] = _rope(file, prefix, config)
+    config["dtype"] = _dtype(file)
+    return config | family.more(file, config)
 
 
 def _vocab_size(file: GgufFile) -> int:
@@ -149,40 +279,41 @@ def _dtype(file: GgufFile) -> str:
 
 
 def _rope(file: GgufFile, prefix: str, config: dict[str, Any]) -> dict[str, Any]:
-    head_dim = config["head_dim"]
-    num_turned = file.get(f"{prefix}.rope.dimension_count", int, head_dim)
-    rope = {"rope_type": "default", "rope_theta": file.get(f"{prefix}.rope.freq_base", float, 10000.0)}
+    def stated(key: str, kind: type, default: Any = None) -> Any:
+        return file.get(f"{prefix}.rope.{key}", kind, default)
+
+    head_dim = config.get("head_dim", 0)
+    rope = {"rope_type": "default", "rope_theta": stated("freq_base", float, 10000.0)}
+    num_turned = stated("dimension_count", int, head_dim)
     if num_turned != head_dim:
-        rope["partial_rotary_factor"] = num_turned / head_dim
-    kind = file.get(f"{prefix}.rope.scaling.type", str, "none")
+        rope["partial_rotary_factor"] = num_turned / max(1, head_dim)
+    length = stated("scaling.original_context_length", int, config["max_position_embeddings"])
+    kind, scale = stated("scaling.type", str, "none"), stated("scaling.attn_factor", float)
+    if kind not in ("none", "linear", "yarn", "longrope"):
+        raise ModelLoadError(f"{file.path}: rope.scaling.type={shorten(kind)}; supported: linear, yarn, longrope")
     if kind in ("linear", "yarn"):
-        rope["rope_type"] = kind
-        rope["factor"] = file.get(f"{prefix}.rope.scaling.factor", float, 1.0)
-    elif kind not in ("none", "longrope"):
-        raise ModelLoadError(
-            f"{file.path}: {prefix}.rope.scaling.type={shorten(kind)}; supported: linear, yarn, longrope"
-        )
+        rope |= {"rope_type": kind, "factor": stated("scaling.factor", float, 1.0)}
     if kind == "yarn":
-        length = file.get(f"{prefix}.rope.scaling.original_context_length", int)
-        rope["original_max_position_embeddings"] = length or config["max_position_embeddings"]
-    if ROPE_FACTORS in file.tensors:
-        factors = _numbers(file.tensors[ROPE_FACTORS])
-        rope |= {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "attention_factor": 1.0}
+        rope["original_max_position_embeddings"] = length
+        for name in ("beta_fast", "beta_slow"):
+            if (value := stated(f"scaling.yarn_{name}", float)) is not None:
+                rope[name] = value
+    factors = [_factors(file.tensors[name]) for name in ROPE_FACTORS if name in file.tensors]
+    if factors:
+        # All that the scaling of Llama 3.1 does is longrope with one list for all lengths.
+        rope |= {"rope_type": "longrope", "long_factor": factors[0], "short_factor": factors[-1]}
+        rope |= {"original_max_position_embeddings": length, "attention_factor": 1.0 if scale is None else scale}
     return rope
 
 
-def _numbers(tensor: GgufTensor) -> list[float]:
-    """Of a small tensor in float32."""
-    if tensor.type != "F32" or math.prod(tensor.shape) > MAX_NUMBERS:
+def _factors(tensor: GgufTensor) -> list[float]:
+    if tensor.type != "F32" or math.prod(tensor.shape) > MAX_FACTORS:
         raise ModelLoadError(f"{tensor.path}: tensor {tensor.name} is {tensor.type} of shape {list(tensor.shape)}")
     try:
         values = np.fromfile(tensor.path, "<f4", math.prod(tensor.shape), offset=tensor.offset)
     except OSError as error:
         raise ModelLoadError(f"{tensor.path} cannot be read: {error.strerror or error}") from error
     return [float(value) for value in values]
-
-
-MAX_NUMBERS = 2**16
 
 
 def generation_config_of(file: GgufFile) -> dict[str, Any]:
@@ -218,17 +349,19 @@ def named_tensors(file: GgufFile) -> Iterator[tuple[str, tuple[GgufTensor, Rows 
     num_heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     for tensor in file.tensors.values():
         stem, _, kind = tensor.name.rpartition(".")
-        if tensor.name in NOT_OF_THE_MODEL or not stem:
+        if tensor.name in ROPE_FACTORS:
             continue
         layer, inner = parts.groups() if (parts := LAYER.fullmatch(stem)) else (None, stem)
         rows = _halves(tensor.shape[0], num_heads[inner]) if family.has_pairs and inner in num_heads else None
         has_one_added = family.has_one_added and inner.endswith("norm")
         name = OUTER.get(stem, stem) if layer is None else f"model.layers.{layer}.{family.name_of(inner)}"
-        if EXPERT not in name:
-            yield f"{name}.{kind}", (tensor, rows, has_one_added)
+        if EXPERT in name and len(tensor.shape) > 1:
+            for index in range(tensor.shape[0]):
+                yield f"{name.replace(EXPERT, str(index))}.{kind}", (tensor[index], None, False)
             continue
-        for index in range(tensor.shape[0]):
-            yield f"{name.replace(EXPERT, str(index))}.{kind}", (tensor[index], None, False)
+        if inner == "ffn_gate_inp_shexp" and len(tensor.shape) == 1:
+            tensor = msgspec.structs.replace(tensor, shape=(1, *tensor.shape))
+        yield f"{name}.{kind}", (tensor, rows, has_one_added)
 
 
 def _halves(num_rows: int, num_heads: int) -> Rows | None:
