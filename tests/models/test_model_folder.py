@@ -143,6 +143,22 @@ def test_only_what_loading_needs_is_downloaded(
     assert sorted(asked) == sorted(["config.json", "tokenizer.model", "merges.txt", "chat_template.jinja", *weights])
 
 
+def test_files_that_torch_saved_are_downloaded_where_there_are_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def download(model: str, *, allow_patterns: list[str], **_: object) -> str:
+        asked.append(allow_patterns)
+        return str(folder_with(tmp_path).path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    ModelFolder.resolve("org/name")
+    assert "*.safetensors" in asked[0]
+    assert "pytorch_model*.bin" not in asked[0]
+    assert "pytorch_model*.bin" in asked[1]
+
+
 def test_no_model_is_the_bundled_one(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     path = checkpoint("llama2")
     monkeypatch.setattr("aioengine.models.folder.DEMO_MODEL", path)

@@ -19,7 +19,11 @@ DEMO_MODEL = Path(__file__).parent / "demo"
 """The folder of the bundled model: config, tokenizer, safetensors and its card."""
 
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
-WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+SAFE_FILES = ("*.safetensors",)
+PICKLED_FILES = ("pytorch_model*.bin",)
+"""Downloaded where there are none of the others: many repositories have both."""
+
+WEIGHT_FILES = (*SAFE_FILES, *PICKLED_FILES)
 GGUF_SUFFIX = ".gguf"
 CODE_FILES = ("*.py",)
 MAX_SMALL_BYTES = 256 * 2**20
@@ -71,7 +75,7 @@ class ModelFolder(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             ModelLoadError: it is nowhere to be found, or its JSON is missing or broken.
         """
-        patterns = [*SMALL_FILES, *(WEIGHT_FILES if with_weights else ()), *(CODE_FILES if with_code else ())]
+        patterns = [*SMALL_FILES, *(SAFE_FILES if with_weights else ()), *(CODE_FILES if with_code else ())]
         return cls.read(_locate(model, revision, patterns, may_download))
 
     @classmethod
@@ -245,7 +249,10 @@ def _locate(model: str | None, revision: str | None, patterns: list[str], may_do
         raise ModelLoadError(f"{model!r}: a file of a hub model must be a .gguf")
     if file:
         return _from_hub(name, revision, [str(all_shards(Path(file)))], may_download) / file
-    return _from_hub(name, revision, patterns, may_download)
+    folder = _from_hub(name, revision, patterns, may_download)
+    if set(SAFE_FILES) <= set(patterns) and not any(next(folder.glob(pattern), None) for pattern in SAFE_FILES):
+        folder = _from_hub(name, revision, [*patterns, *PICKLED_FILES], may_download)
+    return folder
 
 
 def _from_hub(model: str, revision: str | None, patterns: list[str], may_download: bool) -> Path:
