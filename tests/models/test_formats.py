@@ -144,8 +144,6 @@ def assert_near(decoder: Decoder, dense: Path) -> None:
         torch.testing.assert_close(tensor, saved[name], rtol=2e-6, atol=1e-7, msg=lambda text, n=name: f"{n}: {text}")
 
 
-# The library's, of its own calls of torch.
-@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized:UserWarning")
 @pytest.mark.parametrize("name", few(OF_CHECK, FORMATS))
 def test_weights_are_what_the_codes_stand_for(made: Made, name: str) -> None:
     coded, dense = made(name)
@@ -161,7 +159,6 @@ def test_weights_are_what_the_codes_stand_for(made: Made, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", few(["gptq with zeros", "compressed int4"], FORMATS))
-@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized:UserWarning")
 def test_logits_are_the_dense_ones(made: Made, name: str) -> None:
     coded, dense = made(name)
     ids = token_ids()
@@ -171,7 +168,6 @@ def test_logits_are_the_dense_ones(made: Made, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", few(["gptq", "fp8 by blocks"], FORMATS))
-@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized:UserWarning")
 async def test_greedy_tokens_are_the_dense_ones(made: Made, name: str) -> None:
     coded, dense = made(name)
     assert await tokens(coded) == await tokens(dense)
