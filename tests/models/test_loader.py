@@ -22,7 +22,7 @@ from aioengine.kernels.operations import Operations
 from aioengine.kernels.packed_weight import PackedWeight
 from aioengine.kernels.torch import operations as oracles
 from aioengine.models.checkpoint import HEAD, INDEX_FILE, SINGLE_FILE, checkpoint_tensors
-from aioengine.models.decoder import Decoder
+from aioengine.models.decoder import Decoder, Linear
 from aioengine.models.folder import ModelFolder
 from aioengine.models.loader import LoadStopped, Placement, load_decoder
 from doubles import flipped_operations
@@ -221,7 +221,7 @@ def test_a_tied_head_may_be_saved_beside_the_embedding_or_in_its_place(copied: C
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
-def test_each_layer_is_packed_before_the_next_is_read(checkpoint: Checkpoint, load_format: str) -> None:
+def test_each_matrix_is_packed_before_the_next_is_read(checkpoint: Checkpoint, load_format: str) -> None:
     folder, told, packed_at = checkpoint("llama2"), [0], list[int]()
 
     def pack(*arguments: Any) -> PackedWeight:
@@ -230,11 +230,14 @@ def test_each_layer_is_packed_before_the_next_is_read(checkpoint: Checkpoint, lo
 
     operations: Any = SimpleNamespace(**{**vars(flipped_operations), "pack": pack})
     decoder = load(folder, lambda done, _: told.append(done), load_format=load_format, operations=operations)
-    layer_bytes = sum(parameter.nbytes for parameter in decoder.layers[0].parameters())
     embedding_bytes = decoder.embedding.weight.nbytes
-    before_layers = 2 * embedding_bytes + decoder.norm.nbytes
-    ends = [before_layers + number * layer_bytes for number in (1, 2, 3)]
-    assert packed_at == [embedding_bytes, before_layers, *(end for end in ends for _ in range(4))]
+    ends = [embedding_bytes, 2 * embedding_bytes + decoder.norm.nbytes]
+    for layer in decoder.layers:
+        linears = [module for module in layer.modules() if isinstance(module, Linear)]
+        sizes = [sum(each.nbytes for each in linear.parameters()) for linear in linears]
+        norms = sum(each.nbytes for each in layer.parameters()) - sum(sizes)
+        ends += itertools.accumulate(sizes[1:], initial=ends[-1] + norms + sizes[0])
+    assert packed_at == ends
     assert {linear.packed.layout for linear in decoder.linears()} == {"flipped"}
     plain = load(folder, load_format=load_format)
     for name, values in plain.named_parameters():

@@ -6,8 +6,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Container, Iterable, Iterator
-from itertools import groupby
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 
 import msgspec
@@ -74,7 +73,7 @@ def load_decoder(
 ) -> Decoder:
     """Build the decoder that ``folder`` describes and give it its weights. Blocks: for a thread.
 
-    Needs the memory of the weights and of one layer more: each layer is packed once it has its values. Nothing stays
+    Needs the memory of the weights and of one linear more: each is packed once it has its values. Nothing stays
     open or mapped.
 
     Args:
@@ -189,7 +188,7 @@ def _read(
     decoder = _allocate(config, placement, quantization, coded)
     progress = _Progress(sum(found.num_bytes for found in wanted.values()), on_progress)
     kept: list[tuple[Stored, int, bool]] = []
-    for names in _by_layer(tensors):
+    for names in _by_module(tensors):
         with Files() as files:
             for name in names:
                 stop_if(should_stop)
@@ -226,10 +225,12 @@ def _kept(decoder: Decoder, tensor: CheckpointTensor, stored: Stored) -> tuple[S
     return stored, num_bytes, stored.format not in FILE_DTYPES and linear.packed.coding is None
 
 
-def _by_layer(tensors: dict[str, CheckpointTensor]) -> Iterator[list[str]]:
-    """The names of the embedding, of the norm, of the head, and of the tensors of each layer, in turn."""
-    for _, names in groupby(tensors, lambda name: tensors[name].parameter.split(".")[:2]):
-        yield list(names)
+def _by_module(tensors: dict[str, CheckpointTensor]) -> Iterable[list[str]]:
+    """The names of the tensors of each linear, and of the norms beside them, in turn: few at a time, and whole."""
+    names_of: dict[str, list[str]] = {}
+    for name, tensor in tensors.items():
+        names_of.setdefault(tensor.parameter.rpartition(".")[0], []).append(name)
+    return names_of.values()
 
 
 def _pack(
@@ -333,7 +334,7 @@ def _fill_with_noise(
     generator = torch.Generator(placement.device).manual_seed(DUMMY_SEED)
     progress = _Progress(decoder.weight_bytes, on_progress)
     tensors = checkpoint_tensors(decoder.config)
-    for names in _by_layer(tensors):
+    for names in _by_module(tensors):
         for name in names:
             stop_if(should_stop)
             values = tensors[name].within(decoder)
