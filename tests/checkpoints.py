@@ -126,6 +126,10 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "qwen2-moe": Family("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 2}),
     "qwen3-moe": Family("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1], "head_dim": 32}),
+    "olmoe": Family("Olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 40}),
+    "gpt-oss": Family(
+        "GptOss", {**SOME_WINDOWS, "num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 48}
+    ),
     "gemma2": Family("Gemma2", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 6.0}),
     "gemma3": Family("Gemma3", {**GEMMA3, "tie_word_embeddings": True}, config="TextConfig"),
     "gemma3-images": Family("Gemma3", GEMMA3, config="TextConfig", wrapper="Gemma3"),

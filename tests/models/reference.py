@@ -88,7 +88,10 @@ class PagedAttend:
             is_seen = key <= query
             if layer.window is not None and not self.ignores_windows:
                 is_seen &= key > query - layer.window
-            weights = scores.masked_fill(~is_seen, -torch.inf).softmax(-1)
+            scores = scores.masked_fill(~is_seen, -torch.inf)
+            if layer.sinks is not None:
+                scores = torch.cat((scores, layer.sinks.float()[:, None, None].expand(*scores.shape[:2], 1)), -1)
+            weights = scores.softmax(-1)[..., : len(key)]
             out[first : first + count] = torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
         return out.flatten(1)
 

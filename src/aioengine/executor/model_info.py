@@ -121,7 +121,7 @@ def read_model_info(config: EngineConfig, *, memory_bytes: int | None = None) ->
     folder = ModelFolder.resolve(config.model, revision=config.revision, may_download=False)
     model = read_config(folder, config)
     stored = read_catalogue(folder.path)
-    tensors = checkpoint_tensors(model)
+    tensors = checkpoint_tensors(model, stored)
     used = match(stored, tensors, tied=model.tie_word_embeddings)
     decoder = Decoder(model, config.quantization)
     _put_codes(decoder, used, coded_parameters(used, tensors, config.quantization))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import NamedTuple, TypeVar, cast
 
@@ -109,27 +109,36 @@ class StackedTensor(CheckpointTensor, frozen=True, kw_only=True):
 
 
 class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
-    """What a layer's mixture of experts is called in a checkpoint."""
+    """What a layer's mixture of experts is called in a checkpoint.
+
+    Attributes:
+        is_transposed: all experts are one tensor, [experts, inputs, outputs]; else each has its own.
+    """
 
     block: str = "mlp"
     router: str = "gate"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    is_transposed: bool = False
 
 
-EXPERT_NAMES = {"MixtralForCausalLM": ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")}
+EXPERT_NAMES = {
+    "MixtralForCausalLM": ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
+    "GptOssForCausalLM": ExpertNames(router="router", is_transposed=True),
+}
 """By architecture, where they differ."""
 
 
-def checkpoint_tensors(config: DecoderConfig, *, has_stacks: bool = False) -> dict[str, CheckpointTensor]:
+def checkpoint_tensors(config: DecoderConfig, stored: Iterable[str] = ()) -> dict[str, CheckpointTensor]:
     """For each tensor of a checkpoint, by its name there, where it goes in a decoder with this config.
 
     A tied head is the embedding, and no tensor of its own.
 
     Args:
-        has_stacks: the experts of a layer are one tensor, as in transformers' memory; else each expert has its own.
+        stored: the names that a checkpoint has: the experts of a layer may be one tensor, as in transformers' memory.
     """
+    has_stacks = any(name.endswith(".experts.gate_up_proj") for name in stored)
     vocab_size, hidden_size = config.vocab_size, config.hidden_size
     tensors = {
         EMBEDDING: CheckpointTensor("embedding.weight", 0, vocab_size, (vocab_size, hidden_size)),
@@ -163,6 +172,8 @@ def _layer_tensors(c: DecoderConfig, index: int, has_stacks: bool) -> Iterator[t
         yield from _mlp(f"{layer}.mlp", "mlp", hidden, mlp, c.mlp_bias, is_fused="gate_up" in family.fused)
     else:
         yield from _expert_tensors(c, c.experts, f"{layer}.mlp", has_stacks)
+    if family.has_sinks:
+        yield "self_attn.sinks", CheckpointTensor(f"{layer}.sinks", 0, c.num_heads, (c.num_heads,))
     if c.qk_norm is not None:
         norm, is_wide = f"{layer}.qk_norm", c.qk_norm == "all"
         for name, first, count in (("q", 0, c.num_heads), ("k", c.num_heads, c.num_kv_heads)):
@@ -215,18 +226,21 @@ def _expert_tensors(
         yield from _mlp(f"{mlp}.shared", f"{block}.shared_expert", hidden, experts.shared_size, experts.bias)
     yield from _stacked(f"{mlp}.router", router, hidden, experts.bias)
     gate_up, down, prefix = f"{mlp}.gate_up.weight", f"{mlp}.down.weight", f"{block}.experts"
-    count = experts.count
-    if has_stacks:
-        yield (
-            f"{prefix}.gate_up_proj",
-            StackedTensor(gate_up, 0, 2 * size, (count, 2 * size, hidden), num_experts=count),
-        )
-        yield f"{prefix}.down_proj", StackedTensor(down, 0, hidden, (count, hidden, size), num_experts=count)
+    count, is_transposed = experts.count, names.is_transposed
+    if has_stacks or is_transposed:
+        for name, weight, rows, inputs in (("gate_up", gate_up, 2 * size, hidden), ("down", down, hidden, size)):
+            shape = (count, inputs, rows) if is_transposed else (count, rows, inputs)
+            stack = StackedTensor(weight, 0, rows, shape, num_experts=count, is_transposed=is_transposed)
+            yield f"{prefix}.{name}_proj", stack
+            if experts.bias:
+                bias = StackedTensor(f"{mlp}.{name}.bias", 0, rows, (count, rows), num_experts=count)
+                yield f"{prefix}.{name}_proj_bias", bias
         return
     for expert in range(count):
         first = expert * in_panels(2 * size)
         for name, at in ((names.gate, first), (names.up, first + size)):
             yield f"{prefix}.{expert}.{name}.weight", CheckpointTensor(gate_up, at, size, (size, hidden))
+    for expert in range(count):  # behind the others, so that neighbours share a parameter
         at = expert * in_panels(hidden)
         yield f"{prefix}.{expert}.{names.down}.weight", CheckpointTensor(down, at, hidden, (hidden, size))
 

@@ -193,6 +193,7 @@ class Experts(nn.Module):
             down=self.down.packed,
             gate_up_bias=self.gate_up.bias,
             down_bias=self.down.bias,
+            activation=of.activation,
         )
         router = self.router.product(torch.float32)
         shared = self.shared.bind(operations) if self.shared is not None else lambda _: None
@@ -225,6 +226,7 @@ class DecoderLayer(nn.Module):
         self.qkv = linear(c.hidden_size, (num_qk + c.num_kv_heads) * c.head_dim, c.qkv_bias)
         # A row for each head, so that queries and keys are normalised by one operation.
         self.qk_norm = _parameter((num_qk, c.head_dim), dtype) if c.qk_norm is not None else None
+        self.sinks = _parameter((c.num_heads,), dtype) if c.family.has_sinks else None
         self.output = linear(c.num_heads * c.head_dim, c.hidden_size, c.output_bias)
         experts = c.experts if c.experts is not None and c.experts.layers[index] else None
         self.mlp = Mlp(c, c.intermediate_size, quantization) if experts is None else Experts(c, experts, quantization)
@@ -243,6 +245,7 @@ class DecoderLayer(nn.Module):
             scale=c.attention_scale,
             window=c.windows[self.index],
             soft_cap=c.soft_cap,
+            sinks=self.sinks,
             qk_offset=c.family.norm_offset,
             is_qk_norm_wide=c.qk_norm == "all",
         )
@@ -400,7 +403,7 @@ class Decoder(nn.Module):
             entry = self._entries[name]
             if entry.parameter != parameter:
                 parameter, dense = entry.parameter, self.dense(entry.parameter).to(self.config.dtype)
-            yield name, entry.read(dense)
+            yield name, entry.read(dense).contiguous()
 
     def changes(self, tensors: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
         """As `Model.changes`."""

@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from aioengine.kernels.operations import Activation
+
 MAX_EXPERTS = 2**16
 
 
@@ -20,6 +22,7 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
         is_normalised: whether the weights of those that a token chose sum to 1.
         shared_size: intermediate size of the expert of all tokens, which a sigmoid weighs; 0: there is none.
         bias: whether they, and the router, have biases.
+        activation: as in `Operations.gated_activation`.
     """
 
     layers: tuple[bool, ...]
@@ -29,6 +32,7 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     is_normalised: bool
     shared_size: int = 0
     bias: bool = False
+    activation: Activation = "silu"
 
 
 class ExpertFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +40,7 @@ class ExpertFields(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         intermediate_size: of an expert.
-        is_normalised, bias: as in `ExpertsConfig`.
+        is_normalised, bias, activation: as in `ExpertsConfig`.
         has_shared: whether there is an expert of all tokens, of ``shared_expert_intermediate_size``.
         has_plain_layers: whether ``mlp_only_layers`` and ``decoder_sparse_step`` name layers without experts.
     """
@@ -46,6 +50,7 @@ class ExpertFields(msgspec.Struct, frozen=True, kw_only=True):
     has_shared: bool = False
     has_plain_layers: bool = False
     bias: bool = False
+    activation: Activation = "silu"
 
     def read(self, get: Callable[[str], Any], num_layers: int) -> ExpertsConfig:
         """Of a config, whose fields ``get`` gives by their names.
@@ -78,4 +83,5 @@ class ExpertFields(msgspec.Struct, frozen=True, kw_only=True):
             is_normalised=bool(get(is_normalised)) if isinstance(is_normalised, str) else is_normalised,
             shared_size=numbers.get("shared_expert_intermediate_size", 0),
             bias=self.bias,
+            activation=self.activation,
         )

@@ -91,6 +91,8 @@ class ConfigFields(msgspec.Struct, frozen=True):
     decoder_sparse_step: int = 1
     mlp_only_layers: list[int] | None = None
     clip_qkv: float | None = None
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
     dtype: str | None = None
     # Only of families that read them, see `Family.reads`; neutral where they are absent.
     attention_out_bias: bool = False
@@ -156,6 +158,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
         norm_offset: added to the weights of all norms.
         windows: which layers attend to the last ``sliding_window`` tokens only.
         experts: how its config describes a mixture of experts; None: each layer has a plain MLP.
+        has_sinks: each head has a logit that takes part in the softmax of its scores.
         rotates: which layers rotate queries and keys.
         has_ropes_by_type: ``rope_parameters`` are by layer type.
         rotates_part: ``partial_rotary_factor`` counts.
@@ -184,6 +187,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     reads: frozenset[str] = frozenset()
     by_transformers: bool = False
     experts: ExpertFields | None = None
+    has_sinks: bool = False
 
 
 ARCHITECTURES = {
@@ -346,6 +350,23 @@ ARCHITECTURES = {
         experts=ExpertFields(
             intermediate_size="moe_intermediate_size", is_normalised="norm_topk_prob", has_plain_layers=True
         ),
+    ),
+    "OlmoeForCausalLM": Family(
+        model_type="olmoe",
+        by_transformers=True,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        qk_norm="all",
+        experts=ExpertFields(is_normalised="norm_topk_prob"),
+    ),
+    "GptOssForCausalLM": Family(
+        model_type="gpt_oss",
+        by_transformers=True,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        windows="layer_types",
+        experts=ExpertFields(bias=True, activation="clamped_silu"),
+        has_sinks=True,
     ),
 }
 
@@ -602,6 +623,12 @@ def _check_features(family: Family, fields: ConfigFields) -> None:
         value = getattr(fields, name)
         if value is not None and not 0 < value < math.inf:
             raise _BadConfig(f"{name}={value}; a number above 0 is needed")
+    if family.experts is not None and fields.clip_qkv is not None:
+        raise _BadConfig(f"clip_qkv={fields.clip_qkv} is not supported; null is")
+    if (fields.swiglu_alpha, fields.swiglu_limit) != (1.702, 7.0):
+        raise _BadConfig(
+            f"swiglu_alpha={fields.swiglu_alpha}, swiglu_limit={fields.swiglu_limit}; 1.702 and 7 are needed"
+        )
     if fields.use_bidirectional_attention:
         raise _BadConfig("use_bidirectional_attention makes an encoder of it, which generates no text")
     ropes = _ropes_by_type(fields)

@@ -133,7 +133,8 @@ def load_weights(
 def check_weights(folder: Path, config: DecoderConfig) -> None:
     """Raise what `load_weights` would, but for what only the tensors' values can tell."""
     check_config(folder, config)
-    match(of_text(read_catalogue(folder)), checkpoint_tensors(config), tied=config.tie_word_embeddings)
+    stored = of_text(read_catalogue(folder))
+    match(stored, checkpoint_tensors(config, stored), tied=config.tie_word_embeddings)
 
 
 def check_kept_alike(kept: Decoder, read: Decoder) -> None:
@@ -182,7 +183,7 @@ def _read(
     on_progress: Callable[[int, int], None] | None,
     should_stop: Callable[[], bool],
 ) -> Decoder:
-    tensors = checkpoint_tensors(config)
+    tensors = checkpoint_tensors(config, stored)
     wanted = match(stored, tensors, tied=config.tie_word_embeddings)
     coded = coded_parameters(wanted, tensors, quantization)
     decoder = _allocate(config, placement, quantization, coded)
