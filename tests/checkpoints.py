@@ -131,7 +131,7 @@ FAMILIES: dict[str, Family] = {
         "GptOss", {**SOME_WINDOWS, "num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 48}
     ),
     "gemma2": Family("Gemma2", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 6.0}),
-    "gemma3": Family("Gemma3", {**GEMMA3, "tie_word_embeddings": True}, config="TextConfig"),
+    "gemma3": Family("Gemma3", GEMMA3, config="TextConfig"),
     "gemma3-images": Family("Gemma3", GEMMA3, config="TextConfig", wrapper="Gemma3"),
     "phi3": Family("Phi3", {"sliding_window": 8}),
     "phi3-long": Family("Phi3", {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 1}),

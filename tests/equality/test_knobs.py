@@ -387,9 +387,15 @@ BOTH = [
     for kind, some in (("rules", RULES), ("plain", PLAIN))
     for run in some
 ]
+ONCE = ("gemma3", "phi4-mini", "olmo3", "granite", "smollm3", "glm4", "exaone4", "qwen3-moe")
+"""Families that between them have all that layers differ in."""
+GREEDY = [
+    pytest.param(*run.values, marks=() if run.values[1] in ONCE and run.values[2:] == ("all at once", 2) else run.marks)
+    for run in BOTH
+]
 
 
-@pytest.mark.parametrize(("kind", "family", "setting", "depth"), BOTH)
+@pytest.mark.parametrize(("kind", "family", "setting", "depth"), GREEDY)
 async def test_greedy_tokens_are_those_of_transformers(
     runs_of: dict[str, Runs], kind: str, family: str, setting: str, depth: int
 ) -> None:

@@ -16,7 +16,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import triton
@@ -28,7 +28,7 @@ from triton.runtime.jit import JITFunction
 
 from aioengine.kernels import triton_operations as ops
 from aioengine.kernels.attention.choices import DECODE_IN_SPLITS, TUNED, AttentionShape, candidates
-from aioengine.kernels.operations import ExpertWeights, PagedKV
+from aioengine.kernels.operations import Activation, ExpertWeights, PagedKV
 from aioengine.kernels.packed_weight import CodedWeight, in_panels
 from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS
 
@@ -135,8 +135,10 @@ class Storm:
         ops.rms_norm(x, x.new_empty(m.hidden), 1e-5)
         ops.add_rms_norm(x, torch.empty_like(x), x.new_empty(m.hidden), 1e-5)
         ops.rms_norm_add(x, torch.empty_like(x), x.new_empty(m.hidden), 1e-5, 1.0)
-        ops.gated_activation(x.new_empty(num_tokens, 2 * m.intermediate))
+        for activation in get_args(Activation):
+            ops.gated_activation(x.new_empty(num_tokens, 2 * m.intermediate), activation)
         ops.scale(x, 2.0)
+        ops.scale(x.new_empty(num_tokens, m.vocab, dtype=FLOAT32), 1.0, 30.0)
         for coded in self.coded:
             ops.linear(x, coded, None, torch.float32)
         ids, weights = ops.route(torch.empty(num_tokens, 60), 60, 4, is_normalised=True)
@@ -148,7 +150,8 @@ class Storm:
         rope = x.new_empty(m.max_len, 2 * m.head_dim)
         weight = x.new_empty(num_rotated, m.head_dim) if m.has_norm else None
         caches = self.caches[2], self.caches[3]
-        q = ops.rotate_and_write(qkv, positions, slots, rope, weight, 1e-5, *caches)
+        for is_wide in (False, True) if m.has_norm else (False,):
+            q = ops.rotate_and_write(qkv, positions, slots, rope, weight, 1e-5, *caches, 1.0, is_qk_norm_wide=is_wide)
         kv = PagedKV(*caches, self.block_tables, 0.1, m.window)
         out = torch.empty_like(q)
         decodes = self.view(num_decodes, 3)

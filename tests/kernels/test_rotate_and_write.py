@@ -37,8 +37,11 @@ class Case:
         table_dtype: torch.dtype | None = None,
         has_norm: bool = False,
         has_table: bool = True,
+        norm_offset: float = 0.0,
+        is_norm_wide: bool = False,
         seed: int = 0,
     ) -> None:
+        self.norm = {"qk_offset": norm_offset, "is_qk_norm_wide": is_norm_wide}
         generator = torch.Generator().manual_seed(seed)
         max_positions, num_blocks = 300, num_tokens // block_size + 2
         num_qk = num_heads + num_kv_heads
@@ -57,7 +60,7 @@ class Case:
 
     def run(self, operation: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         caches = [poisoned(self.shape, self.cache_dtype) for _ in range(2)]
-        q = operation(self.qkv, self.positions, self.slots, self.rope_table, self.qk_weight, 1e-6, *caches)
+        q = operation(self.qkv, self.positions, self.slots, self.rope_table, self.qk_weight, 1e-6, *caches, **self.norm)
         return q, *caches
 
     def check(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -104,6 +107,8 @@ SIZES: list[dict[str, Any]] = [
     *({"block_size": size, "dtype": torch.bfloat16, "table_dtype": torch.float32} for size in (1, 3, 16)),
     {"dtype": torch.float16, "table_dtype": torch.float32},
     *({"dtype": dtype, "has_table": False, "num_heads": 9} for dtype in TOLERANCES),
+    *({"dtype": dtype, "norm_offset": 1.0} for dtype in TOLERANCES),
+    *({"num_heads": h, "num_kv_heads": g, "head_dim": 80, "is_norm_wide": True} for h, g in ((1, 1), (9, 3), (14, 2))),
 ]
 
 

@@ -21,7 +21,10 @@ from aioengine.models.decoder import Decoder
 from doubles import flipped_operations
 
 HEADS = [{"tie_word_embeddings": is_tied} for is_tied in (True, False)]
-CASES = [*((family, {}) for family in FAMILIES), *itertools.product(("llama2", "qwen2", "qwen3"), HEADS)]
+CASES = [
+    *((family, {}) for family in FAMILIES),
+    *itertools.product(("llama2", "qwen2", "qwen3", "gemma3-images"), HEADS),
+]
 
 
 @pytest.mark.parametrize(("family", "overrides"), CASES)

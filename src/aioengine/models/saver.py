@@ -18,6 +18,7 @@ from torch import Tensor
 
 from aioengine.errors import InvalidRequest
 from aioengine.models.checkpoint import INDEX_FILE, SINGLE_FILE
+from aioengine.models.families import text_config
 from aioengine.models.folder import SMALL_FILES, ModelFolder
 from aioengine.models.loader import stop_if
 from aioengine.models.model import Model
@@ -109,7 +110,8 @@ def _write_small_files(model: Model, source: ModelFolder, part: Path) -> None:
     # Loaded in another dtype than the one that they are written in, the weights would bring other tokens.
     dtype = str(model.config.dtype).removeprefix("torch.")
     names = [name for name in ("dtype", "torch_dtype") if name in source.config] or ["dtype"]
-    config = source.config | dict.fromkeys(names, dtype)
+    of_all = model.config.architecture in source.config["architectures"]
+    config = (source.config if of_all else text_config(source.config)) | dict.fromkeys(names, dtype)
     config.pop("quantization_config", None)  # of the files that were read
     (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 

@@ -129,8 +129,11 @@ class Case:
         cache_dtype: torch.dtype | None = None,
         has_norm: bool = True,
         has_table: bool = True,
+        norm_offset: float = 0.0,
+        is_norm_wide: bool = False,
         seed: int = 0,
     ) -> None:
+        self.norm = {"qk_offset": norm_offset, "is_qk_norm_wide": is_norm_wide}
         num_blocks, num_qk = num_tokens // block_size + 2, num_heads + num_kv_heads
         generator = torch.Generator().manual_seed(seed)
         self.qkv = normal(num_tokens, (num_qk + num_kv_heads) * head_dim, dtype=dtype, seed=seed)
@@ -146,12 +149,12 @@ class Case:
     def expected(self) -> tuple[Tensor, ...]:
         arguments = self.qkv, self.positions, self.slots, self.table, self.qk_weight, 1e-6
         caches = [cache.clone() for cache in self.caches]
-        return reference.rotate_and_write(*arguments, *caches), *caches
+        return reference.rotate_and_write(*arguments, *caches, **self.norm), *caches
 
     def computed(self, team: Team) -> tuple[Tensor, ...]:
         arguments = self.qkv, self.positions, self.slots, self.table, self.qk_weight, 1e-6
         caches = [cache.clone() for cache in self.caches]
-        return NativeOperations(team).rotate_and_write(*arguments, *caches), *caches
+        return NativeOperations(team).rotate_and_write(*arguments, *caches, **self.norm), *caches
 
 
 @pytest.mark.parametrize("has_norm", [False, True])
@@ -163,6 +166,9 @@ class Case:
         *({"head_dim": size, "num_heads": 9, "dtype": torch.bfloat16} for size in (2, 6, 64, 80, 96, 128, 256)),
         *({"dtype": dtype, "table_dtype": torch.float32} for dtype in (torch.bfloat16, torch.float16)),
         *({"head_dim": 72, "num_tokens": 7, "dtype": dtype, "has_table": False} for dtype in TOLERANCES),
+        *({"dtype": dtype, "norm_offset": 1.0, "num_tokens": 7} for dtype in TOLERANCES),
+        *({"num_heads": h, "num_kv_heads": g, "is_norm_wide": True} for h, g in ((1, 1), (9, 3), (14, 2))),
+        {"dtype": torch.bfloat16, "head_dim": 80, "is_norm_wide": True, "norm_offset": 1.0},
     ],
     ids=str,
 )
@@ -182,6 +188,7 @@ def test_rotates_and_writes_each_token(teams: list[Team], sizes: dict[str, Any],
         *({"head_dim": size, "num_kv_heads": 3, "dtype": torch.bfloat16} for size in (2, 6, 80, 96, 128, 512)),
         {"num_tokens": 7, "dtype": torch.bfloat16, "has_norm": False, "table_dtype": torch.float32},
         *({"num_tokens": 7, "has_norm": has_norm, "has_table": False} for has_norm in (False, True)),
+        {"num_tokens": 7, "dtype": torch.bfloat16, "is_norm_wide": True, "norm_offset": 1.0},
     ],
     ids=str,
 )

@@ -1,9 +1,8 @@
 """What lies between the product that gives queries, keys and values and the attention to them, in one pass.
 
 For each head's query and key: x / √(mean(x²) + ε) · (w + offset), where the model has such a norm, of each head or of
-all heads as one; then, where the layer rotates,
-with the halves a and b of that, (a · cos - b · sin, b · cos + a · sin) (Su et al., 2021, arXiv:2104.09864). Keys and
-values go to the cache. All in float32, rounded once, at the end.
+all heads as one; then, where the layer rotates, with the halves a and b of that, (a · cos - b · sin, b · cos + a · sin)
+(Su et al., 2021, arXiv:2104.09864). Keys and values go to the cache. All in float32, rounded once, at the end.
 
 A program does several heads of a token, as two tiles of half heads, so that what is rotated into each other lies in
 one thread. Bound: (h + 2 g) · d values read and written for each token, at the memory's speed; with few tokens the time

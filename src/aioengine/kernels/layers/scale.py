@@ -18,7 +18,7 @@ BLOCK = 1024
 NUM_WARPS = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_values"])
 def _scale_kernel(x_ptr, num_values, factor, soft_cap, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = at < num_values
