@@ -73,7 +73,7 @@ ROUTERS = ("mlp.gate.weight", "block_sparse_moe.gate.weight", "shared_expert_gat
 """They stay float32."""
 
 
-def write_gguf(source: Path, file: Path, *, kind: Type = Type.F32, pre: str = "gpt-2") -> Path:
+def write_gguf(source: Path, file: Path, *, kind: Type = Type.F32, pre: str = "gpt-2", num_shards: int = 1) -> Path:
     """Write the checkpoint in a folder, its config and its tokenizer, if it has one, to a GGUF file.
 
     Matrices are of ``kind``; vectors and routers are float32.
@@ -81,7 +81,8 @@ def write_gguf(source: Path, file: Path, *, kind: Type = Type.F32, pre: str = "g
     config = json.loads((source / "config.json").read_text())
     arch = ARCHITECTURES[config["model_type"]]
     file.parent.mkdir(parents=True, exist_ok=True)
-    writer = gguf.GGUFWriter(file, arch)
+    per_shard = -(-len(load_file(source / "model.safetensors")) // num_shards) if num_shards > 1 else 0
+    writer = gguf.GGUFWriter(file, arch, split_max_tensors=per_shard)
     _write_config(writer, config, arch)
     if (source / "tokenizer.json").is_file():
         write_tokenizer(writer, source, config["vocab_size"], pre)

@@ -15,7 +15,7 @@ from aioengine.errors import InvalidRequest, ModelLoadError
 from aioengine.executor.weight_transfer import StagedTensor, WeightTransfer
 from aioengine.models.checkpoint import FILE_DTYPES
 from aioengine.models.decoder import Decoder
-from aioengine.models.folder import ModelFolder
+from aioengine.models.folder import ModelFolder, is_gguf
 from aioengine.models.loader import ON_CPU, Placement, check_kept_alike
 from aioengine.models.model import Model
 from aioengine.models.paths import check_weights, load_weights
@@ -204,12 +204,14 @@ class Weights:
         """As `save_checkpoint`.
 
         Raises:
-            InvalidRequest: the weights are thrown away, or the model came from no folder.
+            InvalidRequest: the weights are thrown away, or the model came from no folder, whose tokenizer to save.
         """
         if self.decoder is None:
             raise weights_asleep("save_sharded_state")
         if self._folder is None:
             raise InvalidRequest("this model came from no folder, so that there is no config to save with its weights")
+        if is_gguf(self._folder.path):
+            raise InvalidRequest(f"{self._folder.path} has no files of a tokenizer to save with the model's weights")
         return save_checkpoint(
             self.decoder, self._folder, folder, max_shard_bytes=max_shard_bytes, should_stop=self._should_stop
         )

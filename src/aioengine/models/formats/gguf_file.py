@@ -220,7 +220,9 @@ class _Header:
 
     def _value(self, key: str, kind: int) -> Any:
         if kind in NUMBER_TYPES:
-            return self._numbers(kind, 1)[0].item()
+            (number,) = self._numbers(kind, 1)
+            # The shortest decimals are those that it was made of: 1e-06, and not 9.999999974752427e-07.
+            return float(str(number)) if number.dtype == np.float32 else number.item()
         if kind == STRING:
             return self._string()
         if kind != LIST:
