@@ -412,7 +412,9 @@ class NativeOperations:
         (num_rows, num_inputs), num_codes = x.shape, 1 << coding.bits
         step, has_pairs = step_of(coding.group, num_inputs), len(coding.lookup) > num_codes
         num_steps = -(-num_inputs // step)
-        kind = "pairs" if has_pairs else "float32" if coding.bits == 4 or coding.table is None else "table_float32"
+        kind = "pairs" if has_pairs else "float32"
+        if coding.bits == 8 and coding.table is not None:
+            kind = f"table_{kind}"
         scales, *offsets = packed.scales
         sums: Tensor | int = self._buffer("x_sums", num_rows, num_steps, torch.float32) if offsets else 0
         wide = x

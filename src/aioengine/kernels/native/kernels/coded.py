@@ -33,6 +33,7 @@ from aioengine.kernels.native.kernels.linear import (
     make_chunk,
     make_panel,
     make_widen,
+    no_table,
 )
 from aioengine.kernels.native.kernels.simd import (
     F32,
@@ -107,6 +108,19 @@ def _pairs_of_8_bits(shift: int) -> Any:
     return emit
 
 
+def _linear_pairs_of_8_bits(shift: int) -> Any:
+    def emit(b: Any, words: Any) -> Any:
+        """Of a table that is linear: code - 128, by float32, whose upper halves are bfloat16."""
+        signed, eight = b.xor(words, constant(i32x16, -0x7F7F7F80)), constant(i32x16, 24)
+        low, high = (
+            b.bitcast(b.sitofp(b.ashr(b.shl(signed, constant(i32x16, left)), eight), f32x16.llvm), i32x16.llvm)
+            for left in (24 - shift, 8 - shift)
+        )
+        return b.or_(b.lshr(low, constant(i32x16, 16)), high)
+
+    return emit
+
+
 # Numbers of float32: of input n of a word the code is in half n % 2.
 
 
@@ -165,12 +179,13 @@ def _kind(bits: int, table: Any, part: Any, *, is_pairs: bool) -> Kind:
 
 CODED = {
     "4_float32": _kind(4, _table_of_float32, _float32_of_4_bits, is_pairs=False),
-    "8_float32": _kind(8, lambda b, address: (), _float32_of_8_bits, is_pairs=False),
+    "8_float32": _kind(8, no_table, _float32_of_8_bits, is_pairs=False),
     "8_table_float32": _kind(8, _address_of_table, _found_float32_of_8_bits, is_pairs=False),
 }
 if HAS_PAIRS:
     CODED["4_pairs"] = _kind(4, _table_of_pairs(1), _pairs_of_4_bits, is_pairs=True)
-    CODED["8_pairs"] = _kind(8, _table_of_pairs(8), _pairs_of_8_bits, is_pairs=True)
+    CODED["8_pairs"] = _kind(8, no_table, _linear_pairs_of_8_bits, is_pairs=True)
+    CODED["8_table_pairs"] = _kind(8, _table_of_pairs(8), _pairs_of_8_bits, is_pairs=True)
 
 _load_float32, _load_bfloat16, _load_float16 = (each.load_some for each in DTYPES.values())
 _store_float32, _store_bfloat16, _store_float16 = (each.store_some for each in DTYPES.values())

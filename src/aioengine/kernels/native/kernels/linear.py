@@ -103,7 +103,7 @@ AHEAD_BYTES = 4096
 those of Zen 1 11 % more bfloat16."""
 
 
-def _no_table(b: Any, address: Any) -> tuple[Any, ...]:
+def no_table(b: Any, address: Any) -> tuple[Any, ...]:
     return ()
 
 
@@ -133,7 +133,7 @@ class Kind(NamedTuple):
     x_parts: tuple[Any, ...]
     dot_parts: Any
     x_places: tuple[int, ...] = (0,)
-    table: Any = _no_table
+    table: Any = no_table
     wide_words: int = WIDE_WORDS
     plane_bytes: int = 0
 
