@@ -109,7 +109,8 @@ def logprobs(
     attend = attend or PagedAttend(decoder, length=len(ids))
     hidden, start = [], 0
     for count in chunks or [len(ids)]:
-        hidden.append(decoder(attend.begin_step([[0, start, 0, count]], ids[None]), attend))
+        # A copy: where native kernels leave it the next step's is.
+        hidden.append(decoder(attend.begin_step([[0, start, 0, count]], ids[None]), attend).clone())
         start += count
     logits = decoder.logits(torch.cat(hidden))
     assert logits.dtype == torch.float32
