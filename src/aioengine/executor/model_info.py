@@ -29,7 +29,9 @@ from aioengine.models.families import DecoderConfig
 from aioengine.models.folder import ModelFolder
 from aioengine.models.formats.catalogue import read_catalogue
 from aioengine.models.formats.stored import Files, Stored
-from aioengine.models.loader import coded_parameters, match, read_config
+from aioengine.models.loader import coded_parameters, match
+from aioengine.models.model import ModelConfig
+from aioengine.models.paths import choose_path, read_model_config, way_of
 from aioengine.scheduler.kv_groups import KVGroups, kv_groups, most_blocks
 
 OF_EXPERTS = ".experts."
@@ -119,13 +121,17 @@ def read_model_info(config: EngineConfig, *, memory_bytes: int | None = None) ->
     if config.quantization is not None and not is_host:
         raise ConfigError(f"quantization={config.quantization!r} is for a CPU; give device='cpu', or leave it out")
     folder = ModelFolder.resolve(config.model, revision=config.revision, may_download=False)
-    model = read_config(folder, config)
-    stored = read_catalogue(folder.path)
-    tensors = checkpoint_tensors(model, stored)
-    used = match(stored, tensors, tied=model.tie_word_embeddings)
-    decoder = Decoder(model, config.quantization)
-    _put_codes(decoder, used, coded_parameters(used, tensors, config.quantization))
-    weight_bytes = kept_bytes(decoder, is_host=is_host)
+    choice, model = choose_path(folder, config), read_model_config(folder, config)
+    used = read_catalogue(folder.path)
+    if isinstance(model, DecoderConfig):
+        why, tensors = choice.why, checkpoint_tensors(model, used)
+        used = match(used, tensors, tied=model.tie_word_embeddings)
+        decoder = Decoder(model, config.quantization)
+        _put_codes(decoder, used, coded_parameters(used, tensors, config.quantization))
+        weight_bytes = kept_bytes(decoder, is_host=is_host)
+    else:
+        why = f"{choice.why}; {way_of(model)}"
+        weight_bytes = sum(math.prod(tensor.shape) for tensor in used.values()) * model.dtype.itemsize
     if memory_bytes is None:
         memory_bytes = available_memory() if is_host else _gpu_memory(config)
     memory = DeviceMemory(memory_bytes, max(0, memory_bytes - weight_bytes), weight_bytes)
@@ -143,8 +149,8 @@ def read_model_info(config: EngineConfig, *, memory_bytes: int | None = None) ->
     return ModelInfo(
         folder=str(folder.path),
         architecture=model.architecture,
-        path="native",
-        why=f"{model.architecture} is a family of the native decoder",
+        path=choice.path,
+        why=why,
         dtype=_name(model.dtype),
         quantization=config.quantization,
         num_layers=model.num_layers,
@@ -271,10 +277,10 @@ class _Sizes:
         return PackedWeight(grown(packed.values), scales, (num_rows, num_columns), dtype, packed.layout, packed.coding)
 
 
-def _num_active(counts: dict[str, int], config: DecoderConfig) -> int:
-    """Of the parameters those that a token's step uses."""
+def _num_active(counts: dict[str, int], config: ModelConfig) -> int:
+    """Of the parameters those that a token's step uses; all, where it is transformers' code that knows."""
     total, of_experts = sum(counts.values()), sum(count for name, count in counts.items() if OF_EXPERTS in name)
-    if config.experts is None:
+    if not isinstance(config, DecoderConfig) or config.experts is None:
         return total
     return total - of_experts + of_experts * config.experts.num_chosen // config.experts.count
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -17,6 +18,8 @@ from aioengine.models.folder import ModelFolder
 from aioengine.models.loader import ON_CPU, Placement
 from aioengine.models.model import Model, ModelConfig
 from aioengine.validation import shorten
+
+logger = logging.getLogger("aioengine")
 
 
 class PathChoice(msgspec.Struct, frozen=True):
@@ -96,12 +99,22 @@ def load_model(
     Raises:
         ModelLoadError, ConfigError, LoadStopped: as there, and as `choose_path`.
     """
-    load: Callable[..., Model]
-    if choose_path(folder, config).path == "native":
-        load = loader.load_decoder
-    else:
+    choice = choose_path(folder, config)
+    load: Callable[..., Model] = loader.load_decoder
+    if choice.path == "transformers":
         from aioengine.models.transformers_loader import load_transformers as load
-    return load(folder, config, placement=placement, on_progress=on_progress, should_stop=should_stop)
+    model = load(folder, config, placement=placement, on_progress=on_progress, should_stop=should_stop)
+    if choice.path == "transformers":
+        logger.info("transformers' code computes this model, since %s; %s", choice.why, way_of(model.config))
+    return model
+
+
+def way_of(config: ModelConfig) -> str:
+    """How a model attends that transformers' code computes."""
+    from aioengine.models.transformers_config import WAYS, TransformersConfig
+
+    assert isinstance(config, TransformersConfig)
+    return WAYS[config.way]
 
 
 def read_model_config(folder: ModelFolder, config: EngineConfig) -> ModelConfig:
