@@ -95,6 +95,7 @@ class Family(NamedTuple):
         differences: of its config from `COMMON`.
         config: what its config is called behind that.
         wrapper: what the classes of a model of texts and images are called, whose text part it is.
+        is_whole: ``differences`` is all of its config.
         title, since: what users call it, and the version of ours that ran it first; for the table of models.
     """
 
@@ -102,6 +103,7 @@ class Family(NamedTuple):
     differences: Mapping[str, Any] = MappingProxyType({})
     config: str = "Config"
     wrapper: str = ""
+    is_whole: bool = False
     title: str = ""
     since: str = "0.1.0"
 
@@ -150,6 +152,61 @@ FAMILIES: dict[str, Family] = {
 }
 """What the native decoder runs, by a name of ours: several of a family where its layers may differ."""
 
+PLAIN: dict[str, Any] = {"vocab_size": 384, "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
+SIZES = {key: COMMON[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
+LIKE_LLAMA = {**COMMON, "num_hidden_layers": 2}
+del LIKE_LLAMA["head_dim"]
+LIKE_GPT2 = {**PLAIN, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
+FALCON = {**PLAIN, **SIZES}
+BLOOM = {**PLAIN, "hidden_size": 64, "n_layer": 2, "n_head": 4}
+MPT = {"vocab_size": 384, "d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 256}
+OPT = {**PLAIN, **SIZES, "ffn_dim": 128, "max_position_embeddings": 256, "word_embed_proj_dim": 64}
+GPT_NEO = {
+    **PLAIN,
+    "hidden_size": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "attention_types": [[["global", "local"], 1]],
+    "window_size": 8,
+    "max_position_embeddings": 256,
+}
+DEEPSEEK = {
+    **LIKE_LLAMA,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+}
+
+OTHERS: dict[str, Family] = {
+    "gpt2": Family("GPT2", LIKE_GPT2, is_whole=True),
+    "gpt-neox": Family("GPTNeoX", LIKE_LLAMA, is_whole=True),
+    "falcon": Family("Falcon", {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}, is_whole=True),
+    "falcon-alibi": Family("Falcon", {**FALCON, "alibi": True, "multi_query": False}, is_whole=True),
+    "cohere": Family("Cohere", {**LIKE_LLAMA, "logit_scale": 0.5}, is_whole=True),
+    "cohere2": Family("Cohere2", {**LIKE_LLAMA, "sliding_window": 8, "layer_types": [SLIDING, FULL]}, is_whole=True),
+    "stablelm": Family("StableLm", LIKE_LLAMA, is_whole=True),
+    "bloom": Family("Bloom", BLOOM, is_whole=True),
+    "mpt": Family("Mpt", MPT, is_whole=True),
+    "opt": Family("OPT", OPT, is_whole=True),
+    "phi": Family("Phi", LIKE_LLAMA, is_whole=True),
+    "starcoder2": Family("Starcoder2", {**LIKE_LLAMA, "sliding_window": 8}, is_whole=True),
+    "nemotron": Family("Nemotron", LIKE_LLAMA, is_whole=True),
+    "gptj": Family("GPTJ", {**LIKE_GPT2, "rotary_dim": 8}, is_whole=True),
+    "gpt-neo": Family("GPTNeo", GPT_NEO, is_whole=True),
+    "gpt-bigcode": Family("GPTBigCode", LIKE_GPT2, is_whole=True),
+    "deepseek-v3": Family("DeepseekV3", DEEPSEEK, is_whole=True),
+}
+"""What has no native path, and runs by transformers' code."""
+
 READ_HERE = [
     name
     for name, family in FAMILIES.items()
@@ -171,15 +228,14 @@ def make_checkpoint(
     """Save a random model to ``folder`` (created) and return it.
 
     Args:
-        family: a key of `FAMILIES`.
+        family: a key of `FAMILIES` or `OTHERS`.
         shards: how many files the weights are spread over, about.
         tokenizer: whether to save `byte_tokenizer` beside it.
         overrides: fields of the transformers config.
     """
-    of = FAMILIES[family]
-    config = getattr(transformers, of.transformers + of.config)(
-        **{**COMMON, **of.differences, **overrides}, dtype=dtype
-    )
+    of = (FAMILIES | OTHERS)[family]
+    fields = {**({} if of.is_whole else COMMON), **of.differences, **overrides}
+    config = getattr(transformers, of.transformers + of.config)(**fields, dtype=dtype)
     whole = config
     if of.wrapper:
         is_tied = config.tie_word_embeddings
@@ -187,7 +243,8 @@ def make_checkpoint(
             text_config=config, vision_config={**VISION, "image_size": 28}, tie_word_embeddings=is_tied, dtype=dtype
         )
     with torch.device("meta"):
-        model = getattr(transformers, of.architecture)(whole)
+        make = transformers.AutoModelForCausalLM.from_config if of.is_whole else getattr(transformers, of.architecture)
+        model = make(whole)
     model = _with_random_weights(model, seed, dtype)
     model.generation_config = transformers.GenerationConfig(
         bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
@@ -232,7 +289,7 @@ def _with_random_weights(model: Any, seed: int, dtype: torch.dtype) -> Any:
     values = {}
     for name, parameter in model.named_parameters():  # tied ones come once
         noise = torch.randn(parameter.shape, generator=generator)
-        if name.endswith("norm.weight"):
+        if name.endswith("norm.weight") or (parameter.dim() == 1 and name.endswith("weight")):
             # Query and key norms set how sharp the attention is. Gemma's weights are added to 1.
             mean = (1.5 if "self_attn" in name else 1.0) - ("Gemma" in type(model).__name__)
             values[name] = mean + 0.2 * noise
@@ -240,9 +297,14 @@ def _with_random_weights(model: Any, seed: int, dtype: torch.dtype) -> Any:
             values[name] = 0.5 * noise
         else:
             # About the same spread of what a product gives for each size of its input.
-            gain = 3.2 if "embed_tokens" in name or "lm_head" in name else 1.6
+            is_outer = any(
+                part in name for part in ("embed_tokens", "lm_head", "wte", "word_embed", "embed_in", "embed_out")
+            )
+            gain = 3.2 if is_outer else 1.6
             values[name] = gain * parameter.shape[-1] ** -0.5 * noise
         values[name] = values[name].to(dtype)
+    kept = model.state_dict()
+    values |= {name: torch.zeros_like(each, device="cpu") for name, each in model.named_buffers() if name in kept}
     model.load_state_dict(values, assign=True, strict=False)
     model.tie_weights()
     assert not any(parameter.is_meta for parameter in model.parameters())

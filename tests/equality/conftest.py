@@ -19,7 +19,10 @@ from tokenizers import Tokenizer, decoders, models
 from transformers.generation import logits_process as theirs
 
 from aioengine import Engine, RequestOutput
+from aioengine.config import EngineConfig
 from aioengine.core.engine_core import EngineCore
+from aioengine.models.folder import ModelFolder
+from aioengine.models.paths import read_model_config
 from aioengine.outputs import TokenLogprobs
 
 MAX_MODEL_LEN = 256
@@ -68,7 +71,7 @@ def starting(folder: Path, depth: int = 2, **fields: Any) -> Engine:
 @asynccontextmanager
 async def serving(folder: Path, setting: Setting, depth: int) -> AsyncIterator[tuple[Engine, EngineCore]]:
     """An engine as the setting has it; at the end, that the setting did what it is there for, and left nothing."""
-    kv_bytes = int(setting.kv_sequences * MAX_MODEL_LEN * bytes_a_token(folder))
+    kv_bytes = int(setting.kv_sequences * MAX_MODEL_LEN * await asyncio.to_thread(bytes_a_token, folder))
     fields = {"max_num_seqs": 16, "max_num_batched_tokens": setting.budget, "kv_cache_memory_bytes": kv_bytes}
     async with starting(folder, depth, **fields) as engine:
         assert engine._runtime is not None
@@ -85,10 +88,8 @@ async def serving(folder: Path, setting: Setting, depth: int) -> AsyncIterator[t
 
 
 def bytes_a_token(folder: Path) -> int:
-    config = msgspec.json.decode((folder / "config.json").read_bytes())
-    config |= config.get("text_config", {})
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    return 2 * int(config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim) * 4
+    model = read_model_config(ModelFolder.read(folder), EngineConfig())
+    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * 4
 
 
 def random_ids(rng: random.Random, count: int) -> list[int]:
@@ -99,7 +100,8 @@ class Oracle:
     """transformers' model of a checkpoint, in float32."""
 
     def __init__(self, folder: Path) -> None:
-        self._model = load_reference(folder, dtype=torch.float32)
+        # By default Falcon's attention with ALiBi is transformers' fused one, which ignores how far its heads scale it.
+        self._model = load_reference(folder, dtype=torch.float32, attn_implementation="eager")
         self._model.generation_config = transformers.GenerationConfig(pad_token_id=PAD)  # no EOS but those asked for
 
     def generate(self, prompt: list[int], max_tokens: int, **options: Any) -> Generated:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from checkpoints import EOS, FAMILIES, NUM_SPECIAL, make_checkpoint
+from checkpoints import EOS, FAMILIES, NUM_SPECIAL, OTHERS, make_checkpoint
 from equality.conftest import (
     LOGPROB_TOLERANCE,
     SEED,
@@ -379,8 +379,14 @@ RULES = few(
 )
 """(family, setting, depth)"""
 PLAIN = few(
-    [("qwen3", "prefix hits", 2), ("llama3", "all at once", 1), ("mistral", "all at once", 2)],
-    of=itertools.product(FAMILIES, SETTINGS, (1, 2)),
+    [
+        ("qwen3", "prefix hits", 2),
+        ("llama3", "all at once", 1),
+        ("mistral", "all at once", 2),
+        ("gpt2", "all at once", 2),
+        ("bloom", "all at once", 1),
+    ],
+    of=itertools.product((*FAMILIES, *OTHERS), SETTINGS, (1, 2)),
 )
 BOTH = [
     pytest.param(kind, *getattr(run, "values", run), marks=getattr(run, "marks", ()))

@@ -200,6 +200,7 @@ def _load(
                 dtype=config.dtype,
                 attn_implementation=PAGED if config.way == "attention" else "eager",
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are in the report
             )
     except Exception as error:
         if reading.error is not None:

@@ -1,0 +1,237 @@
+"""Models that transformers' own code computes: which way they take, what is refused, and their weights' life."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from checkpoints import NUM_SPECIAL, OTHERS, load_reference, save_byte_tokenizer
+from nightly import few
+
+from aioengine import ConfigError, Engine, ModelLoadError
+from aioengine.config import EngineConfig
+from aioengine.models.folder import ModelFolder
+from aioengine.models.loader import LoadStopped
+from aioengine.models.paths import choose_path, load_model, read_model_config
+from aioengine.models.transformers_config import TransformersConfig
+
+Checkpoint = Callable[..., Path]
+
+BY_CACHE = {"falcon", "falcon-alibi", "bloom", "mpt", "gpt-neo"}
+"""Of `OTHERS`, those whose code computes attention itself."""
+
+
+def read(folder: Path, **fields: Any) -> Any:
+    return read_model_config(ModelFolder.read(folder), EngineConfig(**fields))
+
+
+def starting(folder: Path, **fields: Any) -> Engine:
+    defaults = {"device": "cpu", "num_threads": 1, "kv_cache_memory_bytes": 2**22, "max_model_len": 96}
+    return Engine(str(folder), show_progress=False, **{**defaults, **fields})
+
+
+def prompt_of(seed: int, length: int = 20) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(NUM_SPECIAL, 384) for _ in range(length)]
+
+
+async def tokens_of(engine: Engine, prompt: list[int]) -> list[int]:
+    output = await engine.generate(prompt, temperature=0.0, max_tokens=12, ignore_eos=True)
+    return list(output.outputs[0].token_ids)
+
+
+def greedy(folder: Path, prompt: list[int], count: int = 12) -> list[int]:
+    model, ids = load_reference(folder, dtype=torch.float32, attn_implementation="eager"), list(prompt)
+    with torch.inference_mode():
+        for _ in range(count):
+            ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_the_way_and_the_shape_are_found_without_weights(checkpoint: Checkpoint, family: str) -> None:
+    folder = checkpoint(family)
+    found = read(folder)
+    assert isinstance(found, TransformersConfig)
+    assert (found.way == "cache") == (family in BY_CACHE)
+    theirs = load_reference(folder)
+    assert found.vocab_size == 384
+    assert found.num_layers == theirs.config.num_hidden_layers
+    assert found.hidden_size == theirs.config.hidden_size
+    assert choose_path(ModelFolder.read(folder), EngineConfig()).path == "transformers"
+
+
+def test_windows_are_those_of_the_masks_that_transformers_makes(checkpoint: Checkpoint) -> None:
+    assert read(checkpoint("cohere2")).windows == (8, None)
+    assert read(checkpoint("starcoder2")).windows == (8, 8)
+    assert read(checkpoint("gpt2")).windows == (None, None)
+
+
+def test_heads_of_keys_and_values_of_two_sizes_share_lines_of_the_larger(checkpoint: Checkpoint) -> None:
+    assert read(checkpoint("deepseek-v3")).head_dim == 24
+
+
+async def test_a_native_family_is_equal_by_transformers(checkpoint: Checkpoint) -> None:
+    folder, prompt = checkpoint("llama3", tokenizer=True), prompt_of(1)
+    async with starting(folder) as native, starting(folder, model_path="transformers") as other:
+        assert await tokens_of(native, prompt) == await tokens_of(other, prompt) == greedy(folder, prompt)
+
+
+@pytest.mark.parametrize("family", few(["opt", "mpt"], of=OTHERS))
+async def test_bfloat16_is_as_near_as_transformers_own(checkpoint: Checkpoint, family: str) -> None:
+    folder, prompt = checkpoint(family, tokenizer=True), prompt_of(2, 40)
+    exact, near = (
+        load_reference(folder, dtype=dtype, attn_implementation="eager") for dtype in (torch.float32, torch.bfloat16)
+    )
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        exact, near = (model(ids, use_cache=False).logits[0, :-1].float().log_softmax(-1) for model in (exact, near))
+    async with starting(folder, dtype="bfloat16", max_num_batched_tokens=13, max_num_seqs=8) as engine:
+        output = await engine.generate(prompt, temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    lines = (output.prompt_logprobs or [])[1:]
+    found = torch.tensor(
+        [line[token].logprob for line, token in zip(lines, prompt[1:], strict=True) if line is not None]
+    )
+    at = torch.tensor(prompt[1:])[:, None]
+    errors = [(each - exact.gather(1, at)[:, 0]).abs() for each in (found, near.gather(1, at)[:, 0])]
+    assert errors[0].mean() < 1.5 * errors[1].mean() + 0.01
+
+
+@pytest.mark.parametrize("family", few(["gpt2", "falcon"], of=OTHERS))
+async def test_weights_sleep_are_saved_and_replaced(checkpoint: Checkpoint, tmp_path: Path, family: str) -> None:
+    folder, prompt = checkpoint(family, tokenizer=True), prompt_of(3)
+    other = checkpoint(family, seed=5, tokenizer=True)
+    first, second = greedy(folder, prompt), greedy(other, prompt)
+    assert first != second
+    async with starting(folder) as engine:
+        assert await tokens_of(engine, prompt) == first
+        for level in (1, 2):
+            await engine.sleep(level)
+            await engine.wake_up()
+            assert await tokens_of(engine, prompt) == first
+        await engine.update_weights(str(other))
+        assert await tokens_of(engine, prompt) == second
+        await engine.save_sharded_state(str(tmp_path / "saved"))
+        tensors = {name: value.clone() for name, value in load_reference(folder).named_parameters()}
+        await engine.update_weights(tensors=tensors)
+        assert await tokens_of(engine, prompt) == first
+        (kind,) = await engine.apply_model(lambda model: type(model.model).__name__)
+        assert kind == type(load_reference(folder)).__name__
+    async with starting(tmp_path / "saved") as engine:
+        assert await tokens_of(engine, prompt) == second
+
+
+async def test_random_weights_need_no_files(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((checkpoint("gpt2") / "config.json").read_text())
+    save_byte_tokenizer(tmp_path)
+    async with starting(tmp_path, load_format="dummy") as engine, starting(tmp_path, load_format="dummy") as again:
+        assert await tokens_of(engine, prompt_of(4)) == await tokens_of(again, prompt_of(4))
+
+
+def test_loading_tells_how_far_it_is_and_stops(checkpoint: Checkpoint) -> None:
+    folder, progress = ModelFolder.read(checkpoint("gpt2")), []
+    load_model(folder, EngineConfig(), on_progress=lambda done, total: progress.append((done, total)))
+    (total,) = {total for _, total in progress}
+    assert progress[0] == (0, total)
+    assert progress[-1] == (total, total)
+    assert progress == sorted(progress)
+    with pytest.raises(LoadStopped):
+        load_model(folder, EngineConfig(), should_stop=lambda: True)
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "an encoder": (transformers.T5Config(vocab_size=384), "only decoders"),
+    "no decoder": (transformers.ViTConfig(), "no causal language model"),
+    "a recurrent state": (transformers.MambaConfig(hidden_size=32, num_hidden_layers=2), "not keys and values"),
+    "layers without keys": (
+        transformers.RecurrentGemmaConfig(vocab_size=384, hidden_size=64, num_hidden_layers=3, num_attention_heads=4),
+        "of its 3 layers",
+    ),
+    "rotations by length": (
+        transformers.PhiConfig(
+            vocab_size=384, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
+            rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        ),
+        "change with the length",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_run_is_refused_with_the_reason(tmp_path: Path, case: str) -> None:
+    config, reason = REFUSED[case]
+    config.architectures = ["SomeModel"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match=reason):
+        read(tmp_path)
+
+
+def test_what_a_path_has_not_is_refused(checkpoint: Checkpoint) -> None:
+    folder = ModelFolder.read(checkpoint("gpt2"))
+    with pytest.raises(ModelLoadError, match="no native path"):
+        choose_path(folder, EngineConfig(model_path="native"))
+    with pytest.raises(ConfigError, match="native model"):
+        load_model(folder, EngineConfig(quantization="int8"))
+    with pytest.raises(ConfigError, match="max_model_len=999"):
+        read(folder.path, max_model_len=999)
+
+
+@pytest.mark.parametrize("change", ["lacks", "has unexpected", "has another shape"])
+def test_tensors_that_do_not_fit_are_named(checkpoint: Checkpoint, tmp_path: Path, change: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(checkpoint("gpt2"), tmp_path / "model")
+    tensors, name = load_file(folder / "model.safetensors"), "transformer.h.0.ln_1.bias"
+    if change == "lacks":
+        del tensors[name]
+    elif change == "has unexpected":
+        tensors["transformer.h.0.extra"] = torch.zeros(3)
+    else:
+        tensors[name] = torch.zeros(3)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=change):
+        load_model(ModelFolder.read(folder), EngineConfig())
+
+
+CODE = """
+from transformers import GPT2Config, GPT2LMHeadModel
+
+class OddConfig(GPT2Config):
+    model_type = "odd"
+
+class OddModel(GPT2LMHeadModel):
+    config_class = OddConfig
+"""
+
+
+@pytest.fixture
+def folder_with_code(checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = shutil.copytree(checkpoint("gpt2", tokenizer=True), tmp_path / "odd_model")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "odd", "architectures": ["OddModel"]}
+    config["auto_map"] = {"AutoConfig": "odd.OddConfig", "AutoModelForCausalLM": "odd.OddModel"}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "odd.py").write_text(CODE)
+    return folder
+
+
+def test_code_that_comes_with_a_model_is_run_when_it_is_trusted_only(folder_with_code: Path) -> None:
+    with pytest.raises(ModelLoadError, match="trust_remote_code=True"):
+        read(folder_with_code)
+    model = load_model(ModelFolder.read(folder_with_code), EngineConfig(trust_remote_code=True))
+    assert type(model.model).__name__ == "OddModel"  # type: ignore[attr-defined]
+
+
+def test_code_of_another_repository_is_refused(folder_with_code: Path) -> None:
+    path = folder_with_code / "config.json"
+    path.write_text(path.read_text().replace("odd.OddModel", "someone/else--odd.OddModel"))
+    with pytest.raises(ModelLoadError, match="another repository"):
+        read(folder_with_code, trust_remote_code=True)
