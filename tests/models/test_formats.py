@@ -19,6 +19,7 @@ from models.quantised_checkpoints import (
     fp8,
     gptq,
     is_layers_matrix,
+    mxfp4,
     write,
 )
 from models.reference import load, logprobs, reference, token_ids
@@ -27,9 +28,11 @@ from safetensors.torch import load_file, save_file
 
 from aioengine import Engine
 from aioengine.errors import ConfigError, ModelLoadError
+from aioengine.kernels.packed_weight import CodedWeight
 from aioengine.models.checkpoint import HEAD
 from aioengine.models.decoder import Decoder, Linear
-from aioengine.models.formats.catalogue import QUANT_METHODS
+from aioengine.models.formats.catalogue import QUANT_METHODS, read_catalogue
+from aioengine.models.formats.stored import Files
 
 Checkpoint = Callable[..., Path]
 Write = Callable[[Path, Path], tuple[Path, Path]]
@@ -197,6 +200,19 @@ def test_experts_are_coded_where_each_begins_a_panel(checkpoint: Checkpoint, tmp
     assert_near(decoder, dense)
     assert any(linear.packed.coding is not None for linear in decoder.linears())
     torch.testing.assert_close(logprobs(decoder, ids), logprobs(load(dense), ids), rtol=0, atol=2e-4)
+
+
+def test_stacked_experts_of_mxfp4_are_one_below_the_other(tmp_path: Path) -> None:
+    blocks, scales, dense = mxfp4(torch.randn(3, 20, 64, generator=torch.Generator().manual_seed(0)))
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    save_file({f"{name}_blocks": blocks, f"{name}_scales": scales}, tmp_path / FILE)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "mxfp4"}}))
+    (stored,) = read_catalogue(tmp_path).values()
+    assert (stored.name, stored.shape, stored.num_bytes) == (name, (3, 64, 20), blocks.nbytes + scales.nbytes)
+    with Files() as files:
+        read = stored.read(files)
+    assert isinstance(read, CodedWeight)
+    assert torch.equal(read.dense(), dense.flatten(0, 1))
 
 
 # What is said of them
