@@ -297,10 +297,9 @@ def _with_random_weights(model: Any, seed: int, dtype: torch.dtype) -> Any:
             values[name] = 0.5 * noise
         else:
             # About the same spread of what a product gives for each size of its input.
-            is_outer = any(
-                part in name for part in ("embed_tokens", "lm_head", "wte", "word_embed", "embed_in", "embed_out")
-            )
-            gain = 3.2 if is_outer else 1.6
+            # What a tied embedding gives for a token would else be, above all, that token.
+            of_tied = any(part in name for part in ("wte", "word_embeddings"))
+            gain = 3.2 if "embed_tokens" in name or "lm_head" in name else 0.8 if of_tied else 1.6
             values[name] = gain * parameter.shape[-1] ** -0.5 * noise
         values[name] = values[name].to(dtype)
     kept = model.state_dict()

@@ -135,7 +135,7 @@ def test_what_fits_follows_from_blocks_and_windows(checkpoint: Callable[..., Pat
 
 def test_a_mixture_of_experts_says_what_a_token_uses(checkpoint: Callable[..., Path]) -> None:
     said = read_model_info(EngineConfig(model=str(checkpoint("mixtral")), device="cpu"))
-    decoder_config = model_info.read_config(ModelFolder.read(Path(said.folder)), EngineConfig())
+    decoder_config = model_info.read_model_config(ModelFolder.read(Path(said.folder)), EngineConfig())
     experts = decoder_config.experts
     assert experts is not None
     of_one = 3 * decoder_config.hidden_size * experts.intermediate_size
