@@ -482,7 +482,7 @@ async def test_a_model_that_is_no_name_is_a_config_error() -> None:
 
 async def test_a_cache_too_small_for_one_sequence_is_refused(make_executor: Any) -> None:
     executor = make_executor(num_blocks=4, block_size=16, max_model_len=66)
-    with pytest.raises(ConfigError, match=r"64 tokens.*max_model_len=66"):
+    with pytest.raises(ConfigError, match=r"4 blocks of 16 tokens.*max_model_len=66"):
         await Engine.start(executor=executor)
     assert executor.is_closed
     async with Engine(executor=make_executor(num_blocks=4, block_size=16, max_model_len=65)) as engine:
