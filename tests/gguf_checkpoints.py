@@ -29,6 +29,7 @@ ARCHITECTURES = {
     "qwen3": "qwen3",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
+    "olmoe": "olmoe",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
     "phi3": "phi3",

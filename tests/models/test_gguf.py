@@ -45,6 +45,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"sliding_window": None},
     "qwen2-moe": {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "decoder_sparse_step": 1},
     "qwen3-moe": {"moe_intermediate_size": 64, "mlp_only_layers": []},
+    "olmoe": {"intermediate_size": 64},
     "gemma2": {"query_pre_attn_scalar": 16, "tie_word_embeddings": True},
     "gemma3": {"query_pre_attn_scalar": 16, "num_hidden_layers": 6, "layer_types": [*[SLIDING] * 5, FULL]},
     "phi3": {},

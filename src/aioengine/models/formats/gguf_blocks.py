@@ -16,13 +16,12 @@ import msgspec
 import torch
 from torch import Tensor
 
+from aioengine.models.formats.coded_tensor import E2M1
+
 Unpacked = tuple[Tensor, Tensor, Tensor | None]
 
-NL_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+NL = torch.tensor([-127.0, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
 """What the codes of IQ4_NL and IQ4_XS stand for."""
-
-E2M1_TABLE = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
-"""MXFP4's: a sign, two bits of an exponent, one of a mantissa."""
 
 
 class BlockFormat(msgspec.Struct, frozen=True):
@@ -31,7 +30,7 @@ class BlockFormat(msgspec.Struct, frozen=True):
     bits: int
     group: int
     unpack: Callable[[Tensor], Unpacked]
-    table: tuple[float, ...] | None = None
+    table: Tensor | None = None
     has_offsets: bool = False
 
 
@@ -121,7 +120,7 @@ BLOCK_FORMATS = {
     "Q4_K": BlockFormat(4, 32, _q4_k, has_offsets=True),
     "Q5_K": BlockFormat(8, 32, _q5_k, has_offsets=True),
     "Q6_K": BlockFormat(8, 16, _q6_k),
-    "IQ4_NL": BlockFormat(4, 32, _q4_0, NL_TABLE),
-    "IQ4_XS": BlockFormat(4, 32, _iq4_xs, NL_TABLE),
-    "MXFP4": BlockFormat(4, 32, _mxfp4, E2M1_TABLE),
+    "IQ4_NL": BlockFormat(4, 32, _q4_0, NL),
+    "IQ4_XS": BlockFormat(4, 32, _iq4_xs, NL),
+    "MXFP4": BlockFormat(4, 32, _mxfp4, E2M1),
 }

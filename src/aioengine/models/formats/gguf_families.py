@@ -83,6 +83,7 @@ GRANITES: Fields = {
     "logits_scaling": ("logit_scale", float),
 }
 MAX_FACTORS = 2**16
+MAX_LAYERS = 4096
 
 
 class GgufFamily(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,7 +124,7 @@ def _biases(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
 
 def _experts(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     # llama.cpp has each architecture's way of weighing in its code.
-    return {"norm_topk_prob": config["model_type"] != "qwen2_moe", "qkv_bias": "blk.0.attn_q.bias" in file.tensors}
+    return {"norm_topk_prob": config["model_type"] == "qwen3_moe", "qkv_bias": "blk.0.attn_q.bias" in file.tensors}
 
 
 def _phi3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
@@ -151,12 +152,10 @@ def _exaone4(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _every(number: int, config: dict[str, Any]) -> list[str]:
-    """Each so-manieth layer attends to all tokens, the others have a window."""
+    """Types of layers, of which each ``number``-th attends to all tokens, and the others have a window."""
     layers = range(1, min(config["num_hidden_layers"], MAX_LAYERS) + 1)
     return ["sliding_attention" if layer % number else "full_attention" for layer in layers]
 
-
-MAX_LAYERS = 4096
 
 FAMILIES = {
     # Mistral's models, too: without its windows, which its later ones have not.
@@ -171,6 +170,12 @@ FAMILIES = {
     ),
     "qwen3moe": GgufFamily(
         architecture="Qwen3MoeForCausalLM", model_type="qwen3_moe", fields=OF_EXPERTS, more=_experts
+    ),
+    "olmoe": GgufFamily(
+        architecture="OlmoeForCausalLM",
+        model_type="olmoe",
+        fields={name: OF_EXPERTS[name] for name in ("num_experts", "num_experts_per_tok")},
+        more=_experts,
     ),
     "gemma2": GgufFamily(
         architecture="Gemma2ForCausalLM",
@@ -256,8 +261,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
             config[field] = value
         elif field in REQUIRED:
             raise ModelLoadError(f"{file.path} lacks {prefix}.{key}")
-    if "head_dim" not in config and config["num_attention_heads"]:
-        config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
+    config.setdefault("head_dim", config["hidden_size"] // max(1, config["num_attention_heads"]))
     config.setdefault("num_key_value_heads", config["num_attention_heads"])
     config["vocab_size"] = _vocab_size(file)
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
@@ -282,7 +286,7 @@ def _rope(file: GgufFile, prefix: str, config: dict[str, Any]) -> dict[str, Any]
     def stated(key: str, kind: type, default: Any = None) -> Any:
         return file.get(f"{prefix}.rope.{key}", kind, default)
 
-    head_dim = config.get("head_dim", 0)
+    head_dim = config["head_dim"]
     rope = {"rope_type": "default", "rope_theta": stated("freq_base", float, 10000.0)}
     num_turned = stated("dimension_count", int, head_dim)
     if num_turned != head_dim:
@@ -300,7 +304,7 @@ def _rope(file: GgufFile, prefix: str, config: dict[str, Any]) -> dict[str, Any]
                 rope[name] = value
     factors = [_factors(file.tensors[name]) for name in ROPE_FACTORS if name in file.tensors]
     if factors:
-        # All that the scaling of Llama 3.1 does is longrope with one list for all lengths.
+        # What Llama 3.1's scaling comes to is longrope with one list for all lengths.
         rope |= {"rope_type": "longrope", "long_factor": factors[0], "short_factor": factors[-1]}
         rope |= {"original_max_position_embeddings": length, "attention_factor": 1.0 if scale is None else scale}
     return rope

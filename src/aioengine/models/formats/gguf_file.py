@@ -2,7 +2,8 @@
 
 The format is llama.cpp's (github.com/ggml-org/ggml, docs/gguf.md): little-endian, a count of tensors and of key-value
 pairs, the pairs, a description of each tensor, and from the next multiple of the alignment on their data. The `gguf`
-package reads it, too; it maps the file, makes some numpy arrays for each token of a vocabulary, and trusts each length.
+package reads it, too: it makes some numpy arrays for each token, which takes 100 times as long, 20 s for a vocabulary
+of 150,000, trusts each length, and brings what downloads and shows progress.
 """
 
 from __future__ import annotations

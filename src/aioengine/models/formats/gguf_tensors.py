@@ -79,8 +79,7 @@ class GgufStored(msgspec.Struct, frozen=True):
             for whole, part in zip((codes, scales, offsets), layout.unpack(blocks), strict=True):
                 if whole is not None and part is not None:
                     whole[rows] = part.view(count, -1)
-        table = None if layout.table is None else torch.tensor(layout.table, dtype=torch.float32)
-        return CodedWeight(codes, layout.bits, table, scales, offsets, layout.group)
+        return CodedWeight(codes, layout.bits, layout.table, scales, offsets, layout.group)
 
     def _take(self, file: BufferedReader, count: int) -> Tensor:
         data = torch.empty(count, dtype=torch.uint8)
