@@ -44,6 +44,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "window": ("mistral", {"sliding_window": 66}),
     "multi-head": ("llama2", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
     "one KV head": ("llama2", dict(zip(HEADS, (6, 1, 24, 120, 200), strict=True))),
+    "experts": ("qwen2-moe", {"num_experts": 9, "num_experts_per_tok": 3, "moe_intermediate_size": 72}),
+    "experts, sinks, windows": ("gpt-oss", {"num_local_experts": 6, "intermediate_size": 96, "num_hidden_layers": 3}),
     "odd vocabulary": ("llama2", {"vocab_size": 151_937, "num_hidden_layers": 1}),
     "heads of 576": ("llama2", dict(zip(HEADS, (2, 1, 576, 64, 128), strict=True))),
     "130 heads share one": ("llama2", dict(zip(HEADS, (130, 1, 4, 130, 128), strict=True))),
@@ -59,7 +61,8 @@ NARROW: dict[str, dict[str, Any]] = {
 }
 NARROW_CASES = few(
     [("4:1 heads of 96", "bf16"), ("window", "int8"), ("odd sizes", "int8 cache")],
-    of=[(shape, name) for shape in SHAPES for name in NARROW],
+    # Rounding may have a token choose other experts, and then all is another.
+    of=[(shape, name) for shape in SHAPES for name in NARROW if "experts" not in shape],
 )
 
 Checkpoint = Any

@@ -226,7 +226,7 @@ class DecoderLayer(nn.Module):
         self.qkv = linear(c.hidden_size, (num_qk + c.num_kv_heads) * c.head_dim, c.qkv_bias)
         # A row for each head, so that queries and keys are normalised by one operation.
         self.qk_norm = _parameter((num_qk, c.head_dim), dtype) if c.qk_norm is not None else None
-        self.sinks = _parameter((c.num_heads,), dtype) if c.family.has_sinks else None
+        self.sinks = _parameter((c.num_heads,), torch.float32) if c.family.has_sinks else None
         self.output = linear(c.num_heads * c.head_dim, c.hidden_size, c.output_bias)
         experts = c.experts if c.experts is not None and c.experts.layers[index] else None
         self.mlp = Mlp(c, c.intermediate_size, quantization) if experts is None else Experts(c, experts, quantization)
