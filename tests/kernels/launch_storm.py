@@ -15,7 +15,7 @@ import json
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import torch
@@ -29,7 +29,7 @@ from triton.runtime.jit import JITFunction
 from aioengine.kernels import triton_operations as ops
 from aioengine.kernels.attention.choices import DECODE_IN_SPLITS, TUNED, AttentionShape, candidates
 from aioengine.kernels.operations import Activation, ExpertWeights, PagedKV
-from aioengine.kernels.packed_weight import CodedWeight, in_panels
+from aioengine.kernels.packed_weight import CodedWeight, Coding, PackedWeight, in_panels
 from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS
 
 BF16, FP8, INT32, FLOAT32 = torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch.float32
@@ -111,6 +111,9 @@ class Storm:
         stacks = (torch.empty(60 * in_panels(n), k, dtype=m.dtype) for n, k in ((704, m.hidden), (m.hidden, 352)))
         gate_up, down = (ops.pack(stack) for stack in stacks)
         self.experts = ExpertWeights(num_experts=60, hidden=m.hidden, intermediate=352, gate_up=gate_up, down=down)
+        sizes = (704, m.hidden), (m.hidden, 352)
+        gate_up, down = (stack_of_codes(60 * in_panels(n), k, m.dtype) for n, k in sizes)
+        self.coded_experts = replace(self.experts, gate_up=gate_up, down=down)
         self.coded = [ops.pack(each, None, m.dtype) for each in of_codes(m.hidden)]
         self.caches = torch.empty(4, 1001, 16, m.num_kv_heads, m.head_dim, dtype=m.cache_dtype)
 
@@ -143,6 +146,7 @@ class Storm:
             ops.linear(x, coded, None, torch.float32)
         ids, weights = ops.route(torch.empty(num_tokens, 60), 60, 4, is_normalised=True)
         ops.experts(x, ids, weights, self.experts)
+        ops.experts(x, ids, weights, self.coded_experts)
         rows = self.view(max(num_decodes + num_tiles, 1), 4)
         _, positions, (slots,) = ops.gather_tokens(rows, self.history, self.block_tables[None], 16, num_tokens)
         num_rotated = m.num_heads + m.num_kv_heads
@@ -209,6 +213,13 @@ def of_codes(num_inputs: int) -> Iterator[CodedWeight]:
     for bits, table, group in ((4, None, 128), (4, torch.zeros(16), 32), (8, None, num_inputs), (8, e4m3, 128)):
         codes, scales = torch.zeros(256, num_inputs, dtype=torch.uint8), torch.ones(256, -(-num_inputs // group))
         yield CodedWeight(codes, bits, table, scales, scales if bits == 4 else None, group)
+
+
+def stack_of_codes(num_rows: int, num_inputs: int, dtype: torch.dtype) -> PackedWeight:
+    """As MXFP4's."""
+    values = torch.empty(num_rows, -(-num_inputs // 2), dtype=torch.uint8)
+    scales = torch.empty(1, num_rows, -(-num_inputs // 32), dtype=BF16)
+    return PackedWeight(values, scales, (num_rows, num_inputs), dtype, "coded", Coding(4, torch.zeros(16), 32))
 
 
 def _specialised(x: Any, size: Any) -> None:

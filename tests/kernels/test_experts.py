@@ -24,6 +24,7 @@ from kernels.harness import (
 from nightly import few
 from torch import Tensor
 
+from aioengine.kernels import triton_operations
 from aioengine.kernels.operations import ExpertWeights
 from aioengine.kernels.packed_weight import CodedWeight, PackedWeight, in_panels
 from aioengine.kernels.torch import operations as reference
@@ -161,6 +162,20 @@ def test_quantised_experts_by_native_kernels_equal_the_oracle_and_are_the_same_i
     assert_close(computed, reference.experts(x, ids, weights, theirs), factor=4)
     alone = [native.experts(x[n:][:1], ids[n:][:1], weights[n:][:1], ours).clone() for n in range(num_tokens)]
     assert torch.equal(torch.cat(alone), computed)
+
+
+@pytest.mark.parametrize("coding", ["int4", "table"])
+@pytest.mark.parametrize(("dtype", "num_tokens"), [(torch.bfloat16, 1), (torch.float32, 7)], ids=str)
+def test_experts_of_codes_in_triton_equal_the_oracle(
+    num_tokens: int, dtype: torch.dtype, coding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_conversions_right(monkeypatch)
+    x, (ids, weights) = normal(num_tokens, 128, dtype=dtype), choices(num_tokens, 5, 3)
+    ours, theirs = (made(ops, 5, 128, 96, dtype, pack=CODINGS[coding]) for ops in (triton_operations, reference))
+    computed = triton_operations.experts(x, ids, weights, ours)
+    # The table is not exact in bfloat16.
+    factor = 32 if coding == "table" and dtype == torch.bfloat16 else 4
+    assert_close(computed, reference.experts(x, ids, weights, theirs), factor=factor)
 
 
 @ALL

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aioengine.kernels.launch_checks import FLOATS, check_tensor
+from aioengine.kernels.launch_checks import check_tensor
 from aioengine.kernels.packed_weight import CodedRows, CodedWeight, PackedWeight, Quantization, UnpackedRows
 from aioengine.kernels.torch import products as plain
 
@@ -59,6 +59,41 @@ def load_codes(rows_ptr, first, NUM_INPUTS: tl.constexpr, BITS: tl.constexpr, ST
     return tl.join(pairs & 15, pairs >> 4).reshape(rows_ptr.shape[0], STEP)
 
 
+@triton.jit
+def multiply_step(
+    x,
+    values_ptr,
+    scales_ptr,
+    table_ptr,
+    outputs,
+    is_output,
+    first,
+    NUM_INPUTS: tl.constexpr,
+    OFFSETS_AT: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    KIND: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """x · Wᵀ, float32 [rows, outputs], of the step that begins at input ``first``.
+
+    Args:
+        x: [rows, STEP], 0 behind the last input.
+        outputs: int64, of the whole weight.
+        OFFSETS_AT: how far behind the scales offsets are; 0: there are none.
+    """
+    rows_ptr = values_ptr + outputs * ((NUM_INPUTS * BITS + 7) // 8)
+    weight = decode(load_codes(rows_ptr, first, NUM_INPUTS, BITS, STEP, is_output), table_ptr, x.dtype, BITS, KIND)
+    groups = scales_ptr + outputs * NUM_GROUPS + first // GROUP
+    scales = tl.load(groups, is_output, 0.0).to(tl.float32)
+    product = tl.dot(x, tl.trans(weight), input_precision="ieee") * scales[None, :]
+    if OFFSETS_AT:
+        offsets = tl.load(groups + OFFSETS_AT, is_output, 0.0).to(tl.float32)
+        product += tl.sum(x.to(tl.float32), 1)[:, None] * offsets[None, :]
+    return product
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _linear_coded_kernel(
     x_ptr,
@@ -70,11 +105,11 @@ def _linear_coded_kernel(
     num_rows,
     NUM_INPUTS: tl.constexpr,
     NUM_OUTPUTS: tl.constexpr,
+    OFFSETS_AT: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
     KIND: tl.constexpr,
-    HAS_OFFSETS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_OUTPUTS: tl.constexpr,
@@ -83,20 +118,15 @@ def _linear_coded_kernel(
     outputs = tl.program_id(0).to(tl.int64) * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
     rows = tl.program_id(1).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     is_output, is_row = outputs < NUM_OUTPUTS, rows < num_rows
-    of_outputs = values_ptr + outputs * ((NUM_INPUTS * BITS + 7) // 8)
     sums = tl.zeros((TILE_ROWS, TILE_OUTPUTS), tl.float32)
     for first in range(0, NUM_INPUTS, STEP):
         inputs = first + tl.arange(0, STEP)
         is_inside = is_row[:, None] & (inputs < NUM_INPUTS)[None, :]
         x = tl.load(x_ptr + rows[:, None] * NUM_INPUTS + inputs[None, :], is_inside, 0.0)
-        codes = load_codes(of_outputs, first, NUM_INPUTS, BITS, STEP, is_output)
-        weight = decode(codes, table_ptr, x.dtype, BITS, KIND)
-        groups = outputs * NUM_GROUPS + first // GROUP
-        scales = tl.load(scales_ptr + groups, is_output, 0.0).to(tl.float32)
-        sums += tl.dot(x, tl.trans(weight), input_precision="ieee") * scales[None, :]
-        if HAS_OFFSETS:
-            offsets = tl.load(scales_ptr + NUM_OUTPUTS * NUM_GROUPS + groups, is_output, 0.0).to(tl.float32)
-            sums += tl.sum(x.to(tl.float32), 1)[:, None] * offsets[None, :]
+        sums += multiply_step(
+            x, values_ptr, scales_ptr, table_ptr, outputs, is_output, first,
+            NUM_INPUTS, OFFSETS_AT, NUM_GROUPS, GROUP, BITS, KIND, STEP,
+        )  # fmt: skip
     if HAS_BIAS:
         sums += tl.load(bias_ptr + outputs, is_output, 0.0).to(tl.float32)[None, :]
     places = rows[:, None] * NUM_OUTPUTS + outputs[None, :]
@@ -118,43 +148,62 @@ def pack(
     return replace(packed, coding=replace(packed.coding, lookup=of_bits))
 
 
+def step_of(packed: PackedWeight) -> int | None:
+    """Inputs of a step of a weight of codes; None: kernels do not multiply these."""
+    if packed.coding is None:
+        return None
+    most = MOST_STEP_FLOAT32 if packed.dtype == torch.float32 else MOST_STEP
+    step = most if packed.coding.group >= packed.shape[1] else math.gcd(packed.coding.group, most)
+    return step if step >= LEAST_STEP else None
+
+
+def step_constants(packed: PackedWeight, step: int) -> dict[str, int]:
+    """The last arguments of `multiply_step`."""
+    assert packed.coding is not None
+    assert packed.scales is not None
+    coding, scales = packed.coding, packed.scales
+    return {
+        "OFFSETS_AT": scales[0].numel() if len(scales) == 2 else 0,
+        "NUM_GROUPS": scales.shape[2],
+        "GROUP": max(coding.group, step),
+        "BITS": coding.bits,
+        "KIND": (LINEAR if coding.table is None else TABLE if coding.lookup is None else FLOAT8).value,
+    }
+
+
+def table_of(packed: PackedWeight) -> Tensor:
+    """What `decode` may look into."""
+    assert packed.coding is not None
+    return packed.values if packed.coding.table is None else packed.coding.table
+
+
 def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
     """As `Operations.linear`; all but weights of codes are cuBLAS's."""
-    coding, (num_outputs, num_inputs) = packed.coding, packed.shape
-    if coding is None:
+    step, (num_outputs, num_inputs) = step_of(packed), packed.shape
+    if step is None:
         return plain.linear(x, packed, bias, out_dtype)
-    most_step = MOST_STEP_FLOAT32 if x.dtype == torch.float32 else MOST_STEP
-    step = most_step if coding.group >= num_inputs else math.gcd(coding.group, most_step)
-    if step < LEAST_STEP:
-        return plain.linear(x, packed, bias, out_dtype)
-    assert packed.scales is not None
-    check_tensor("linear: x", x, (None, num_inputs), FLOATS, packed.values.device)
+    check_tensor("linear: x", x, (None, num_inputs), packed.dtype, packed.values.device)
     if bias is not None:
         check_tensor("linear: bias", bias, (num_outputs,), x.dtype, x.device)
     num_rows, out = len(x), x.new_empty((len(x), num_outputs), dtype=out_dtype or x.dtype)
     if not num_rows:
         return out
-    kind = LINEAR if coding.table is None else TABLE if coding.lookup is None else FLOAT8
     tile_rows, tile_outputs = (16, 32) if num_rows <= FEW_ROWS or x.dtype == torch.float32 else (64, 64)
     _linear_coded_kernel[(triton.cdiv(num_outputs, tile_outputs), triton.cdiv(num_rows, tile_rows))](
         x,
         packed.values,
         packed.scales,
-        packed.scales if coding.table is None else coding.table,
+        table_of(packed),
         x if bias is None else bias,
         out,
         num_rows,
         NUM_INPUTS=num_inputs,
         NUM_OUTPUTS=num_outputs,
-        NUM_GROUPS=packed.scales.shape[2],
-        GROUP=max(coding.group, step),
-        BITS=coding.bits,
-        KIND=kind,
-        HAS_OFFSETS=len(packed.scales) == 2,
         HAS_BIAS=bias is not None,
         TILE_ROWS=tile_rows,
         TILE_OUTPUTS=tile_outputs,
         STEP=step,
+        **step_constants(packed, step),
         num_warps=4,
         num_stages=3,
         enable_fp_fusion=True,

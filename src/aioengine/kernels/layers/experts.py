@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.kernels.launch_checks import FLOATS, check_tensor
+from aioengine.kernels.layers.coded_linear import multiply_step, step_constants, step_of, table_of
 from aioengine.kernels.layers.gated_activation import gated_activation
 from aioengine.kernels.operations import ExpertWeights
 from aioengine.kernels.packed_weight import PackedWeight, in_panels
@@ -76,6 +77,8 @@ def _sort_pairs_kernel(
 def _multiply_tiles_kernel(
     x_ptr,
     weight_ptr,
+    scales_ptr,
+    table_ptr,
     bias_ptr,
     out_ptr,
     pair_of_row_ptr,
@@ -88,8 +91,13 @@ def _multiply_tiles_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_OUTPUTS: tl.constexpr,
     TILE_INPUTS: tl.constexpr,
+    OFFSETS_AT: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    KIND: tl.constexpr,
 ):
-    """Some outputs of a tile; each row of x is that of so many pairs."""
+    """Some outputs of a tile; each row of x is that of so many pairs. Weights of 0 bits are dense."""
     tile = tl.program_id(0)
     expert = tl.load(expert_of_tile_ptr + tile).to(tl.int64)
     if expert < 0:
@@ -104,9 +112,15 @@ def _multiply_tiles_kernel(
         is_input = inputs < NUM_INPUTS
         x_places = (pairs // PAIRS_OF_X)[:, None] * NUM_INPUTS + inputs[None, :]
         x = tl.load(x_ptr + x_places, is_row[:, None] & is_input[None, :], 0.0)
-        weight_places = of_expert[None, :] * NUM_INPUTS + inputs[:, None]
-        weight = tl.load(weight_ptr + weight_places, is_output[None, :] & is_input[:, None], 0.0)
-        sums = tl.dot(x, weight, sums, input_precision="ieee")
+        if BITS:
+            sums += multiply_step(
+                x, weight_ptr, scales_ptr, table_ptr, of_expert, is_output, first,
+                NUM_INPUTS, OFFSETS_AT, NUM_GROUPS, GROUP, BITS, KIND, TILE_INPUTS,
+            )  # fmt: skip
+        else:
+            weight_places = of_expert[None, :] * NUM_INPUTS + inputs[:, None]
+            weight = tl.load(weight_ptr + weight_places, is_output[None, :] & is_input[:, None], 0.0)
+            sums = tl.dot(x, weight, sums, input_precision="ieee")
     if HAS_BIAS:
         sums += tl.load(bias_ptr + of_expert, is_output, 0.0).to(tl.float32)[None, :]
     places = pairs[:, None] * NUM_OUTPUTS + outputs[None, :]
@@ -139,7 +153,9 @@ def _combine_experts_kernel(
 
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor, of_layer: ExpertWeights, shared: Tensor | None = None) -> Tensor:
-    """As `Operations.experts`. Quantised experts go by plain torch, which waits for the device to see the choice."""
+    """As `Operations.experts`. Codes in groups that `step_of` has no step for go by plain torch, which waits for the
+    device to see the choice.
+    """
     device, hidden = x.device, of_layer.hidden
     check_tensor("experts: ids", ids, (None, None), torch.int32, device)
     num_tokens, num_chosen = ids.shape
@@ -147,7 +163,7 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, of_layer: ExpertWeights, sh
     check_tensor("experts: weights", weights, (num_tokens, num_chosen + (shared is not None)), torch.float32, device)
     if shared is not None:
         check_tensor("experts: shared", shared, (num_tokens, hidden), x.dtype, device)
-    if "rows" not in (of_layer.gate_up.layout, of_layer.down.layout):
+    if not all(each.layout == "rows" or step_of(each) for each in (of_layer.gate_up, of_layer.down)):
         return experts_of_codes(x, ids, weights, of_layer, shared)
     out = torch.empty_like(x)
     if not num_tokens:
@@ -205,16 +221,25 @@ def _multiply_tiles(
     x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, tiles: Tiles, pairs_of_x: int
 ) -> None:
     (pair_of_row, expert_of_tile), num_outputs, num_inputs = tiles, out.shape[1], packed.shape[1]
-    check_tensor("experts: weight", packed.values, (None, x.shape[1]), x.dtype, x.device)
+    step = step_of(packed)
+    if step is None:
+        check_tensor("experts: weight", packed.values, (None, x.shape[1]), x.dtype, x.device)
     if bias is not None:
         check_tensor("experts: bias", bias, (packed.shape[0],), x.dtype, x.device)
     most_tiles, tile_rows = pair_of_row.shape
     # Rows that do not begin at 16 bytes are read number by number, whose addresses take registers.
     is_aligned = num_inputs * x.element_size() % 16 == 0
     tile_outputs = (64 if x.dtype == torch.float32 else 128) if is_aligned else 32
+    tile_inputs = 32 if x.dtype == torch.float32 else 64
+    constants = {"OFFSETS_AT": 0, "NUM_GROUPS": 0, "GROUP": 0, "BITS": 0, "KIND": 0}
+    if step is not None:
+        tile_outputs, tile_inputs = 64 if tile_rows == 64 and x.dtype != torch.float32 else 32, step
+        constants = step_constants(packed, step)
     _multiply_tiles_kernel[(most_tiles, triton.cdiv(num_outputs, tile_outputs))](
         x,
         packed.values,
+        x if step is None else packed.scales,
+        x if step is None else table_of(packed),
         x if bias is None else bias,
         out,
         pair_of_row,
@@ -226,7 +251,8 @@ def _multiply_tiles(
         HAS_BIAS=bias is not None,
         TILE_ROWS=tile_rows,
         TILE_OUTPUTS=tile_outputs,
-        TILE_INPUTS=32 if x.dtype == torch.float32 else 64,
+        TILE_INPUTS=tile_inputs,
+        **constants,
         num_warps=4,
         num_stages=3,
         enable_fp_fusion=True,
