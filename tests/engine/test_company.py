@@ -7,10 +7,12 @@ import os
 import random
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpoints import make_checkpoint
 from nightly import few
 
 from aioengine import Engine, LogitsRow, RequestOutput
@@ -73,6 +75,15 @@ async def test_a_request_alone_and_among_seven_others(name: str, has_int8_cache:
         assert await together(engine, make_requests()) == expected
         # Those that come later meet the others at other places, and are in other rows.
         assert await together(engine, make_requests()[::-1]) == expected[::-1]
+
+
+@pytest.mark.parametrize("family", few(["gpt-oss"], of=["mixtral", "qwen2-moe", "qwen3-moe", "olmoe"]))
+async def test_experts_serve_each_token_as_if_it_was_alone(tmp_path: Path, family: str) -> None:
+    sizes = {"vocab_size": 2000, "max_position_embeddings": 320}
+    folder = make_checkpoint(tmp_path / "model", family, dtype=torch.bfloat16, **sizes)
+    async with starting(model=str(folder)) as engine:
+        expected = await alone(engine, make_requests())
+        assert await together(engine, make_requests()) == expected
 
 
 async def test_two_engines_of_one_process_at_once() -> None:
