@@ -167,7 +167,7 @@ def _refused(_: str, message: str) -> ConfigError:
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The keywords of `Engine`; a bad value is a `ConfigError` that names the field."""
 
-    model: Annotated[Name | None, Meta(description="hub id or folder; absent: the bundled demo model")] = None
+    model: Annotated[Name | None, Meta(description="hub id, folder or GGUF file; absent: the bundled model")] = None
     revision: Annotated[str, Meta(description="branch, tag or commit of a hub model")] | None = None
     model_path: Annotated[
         Literal["auto", "native", "transformers"],

@@ -55,7 +55,7 @@ class Engine(EngineControl):
     started on. Requests run side by side: start as many as you like with ``asyncio.gather`` or a task group.
 
     Args:
-        model: a hub id, a folder, or None for the bundled demo model.
+        model: a hub id, a folder, a GGUF file, or None for the bundled demo model.
         executor: a device side of your own, such as `aioengine.testing.FakeExecutor`; the model then serves for its
             tokenizer and its generation config alone. It is closed with the engine, also when that cannot start.
         process: run the engine core, with its model and device, in a process of its own, which ends with this one.

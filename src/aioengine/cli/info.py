@@ -56,8 +56,8 @@ class Size(click.ParamType[int]):
 def info(model: str | None, memory: int | None, is_json: bool, **flags: Any) -> None:
     """Say what MODEL is, by which path it runs, what its weights and KV cache take and how much fits.
 
-    MODEL is a folder or a hub id that is in the cache; absent: the bundled one. No weights are read, and nothing is
-    downloaded. For --device cuda, a GPU that is not there, say how much --memory it has.
+    MODEL is a folder, a GGUF file or a hub id that is in the cache; absent: the bundled one. No weights are read, and
+    nothing is downloaded. For --device cuda, a GPU that is not there, say how much --memory it has.
     """
     from aioengine.executor.model_info import read_model_info
 
