@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from itertools import cycle, islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -235,6 +236,9 @@ def make_checkpoint(
     """
     of = (FAMILIES | OTHERS)[family]
     fields = {**({} if of.is_whole else COMMON), **of.differences, **overrides}
+    for name in ("layer_types", "no_rope_layers"):
+        if name in of.differences and name not in overrides:
+            fields[name] = [*islice(cycle(fields[name]), fields["num_hidden_layers"])]
     config = getattr(transformers, of.transformers + of.config)(**fields, dtype=dtype)
     whole = config
     if of.wrapper:
