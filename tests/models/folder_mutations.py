@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-BASES = ("llama", "shards", "window", "yarn")
+BASES = ("llama", "shards", "window", "yarn", "gptq", "compressed")
 GGUF_BASES = ("gguf", "gguf of text")
 GGUF_FILE = "model.gguf"
 JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
@@ -114,6 +114,7 @@ def make_bases(root: Path) -> Path:
     from checkpoints import make_checkpoint
     from gguf import GGMLQuantizationType
     from gguf_checkpoints import save_sentencepiece, write_gguf
+    from models.quantised_checkpoints import compressed_tensors, gptq, write
 
     families = {
         "llama": ("llama2", 1),
@@ -123,6 +124,14 @@ def make_bases(root: Path) -> Path:
     }
     for base, (family, shards) in families.items():
         make_checkpoint(root / base, family, shards=shards, tokenizer=True, num_hidden_layers=2)
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    coded, _ = write(root / "llama", root / "of gptq", gptq(4, 32), config)
+    coded.rename(root / "gptq")
+    fields = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+    coded, _ = compressed_tensors(root / "llama", root / "of compressed", **fields)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(root / "llama" / file, coded)
+    coded.rename(root / "compressed")
     write_gguf(root / "yarn", root / "gguf" / GGUF_FILE)
     source = make_checkpoint(root / "text", "llama3", num_hidden_layers=2)
     save_sentencepiece(source)
