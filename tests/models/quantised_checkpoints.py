@@ -192,12 +192,18 @@ def bitsandbytes_8bit(weight: Tensor) -> Encoded:
 
 
 def compressed_tensors(
-    source: Path, folder: Path, *, activations: dict[str, Any] | None = None, **weights: Any
+    source: Path,
+    folder: Path,
+    *,
+    activations: dict[str, Any] | None = None,
+    others: dict[str, dict[str, Any]] | None = None,
+    **weights: Any,
 ) -> tuple[Path, Path]:
     """As `write`, with the library's whole way from a model of transformers to its files.
 
     Args:
         activations, weights: the fields of the scheme; without ``activations`` these are not quantised.
+        others: the weights' fields of modules that are quantised otherwise, by target.
     """
     import transformers
     from compressed_tensors.compressors import ModelCompressor
@@ -208,14 +214,18 @@ def compressed_tensors(
         apply_quantization_config,
     )
 
-    args = QuantizationArgs(**weights)
     inputs = QuantizationArgs(**activations) if activations else None
-    scheme = QuantizationScheme(targets=["Linear"], weights=args, input_activations=inputs)
+    schemes = {
+        f"group_{index}": QuantizationScheme(
+            targets=[target], weights=QuantizationArgs(**fields), input_activations=inputs
+        )
+        for index, (target, fields) in enumerate({**(others or {}), "Linear": weights}.items())
+    }
     model = transformers.AutoModelForCausalLM.from_pretrained(source)
-    apply_quantization_config(model, QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"]))
+    apply_quantization_config(model, QuantizationConfig(config_groups=schemes, ignore=["lm_head"]))
     for module in model.modules():
         if hasattr(module, "quantization_scheme"):
-            _calibrate(module, args)
+            _calibrate(module, module.quantization_scheme.weights)
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
     model.save_pretrained(folder / "coded")

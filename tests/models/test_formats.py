@@ -112,6 +112,13 @@ FORMATS: dict[str, Write] = {
         scale_dtype=torch.float8_e4m3fn,
         zp_dtype=torch.float8_e4m3fn,
     ),
+    "compressed in several ways": of_library(
+        others={"re:.*q_proj": {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 16}},
+        num_bits=4,
+        type="int",
+        strategy="group",
+        group_size=32,
+    ),
     "nf4": of_layout(bitsandbytes_4bit("nf4"), **NF4),
     "nf4 twice": of_layout(bitsandbytes_4bit("nf4", is_nested=True), **NF4),
     "nf4 in blocks across outputs": of_layout(bitsandbytes_4bit("nf4", blocksize=256), **NF4),
@@ -121,7 +128,11 @@ FORMATS: dict[str, Write] = {
 OF_CHECK = [name for name in FORMATS if name.partition(" ")[0] not in ("nf4", "fp4", "llm.int8")]
 """In `make check`; bitsandbytes is large, and nightly tests alone have it."""
 
-KEPT = {"gptq in another order": {False}, "nf4 in blocks across outputs": {False}}
+KEPT = {
+    "compressed in several ways": {True, False},
+    "gptq in another order": {False},
+    "nf4 in blocks across outputs": {False},
+}
 """Whether matrices of layers stay codes, if not all do."""
 
 
@@ -246,7 +257,10 @@ def as_bin(source: Path, folder: Path, num_files: int = 1) -> Path:
         return folder
     names = [f"pytorch_model-{index + 1:05}-of-{num_files:05}.bin" for index in range(num_files)]
     for name, shard in zip(names, shards, strict=True):
-        torch.save(shard, folder / name)
+        torch.save(
+            {key: torch.nn.Parameter(tensor, tensor.is_floating_point()) for key, tensor in shard.items()},
+            folder / name,
+        )
     shard_of = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shard_of}))
     return folder
@@ -276,13 +290,14 @@ def as_old_layout(path: Path) -> None:
     ("harm", "named"),
     [
         (lambda path: torch.save({"x": Harm()}, path), "tensors alone"),
-        (lambda path: torch.save([torch.zeros(1)], path), "other than tensors by name"),
-        (lambda path: torch.save({"x": {"y": torch.zeros(1)}}, path), "other than tensors by name"),
+        (lambda path: torch.save([torch.zeros(1)], path), "other than dense tensors by name"),
+        (lambda path: torch.save({"x": {"y": torch.zeros(1)}}, path), "other than dense tensors by name"),
+        (lambda path: torch.save({"x": torch.zeros(2, 2).to_sparse()}, path), "other than dense tensors by name"),
         (lambda path: path.write_bytes(path.read_bytes()[:-1000]), "tensors alone"),
         (lambda path: path.write_bytes(b""), "tensors alone"),
         (as_old_layout, "tensors alone"),
     ],
-    ids=["code", "a list", "tensors within", "cut short", "empty", "the old layout"],
+    ids=["code", "a list", "tensors within", "a sparse one", "cut short", "empty", "the old layout"],
 )
 def test_a_file_of_torch_with_anything_else_is_refused(
     checkpoint: Checkpoint, tmp_path: Path, harm: Callable[[Path], object], named: str

@@ -49,7 +49,8 @@ def _load(path: Path) -> dict[str, Tensor]:
             f"safetensors ({str(error).strip().splitlines()[0][:300]})"
         ) from error
     if not isinstance(held, dict) or not all(
-        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in held.items()
+        isinstance(name, str) and isinstance(tensor, Tensor) and tensor.layout == torch.strided
+        for name, tensor in held.items()
     ):
-        raise ModelLoadError(f"{path} holds something other than tensors by name")
-    return held
+        raise ModelLoadError(f"{path} holds something other than dense tensors by name")
+    return {name: tensor.detach() for name, tensor in held.items()}  # some are parameters, which want gradients
