@@ -51,6 +51,14 @@ def test_it_compares_the_engine_with_the_limits_and_with_a_peer(tmp_path: Path) 
 
 
 @pytest.mark.nightly
+def test_experts_are_measured_against_the_bytes_that_are_chosen() -> None:
+    ended = run("benchmarks.experts", "--tiny", "--rounds", "1", "--quantization", "int8")
+    assert ended.returncode == 0, ended.stderr
+    assert "GB of weights: all " in ended.stdout
+    assert "median " in ended.stdout
+
+
+@pytest.mark.nightly
 def test_a_smaller_chunk_makes_the_prompt_wait_longer() -> None:
     arguments = ["--model", "demo", "--chunks", "8,512", "--prompt", "128", "--streams", "2", "--without-w3"]
     ended = run("benchmarks.cpu.chunks", *arguments)
