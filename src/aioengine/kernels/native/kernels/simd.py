@@ -129,6 +129,19 @@ def look_up(builder: Any, table: Any, index: Any) -> Any:
     """Lanes of an i32x16 by the lower 4 bits of the index's lanes."""
     if FEATURES.get("avx512f"):
         return call(builder, "llvm.x86.avx512.permvar.si.512", i32x16.llvm, table, index)
+    if FEATURES.get("avx2"):
+        first, second = (ir.Constant(ir.VectorType(I32, 8), list(range(half, half + 8))) for half in (0, 8))
+        found = []
+        for half in (first, second):
+            lanes = builder.shuffle_vector(index, index, half)
+            low, high = (
+                call(builder, "llvm.x86.avx2.permd", lanes.type, builder.shuffle_vector(table, table, part), lanes)
+                for part in (first, second)
+            )
+            eight = ir.Constant(lanes.type, [8] * 8)
+            is_high = builder.icmp_unsigned("!=", builder.and_(lanes, eight), ir.Constant(lanes.type, None))
+            found.append(builder.select(is_high, high, low))
+        return builder.shuffle_vector(*found, ir.Constant(i32x16.llvm, list(range(LANES))))
     found = ir.Constant(i32x16.llvm, ir.Undefined)
     for lane in range(LANES):
         at = ir.Constant(I32, lane)
