@@ -1,6 +1,7 @@
 """What the core costs per step: the host's share of a step while the device is not the question.
 
     python benchmarks/step_overhead.py [--json FILE] [--steps 300] [--running 1 16 64 256 1024] [--depth 1]
+                                       [--windows 0]
 
 Phases of a step, each timed apart:
 
@@ -131,12 +132,20 @@ class Workload:
     The methods named in `PHASES` are what is timed; the others prepare what those take in.
     """
 
-    def __init__(self, num_running: int, num_steps: int, depth: int, churn: float) -> None:
+    def __init__(
+        self, num_running: int, num_steps: int, depth: int, churn: float, windows: tuple[int | None, ...] = (None,)
+    ) -> None:
         tokens_each = PROMPT_TOKENS + 32 if churn else PROMPT_TOKENS + num_steps
         num_blocks = 2 * num_running * (tokens_each // BLOCK_SIZE + 1)
         longest = (PROMPT_TOKENS + MAX_NEW_TOKENS) // BLOCK_SIZE + 1
         self.scheduler = Scheduler(
-            KVManager(max(num_blocks, longest), BLOCK_SIZE, enable_prefix_caching=True),
+            KVManager(
+                len(windows) * max(num_blocks, longest),
+                BLOCK_SIZE,
+                enable_prefix_caching=True,
+                windows=windows,
+                max_tokens_in_flight=depth * MAX_BATCHED_TOKENS,
+            ),
             max_num_seqs=num_running,
             budget=Budget(MAX_BATCHED_TOKENS, MAX_BATCHED_TOKENS),
             eos_token_ids=EOS,
@@ -205,10 +214,12 @@ class Workload:
                 listener.on_end()
 
 
-def measure(num_running: int, num_steps: int, depth: int, churn: float) -> tuple[Times, Times]:
+def measure(
+    num_running: int, num_steps: int, depth: int, churn: float, windows: tuple[int | None, ...]
+) -> tuple[Times, Times]:
     """Time ``num_steps`` steps of a workload after it has settled, in CPU time and in wall time."""
     cpu, wall = Times(), Times()
-    workload = Workload(num_running, WARM_UP_STEPS + num_steps, depth, churn)
+    workload = Workload(num_running, WARM_UP_STEPS + num_steps, depth, churn, windows)
     for step in range(WARM_UP_STEPS + num_steps):
         workload.arrive(step)
         for phase in PHASES:
@@ -243,23 +254,29 @@ def main() -> None:
     parser.add_argument("--running", type=int, nargs="+", default=[1, 16, 64, 256, 1024])
     parser.add_argument("--steps", type=int, default=300, help="timed steps per line")
     parser.add_argument("--depth", type=int, default=1, help="steps in flight")
+    parser.add_argument("--windows", type=int, nargs="+", default=[0], help="of each group of layers; 0: none")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
 
     lines = []
+    windows = tuple(window or None for window in arguments.windows)
     columns = [*PHASES, "median", "mean", "p90", "wall median", "wall p90"]
     print("µs a step, CPU time of the thread; the last two are wall time")
     print(f"{'workload':8} {'running':>8} " + " ".join(f"{column:>11}" for column in columns))
     for workload, churn in (("steady", 0.0), ("churn", CHURN)):
         for num_running in arguments.running:
-            cpu, wall = map(summarize, measure(num_running, arguments.steps, arguments.depth, churn))
+            cpu, wall = map(summarize, measure(num_running, arguments.steps, arguments.depth, churn, windows))
             lines.append({"workload": workload, "running": num_running, "cpu_us": cpu, "wall_us": wall})
             figures = [*(cpu[column] for column in columns[:-2]), wall["median"], wall["p90"]]
             print(f"{workload:8} {num_running:8d} " + " ".join(f"{figure:11.1f}" for figure in figures), flush=True)
     if arguments.json:
         about = {"python": platform.python_version(), "numpy": np.__version__, "machine": platform.machine()}
         arguments.json.write_text(
-            json.dumps({"steps": arguments.steps, "depth": arguments.depth, **about, "lines": lines}, indent=1) + "\n"
+            json.dumps(
+                {"steps": arguments.steps, "depth": arguments.depth, "windows": windows, **about, "lines": lines},
+                indent=1,
+            )
+            + "\n"
         )
 
 

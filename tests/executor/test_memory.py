@@ -13,11 +13,24 @@ from aioengine.executor.memory import available_memory, num_kv_blocks
 GIB = 2**30
 
 
-def blocks(max_model_len: int = 1000, bytes_per_block: int = 100, available_bytes: int = 10**6, **fields: Any) -> int:
+def blocks(
+    max_model_len: int = 1000,
+    bytes_per_block: int = 100,
+    available_bytes: int = 10**6,
+    windows: tuple[int | None, ...] = (None,),
+    max_in_flight: int = 1,
+    **fields: Any,
+) -> int:
     config = EngineConfig(**{"block_size": 16, **fields})
     memory = DeviceMemory(total=available_bytes, free=available_bytes, allocated=0)
     return num_kv_blocks(
-        config, max_model_len=max_model_len, bytes_per_block=bytes_per_block, memory=memory, peak_bytes=None
+        config,
+        max_model_len=max_model_len,
+        bytes_per_block=bytes_per_block,
+        memory=memory,
+        peak_bytes=None,
+        windows=windows,
+        max_in_flight=max_in_flight,
     )
 
 
@@ -45,6 +58,19 @@ def test_less_than_one_sequence_is_an_error_that_says_what_would_fit() -> None:
     assert blocks(kv_cache_memory_bytes=6299, max_model_len=992) == 62
     with pytest.raises(ConfigError, match=r"memory_utilization=0\.4 of 200 free bytes grants 80: grant more$"):
         blocks(available_bytes=200)
+
+
+def test_groups_with_windows_need_the_window_and_what_is_in_flight() -> None:
+    fields: dict[str, Any] = {"windows": (None, 64, 64), "max_num_seqs": 8, "max_num_batched_tokens": 32}
+    assert blocks(kv_cache_memory_bytes=7700, **fields) == 77, "63 of all tokens, twice 7 of 63 + 32"
+    assert blocks(kv_cache_memory_bytes=8100, max_in_flight=2, **fields) == 81
+    assert blocks(max_in_flight=2, **fields) == 8 * 81, "no more than sequences could use"
+    with pytest.raises(ConfigError) as error:
+        blocks(kv_cache_memory_bytes=7699, **fields)
+    assert "needs 7700 bytes" in str(error.value)
+    assert "set max_model_len to 992 at most, or grant more, or lower max_num_batched_tokens" in str(error.value)
+    assert blocks(kv_cache_memory_bytes=7699, **{**fields, "max_model_len": 992}) == 76
+    assert blocks(kv_cache_memory_bytes=7699, **{**fields, "max_num_batched_tokens": 16}) == 76
 
 
 V2, V1 = "0::/\n", "5:cpu,cpuacct:/job\n4:memory:/job\n0::/\n"

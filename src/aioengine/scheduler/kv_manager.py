@@ -64,7 +64,8 @@ class KVManager:
         self.is_caching = enable_prefix_caching
         self.windows = windows
         self.max_tokens_in_flight = max_tokens_in_flight
-        self.has_windows = any(window is not None for window in windows)
+        self._distinct = {window for window in windows if window is not None}
+        self.has_windows = bool(self._distinct)
         self._none_passed = [0] * len(windows)
         self._most_held = most_blocks(windows, 2**31, block_size, max_tokens_in_flight)
         seen = [None if window is None else self.blocks_for(window - 1) for window in windows]
@@ -115,10 +116,10 @@ class KVManager:
         """Of each group, the first blocks that no token sees which is computed after so many; not to be changed."""
         if not self.has_windows:
             return self._none_passed
-        return [
-            0 if window is None else max(num_computed_tokens + 1 - window, 0) // self.block_size
-            for window in self.windows
-        ]
+        passed: dict[int | None, int] = {
+            window: max(num_computed_tokens + 1 - window, 0) // self.block_size for window in self._distinct
+        }
+        return [passed.get(window, 0) for window in self.windows]
 
     def can_admit(self, match: PrefixMatch, reserve: int) -> bool:
         """Whether all known tokens fit with ``reserve`` blocks left: a prompt half admitted would only be preempted."""
@@ -192,13 +193,15 @@ class KVManager:
         Steps in flight, which may read what a new owner is going to write, come before that on the device.
         """
         num_passed = self._num_passed_blocks(num_computed_tokens)
+        given_up = []
         for block_ids, before, passed in zip(sequence.block_ids, sequence.num_passed_blocks, num_passed, strict=True):
-            if passed > before:
-                self.pool.release(block_ids[before:passed], self.cache.hashes)
-                block_ids[before:passed] = [-1] * (passed - before)
+            for place in range(before, passed):
+                given_up.append(block_ids[place])
+                block_ids[place] = -1
+        self.pool.release(given_up, self.cache.hashes)
         sequence.num_passed_blocks = num_passed
-        windows = zip(num_passed, self.windows, strict=True)
-        return min((passed + 1) * self.block_size + w - 1 for passed, w in windows if w is not None)
+        size = self.block_size
+        return min((max(num_computed_tokens + 1 - w, 0) // size + 1) * size + w - 1 for w in self._distinct)
 
     def mark_ready(self, sequence: Sequence, num_computed_tokens: int) -> None:
         """Hash the full blocks of these tokens, at least one more than before, and let other sequences share them."""
@@ -207,8 +210,9 @@ class KVManager:
             sequence.num_ready_blocks = full
             return
         hashes = self._hash_blocks(sequence, full)
+        filled = hashes[before:full]
         for group, block_ids in enumerate(sequence.block_ids):
-            self.cache.mark_ready(group, hashes[before:full], block_ids[before:full])
+            self.cache.mark_ready(group, filled, block_ids[before:full])
         sequence.num_ready_blocks = full
         if len(hashes) > full:
             self.cache.mark_pending(hashes[full], sequence)
