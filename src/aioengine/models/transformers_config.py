@@ -69,8 +69,13 @@ def read_transformers_config(folder: ModelFolder, config: EngineConfig) -> Trans
 
     Raises:
         ModelLoadError: it cannot run here; says why, and what to do.
-        ConfigError: ``config.max_model_len`` is more than the model allows.
+        ConfigError: ``config.max_model_len`` is more than the model allows, or ``config.quantization`` is asked for.
     """
+    if config.quantization is not None:
+        raise ConfigError(
+            f"quantization={config.quantization!r} needs a native model, and this one runs by transformers' code: "
+            "leave it out"
+        )
     try:
         return _read(folder, config)
     except Unusable as error:

@@ -48,11 +48,6 @@ def load_transformers(
     Raises:
         ModelLoadError, ConfigError, LoadStopped: as there.
     """
-    if config.quantization is not None:
-        raise ConfigError(
-            f"quantization={config.quantization!r} needs a native model, and this one runs by transformers' code: "
-            "leave it out"
-        )
     found = read_transformers_config(folder, config)
     tensors = _noise(found) if config.load_format == "dummy" else _stored(folder.path)
     return _load(found, tensors, placement, on_progress, should_stop)
