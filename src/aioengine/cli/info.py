@@ -19,18 +19,9 @@ UNITS = "KMGT"
 SIZE = re.compile(rf"(\d+(?:\.\d+)?) ?([{UNITS}]?)(i?B|)", re.IGNORECASE)
 
 FIELDS = (
-    *(
-        "revision",
-        "model_path",
-        "trust_remote_code",
-        "dtype",
-        "quantization",
-        "device",
-        "max_model_len",
-        "max_num_seqs",
-    ),
-    "max_num_batched_tokens",
-    *("block_size", "kv_cache_memory_bytes", "memory_utilization", "gpu_memory_utilization", "kv_cache_dtype"),
+    *("revision", "model_path", "trust_remote_code", "dtype", "quantization", "device", "max_model_len"),
+    *("max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes", "memory_utilization"),
+    *("gpu_memory_utilization", "kv_cache_dtype"),
 )
 """Of `EngineConfig`: what the figures depend on."""
 
