@@ -253,12 +253,12 @@ async def test_a_storm_brings_the_cpus_outputs(
 
 
 def small_cache(folder: Path) -> int:
-    """Bytes for less than two of the longest sequences, were all layers to keep all of them."""
+    """Bytes for a little more than the longest sequence, if all layers kept all of it."""
     model = json.loads((folder / "config.json").read_text())
     model |= model.get("text_config", {})
     head_dim = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
     bytes_a_token = 2 * 4 * model["num_hidden_layers"] * model["num_key_value_heads"] * head_dim
-    return int(1.8 * MAX_MODEL_LEN * bytes_a_token)
+    return int(1.1 * MAX_MODEL_LEN * bytes_a_token)
 
 
 # The kernels, in Triton's interpreter
