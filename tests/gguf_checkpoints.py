@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +39,13 @@ ARCHITECTURES = {
     "glm4": "glm4",
     "seed_oss": "seed_oss",
     "exaone4": "exaone4",
+    "olmo3": "olmo2",
+    "ministral3": "mistral3",
+    "gpt_oss": "gpt-oss",
 }
 """transformers' model type → llama.cpp's architecture."""
 
-PAIRED = {"llama", "granite", "smollm3"}
+PAIRED = {"llama", "granite", "smollm3", "mistral3"}
 ADD_ENDS = (gguf.GGUFWriter.add_eos_token_id, gguf.GGUFWriter.add_eot_token_id)
 NUMBERS = {
     "max_position_embeddings": gguf.GGUFWriter.add_context_length,
@@ -68,13 +71,16 @@ NUMBERS = {
 }
 """What writes a field of config.json."""
 
-WINDOWED = {"gemma2", "gemma3", "phi3", "exaone4"}
+WINDOWED = {"gemma2", "gemma3", "phi3", "exaone4", "olmo2", "gpt-oss"}
 EXPERT = re.compile(r"(.+experts)\.(\d+)\.(.+)\.weight")
-ROUTERS = ("mlp.gate.weight", "block_sparse_moe.gate.weight", "shared_expert_gate.weight")
+ROUTERS = ("mlp.gate.weight", "mlp.router.weight", "block_sparse_moe.gate.weight", "shared_expert_gate.weight")
 """They stay float32."""
 
+Kind = Type | Callable[[str], Type]
+"""Of a file's matrices: one for all, or by their names in the checkpoint."""
 
-def write_gguf(source: Path, file: Path, *, kind: Type = Type.F32, pre: str = "gpt-2", num_shards: int = 1) -> Path:
+
+def write_gguf(source: Path, file: Path, *, kind: Kind = Type.F32, pre: str = "gpt-2", num_shards: int = 1) -> Path:
     """Write the checkpoint in a folder, its config and its tokenizer, if it has one, to a GGUF file.
 
     Matrices are of ``kind``; vectors and routers are float32.
@@ -101,12 +107,13 @@ def finish(writer: gguf.GGUFWriter) -> None:
 
 
 def _tensors(
-    source: Path, config: dict[str, Any], arch: str, kind: Type
+    source: Path, config: dict[str, Any], arch: str, kind: Kind
 ) -> Iterator[tuple[str, np.ndarray[Any, Any], Type]]:
     """The model's tensors by llama.cpp's names, and their types."""
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper().replace("-", "_")], config["num_hidden_layers"])
     stacks: dict[str, list[np.ndarray[Any, Any]]] = {}
-    for name, values in sorted(load_file(source / "model.safetensors").items(), key=_in_order):
+    tensors = dict(_as_llama_cpp_stacks(load_file(source / "model.safetensors")))
+    for name, values in sorted(tensors.items(), key=_in_order):
         if name == "lm_head.weight" and config["tie_word_embeddings"]:
             continue
         its_kind = kind_of(name, values, kind)
@@ -126,18 +133,41 @@ def _tensors(
             yield f"{names.get_name(f'{expert[1]}.{expert[3]}')}.weight", np.stack(stack), its_kind
 
 
+def _as_llama_cpp_stacks(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """With gates and ups of gpt-oss's experts apart, and matrices [experts, out, in], as llama.cpp has them."""
+    for name, values in tensors.items():
+        stem, _, last = name.rpartition(".")
+        matrix, is_bias = last.removesuffix("_bias"), last.endswith("_bias")
+        if stem.endswith("experts") and matrix in ("gate_up_proj", "down_proj"):
+            values, kind = (values, "bias") if is_bias else (values.mT, "weight")
+            parts = {"down_proj": values}
+            if matrix == "gate_up_proj":
+                parts = {"gate_proj": values[:, ::2], "up_proj": values[:, 1::2]}
+            yield from ((f"{stem}.{part}.{kind}", each.contiguous()) for part, each in parts.items())
+        else:
+            yield f"{name}.weight" if last == "sinks" else name, values
+
+
 def _in_order(item: tuple[str, Any]) -> tuple[str, int]:
     """Experts by their numbers."""
     expert = EXPERT.fullmatch(item[0])
     return (item[0], 0) if expert is None else (f"{expert[1]}.{expert[3]}", int(expert[2]))
 
 
-def kind_of(name: str, values: torch.Tensor, kind: Type) -> Type:
+def kind_of(name: str, values: torch.Tensor, kind: Kind) -> Type:
     """In a file whose matrices are of ``kind``."""
-    return Type.F32 if values.dim() == 1 or name.endswith(ROUTERS) else kind
+    if values.dim() == 1 or name.endswith((*ROUTERS, "bias")):
+        return Type.F32
+    return kind(name) if callable(kind) else kind
 
 
-def dequantized(source: Path, folder: Path, kind: Type) -> Path:
+def q4_k_m(name: str) -> Type:
+    """Types by names, as llama.cpp mixes them in files that are called so: some values and downs are of 6 bits."""
+    is_better = name == "lm_head.weight" or re.search(r"layers\.[02468]\..*(v_proj|down_proj)\.weight", name)
+    return Type.Q6_K if is_better else Type.Q4_K
+
+
+def dequantized(source: Path, folder: Path, kind: Kind) -> Path:
     """A float32 copy of a checkpoint in which matrices have the values that a GGUF file of ``kind`` gives them."""
     folder.mkdir()
     for path in source.iterdir():
@@ -147,10 +177,12 @@ def dequantized(source: Path, folder: Path, kind: Type) -> Path:
     (folder / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))
     tensors = {}
     for name, values in load_file(source / "model.safetensors").items():
-        array, its_kind = values.float().numpy(), kind_of(name, values, kind)
+        its_kind, is_transposed = kind_of(name, values, kind), values.dim() == 3
+        array = (values.mT.contiguous() if is_transposed else values).float().numpy()
         if its_kind != Type.F32:
-            array = gguf.quants.dequantize(quantized(array, its_kind), its_kind)
-        tensors[name] = torch.from_numpy(array.reshape(values.shape).copy())
+            array = gguf.quants.dequantize(quantized(array, its_kind), its_kind).reshape(array.shape)
+        dense = torch.from_numpy(array.copy())
+        tensors[name] = dense.mT.contiguous() if is_transposed else dense
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -193,12 +225,20 @@ def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) ->
     for name, add in NUMBERS.items():
         if config.get(name) is not None and (name != "sliding_window" or arch in WINDOWED):
             add(writer, config[name])
+    if arch == "gpt-oss":
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+    if config["model_type"] == "olmo3":
+        writer.add_sliding_window_pattern([each == "sliding_attention" for each in config["layer_types"]])
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     rope = config["rope_parameters"]
+    if arch == "mistral3":
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if "full_attention" in rope:
-        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+        if arch == "gemma3":
+            writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
         rope = rope["full_attention"]
     num_turned = int(head_dim * rope.get("partial_rotary_factor", 1))
     writer.add_rope_dimension_count(num_turned)

@@ -11,7 +11,7 @@ import anyio.to_thread
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
-from gguf_checkpoints import write_gguf
+from gguf_checkpoints import q4_k_m, write_gguf
 from kernels.harness import native
 from models.test_formats import FORMATS
 from models.test_gguf import SIZES as GGUF_SIZES
@@ -63,6 +63,14 @@ def test_quantised_checkpoints_take_as_many_bytes_as_is_said(
 @pytest.mark.parametrize("kind", few(["Q4_K", "Q8_0"], of=[kind for kind in BLOCKS if kind != "Q4_1"]))
 def test_gguf_files_take_as_many_bytes_as_is_said(checkpoint: Callable[..., Path], tmp_path: Path, kind: str) -> None:
     file = write_gguf(checkpoint("qwen3", **GGUF_SIZES), tmp_path / "model.gguf", kind=Type[kind])
+    assert_quantised_weights_are_as_said(file)
+
+
+@pytest.mark.parametrize(("family", "kind"), [("llama3", q4_k_m), ("gpt-oss", Type.MXFP4)])
+def test_gguf_files_of_several_types_and_of_stacks_take_as_many_bytes_as_is_said(
+    checkpoint: Callable[..., Path], tmp_path: Path, family: str, kind: Any
+) -> None:
+    file = write_gguf(checkpoint(family, **GGUF_SIZES), tmp_path / "model.gguf", kind=kind)
     assert_quantised_weights_are_as_said(file)
 
 

@@ -303,7 +303,17 @@ def test_coded_rows_are_put_in_order_and_below_each_other() -> None:
     other = coded((3, 40), 4, "normal", 16, has_offsets=False, scales_dtype=torch.float16)
     joined = CodedWeight.cat([weight[1:3], other])
     assert_same(joined.dense(), torch.cat((weight.dense()[1:3], other.dense())))
-    for bits, table, group in ((4, "linear", 16), (4, "normal", 32), (8, "linear", 16)):
+    for bits, table, group in ((4, "linear", 16), (4, "normal", 24), (8, "linear", 16)):
         unlike = coded((3, 40), bits, table, group, has_offsets=False, scales_dtype=torch.float16)
         with pytest.raises(ValueError, match="cannot be one coded matrix"):
             CodedWeight.cat([weight, unlike])
+
+
+@pytest.mark.parametrize(("table", "codings"), [("linear", [(4, 32), (8, 16), (4, 48)]), ("normal", [(4, 32), (4, 8)])])
+def test_coded_matrices_of_several_widths_are_one_of_the_widest(table: str, codings: list[tuple[int, int]]) -> None:
+    parts = [
+        coded((5, 72), bits, table, group, has_offsets=bits == 4, scales_dtype=torch.float32) for bits, group in codings
+    ]
+    joined = CodedWeight.cat(parts)
+    assert (joined.bits, joined.group) == (max(bits for bits, _ in codings), min(group for _, group in codings))
+    assert_same(joined.dense(), torch.cat([part.dense() for part in parts]))

@@ -119,6 +119,12 @@ FORMATS: dict[str, Write] = {
         strategy="group",
         group_size=32,
     ),
+    "compressed as integers and floats": of_library(
+        others={"re:.*q_proj": {"num_bits": 8, "type": "float", "strategy": "channel"}},
+        num_bits=8,
+        type="int",
+        strategy="channel",
+    ),
     "nf4": of_layout(bitsandbytes_4bit("nf4"), **NF4),
     "nf4 twice": of_layout(bitsandbytes_4bit("nf4", is_nested=True), **NF4),
     "nf4 in blocks across outputs": of_layout(bitsandbytes_4bit("nf4", blocksize=256), **NF4),
@@ -129,7 +135,7 @@ OF_CHECK = [name for name in FORMATS if name.partition(" ")[0] not in ("nf4", "f
 """In `make check`; bitsandbytes is large, and nightly tests alone have it."""
 
 KEPT = {
-    "compressed in several ways": {True, False},
+    "compressed as integers and floats": {True, False},
     "gptq in another order": {False},
     "nf4 in blocks across outputs": {False},
 }

@@ -13,13 +13,17 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from checkpoints import SCALED_ROPE, YARN_ROPE
 from gguf import GGMLQuantizationType as Type
-from gguf_checkpoints import dequantized, finish, write_gguf
+from gguf_checkpoints import dequantized, finish, q4_k_m, write_gguf
+from models.reference import load, logprobs, reference, token_ids
+from models.test_decoder import TOLERANCES
 from nightly import few
 
 from aioengine import Engine
 from aioengine.errors import InvalidRequest, ModelLoadError
 from aioengine.kernels.packed_weight import CodedWeight
+from aioengine.models.decoder import Linear
 from aioengine.models.families import read_decoder_config
 from aioengine.models.folder import DEMO_MODEL, ModelFolder
 from aioengine.models.formats.gguf_blocks import BLOCK_FORMATS
@@ -57,10 +61,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4": {},
     "seed-oss": {},
     "exaone4": {"num_hidden_layers": 4, "layer_types": [*[SLIDING] * 3, FULL]},
+    "olmo3": {},
+    "ministral3": {"rope_parameters": {**SCALED_ROPE, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    "gpt-oss": {"intermediate_size": 64, "rope_parameters": {**YARN_ROPE, "truncate": False}},
 }
 """Of the families' tiny checkpoints what must be as llama.cpp has it in its code, or whole blocks of 32."""
 
-CHECKED = [("llama3", "Q8_0"), ("qwen3", "BF16"), ("qwen2-moe", "Q8_0"), ("gemma3", "Q4_0"), ("granite", "F16")]
+CHECKED = [
+    ("llama3", "Q8_0"),
+    ("qwen3", "BF16"),
+    ("qwen2-moe", "Q8_0"),
+    ("gemma3", "Q4_0"),
+    ("granite", "F16"),
+    ("gpt-oss", "MXFP4"),
+]
 PROMPTS = ([5, 6, 7, 8, 9, 77, 300], list(range(3, 60)))
 MAX_TOKENS = 12
 GREEDY: dict[str, Any] = {"max_tokens": MAX_TOKENS, "temperature": 0.0, "ignore_eos": True}
@@ -100,7 +114,7 @@ def tokens_by_transformers(folder: Path) -> list[list[int]]:
     return [output[len(prompt) :] for prompt, output in zip(PROMPTS, outputs, strict=True)]
 
 
-@pytest.mark.parametrize(("family", "kind"), few(CHECKED, product(FAMILIES, ("F16", "BF16", "Q8_0", "Q4_0"))))
+@pytest.mark.parametrize(("family", "kind"), few(CHECKED, product(FAMILIES, ("F16", "BF16", "Q8_0", "Q4_0", "MXFP4"))))
 async def test_an_engine_gives_the_tokens_of_transformers_with_the_dequantised_weights(
     family: str, kind: str, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -114,6 +128,54 @@ async def test_each_type_runs_at_its_own_width(kind: str, checkpoint: Callable[.
     source = checkpoint("qwen2", **SIZES)
     file = write_gguf(source, tmp_path / "model.gguf", kind=Type[kind])
     assert await tokens_of(file) == tokens_by_transformers(dequantized(source, tmp_path / "dense", Type[kind]))
+
+
+@pytest.fixture
+def mixed(checkpoint: Callable[..., Path], tmp_path: Path) -> tuple[Path, Path]:
+    """A file whose types are mixed as Q4_K_M files' are, and its dense equal."""
+    source = checkpoint("llama3", **SIZES)
+    return write_gguf(source, tmp_path / "model.gguf", kind=q4_k_m), dequantized(source, tmp_path / "dense", q4_k_m)
+
+
+async def test_tokens_of_mixed_types_are_those_of_the_dequantised_weights(mixed: tuple[Path, Path]) -> None:
+    file, dense = mixed
+    assert await tokens_of(file) == tokens_by_transformers(dense)
+
+
+def test_mixed_types_stay_codes_those_of_one_product_in_the_widest_of_them(mixed: tuple[Path, Path]) -> None:
+    file, dense = mixed
+    decoder, ids = load(file, dtype="float32"), token_ids()
+    torch.testing.assert_close(logprobs(decoder, ids), reference(dense, ids), atol=1e-4, rtol=0)
+    codings = {
+        name: (linear.packed.coding.bits, linear.packed.coding.group)
+        for name, linear in decoder.named_modules()
+        if isinstance(linear, Linear) and linear.packed.coding is not None
+    }
+    of_4_bits, of_6_bits = (4, 32), (8, 16)
+    assert codings == {
+        "embedding": of_4_bits,
+        "head": of_6_bits,
+        "layers.0.qkv": of_6_bits,
+        "layers.1.qkv": of_4_bits,
+        **{f"layers.{index}.{name}": of_4_bits for index in range(2) for name in ("output", "mlp.gate_up")},
+        "layers.0.mlp.down": of_6_bits,
+        "layers.1.mlp.down": of_4_bits,
+    }
+
+
+@pytest.mark.parametrize("family", few(["qwen3"], FAMILIES))
+def test_logprobs_of_a_bfloat16_file_are_the_checkpoints_and_within_the_tolerance(
+    family: str, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    source, ids = checkpoint(family, dtype=torch.bfloat16, **FAMILIES[family]), token_ids()
+    decoder = load(write_gguf(source, tmp_path / "model.gguf", kind=Type.BF16))
+    assert decoder.config.dtype == torch.bfloat16
+    found = logprobs(decoder, ids)
+    assert torch.equal(found, logprobs(load(source, dtype="bfloat16"), ids))
+    if decoder.config.experts is None:  # rounding may have a token choose other experts, and then all is another
+        error, (largest, mean) = (found - reference(source, ids)).abs(), TOLERANCES["bfloat16"]
+        assert error.max() < largest
+        assert error.mean() < mean
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "mistral"])  # it is called Llama there

@@ -221,7 +221,8 @@ def _put_codes(decoder: Decoder, used: dict[str, Stored], coded: Container[str])
     for name, tensor in checkpoint_tensors(decoder.config).items():
         linear = decoder.linear_of(tensor.parameter)
         if tensor.parameter in coded and linear is not None:
-            linear.parts.append((tensor, _unread(used[name].shape, samples.get(used[name].format))))
+            sample, num_columns = samples.get(used[name].format), linear.weight.shape[1]
+            linear.parts.append((tensor, _unread(used[name].shape, num_columns, sample)))
 
 
 def _read(stored: Stored) -> Tensor | CodedWeight:
@@ -235,13 +236,13 @@ def _has_one_group(sample: Tensor | CodedWeight) -> bool:
     return isinstance(sample, CodedWeight) and sample.group >= sample.shape[1]
 
 
-def _unread(shape: tuple[int, ...], sample: Tensor | CodedWeight | None) -> Tensor | CodedWeight:
-    """A matrix that is encoded as ``sample`` is, but without values."""
+def _unread(shape: tuple[int, ...], num_columns: int, sample: Tensor | CodedWeight | None) -> Tensor | CodedWeight:
+    """A matrix, or all that are stacked in this shape, encoded as ``sample`` is, but without values."""
     if not isinstance(sample, CodedWeight):
         return torch.empty(shape, device=META)
-    num_rows, num_columns = shape
+    num_rows = math.prod(shape) // num_columns
     group = num_columns if _has_one_group(sample) else sample.group
-    codes = torch.empty(shape, dtype=torch.uint8, device=META)
+    codes = torch.empty(num_rows, num_columns, dtype=torch.uint8, device=META)
     scales = torch.empty(num_rows, -(-num_columns // group), dtype=sample.rows().scales_dtype, device=META)
     return _Unread(codes, sample.bits, sample.table, scales, None if sample.offsets is None else scales, group)
 

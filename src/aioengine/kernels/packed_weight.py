@@ -75,6 +75,16 @@ class CodedWeight:
                 kept[name] = values.new_zeros(num_rows, values.shape[1]).index_copy_(0, ids, values)
         return replace(self, **kept)
 
+    def _widened(self, bits: int, group: int) -> CodedWeight:
+        """The same values in codes of as many bits or more, if there is no table, in groups that its own consist of."""
+        if (bits, group) == (self.bits, self.group):
+            return self
+        codes = self.codes + ((1 << (bits - 1)) - (1 << (self.bits - 1)))
+        times, num_groups = self.group // group, -(-self.shape[1] // group)
+        scales = self.scales.repeat_interleave(times, dim=1)[:, :num_groups]
+        offsets = None if self.offsets is None else self.offsets.repeat_interleave(times, dim=1)[:, :num_groups]
+        return replace(self, codes=codes, bits=bits, scales=scales, offsets=offsets, group=group)
+
     def rows(self) -> CodedRows:
         kept = [self.scales] if self.offsets is None else [self.scales, self.offsets]
         dtypes = (torch.bfloat16, torch.float16)
@@ -84,17 +94,20 @@ class CodedWeight:
 
     @staticmethod
     def cat(parts: Sequence[CodedWeight]) -> CodedWeight:
-        """One below the other.
+        """One below the other, with the values that they have, in the most bits and the smallest group of them.
 
         Raises:
-            ValueError: they differ in bits, group, table or number of inputs.
+            ValueError: no group of these would do for all, they have other tables, or other numbers of inputs.
         """
+        bits, group = max(part.bits for part in parts), min(part.group for part in parts)
         first = parts[0]
         for part in parts:
-            if (part.bits, part.group, part.shape[1]) != (first.bits, first.group, first.shape[1]):
-                raise ValueError("matrices of other bits, groups or inputs cannot be one coded matrix")
+            if part.group % group or part.shape[1] != first.shape[1]:
+                raise ValueError("matrices of these groups or inputs cannot be one coded matrix")
             if not have_same_table(part.table, first.table):
                 raise ValueError("matrices with other tables cannot be one coded matrix")
+        parts = [part._widened(bits, group) for part in parts]
+        first = parts[0]
         offsets = None
         if any(part.offsets is not None for part in parts):
             offsets = torch.cat([torch.zeros_like(p.scales) if p.offsets is None else p.offsets for p in parts])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import msgspec
@@ -36,6 +37,7 @@ INNER = {
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
+    "attn_sinks": "self_attn.sinks",
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -82,6 +84,7 @@ GRANITES: Fields = {
     "residual_multiplier": ("residual_scale", float),
     "logits_scaling": ("logit_scale", float),
 }
+LAYER_TYPES = ("full_attention", "sliding_attention")
 MAX_FACTORS = 2**16
 MAX_LAYERS = 4096
 
@@ -98,6 +101,8 @@ class GgufFamily(msgspec.Struct, frozen=True, kw_only=True):
             that turn together are neighbours; transformers has them half a head apart.
         has_one_added: whether the weights of norms are what the normalised values are multiplied with; transformers
             keeps them less one.
+        stacks: names of a layer's tensors that are of all its experts in transformers' files, too, but transposed, and
+            which of llama.cpp's are one there: their outputs in turn.
         more: further fields of the config, of the file and of the config so far.
     """
 
@@ -107,6 +112,7 @@ class GgufFamily(msgspec.Struct, frozen=True, kw_only=True):
     fields: Fields = {}
     has_pairs: bool = False
     has_one_added: bool = False
+    stacks: dict[str, tuple[str, ...]] = {}
     more: Callable[[GgufFile, dict[str, Any]], dict[str, Any]] = lambda file, config: {}
 
     def name_of(self, inner: str) -> str:
@@ -147,6 +153,25 @@ def _gemma3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     return {**_gemma(file, config), "layer_types": _every(6, config), "rope_parameters": rope}
 
 
+def _gpt_oss(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    rope = {**config["rope_parameters"], "truncate": False}
+    return {**_biases(file, config), "layer_types": _every(2, config), "rope_parameters": rope}
+
+
+def _olmo3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    has_window = file.get("olmo2.attention.sliding_window_pattern", np.ndarray)
+    layer_types = _every(4, config) if has_window is None else [LAYER_TYPES[bool(each)] for each in has_window]
+    full = config["rope_parameters"]
+    of_windows = {"rope_type": "default", "rope_theta": full["rope_theta"]}
+    rope = {"full_attention": full, "sliding_attention": of_windows}
+    return {**_biases(file, config), "layer_types": layer_types, "rope_parameters": rope}
+
+
+def _mistral3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    rope, beta = config["rope_parameters"], file.get("mistral3.attention.temperature_scale", float)
+    return {"rope_parameters": rope if beta is None else {**rope, "llama_4_scaling_beta": beta}, "sliding_window": None}
+
+
 def _exaone4(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     return {"layer_types": _every(4, config)} if "sliding_window" in config else {"sliding_window": None}
 
@@ -154,7 +179,7 @@ def _exaone4(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
 def _every(number: int, config: dict[str, Any]) -> list[str]:
     """Types of layers, of which each ``number``-th attends to all tokens, and the others have a window."""
     layers = range(1, min(config["num_hidden_layers"], MAX_LAYERS) + 1)
-    return ["sliding_attention" if layer % number else "full_attention" for layer in layers]
+    return [LAYER_TYPES[layer % number > 0] for layer in layers]
 
 
 FAMILIES = {
@@ -216,6 +241,25 @@ FAMILIES = {
         more=_biases,
     ),
     "seed_oss": GgufFamily(architecture="SeedOssForCausalLM", model_type="seed_oss", more=_biases),
+    "mistral3": GgufFamily(
+        architecture="Ministral3ForCausalLM", model_type="ministral3", has_pairs=True, more=_mistral3
+    ),
+    "gpt-oss": GgufFamily(
+        architecture="GptOssForCausalLM",
+        model_type="gpt_oss",
+        names={"ffn_gate_inp": "mlp.router"},
+        stacks={
+            "mlp.experts.gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"),
+            "mlp.experts.down_proj": ("ffn_down_exps",),
+        },
+        fields={
+            **WINDOW,
+            "num_local_experts": OF_EXPERTS["num_experts"],
+            "num_experts_per_tok": OF_EXPERTS["num_experts_per_tok"],
+            "intermediate_size": OF_EXPERTS["moe_intermediate_size"],
+        },
+        more=_gpt_oss,
+    ),
     "exaone4": GgufFamily(architecture="Exaone4ForCausalLM", model_type="exaone4", fields=WINDOW, more=_exaone4),
 }
 """By general.architecture."""
@@ -229,10 +273,16 @@ MIXTRAL = GgufFamily(
         "ffn_up_exps": f"block_sparse_moe.experts.{EXPERT}.w3",
         "ffn_down_exps": f"block_sparse_moe.experts.{EXPERT}.w2",
     },
-    fields={"num_local_experts": ("expert_count", int), "num_experts_per_tok": ("expert_used_count", int)},
+    fields={
+        "num_local_experts": OF_EXPERTS["num_experts"],
+        "num_experts_per_tok": OF_EXPERTS["num_experts_per_tok"],
+    },
     has_pairs=True,
 )
 """A "llama" with experts."""
+
+OLMO3 = GgufFamily(architecture="Olmo3ForCausalLM", model_type="olmo3", fields=WINDOW, more=_olmo3)
+"""An "olmo2" with windows."""
 
 
 def family_of(file: GgufFile) -> GgufFamily:
@@ -240,11 +290,11 @@ def family_of(file: GgufFile) -> GgufFamily:
     ModelLoadError: the architecture is not supported.
     """
     name = file.get("general.architecture", str)
-    if name == "olmo2" and "olmo2.attention.sliding_window" in file.metadata:
-        raise ModelLoadError(f"{file.path}: OLMo 3, which has windows, is not supported in GGUF")
     if name not in FAMILIES:
         raise ModelLoadError(f"{file.path}: architecture {shorten(name)} in GGUF; supported: {', '.join(FAMILIES)}")
-    return MIXTRAL if name == "llama" and file.get("llama.expert_count", int, 0) else FAMILIES[name]
+    if name == "llama" and file.get("llama.expert_count", int, 0):
+        return MIXTRAL
+    return OLMO3 if name == "olmo2" and file.get("olmo2.attention.sliding_window", int, 0) else FAMILIES[name]
 
 
 def config_of(file: GgufFile) -> dict[str, Any]:
@@ -302,6 +352,8 @@ def _rope(file: GgufFile, prefix: str, config: dict[str, Any]) -> dict[str, Any]
         for name in ("beta_fast", "beta_slow"):
             if (value := stated(f"scaling.yarn_{name}", float)) is not None:
                 rope[name] = value
+        if multiplier := stated("scaling.yarn_log_multiplier", float):
+            rope |= {"mscale": 1.0, "mscale_all_dim": multiplier}
     factors = [_factors(file.tensors[name]) for name in ROPE_FACTORS if name in file.tensors]
     if factors:
         # What Llama 3.1's scaling comes to is longrope with one list for all lengths.
@@ -344,18 +396,21 @@ SAMPLING = {
 def named_tensors(file: GgufFile) -> Iterator[tuple[str, tuple[GgufTensor, Rows | None, bool]]]:
     """Each tensor of the model, by transformers' name: where it lies, its rows' order, whether it has 1 added.
 
-    One that transformers has no name for keeps llama.cpp's.
+    Without those of `stacked_tensors`. One that transformers has no name for keeps llama.cpp's.
 
     Raises:
         ModelLoadError: the architecture is not supported.
     """
     family, config = family_of(file), config_of(file)
+    stacked = {inner for parts in family.stacks.values() for inner in parts}
     num_heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     for tensor in file.tensors.values():
         stem, _, kind = tensor.name.rpartition(".")
         if tensor.name in ROPE_FACTORS:
             continue
         layer, inner = parts.groups() if (parts := LAYER.fullmatch(stem)) else (None, stem)
+        if inner in stacked:
+            continue
         rows = _halves(tensor.shape[0], num_heads[inner]) if family.has_pairs and inner in num_heads else None
         has_one_added = family.has_one_added and inner.endswith("norm")
         name = OUTER.get(stem, stem) if layer is None else f"model.layers.{layer}.{family.name_of(inner)}"
@@ -365,7 +420,21 @@ def named_tensors(file: GgufFile) -> Iterator[tuple[str, tuple[GgufTensor, Rows 
             continue
         if inner == "ffn_gate_inp_shexp" and len(tensor.shape) == 1:
             tensor = msgspec.structs.replace(tensor, shape=(1, *tensor.shape))
-        yield f"{name}.{kind}", (tensor, rows, has_one_added)
+        yield name if inner == "attn_sinks" else f"{name}.{kind}", (tensor, rows, has_one_added)
+
+
+def stacked_tensors(file: GgufFile) -> Iterator[tuple[str, list[GgufTensor]]]:
+    """Each tensor of `GgufFamily.stacks`, by transformers' name, as far as the file has what it consists of.
+
+    Raises:
+        ModelLoadError: the architecture is not supported.
+    """
+    family, num_layers = family_of(file), min(config_of(file)["num_hidden_layers"], MAX_LAYERS)
+    for layer, (name, parts), kind in product(range(num_layers), family.stacks.items(), ("weight", "bias")):
+        tensors = [file.tensors.get(f"blk.{layer}.{part}.{kind}") for part in parts]
+        there = [tensor for tensor in tensors if tensor is not None]
+        if len(there) == len(tensors):
+            yield f"model.layers.{layer}.{name}{'_bias' if kind == 'bias' else ''}", there
 
 
 def _halves(num_rows: int, num_heads: int) -> Rows | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from io import BufferedReader
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from aioengine.errors import ModelLoadError
 from aioengine.kernels.packed_weight import CodedWeight, row_blocks
 from aioengine.models.checkpoint import FILE_DTYPES
 from aioengine.models.formats.gguf_blocks import BLOCK_FORMATS
-from aioengine.models.formats.gguf_families import Rows, named_tensors
+from aioengine.models.formats.gguf_families import Rows, named_tensors, stacked_tensors
 from aioengine.models.formats.gguf_file import BLOCKS, GgufFile, GgufTensor
 from aioengine.models.formats.stored import Files, Stored
 
@@ -51,6 +52,8 @@ class GgufStored(msgspec.Struct, frozen=True):
     def read(self, files: Files) -> Tensor | CodedWeight:
         """A copy: dense in the file's dtype, or codes, whose offsets are rounded to float32 where they are not exact.
 
+        Of matrices that are stacked the codes are one below the other.
+
         Raises:
             ModelLoadError: the file cannot be read.
         """
@@ -69,11 +72,12 @@ class GgufStored(msgspec.Struct, frozen=True):
     def _coded(self, file: BufferedReader) -> CodedWeight:
         layout = BLOCK_FORMATS[self.tensor.type]
         num_values, num_bytes = BLOCKS[self.tensor.type]
-        num_rows, num_columns = self.shape
+        num_columns = self.shape[-1]
+        num_rows = math.prod(self.shape) // num_columns
         codes = torch.empty((num_rows, num_columns), dtype=torch.uint8)
         scales = torch.empty((num_rows, num_columns // layout.group))
         offsets = torch.empty_like(scales) if layout.has_offsets else None
-        for rows in row_blocks(self.shape):
+        for rows in row_blocks((num_rows, num_columns)):
             count = rows.stop - rows.start
             blocks = self._take(file, count * num_columns // num_values * num_bytes).view(-1, num_bytes)
             for whole, part in zip((codes, scales, offsets), layout.unpack(blocks), strict=True):
@@ -86,6 +90,45 @@ class GgufStored(msgspec.Struct, frozen=True):
         if file.readinto(data.numpy().data) != count:
             raise ModelLoadError(f"{self.path} is cut short: tensor {self.name} ends beyond it")
         return data
+
+
+class GgufStacks(msgspec.Struct, frozen=True):
+    """A tensor of all experts of a layer, `Stored` in a GGUF file as one tensor or several: their outputs in turn.
+
+    Attributes:
+        parts: matrices [experts, out, in] or biases [experts, out], alike.
+    """
+
+    name: str
+    parts: tuple[GgufStored, ...]
+
+    @property
+    def path(self) -> Path:
+        return self.parts[0].path
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[experts, in, out], as transformers has matrices, or [experts, out]."""
+        num_experts, num_rows, *num_columns = self.parts[0].shape
+        return num_experts, *num_columns, num_rows * len(self.parts)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+    @property
+    def format(self) -> str:
+        return self.parts[0].format
+
+    def read(self, files: Files) -> Tensor | CodedWeight:
+        """As `GgufStored.read`. Codes are [experts · out, in]."""
+        values = [part.read(files) for part in self.parts]
+        coded = [each for each in values if isinstance(each, CodedWeight)]
+        if coded:
+            stack = CodedWeight.cat(coded)
+            return stack[torch.arange(len(stack.codes)).view(len(coded), -1).T.flatten()]
+        dense = torch.stack([each for each in values if isinstance(each, Tensor)], dim=2).flatten(1, 2)
+        return dense if dense.dim() == 2 else dense.mT
 
 
 def _opened(path: Path) -> BufferedReader:
@@ -102,4 +145,14 @@ def read_gguf(path: Path) -> dict[str, Stored]:
         ModelLoadError: as `GgufFile.read`, or the architecture is not supported.
     """
     file = GgufFile.read(path)
-    return {name: GgufStored(name, *where) for name, where in named_tensors(file)}
+    found: dict[str, Stored] = {name: GgufStored(name, *where) for name, where in named_tensors(file)}
+    for name, tensors in stacked_tensors(file):
+        if len({(tensor.type, tensor.shape) for tensor in tensors}) > 1 or len(tensors[0].shape) not in (2, 3):
+            raise ModelLoadError(
+                f"{path}: {' and '.join(tensor.name for tensor in tensors)} are no stacks of equal shape"
+            )
+        found[name] = GgufStacks(name, tuple(GgufStored(name, tensor, None, False) for tensor in tensors))
+    for name, stored in found.items():
+        if stored.format not in FILE_DTYPES and (len(stored.shape) < 2 or name.endswith("bias")):
+            raise ModelLoadError(f"{path}: {name} is {stored.format}, in which no vectors can be; F32 is needed")
+    return found
