@@ -56,7 +56,10 @@ def main() -> None:
         if not isinstance(error, BrokenPipeError):  # the reader of a pipe has gone, as `| head` does
             _complain(error)
         status = EXIT_FAILURE
-    gc.freeze()  # else the interpreter's end looks for garbage among all that torch has made, for 0.4 s
+    # Else the interpreter's end looks for garbage among all that torch has made, for 0.4 s. Of triton's objects, which
+    # come with transformers' modelling code, the end must find all, or triton prints a page about each kind of them.
+    if "triton" not in sys.modules:
+        gc.freeze()
     sys.exit(status if isinstance(status, int) else 0)
 
 

@@ -19,6 +19,7 @@ from aioengine.models.families import DTYPES, MAX_POSITIONS, MAX_SHOWN_CHARS
 from aioengine.models.folder import ModelFolder
 from aioengine.models.formats.catalogue import read_catalogue
 from aioengine.models.model import ModelConfig
+from aioengine.models.silence import silent_transformers
 from aioengine.models.transformers_attention import (
     PROBED,
     LayersCache,
@@ -122,6 +123,7 @@ def _read(folder: ModelFolder, config: EngineConfig) -> TransformersConfig:
     )
 
 
+@silent_transformers()
 def their_config(folder: Path, trust_remote_code: bool) -> Any:
     """transformers' own config of a model folder, made anew, without its quantisation.
 
@@ -148,6 +150,7 @@ def their_config(folder: Path, trust_remote_code: bool) -> Any:
     return config
 
 
+@silent_transformers()
 def make_on_meta(config: Any, way: Way, trust_remote_code: bool, attention: str) -> Any:
     """transformers' causal language model of a config, with parameters that have no values.
 

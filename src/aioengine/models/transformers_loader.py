@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -21,6 +20,7 @@ from aioengine.models.formats.catalogue import read_catalogue
 from aioengine.models.formats.stored import Files, Stored
 from aioengine.models.loader import DUMMY_RANGE, DUMMY_SEED, HARMLESS, ON_CPU, Placement, stop_if
 from aioengine.models.model import AttendToNothing
+from aioengine.models.silence import silent_transformers
 from aioengine.models.transformers_attention import PAGED
 from aioengine.models.transformers_config import (
     TransformersConfig,
@@ -187,7 +187,7 @@ def _load(
     meta = make_on_meta(theirs, config.way, config.trust_remote_code, PAGED)
     reading = _Reading(tensors, on_progress, should_stop)
     try:
-        with _silence():
+        with silent_transformers():
             model, report = type(meta).from_pretrained(
                 None,
                 config=meta.config,
@@ -221,22 +221,6 @@ def _load(
     made.use(placement.operations)
     _check_head(made, placement.device)
     return made
-
-
-@contextmanager
-def _silence() -> Iterator[None]:
-    """Without transformers' progress bars, which have a thread, and its reports, which `_load` makes its own of."""
-    from transformers.utils import logging
-
-    had_bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if had_bars:
-            logging.enable_progress_bar()
 
 
 @torch.inference_mode()
