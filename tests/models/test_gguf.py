@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import gguf_checkpoints
 import huggingface_hub
 import numpy as np
 import pytest
@@ -27,7 +28,8 @@ from aioengine.models.decoder import Linear
 from aioengine.models.families import read_decoder_config
 from aioengine.models.folder import DEMO_MODEL, ModelFolder
 from aioengine.models.formats.gguf_blocks import BLOCK_FORMATS
-from aioengine.models.formats.gguf_file import BLOCKS
+from aioengine.models.formats.gguf_families import generation_config_of
+from aioengine.models.formats.gguf_file import BLOCKS, GgufFile
 from aioengine.models.formats.gguf_tensors import read_gguf
 from aioengine.models.formats.safetensors import read_header
 from aioengine.models.formats.stored import Files
@@ -299,3 +301,29 @@ def test_what_is_missing_or_not_supported_is_named(architecture: str, kind: Type
     with pytest.raises(ModelLoadError, match=problem) as raised:
         ModelFolder.read(tmp_path / "model.gguf")
     assert str(tmp_path / "model.gguf") in str(raised.value)
+
+
+def test_stacks_that_are_one_for_us_must_be_alike(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    file = write_gguf(
+        checkpoint("gpt-oss"), tmp_path / "model.gguf", kind=lambda name: Type.Q8_0 if "up_proj" in name else Type.F16
+    )
+    with pytest.raises(
+        ModelLoadError, match=r"ffn_gate_exps\.weight and .*ffn_up_exps\.weight are no stacks of one type"
+    ):
+        read_gguf(file)
+
+
+def test_vectors_that_are_quantised_are_refused(
+    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_checkpoints, "kind_of", lambda *_: Type.Q8_0)
+    file = write_gguf(checkpoint("llama2"), tmp_path / "model.gguf")
+    with pytest.raises(ModelLoadError, match=r"norm\.weight is GGUF Q8_0, in which no vectors can be"):
+        read_gguf(file)
+
+
+def test_a_call_of_gpt_oss_ends_its_text() -> None:
+    tokens = {"tokenizer.ggml.eos_token_id": 1, "tokenizer.ggml.tokens": ["a", "<|return|>", "<|call|>"]}
+    for architecture, ends in (("gpt-oss", [1, 2]), ("llama", [1])):
+        file = GgufFile(Path("model.gguf"), {"general.architecture": architecture, **tokens}, {})
+        assert generation_config_of(file) == {"eos_token_id": ends}

@@ -103,6 +103,7 @@ class GgufFamily(msgspec.Struct, frozen=True, kw_only=True):
             keeps them less one.
         stacks: names of a layer's tensors that are of all its experts in transformers' files, too, but transposed, and
             which of llama.cpp's are one there: their outputs in turn.
+        ends: tokens that end a text beside the one that the file names, which llama.cpp knows by their texts.
         more: further fields of the config, of the file and of the config so far.
     """
 
@@ -113,6 +114,7 @@ class GgufFamily(msgspec.Struct, frozen=True, kw_only=True):
     has_pairs: bool = False
     has_one_added: bool = False
     stacks: dict[str, tuple[str, ...]] = {}
+    ends: tuple[str, ...] = ()
     more: Callable[[GgufFile, dict[str, Any]], dict[str, Any]] = lambda file, config: {}
 
     def name_of(self, inner: str) -> str:
@@ -258,6 +260,7 @@ FAMILIES = {
             "num_experts_per_tok": OF_EXPERTS["num_experts_per_tok"],
             "intermediate_size": OF_EXPERTS["moe_intermediate_size"],
         },
+        ends=("<|call|>",),
         more=_gpt_oss,
     ),
     "exaone4": GgufFamily(architecture="Exaone4ForCausalLM", model_type="exaone4", fields=WINDOW, more=_exaone4),
@@ -376,10 +379,12 @@ def generation_config_of(file: GgufFile) -> dict[str, Any]:
     """The model's generation_config.json: which tokens end a text, and how it is to be sampled.
 
     Raises:
-        ModelLoadError: metadata is malformed.
+        ModelLoadError: metadata is malformed, or the architecture is not supported.
     """
     keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
     ids = dict.fromkeys(file.get(key, int) for key in keys if key in file.metadata)
+    tokens = file.get("tokenizer.ggml.tokens", list, [])
+    ids |= {tokens.index(token): None for token in family_of(file).ends if token in tokens}
     sampling = {name: file.get(key, (int, float)) for name, key in SAMPLING.items() if key in file.metadata}
     return {"eos_token_id": list(ids), **sampling} if ids else sampling
 

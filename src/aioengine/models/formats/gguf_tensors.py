@@ -149,7 +149,7 @@ def read_gguf(path: Path) -> dict[str, Stored]:
     for name, tensors in stacked_tensors(file):
         if len({(tensor.type, tensor.shape) for tensor in tensors}) > 1 or len(tensors[0].shape) not in (2, 3):
             raise ModelLoadError(
-                f"{path}: {' and '.join(tensor.name for tensor in tensors)} are no stacks of equal shape"
+                f"{path}: {' and '.join(tensor.name for tensor in tensors)} are no stacks of one type and shape"
             )
         found[name] = GgufStacks(name, tuple(GgufStored(name, tensor, None, False) for tensor in tensors))
     for name, stored in found.items():
