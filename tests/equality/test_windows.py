@@ -95,7 +95,8 @@ async def test_prompts_of_many_windows_in_a_pool_that_is_tight(
 ) -> None:
     folder, cases = checkpoint(family)
     most = most_blocks(WINDOWS[family], MAX_MODEL_LEN, BLOCK_SIZE, depth * BUDGET)
-    kv_bytes = int(1.2 * sum(most) * BLOCK_SIZE * bytes_a_token(folder) / len(most))
+    bytes_of_token = await asyncio.to_thread(bytes_a_token, folder)
+    kv_bytes = int(1.2 * sum(most) * BLOCK_SIZE * bytes_of_token / len(most))
     async with serving(folder, device, depth, kv_cache_memory_bytes=kv_bytes) as (engine, held):
         for _ in range(2):
             async with asyncio.TaskGroup() as group:

@@ -43,7 +43,9 @@ PARAMS = SamplingParams(temperature=0.5, top_k=7, seed=11, n=2, max_tokens=3, st
 
 CONFIG = EngineConfig(max_model_len=512, max_num_seqs=16, max_num_batched_tokens=128, block_size=8, max_waiting=33)
 
-LATER_FIELDS = {"tool_format", "reasoning_format", "scheduler", "logits_processors"}
+LATER_FIELDS = {
+    "tool_format", "reasoning_format", "scheduler", "logits_processors", "model_path", "trust_remote_code",
+}  # fmt: skip
 """Of `EngineConfig`, since the recordings were made: the settings that an engine tells are a mapping, which grows."""
 
 INFO = ExecutorInfo(
