@@ -48,6 +48,21 @@ def test_what_is_wrong_is_said(call_main: CallMain, arguments: list[str], status
     assert message in err
 
 
+def test_a_config_alone_is_enough(call_main: CallMain, tmp_path: Path) -> None:
+    config = json.loads((DEMO_MODEL / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    status, out, _ = call_main("info", str(tmp_path), "--memory", "1GiB")
+    assert status == 0
+    assert "no weights are here" in out
+    assert "tokens in all" in out
+    quantised = {**config, "quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(quantised))
+    status, out, _ = call_main("info", str(tmp_path), "--memory", "1GiB")
+    assert status == 0
+    assert "unknown without the files" in out
+    assert "tokens in all" not in out
+
+
 @pytest.mark.nightly  # the process imports all of transformers' modelling code
 def test_a_model_that_cannot_run_ends_with_its_reason_alone(tmp_path: Path) -> None:
     """What transformers and the libraries beneath it say at the end of a process is not in its output."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import anyio.to_thread
+import msgspec
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
@@ -149,6 +151,41 @@ def test_a_mixture_of_experts_says_what_a_token_uses(checkpoint: Callable[..., P
     of_one = 3 * decoder_config.hidden_size * experts.intermediate_size
     unused = decoder_config.num_layers * (experts.count - experts.num_chosen) * of_one
     assert said.num_active_parameters == said.num_parameters - unused
+
+
+@pytest.mark.parametrize("family", few(["qwen3", "mixtral"], of=["llama3", "qwen3", "mixtral", "gemma3", "gpt2"]))
+def test_a_config_alone_says_as_much_as_with_files(
+    checkpoint: Callable[..., Path], tmp_path: Path, family: str
+) -> None:
+    folder = checkpoint(family)
+    shutil.copy(folder / "config.json", tmp_path)
+    said, expected = (
+        read_model_info(EngineConfig(model=str(model), device="cpu", dtype="float32"), memory_bytes=2**30)
+        for model in (tmp_path, folder)
+    )
+    assert expected.formats != said.formats == []
+    assert said == msgspec.structs.replace(expected, folder=str(tmp_path), formats=[])
+
+
+def test_a_config_alone_does_not_say_how_quantised_weights_are_kept(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = json.loads((checkpoint("qwen3") / "config.json").read_text())
+    stated = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 16}}
+    (tmp_path / "config.json").write_text(json.dumps(config | stated))
+    said = read_model_info(EngineConfig(model=str(tmp_path), device="cpu"))
+    dense = read_model_info(EngineConfig(model=str(checkpoint("qwen3")), device="cpu"))
+    assert (said.num_parameters, said.kv_groups) == (dense.num_parameters, dense.kv_groups)
+    assert (said.weight_bytes, said.kv_cache_bytes, said.longest, said.fits) == (None, None, None, [])
+
+
+def test_weights_that_are_not_here_and_of_no_stated_dtype_are_taken_for_bfloat16(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = json.loads((checkpoint("qwen3") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": None}))
+    said = read_model_info(EngineConfig(model=str(tmp_path), device="cpu"))
+    assert said.dtype == said.kv_cache_dtype == "bfloat16"
 
 
 def test_no_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

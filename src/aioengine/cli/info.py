@@ -47,8 +47,9 @@ class Size(click.ParamType[int]):
 def info(model: str | None, memory: int | None, is_json: bool, **flags: Any) -> None:
     """Say what MODEL is, by which path it runs, what its weights and KV cache take and how much fits.
 
-    MODEL is a folder, a GGUF file or a hub id that is in the cache; absent: the bundled one. No weights are read, and
-    nothing is downloaded. For --device cuda, a GPU that is not there, say how much --memory it has.
+    MODEL is a folder, a GGUF file or a hub id that is in the cache; absent: the bundled one. No weights are read, nor
+    need they be there: config.json says most of it. Nothing is downloaded. For --device cuda, a GPU that is not there,
+    say how much --memory it has.
     """
     from aioengine.executor.model_info import read_model_info
 
@@ -70,28 +71,35 @@ def _show(found: ModelInfo) -> None:
     if found.num_active_parameters < found.num_parameters:
         parameters += f", of which a token uses {found.num_active_parameters:,}"
     kept = f"{found.quantization} of {found.dtype}" if found.quantization else found.dtype
+    files = "; ".join(
+        f"{each.num_tensors:,} tensors of {each.format}, {_size(each.file_bytes)}" for each in found.formats
+    )
+    weights = "quantised: how many bytes they take is unknown without the files"
+    if found.weight_bytes is not None:
+        weights = f"{_size(found.weight_bytes)} in {kept} ({found.weight_bytes:,} bytes)"
     facts = {
         "architecture": found.architecture,
         "path": f"{found.path}: {found.why}",
         "parameters": parameters,
         "layers": f"{found.num_layers}",
         "longest sequence": f"{found.max_model_len:,} tokens",
-        "files": "; ".join(
-            f"{each.num_tensors:,} tensors of {each.format}, {_size(each.file_bytes)}" for each in found.formats
-        ),
-        "weights": f"{_size(found.weight_bytes)} in {kept} ({found.weight_bytes:,} bytes)",
+        "files": files or "no weights are here: all of this is by the config alone",
+        "weights": weights,
     }
     for group in found.kv_groups:
         seen = "all tokens" if group.window is None else f"the last {group.window:,} tokens"
         facts[f"KV of {group.num_layers} layers"] = f"{group.bytes_per_token:,} bytes a token, of {seen}"
-    facts[f"of {_size(found.memory_bytes)} on a {'CPU' if found.device == 'cpu' else 'GPU'}"] = (
-        f"{_size(found.kv_cache_bytes)} for the KV cache in {found.kv_cache_dtype}: {found.num_kv_blocks:,} blocks of "
-        f"{found.block_size} tokens; the longest sequence that fits has {found.longest:,}"
-    )
+    if found.kv_cache_bytes is not None:
+        facts[f"of {_size(found.memory_bytes)} on a {'CPU' if found.device == 'cpu' else 'GPU'}"] = (
+            f"{_size(found.kv_cache_bytes)} for the KV cache in {found.kv_cache_dtype}: {found.num_kv_blocks:,} blocks "
+            f"of {found.block_size} tokens; the longest sequence that fits has {found.longest:,}"
+        )
     table = Table(show_header=False, box=None)
     for name, value in facts.items():
         table.add_row(name, value)
     console.print(table)
+    if not found.fits:
+        return
     fits = Table(title="What fits at once")
     for heading in ("tokens a sequence", "sequences", "tokens in all"):
         fits.add_column(heading, justify="right")

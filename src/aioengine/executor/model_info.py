@@ -1,4 +1,4 @@
-"""What a model would need and what would fit beside it, from its config and its files' headers.
+"""What a model would need and what would fit beside it, from its config and, where they are here, its files' headers.
 
 No weights are read but for a small matrix of each quantised format, which shows how all of them are encoded.
 """
@@ -26,12 +26,12 @@ from aioengine.kernels.torch import products
 from aioengine.models.checkpoint import FILE_DTYPES, checkpoint_tensors
 from aioengine.models.decoder import META, Decoder
 from aioengine.models.families import DecoderConfig
-from aioengine.models.folder import ModelFolder
-from aioengine.models.formats.catalogue import read_catalogue
+from aioengine.models.folder import ModelFolder, has_weights
+from aioengine.models.formats.catalogue import is_quantised, read_catalogue
 from aioengine.models.formats.stored import Files, Stored
-from aioengine.models.loader import coded_parameters, match
+from aioengine.models.loader import coded_parameters, match, states_dtype
 from aioengine.models.model import ModelConfig
-from aioengine.models.paths import choose_path, read_model_config, way_of
+from aioengine.models.paths import choose_path, read_model_config, shapes_of, way_of
 from aioengine.scheduler.kv_groups import KVGroups, kv_groups, most_blocks
 
 OF_EXPERTS = ".experts."
@@ -39,6 +39,9 @@ OF_EXPERTS = ".experts."
 
 SHORTEST, STEP = 1024, 4
 """Lengths of which it is said how many fit: the first, and by how much the next is longer."""
+
+UNSTATED_DTYPE = "bfloat16"
+"""Of weights that are not here, where config.json does not state theirs: what most are published in."""
 
 
 class FormatInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,9 +78,11 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         folder: where the model is.
         path: "native" or "transformers"; why: it is taken.
-        num_active_parameters: those that a token's step uses: fewer than ``num_parameters`` in a mixture of experts.
-        formats: of the tensors in the files.
-        weight_bytes: of the weights as they are kept on the device.
+        num_active_parameters: those that a token's step uses, fewer than ``num_parameters`` in a mixture of experts; with
+            the whole embedding, though a token reads a row of it.
+        formats: of the tensors in the files; none where there are no files of weights, and the config says all.
+        weight_bytes: of the weights as they are kept on the device. None: the files would tell in which layout they
+            are quantised, and there are none; then nothing is said of what fits.
         device: "cpu" or "cuda".
         memory_bytes: for all. kv_cache_bytes: of it for the KV cache, by the config's shares.
         num_kv_blocks: of ``block_size`` tokens in a group of layers.
@@ -95,15 +100,15 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_parameters: int
     num_active_parameters: int
     formats: list[FormatInfo]
-    weight_bytes: int
+    weight_bytes: int | None
     kv_cache_dtype: str
     kv_groups: list[KVGroupInfo]
     block_size: int
     device: str
     memory_bytes: int
-    kv_cache_bytes: int
-    num_kv_blocks: int
-    longest: int
+    kv_cache_bytes: int | None
+    num_kv_blocks: int | None
+    longest: int | None
     fits: list[Fit]
 
 
@@ -121,31 +126,49 @@ def read_model_info(config: EngineConfig, *, memory_bytes: int | None = None) ->
     if config.quantization is not None and not is_host:
         raise ConfigError(f"quantization={config.quantization!r} is for a CPU; give device='cpu', or leave it out")
     folder = ModelFolder.resolve(config.model, revision=config.revision, may_download=False)
+    has_files = has_weights(folder.path)
+    if not has_files:
+        # Of files that are not there none can state a dtype.
+        dtype = config.dtype if config.dtype != "auto" or states_dtype(folder) else UNSTATED_DTYPE
+        config = msgspec.structs.replace(config, load_format="dummy", dtype=dtype)
     choice, model = choose_path(folder, config), read_model_config(folder, config)
-    used = read_catalogue(folder.path)
+    used = read_catalogue(folder.path) if has_files else {}
+    why, shapes, weight_bytes = choice.why, {name: tensor.shape for name, tensor in used.items()}, None
     if isinstance(model, DecoderConfig):
-        why, tensors = choice.why, checkpoint_tensors(model, used)
-        used = match(used, tensors, tied=model.tie_word_embeddings)
-        decoder = Decoder(model, config.quantization)
-        _put_codes(decoder, used, coded_parameters(used, tensors, config.quantization))
-        weight_bytes = kept_bytes(decoder, is_host=is_host)
+        tensors = checkpoint_tensors(model, used)
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        if has_files:
+            used = match(used, tensors, tied=model.tie_word_embeddings)
+        if has_files or not is_quantised(folder):
+            decoder = Decoder(model, config.quantization)
+            _put_codes(decoder, used, coded_parameters(used, tensors, config.quantization))
+            weight_bytes = kept_bytes(decoder, is_host=is_host)
     else:
-        why = f"{choice.why}; {way_of(model)}"
-        weight_bytes = sum(math.prod(tensor.shape) for tensor in used.values()) * model.dtype.itemsize
+        why = f"{why}; {way_of(model)}"
+        shapes = shapes or shapes_of(model)
+        weight_bytes = sum(map(math.prod, shapes.values())) * model.dtype.itemsize
     if memory_bytes is None:
         memory_bytes = available_memory() if is_host else _gpu_memory(config)
-    memory = DeviceMemory(memory_bytes, max(0, memory_bytes - weight_bytes), weight_bytes)
-    kv_bytes, _ = granted_kv_bytes(config, memory, None if is_host else 0)
     groups, of_cache = kv_groups(model.windows), cache_dtype(config, model.dtype, is_host=is_host)
-    shape = cache_shape(model, groups, config.block_size, of_cache)
-    num_blocks = kv_bytes // shape.bytes_per_block
+    cache = cache_shape(model, groups, config.block_size, of_cache)
     in_flight = config.max_in_flight or (HOST_MAX_IN_FLIGHT if is_host else DEVICE_MAX_IN_FLIGHT)
 
     def blocks_for(num_tokens: int) -> int:
         most_in_flight = in_flight * config.max_num_batched_tokens
         return sum(most_blocks(groups.windows, num_tokens, config.block_size, most_in_flight))
 
-    counts = {name: math.prod(tensor.shape) for name, tensor in used.items()}
+    kv_bytes = num_blocks = longest = None
+    fits = []
+    if weight_bytes is not None:
+        memory = DeviceMemory(memory_bytes, max(0, memory_bytes - weight_bytes), weight_bytes)
+        kv_bytes, _ = granted_kv_bytes(config, memory, None if is_host else 0)
+        num_blocks = kv_bytes // cache.bytes_per_block
+        longest = bisect_right(range(model.max_model_len + 1), num_blocks, key=blocks_for) - 1
+        fits = [
+            Fit(num_tokens=length, num_sequences=num_blocks // blocks_for(length))
+            for length in _lengths(model.max_model_len)
+        ]
+    counts = {name: math.prod(shape) for name, shape in shapes.items()}
     return ModelInfo(
         folder=str(folder.path),
         architecture=model.architecture,
@@ -160,17 +183,14 @@ def read_model_info(config: EngineConfig, *, memory_bytes: int | None = None) ->
         formats=_formats(used.values()),
         weight_bytes=weight_bytes,
         kv_cache_dtype=_name(of_cache),
-        kv_groups=_kv_groups(groups, shape.bytes_per_block // config.block_size),
+        kv_groups=_kv_groups(groups, cache.bytes_per_block // config.block_size),
         block_size=config.block_size,
         device="cpu" if is_host else "cuda",
         memory_bytes=memory_bytes,
         kv_cache_bytes=kv_bytes,
         num_kv_blocks=num_blocks,
-        longest=bisect_right(range(model.max_model_len + 1), num_blocks, key=blocks_for) - 1,
-        fits=[
-            Fit(num_tokens=length, num_sequences=num_blocks // blocks_for(length))
-            for length in _lengths(model.max_model_len)
-        ],
+        longest=longest,
+        fits=fits,
     )
 
 

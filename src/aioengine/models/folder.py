@@ -25,6 +25,9 @@ PICKLED_FILES = ("pytorch_model*.bin",)
 
 WEIGHT_FILES = (*SAFE_FILES, *PICKLED_FILES)
 GGUF_SUFFIX = ".gguf"
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", GGUF_SUFFIX)
+"""Also of formats that are not read, of which that is to be said."""
+
 CODE_FILES = ("*.py",)
 MAX_SMALL_BYTES = 256 * 2**20
 """Of one small file: ten times the largest tokenizer.json."""
@@ -171,6 +174,11 @@ def find_gguf(path: Path) -> Path | None:
     if len(files) > 1:
         raise ModelLoadError(f"{path} has {len(files)} models: give one of its files, such as {files[0]}")
     return find_gguf(files[0]) if files else None
+
+
+def has_weights(path: Path) -> bool:
+    """Whether there are files of weights in a folder, of whatever format; a GGUF file has some."""
+    return path.is_file() or any(file.suffix in WEIGHT_SUFFIXES for file in path.iterdir())
 
 
 def check_files(folder: Path) -> None:

@@ -102,13 +102,17 @@ def read_config(folder: ModelFolder, config: EngineConfig) -> DecoderConfig:
     """
     # config.json first: where it describes what is not supported, that explains more than the files could.
     found = read_decoder_config(folder, dtype=config.dtype, max_model_len=config.max_model_len)
-    stated = text_config(folder.config)
-    is_stated = config.dtype != "auto" or any(stated.get(key) for key in ("dtype", "torch_dtype"))
-    if is_stated or config.load_format == "dummy":
+    if config.dtype != "auto" or states_dtype(folder) or config.load_format == "dummy":
         return found
     stored = of_text(read_catalogue(folder.path))
     dtypes = [FILE_DTYPES.get(stored[name].format) for name in (EMBEDDING, HEAD) if name in stored]
     return msgspec.structs.replace(found, dtype=next(filter(None, dtypes), found.dtype))
+
+
+def states_dtype(folder: ModelFolder) -> bool:
+    """Whether config.json says in which dtype the weights are."""
+    stated = text_config(folder.config)
+    return any(stated.get(key) for key in ("dtype", "torch_dtype"))
 
 
 def load_weights(

@@ -117,6 +117,14 @@ def way_of(config: ModelConfig) -> str:
     return WAYS[config.way]
 
 
+def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Of the parameters of a model that transformers' code computes, without its files."""
+    from aioengine.models.transformers_config import TransformersConfig, parameter_shapes
+
+    assert isinstance(config, TransformersConfig)
+    return parameter_shapes(config)
+
+
 def read_model_config(folder: ModelFolder, config: EngineConfig) -> ModelConfig:
     """Of the model that `load_model` makes.
 

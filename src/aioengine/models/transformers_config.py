@@ -169,6 +169,13 @@ def make_on_meta(config: Any, way: Way, trust_remote_code: bool, attention: str)
     return model.eval()
 
 
+def parameter_shapes(config: TransformersConfig) -> dict[str, tuple[int, ...]]:
+    """Of a model without its files: names as transformers has them in memory, a tied one once."""
+    theirs = their_config(config.folder, config.trust_remote_code)
+    model = make_on_meta(theirs, config.way, config.trust_remote_code, PROBED)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
 def arguments_of(module: Any) -> set[str]:
     """What a module's forward pass takes by name."""
     return set(inspect.signature(module.forward).parameters)
