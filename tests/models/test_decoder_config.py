@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -149,13 +150,60 @@ def test_transformers_reads_the_same(checkpoint: Checkpoint, tmp_path: Path, cha
     for family in READ_HERE:
         saved = json.loads((checkpoint(family) / "config.json").read_text())
         content = without_absent({**saved, **change})
-        fields = known_fields(content, ARCHITECTURES[saved["architectures"][0]])
-        assert fields is not None, family
+        architecture = ARCHITECTURES[saved["architectures"][0]]
+        fields = known_fields(content, architecture)
+        # Of layers with a window each family has a rule of its own, which is transformers' to apply.
+        has_rule = architecture.windows == "layer_types" and bool(change.get("use_sliding_window"))
+        assert (fields is None) == (has_rule and content.get("layer_types") is None), family
         here, by_transformers = read_both_ways(tmp_path, content)
         assert isinstance(here, DecoderConfig), family
         assert here == by_transformers, family
-        if fields.rope_parameters["rope_type"] != "default":
+        if fields is not None and fields.rope_parameters["rope_type"] != "default":
             assert (here.ropes[0].inv_freq, here.ropes[0].scale) == rope_of_transformers(tmp_path), family
+
+
+HAVE_WINDOWS = {name: family for name, family in ARCHITECTURES.items() if family.windows != "none"}
+
+
+@pytest.mark.parametrize(("architecture", "family"), HAVE_WINDOWS.items(), ids=HAVE_WINDOWS)
+def test_layers_have_the_windows_that_transformers_gives_them(
+    tmp_path: Path, architecture: str, family: Family
+) -> None:
+    for seed in range(12):
+        rng, num_layers = random.Random(seed), 5
+        fields: dict[str, Any] = {
+            "num_hidden_layers": num_layers,
+            "use_sliding_window": rng.choice([True, True, False, ...]),
+            "sliding_window": rng.choice([8, 8, ..., None]),
+            "max_window_layers": rng.choice([0, 1, 2, 4, 5, ...]),
+        }
+        if family.windows == "layer_types":
+            types = [rng.choice(families.LAYER_TYPES) for _ in range(num_layers)]
+            fields["layer_types"] = rng.choice([types, None, ...])
+            fields["sliding_window_pattern"] = rng.choice([2, 3, ...])
+        content = without_absent(
+            {"architectures": [architecture], "model_type": family.model_type, **FEW_FIELDS, **fields}
+        )
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        try:
+            theirs = AutoConfig.from_pretrained(tmp_path)
+        except ZeroDivisionError:  # EXAONE 4's, of no window and no layer types
+            with pytest.raises(ModelLoadError):
+                read_decoder_config(ModelFolder.read(tmp_path))
+            continue
+        window = theirs.sliding_window or None
+        types = ["sliding_attention"] * num_layers if family.windows != "layer_types" else theirs.layer_types
+        expected = tuple(window if each == "sliding_attention" else None for each in types)
+        if "use_sliding_window" in family.reads and not theirs.use_sliding_window:
+            expected = (None,) * num_layers
+        assert read_decoder_config(ModelFolder.read(tmp_path)).windows == expected, (seed, fields)
+
+
+def test_gemma_3_has_no_soft_cap_of_scores_as_in_transformers(tmp_path: Path) -> None:
+    for architecture, soft_cap in (("Gemma2ForCausalLM", 5.0), ("Gemma3ForCausalLM", None)):
+        content = {"architectures": [architecture], "model_type": ARCHITECTURES[architecture].model_type, **FEW_FIELDS}
+        (tmp_path / "config.json").write_text(json.dumps({**content, "attn_logit_softcapping": 5.0}))
+        assert read_decoder_config(ModelFolder.read(tmp_path)).soft_cap == soft_cap
 
 
 @pytest.mark.parametrize(("architecture", "family"), KNOWN.items(), ids=KNOWN)

@@ -229,7 +229,7 @@ ARCHITECTURES = {
         has_ropes_by_type=True,
         windows="layer_types",
         scales_embeddings=True,
-        reads=GEMMA_FIELDS,
+        reads=GEMMA_FIELDS - {"attn_logit_softcapping"},  # in its config, and in no product of transformers' code
     ),
     "Phi3ForCausalLM": Family(
         model_type="phi3", by_transformers=True, windows="all layers", rotates_part=True, fused=("qkv", "gate_up")
@@ -517,8 +517,8 @@ def known_fields(config: dict[str, Any], family: Family) -> ConfigFields | None:
     A test holds the two against each other.
 
     Returns:
-        None where AutoConfig must read it: it is of another model type, has one of `UNREAD_FIELDS`, or a field is
-        missing or malformed.
+        None where AutoConfig must read it: it is of another model type, has one of `UNREAD_FIELDS`, has windows and
+        does not say in which layers, or a field is missing or malformed.
     """
     rope = config.get("rope_scaling") or config.get("rope_parameters")
     if rope is None:
@@ -546,8 +546,9 @@ def known_fields(config: dict[str, Any], family: Family) -> ConfigFields | None:
         return None
     layer_types, num_layers = fields.layer_types, fields.num_hidden_layers
     if layer_types is None:
-        num_full = fields.max_window_layers
-        layer_types = [LAYER_TYPES[index >= num_full] for index in range(num_layers)]
+        if family.windows == "layer_types" and fields.use_sliding_window:
+            return None  # each family has a rule of its own for which layers have a window
+        layer_types = ["full_attention"] * num_layers
     if (
         (family.windows != "layer_types" and "layer_types" in config)
         or len(layer_types) != num_layers
