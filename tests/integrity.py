@@ -54,8 +54,10 @@ def check_table(table: RowTable, *, is_caching: bool) -> None:
         row = sequence.row
         assert table.computed[row] <= table.scheduled[row] <= table.expected[row] <= table.last[row] + 1
         assert table.scheduled[row] <= table.last[row] == sequence.limit - 1
-        assert table.capacity[:, row].tolist() == [len(block_ids) * block_size for block_ids in sequence.block_ids]
-        assert table.scheduled[row] <= table.capacity[:, row].min()
+        assert [capacity[row] for capacity in table.capacity] == [
+            len(block_ids) * block_size for block_ids in sequence.block_ids
+        ]
+        assert all(table.scheduled[row] <= capacity[row] for capacity in table.capacity)
         if is_caching:
             assert sequence.num_ready_blocks == table.computed[row] // block_size
             assert table.next_block_boundary[row] == (sequence.num_ready_blocks + 1) * block_size

@@ -70,6 +70,7 @@ HASHES = [bytes([n] * HASH_BYTES) for n in range(12)]
 @given(st.data())
 def test_a_match_is_the_longest_prefix_of_which_each_group_has_all_that_is_seen(data: st.DataObject) -> None:
     num_seen = data.draw(st.lists(st.sampled_from([None, 0, 1, 2, 5, 20]), min_size=1, max_size=4))
+    num_seen.sort(key=lambda seen: seen is not None)
     cache = PrefixCache(len(HASHES) * len(num_seen), num_seen)
     tables = [range(len(HASHES) * group, len(HASHES) * (group + 1)) for group in range(len(num_seen))]
     mark_ready(cache, HASHES, tables)

@@ -82,9 +82,10 @@ def out_of_blocks(table: RowTable, work: Work) -> list[Rows]:
     growing = []
     for capacity in table.capacity:
         num_lacking = work.ends - capacity[work.rows]
-        lacking = num_lacking > 0
+        lacking = (num_lacking > 0).nonzero()[0]
         rows = work.rows[lacking]
-        if len(rows) and int(num_lacking.max()) > table.block_size:  # a prompt's, or tokens that a grammar forced
+        if len(rows) and max(num_lacking[lacking].tolist()) > table.block_size:
+            # A prompt's blocks, or those of tokens that a grammar forced.
             rows = np.repeat(rows, -(-num_lacking[lacking] // table.block_size))
         growing.append(rows)
     return growing

@@ -66,7 +66,7 @@ class KVManager:
         self.max_tokens_in_flight = max_tokens_in_flight
         self._distinct = {window for window in windows if window is not None}
         self.has_windows = bool(self._distinct)
-        self._none_passed = [0] * len(windows)
+        self._none_passed = (0,) * len(windows)
         self._most_held = most_blocks(windows, 2**31, block_size, max_tokens_in_flight)
         seen = [None if window is None else self.blocks_for(window - 1) for window in windows]
         self.cache = PrefixCache(num_blocks, seen)
@@ -82,7 +82,10 @@ class KVManager:
 
     def most_blocks(self, num_tokens: int) -> int:
         """In all groups, of a sequence that comes to have KV of so many tokens."""
-        return sum(most_blocks(self.windows, num_tokens, self.block_size, self.max_tokens_in_flight))
+        num_blocks = -(-num_tokens // self.block_size)
+        if not self.has_windows:
+            return num_blocks * len(self.windows)
+        return sum(min(num_blocks, most) for most in self._most_held)
 
     def lookup(self, sequence: Sequence) -> PrefixMatch:
         """The cached beginning of a sequence; empty for one that holds blocks, since it has begun already.
@@ -90,40 +93,42 @@ class KVManager:
         At least its last known token is left to compute, since the next one is sampled from that; all are, if the
         prompt's log-probabilities are wanted.
         """
-        block_ids: list[list[int]] = [[] for _ in self.windows]
-        pending = None
-        if sequence.block_ids:
-            missing = self._missing(sequence, sequence.block_ids, sequence.num_passed_blocks)
-            return PrefixMatch(block_ids, None, missing)
-        if self.is_caching and not sequence.needs_prompt_logprobs:
-            count = (sequence.num_tokens - 1) // self.block_size
+        num_tokens, held = sequence.num_tokens, sequence.block_ids
+        if held:
+            block_ids: list[list[int]] = [[] for _ in held]
+            pending = None
+        elif self.is_caching and not sequence.needs_prompt_logprobs:
+            count = (num_tokens - 1) // self.block_size
             hashes = self._hash_blocks(sequence, count)
             block_ids, pending = self.cache.match(hashes if len(hashes) == count else hashes[:count])
-        num_passed = self._num_passed_blocks(len(block_ids[0]) * self.block_size)
-        return PrefixMatch(block_ids, pending, self._missing(sequence, block_ids, num_passed))
+        else:
+            block_ids, pending = self.cache.match(())
+        held = held or block_ids
+        num_blocks = -(-num_tokens // self.block_size)
+        missing = [num_blocks - len(held[0])] * len(held)
+        if self.has_windows:  # no more than is ever held at once
+            passed = sequence.num_passed_blocks or self._num_passed_blocks(len(held[0]) * self.block_size)
+            for group, most in enumerate(self._most_held):
+                missing[group] = max(min(num_blocks, passed[group] + most) - len(held[group]), 0)
+        if sequence.shares_last_block:
+            missing = [count + 1 for count in missing]
+        return PrefixMatch(block_ids, pending, missing)
 
-    def _missing(self, sequence: Sequence, block_ids: list[list[int]], num_passed: list[int]) -> list[int]:
-        """How many blocks to allocate in each group to have what its known tokens need, or all that is ever held."""
-        num_blocks = self.blocks_for(sequence.num_tokens)
-        if not self.has_windows:
-            return [num_blocks - len(of_group) + sequence.shares_last_block for of_group in block_ids]
-        return [
-            max(min(num_blocks, passed + most) - len(of_group), 0) + sequence.shares_last_block
-            for of_group, passed, most in zip(block_ids, num_passed, self._most_held, strict=True)
-        ]
-
-    def _num_passed_blocks(self, num_computed_tokens: int) -> list[int]:
-        """Of each group, the first blocks that no token sees which is computed after so many; not to be changed."""
+    def _num_passed_blocks(self, num_computed_tokens: int) -> tuple[int, ...]:
+        """Of each group, the first blocks that no token sees which is computed after so many."""
         if not self.has_windows:
             return self._none_passed
         passed: dict[int | None, int] = {
             window: max(num_computed_tokens + 1 - window, 0) // self.block_size for window in self._distinct
         }
-        return [passed.get(window, 0) for window in self.windows]
+        return tuple([passed.get(window, 0) for window in self.windows])
 
     def can_admit(self, match: PrefixMatch, reserve: int) -> bool:
         """Whether all known tokens fit with ``reserve`` blocks left: a prompt half admitted would only be preempted."""
-        return match.num_missing + self.pool.num_unused(_held(match.block_ids)) + reserve <= self.pool.num_free
+        num_needed = sum(match.missing) + reserve
+        if match.block_ids[0]:
+            num_needed += self.pool.num_unused(_held(match.block_ids))
+        return num_needed <= self.pool.num_free
 
     def admit(self, sequence: Sequence, match: PrefixMatch) -> None:
         """Give a sequence blocks for all its known tokens, and mark the one that it is going to fill next PENDING.
@@ -132,7 +137,7 @@ class KVManager:
         many.
         """
         if not sequence.block_ids:
-            num_blocks = match.num_blocks
+            num_blocks = len(match.block_ids[0])
             if num_blocks:
                 self.pool.retain(_held(match.block_ids))
             sequence.block_ids = match.block_ids
@@ -143,10 +148,11 @@ class KVManager:
             self.num_hit_tokens += sequence.num_computed_tokens
             if not sequence.has_run:
                 sequence.num_cached_tokens = sequence.num_computed_tokens
-        for block_ids, num_missing in zip(sequence.block_ids, match.missing, strict=True):
-            missing = self.pool.allocate(num_missing)
+        for group, block_ids in enumerate(sequence.block_ids):
+            missing = self.pool.allocate(match.missing[group])
             if sequence.shares_last_block:
-                self._copies.append((block_ids.pop(), missing[0]))
+                [copy] = missing  # it knows one token more than its prompt, for which there is room in the last block
+                self._copies.append((block_ids.pop(), copy))
             block_ids += missing
         sequence.shares_last_block = False
         if self.is_caching and sequence.is_cacheable:
@@ -227,7 +233,7 @@ class KVManager:
         self.cancel_pending(sequence)
         self.pool.release(_held(sequence.block_ids), self.cache.hashes)
         sequence.block_ids = []
-        sequence.num_passed_blocks = []
+        sequence.num_passed_blocks = ()
         sequence.num_ready_blocks = 0
         sequence.num_computed_tokens = 0
         sequence.shares_last_block = False

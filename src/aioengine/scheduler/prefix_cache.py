@@ -74,7 +74,7 @@ class PrefixCache:
 
     Args:
         num_seen: of each group, how many blocks before the end of a prefix of whole blocks the next token sees; None:
-            all.
+            all. Those come first.
 
     Attributes:
         ready: by group, {hash: block id} of the blocks that are computed.
@@ -88,8 +88,10 @@ class PrefixCache:
         groups = list(zip(self.ready, num_seen, strict=True))
         self._full = [of_group for of_group, seen in groups if seen is None]
         self._sliding = [(of_group, seen) for of_group, seen in groups if seen is not None]
-        self._groups = groups
+        assert None not in num_seen[len(self._full) :], "groups that see all come first"
         self.hashes: list[bytes | None] = [None] * num_blocks
+        self._ready_in = [self.ready[0]] * num_blocks
+        """Of each READY block, the one of `ready` that has it."""
         self.pending: dict[bytes, object] = {}
         self.on_wake: Callable[[Any], None] = lambda waiter: None
         self.waiters: dict[bytes, list[object]] = {}
@@ -102,17 +104,23 @@ class PrefixCache:
             READY blocks by group, -1 for those that no token behind the prefix sees; a hash or None.
         """
         end = len(hashes)
+        matched: list[list[int]] = []
         for of_group in self._full:
-            for place in range(end):
-                if hashes[place] not in of_group:
-                    end = place
+            block_ids: list[int] = []
+            for block_hash in hashes:
+                block_id = of_group.get(block_hash)
+                if block_id is None:
+                    end = min(end, len(block_ids))
                     break
-        if self._sliding:
+                block_ids.append(block_id)
+            matched.append(block_ids)
+        if self._sliding or len(matched) > 1:
             end = self._seen_by_windows(hashes, end)
-        matched = []
-        for of_group, seen in self._groups:
-            num_passed = 0 if seen is None else max(end - seen, 0)
-            matched.append([-1] * num_passed + [of_group[block_hash] for block_hash in hashes[num_passed:end]])
+            for block_ids in matched:
+                del block_ids[end:]
+            for of_group, seen in self._sliding:
+                num_passed = max(end - seen, 0)
+                matched.append([-1] * num_passed + [of_group[block_hash] for block_hash in hashes[num_passed:end]])
         return matched, hashes[end] if end < len(hashes) and hashes[end] in self.pending else None
 
     def _seen_by_windows(self, hashes: Items[bytes], end: int) -> int:
@@ -138,8 +146,10 @@ class PrefixCache:
 
     def mark_pending(self, block_hash: bytes, owner: object) -> None:
         """``owner`` is going to compute the block of this hash; no change if the hash is READY or PENDING already."""
-        if any(block_hash not in of_group for of_group in self.ready):
-            self.pending.setdefault(block_hash, owner)
+        for of_group in self.ready:
+            if block_hash not in of_group:
+                self.pending.setdefault(block_hash, owner)
+                return
 
     def mark_ready(self, group: int, hashes: Items[bytes], block_ids: Items[int]) -> None:
         """These blocks are computed: READY, but for those whose hash another READY block of the group has.
@@ -147,10 +157,11 @@ class PrefixCache:
         To be called for all groups before the next `match`: a hash that is READY in one is PENDING no more.
         """
         ready = self.ready[group]
-        for block_hash, block_id in zip(hashes, block_ids, strict=True):
+        for place, block_hash in enumerate(hashes):
             if block_hash not in ready:
-                ready[block_hash] = block_id
+                block_id = ready[block_hash] = block_ids[place]
                 self.hashes[block_id] = block_hash
+                self._ready_in[block_id] = ready
                 if self.pending.pop(block_hash, None) is not None:
                     self._wake(block_hash)
 
@@ -162,13 +173,11 @@ class PrefixCache:
 
     def evict(self, block_ids: Iterable[int]) -> None:
         """Forget the hashes of these READY blocks, which are about to hold something else."""
-        hashes = self.hashes
+        hashes, ready_in = self.hashes, self._ready_in
         for block_id in block_ids:
             block_hash = hashes[block_id]
             assert block_hash is not None, "a block without a hash was kept like a cached one"
-            for of_group in self.ready:
-                if of_group.get(block_hash) == block_id:
-                    del of_group[block_hash]
+            del ready_in[block_id][block_hash]
             hashes[block_id] = None
 
     def forget(self) -> None:

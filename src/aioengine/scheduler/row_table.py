@@ -25,7 +25,7 @@ class RowTable:
         scheduled: tokens computed or in a launched step.
         expected: tokens known, or being sampled by a launched step.
         last: the last token's position at most: it would be sampled and never computed.
-        capacity: [groups of layers, rows], tokens up to which there are blocks.
+        capacity: a column for each group of layers, tokens up to which it has blocks.
         next_block_boundary: computed tokens at which its next block is full.
         next_passed: computed tokens at which the window of a group passes its next block.
         stop_search_start: computed tokens from which on each sampled token may end it: ``last``, or 0 if it has stop
@@ -45,7 +45,7 @@ class RowTable:
         columns: list[Int32] = list(np.zeros((8, max_num_seqs), np.int32))
         self.epoch, self.computed, self.scheduled, self.expected = columns[:4]
         self.last, self.next_block_boundary, self.next_passed, self.stop_search_start = columns[4:]
-        self.capacity: Int32 = np.zeros((num_groups, max_num_seqs), np.int32)
+        self.capacity: list[Int32] = list(np.zeros((num_groups, max_num_seqs), np.int32))
         self.token_at = np.full(max_num_seqs, np.nan)
 
     @property
@@ -69,7 +69,7 @@ class RowTable:
         self.last[row] = sequence.limit - 1
         self.stop_search_start[row] = 0 if sequence.stop_token_ids else sequence.limit - 1
         for group, block_ids in enumerate(sequence.block_ids):
-            self.capacity[group, row] = len(block_ids) * size
+            self.capacity[group][row] = len(block_ids) * size
         self.next_passed[row] = 0
         self.next_block_boundary[row] = (sequence.num_ready_blocks + 1) * size
         self.token_at[row] = sequence.last_token_at

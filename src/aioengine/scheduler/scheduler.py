@@ -173,18 +173,19 @@ class Scheduler:
         claim = self.preemption.yield_to_higher()
         work = share_budget(self.table, self.budget, claim)
         growing = out_of_blocks(self.table, work)
-        is_tight = sum(map(len, growing)) > self.kv.pool.num_free
+        is_tight = False
         while sum(map(len, growing)) > self.kv.pool.num_free:
+            is_tight = True
             self.preemption.preempt(self.preemption.victim())
             work = share_budget(self.table, self.budget, claim)
             growing = out_of_blocks(self.table, work)
         grown_blocks: list[int] = []
-        grown_groups: list[int] = []
         for group, rows in enumerate(growing):
             if len(rows):
-                np.add.at(self.table.capacity[group], rows, self.kv.block_size)
-                grown_blocks += self.kv.grow(group, self.table.occupants_of(rows))
-                grown_groups += [group] * len(rows)
+                sequences = self.table.occupants_of(rows)
+                grown_blocks += self.kv.grow(group, sequences)
+                num_blocks = [len(sequence.block_ids[group]) for sequence in sequences]
+                self.table.capacity[group][rows] = int32(num_blocks) * self.kv.block_size
         admitted: list[Sequence] = []
         if self.waiting and not (is_tight and len(work.rows)):
             admitted = self._admit(work.num_left, now)
@@ -192,7 +193,7 @@ class Scheduler:
                 work = join(self.table, work, self.table.run(admitted))
         if not len(work.rows):
             return None
-        return self._steps.make_plan(work, (growing, grown_groups, grown_blocks), self.kv.take_copies(), admitted)
+        return self._steps.make_plan(work, growing, grown_blocks, self.kv.take_copies(), admitted)
 
     def apply(self, plan: StepPlan, result: StepResult, now: float = 0.0) -> StepOutput:
         """Take in the result of the oldest launched step: append tokens, end what stops, mark full blocks READY."""

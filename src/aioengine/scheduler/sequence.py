@@ -103,7 +103,7 @@ class Sequence:
     """Whether it ever had a row."""
     block_ids: list[list[int]] = field(default_factory=list)
     """Its block table in each group of layers, -1 for what the group's window has passed. Empty: it holds no blocks."""
-    num_passed_blocks: list[int] = field(default_factory=list)
+    num_passed_blocks: tuple[int, ...] = ()
     """Of each of these, how many the window has passed."""
     num_ready_blocks: int = 0
     """Leading full blocks whose KV is computed, where prefixes are cached."""
@@ -245,8 +245,9 @@ def _row_sampling(
     stop_ids = (*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids)
     has_logprobs = params.logprobs is not None or params.logprob_token_ids is not None
     numbers: dict[str, Any] = {name: getattr(params, name) for name in ROW_PARAMS}
+    numbers["top_k"] = max(params.top_k, 0)  # -1 is off, too
     return RowSampling(
-        **{**numbers, "top_k": max(params.top_k, 0)},  # -1 is off, too
+        **numbers,
         seed=request.seed,
         num_choices=params.num_sequences,
         min_tokens=params.min_tokens,

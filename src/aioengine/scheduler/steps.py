@@ -39,19 +39,20 @@ class StepsInFlight:
     def make_plan(
         self,
         work: Work,
-        grown: tuple[list[Rows], list[int], list[int]],
+        growing: list[Rows],
+        grown_blocks: list[int],
         copies: list[tuple[int, int]],
         admitted: list[Sequence],
     ) -> StepPlan:
         """Make the plan of a step, and move its rows on as if it had run.
 
         Args:
-            grown: by group, the rows that get a block; then the group of each, and the block.
+            growing: by group of layers, the rows that get a block.
+            grown_blocks: the block of each of them.
             copies: (source, target) ids of blocks to be copied before the step.
             admitted: sequences that have taken a row since the last plan.
         """
         rows, table = work.rows, self._table
-        growing, grown_groups, grown_blocks = grown
         expected = table.expected[rows]
         samples = work.ends == expected
         table.scheduled[rows] = work.ends
@@ -62,8 +63,8 @@ class StepsInFlight:
             copied_from=int32([source for source, _ in copies]) if copies else EMPTY,
             copied_to=int32([target for _, target in copies]) if copies else EMPTY,
             added=tuple(sequence.introduce() for sequence in admitted),
-            grown_rows=int32(growing[0] if len(growing) == 1 else np.concatenate(growing)) if grown_blocks else EMPTY,
-            grown_groups=int32(grown_groups) if grown_blocks else EMPTY,
+            grown_rows=_frozen(np.concatenate(growing, dtype=np.int32)) if grown_blocks else EMPTY,
+            grown_groups=_groups_of(growing) if grown_blocks else EMPTY,
             grown_blocks=int32(grown_blocks) if grown_blocks else EMPTY,
             rows=_frozen(rows.astype(np.int32)),
             epochs=_frozen(table.epoch[rows]),
@@ -128,6 +129,16 @@ def split_prompt_logprobs(
             sequences[index].num_scored_tokens = max(sequences[index].num_scored_tokens, int(piece.positions[-1]))
             pieces.append((sequences[index], piece))
     return pieces
+
+
+def _groups_of(growing: list[Rows]) -> Int32:
+    """The group of each of these rows, which are by group."""
+    groups: Int32 = np.zeros(sum(map(len, growing)), np.int32)
+    end = 0
+    for rows in growing[:-1]:
+        end += len(rows)
+        groups[end:] += 1
+    return _frozen(groups)
 
 
 def _frozen(array: Array) -> Array:
