@@ -226,6 +226,15 @@ def test_a_model_in_several_files_is_one(checkpoint: Callable[..., Path], tmp_pa
         read_gguf(first)
 
 
+@pytest.mark.parametrize("count", ["2", ["2"], [2, 2], 2.0, True])
+def test_a_number_of_files_that_is_none_is_named(count: Any, tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model-00001-of-00002.gguf", "llama")
+    writer.add_key_value("split.count", count, gguf.GGUFValueType.get_type(count))
+    finish(writer)
+    with pytest.raises(ModelLoadError, match=r"split\.count="):
+        read_gguf(tmp_path / "model-00001-of-00002.gguf")
+
+
 @pytest.mark.parametrize(
     ("file", "asked"), [("q/model.gguf", "q/model.gguf"), ("m-00001-of-00004.gguf", "m-*-of-00004.gguf")]
 )

@@ -107,7 +107,7 @@ class GgufFile(msgspec.Struct, frozen=True):
                 several.
         """
         first = _read_header(path)
-        for other in _other_shards(path, first.metadata.get("split.count", 1)):
+        for other in _other_shards(path, first.get("split.count", int, 1)):
             for name, tensor in _read_header(other).tensors.items():
                 if first.tensors.setdefault(name, tensor) is not tensor:
                     raise ModelLoadError(f"tensor {name} is in two files: {first.tensors[name].path} and {other}")
@@ -133,14 +133,14 @@ def all_shards(path: Path) -> Path:
     return path if parts is None else path.with_name(f"{parts['stem']}-*-of-{parts['count']}.gguf")
 
 
-def _other_shards(path: Path, count: Any) -> Iterator[Path]:
+def _other_shards(path: Path, count: int) -> Iterator[Path]:
     """The files beside ``path`` that hold the rest of its model."""
     if count in (0, 1):
         return
     parts = SHARD_NAME.fullmatch(path.name)
     if parts is None or int(parts["count"]) != count:
         raise ModelLoadError(
-            f"{path} says split.count={shorten(count)}, and is not named NAME-00001-of-{count:05}.gguf"
+            f"{path} says split.count={count}, and is not named NAME-00001-of-{count:05}.gguf"
         )
     if int(parts["number"]) != 1:
         raise ModelLoadError(f"{path} is a later part of a model: give {parts['stem']}-00001-of-{parts['count']}.gguf")
