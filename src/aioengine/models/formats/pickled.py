@@ -46,7 +46,7 @@ def _load(path: Path) -> dict[str, Tensor]:
     except Exception as error:
         raise ModelLoadError(
             f"{path} cannot be read as tensors alone, and nothing else in such a file is run: save the model as "
-            f"safetensors ({str(error).strip().splitlines()[0][:300]})"
+            f"safetensors ({(str(error).strip() or type(error).__name__).splitlines()[0][:300]})"
         ) from error
     if not isinstance(held, dict) or not all(
         isinstance(name, str) and isinstance(tensor, Tensor) and tensor.layout == torch.strided
