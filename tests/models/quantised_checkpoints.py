@@ -120,10 +120,11 @@ def gptq(
 
 def awq(group: int) -> Encode:
     def encode(weight: Tensor) -> Encoded:
-        codes, scales, zeros = in_groups(weight, group, bits=4, is_symmetric=False)
+        columns = weight.shape[1]
+        codes, scales, zeros = in_groups(weight, min(group, columns), bits=4, is_symmetric=False)
         order = (0, 2, 4, 6, 1, 3, 5, 7)
         parts = {".qweight": words(codes.T, 4, order), ".qzeros": words(zeros.T, 4, order), ".scales": scales.T}
-        return parts, decoded(codes, scales, zeros, torch.arange(weight.shape[1]) // group)
+        return parts, decoded(codes, scales, zeros, torch.arange(columns) // min(group, columns))
 
     return encode
 

@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ Checkpoint = Callable[..., Path]
 Write = Callable[[Path, Path], tuple[Path, Path]]
 
 QUERY = "model.layers.1.self_attn.q_proj"
+HUGE = 2**70
 ORDER = torch.randperm(64, generator=torch.Generator().manual_seed(0))
 
 
@@ -75,6 +77,13 @@ FORMATS: dict[str, Write] = {
     "fp8 by tensors": of_layout(fp8(None, None, ".weight_scale_inv", (1,), activation_scale=0.5), quant_method="fp8"),
     "fp8 by outputs": of_layout(
         fp8(1, None, ".weight_scale", (-1, 1), input_scale_ub=1200.0), quant_method="fbgemm_fp8"
+    ),
+    "fp8 in blocks larger than any matrix": of_layout(
+        fp8(None, None, ".weight_scale_inv", (1, 1)), quant_method="fp8", weight_block_size=[HUGE, HUGE]
+    ),
+    "gptq in groups larger than any matrix": of_layout(gptq(4, -1), **gptq_config(4, HUGE)),
+    "awq in groups larger than any matrix": of_layout(
+        awq(HUGE), quant_method="awq", bits=4, group_size=HUGE, version="gemm"
     ),
     "gptq": of_layout(gptq(4, 32), **gptq_config(4, 32)),
     "gptq with zeros": of_layout(gptq(4, 32, is_symmetric=False), **gptq_config(4, 32, sym=False)),
@@ -128,6 +137,7 @@ FORMATS: dict[str, Write] = {
     "nf4": of_layout(bitsandbytes_4bit("nf4"), **NF4),
     "nf4 twice": of_layout(bitsandbytes_4bit("nf4", is_nested=True), **NF4),
     "nf4 in blocks across outputs": of_layout(bitsandbytes_4bit("nf4", blocksize=256), **NF4),
+    "nf4 in a block a matrix": of_layout(bitsandbytes_4bit("nf4", blocksize=4096), **NF4),
     "fp4": of_layout(bitsandbytes_4bit("fp4"), **NF4),
     "llm.int8": of_layout(bitsandbytes_8bit, quant_method="bitsandbytes", load_in_8bit=True),
 }
@@ -138,6 +148,7 @@ KEPT = {
     "compressed as integers and floats": {True, False},
     "gptq in another order": {False},
     "nf4 in blocks across outputs": {False},
+    "nf4 in a block a matrix": {False},
 }
 """Whether matrices of layers stay codes, if not all do."""
 
@@ -283,6 +294,19 @@ def test_files_of_torch_hold_the_same(
         assert torch.equal(values, expected), parameter
 
 
+def with_pickle(content: bytes) -> Callable[[Path], None]:
+    """Another pickle in the file's archive."""
+
+    def change(path: Path) -> None:
+        with zipfile.ZipFile(path) as archive:
+            held = {name: archive.read(name) for name in archive.namelist()}
+        with zipfile.ZipFile(path, "w") as archive:
+            for name, old in held.items():
+                archive.writestr(name, content if name.endswith("data.pkl") else old)
+
+    return change
+
+
 class Harm:
     def __reduce__(self) -> tuple[Any, ...]:
         return (Path("/tmp").joinpath, ("harm",))
@@ -301,9 +325,20 @@ def as_old_layout(path: Path) -> None:
         (lambda path: torch.save({"x": torch.zeros(2, 2).to_sparse()}, path), "other than dense tensors by name"),
         (lambda path: path.write_bytes(path.read_bytes()[:-1000]), "tensors alone"),
         (lambda path: path.write_bytes(b""), "tensors alone"),
+        (with_pickle(b""), "tensors alone"),
         (as_old_layout, "tensors alone"),
     ],
-    ids=["code", "a list", "tensors within", "a sparse one", "cut short", "empty", "the old layout"],
+    ids=[
+        "code",
+        "a list",
+        "tensors within",
+        "a sparse one",
+        "cut short",
+        "empty",
+        "no pickle",
+        "nothing pickled",
+        "the old layout",
+    ],
 )
 def test_a_file_of_torch_with_anything_else_is_refused(
     checkpoint: Checkpoint, tmp_path: Path, harm: Callable[[Path], object], named: str
@@ -367,6 +402,16 @@ STATE = ".weight.quant_state.bitsandbytes__nf4"
 
 
 @pytest.mark.parametrize(
+    ("name", "size"), nightly(("nf4 in a block a matrix", "blocksize"), ("nf4 twice", "nested_blocksize"))
+)
+def test_blocks_larger_than_a_matrix_are_the_matrix(made: Made, tmp_path: Path, name: str, size: str) -> None:
+    source, dense = made(name)
+    folder = Path(shutil.copytree(source, tmp_path / "model"))
+    changed(STATE, state_of(**{size: HUGE // 2**8}))(folder)
+    assert_near(load(folder), dense)
+
+
+@pytest.mark.parametrize(
     ("name", "suffix", "change"),
     [
         ("gptq", ".scales", None),
@@ -395,6 +440,7 @@ STATE = ".weight.quant_state.bitsandbytes__nf4"
             ("nf4", STATE, state_of(blocksize=0)),
             ("nf4", STATE, state_of(blocksize="many")),
             ("nf4", STATE, lambda state: state[:-3]),
+            ("nf4", STATE, lambda state: torch.full((4096,), ord("["), dtype=torch.uint8)),
             ("nf4", STATE, lambda state: state.repeat(100)),
             ("nf4 twice", ".weight.nested_absmax", lambda scales: scales.repeat(2)),
             ("llm.int8", ".SCB", lambda scales: scales[:1]),

@@ -47,7 +47,7 @@ def _find(group: int, module: str, parts: Parts, _: Files) -> CodedTensor | None
         return None
     need(module, parts, SUFFIXES)
     columns, num_words = check_matrix(parts[".qweight"], ("I32",))
-    group = columns if group == -1 else group
+    group = columns if group == -1 else min(group, columns)
     num_groups = -(-columns // group)
     check(parts[".scales"], FLOATS, (num_groups, num_words * 8))
     check(parts[".qzeros"], ("I32",), (num_groups, num_words))

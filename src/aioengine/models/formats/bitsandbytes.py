@@ -65,6 +65,9 @@ def _find_4bit(module: str, parts: Parts, files: Files) -> CodedTensor:
     state = _read_state(next(parts[suffix] for suffix in STATES if suffix in parts), files)
     count = state.shape[0] * state.shape[1]
     num_blocks = -(-count // state.blocksize)
+    state = msgspec.structs.replace(
+        state, blocksize=min(state.blocksize, count), nested_blocksize=min(state.nested_blocksize, num_blocks)
+    )
     weight, absmax = parts[".weight"], parts[TABLES[0]]
     check(weight, ("U8",), ((count + 1) // 2, 1), (1, (count + 1) // 2))
     check(parts[TABLES[1]], FLOATS, (16,))
@@ -84,7 +87,7 @@ def _read_state(part: Any, files: Files) -> State:
         state = msgspec.convert(json.loads(bytes(part.read(files).flatten().tolist())), State, strict=False)
         if min(*state.shape, state.blocksize, state.nested_blocksize) < 1:
             raise ValueError("sizes must be at least 1")
-    except ValueError as error:  # msgspec's and json's are such
+    except (ValueError, RecursionError) as error:  # msgspec's and json's are such
         raise ModelLoadError(f"tensor {part.name} in {part.path} is no state of a quantised matrix: {error}") from error
     return state
 

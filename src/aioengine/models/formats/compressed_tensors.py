@@ -95,7 +95,7 @@ def _find(schemes: list[tuple[list[str], Scheme]], module: str, parts: Parts, fi
 
 def _group(scheme: Scheme, columns: int) -> int:
     group = scheme.get("group_size")
-    return group if type(group) is int and group > 0 else columns
+    return min(group, columns) if type(group) is int and group > 0 else columns
 
 
 def _check_scales(scheme: Scheme, parts: Parts, rows: int, columns: int) -> int:

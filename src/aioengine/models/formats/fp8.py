@@ -57,6 +57,7 @@ def find_fp8(block: tuple[int, int] | None, module: str, parts: Parts, _: Files)
     rows, columns = check_matrix(parts[".weight"], ("F8_E4M3",))
     shapes: list[tuple[int, ...]] = [(), (1,), (1, 1), (rows,), (rows, 1)]
     if block is not None:
+        block = min(block[0], rows), min(block[1], columns)
         shapes.append((-(-rows // block[0]), -(-columns // block[1])))
     check(scale, FLOATS, *shapes)
     is_by_block = block is not None and scale.shape == shapes[-1]

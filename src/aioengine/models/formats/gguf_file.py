@@ -139,9 +139,7 @@ def _other_shards(path: Path, count: int) -> Iterator[Path]:
         return
     parts = SHARD_NAME.fullmatch(path.name)
     if parts is None or int(parts["count"]) != count:
-        raise ModelLoadError(
-            f"{path} says split.count={count}, and is not named NAME-00001-of-{count:05}.gguf"
-        )
+        raise ModelLoadError(f"{path} says split.count={count}, and is not named NAME-00001-of-{count:05}.gguf")
     if int(parts["number"]) != 1:
         raise ModelLoadError(f"{path} is a later part of a model: give {parts['stem']}-00001-of-{parts['count']}.gguf")
     for number in range(2, count + 1):

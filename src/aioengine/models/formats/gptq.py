@@ -59,7 +59,7 @@ def _find(bits: int, group: int, zeros_less: int, module: str, parts: Parts, _: 
     a_word = 32 // bits
     num_words, rows = check_matrix(parts[".qweight"], ("I32",))
     columns = num_words * a_word
-    group = columns if group == -1 else group
+    group = columns if group == -1 else min(group, columns)
     num_groups = -(-columns // group)
     check(parts[".scales"], FLOATS, (num_groups, rows))
     check(parts[".qzeros"], ("I32",), (num_groups, -(-rows // a_word)))
