@@ -199,7 +199,7 @@ OTHERS: dict[str, Family] = {
     "mpt": Family("Mpt", MPT, is_whole=True),
     "opt": Family("OPT", OPT, is_whole=True),
     "phi": Family("Phi", LIKE_LLAMA, is_whole=True),
-    "starcoder2": Family("Starcoder2", {**LIKE_LLAMA, "sliding_window": 8}, is_whole=True),
+    "starcoder2": Family("Starcoder2", {**LIKE_LLAMA, "sliding_window": 24}, is_whole=True),
     "nemotron": Family("Nemotron", LIKE_LLAMA, is_whole=True),
     "gptj": Family("GPTJ", {**LIKE_GPT2, "rotary_dim": 8}, is_whole=True),
     "gpt-neo": Family("GPTNeo", GPT_NEO, is_whole=True),
@@ -249,7 +249,7 @@ def make_checkpoint(
     with torch.device("meta"):
         make = transformers.AutoModelForCausalLM.from_config if of.is_whole else getattr(transformers, of.architecture)
         model = make(whole)
-    model = _with_random_weights(model, seed, dtype)
+    model = _with_random_weights(model, seed, dtype, of.is_whole)
     model.generation_config = transformers.GenerationConfig(
         bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
     )
@@ -288,7 +288,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return cached_checkpoints(tmp_path_factory.mktemp("checkpoints"))
 
 
-def _with_random_weights(model: Any, seed: int, dtype: torch.dtype) -> Any:
+def _with_random_weights(model: Any, seed: int, dtype: torch.dtype, is_whole: bool) -> Any:
     generator = torch.Generator().manual_seed(seed)
     values = {}
     for name, parameter in model.named_parameters():  # tied ones come once
@@ -298,7 +298,8 @@ def _with_random_weights(model: Any, seed: int, dtype: torch.dtype) -> Any:
             mean = (1.5 if "self_attn" in name else 1.0) - ("Gemma" in type(model).__name__)
             values[name] = mean + 0.2 * noise
         elif name.endswith("bias"):
-            values[name] = 0.5 * noise
+            # Added to the residual stream, or by the last norm, much of it makes one token the likeliest anywhere.
+            values[name] = (0.1 if is_whole else 0.5) * noise
         else:
             # About the same spread of what a product gives for each size of its input.
             # What a tied embedding gives for a token would else be, above all, that token.

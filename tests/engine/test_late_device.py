@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import random
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from checkpoints import FAMILIES, NUM_SPECIAL, cached_checkpoints
+from checkpoints import FAMILIES, NUM_SPECIAL, OTHERS, cached_checkpoints
 from executor.late_device import start_late
 from integrity import check_integrity
 
@@ -23,7 +23,8 @@ from aioengine.executor.accelerator import DeviceMemory
 from aioengine.executor.memory import num_kv_blocks
 from aioengine.executor.runner import Runner
 from aioengine.kernels import triton_operations
-from aioengine.models.folder import DEMO_MODEL
+from aioengine.models.folder import DEMO_MODEL, ModelFolder
+from aioengine.models.paths import read_model_config
 from doubles.fake_accelerator import FakeAccelerator
 
 DEMO = DEMO_MODEL
@@ -34,8 +35,8 @@ NEAR = 2e-3
 SETTINGS = list(itertools.product((1, 2, 4), ("off", "lazy", "start")))
 """(depth, graphs)"""
 STORMS = [
-    pytest.param(family, setting, marks=() if family in ("qwen2", "mistral") else pytest.mark.nightly)
-    for family, setting in zip((*FAMILIES, "demo"), itertools.cycle(SETTINGS))
+    pytest.param(family, setting, marks=() if family in ("qwen2", "mistral", "gpt2", "bloom") else pytest.mark.nightly)
+    for family, setting in zip((*FAMILIES, "demo", *OTHERS), itertools.cycle(SETTINGS))
 ]
 
 MakeCheckpoint = Callable[..., Path]
@@ -187,7 +188,9 @@ async def serve(engine: Engine, wishes: list[Wish], rng: random.Random | None = 
 def check_equal(found: Any, wanted: Any, wish: Wish) -> None:
     assert type(found) is type(wanted), (wish, found, wanted)
     if isinstance(wanted, StepFailed):
-        assert repr(found.__cause__) == repr(wanted.__cause__)
+        # How many rows of a request a step had, which some messages say, is a matter of time.
+        one, other = (re.sub(r"\[\d+, ", "[rows, ", repr(error.__cause__)) for error in (found, wanted))
+        assert one == other
         return
     assert found.prompt_token_ids == wanted.prompt_token_ids
     for one, other in zip(found.outputs, wanted.outputs, strict=True):
@@ -218,7 +221,8 @@ async def test_a_storm_brings_the_cpus_outputs(
     checkpoint: MakeCheckpoint, family: str, setting: tuple[int, str]
 ) -> None:
     depth, graphs = setting
-    folder = DEMO if family == "demo" else checkpoint(family, tokenizer=True, num_hidden_layers=2)
+    layers = {"num_hidden_layers": 2} if family in FAMILIES else {}
+    folder = DEMO if family == "demo" else checkpoint(family, tokenizer=True, **layers)
     vocab = 2048 if family == "demo" else 384
     rng = random.Random(family)
     shared = [rng.randrange(NUM_SPECIAL, vocab) for _ in range(40)]
@@ -235,7 +239,7 @@ async def test_a_storm_brings_the_cpus_outputs(
     executor = await start_late(
         folder,
         accelerator,
-        kv_cache_memory_bytes=small_cache(folder),
+        kv_cache_memory_bytes=await asyncio.to_thread(small_cache, folder),
         max_in_flight=depth,
         cuda_graphs=graphs,
         **fields,
@@ -249,15 +253,13 @@ async def test_a_storm_brings_the_cpus_outputs(
         stats = core_of(engine).stats()
     assert stats.preemptions > 0, "the KV cache is too large for this test"
     assert stats.prefix_cache_hits > 0
-    assert bool(accelerator.graphs) == (graphs != "off")
+    assert bool(accelerator.graphs) == (graphs != "off" and family not in OTHERS)
 
 
 def small_cache(folder: Path) -> int:
     """Bytes for a little more than the longest sequence, if all layers kept all of it."""
-    model = json.loads((folder / "config.json").read_text())
-    model |= model.get("text_config", {})
-    head_dim = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
-    bytes_a_token = 2 * 4 * model["num_hidden_layers"] * model["num_key_value_heads"] * head_dim
+    model = read_model_config(ModelFolder.read(folder), EngineConfig())
+    bytes_a_token = 2 * 4 * model.num_layers * model.num_kv_heads * model.head_dim
     return int(1.1 * MAX_MODEL_LEN * bytes_a_token)
 
 

@@ -100,8 +100,7 @@ class Oracle:
     """transformers' model of a checkpoint, in float32."""
 
     def __init__(self, folder: Path) -> None:
-        # By default Falcon's attention with ALiBi is transformers' fused one, which ignores how far its heads scale it.
-        self._model = load_reference(folder, dtype=torch.float32, attn_implementation="eager")
+        self._model = load_reference(folder, dtype=torch.float32)
         self._model.generation_config = transformers.GenerationConfig(pad_token_id=PAD)  # no EOS but those asked for
 
     def generate(self, prompt: list[int], max_tokens: int, **options: Any) -> Generated:

@@ -88,6 +88,8 @@ def _read(folder: ModelFolder, config: EngineConfig) -> TransformersConfig:
     text = theirs.get_text_config()
     max_model_len = _length(text, config.max_model_len)
     _check_rope(text, max_model_len)
+    if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
+        raise Unusable("use_bidirectional_attention makes an encoder of it, which generates no text")
     problems: dict[Way, str] = {}
     for way in WAYS:
         try:
@@ -162,7 +164,7 @@ def make_on_meta(config: Any, way: Way, trust_remote_code: bool, attention: str)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(
             config,
-            attn_implementation=attention if way == "attention" else "eager",
+            attn_implementation=attention if way == "attention" else None,
             dtype=torch.bfloat16,  # which all operations of mixtures of experts know
             trust_remote_code=trust_remote_code,
         )

@@ -193,7 +193,7 @@ def _load(
                 config=meta.config,
                 state_dict={name: _Lazy(reading, tensor) for name, tensor in tensors.items()},
                 dtype=config.dtype,
-                attn_implementation=PAGED if config.way == "attention" else "eager",
+                attn_implementation=PAGED if config.way == "attention" else None,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are in the report
             )
