@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from nightly import few
 
 from aioengine import ConfigError, Engine, ModelLoadError
 from aioengine.config import EngineConfig
+from aioengine.executor.model_info import read_model_info
 from aioengine.models.folder import ModelFolder
 from aioengine.models.loader import LoadStopped
 from aioengine.models.paths import choose_path, load_model, read_model_config
@@ -179,6 +181,53 @@ def test_what_a_path_has_not_is_refused(checkpoint: Checkpoint) -> None:
         load_model(folder, EngineConfig(quantization="int8"))
     with pytest.raises(ConfigError, match="max_model_len=999"):
         read(folder.path, max_model_len=999)
+
+
+LACKING: dict[str, tuple[str, dict[str, Any], str]] = {
+    "an activation": ("llama2", {"hidden_act": "gelu"}, "activation 'gelu'"),
+    "clipped projections": ("olmoe", {"clip_qkv": 2.0}, "clip_qkv=2.0"),
+}
+"""Native families with what the decoder has not: family, changes of its config, and what is said of them."""
+
+
+@pytest.mark.parametrize("case", LACKING)
+async def test_what_the_decoder_lacks_of_a_native_family_goes_by_transformers(
+    checkpoint: Checkpoint, case: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    family, change, said = LACKING[case]
+    folder, prompt = checkpoint(family, tokenizer=True, **change), prompt_of(6)
+    with caplog.at_level("INFO", logger="aioengine"):
+        async with starting(folder) as engine:
+            assert await tokens_of(engine, prompt) == greedy(folder, prompt)
+    assert f"the native decoder lacks what its config.json describes: {said}" in caplog.text
+
+
+@pytest.mark.parametrize("case", LACKING)
+def test_what_the_decoder_lacks_is_said_before_and_is_an_error_on_the_native_path(
+    checkpoint: Checkpoint, case: str
+) -> None:
+    family, change, said = LACKING[case]
+    folder = checkpoint(family, tokenizer=True, **change)
+    info = read_model_info(EngineConfig(model=str(folder), device="cpu"), memory_bytes=2**30)
+    assert info.path == "transformers"
+    assert said in info.why
+    with pytest.raises(ModelLoadError, match=re.escape(said)):
+        read(folder, model_path="native")
+
+
+def test_what_neither_path_can_run_is_refused_with_both_reasons(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    config = json.loads((checkpoint("llama2") / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match=r"change with the length .* since the native decoder lacks .*'dynamic'"):
+        read(tmp_path)
+
+
+def test_attention_to_what_comes_is_refused_by_either_path(checkpoint: Checkpoint) -> None:
+    folder = checkpoint("gemma3", use_bidirectional_attention=True)
+    for path in ("auto", "transformers"):
+        with pytest.raises(ModelLoadError, match="use_bidirectional_attention makes an encoder of it"):
+            read(folder, model_path=path)
 
 
 @pytest.mark.parametrize("change", ["lacks", "has unexpected", "has another shape"])

@@ -455,6 +455,21 @@ class _BadConfig(Exception):
     """What is wrong with a config.json, or not supported."""
 
 
+class _Lacking(_BadConfig):
+    """A feature that config.json describes, and that the decoder has not."""
+
+
+def lacking(folder: ModelFolder) -> str | None:
+    """What a config.json of one of these families describes that the decoder lacks; None: nothing, or it is no good."""
+    try:
+        _read(folder, "auto", None)
+    except _Lacking as error:
+        return str(error)
+    except (_BadConfig, ConfigError):
+        pass
+    return None
+
+
 def _read(folder: ModelFolder, dtype: str, max_model_len: int | None) -> DecoderConfig:
     architecture = _check_architecture(folder.config)
     family = ARCHITECTURES[architecture]
@@ -627,23 +642,23 @@ def _check_features(family: Family, fields: ConfigFields) -> None:
         if value is not None and not 0 < value < math.inf:
             raise _BadConfig(f"{name}={value}; a number above 0 is needed")
     if family.experts is not None and fields.clip_qkv is not None:
-        raise _BadConfig(f"clip_qkv={fields.clip_qkv} is not supported; null is")
+        raise _Lacking(f"clip_qkv={fields.clip_qkv} is not supported; null is")
     if (fields.swiglu_alpha, fields.swiglu_limit) != (1.702, 7.0):
-        raise _BadConfig(
+        raise _Lacking(
             f"swiglu_alpha={fields.swiglu_alpha}, swiglu_limit={fields.swiglu_limit}; 1.702 and 7 are needed"
         )
     if fields.use_bidirectional_attention:
         raise _BadConfig("use_bidirectional_attention makes an encoder of it, which generates no text")
     ropes = _ropes_by_type(fields)
     if "" not in ropes and not (family.has_ropes_by_type and all(isinstance(rope, dict) for rope in ropes.values())):
-        raise _BadConfig(f"rope_parameters by layer type are not supported here: {shorten(fields.rope_parameters)}")
+        raise _Lacking(f"rope_parameters by layer type are not supported here: {shorten(fields.rope_parameters)}")
     for rope in ropes.values():
         if str(rope.get("rope_type")) not in ROPE_TYPES:
             raise _not_supported(f"rope type {shorten(rope.get('rope_type'))}", ROPE_TYPES)
 
 
-def _not_supported(what: str, supported: Iterable[str]) -> _BadConfig:
-    return _BadConfig(f"{what} is not supported; supported: {', '.join(supported)}")
+def _not_supported(what: str, supported: Iterable[str]) -> _Lacking:
+    return _Lacking(f"{what} is not supported; supported: {', '.join(supported)}")
 
 
 def _flag(value: bool | str, fields: ConfigFields) -> bool:
@@ -682,10 +697,10 @@ def _rotations(
     for parameters in by_type.values():
         factor = parameters.get("partial_rotary_factor", 1.0)
         if factor != 1.0 and not family.rotates_part:
-            raise _BadConfig(f"partial_rotary_factor={factor} is not supported for this architecture; 1 is")
+            raise _Lacking(f"partial_rotary_factor={factor} is not supported for this architecture; 1 is")
     sizes = {rotated_size(parameters, head_dim) for parameters in by_type.values()}
     if len(sizes) > 1:
-        raise ValueError(f"{sizes} numbers of a head turn, by layer type; they must be as many in all layers")
+        raise _Lacking(f"{sizes} numbers of a head turn, by layer type; they must be as many in all layers")
     layer_types = [""] * num_layers if "" in ropes else _layer_types(fields)
     rotates = [True] * num_layers
     if family.rotates == "no_rope_layers" and fields.no_rope_layers is not None:

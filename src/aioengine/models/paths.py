@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -13,8 +14,8 @@ from aioengine.config import EngineConfig
 from aioengine.errors import ModelLoadError
 from aioengine.kernels.packed_weight import Quantization
 from aioengine.models import loader
-from aioengine.models.families import ARCHITECTURES, DecoderConfig, native_architecture
-from aioengine.models.folder import ModelFolder
+from aioengine.models.families import ARCHITECTURES, DecoderConfig, lacking, native_architecture
+from aioengine.models.folder import ModelFolder, is_gguf
 from aioengine.models.loader import ON_CPU, Placement
 from aioengine.models.model import Model, ModelConfig
 from aioengine.validation import shorten
@@ -30,7 +31,7 @@ class PathChoice(msgspec.Struct, frozen=True):
 
 
 def choose_path(folder: ModelFolder, config: EngineConfig) -> PathChoice:
-    """By config.json and ``config.model_path``. Imports nothing large, and reads no weights.
+    """By config.json and ``config.model_path``; reads no weights. "auto" is native unless the decoder lacks something.
 
     Raises:
         ModelLoadError: there is no such path for this architecture, or it needs code that may not run.
@@ -42,11 +43,15 @@ def choose_path(folder: ModelFolder, config: EngineConfig) -> PathChoice:
             f"model_path='native', and {architecture} has no native path; those are {', '.join(ARCHITECTURES)}. With "
             "'auto' it runs by transformers' code"
         )
-    if is_native and config.model_path != "transformers":
+    lacks = lacking(folder) if is_native and config.model_path == "auto" and not is_gguf(folder.path) else None
+    if is_native and config.model_path != "transformers" and lacks is None:
         return PathChoice("native", f"{native} is a family of the native decoder")
     if folder.path.is_file():
         raise ModelLoadError(f"{folder.path}: {architecture} has no native path, by which alone GGUF files run")
-    why = "model_path says so" if is_native else f"{architecture} has no native path"
+    if lacks is not None:
+        why = f"the native decoder lacks what its config.json describes: {lacks}"
+    else:
+        why = "model_path says so" if is_native else f"{architecture} has no native path"
     _check_code(folder, config.trust_remote_code)
     return PathChoice("transformers", why)
 
@@ -103,7 +108,8 @@ def load_model(
     load: Callable[..., Model] = loader.load_decoder
     if choice.path == "transformers":
         from aioengine.models.transformers_loader import load_transformers as load
-    model = load(folder, config, placement=placement, on_progress=on_progress, should_stop=should_stop)
+    with _saying(choice):
+        model = load(folder, config, placement=placement, on_progress=on_progress, should_stop=should_stop)
     if choice.path == "transformers":
         logger.info("transformers' code computes this model, since %s; %s", choice.why, way_of(model.config))
     return model
@@ -131,11 +137,24 @@ def read_model_config(folder: ModelFolder, config: EngineConfig) -> ModelConfig:
     Raises:
         ModelLoadError, ConfigError: as there.
     """
-    if choose_path(folder, config).path == "native":
+    choice = choose_path(folder, config)
+    if choice.path == "native":
         return loader.read_config(folder, config)
     from aioengine.models.transformers_config import read_transformers_config
 
-    return read_transformers_config(folder, config)
+    with _saying(choice):
+        return read_transformers_config(folder, config)
+
+
+@contextmanager
+def _saying(choice: PathChoice) -> Iterator[None]:
+    """Let what fails on transformers' path say why that was taken."""
+    try:
+        yield
+    except ModelLoadError as error:
+        if choice.path == "native":
+            raise
+        raise ModelLoadError(f"{error}. It goes by transformers' code, since {choice.why}") from error
 
 
 def load_weights(
