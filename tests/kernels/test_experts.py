@@ -181,6 +181,15 @@ def test_experts_of_codes_in_triton_equal_the_oracle(
     assert_close(computed, reference.experts(x, ids, weights, theirs), factor=factor)
 
 
+def test_experts_of_codes_that_no_kernel_multiplies_are_packed_dense_for_a_gpu() -> None:
+    """A step of them asks nothing of the host, which a graph could not."""
+    weight = CodedWeight(normal(128, 64).byte(), 8, None, normal(128, 8, seed=1), None, 8)
+    for coded in (weight, weight.rows()):
+        packed = triton_operations.pack(coded, None, torch.bfloat16)
+        assert (packed.layout, packed.coding, packed.shape) == ("rows", None, (128, 64))
+        assert_same(packed.values, weight.dense().bfloat16())
+
+
 @ALL
 @pytest.mark.parametrize("num_tokens", [1, 7, 40])
 def test_experts_without_tokens_and_one_with_all(ops: ModuleType, num_tokens: int) -> None:

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.kernels.launch_checks import check_tensor
-from aioengine.kernels.packed_weight import CodedRows, CodedWeight, PackedWeight, Quantization, UnpackedRows
+from aioengine.kernels.packed_weight import CodedRows, CodedWeight, PackedWeight, Quantization, UnpackedRows, row_blocks
 from aioengine.kernels.torch import products as plain
 
 FEW_ROWS = 16
@@ -138,8 +138,17 @@ def pack(
     quantization: Quantization | None = None,
     dtype: torch.dtype | None = None,
 ) -> PackedWeight:
-    """As plain torch does; of codes that are the bits of float8_e4m3fn the table is known to be."""
+    """As plain torch does; of codes that are the bits of float8_e4m3fn the table is known to be.
+
+    Codes of a checkpoint that kernels do not multiply become dense, block by block: plain torch would decode them in
+    each step, and wait for the device to see which experts' these are.
+    """
     packed = plain.pack(weight, quantization, dtype)
+    if isinstance(weight, CodedWeight | CodedRows) and step_of(packed) is None:
+        dense = torch.empty(packed.shape, dtype=packed.dtype, device=weight.device)
+        for rows in row_blocks(packed.shape):
+            dense[rows] = weight[rows].dense()
+        return plain.pack(dense)
     if packed.coding is None or packed.coding.bits == 4 or packed.coding.table is None:
         return packed
     of_bits = torch.arange(256, dtype=torch.uint8, device=packed.values.device).view(torch.float8_e4m3fn)

@@ -25,7 +25,6 @@ from aioengine.kernels.layers.coded_linear import multiply_step, step_constants,
 from aioengine.kernels.layers.gated_activation import gated_activation
 from aioengine.kernels.operations import ExpertWeights
 from aioengine.kernels.packed_weight import PackedWeight, in_panels
-from aioengine.kernels.torch.experts import experts as experts_of_codes
 
 PAIRS_BLOCK = 1024
 FEW_PAIRS = 32
@@ -153,9 +152,7 @@ def _combine_experts_kernel(
 
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor, of_layer: ExpertWeights, shared: Tensor | None = None) -> Tensor:
-    """As `Operations.experts`. Codes in groups that `step_of` has no step for go by plain torch, which waits for the
-    device to see the choice.
-    """
+    """As `Operations.experts`."""
     device, hidden = x.device, of_layer.hidden
     check_tensor("experts: ids", ids, (None, None), torch.int32, device)
     num_tokens, num_chosen = ids.shape
@@ -163,8 +160,6 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, of_layer: ExpertWeights, sh
     check_tensor("experts: weights", weights, (num_tokens, num_chosen + (shared is not None)), torch.float32, device)
     if shared is not None:
         check_tensor("experts: shared", shared, (num_tokens, hidden), x.dtype, device)
-    if not all(each.layout == "rows" or step_of(each) for each in (of_layer.gate_up, of_layer.down)):
-        return experts_of_codes(x, ids, weights, of_layer, shared)
     out = torch.empty_like(x)
     if not num_tokens:
         return out
