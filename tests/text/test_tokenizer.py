@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from text.conftest import byte_fallback, byte_level, chat_ids, texts_of, unigram, without_decoder, word_piece
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from aioengine.errors import InvalidRequest, ModelLoadError
 from aioengine.text.detokenizer import make_detokenizer
@@ -334,6 +334,17 @@ def test_a_tokenizer_that_is_a_python_class_works_too(tmp_path: Path) -> None:
     assert {"</s>", "<pad>"} <= set(contents.values())
     detokenizer = make_detokenizer(tokenizer.token_table(skip_special_tokens=False), joined=contents)
     assert "".join(texts_of(detokenizer, [100, *[tokenizer.eos_token_id] * 3, 101])) == "a</s></s></s>b"
+
+
+def test_a_vocabulary_and_merges_are_a_tokenizer_and_one_without_the_other_says_what_it_needs(tmp_path: Path) -> None:
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "he", "<|endoftext|>"]
+    (tmp_path / "vocab.json").write_text(json.dumps({token: token_id for token_id, token in enumerate(tokens)}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nh e\n")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "vocab_size": len(tokens)}))
+    assert load_tokenizer(tmp_path).backend.encode("hello").tokens == ["he", "l", "l", "o"]
+    (tmp_path / "merges.txt").unlink()
+    with pytest.raises(ModelLoadError, match=r"vocab\.json needs merges\.txt beside it"):
+        load_tokenizer(tmp_path)
 
 
 def test_a_folder_without_a_tokenizer_or_its_vocabulary_says_what_is_missing(folder: Path) -> None:

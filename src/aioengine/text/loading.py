@@ -110,7 +110,11 @@ def load_tokenizer(folder: Path) -> LoadedTokenizer:
     if template_file.is_file() and template_file.stat().st_size > MAX_TEMPLATE_BYTES:
         raise ModelLoadError(f"{template_file} has more than {MAX_TEMPLATE_BYTES} bytes, which no chat template has")
     _check_normalizer(folder / "tokenizer.json")
-    with failures_as(lambda problem: ModelLoadError(f"{folder}: the tokenizer could not be loaded: {problem}")):
+    is_cut = (folder / "vocab.json").is_file() and not any(
+        (folder / name).is_file() for name in ("merges.txt", "tokenizer.json")
+    )
+    hint = "; vocab.json needs merges.txt beside it, or a tokenizer.json" if is_cut else ""
+    with failures_as(lambda problem: ModelLoadError(f"{folder}: the tokenizer could not be loaded: {problem}{hint}")):
         loaded = _load_plain(folder, settings, config.get("model_type")) or _load_with_transformers(folder)
     num_ids = config.get("vocab_size")
     max_ids = min(num_ids + TOKEN_IDS_MARGIN, MAX_TOKEN_IDS) if type(num_ids) is int else MAX_TOKEN_IDS
