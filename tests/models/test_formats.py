@@ -336,7 +336,6 @@ def as_old_layout(path: Path) -> None:
         "cut short",
         "empty",
         "no pickle",
-        "nothing pickled",
         "the old layout",
     ],
 )
