@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import shutil
 import zipfile
 from collections.abc import Callable
@@ -28,12 +29,15 @@ from nightly import few, nightly
 from safetensors.torch import load_file, save_file
 
 from aioengine import Engine
+from aioengine.config import EngineConfig
 from aioengine.errors import ConfigError, ModelLoadError
 from aioengine.kernels.packed_weight import CodedWeight
 from aioengine.models.checkpoint import HEAD
 from aioengine.models.decoder import Decoder, Linear
+from aioengine.models.folder import ModelFolder
 from aioengine.models.formats.catalogue import QUANT_METHODS, read_catalogue
 from aioengine.models.formats.stored import Files
+from aioengine.models.paths import load_model
 
 Checkpoint = Callable[..., Path]
 Write = Callable[[Path, Path], tuple[Path, Path]]
@@ -362,6 +366,7 @@ def refused(folder: Path, *named: str) -> None:
     [
         ({"quant_method": "hqq"}, f"quant_method='hqq' is not supported; supported: {', '.join(QUANT_METHODS)}"),
         ({}, "quant_method=None"),
+        ({"bits": 4, "group_size": 32, "desc_act": False}, 'add "quant_method": "gptq"'),
         (["gptq"], "quant_method=['gptq']"),
         (gptq_config(3, 32), "bits=3"),
         (gptq_config(4, 0), "group_size=0"),
@@ -377,6 +382,44 @@ def test_a_config_that_is_not_supported_is_named(made: Made, tmp_path: Path, con
     folder = Path(shutil.copytree(made("gptq")[0], tmp_path / "model"))
     edit_config(folder, quantization_config=config)
     refused(folder, f"{folder / 'config.json'}: quantization_config", named)
+
+
+def test_an_early_gptq_config_lies_beside_the_models(made: Made, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(made("gptq")[0], tmp_path / "model"))
+    content = json.loads((folder / "config.json").read_text())
+    del content["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(content))
+    refused(folder, "no quantization_config", ".qweight", "GPTQ")
+    (folder / "quantize_config.json").write_text(json.dumps({"bits": 4, "group_size": 32, "desc_act": False}))
+    assert_near(load(folder), made("gptq")[1])
+
+
+@pytest.mark.parametrize("model_path", ["native", "transformers"])
+def test_biases_that_add_nothing_are_passed_over(made: Made, tmp_path: Path, model_path: Any) -> None:
+    folder = Path(shutil.copytree(made("gptq")[0], tmp_path / "model"))
+    tensors, name = load_file(folder / FILE), f"{QUERY.replace('q_proj', 'o_proj')}.bias"
+    tensors[name] = torch.zeros(64)
+    save_file(tensors, folder / FILE, metadata={"format": "pt"})
+    config = EngineConfig(model_path=model_path)
+    load_model(ModelFolder.read(folder), config)
+    tensors[name][3] = 1.0
+    save_file(tensors, folder / FILE, metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=re.escape(f"unexpected tensor {name}")):
+        load_model(ModelFolder.read(folder), config)
+
+
+@pytest.mark.parametrize("model_path", ["native", "transformers"])
+def test_layers_that_guess_further_tokens_are_passed_over(made: Made, tmp_path: Path, model_path: Any) -> None:
+    folder = Path(shutil.copytree(made("gptq")[1], tmp_path / "model"))
+    num_layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    tensors = load_file(folder / FILE)
+    tensors[f"model.layers.{num_layers}.eh_proj.weight"] = torch.ones(2, 2)
+    save_file(tensors, folder / FILE, metadata={"format": "pt"})
+    config = EngineConfig(model_path=model_path)
+    with pytest.raises(ModelLoadError, match="unexpected tensor"):
+        load_model(ModelFolder.read(folder), config)
+    edit_config(folder, num_nextn_predict_layers=1)
+    load_model(ModelFolder.read(folder), config)
 
 
 def changed(suffix: str, change: Callable[[torch.Tensor], torch.Tensor] | None) -> Callable[[Path], None]:

@@ -148,6 +148,19 @@ def test_loading_tells_how_far_it_is_and_stops(checkpoint: Checkpoint) -> None:
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "an encoder": (transformers.T5Config(vocab_size=384), "only decoders"),
+    "tokens that see those behind them": (
+        transformers.BertConfig(
+            vocab_size=384, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
+        ),
+        "encoder.* generates no text",
+    ),
+    "a decoder made an encoder": (
+        transformers.Gemma3TextConfig(
+            vocab_size=384, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+            use_bidirectional_attention=True,
+        ),
+        "encoder.* generates no text",
+    ),
     "no decoder": (transformers.ViTConfig(), "no causal language model"),
     "a recurrent state": (transformers.MambaConfig(hidden_size=32, num_hidden_layers=2), "not keys and values"),
     "layers without keys": (
@@ -171,6 +184,39 @@ def test_what_cannot_run_is_refused_with_the_reason(tmp_path: Path, case: str) -
     config.save_pretrained(tmp_path)
     with pytest.raises(ModelLoadError, match=reason):
         read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "reason"),
+    [
+        ("GPT2ForSequenceClassification", "it classifies"),
+        ("GPT2ForTokenClassification", "it classifies"),
+        ("GPT2ForQuestionAnswering", "it classifies"),
+        ("Qwen2ForRewardModel", "it classifies"),
+        ("BertForMaskedLM", "fills in what is masked"),
+    ],
+)
+@pytest.mark.parametrize("model_path", ["auto", "transformers"])
+def test_architectures_that_generate_no_text_are_refused(
+    checkpoint: Checkpoint, tmp_path: Path, architecture: str, reason: str, model_path: Any
+) -> None:
+    content = json.loads((checkpoint("gpt2") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**content, "architectures": [architecture]}))
+    with pytest.raises(ModelLoadError, match=f"{architecture}: .*{reason}.* generates no text"):
+        choose_path(ModelFolder.read(tmp_path), EngineConfig(model_path=model_path))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama2"])
+def test_the_head_of_a_classifier_is_refused(checkpoint: Checkpoint, tmp_path: Path, family: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(checkpoint(family), tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["score.weight"] = torch.zeros(2, 64)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    for read_all in (lambda config: load_model(ModelFolder.read(folder), config), read_model_info):
+        with pytest.raises(ModelLoadError, match=r"score\.weight .* classifies"):
+            read_all(EngineConfig(model=str(folder)))
 
 
 def test_what_a_path_has_not_is_refused(checkpoint: Checkpoint) -> None:

@@ -104,7 +104,7 @@ class ModelFolder(msgspec.Struct, frozen=True, kw_only=True):
         generation_config = path / "generation_config.json"
         return cls(
             path=path,
-            config=read_json(path / "config.json"),
+            config=read_config(path),
             generation_config=read_json(generation_config) if generation_config.is_file() else {},
         )
 
@@ -212,6 +212,18 @@ def _check_file(path: Path, max_bytes: int | None) -> None:
 
 
 _KINDS = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket"}
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """A folder's config.json, with the quantization_config that early GPTQ tools wrote into a file of its own.
+
+    Raises:
+        ModelLoadError: as `read_json`.
+    """
+    config, beside = read_json(folder / "config.json"), folder / "quantize_config.json"
+    if "quantization_config" in config or not beside.is_file():
+        return config
+    return {**config, "quantization_config": {"quant_method": "gptq", **read_json(beside)}}
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -277,7 +277,8 @@ def match(stored: dict[str, Stored], tensors: dict[str, CheckpointTensor], *, ti
     expected = {*names.values(), *([HEAD] if tied else [])}
     missing = [name for name in names.values() if name not in stored]
     # A bias or norm that is left out would make it another model.
-    unexpected = [name for name in stored if name not in expected and not HARMLESS.search(name)]
+    extra = [name for name in stored if name not in expected and not HARMLESS.search(name)]
+    unexpected = [name for name in extra if not _is_zero_bias(stored[name])]
     for problem, found in (("lacks", missing), ("has unexpected", unexpected)):
         if found:
             more = f" and {len(found) - 1} more" if len(found) > 1 else ""
@@ -287,6 +288,15 @@ def match(stored: dict[str, Stored], tensors: dict[str, CheckpointTensor], *, ti
     for target, tensor in wanted.items():
         _check_tensor(tensor, tensors[target].shape)
     return wanted
+
+
+def _is_zero_bias(stored: Stored) -> bool:
+    """Whether it adds nothing, as those that GPTQ tools wrote for each matrix, also of a model without biases."""
+    if not stored.name.endswith(".bias") or len(stored.shape) != 1:
+        return False
+    with Files() as files:
+        values = stored.read(files)
+        return isinstance(values, Tensor) and not values.any()
 
 
 def _check_tensor(stored: Stored, shape: tuple[int, ...]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,13 @@ from aioengine.validation import shorten
 logger = logging.getLogger("aioengine")
 
 
+WITHOUT_TEXT = {
+    r"Classification|RewardModel|QuestionAnswering|MultipleChoice|NextSentencePrediction": "it classifies",
+    r"MaskedLM|ForPreTraining": "it is an encoder that fills in what is masked",
+}
+"""What ends the names of architectures whose models generate no text, though their config may have one that does."""
+
+
 class PathChoice(msgspec.Struct, frozen=True):
     """By which path a model runs, and why."""
 
@@ -34,9 +42,15 @@ def choose_path(folder: ModelFolder, config: EngineConfig) -> PathChoice:
     """By config.json and ``config.model_path``; reads no weights. "auto" is native unless the decoder lacks something.
 
     Raises:
-        ModelLoadError: there is no such path for this architecture, or it needs code that may not run.
+        ModelLoadError: there is no such path for this architecture, it generates no text, or it needs code that may
+            not run.
     """
     native, architecture = native_architecture(folder.config), _architecture(folder)
+    for ending, what in WITHOUT_TEXT.items():
+        if re.search(rf"({ending})$", architecture):
+            raise ModelLoadError(
+                f"{folder.source_of('config.json')}: architecture {architecture}: {what}, and generates no text"
+            )
     is_native = native is not None
     if config.model_path == "native" and not is_native:
         raise ModelLoadError(

@@ -36,6 +36,10 @@ class Unusable(Exception):
     """Why modelling code cannot compute over paged keys and values."""
 
 
+class SeesLater(Unusable):
+    """Its tokens see those behind them, in whatever way it is run."""
+
+
 class LayerShape(NamedTuple):
     """What a layer hands to attention, or to its cache.
 
@@ -84,14 +88,17 @@ class Mask(NamedTuple):
         """As in `LayerShape`, of a sequence of so many tokens.
 
         Raises:
+            SeesLater: a token sees those behind it.
             Unusable: a token sees others than the last ones.
         """
         keys = torch.arange(num_positions)
         windows = set()
         for query in (num_positions - 1, num_positions // 2, 0):
             seen = torch.as_tensor(self.is_seen(0, 0, torch.tensor(query), keys)).expand(num_positions)
+            if seen[query + 1 :].any():
+                raise SeesLater("its tokens see those behind them: it is an encoder, which generates no text")
             count = int(seen.sum())
-            if not seen[max(0, query + 1 - count) : query + 1].all() or count > query + 1:
+            if not seen[max(0, query + 1 - count) : query + 1].all():
                 raise Unusable("a token sees others than the last ones before it")
             if count <= query:
                 windows.add(count)

@@ -26,6 +26,7 @@ from aioengine.models.transformers_attention import (
     LayerShape,
     Probe,
     ProbedCacheLayer,
+    SeesLater,
     Unusable,
 )
 from aioengine.validation import shorten
@@ -94,6 +95,8 @@ def _read(folder: ModelFolder, config: EngineConfig) -> TransformersConfig:
     for way in WAYS:
         try:
             found = _probe(folder.path, config.trust_remote_code, way, max_model_len)
+        except SeesLater:
+            raise
         except Unusable as error:
             problems[way] = str(error)
             continue

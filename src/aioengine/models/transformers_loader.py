@@ -105,6 +105,11 @@ def _stored(folder: Path) -> dict[str, _Tensor]:
     }
 
 
+def _is_zero_bias(name: str, tensors: dict[str, _Tensor]) -> bool:
+    """As in `aioengine.models.loader`."""
+    return name.endswith(".bias") and name in tensors and not tensors[name].read().any()
+
+
 def _read(stored: Stored) -> Tensor:
     with Files() as files:
         values = stored.read(files)
@@ -205,6 +210,7 @@ def _load(
         ) from error
     if reading.error is not None:
         raise reading.error
+    report["unexpected_keys"] = [name for name in report["unexpected_keys"] if not _is_zero_bias(name, tensors)]
     for problem, what in (
         ("missing_keys", "lacks"),
         ("unexpected_keys", "has unexpected"),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from aioengine.errors import ModelLoadError
 from aioengine.models.checkpoint import INDEX_FILE, SINGLE_FILE
-from aioengine.models.folder import ModelFolder, check_files, find_gguf, read_json
+from aioengine.models.folder import ModelFolder, check_files, find_gguf, read_config, read_json
 from aioengine.models.formats import awq, bitsandbytes, compressed_tensors, fp8, gptq, mxfp4, pickled, safetensors
 from aioengine.models.formats.coded_tensor import BadConfig, Format, find_coded
 from aioengine.models.formats.gguf_tensors import read_gguf
@@ -32,6 +33,12 @@ KINDS = (
 )
 """Of files, the first that is there: a single one, the index of several, and what reads the header of one."""
 
+OTHER_HEAD = re.compile(r"(score|classifier|qa_outputs)\.")
+"""What transformers calls the head of a model that classifies, beside the body of one that would generate text."""
+
+LAYER = re.compile(r"(?:model\.|language_model\.)*layers\.(\d+)\.")
+"""A tensor of a layer of the text part."""
+
 
 def read_catalogue(folder: Path) -> dict[str, Stored]:
     """All tensors of a checkpoint, by name.
@@ -42,7 +49,7 @@ def read_catalogue(folder: Path) -> dict[str, Stored]:
         folder: or a GGUF file.
     Raises:
         ModelLoadError: there are no files, one is missing or damaged, the index does not fit them, or they are
-            quantised by a method that is not supported, or otherwise than it says.
+            quantised by a method that is not supported, or otherwise than it says; or they are a classifier's.
     """
     file = find_gguf(folder)
     if file is not None:
@@ -50,9 +57,12 @@ def read_catalogue(folder: Path) -> dict[str, Stored]:
     check_files(folder)
     config = folder / "config.json"
     try:
-        coding = read_format(read_json(config)) if config.is_file() else None
-        tensors = _read_files(folder)
+        stated = read_config(folder) if config.is_file() else {}
+        coding = read_format(stated)
+        tensors = _without_extra_layers(stated, _read_files(folder))
+        _check_head(tensors.values())
         if coding is None:
+            _check_dense(config, tensors)
             return {**tensors}
         with Files() as files:
             return find_coded(tensors, coding, files)
@@ -71,8 +81,10 @@ def read_format(config: dict[str, Any]) -> Format | None:
         return None
     method = stated.get("quant_method") if isinstance(stated, dict) else stated
     if not isinstance(stated, dict) or not isinstance(method, str) or method not in QUANT_METHODS:
+        hint = '; "desc_act" is of GPTQ: add "quant_method": "gptq"' if method is None and "desc_act" in stated else ""
         raise BadConfig(
             f"quant_method={shorten(method)} is not supported; supported: {', '.join(QUANT_METHODS)}, and GGUF files"
+            f"{hint}"
         )
     return QUANT_METHODS[method](stated)
 
@@ -84,9 +96,46 @@ def is_quantised(folder: ModelFolder) -> bool:
 
 def _stated(config: dict[str, Any]) -> Any:
     """A config.json's quantization_config, if there is one."""
+    return _field(config, "quantization_config")
+
+
+def _field(config: dict[str, Any], name: str) -> Any:
+    """Of a config.json, or of its text_config; None where it is in neither."""
     inner = config.get("text_config")
     holders = (config, inner if isinstance(inner, dict) else {})
-    return next((held for holder in holders if (held := holder.get("quantization_config")) is not None), None)
+    return next((held for holder in holders if (held := holder.get(name)) is not None), None)
+
+
+def _without_extra_layers(config: dict[str, Any], tensors: dict[str, FileTensor]) -> dict[str, FileTensor]:
+    """Without the layers behind the last, which guess tokens beyond the next one and take no part in that."""
+    num_layers, num_extra = (_field(config, name) for name in ("num_hidden_layers", "num_nextn_predict_layers"))
+    if type(num_layers) is not int or type(num_extra) is not int:
+        return tensors
+    extra = range(num_layers, num_layers + num_extra)
+
+    def is_extra(name: str) -> bool:
+        layer = LAYER.match(name)
+        return layer is not None and int(layer[1]) in extra
+
+    return {name: tensor for name, tensor in tensors.items() if not is_extra(name)}
+
+
+def _check_head(tensors: Iterable[FileTensor]) -> None:
+    for tensor in tensors:
+        if OTHER_HEAD.match(tensor.name):
+            raise ModelLoadError(
+                f"tensor {tensor.name} in {tensor.path} is the head of a model that classifies, and generates no text"
+            )
+
+
+def _check_dense(config: Path, tensors: Iterable[str]) -> None:
+    """Refuse codes of which no config says what they stand for."""
+    for name in tensors:
+        if name.endswith(".qweight"):
+            raise ModelLoadError(
+                f"{config} has no quantization_config, and {name} in the files beside it is of a quantised matrix, of "
+                "GPTQ or AWQ: add the one that the model was saved with"
+            )
 
 
 def _read_files(folder: Path) -> dict[str, FileTensor]:
