@@ -79,7 +79,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         folder: where the model is.
         path: "native" or "transformers"; why: it is taken.
         num_active_parameters: those that a token's step uses, fewer than ``num_parameters`` in a mixture of experts;
-            with the whole embedding, though a token reads a row of it.
+            with the whole embedding, though a token reads a row of it. All, where transformers' code is what runs.
         formats: of the tensors in the files; none where there are no files of weights, and the config says all.
         weight_bytes: of the weights as they are kept on the device. None: the files would tell in which layout they
             are quantised, and there are none; then nothing is said of what fits.
