@@ -172,6 +172,24 @@ def test_no_comment_speaks_of_things_as_of_people() -> None:
     assert found == []
 
 
+def test_no_tensor_gets_the_default_dtype() -> None:
+    """What it is belongs to the process, and transformers changes it in all threads while it builds a model.
+
+    ``torch.arange`` of whole numbers has int64 in any case.
+    """
+    makers = ("zeros", "ones", "empty", "full", "tensor", "as_tensor", "scalar_tensor", "rand", "randn", "eye")
+    makers += ("linspace", "logspace")
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
+        for path in modules()
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in {f"torch.{maker}" for maker in makers}
+        and not any(keyword.arg in ("dtype", "out") for keyword in node.keywords)
+    ]
+    assert found == []
+
+
 def test_importing_the_package_loads_no_torch_and_no_transformers() -> None:
     heavy = (
         "torch",

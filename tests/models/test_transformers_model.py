@@ -22,6 +22,7 @@ from aioengine.executor.model_info import read_model_info
 from aioengine.models.folder import ModelFolder
 from aioengine.models.loader import LoadStopped
 from aioengine.models.paths import choose_path, load_model, read_model_config
+from aioengine.models.silence import silent_transformers
 from aioengine.models.transformers_config import TransformersConfig
 
 Checkpoint = Callable[..., Path]
@@ -144,6 +145,36 @@ def test_loading_tells_how_far_it_is_and_stops(checkpoint: Checkpoint) -> None:
     assert progress == sorted(progress)
     with pytest.raises(LoadStopped):
         load_model(folder, EngineConfig(), should_stop=lambda: True)
+
+
+def test_the_default_dtype_changes_in_a_load_at_a_time(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is that of all threads, which compute meanwhile."""
+    folder, config, seen = ModelFolder.read(checkpoint("gpt2")), EngineConfig(dtype="bfloat16"), []
+    set_dtype = torch.set_default_dtype
+    monkeypatch.setattr(torch, "set_default_dtype", lambda dtype: (seen.append(dtype), set_dtype(dtype)))
+    read_model_config(folder, config)
+    assert seen == []
+
+    def load_another(done: int, _: int) -> None:
+        if done:
+            with pytest.raises(LoadStopped):
+                load_model(folder, config, should_stop=lambda: True)
+
+    load_model(folder, config, on_progress=load_another)
+    assert seen == [torch.bfloat16, torch.float32]
+
+
+def test_transformers_speaks_again_when_the_last_of_several_silences_ends() -> None:
+    from transformers.utils import logging
+
+    before = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    first, second = silent_transformers(), silent_transformers()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert logging.get_verbosity() == logging.CRITICAL
+    second.__exit__(None, None, None)
+    assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
 
 
 REFUSED: dict[str, tuple[Any, str]] = {

@@ -215,12 +215,12 @@ class _Unread(CodedWeight):
     """Codes without values, on the meta device; the dtype of ``scales`` is one in which all of them are exact."""
 
     def dense(self) -> Tensor:
-        return torch.empty(self.shape, device=META)
+        return torch.empty(self.shape, dtype=torch.float32, device=META)
 
     def panel(self) -> CodedWeight:
         """A panel of it with some values."""
         num_groups, fill = self.scales.shape[1], EXACT_IN[self.scales.dtype]
-        scales = torch.full((PANEL, num_groups), fill)
+        scales = torch.full((PANEL, num_groups), fill, dtype=torch.float32)
         codes = torch.zeros(PANEL, self.shape[1], dtype=torch.uint8)
         offsets = None if self.offsets is None else scales
         return CodedWeight(codes, self.bits, self.table, scales, offsets, self.group)
@@ -259,7 +259,7 @@ def _has_one_group(sample: Tensor | CodedWeight) -> bool:
 def _unread(shape: tuple[int, ...], num_columns: int, sample: Tensor | CodedWeight | None) -> Tensor | CodedWeight:
     """A matrix, or all that are stacked in this shape, encoded as ``sample`` is, but without values."""
     if not isinstance(sample, CodedWeight):
-        return torch.empty(shape, device=META)
+        return torch.empty(shape, dtype=torch.float32, device=META)
     num_rows = math.prod(shape) // num_columns
     group = num_columns if _has_one_group(sample) else sample.group
     codes = torch.empty(num_rows, num_columns, dtype=torch.uint8, device=META)

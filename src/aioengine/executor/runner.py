@@ -107,7 +107,7 @@ class Runner:
         self._hidden: Tensor | None = None
         self._logits: Tensor | None = None
         """Of the step between its forward pass and its sampling, [T, hidden_size] and float32 [n, vocab]."""
-        self._late_logits = torch.zeros(0, c.vocab_size, device=device)
+        self._late_logits = torch.zeros(0, c.vocab_size, dtype=torch.float32, device=device)
         """Where the graphs of forward passes leave theirs, which are sampled when the host has made masks."""
         self._late = torch.zeros(0, dtype=torch.int32, device=device)
         """On the device: spans, and the bitmasks of the rows that have grammars."""

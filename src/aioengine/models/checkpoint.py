@@ -74,7 +74,7 @@ class CheckpointTensor(msgspec.Struct, frozen=True):
         """The tensor as the parameter has it: its rows in their order there."""
         if self.order is None:
             return values
-        return cast(Values, values[torch.tensor(self.order, device=values.device)])
+        return cast(Values, values[torch.tensor(self.order, dtype=torch.long, device=values.device)])
 
     def within(self, decoder: nn.Module) -> Tensor:
         """As `of`, of a decoder whose parameters are not packed."""
@@ -88,7 +88,11 @@ class CheckpointTensor(msgspec.Struct, frozen=True):
         """The tensor as a checkpoint holds it, as a view unless its rows are in another order there."""
         rows = self.of(parameter)
         values = rows if len(self.shape) == rows.dim() else rows[0]
-        return values if self.order is None else values[torch.tensor(self.order, device=values.device).argsort()]
+        return (
+            values
+            if self.order is None
+            else values[torch.tensor(self.order, dtype=torch.long, device=values.device).argsort()]
+        )
 
 
 class StackedTensor(CheckpointTensor, frozen=True, kw_only=True):

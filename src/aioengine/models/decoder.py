@@ -398,7 +398,7 @@ class Decoder(nn.Module):
 
     def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """As `Model.tensors`. Neighbours that share a parameter share its dense values."""
-        parameter, dense = "", torch.empty(0)
+        parameter, dense = "", torch.empty(0, dtype=self.config.dtype)
         for name in names:
             entry = self._entries[name]
             if entry.parameter != parameter:
@@ -476,8 +476,8 @@ def rope_table(rope: Rope, num_positions: int, dtype: torch.dtype) -> Tensor:
     Returns:
         [num_positions, 2 · head_dim], cos then sin, in ``dtype``, computed in float32.
     """
-    inv_freq = torch.tensor(rope.inv_freq)
-    scale = torch.where(inv_freq > 0, rope.scale, 1.0)
+    inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float32)
+    scale = torch.ones_like(inv_freq).masked_fill_(inv_freq > 0, rope.scale)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inv_freq)
     cos, sin = angles.cos().mul_(scale), angles.sin().mul_(scale)
     return torch.cat((cos, cos, -sin, sin), dim=-1).to(dtype)

@@ -94,7 +94,8 @@ class Mask(NamedTuple):
         keys = torch.arange(num_positions)
         windows = set()
         for query in (num_positions - 1, num_positions // 2, 0):
-            seen = torch.as_tensor(self.is_seen(0, 0, torch.tensor(query), keys)).expand(num_positions)
+            seen = self.is_seen(0, 0, torch.tensor(query, dtype=torch.long), keys)
+            seen = torch.as_tensor(seen, dtype=torch.bool).expand(num_positions)
             if seen[query + 1 :].any():
                 raise SeesLater("its tokens see those behind them: it is an encoder, which generates no text")
             count = int(seen.sum())
@@ -331,6 +332,6 @@ def rows_of(step: StepAttention) -> list[Rows]:
             if row >= 0:
                 spans.setdefault(row, [first, start, 0])[2] += count  # the tiles of a row follow each other
         for row, (first, start, count) in spans.items():
-            columns = torch.tensor([[row], [first], [start]], device=step.tiles.device)
+            columns = torch.tensor([[row], [first], [start]], dtype=torch.long, device=step.tiles.device)
             made.append(Rows(step, columns[0], columns[1], columns[2], count))
     return made

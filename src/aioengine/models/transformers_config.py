@@ -168,10 +168,10 @@ def make_on_meta(config: Any, way: Way, trust_remote_code: bool, attention: str)
         model = transformers.AutoModelForCausalLM.from_config(
             config,
             attn_implementation=attention if way == "attention" else None,
-            dtype=torch.bfloat16,  # which all operations of mixtures of experts know
+            dtype=None,  # any other would be torch's default dtype meanwhile, in all threads
             trust_remote_code=trust_remote_code,
         )
-    return model.eval()
+    return model.to(torch.bfloat16).eval()  # which all operations of mixtures of experts know
 
 
 def parameter_shapes(config: TransformersConfig) -> dict[str, tuple[int, ...]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -121,7 +122,7 @@ def _noise(config: TransformersConfig) -> dict[str, _Tensor]:
 
     def make(shape: torch.Size, seed: int) -> Tensor:
         if len(shape) < 2:
-            return torch.ones(shape)
+            return torch.ones(shape, dtype=config.dtype)
         generator = torch.Generator().manual_seed(seed)
         return torch.empty(shape, dtype=config.dtype).uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
 
@@ -181,6 +182,23 @@ class _Lazy:
         return self._reading.read(self._tensor)
 
 
+_building = Lock()
+
+
+@contextmanager
+def _building_alone(should_stop: Callable[[], bool]) -> Iterator[None]:
+    """While transformers builds a model it changes what is the process's: torch's default dtype, and functions.
+
+    Of two at once the second would take the first one's for what was there before, and leave it so.
+    """
+    while not _building.acquire(timeout=0.1):
+        stop_if(should_stop)
+    try:
+        yield
+    finally:
+        _building.release()
+
+
 def _load(
     config: TransformersConfig,
     tensors: dict[str, _Tensor],
@@ -191,8 +209,8 @@ def _load(
     theirs = their_config(config.folder, config.trust_remote_code)
     meta = make_on_meta(theirs, config.way, config.trust_remote_code, PAGED)
     reading = _Reading(tensors, on_progress, should_stop)
-    try:
-        with silent_transformers():
+    with _building_alone(should_stop), silent_transformers():
+        try:
             model, report = type(meta).from_pretrained(
                 None,
                 config=meta.config,
@@ -202,12 +220,12 @@ def _load(
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are in the report
             )
-    except Exception as error:
-        if reading.error is not None:
-            raise reading.error from None
-        raise ModelLoadError(
-            f"transformers cannot load the weights: {type(error).__name__}: {str(error)[:MAX_SHOWN_CHARS]}"
-        ) from error
+        except Exception as error:
+            if reading.error is not None:
+                raise reading.error from None
+            raise ModelLoadError(
+                f"transformers cannot load the weights: {type(error).__name__}: {str(error)[:MAX_SHOWN_CHARS]}"
+            ) from error
     if reading.error is not None:
         raise reading.error
     report["unexpected_keys"] = [name for name in report["unexpected_keys"] if not _is_zero_bias(name, tensors)]

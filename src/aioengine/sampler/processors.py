@@ -58,7 +58,7 @@ def run(processor: LogitsProcessor, logits: Tensor, members: Sequence[ProcessedR
     """Give a processor the logits of some rows; returns what went wrong."""
     logits_rows = [row.logits_row for row in members]
     # A copy, whatever the rows are: a processor may keep it, or break it.
-    given = logits.index_select(0, torch.tensor(logits_rows, device=logits.device))
+    given = logits.index_select(0, torch.tensor(logits_rows, dtype=torch.long, device=logits.device))
     shape = given.shape
     try:
         returned = processor(given, [row.row for row in members])

@@ -61,7 +61,8 @@ def route(logits: Tensor, num_experts: int, num_chosen: int, *, is_normalised: b
     if not 0 < num_chosen <= num_experts <= width <= num_experts + 1:
         raise InternalError(f"route: {num_chosen} of {num_experts} experts by {width} logits")
     ids = torch.empty((num_tokens, num_chosen), dtype=torch.int32, device=logits.device)
-    weights = torch.empty((num_tokens, num_chosen + width - num_experts), device=logits.device)
+    shape = num_tokens, num_chosen + width - num_experts
+    weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
     if num_tokens:
         _route_kernel[(num_tokens,)](
             logits,

@@ -653,7 +653,7 @@ def _pack_int8(weight: Tensor | UnpackedRows, dtype: torch.dtype) -> PackedWeigh
     """Scales: float32 [2, ⌈N / 64⌉ · 64], the second row the bits of the weights' sums, int32."""
     num_outputs, num_inputs = weight.shape
     panels = _room_for_panels(num_outputs, num_inputs // 4, 4, torch.int8)
-    scales = torch.zeros(2, len(panels) * PANEL)
+    scales = torch.zeros(2, len(panels) * PANEL, dtype=torch.float32)
     for rows in row_blocks(weight.shape):
         values, of_rows = quantize(weight[rows], "int8")
         panels[_panels_of(rows)] = _in_panels(values, 4)

@@ -65,7 +65,7 @@ def penalise(logits: Tensor, samples: Tensor, history: Tensor, counters: Tensor)
     """See `Operations.penalise`. Counts by sorting a row's tokens; the counters are left alone."""
     penalties = torch.stack([param_of(samples, f"{name}_penalty") for name in ("repetition", "frequency", "presence")])
     is_first = (samples[:, SampleRow.LOGITS_ROW] >= 0) & (samples[:, SampleRow.FLAGS] & SampleFlag.FIRST != 0)
-    is_penalised = is_first & (penalties != torch.tensor([[1.0], [0.0], [0.0]], device=penalties.device)).any(dim=0)
+    is_penalised = is_first & (penalties != penalties.new_tensor([[1.0], [0.0], [0.0]])).any(dim=0)
     for sample in is_penalised.nonzero()[:, 0].tolist():
         repetition, frequency, presence = penalties[:, sample]
         words = samples[sample].tolist()

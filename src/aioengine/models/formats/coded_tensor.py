@@ -144,5 +144,6 @@ FLOATS = frozenset(FILE_DTYPES)
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 """What the codes of float8_e4m3fn stand for (Micikevicius et al., 2022, arXiv:2209.05433)."""
 
-E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+_MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float32)
+E2M1 = torch.cat((_MAGNITUDES, -_MAGNITUDES))
 """What the codes of 4-bit floats stand for (OCP Microscaling Formats, version 1.0)."""

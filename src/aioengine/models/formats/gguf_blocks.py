@@ -20,7 +20,7 @@ from aioengine.models.formats.coded_tensor import E2M1
 
 Unpacked = tuple[Tensor, Tensor, Tensor | None]
 
-NL = torch.tensor([-127.0, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
+NL = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.float32)
 """What the codes of IQ4_NL and IQ4_XS stand for."""
 
 
@@ -108,7 +108,11 @@ def _iq4_xs(blocks: Tensor) -> Unpacked:
 
 
 def _mxfp4(blocks: Tensor) -> Unpacked:
-    return _nibbles(blocks[:, 1:], 16), torch.ldexp(torch.ones(len(blocks), 1), blocks[:, :1].int() - 127), None
+    return (
+        _nibbles(blocks[:, 1:], 16),
+        torch.ldexp(torch.ones(len(blocks), 1, dtype=torch.float32), blocks[:, :1].int() - 127),
+        None,
+    )
 
 
 BLOCK_FORMATS = {

@@ -75,7 +75,7 @@ class GgufStored(msgspec.Struct, frozen=True):
         num_columns = self.shape[-1]
         num_rows = math.prod(self.shape) // num_columns
         codes = torch.empty((num_rows, num_columns), dtype=torch.uint8)
-        scales = torch.empty((num_rows, num_columns // layout.group))
+        scales = torch.empty((num_rows, num_columns // layout.group), dtype=torch.float32)
         offsets = torch.empty_like(scales) if layout.has_offsets else None
         for rows in row_blocks((num_rows, num_columns)):
             count = rows.stop - rows.start

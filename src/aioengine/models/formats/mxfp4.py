@@ -43,5 +43,5 @@ def _decode(tensors: dict[str, Tensor]) -> CodedWeight:
 
 def decode_mxfp4(pairs: Tensor, exponents: Tensor) -> CodedWeight:
     """Of uint8 [out, in / 2] and uint8 [out, in / 32]."""
-    scales = torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)
+    scales = torch.ldexp(torch.ones(exponents.shape, dtype=torch.float32), exponents.int() - 127)
     return CodedWeight(split_codes(pairs), 4, E2M1, scales, None, GROUP)
