@@ -22,6 +22,7 @@ from aioengine.executor.model_info import read_model_info
 from aioengine.models.folder import ModelFolder
 from aioengine.models.loader import LoadStopped
 from aioengine.models.paths import choose_path, load_model, read_model_config
+from aioengine.models.saver import save_checkpoint
 from aioengine.models.silence import silent_transformers
 from aioengine.models.transformers_config import TransformersConfig
 
@@ -324,6 +325,28 @@ def test_tensors_that_do_not_fit_are_named(checkpoint: Checkpoint, tmp_path: Pat
         load_model(ModelFolder.read(folder), EngineConfig())
 
 
+def test_the_text_part_of_a_wrapper_is_saved_as_it_was(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder, config = ModelFolder.read(checkpoint("gemma3-images")), EngineConfig(model_path="transformers")
+    model = load_model(folder, config)
+    save_checkpoint(model, folder, tmp_path / "saved", max_shard_bytes=2**30)
+    again = load_model(ModelFolder.read(tmp_path / "saved"), config)
+    assert model.config.architecture == again.config.architecture == "Gemma3ForConditionalGeneration"
+    assert all(map(torch.equal, model.weights(), again.weights()))
+
+
+def test_buffers_of_other_dtypes_are_passed_over(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """As in Pythia's files."""
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(checkpoint("gpt-neox", tokenizer=True), tmp_path / "model")
+    tensors, attention = load_file(folder / "model.safetensors"), "gpt_neox.layers.0.attention"
+    tensors[f"{attention}.bias"] = torch.ones(1, 1, 8, 8, dtype=torch.bool)
+    tensors[f"{attention}.masked_bias"] = torch.tensor(-1e9, dtype=torch.float64)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    load_model(ModelFolder.read(folder), EngineConfig())
+    assert {each.format for each in read_model_info(EngineConfig(model=str(folder))).formats} >= {"F32"}
+
+
 CODE = """
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -352,6 +375,24 @@ def test_code_that_comes_with_a_model_is_run_when_it_is_trusted_only(folder_with
         read(folder_with_code)
     model = load_model(ModelFolder.read(folder_with_code), EngineConfig(trust_remote_code=True))
     assert type(model.model).__name__ == "OddModel"  # type: ignore[attr-defined]
+
+
+MASKING = """
+        for block in self.transformer.h:
+            block.attn.register_forward_pre_hook(self.mask, with_kwargs=True)
+
+    @staticmethod
+    def mask(module, given, options):
+        count = given[0].shape[1]
+        mask = torch.full((count, count), -1e9, device=given[0].device)
+        return given, options | {"attention_mask": mask.triu(1) + mask.tril(-3)}
+"""
+
+
+def test_code_with_masks_of_its_own_computes_attention_itself(folder_with_code: Path) -> None:
+    init = "\n    def __init__(self, config):\n        super().__init__(config)"
+    (folder_with_code / "odd.py").write_text(f"import torch\n{CODE}{init}{MASKING}")
+    assert read(folder_with_code, trust_remote_code=True).way == "cache"
 
 
 def test_code_of_another_repository_is_refused(folder_with_code: Path) -> None:

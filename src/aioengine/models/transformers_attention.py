@@ -133,7 +133,9 @@ class Probe:
         for name in OTHER_BIASES:
             if options.get(name) is not None:
                 raise Unusable(f"its attention takes a {name}")
-        window = mask.window(self._num_positions) if isinstance(mask, Mask) else None
+        if not isinstance(mask, Mask | None):
+            raise Unusable("its attention takes a mask of the model's own")
+        window = None if mask is None else mask.window(self._num_positions)
         self.attention[module] = LayerShape(q.shape[1], k.shape[1], k.shape[3], v.shape[3], window)
         return q.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
 

@@ -102,7 +102,7 @@ def _read(folder: ModelFolder, config: EngineConfig) -> TransformersConfig:
             continue
         first = found.layers[0]
         return TransformersConfig(
-            architecture=type(theirs).__name__.removesuffix("Config"),
+            architecture=folder.config["architectures"][0],
             vocab_size=found.vocab_size,
             hidden_size=found.hidden_size,
             num_layers=len(found.layers),

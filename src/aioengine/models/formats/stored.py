@@ -20,12 +20,23 @@ ReadTensor = Callable[[str], Tensor]
 
 CODE_DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "BOOL": torch.bool,
     "I8": torch.int8,
     "U8": torch.uint8,
+    "I16": torch.int16,
+    "U16": torch.uint16,
     "I32": torch.int32,
+    "U32": torch.uint32,
     "I64": torch.int64,
+    "U64": torch.uint64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "C128": torch.complex128,
 }
-"""Of the tensors that a quantised one consists of, beside `FILE_DTYPES`."""
+"""Beside `FILE_DTYPES`, of the tensors that a quantised one consists of, and of buffers that a model may pass over."""
 
 
 class Files(ExitStack):
