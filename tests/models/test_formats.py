@@ -376,6 +376,7 @@ def refused(folder: Path, *named: str) -> None:
         ({"quant_method": "fp8", "weight_block_size": [128]}, "blocks of [128]"),
         ({"quant_method": "compressed-tensors"}, "config_groups=None"),
         ({"quant_method": "compressed-tensors", "transform_config": {"config_groups": {}}}, "transform_config"),
+        ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
     ],
 )
 def test_a_config_that_is_not_supported_is_named(made: Made, tmp_path: Path, config: Any, named: str) -> None:
