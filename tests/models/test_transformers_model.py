@@ -193,6 +193,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
         ),
         "encoder.* generates no text",
     ),
+    "experts that ask for their tokens": (
+        transformers.DbrxConfig(
+            vocab_size=384, d_model=64, n_heads=4, n_layers=2,
+            attn_config={"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
+            ffn_config={"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 64},
+        ),
+        "depends on the values of its tokens",
+    ),
     "no decoder": (transformers.ViTConfig(), "no causal language model"),
     "a recurrent state": (transformers.MambaConfig(hidden_size=32, num_hidden_layers=2), "not keys and values"),
     "layers without keys": (
@@ -249,6 +257,14 @@ def test_the_head_of_a_classifier_is_refused(checkpoint: Checkpoint, tmp_path: P
     for read_all in (lambda config: load_model(ModelFolder.read(folder), config), read_model_info):
         with pytest.raises(ModelLoadError, match=r"score\.weight .* classifies"):
             read_all(EngineConfig(model=str(folder)))
+
+
+def test_the_architecture_of_a_known_type_is_named(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    content = json.loads((checkpoint("llama2") / "config.json").read_text())
+    del content["architectures"]
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ModelLoadError, match=r'architectures=None.*"architectures": \["LlamaForCausalLM"\]'):
+        choose_path(ModelFolder.read(tmp_path), EngineConfig())
 
 
 def test_what_a_path_has_not_is_refused(checkpoint: Checkpoint) -> None:

@@ -477,6 +477,7 @@ def _read(folder: ModelFolder, dtype: str, max_model_len: int | None) -> Decoder
     if config.get("use_sliding_window") is False and config.get("sliding_window") == 0:
         config = config | {"sliding_window": None}  # as Qwen2-MoE is saved, which has no window then
     _check_numbers(config.get)
+    _check_texts(config)
     known = known_fields(config, family) if folder.config["architectures"] == [architecture] else None
     fields = _of_family(family, known or _fields_by_transformers(folder, config))
     _check_numbers(lambda name: getattr(fields, name, None))
@@ -492,7 +493,9 @@ def _read(folder: ModelFolder, dtype: str, max_model_len: int | None) -> Decoder
         ropes, order = _rotations(family, fields, head_dim, model_len)
     except (_BadConfig, ConfigError):
         raise
-    except Exception as error:  # of values that are absent or no numbers
+    except KeyError as error:
+        raise _BadConfig(f"rope_parameters {shorten(fields.rope_parameters)} lack {error}") from error
+    except Exception as error:  # of values that are no numbers
         raise _BadConfig(f"rope_parameters {shorten(fields.rope_parameters)} cannot be used: {error!r}") from error
     scale = fields.attention_multiplier
     return DecoderConfig(
@@ -612,6 +615,20 @@ def _check_numbers(get: Callable[[str], Any]) -> None:
     eps = get("rms_norm_eps")
     if eps is not None and not (isinstance(eps, float) and 0 <= eps < 1):
         raise _BadConfig(f"rms_norm_eps={shorten(eps)}; a float from 0 to 1 is needed")
+
+
+def _check_texts(config: dict[str, Any]) -> None:
+    """Refuse texts in config.json of which transformers' own errors would not say what they are."""
+    for name in ("rope_scaling", "rope_parameters"):
+        if isinstance(config.get(name), str) and config[name]:
+            raise _BadConfig(f"{name}={shorten(config[name])}; an object is needed")
+    for name in ("dtype", "torch_dtype"):
+        value = config.get(name)
+        if isinstance(value, str) and value and not hasattr(torch, value.removeprefix("torch.")):
+            raise _BadConfig(f"{name}={shorten(value)} is no dtype; supported: {', '.join(DTYPES)}")
+    pattern = config.get("sliding_window_pattern")
+    if isinstance(pattern, str) and config.get("layer_types") is None:
+        raise _BadConfig(f"sliding_window_pattern={shorten(pattern)} is not read: give layer_types, one for each layer")
 
 
 def _of_family(family: Family, fields: ConfigFields) -> ConfigFields:

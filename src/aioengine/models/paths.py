@@ -73,8 +73,13 @@ def choose_path(folder: ModelFolder, config: EngineConfig) -> PathChoice:
 def _architecture(folder: ModelFolder) -> str:
     names = folder.config.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        of_type = (
+            name for name, family in ARCHITECTURES.items() if family.model_type == folder.config.get("model_type")
+        )
+        known = next(of_type, None)
+        hint = f', as "architectures": ["{known}"] for its model_type' if known else ""
         raise ModelLoadError(
-            f"{folder.source_of('config.json')}: architectures={shorten(names)}; a list of one is needed"
+            f"{folder.source_of('config.json')}: architectures={shorten(names)}; a list of one is needed{hint}"
         )
     return str(names[0])[:100]
 

@@ -44,8 +44,10 @@ def read_rope(parameters: RopeParameters, head_dim: int, lengths: Lengths) -> Ro
     periods = parameters["rope_theta"] ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
     inv_freq, scale = ROPE_TYPES[parameters["rope_type"]](parameters, periods, lengths)
     values, scale = tuple(inv_freq.tolist()), float(scale)
-    if len(values) != rotary_dim // 2 or not all(0 < value < math.inf for value in [*values, scale]):
-        raise ValueError(f"they give {len(values)} frequencies, not {rotary_dim // 2} between 0 and infinity")
+    if len(values) != rotary_dim // 2:
+        raise ValueError(f"they give {len(values)} frequencies, not {rotary_dim // 2}")
+    if not all(0 < value < math.inf for value in [*values, scale]):
+        raise ValueError(f"with rope_theta={parameters['rope_theta']} not all frequencies are above 0 and finite")
     return Rope(values + (0.0,) * ((head_dim - rotary_dim) // 2), scale)
 
 

@@ -214,6 +214,11 @@ def _probe(folder: Path, trust_remote_code: bool, way: Way, num_positions: int) 
             logits = model(input_ids=ids, use_cache=True, **given).logits
     except Unusable:
         raise
+    except NotImplementedError as error:
+        raise Unusable(
+            "how it computes depends on the values of its tokens, as where it asks which of them each expert has: that "
+            "cannot be found without its weights"
+        ) from error
     except Exception as error:  # of code that is not made for this
         raise Unusable(f"it fails: {type(error).__name__}: {str(error)[:MAX_SHOWN_CHARS]}") from error
     layers = list(probe.attention.values()) if way == "attention" else [probe.cache[at] for at in sorted(probe.cache)]

@@ -307,10 +307,22 @@ def _is_same_token(declared: dict[str, Any], token: Any) -> bool:
 
 
 def _load_with_transformers(folder: Path) -> LoadedTokenizer:
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
     # Not left to its default, trust_remote_code asks on the terminal.
-    tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    here: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), **here)
+    except Exception as error:
+        try:  # it may have been in the way of the tokenizer
+            AutoConfig.from_pretrained(str(folder), **here)
+        except Exception as of_config:
+            if str(of_config) == str(error):
+                problem = str(error)[:MAX_SHOWN_CHARS]
+                raise ModelLoadError(
+                    f"{folder / 'config.json'}: transformers does not understand it: {problem}"
+                ) from error
+        raise
     template = getattr(tokenizer, "chat_template", None)
     if isinstance(template, dict):
         template = template.get("default")
