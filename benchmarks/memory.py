@@ -36,7 +36,7 @@ from aioengine.kernels.native.library import compile_library
 from aioengine.kernels.native.operations import NativeOperations
 from aioengine.kernels.native.team import Team
 from aioengine.models.checkpoint import INDEX_FILE, checkpoint_tensors
-from aioengine.models.families import read_decoder_config
+from aioengine.models.decoder_config import read_decoder_config
 from aioengine.models.folder import ModelFolder
 from aioengine.models.loader import Placement, load_decoder
 

@@ -8,7 +8,7 @@ import torch
 
 from aioengine.kernels.torch import operations
 from aioengine.models.decoder import Decoder
-from aioengine.models.families import DecoderConfig
+from aioengine.models.decoder_config import DecoderConfig
 from aioengine.models.rope import Rope
 
 VOCAB_SIZE = 97

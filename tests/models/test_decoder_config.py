@@ -16,15 +16,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from aioengine.errors import ConfigError, ModelLoadError
 from aioengine.models import families
-from aioengine.models.families import (
-    ARCHITECTURES,
+from aioengine.models.decoder_config import (
     UNREAD_FIELDS,
     ConfigFields,
     DecoderConfig,
-    Family,
     known_fields,
     read_decoder_config,
 )
+from aioengine.models.families import ARCHITECTURES, Family
 from aioengine.models.folder import ModelFolder
 from aioengine.models.rope import Rope
 from tests.checkpoints import LLAMA3_ROPE, READ_HERE, YARN_ROPE

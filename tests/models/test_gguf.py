@@ -25,7 +25,7 @@ from aioengine import Engine
 from aioengine.errors import InvalidRequest, ModelLoadError
 from aioengine.kernels.packed_weight import CodedWeight
 from aioengine.models.decoder import Linear
-from aioengine.models.families import read_decoder_config
+from aioengine.models.decoder_config import read_decoder_config
 from aioengine.models.folder import DEMO_MODEL, ModelFolder
 from aioengine.models.formats.gguf_blocks import BLOCK_FORMATS
 from aioengine.models.formats.gguf_families import generation_config_of

@@ -25,7 +25,7 @@ from aioengine.kernels.packed_weight import PANEL, CodedWeight, PackedWeight, Qu
 from aioengine.kernels.torch import products
 from aioengine.models.checkpoint import FILE_DTYPES, checkpoint_tensors
 from aioengine.models.decoder import META, Decoder
-from aioengine.models.families import DecoderConfig
+from aioengine.models.decoder_config import DecoderConfig
 from aioengine.models.folder import ModelFolder, has_weights
 from aioengine.models.formats.catalogue import is_quantised, read_catalogue
 from aioengine.models.formats.stored import Files, Stored

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from aioengine.kernels.packed_weight import CodedWeight, in_panels
+from aioengine.models.decoder_config import DecoderConfig
 from aioengine.models.experts import ExpertsConfig
-from aioengine.models.families import DecoderConfig
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -29,8 +29,8 @@ from aioengine.kernels.packed_weight import (
     in_panels,
 )
 from aioengine.models.checkpoint import EMBEDDING, HEAD, CheckpointTensor, checkpoint_tensors
+from aioengine.models.decoder_config import DecoderConfig
 from aioengine.models.experts import ExpertsConfig
-from aioengine.models.families import DecoderConfig
 from aioengine.models.model import Attend, move_weights
 from aioengine.models.rope import Rope
 

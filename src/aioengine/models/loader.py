@@ -27,7 +27,8 @@ from aioengine.models.checkpoint import (
     of_text,
 )
 from aioengine.models.decoder import Decoder, Linear
-from aioengine.models.families import DecoderConfig, read_decoder_config, text_config
+from aioengine.models.decoder_config import DecoderConfig, read_decoder_config
+from aioengine.models.families import text_config
 from aioengine.models.folder import ModelFolder, find_gguf
 from aioengine.models.formats.catalogue import read_catalogue
 from aioengine.models.formats.stored import Files, FileTensor, Stored

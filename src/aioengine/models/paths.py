@@ -15,7 +15,8 @@ from aioengine.config import EngineConfig
 from aioengine.errors import ModelLoadError
 from aioengine.kernels.packed_weight import Quantization
 from aioengine.models import loader
-from aioengine.models.families import ARCHITECTURES, DecoderConfig, lacking, native_architecture
+from aioengine.models.decoder_config import DecoderConfig, lacking
+from aioengine.models.families import ARCHITECTURES, native_architecture
 from aioengine.models.folder import ModelFolder, is_gguf
 from aioengine.models.loader import ON_CPU, Placement
 from aioengine.models.model import Model, ModelConfig

@@ -15,7 +15,7 @@ import torch
 from aioengine.config import EngineConfig
 from aioengine.errors import ConfigError, ModelLoadError
 from aioengine.models.checkpoint import FILE_DTYPES
-from aioengine.models.families import DTYPES, MAX_POSITIONS, MAX_SHOWN_CHARS
+from aioengine.models.decoder_config import DTYPES, MAX_POSITIONS, MAX_SHOWN_CHARS
 from aioengine.models.folder import ModelFolder
 from aioengine.models.formats.catalogue import read_catalogue
 from aioengine.models.model import ModelConfig

@@ -15,7 +15,7 @@ from torch import Tensor
 from aioengine.config import EngineConfig
 from aioengine.errors import ConfigError, ModelLoadError
 from aioengine.kernels.packed_weight import CodedWeight
-from aioengine.models.families import MAX_SHOWN_CHARS
+from aioengine.models.decoder_config import MAX_SHOWN_CHARS
 from aioengine.models.folder import ModelFolder
 from aioengine.models.formats.catalogue import read_catalogue
 from aioengine.models.formats.stored import Files, Stored

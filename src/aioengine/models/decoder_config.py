@@ -1,0 +1,502 @@
+"""The shape of a decoder, read from config.json by what the table of families says.
+
+transformers takes a second to import, so config.json is read here wherever what `transformers.AutoConfig` would make of
+it is known. All else goes through AutoConfig.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+import torch
+
+from aioengine.errors import ConfigError, ModelLoadError
+from aioengine.kernels.operations import Activation
+from aioengine.models.experts import ExpertsConfig
+from aioengine.models.families import ARCHITECTURES, Family, QkNorm, native_architecture, text_config
+from aioengine.models.folder import ModelFolder, is_gguf
+from aioengine.models.model import ModelConfig
+from aioengine.models.rope import ROPE_TYPES, Lengths, Rope, RopeParameters, head_order, read_rope, rotated_size
+from aioengine.models.silence import silent_transformers
+from aioengine.validation import shorten
+
+MAX_POSITIONS = 2**24
+"""Beyond any model; a config that states more is damaged, and its table of rotations would fill the memory."""
+
+NUMBERS = {
+    "vocab_size": (1, 2**24),
+    "hidden_size": (1, 2**20),
+    "intermediate_size": (1, 2**24),
+    "num_hidden_layers": (1, 4096),
+    "num_attention_heads": (1, 2**16),
+    "num_key_value_heads": (1, 2**16),
+    "head_dim": (2, 2**16),
+    "max_position_embeddings": (2, MAX_POSITIONS),
+    "sliding_window": (1, 2**31),
+    "max_window_layers": (0, 4096),
+    "num_labels": (0, 2**16),
+}
+"""config.json's integers: the least and the most of each, far beyond any model. Lists of some of these lengths are
+made; all are held against the shapes of the tensors before memory is asked for."""
+
+MAX_SHOWN_CHARS = 500
+"""Of what transformers says of a config: some errors hold all of it."""
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+LAYER_TYPES = ("full_attention", "sliding_attention")
+DEFAULT_ROPE_THETA = 10000.0
+
+UNREAD_FIELDS = frozenset(
+    {"auto_map", "configuration_files", "original_max_position_embeddings", "partial_rotary_factor", "per_layer_config"}
+)
+"""With one of these in config.json transformers reads another file or changes what it read; the file is left to it."""
+
+
+class ConfigFields(msgspec.Struct, frozen=True):
+    """What of config.json describes the decoder, named and typed as in transformers' configs, absent fields filled in.
+
+    A config.json that lacks a field without a default here is read by transformers.
+
+    Attributes:
+        rope_parameters: with ``rope_type``, ``rope_theta`` and ``original_max_position_embeddings``.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    max_position_embeddings: int
+    rope_parameters: dict[str, Any]
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    qkv_bias: bool = False
+    mlp_bias: bool = False
+    use_sliding_window: bool = False
+    sliding_window: int | None = 4096
+    max_window_layers: int = 28
+    layer_types: list[str] | None = None
+    num_experts: int | None = None
+    num_local_experts: int | None = None
+    num_experts_per_tok: int | None = None
+    moe_intermediate_size: int | None = None
+    shared_expert_intermediate_size: int | None = None
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: list[int] | None = None
+    clip_qkv: float | None = None
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
+    dtype: str | None = None
+    # Only of families that read them, see `Family.reads`; neutral where they are absent.
+    attention_out_bias: bool = False
+    hidden_activation: str | None = None
+    query_pre_attn_scalar: float | None = None
+    attention_multiplier: float | None = None
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+    no_rope_layers: list[int] | None = None
+    use_bidirectional_attention: bool | None = None
+
+
+FACTORS = (
+    "query_pre_attn_scalar",
+    "attention_multiplier",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+)
+OF_SOME_FAMILIES = {*FACTORS, "hidden_activation", "no_rope_layers", "use_bidirectional_attention"}
+"""Fields that other families leave unread, whatever a config.json says there."""
+
+MAY_BE_NULL = {field.name for field in msgspec.structs.fields(ConfigFields) if isinstance(field.default, int)}
+"""Flags and numbers that transformers leaves null in a config of a family that does not read them."""
+
+
+class DecoderConfig(ModelConfig, frozen=True, kw_only=True):
+    """All that the decoder has to know of its shape.
+
+    Attributes:
+        ropes: for each layer how it rotates; equal ones share a table. None: not at all.
+        head_order: where a checkpoint has each number of a query's and a key's head; None: as here.
+        attention_scale, soft_cap: of the scores.
+        embedding_scale: embeddings are multiplied by it.
+        residual_scale: what a block gives is multiplied by it before it is added to the residual stream.
+        logits_scale, logits_soft_cap: as factor and soft cap of `Operations.scale`.
+    """
+
+    intermediate_size: int
+    rms_norm_eps: float
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: QkNorm | None
+    tie_word_embeddings: bool
+    ropes: tuple[Rope | None, ...]
+    attention_scale: float
+    experts: ExpertsConfig | None = None
+    head_order: tuple[int, ...] | None = None
+    activation: Activation = "silu"
+    soft_cap: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
+    logits_soft_cap: float | None = None
+
+    @property
+    def family(self) -> Family:
+        return ARCHITECTURES[self.architecture]
+
+
+def read_decoder_config(folder: ModelFolder, *, dtype: str = "auto", max_model_len: int | None = None) -> DecoderConfig:
+    """The decoder that a model folder's config.json describes.
+
+    Args:
+        dtype: a name in `DTYPES`, or "auto" for the one that config.json states, else float32.
+        max_model_len: the engine's limit; None for the model's.
+    Raises:
+        ModelLoadError: config.json is no good, or describes what is not supported; it says what is.
+        ConfigError: ``max_model_len`` is more than the model allows.
+    """
+    try:
+        return _read(folder, dtype, max_model_len)
+    except _BadConfig as error:
+        raise ModelLoadError(f"{folder.source_of('config.json')}: {error}") from error
+
+
+class _BadConfig(Exception):
+    """What is wrong with a config.json, or not supported."""
+
+
+class _Lacking(_BadConfig):
+    """A feature that config.json describes, and that the decoder has not."""
+
+
+def lacking(folder: ModelFolder) -> str | None:
+    """What a config.json of one of these families describes that the decoder lacks; None: nothing, or it is no good."""
+    try:
+        _read(folder, "auto", None)
+    except _Lacking as error:
+        return str(error)
+    except (_BadConfig, ConfigError):
+        pass
+    return None
+
+
+def _read(folder: ModelFolder, dtype: str, max_model_len: int | None) -> DecoderConfig:
+    architecture = _check_architecture(folder.config)
+    family = ARCHITECTURES[architecture]
+    config = text_config(folder.config)
+    if config.get("use_sliding_window") is False and config.get("sliding_window") == 0:
+        config = config | {"sliding_window": None}  # as Qwen2-MoE is saved, which has no window then
+    _check_numbers(config.get)
+    _check_texts(config)
+    known = known_fields(config, family) if folder.config["architectures"] == [architecture] else None
+    fields = _of_family(family, known or _fields_by_transformers(folder, config))
+    _check_numbers(lambda name: getattr(fields, name, None))
+    _check_features(family, fields)
+    num_heads, num_kv_heads = fields.num_attention_heads, fields.num_key_value_heads or fields.num_attention_heads
+    head_dim = fields.head_dim or fields.hidden_size // num_heads
+    if num_heads % num_kv_heads:
+        raise _BadConfig(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}")
+    if head_dim % 2 or not head_dim:
+        raise _BadConfig(f"head_dim={head_dim} is odd or none; the rotation needs pairs")
+    try:
+        model_len = _limit(_model_len(fields), max_model_len)
+        ropes, order = _rotations(family, fields, head_dim, model_len)
+    except (_BadConfig, ConfigError):
+        raise
+    except KeyError as error:
+        raise _BadConfig(f"rope_parameters {shorten(fields.rope_parameters)} lack {error}") from error
+    except Exception as error:  # of values that are no numbers
+        raise _BadConfig(f"rope_parameters {shorten(fields.rope_parameters)} cannot be used: {error!r}") from error
+    scale = fields.attention_multiplier
+    return DecoderConfig(
+        architecture=architecture,
+        vocab_size=fields.vocab_size,
+        hidden_size=fields.hidden_size,
+        intermediate_size=fields.intermediate_size,
+        num_layers=fields.num_hidden_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_model_len=model_len,
+        dtype=_dtype(fields, dtype),
+        rms_norm_eps=fields.rms_norm_eps,
+        qkv_bias=_flag(family.qkv_bias, fields),
+        output_bias=_flag(family.output_bias, fields),
+        mlp_bias=_flag(family.mlp_bias, fields),
+        qk_norm=family.qk_norm,
+        tie_word_embeddings=fields.tie_word_embeddings,
+        windows=_windows(family, fields),
+        ropes=ropes,
+        head_order=order,
+        attention_scale=(fields.query_pre_attn_scalar or head_dim) ** -0.5 if scale is None else scale,
+        activation=ACTIVATIONS[fields.hidden_activation or fields.hidden_act],
+        soft_cap=fields.attn_logit_softcapping,
+        embedding_scale=fields.hidden_size**0.5 if family.scales_embeddings else fields.embedding_multiplier,
+        residual_scale=fields.residual_multiplier,
+        logits_scale=1 / fields.logits_scaling,
+        logits_soft_cap=fields.final_logit_softcapping,
+        experts=_experts(family, fields),
+    )
+
+
+def known_fields(config: dict[str, Any], family: Family) -> ConfigFields | None:
+    """Read a config.json as `transformers.AutoConfig` would.
+
+    A test holds the two against each other.
+
+    Returns:
+        None where AutoConfig must read it: it is of another model type, has one of `UNREAD_FIELDS`, has windows and
+        does not say in which layers, or a field is missing or malformed.
+    """
+    rope = config.get("rope_scaling") or config.get("rope_parameters")
+    if rope is None:
+        rope = {}
+    if (
+        family.by_transformers
+        or config.get("model_type") != family.model_type
+        or not UNREAD_FIELDS.isdisjoint(config)
+        or any(config.get(name, default) is None is not default for name, default in family.defaults.items())
+        or not isinstance(rope, dict)
+    ):
+        return None
+    rope = {
+        "rope_type": rope.get("type", "default"),
+        "rope_theta": config.get("rope_theta", family.defaults.get("rope_theta", DEFAULT_ROPE_THETA)),
+        "original_max_position_embeddings": config.get("max_position_embeddings"),
+        **rope,
+    }
+    dtype = config["dtype"] if config.get("dtype") is not None else config.get("torch_dtype")
+    try:
+        fields = msgspec.convert(
+            {**family.defaults, **config, "rope_parameters": rope, "dtype": dtype}, type=ConfigFields
+        )
+    except msgspec.ValidationError:
+        return None
+    layer_types, num_layers = fields.layer_types, fields.num_hidden_layers
+    if layer_types is None:
+        if family.windows == "layer_types" and fields.use_sliding_window:
+            return None  # each family has a rule of its own for which layers have a window
+        layer_types = ["full_attention"] * num_layers
+    if (
+        (family.windows != "layer_types" and "layer_types" in config)
+        or len(layer_types) != num_layers
+        or not set(layer_types) <= set(LAYER_TYPES)
+        or fields.hidden_size % fields.num_attention_heads
+        or dtype not in (None, *DTYPES)
+    ):
+        return None
+    has_window = fields.use_sliding_window or family.windows == "all layers"
+    window = fields.sliding_window if has_window else None
+    return msgspec.structs.replace(fields, layer_types=layer_types, sliding_window=window)
+
+
+@silent_transformers()
+def _fields_by_transformers(folder: ModelFolder, stated: dict[str, Any]) -> ConfigFields:
+    """
+    Args:
+        stated: config.json, or what it says of the text part.
+    """
+    import transformers
+
+    try:
+        if is_gguf(folder.path):
+            config = transformers.CONFIG_MAPPING[folder.config["model_type"]].from_dict(folder.config)
+        else:
+            config = transformers.AutoConfig.from_pretrained(
+                folder.path, local_files_only=True, trust_remote_code=False
+            )
+        fields = config.get_text_config(decoder=True).to_dict()
+        # A wrapper says for its text part whether the head is tied, and may say its dtype.
+        stated = {"dtype": stated.get("torch_dtype"), **stated}
+        fields |= {name: stated[name] for name in ("dtype", "tie_word_embeddings") if stated.get(name) is not None}
+        given = {name: value for name, value in fields.items() if value is not None or name not in MAY_BE_NULL}
+        return msgspec.convert({**given, "sliding_window": given.get("sliding_window") or None}, type=ConfigFields)
+    # Its validation raises whatever it likes: ValueError, KeyError, TypeError, errors of its own.
+    except Exception as error:
+        raise _BadConfig(f"transformers does not understand it: {str(error)[:MAX_SHOWN_CHARS]}") from error
+
+
+def _check_numbers(get: Callable[[str], Any]) -> None:
+    """Refuse an integer of the config that is none, or of another size than any model's; absent ones are fine."""
+    for name, (least, most) in NUMBERS.items():
+        value = get(name)
+        if value is not None and not (type(value) is int and least <= value <= most):
+            raise _BadConfig(f"{name}={shorten(value)}; {least} to {most} is needed")
+    eps = get("rms_norm_eps")
+    if eps is not None and not (isinstance(eps, float) and 0 <= eps < 1):
+        raise _BadConfig(f"rms_norm_eps={shorten(eps)}; a float from 0 to 1 is needed")
+
+
+def _check_texts(config: dict[str, Any]) -> None:
+    """Refuse texts in config.json of which transformers' own errors would not say what they are."""
+    for name in ("rope_scaling", "rope_parameters"):
+        if isinstance(config.get(name), str) and config[name]:
+            raise _BadConfig(f"{name}={shorten(config[name])}; an object is needed")
+    for name in ("dtype", "torch_dtype"):
+        value = config.get(name)
+        if isinstance(value, str) and value and not hasattr(torch, value.removeprefix("torch.")):
+            raise _BadConfig(f"{name}={shorten(value)} is no dtype; supported: {', '.join(DTYPES)}")
+    pattern = config.get("sliding_window_pattern")
+    if isinstance(pattern, str) and config.get("layer_types") is None:
+        raise _BadConfig(f"sliding_window_pattern={shorten(pattern)} is not read: give layer_types, one for each layer")
+
+
+def _of_family(family: Family, fields: ConfigFields) -> ConfigFields:
+    """Without what this family does not read, whatever its config.json says there."""
+    unread = OF_SOME_FAMILIES - family.reads
+    neutral = {field.name: field.default for field in msgspec.structs.fields(ConfigFields) if field.name in unread}
+    return msgspec.structs.replace(fields, **neutral)
+
+
+def _check_architecture(config: dict[str, Any]) -> str:
+    names, architecture = config.get("architectures"), native_architecture(config)
+    supported = ", ".join(ARCHITECTURES)
+    if not isinstance(names, list) or len(names) != 1:
+        raise _BadConfig(f"architectures={shorten(names)}; a list of one is needed, of {supported}")
+    if architecture is None:
+        text = config.get("text_config")
+        of_text = f" of text_config {str(text.get('model_type'))[:100]}" if isinstance(text, dict) else ""
+        raise _BadConfig(f"architecture {str(names[0])[:100]}{of_text} is not supported; supported: {supported}")
+    return architecture
+
+
+def _check_features(family: Family, fields: ConfigFields) -> None:
+    activation = fields.hidden_activation or fields.hidden_act
+    if activation not in ACTIVATIONS:
+        raise _not_supported(f"activation {shorten(activation)}", ACTIVATIONS)
+    for name in FACTORS:
+        value = getattr(fields, name)
+        if value is not None and not 0 < value < math.inf:
+            raise _BadConfig(f"{name}={value}; a number above 0 is needed")
+    if family.experts is not None and fields.clip_qkv is not None:
+        raise _Lacking(f"clip_qkv={fields.clip_qkv} is not supported; null is")
+    if (fields.swiglu_alpha, fields.swiglu_limit) != (1.702, 7.0):
+        raise _Lacking(
+            f"swiglu_alpha={fields.swiglu_alpha}, swiglu_limit={fields.swiglu_limit}; 1.702 and 7 are needed"
+        )
+    if fields.use_bidirectional_attention:
+        raise _BadConfig("use_bidirectional_attention makes an encoder of it, which generates no text")
+    ropes = _ropes_by_type(fields)
+    if "" not in ropes and not (family.has_ropes_by_type and all(isinstance(rope, dict) for rope in ropes.values())):
+        raise _Lacking(f"rope_parameters by layer type are not supported here: {shorten(fields.rope_parameters)}")
+    for rope in ropes.values():
+        if str(rope.get("rope_type")) not in ROPE_TYPES:
+            raise _not_supported(f"rope type {shorten(rope.get('rope_type'))}", ROPE_TYPES)
+
+
+def _not_supported(what: str, supported: Iterable[str]) -> _Lacking:
+    return _Lacking(f"{what} is not supported; supported: {', '.join(supported)}")
+
+
+def _flag(value: bool | str, fields: ConfigFields) -> bool:
+    return bool(getattr(fields, value)) if isinstance(value, str) else value
+
+
+def _ropes_by_type(fields: ConfigFields) -> dict[str, RopeParameters]:
+    """The parameters of each layer type; of all types under "" where they are the same."""
+    rope = fields.rope_parameters
+    return rope if any(isinstance(value, dict) for value in rope.values()) else {"": rope}
+
+
+def _model_len(fields: ConfigFields) -> int:
+    """The most tokens that the model is made for.
+
+    With yarn, ``max_position_embeddings`` is often left at the length before stretching, as its authors tell users to
+    add the scaling to config.json and nothing else. With ``llama_4_scaling_beta`` queries beyond the length before
+    stretching are made longer by their position, which is not done here: up to there it makes no difference.
+    """
+    lengths = [fields.max_position_embeddings]
+    for rope in _ropes_by_type(fields).values():
+        if rope.get("llama_4_scaling_beta"):
+            return int(rope["original_max_position_embeddings"])
+        if rope["rope_type"] == "yarn" and rope.get("factor"):
+            lengths.append(int(rope["original_max_position_embeddings"] * rope["factor"]))
+    return max(lengths)
+
+
+def _rotations(
+    family: Family, fields: ConfigFields, head_dim: int, model_len: int
+) -> tuple[tuple[Rope | None, ...], tuple[int, ...] | None]:
+    """How each layer rotates, and in which order a checkpoint has the numbers of a head."""
+    num_layers, by_type = fields.num_hidden_layers, _ropes_by_type(fields)
+    lengths = Lengths(fields.max_position_embeddings, model_len)
+    ropes = {name: read_rope(parameters, head_dim, lengths) for name, parameters in by_type.items()}
+    for parameters in by_type.values():
+        factor = parameters.get("partial_rotary_factor", 1.0)
+        if factor != 1.0 and not family.rotates_part:
+            raise _Lacking(f"partial_rotary_factor={factor} is not supported for this architecture; 1 is")
+    sizes = {rotated_size(parameters, head_dim) for parameters in by_type.values()}
+    if len(sizes) > 1:
+        raise _Lacking(f"{sizes} numbers of a head turn, by layer type; they must be as many in all layers")
+    layer_types = [""] * num_layers if "" in ropes else _layer_types(fields)
+    rotates = [True] * num_layers
+    if family.rotates == "no_rope_layers" and fields.no_rope_layers is not None:
+        rotates = [bool(value) for value in fields.no_rope_layers[:num_layers]]
+    elif family.rotates.startswith("layers with a window") and fields.sliding_window is not None:
+        rotates = [layer_type == "sliding_attention" for layer_type in _layer_types(fields)]
+    of_layers = (ropes[name] if turns else None for name, turns in zip(layer_types, rotates, strict=True))
+    return tuple(of_layers), head_order(head_dim, sizes.pop(), is_interleaved=family.is_interleaved)
+
+
+def _limit(model_len: int, max_model_len: int | None) -> int:
+    if not 2 <= model_len <= MAX_POSITIONS:
+        raise _BadConfig(
+            f"max_position_embeddings and rope_parameters make sequences {shorten(model_len)} tokens long; "
+            f"2 to {MAX_POSITIONS} is needed"
+        )
+    if max_model_len is not None and max_model_len > model_len:
+        raise ConfigError(f"max_model_len={max_model_len} is more than the {model_len} tokens that this model allows")
+    return max_model_len or model_len
+
+
+def _dtype(fields: ConfigFields, name: str) -> torch.dtype:
+    if name == "auto":
+        name = fields.dtype or "float32"
+    if name not in DTYPES:
+        raise _BadConfig(f"dtype {shorten(name)} is not supported; set dtype to one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _experts(family: Family, fields: ConfigFields) -> ExpertsConfig | None:
+    if family.experts is None:
+        return None
+    try:
+        return family.experts.read(lambda name: getattr(fields, name), fields.num_hidden_layers)
+    except ValueError as error:
+        raise _BadConfig(f"its experts: {error}") from error
+
+
+def _windows(family: Family, fields: ConfigFields) -> tuple[int | None, ...]:
+    window, num_layers = fields.sliding_window, fields.num_hidden_layers
+    is_off = "use_sliding_window" in family.reads and not fields.use_sliding_window
+    if family.windows == "none" or window is None or is_off:
+        return (None,) * num_layers
+    if family.windows in ("all layers", "all layers if used"):
+        return (window,) * num_layers
+    return tuple(window if layer_type == "sliding_attention" else None for layer_type in _layer_types(fields))
+
+
+def _layer_types(fields: ConfigFields) -> list[str]:
+    num_layers, layer_types = fields.num_hidden_layers, fields.layer_types
+    if layer_types is None or len(layer_types) != num_layers:
+        raise _BadConfig(f"layer_types={shorten(layer_types)}; one for each of {num_layers} is needed")
+    for layer_type in layer_types:
+        if layer_type not in LAYER_TYPES:
+            raise _not_supported(f"layer type {shorten(layer_type)}", LAYER_TYPES)
+    return layer_types
