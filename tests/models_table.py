@@ -165,7 +165,7 @@ KNOWN: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 """Family → a model that many have, its billions of parameters as it is published with, and its config's sizes."""
 
-NOT_SUPPORTED = "tests/models/test_decoder_config.py::test_what_is_not_supported_is_named"
+LACKING = f"{TRANSFORMERS}::test_what_the_decoder_lacks_of_a_native_family_goes_by_transformers"
 REFUSED_FAMILIES = "tests/models/test_families.py::test_what_does_not_fit_is_refused_with_the_reason"
 REFUSED_OTHERS = f"{TRANSFORMERS}::test_what_cannot_run_is_refused_with_the_reason"
 REFUSED_FORMATS = f"{FORMAT}::test_a_config_that_is_not_supported_is_named"
@@ -183,6 +183,10 @@ LEFT_OUT = {
         "each layer has a cache of keys and values; refused at load",
         REFUSED_OTHERS,
     ),
+    "layers whose heads differ in number or size (Gemma 4)": (
+        "blocks of one size hold any layer's keys and values; refused at load",
+        REFUSED_OTHERS,
+    ),
     "`dynamic` rotations": (
         "they change with a sequence's length, and with them what is cached; refused at load",
         REFUSED_OTHERS,
@@ -196,14 +200,14 @@ LEFT_OUT = {
         '`max_model_len` ends there, and `model_path="transformers"` goes on',
         "tests/models/test_families.py::test_queries_that_grow_with_their_position_bound_the_length",
     ),
-    "OLMoE with `clip_qkv`": (
-        "the product of queries, keys and values has no clamp; null in the published config; refused at load",
-        "tests/models/test_experts.py::test_what_no_mixture_can_be_is_refused",
+    "OLMoE with `clip_qkv`, natively": (
+        "the product of queries, keys and values has no clamp; runs by transformers' code",
+        LACKING,
     ),
     "bidirectional attention (Gemma as an encoder)": ("it generates no text; refused at load", REFUSED_FAMILIES),
-    "native families with the exact GELU": (
-        "gated units of kernels are of SiLU or of the GELU by tanh; refused at load",
-        NOT_SUPPORTED,
+    "gated units of the exact GELU, natively": (
+        "kernels have those of SiLU and of the GELU by tanh; runs by transformers' code",
+        LACKING,
     ),
     "images, sound and video of multimodal models": (
         "their text part runs; inputs other than text are refused",

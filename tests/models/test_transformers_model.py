@@ -207,6 +207,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
         transformers.RecurrentGemmaConfig(vocab_size=384, hidden_size=64, num_hidden_layers=3, num_attention_heads=4),
         "of its 3 layers",
     ),
+    "heads of several sizes": (
+        transformers.Gemma4TextConfig(
+            vocab_size=384, hidden_size=64, hidden_size_per_layer_input=0, head_dim=16, global_head_dim=32,
+            intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
+        "heads of several numbers or sizes",
+    ),
     "rotations by length": (
         transformers.PhiConfig(
             vocab_size=384, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
