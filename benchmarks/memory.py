@@ -187,6 +187,7 @@ CASES = [
     Case(name="FP8 by blocks", config=DENSE, write=write_fp8),
     Case(name="GGUF Q4_K", config=DENSE, write=write_q4_k),
     Case(name="experts, bfloat16", config=EXPERTS, write=write_dense),
+    Case(name="experts, GPTQ int4", config=EXPERTS, write=write_gptq),
     Case(name="experts, int8 at load", config=EXPERTS, write=write_dense, quantization="int8"),
 ]
 

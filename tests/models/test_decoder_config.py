@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from aioengine.errors import ConfigError, ModelLoadError
-from aioengine.models import families
+from aioengine.models import decoder_config
 from aioengine.models.decoder_config import (
     UNREAD_FIELDS,
     ConfigFields,
@@ -130,7 +130,7 @@ def read_both_ways(path: Path, content: dict[str, Any]) -> list[DecoderConfig | 
     results: list[DecoderConfig | type[ModelLoadError]] = []
     for read in (known_fields, lambda *_: None):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(families, "known_fields", read)
+            patch.setattr(decoder_config, "known_fields", read)
             try:
                 results.append(read_decoder_config(ModelFolder.read(path)))
             except ModelLoadError:

@@ -309,7 +309,7 @@ DAMAGES: dict[str, Damage] = {
         with_tensor(HEAD, lambda embedding: embedding + 1), (HEAD, "tie_word_embeddings"), family="qwen3"
     ),
     **{
-        f"unexpected {name}": Damage(with_tensor(name, lambda _: torch.zeros(64)), (f"unexpected tensor {name}",))
+        f"unexpected {name}": Damage(with_tensor(name, lambda _: torch.ones(64)), (f"unexpected tensor {name}",))
         for name in UNEXPECTED
     },
     "another shape": Damage(
