@@ -177,7 +177,7 @@ def test_layers_have_the_windows_that_transformers_gives_them(
             "max_window_layers": rng.choice([0, 1, 2, 4, 5, ...]),
         }
         if family.windows == "layer_types":
-            types = [rng.choice(families.LAYER_TYPES) for _ in range(num_layers)]
+            types = [rng.choice(decoder_config.LAYER_TYPES) for _ in range(num_layers)]
             fields["layer_types"] = rng.choice([types, None, ...])
             fields["sliding_window_pattern"] = rng.choice([2, 3, ...])
         content = without_absent(
