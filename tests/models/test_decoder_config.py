@@ -287,7 +287,7 @@ def test_a_rope_that_transformers_cannot_use_is_refused(tmp_path: Path, rope: di
         ({"max_position_embeddings": 10**30}, "max_position_embeddings="),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": float("inf")}}, "rope_parameters"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "with rope_theta=0 not all frequencies"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "between 0 and infinity; rope_theta=0"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 10**30}}, "rope_parameters"),
         ({"sliding_window": 0}, "sliding_window=0"),
         ({"dtype": "float64"}, "float64"),

@@ -47,7 +47,7 @@ def read_rope(parameters: RopeParameters, head_dim: int, lengths: Lengths) -> Ro
     if len(values) != rotary_dim // 2:
         raise ValueError(f"they give {len(values)} frequencies, not {rotary_dim // 2}")
     if not all(0 < value < math.inf for value in [*values, scale]):
-        raise ValueError(f"with rope_theta={parameters['rope_theta']} not all frequencies are above 0 and finite")
+        raise ValueError(f"not all frequencies are between 0 and infinity; rope_theta={parameters['rope_theta']}")
     return Rope(values + (0.0,) * ((head_dim - rotary_dim) // 2), scale)
 
 
