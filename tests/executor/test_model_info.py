@@ -53,7 +53,7 @@ def test_weights_take_as_many_bytes_as_is_said(
 
 # The library's, of its own calls of torch.
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized:UserWarning")
-@pytest.mark.parametrize("name", few(["gptq with zeros", "nf4", "gptq in another order"], of=list(FORMATS)))
+@pytest.mark.parametrize("name", few(["gptq with zeros", "gptq in another order"], of=list(FORMATS)))
 def test_quantised_checkpoints_take_as_many_bytes_as_is_said(
     checkpoint: Callable[..., Path], tmp_path: Path, name: str
 ) -> None:
