@@ -24,6 +24,7 @@ FLOORS = """
     engine
     stream
     frontend
+    cluster
     transport
     executor
     core
@@ -44,6 +45,7 @@ FLOORS = """
 NEVER = {
     "scheduler": {"torch", "asyncio", "anyio", "zmq", "time", "random", "threading"},
     "transport": {"torch"},
+    "cluster": {"torch"},
     "core": {"torch", "zmq"},
     "server": {"torch", "zmq"},
     "models": {"asyncio", "anyio", "zmq"},

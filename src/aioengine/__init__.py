@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from aioengine.blocking.llm_engine import LLMEngine as LLMEngine
     from aioengine.config import EngineConfig as EngineConfig
     from aioengine.config import ProcessOptions as ProcessOptions
+    from aioengine.config import ReplicaOptions as ReplicaOptions
     from aioengine.core.executor_protocol import ExecutorInfo as ExecutorInfo
     from aioengine.core.health import Health as Health
     from aioengine.core.worker_functions import Worker as Worker
@@ -65,7 +66,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "blocking.llm": ["LLM"],
     "blocking.llm_engine": ["LLMEngine"],
-    "config": ["EngineConfig", "ProcessOptions"],
+    "config": ["EngineConfig", "ProcessOptions", "ReplicaOptions"],
     "core.executor_protocol": ["ExecutorInfo"],
     "core.health": ["Health"],
     "core.worker_functions": ["Worker", "worker_function"],

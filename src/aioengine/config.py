@@ -381,3 +381,74 @@ class ProcessOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def __post_init__(self) -> None:
         check_fields(self, _refused)
+
+
+class ReplicaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How `Engine` runs its model several times with ``replicas=ReplicaOptions(...)``; ``replicas=4`` takes these
+    defaults.
+
+    A bad value is a `ConfigError` that names the field.
+    """
+
+    replicas: Annotated[int, Meta(ge=1, le=1024, description="engines that serve the model, a process each")] = 1
+    replicas_local: Annotated[
+        Annotated[int, Meta(ge=0, le=1024)] | None,
+        Meta(description="how many of them this machine starts, the first ones; absent: all; others join"),
+    ] = None
+    start_rank: Annotated[int, Meta(ge=0, le=1023, description="rank of the first one of a machine that joins")] = 0
+    launcher: Annotated[
+        Literal["process", "ray"], Meta(description="what starts them: child processes, or actors of a Ray cluster")
+    ] = "process"
+    join_address: Annotated[
+        Name | None, Meta(description="where engines of other machines join, such as tcp://0.0.0.0:5570")
+    ] = None
+    join_keys: Annotated[Name | None, Meta(description="folder of keys for that, made by `aioengine keys`")] = None
+    balance: Annotated[
+        Literal["prefix", "load", "round_robin"],
+        Meta(
+            description="which one gets a request: with its prefix in the cache unless overloaded, least loaded, next"
+        ),
+    ] = "prefix"
+    stall_timeout_s: Annotated[
+        Seconds, Meta(description="seconds without a beat, or at one step, after which one is killed and replaced")
+    ] = 60.0
+    restart_backoff_s: Annotated[
+        float,
+        Meta(ge=0.01, le=3600.0, description="seconds before one that died is started again; doubles to 30"),
+    ] = 0.5
+    max_restarts: Annotated[
+        int, Meta(ge=0, le=1000, description="starts of one in a row that may fail before it is given up")
+    ] = 5
+    max_attempts: Annotated[
+        int, Meta(ge=1, le=1000, description="replicas that a request may lose before it fails")
+    ] = 8
+    recover_timeout_s: Annotated[
+        Seconds, Meta(description="seconds that a request waits for a replica when all are gone")
+    ] = 120.0
+    drain_timeout_s: Annotated[
+        float,
+        Meta(ge=0.0, le=86400.0, description="seconds that requests have to end where they are before they are moved"),
+    ] = 30.0
+    lockstep: Annotated[
+        bool, Meta(description="step together, as mixtures of experts that are spread over them will have to")
+    ] = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, _refused)
+        if self.replicas_local is not None and self.replicas_local > self.replicas:
+            raise ConfigError(
+                f"replicas_local={self.replicas_local} of replicas={self.replicas}: at most all can be local"
+            )
+        if self.num_remote and self.join_address is None:
+            raise ConfigError(
+                f"{self.num_remote} of {self.replicas} replicas are to join from other machines: say where in "
+                "join_address, such as tcp://0.0.0.0:5570, or leave replicas_local out"
+            )
+
+    @property
+    def num_local(self) -> int:
+        return self.replicas if self.replicas_local is None else self.replicas_local
+
+    @property
+    def num_remote(self) -> int:
+        return self.replicas - self.num_local
