@@ -189,6 +189,7 @@ class Engine(EngineControl):
         priority: int = 0,
         cache_salt: str | None = None,
         tenant: str | None = None,
+        session: str | None = None,
         trace_headers: Mapping[str, str] | None = None,
         on_full: OnFull = "wait",
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -217,6 +218,8 @@ class Engine(EngineControl):
             priority: smaller goes first, and preempts larger ones that run; equal ones go by age.
             cache_salt: share cached prefixes only with requests of the same salt.
             tenant: for whom it is, where ``scheduler="fair"``: tenants share the engine alike, however much each asks.
+            session: requests of the same one, such as the turns of a chat, go to the same of several replicas, which
+                has their prefixes in its cache, while it serves; any name of up to 256 characters.
             trace_headers: ``traceparent`` and ``tracestate`` of the OpenTelemetry span that its own is to be inside of;
                 absent: the current one. It has none where the program has not set OpenTelemetry up.
             on_full: with ``max_waiting`` sequences waiting already, "wait" for admission or "raise" `EngineOverloaded`.
@@ -244,7 +247,7 @@ class Engine(EngineControl):
         call: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "on_full": on_full, "may_wait": True}
         call |= {"effort": reasoning_effort, "options": AnswerOptions.of(tools, tool_choice, parallel_tool_calls)}
         call |= {"chat_template": chat_template, "add_special_tokens": add_special_tokens}
-        call |= {"tenant": tenant, "trace_headers": trace_headers}
+        call |= {"tenant": tenant, "session": session, "trace_headers": trace_headers}
         wanted = OutputType(output_type) if output_type is not None else None
         if wanted is not None:
             if params is None:
@@ -271,6 +274,7 @@ class Engine(EngineControl):
         priority: int = 0,
         cache_salt: str | None = None,
         tenant: str | None = None,
+        session: str | None = None,
         trace_headers: Mapping[str, str] | None = None,
         on_full: OnFull = "wait",
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -298,7 +302,7 @@ class Engine(EngineControl):
                 engine's.
         """
         call: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "tenant": tenant, "on_full": on_full}
-        call |= {"trace_headers": trace_headers}
+        call |= {"session": session, "trace_headers": trace_headers}
         call |= {"max_unread_tokens": max_unread_tokens, "stream_interval": stream_interval}
         call |= {"effort": reasoning_effort, "options": AnswerOptions.of(tools, tool_choice, parallel_tool_calls)}
         call |= {"chat_template": chat_template, "add_special_tokens": add_special_tokens}

@@ -56,6 +56,7 @@ BAD_ARGUMENTS: dict[str, list[dict[str, Any]]] = {
     "max_tokn": [{"max_tokn": 3}],
     "priority": [{"priority": priority} for priority in (1.5, None, True, 10**30)],
     "cache_salt": [{"cache_salt": salt} for salt in ("", 7, "s" * 1025, "\ud800")],
+    "session": [{"session": session} for session in ("", 7, "s" * 257, "\ud800")],
     "tenant": [{"tenant": tenant} for tenant in ("", 7, "t" * 257, "\ud800")],
 }
 

@@ -110,7 +110,7 @@ def test_every_field_is_either_the_samplers_or_looked_at(kind: Kind) -> None:
         "continue_final_message", "chat_template_kwargs", "chat_template", "tools", "tool_choice",
         "parallel_tool_calls", "reasoning_effort", "include_reasoning", "response_format", "structured_outputs",
         "guided_json", "guided_regex", "guided_choice", "guided_grammar", "thinking_token_budget", "add_special_tokens",
-        "return_token_ids", "return_tokens_as_token_ids",
+        "return_token_ids", "return_tokens_as_token_ids", "prompt_cache_key",
     }  # fmt: skip
     assert set(kind.__struct_fields__) == {*schema.SAMPLING_FIELDS, *(looked_at & set(kind.__struct_fields__))}
     all_names = [*kind.__struct_fields__, *kind.NEUTRAL, *kind.HINTS, *kind.LEFT_OUT]

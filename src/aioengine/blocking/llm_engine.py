@@ -121,6 +121,7 @@ class LLMEngine(Facade):
         priority: int = 0,
         cache_salt: str | None = None,
         tenant: str | None = None,
+        session: str | None = None,
         trace_headers: Mapping[str, str] | None = None,
         **neutral: Any,
     ) -> str:
@@ -131,7 +132,7 @@ class LLMEngine(Facade):
             prompt: text, token ids, chat messages, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.
             params: how to sample; absent: as the model's generation config says.
             arrival_time: from when on its times count, in Unix seconds; absent: now.
-            priority, cache_salt, tenant, trace_headers: as in `Engine.generate`.
+            priority, cache_salt, tenant, session, trace_headers: as in `Engine.generate`.
             neutral: other arguments of vLLM's, at values that have no effect.
         Returns:
             the request's id.
@@ -158,6 +159,7 @@ class LLMEngine(Facade):
                 priority=priority,
                 cache_salt=cache_salt,
                 tenant=tenant,
+                session=session,
                 trace_headers=trace_headers,
             )
             stream.arrival_time = arrival_time

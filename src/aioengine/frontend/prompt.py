@@ -12,7 +12,14 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from aioengine.core.protocol import MAX_ID_CHARS, MAX_PRIORITY, MAX_SALT_CHARS, MAX_TENANT_CHARS, check_limits
+from aioengine.core.protocol import (
+    MAX_ID_CHARS,
+    MAX_PRIORITY,
+    MAX_SALT_CHARS,
+    MAX_SESSION_CHARS,
+    MAX_TENANT_CHARS,
+    check_limits,
+)
 from aioengine.errors import PromptTooLong
 from aioengine.frontend.admission import OnFull
 from aioengine.frontend.answer_format import PLAIN, AnswerOptions, AnswerPlan, with_constraint
@@ -59,10 +66,11 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     stream_interval: Annotated[int, Meta(ge=1)] | None = None
     chat_template: Annotated[str, Meta(min_length=1, max_length=MAX_TEMPLATE_BYTES)] | None = None
     add_special_tokens: bool | None = None
+    session: Annotated[str, Meta(min_length=1, max_length=MAX_SESSION_CHARS)] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, invalid)
-        for name in ("request_id", "cache_salt", "chat_template", "tenant"):
+        for name in ("request_id", "cache_salt", "chat_template", "tenant", "session"):
             if not is_utf8(getattr(self, name) or ""):
                 raise invalid(name, f"{name} has a lone surrogate, which has no UTF-8 form; remove it")
 
@@ -235,6 +243,7 @@ def prepare(runtime: Runtime, call: Call, checked: Checked) -> Prepared:
         tenant=call.tenant or "",
         traceparent=(call.trace_headers or {}).get("traceparent", ""),
         tracestate=(call.trace_headers or {}).get("tracestate", ""),
+        session=call.session or "",
     )
     return Prepared(text, runtime.core.make_sequence(request), plan)
 

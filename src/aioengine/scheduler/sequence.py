@@ -36,6 +36,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         cache_salt: requests share cached prefixes only with those of the same salt.
         tenant: whose it is, for the policy "fair".
         traceparent, tracestate: of the caller's span, for the engine's own; empty without one.
+        session: requests of one go to one replica, where there are several; an engine does not look at it.
         thinking: the reasoning that comes before what ``params.structured`` asks for; None: there is none.
     """
 
@@ -51,6 +52,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     tenant: str = ""
     traceparent: str = ""
     tracestate: str = ""
+    session: str = ""
 
     @property
     def has_grammar(self) -> bool:

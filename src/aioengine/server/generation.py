@@ -11,6 +11,7 @@ from typing import Any
 
 import anyio
 
+from aioengine.core.protocol import MAX_SESSION_CHARS
 from aioengine.engine import Engine, Stream
 from aioengine.errors import AioEngineError, EngineClosed, InvalidRequest
 from aioengine.frontend.answer_format import AnswerOptions, template_variables
@@ -288,6 +289,11 @@ class GenerationCall:
         header = self._config.tenant_header
         return request.tenant if header is None else self._exchange.headers.get(header.lower()) or None
 
+    def _session(self, request: Generation) -> str | None:
+        """OpenAI's key for requests that share a cache, else a header's. It is a hint: what is too long is cut."""
+        key = request.prompt_cache_key or self._exchange.headers.get("x-session-id", "")
+        return key[:MAX_SESSION_CHARS] or None
+
     def _head(self, kind: str, streams: list[Stream]) -> dict[str, object]:
         """With the engine's id for it, so that what an answer is called can be aborted."""
         return {"id": f"{kind}-{streams[0].request_id}", "created": int(time.time()), "model": self._record.model}
@@ -306,6 +312,7 @@ class GenerationCall:
                 cache_salt=request.cache_salt,
                 add_special_tokens=request.add_special_tokens,
                 tenant=self._tenant(request),
+                session=self._session(request),
                 trace_headers=record.trace_headers or None,
                 on_full="raise",
                 max_unread_tokens=self._config.max_unread_tokens if request.stream else None,

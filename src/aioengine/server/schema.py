@@ -69,7 +69,7 @@ class Generation(RowFields, kw_only=True):
         "use_beam_search": (False,),
     }  # fmt: skip
     HINTS: ClassVar[tuple[str, ...]] = (
-        "guided_decoding_backend", "metadata", "prediction", "prompt_cache_key", "prompt_cache_options",
+        "guided_decoding_backend", "metadata", "prediction", "prompt_cache_options",
         "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user", "verbosity",
     )  # fmt: skip
 
@@ -93,6 +93,7 @@ class Generation(RowFields, kw_only=True):
     priority: Integer | None = None
     cache_salt: str | None = None
     tenant: str | None = None
+    prompt_cache_key: str | None = None
     response_format: dict[str, Any] | None = None
     vllm_xargs: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
