@@ -432,6 +432,20 @@ class ReplicaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     lockstep: Annotated[
         bool, Meta(description="step together, as mixtures of experts that are spread over them will have to")
     ] = False
+    ray_address: Annotated[
+        Name | None, Meta(description="of the Ray cluster, host:port; absent: as ray.init() finds or starts one")
+    ] = None
+    ray_num_cpus: Annotated[
+        float, Meta(ge=0.0, le=1024.0, description="CPUs of a replica on Ray, and the threads that it computes with")
+    ] = 1.0
+    ray_num_gpus: Annotated[
+        Annotated[float, Meta(ge=0.0, le=1.0)] | None,
+        Meta(description="GPUs of a replica on Ray; absent: 1 where the cluster has GPUs and the device is none other"),
+    ] = None
+    ray_placement_group: Annotated[
+        Name | None,
+        Meta(description="name of a placement group to put replicas in; absent: this process's, or one for each"),
+    ] = None
 
     def __post_init__(self) -> None:
         check_fields(self, _refused)

@@ -45,6 +45,12 @@ class KeyPair(msgspec.Struct, frozen=True, kw_only=True):
     def __repr__(self) -> str:
         return f"KeyPair(public={self.public!r})"
 
+    @classmethod
+    def make(cls) -> Self:
+        """A new pair, which is in no file."""
+        public, secret = zmq.curve_keypair()
+        return cls(public=public, secret=secret)
+
     def apply(self, socket: zmq.Socket[bytes]) -> None:
         socket.curve_publickey = self.public
         socket.curve_secretkey = self.secret
@@ -59,6 +65,11 @@ class ServerKeys(msgspec.Struct, frozen=True, kw_only=True):
 
     pair: KeyPair
     clients: dict[str, bytes]
+
+    @classmethod
+    def admitting(cls, pair: KeyPair, name: str, public: bytes) -> Self:
+        """Of a server for one client, whose public key has 40 characters."""
+        return cls(pair=pair, clients={name: z85.decode(public)})
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Self:
@@ -170,7 +181,8 @@ def _make_private(folder: Path) -> None:
 
 
 def _make_pair(folder: Path, name: str) -> list[Path]:
-    public, secret = (key.decode() for key in zmq.curve_keypair())
+    pair = KeyPair.make()
+    public, secret = pair.public.decode(), pair.secret.decode()
     files = _files(folder, name)
     certificate = f'metadata\ncurve\n    public-key = "{public}"\n'  # as zmq.auth reads it
     contents = f'{certificate}    secret-key = "{secret}"\n', certificate

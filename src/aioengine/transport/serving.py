@@ -21,7 +21,7 @@ from aioengine.errors import ConfigError, EngineDead
 from aioengine.executor.in_process import InProcess
 from aioengine.import_path import load
 from aioengine.own_process import asked_by_signals
-from aioengine.progress import LOADING
+from aioengine.progress import LOADING, OnProgress
 from aioengine.text.worker import TextWorker
 from aioengine.transport.addresses import PrivateFolder, check_connect
 from aioengine.transport.channel import Channel, Context, end_context, make_context
@@ -90,12 +90,12 @@ async def serve_engine(
         ConfigError, ModelLoadError, EngineDead: it cannot start, or has died; the endpoints have heard of it.
     """
     with anyio.CancelScope() as scope, asked_by_signals(lambda _: scope.cancel()):
-        worker, dump_worker = TextWorker(), TextWorker()
+        worker = TextWorker()
         shakers = _Handshakes(endpoints, worker)
         try:
             init = await shakers.greet(index)
             options = _resolve_options(init, address, config, plugins)
-            await _serve(options, keys, shakers, worker, dump_worker, on_serving)
+            await serve_init(options, keys, shakers.tell, on_serving)
         except Exception as error:
             shakers.tell(Failing(to_fault(error)))
             raise
@@ -103,7 +103,6 @@ async def serve_engine(
             with _closing():
                 await shakers.aclose()
                 await worker.aclose()
-                await dump_worker.aclose()
     if scope.cancel_called:
         logger.info("the engine has ended as it was told")
 
@@ -130,37 +129,60 @@ def _resolve_options(
     )
 
 
-async def _serve(
-    options: Init,
+async def serve_init(
+    init: Init,
     keys: ServerKeys | None,
-    shakers: _Handshakes,
+    tell: Callable[[WireMessage], None],
+    on_serving: Callable[[EngineServer], None] = lambda _: None,
+) -> None:
+    """Load a model and serve it until cancelled, or until the engine's death.
+
+    Args:
+        init: what to serve, and where; an address of None is one in a folder of its own.
+        tell: hears `Loading` now and then, and `Ready`.
+    Raises:
+        ConfigError, ModelLoadError, EngineDead: it cannot start, or has died.
+    """
+    worker, dump_worker = TextWorker(), TextWorker()
+    try:
+        await _serve(init, keys, tell, on_serving, worker, dump_worker)
+    finally:
+        with _closing():
+            await worker.aclose()
+            await dump_worker.aclose()
+
+
+async def _serve(
+    init: Init,
+    keys: ServerKeys | None,
+    tell: Callable[[WireMessage], None],
+    on_serving: Callable[[EngineServer], None],
     worker: TextWorker,
     dump_worker: TextWorker,
-    on_serving: Callable[[EngineServer], None],
 ) -> None:
-    config = options.config
+    config = init.config
     if config is None:
         raise ConfigError("it is not said what to serve: give a model")
     hooks = CoreHooks(worker, dump_worker, on_capacity=lambda: None)
-    for plugin in options.plugins:
+    for plugin in init.plugins:
         await worker.run(_import, None, plugin)  # which may take long, and this process be told to end meanwhile
     executor: Executor | None = None
-    if options.executor is not None:
-        executor = load(options.executor, "executor")(config)
+    if init.executor is not None:
+        executor = load(init.executor, "executor")(config)
     backend = InProcess(config, executor, hooks)
     folders: list[PrivateFolder] = []
     server: EngineServer | None = None
     try:
         files = await backend.find_model()
-        await backend.open(shakers.on_progress)
-        address = options.address
+        await backend.open(_telling_progress(tell))
+        address = init.address
         if address is None:
             # Noted where it is made, so that a start that is cancelled here removes it.
             await worker.run(lambda: folders.append(PrivateFolder()), None)
             address = str(folders[0].address(ENGINE_SOCKET))
         server = EngineServer(backend.core, address, model_path=files.path, keys=keys)
         await server.open()
-        shakers.tell(Ready(server.address, backend.core.info, TASKS))
+        tell(Ready(server.address, backend.core.info, TASKS))
         on_serving(server)
         await server.serve()
     finally:
@@ -172,6 +194,21 @@ async def _serve(
             await backend.aclose()
     if backend.core.death is not None:
         raise EngineDead(str(backend.core.death), dump=backend.core.death.dump)
+
+
+def _telling_progress(tell: Callable[[WireMessage], None]) -> OnProgress:
+    """Tells how far the loading is, now and then."""
+    told_bytes = 0
+
+    def on_progress(done: int, total: int, what: str = LOADING) -> None:
+        nonlocal told_bytes
+        if what != LOADING:
+            return  # what follows is short, and has no message
+        if done in (0, total) or done - told_bytes >= LOADING_EVERY_BYTES:
+            told_bytes = done
+            tell(Loading(done, total))
+
+    return on_progress
 
 
 def _import(module: str) -> object:
@@ -191,7 +228,6 @@ class _Handshakes:
         self._worker = worker
         self._context: Context | None = None
         self._channels: list[tuple[Channel, Writer]] = []
-        self._told_bytes = 0
 
     async def greet(self, index: int) -> Init | None:
         """Say HELLO to all, and wait for what they say together; None without endpoints.
@@ -224,14 +260,6 @@ class _Handshakes:
         """Say the same to all."""
         for channel, writer in self._channels:
             channel.send([writer.write(body)])
-
-    def on_progress(self, done: int, total: int, what: str = LOADING) -> None:
-        """Tell how far the loading is, now and then."""
-        if what != LOADING:
-            return  # what follows is short, and has no message
-        if done in (0, total) or done - self._told_bytes >= LOADING_EVERY_BYTES:
-            self._told_bytes = done
-            self.tell(Loading(done, total))
 
     async def aclose(self) -> None:
         for channel, _ in self._channels:
