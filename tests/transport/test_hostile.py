@@ -14,6 +14,7 @@ from transport.wire_samples import DIRECTIONS, frames_of
 from waiting import until
 
 from aioengine.core import control as c
+from aioengine.transport import peers as peers_module
 from aioengine.transport import server as server_module
 from aioengine.transport import session as session_module
 from aioengine.transport import wire
@@ -81,14 +82,14 @@ class TestBeforeAttaching:
             await look_until(peer.monitor, lambda: peer.monitor.is_gone)
 
     async def test_many_that_are_forgotten_again(self, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(server_module, "MAX_GONE", 16)
+        monkeypatch.setattr(peers_module, "MAX_GONE", 16)
         async with besieged(address) as siege:
             for _ in range(50):
                 peer = siege.peer()
                 await peer.join()
                 peer.vanish()
-            await until(lambda: len(siege.server._sessions) == 1)
-            assert len(siege.server._gone) == 16
+            await until(lambda: len(siege.server.peers.sessions) == 1)
+            assert len(siege.server.peers._gone) == 16
             await siege.peer().join()
 
 

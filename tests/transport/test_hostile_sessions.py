@@ -21,6 +21,7 @@ from transport.siege import (
 from transport.strangers import STRANGERS, say
 from waiting import until
 
+from aioengine.transport import peers as peers_module
 from aioengine.transport import server as server_module
 from aioengine.transport import session as session_module
 from aioengine.transport import wire
@@ -33,7 +34,7 @@ both_ways = pytest.mark.parametrize("scheme", ["ipc", *nightly("tcp")])
 class TestAttaching:
     async def test_more_than_are_possible(self, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """They are bounded while they are there, those that were let go included."""
-        monkeypatch.setattr(server_module, "MAX_SESSIONS", 16)
+        monkeypatch.setattr(peers_module, "MAX_SESSIONS", 16)
         async with besieged(address) as siege:
             num_attached = num_refused = 0
             for _ in range(20):
@@ -47,12 +48,12 @@ class TestAttaching:
                     if isinstance(answer, Attached):
                         peer.writer.number = 1
                         peer.say(wire.Detach())
-                    assert len(siege.server._sessions) <= 16
+                    assert len(siege.server.peers.sessions) <= 16
                 for peer in peers:
                     peer.vanish()
             assert num_attached >= 15
             assert num_attached + num_refused == 1000
-            await until(lambda: len(siege.server._sessions) == 1)
+            await until(lambda: len(siege.server.peers.sessions) == 1)
             await siege.peer().join()
 
     async def test_who_was_let_go_is_not_heard_again(self, address: str) -> None:
@@ -103,7 +104,7 @@ class TestAttaching:
             await peer.join()
             siege.session.connection = -1
             peer.vanish()
-            await until(lambda: len(siege.server._sessions) == 1)
+            await until(lambda: len(siege.server.peers.sessions) == 1)
 
 
 @pytest.mark.parametrize("stranger", STRANGERS)
@@ -130,7 +131,7 @@ class TestVanishing:
                     peer.say(request(number, max_tokens=3000))
                 await peer.read_until(lambda peer=peer: len(peer.tokens) == 4)  # type: ignore[misc]
                 peer.vanish()
-            await until(lambda: len(siege.server._sessions) == 1)
+            await until(lambda: len(siege.server.peers.sessions) == 1)
             await until(lambda: len(siege.server.core._live) <= 1)
 
     @pytest.mark.parametrize("moment", ["at once", "asked", "attached"])

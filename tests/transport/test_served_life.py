@@ -90,7 +90,7 @@ async def tokens_of(engine: Engine) -> list[int]:
 
 
 def num_sessions(server: EngineServer) -> int:
-    return sum(not session.is_over for session in server._sessions.values())
+    return sum(not session.is_over for session in server.peers.sessions.values())
 
 
 async def until_running(server: EngineServer, number: int) -> None:
@@ -142,7 +142,7 @@ async def test_a_control_call_that_its_caller_cancels_stops_in_the_engine(runtim
         served(f"ipc://{runtime}/engine.sock", executor) as server,
         aclosing(await Engine.connect(server.address)) as engine,
     ):
-        (session,) = server._sessions.values()
+        (session,) = server.peers.sessions.values()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(engine.execute_dummy_batch)
             await until(lambda: session.calls)
@@ -152,8 +152,8 @@ async def test_a_control_call_that_its_caller_cancels_stops_in_the_engine(runtim
 
 @pytest.mark.parametrize("what", ["it is cut", "it goes silent"])
 async def test_a_connection_by_tcp(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioengine.transport.server.TCP_HEARTBEAT_MS", 100)
-    monkeypatch.setattr("aioengine.transport.server.TCP_TIMEOUT_MS", 400)
+    monkeypatch.setattr("aioengine.transport.peers.TCP_HEARTBEAT_MS", 100)
+    monkeypatch.setattr("aioengine.transport.peers.TCP_TIMEOUT_MS", 400)
     beats = {"heartbeat_interval_s": 0.05, "heartbeat_timeout_s": 0.3}
     async with (
         served("tcp://127.0.0.1:*", front_end_executor(), **beats) as server,

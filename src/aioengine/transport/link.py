@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import msgspec
@@ -26,6 +26,8 @@ LINGER_S = 0.2
 MAX_CALLS = 32
 """Control calls under way; further ones wait for their turn."""
 
+Answer = TypeVar("Answer", bound=wire.WireMessage)
+
 NEVER_MS = 24 * 3600 * 1000
 """Longer than a link lives after it was cut."""
 
@@ -33,6 +35,8 @@ NEVER_MS = 24 * 3600 * 1000
 class Link:
     """A session's socket. It never reconnects: what was lost in between could not be known.
 
+    Args:
+        kinds: the union of the messages that may come.
     Attributes:
         channel: a DEALER socket; for one task to receive from.
         monitor: of it.
@@ -42,14 +46,20 @@ class Link:
     channel: Channel
     monitor: Monitor
 
-    def __init__(self, worker: TextWorker) -> None:
+    def __init__(self, worker: TextWorker, kinds: Any = wire.FromEngine) -> None:
         self._worker = worker
         self._context: Context | None = None
         self._writer = wire.Writer()
-        self.reader: wire.Reader[wire.FromEngine] = wire.Reader(wire.FromEngine)
+        self.reader: wire.Reader[Any] = wire.Reader(kinds)
 
     async def open(self, address: str, keys: ClientKeys | None, *, name: str, timeout_s: float) -> wire.Attached:
-        """Reach a server and attach to it.
+        """As `attach`, of an engine."""
+        return await self.attach(address, keys, wire.Attached, name=name, timeout_s=timeout_s)
+
+    async def attach(
+        self, address: str, keys: ClientKeys | None, answer: type[Answer], *, name: str, timeout_s: float
+    ) -> Answer:
+        """Reach a server and attach to it, which it answers by such a message.
 
         Raises:
             ConfigError: the address is not allowed, or no socket can be had.
@@ -65,7 +75,7 @@ class Link:
                 self._connect(self._context, where, keys)
             except zmq.ZMQError as error:
                 raise ConfigError(f"cannot connect to {address}: {error.strerror}") from None
-            return await self._attach(where, keys, name)
+            return await self._attach(where, keys, answer, name)
         raise EngineDead(f"no engine answers at {address} within {timeout_s:g} s; is an engine of this version there?")
 
     def send(self, body: wire.WireMessage) -> None:
@@ -104,7 +114,7 @@ class Link:
         self.channel = Channel(socket)
         socket.connect(str(where))
 
-    async def _attach(self, where: Address, keys: ClientKeys | None, name: str) -> wire.Attached:
+    async def _attach(self, where: Address, keys: ClientKeys | None, answer: type[Answer], name: str) -> Answer:
         self.send(wire.Attach(wire.PROTOCOL_VERSION, name))
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._wake_if_refused)
@@ -121,7 +131,7 @@ class Link:
             raise EngineDead(f"what answers is no engine of this version: {error}") from None
         if isinstance(body, wire.Refused):
             raise EngineDead(f"the engine at {where} does not serve this front end: {body.reason}")
-        if not isinstance(body, wire.Attached):
+        if not isinstance(body, answer):
             raise EngineDead(f"what answers at {where} is no engine of this version")
         return body
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections import deque
 from collections.abc import Callable
 
 import anyio
 import msgspec
-import zmq
 
 from aioengine.core.control import AnyControl, CommitWeights, DropWeights, StageWeights
 from aioengine.core.engine_core import EngineCore
@@ -18,7 +15,7 @@ from aioengine.core.listener import UNLIMITED, SampledLogprobs
 from aioengine.core.observers import log_begin
 from aioengine.core.protocol import MAX_ID_CHARS, MAX_PRIORITY, MAX_SALT_CHARS, MAX_TENANT_CHARS, check_limits
 from aioengine.core.tracing import PartSpan, begin_span
-from aioengine.errors import AioEngineError, EngineOverloaded, InvalidRequest, PromptTooLong, WireError
+from aioengine.errors import AioEngineError, EngineOverloaded, InvalidRequest, PromptTooLong
 from aioengine.metrics import StepRecord
 from aioengine.sampling_params import MAX_BAD_WORDS, MAX_BAD_WORDS_CHARS
 from aioengine.scheduler.plan import Int32
@@ -26,7 +23,7 @@ from aioengine.scheduler.sequence import Request, Sequence
 from aioengine.structured.grammar import Thinking
 from aioengine.text.worker import TextWorker
 from aioengine.transport import wire
-from aioengine.transport.channel import Channel
+from aioengine.transport.peers import Arrival, PeerSession
 from aioengine.transport.wire_errors import to_fault
 
 MAX_UNREAD_MESSAGES = 4096
@@ -55,40 +52,17 @@ MAX_BAD_TOKENS = 2 * 4 * (MAX_BAD_WORDS_CHARS + MAX_BAD_WORDS)
 """Of all bad words: each is tokenized twice, once behind a space, and a character is four tokens at most."""
 
 
-class Session:
-    """A front end that is attached.
+class Session(PeerSession):
+    """A front end that is attached to an engine.
 
     Args:
         worker: hashes long prompts.
-        channel: the server's ROUTER socket.
-        peer: its routing id there.
-        connection: the file descriptor of its connection there.
         mark: called when something is to be sent soon, beside a step's tokens.
-        cut_off: called with the reason when it does not read what it is sent.
-        forget: called when its connection is found to have ended.
     """
 
-    def __init__(
-        self,
-        core: EngineCore,
-        worker: TextWorker,
-        channel: Channel,
-        peer: bytes,
-        connection: int,
-        *,
-        index: int,
-        name: str,
-        reader: wire.Reader[wire.FromFrontEnd],
-        mark: Callable[[], None],
-        cut_off: Callable[[Session, str], None],
-        forget: Callable[[Session], None],
-    ) -> None:
+    def __init__(self, core: EngineCore, worker: TextWorker, arrival: Arrival, *, mark: Callable[[], None]) -> None:
+        super().__init__(arrival, max_unread_messages=MAX_UNREAD_MESSAGES, max_unread_bytes=MAX_UNREAD_BYTES)
         self.core = core
-        self.peer = peer
-        self.connection = connection
-        self.index = index
-        self.name = name
-        self.reader = reader
         self.mark = mark
         self.followers: dict[int, Follower] = {}
         """By the front end's number, those whose end it has not been told."""
@@ -97,15 +71,7 @@ class Session:
         """Control calls under way."""
         self.transfers: set[str] = set()
         """Of weights, begun and neither committed nor dropped."""
-        self.is_over = False
         self._worker = worker
-        self._channel = channel
-        self._cut_off = cut_off
-        self._forget = forget
-        self._writer = wire.Writer()
-        self._unread: deque[tuple[int, int]] = deque()
-        """(message number, bytes) of what it has not said to have read."""
-        self._unread_bytes = 0
         self._reset()
 
     # Its requests
@@ -229,7 +195,7 @@ class Session:
 
     def flush(self, record: StepRecord | None = None) -> None:
         """Send what has come together, with the step's record if the front end keeps up."""
-        if len(self._unread) >= BEHIND_MESSAGES:
+        if self.num_unread >= BEHIND_MESSAGES:
             record = None
         news = self.news
         if record is None and not (news.numbers or news.ended or news.failed or news.started or news.prompts):
@@ -240,34 +206,6 @@ class Session:
         for begin in range(MAX_FAILED, len(news.failed), MAX_FAILED):
             self.send(wire.StepOutputsMessage(failed=_share_dumps(news.failed[begin : begin + MAX_FAILED])))
 
-    # Sending
-
-    def send(self, body: wire.WireMessage) -> None:
-        """Send a message now; one that does not read what it is sent is cut off.
-
-        Raises:
-            TooLarge, TypeError, ValueError, OverflowError, RecursionError: as `wire.Writer.write`.
-        """
-        if self.is_over:
-            return
-        frame = self._writer.write(body)
-        # Results are few, as calls are, and may be large: they are no sign of a reader that has stalled.
-        size = 0 if isinstance(body, wire.Returned) else len(frame)
-        self._unread.append((self._writer.number - 1, size))
-        self._unread_bytes += size
-        try:
-            self._channel.send_now([self.peer, frame])
-        except zmq.Again:
-            self._cut_off(self, "it said to have read messages that it did not read")
-        except zmq.ZMQError:
-            self._forget(self)
-        if not self.is_over and (len(self._unread) > MAX_UNREAD_MESSAGES or self._unread_bytes > MAX_UNREAD_BYTES):
-            self._cut_off(
-                self,
-                f"it left {len(self._unread):,} messages ({self._unread_bytes:,} bytes) unread; "
-                f"{MAX_UNREAD_MESSAGES:,} ({MAX_UNREAD_BYTES:,}) are allowed",
-            )
-
     def note_transfer(self, control: AnyControl) -> None:
         """Remember the weights that it has begun to send."""
         if isinstance(control, StageWeights):
@@ -275,27 +213,10 @@ class Session:
         elif isinstance(control, CommitWeights | DropWeights):
             self.transfers.discard(control.transfer)
 
-    def acknowledge(self, number: int) -> None:
-        """It has read the messages up to this number.
-
-        Raises:
-            WireError: they were not sent yet.
-        """
-        if number >= self._writer.number:
-            raise WireError(f"message {number} is acknowledged, and was not sent yet")
-        while self._unread and self._unread[0][0] <= number:
-            self._unread_bytes -= self._unread.popleft()[1]
-
     def beat(self, beat: Beat) -> None:
         """Tell it that the engine lives, if it keeps up."""
-        if len(self._unread) < BEHIND_MESSAGES:
+        if self.num_unread < BEHIND_MESSAGES:
             self.send(wire.Beating(beat))
-
-    def end(self, error: AioEngineError) -> None:
-        """Say last words; its sequences are the caller's to end."""
-        self.is_over = True
-        with contextlib.suppress(zmq.ZMQError):  # it is not there, or does not read
-            self._channel.send_now([self.peer, self._writer.write(wire.Shutdown(to_fault(error)))])
 
 
 class Follower:
