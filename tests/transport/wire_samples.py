@@ -126,6 +126,19 @@ def _add_request_with_tracestate() -> Sample:
     return Sample("add_request_with_tracestate", body)
 
 
+def _add_request_that_goes_on() -> Sample:
+    body = wire.AddRequest(
+        number=151, params=wire.pack_params(PARAMS), prompt=int32(152).tobytes(), seed=153, max_total_tokens=154,
+        request_id="request-155", bad_words=((156,),), priority=157, cache_salt="salt-158", num_allowed=159,
+        thinking=Thinking(begin_ids=(161,), end_ids=(162,), forced_end_ids=(163, 162), is_begun=True, max_tokens=164),
+        tenant="tenant-165",
+        traceparent="00-2af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+        tracestate="vendor=166",
+        choice=1, output=int32(167, 168).tobytes(), is_moved=True,
+    )  # fmt: skip
+    return Sample("add_request_that_goes_on", body)
+
+
 def _add_request_of_later_params() -> Sample:
     """Fields that `SamplingParams` has got since, which travel as a mapping."""
     params = PARAMS.clone(logprobs=2, logprobs_mode="processed")
@@ -159,6 +172,7 @@ FROM_FRONT_END: tuple[Sample, ...] = (
     _add_request_of_later_fields(),
     _add_request_of_later_params(),
     _add_request_with_tracestate(),
+    _add_request_that_goes_on(),
 )
 
 _NEWS: dict[str, Any] = {

@@ -135,7 +135,10 @@ class CoreState:
 
     def add(self, sequence: Sequence, listeners: Iterable[Listener], *, arrived_at: float | None = None) -> None:
         self.check_accepting()
-        sequence.arrived_at = self.clock() if arrived_at is None else arrived_at
+        now = self.clock()
+        sequence.arrived_at = now if arrived_at is None else arrived_at
+        if sequence.output_ids:  # sampled by another engine: its next token here is not its first
+            sequence.first_token_at = sequence.last_token_at = now
         choices = (sequence, *sequence.children)
         # Before its grammar is begun: one that the policy fails waits for none.
         order = order_of(self.scheduler.policy, Incoming.of(sequence.request))

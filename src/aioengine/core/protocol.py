@@ -10,9 +10,10 @@ from aioengine.config import EngineConfig
 from aioengine.core.control import AnyControl
 from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.core.health import Health
-from aioengine.core.listener import Listener
+from aioengine.core.listener import Conditions, Listener
 from aioengine.core.observers import Observers, UserCode
 from aioengine.errors import EngineDead, InvalidRequest
+from aioengine.metrics import StepRecord
 from aioengine.models.folder import ModelFolder
 from aioengine.outputs import FinishReason
 from aioengine.progress import OnProgress
@@ -135,6 +136,29 @@ class Core(Protocol):
         """Serve until cancelled, or until the engine breaks; every sequence has heard its end then."""
 
 
+class Orphan(NamedTuple):
+    """A sequence without a core: it is to go on in another one, with the tokens that it has."""
+
+    sequence: Sequence
+    """It has its listener. It has its children if none of the choices has a token, and all live; else each choice is an
+    orphan by itself."""
+    has_started: bool
+    """It had a row where it was."""
+
+
+class ClusterHooks(NamedTuple):
+    """What a backend is given besides, if its core is one of several that serve as one."""
+
+    conditions: Conditions
+    """Of all of them: a core checks them, and does not end them."""
+    user_code: UserCode
+    """Of all of them, which end together: a core does not keep what is raised."""
+    on_record: Callable[[StepRecord], None]
+    """Called with the record of each step, instead of the core's observers."""
+    on_orphaned: Callable[[list[Orphan]], None]
+    """Called once, when the core has died, with what was to live on."""
+
+
 class CoreHooks(NamedTuple):
     """What a backend is given of the caller's side."""
 
@@ -144,6 +168,8 @@ class CoreHooks(NamedTuple):
     """For work that takes long and must hold up nothing else."""
     on_capacity: Callable[[], None]
     """To be called when a waiting sequence has begun to run or has ended."""
+    cluster: ClusterHooks | None = None
+    """None: the core serves alone."""
 
 
 class Backend(Protocol):

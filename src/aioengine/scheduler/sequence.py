@@ -129,6 +129,8 @@ class Sequence:
     """When its newest token was applied; kept here only while it has no row."""
     listener: Any = None
     """Follows it; the scheduler does not look at it."""
+    core: Any = None
+    """Of several cores the one that has it, or had it last; None: none yet, or there is only one."""
     tenant: str = ""
     """Whose it is, by the policy, and that tenant's weight."""
     weight: float = 1.0
@@ -238,6 +240,23 @@ def make_choices(
         of_child = msgspec.structs.replace(sampling, choice=choice, num_choices=1, prompt_logprobs=-1)
         children.append(Sequence(request, of_child))
     return Sequence(request, sampling, block_hashes or [], tuple(children))
+
+
+def resume_choice(sequence: Sequence, choice: int, output_ids: list[int]) -> Sequence:
+    """One choice of a new request as if it had been preempted behind these tokens, which another engine has sampled.
+
+    Args:
+        sequence: as made by `make_choices`; not to be used any more.
+        choice: which of its choices.
+    """
+    resumed = (sequence, *sequence.children)[choice]
+    resumed.children = ()
+    resumed.block_hashes = sequence.block_hashes
+    resumed.sampling = msgspec.structs.replace(resumed.sampling, num_choices=1)
+    resumed.output_ids = output_ids
+    if output_ids:  # they came behind the log-probabilities of its prompt
+        resumed.num_scored_tokens = len(resumed.prompt) - 1
+    return resumed
 
 
 def _row_sampling(

@@ -2,7 +2,7 @@
 
 Its sequences are mirrors: the front end's own objects, filled from what the engine sends, with the same listeners as in
 process. Ends that the caller asks for are final here at once; the engine hears of them behind. What the engine sends of
-sequences that have ended here is ignored.
+sequences that have ended here is ignored. In a cluster a dead engine ends none of them: they go on in another one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import anyio
 import msgspec
+import numpy as np
 
 from aioengine.config import EngineConfig
 from aioengine.core.control import WAKE_TAGS, AnyControl, Resume, Sleep, WakeUp
@@ -21,7 +22,7 @@ from aioengine.core.engine_core import PUBLISH_SLICE, closed_early
 from aioengine.core.health import Beat, Health, dead, judge
 from aioengine.core.listener import UNLIMITED, Conditions, Endings, Listener, SampledLogprobs
 from aioengine.core.observers import Observers, UserCode
-from aioengine.core.protocol import CoreHooks
+from aioengine.core.protocol import CoreHooks, Orphan
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, WireError, describe
 from aioengine.executor.in_process import clock_of
 from aioengine.metrics import StepRecord
@@ -76,7 +77,8 @@ class RemoteCore:
         self.config = config
         self.eos_token_ids = attached.eos_token_ids
         self.clock = clock = clock_of(asyncio.get_running_loop())
-        self.user_code = UserCode()
+        self._cluster = cluster = hooks.cluster
+        self.user_code = UserCode() if cluster is None else cluster.user_code
         log_interval_s = config.log_stats_interval_s if logs_stats else 0.0
         self.observers = Observers(self.user_code, log_interval_s=log_interval_s, now_s=clock())
         self.death: EngineDead | None = None
@@ -91,7 +93,10 @@ class RemoteCore:
         self._live: dict[int, Sequence] = {}
         """By the numbers that the engine knows them by, which are their orders."""
         self._unstarted: set[int] = set()
-        self._conditions = Conditions()
+        """Those that take of ``max_waiting``."""
+        self._rowless: set[int] = set()
+        """Those that never had a row here."""
+        self._conditions = Conditions() if cluster is None else cluster.conditions
         self._endings = Endings(self.user_code, self._conditions.check)
         self._next_number = 0
         self._calls = ControlCalls(link)
@@ -128,9 +133,11 @@ class RemoteCore:
             raise EngineClosed("the engine is closed")
 
     def add(self, sequence: Sequence, listeners: Iterable[Listener], *, arrived_at: float | None = None) -> None:
+        """As `Core.add`. What another engine had goes on here; a choice that was alone there is alone here, too."""
         self.check_accepting()
         sequence.arrived_at = self.clock() if arrived_at is None else arrived_at
         request = sequence.request
+        is_one = bool(sequence.output_ids) or len(sequence.children) + 1 < request.params.num_sequences
         choices = list(zip((sequence, *sequence.children), listeners, strict=True))
         self._link.send(
             wire.AddRequest(
@@ -148,13 +155,19 @@ class RemoteCore:
                 tenant=request.tenant,
                 traceparent=request.traceparent if len(request.traceparent) <= 64 else "",
                 tracestate=request.tracestate if len(request.tracestate) <= wire.MAX_TRACESTATE_CHARS else "",
+                choice=sequence.sampling.choice if is_one else -1,
+                output=np.array(sequence.output_ids, wire.INT32).tobytes(),
+                is_moved=sequence.core is not None,
             )
         )
         for member, listener in choices:  # what could not be sent is not waited for
             member.order = self._next_number
             member.listener = listener
+            member.core = self
             self._live[member.order] = member
-            self._unstarted.add(member.order)
+            self._rowless.add(member.order)
+            if len(member.output_ids) < listener.num_allowed:  # else it does not wait for a row, but for its reader
+                self._unstarted.add(member.order)
             self._next_number += 1
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
@@ -171,14 +184,26 @@ class RemoteCore:
     def abort_all(self) -> None:
         """As `EngineCore.abort_all`."""
         if not self.is_stopped:
-            sequences = list(self._live.values())
-            for begin in range(0, len(sequences), FINISHED_A_MESSAGE):
-                part = sequences[begin : begin + FINISHED_A_MESSAGE]
-                self._link.send(wire.Finish([sequence.order for sequence in part], "abort"))
-            for sequence in sequences:
+            self._send_aborts()
+            for sequence in list(self._live.values()):
                 sequence.finish_reason = "abort"
                 self._endings.add(sequence.order, self._release(sequence))
             self._endings.tell_some()
+
+    def take_back(self) -> list[Orphan]:
+        """Take all sequences from an engine that lives: their listeners hear nothing, and they can go on in another."""
+        if self.is_stopped:
+            return []
+        self._send_aborts()
+        orphans = self._orphan_all()
+        if self._endings:  # soon: conditions are checked then, and the caller has put the orphans somewhere
+            asyncio.get_running_loop().call_soon(self._endings.tell_some)
+        return orphans
+
+    def _send_aborts(self) -> None:
+        numbers = list(self._live)
+        for begin in range(0, len(numbers), FINISHED_A_MESSAGE):
+            self._link.send(wire.Finish(numbers[begin : begin + FINISHED_A_MESSAGE], "abort"))
 
     def block(self, sequence: Sequence) -> None:
         """The engine counts by itself what it was allowed."""
@@ -242,11 +267,18 @@ class RemoteCore:
         return self.death.anew()
 
     def die(self, death: EngineDead) -> None:
-        """The engine, or the way to it, is gone: every sequence and call hears it, now and once."""
+        """The engine, or the way to it, is gone: every sequence and call hears it, now and once.
+
+        In a cluster the sequences hear nothing: the cluster does.
+        """
         if not self.is_stopped:
             self.death = death
-            self._end_all(self.copy_death)
+            self.is_stopped = True
             self._over.set()
+            if self._cluster is not None:
+                self._cluster.on_orphaned(self._orphan_all())  # before conditions are checked: they are somewhere then
+                self._on_capacity()
+            self._end_all(self.copy_death)
             logger.error("%s", death)  # last: a filter of the program's may raise, and nothing may wait for that
 
     # The loop
@@ -346,23 +378,26 @@ class RemoteCore:
     async def _on_outputs(self, body: wire.StepOutputsMessage) -> None:
         now = self.clock()
         for started, sequence in self._with_sequences(body.started):
-            sequence.num_cached_tokens = started.num_cached_tokens
-            sequence.admitted_at = now
-            sequence.has_run = True
+            if not sequence.has_run:
+                sequence.num_cached_tokens = started.num_cached_tokens
+                sequence.admitted_at = now
+                sequence.has_run = True
             sequence.listener.on_started()
+            self._rowless.discard(started.number)
             self._waits_no_more(started.number)
         for first, sequence in self._with_sequences(body.first):
             sequence.children = ()  # its other choices are on their own from now on
             sequence.first_token_at = now
-            sequence.admitted_at = now - first.prefill_time_s
+            if not sequence.admitted_at < now - first.prefill_time_s:  # else it had begun in another engine
+                sequence.admitted_at = now - first.prefill_time_s
+        for of_prompt, sequence in self._with_sequences(body.prompts):  # first: what has a token needs none of these
+            sequence.listener.on_prompt_logprobs(of_prompt.position, [of_prompt.logprobs])
         logprobs = dict(body.logprobs)
         last_of = {ended.number: ended for ended in body.ended}
         for begin in range(0, len(body.numbers), PUBLISH_SLICE):
             if begin:
                 await asyncio.sleep(0)
             self._on_tokens(body, begin, logprobs, last_of, now)
-        for of_prompt, sequence in self._with_sequences(body.prompts):
-            sequence.listener.on_prompt_logprobs(of_prompt.position, [of_prompt.logprobs])
         self._on_ends(body)
         if body.record is not None:
             self._on_record(body.record)
@@ -392,19 +427,21 @@ class RemoteCore:
     def _on_ends(self, body: wire.StepOutputsMessage) -> None:
         for ended, sequence in self._with_sequences(body.ended):
             sequence.finish_reason, sequence.stop_reason = ended.finish_reason, ended.stop_reason
-            sequence.num_preemptions = ended.num_preemptions
+            sequence.num_preemptions += ended.num_preemptions
             self._endings.add(sequence.order, self._release(sequence))
+        death: EngineDead | None = None
         for failed, sequence in self._with_sequences(body.failed):
             fault = failed.fault
             if 0 <= failed.dump_of < len(body.failed):
                 fault = msgspec.structs.replace(fault, dump=body.failed[failed.dump_of].fault.dump)
             error = to_error(fault)
-            is_end = isinstance(error, EngineClosed | EngineDead)
-            told = error if isinstance(error, AioEngineError) and not is_end else death_of(fault)
-            self._endings.add(sequence.order, self._release(sequence), told)
-            if is_end:
-                # Its last words follow; a listener that hears of the end finds it so here already.
-                self.die(death_of(failed.fault))
+            if isinstance(error, EngineClosed | EngineDead):
+                death = death or death_of(fault)
+            else:
+                told = error if isinstance(error, AioEngineError) else death_of(fault)
+                self._endings.add(sequence.order, self._release(sequence), told)
+        if death is not None:  # its last words follow; a listener that hears of the end finds it so here already
+            self.die(death)
         if self._endings:
             self._endings.tell_some()
 
@@ -422,7 +459,10 @@ class RemoteCore:
         self._beat = msgspec.structs.replace(
             self._beat, step=record.step + 1, step_age_s=0.0, running=record.running, waiting=record.waiting
         )
-        self.observers.on_step(record, self.clock())
+        if self._cluster is None:
+            self.observers.on_step(record, self.clock())
+        else:
+            self._cluster.on_record(record)
 
     # Odds and ends
 
@@ -435,8 +475,28 @@ class RemoteCore:
         del self._live[sequence.order]
         listener: Listener = sequence.listener
         sequence.listener = None
+        self._rowless.discard(sequence.order)
         self._waits_no_more(sequence.order)
         return listener
+
+    def _orphan_all(self) -> list[Orphan]:
+        """Let go of all sequences, without a word to their listeners, but for those that have ended meanwhile."""
+        for sequence in list(self._live.values()):
+            if sequence.finish_reason is not None:  # its last token is handed out, and its end was next
+                self._endings.add(sequence.order, self._release(sequence))
+        orphans: list[Orphan] = []
+        in_families: set[int] = set()
+        for order, sequence in self._live.items():
+            members = (sequence, *sequence.children)
+            if not all(member.order in self._live and not member.output_ids for member in members):
+                sequence.children = ()
+            in_families.update(child.order for child in sequence.children)
+            if order not in in_families:
+                orphans.append(Orphan(sequence, order not in self._rowless))
+        self._live.clear()
+        self._rowless.clear()
+        self._unstarted.clear()
+        return orphans
 
     def _waits_no_more(self, order: int) -> None:
         """A sequence has started, or ended without that."""
@@ -446,12 +506,16 @@ class RemoteCore:
 
     def _end_all(self, error: Callable[[], AioEngineError]) -> None:
         self.is_stopped = True
-        self.user_code.keep()
+        if self._cluster is None:
+            self.user_code.keep()
         for sequence in list(self._live.values()):
             self._endings.add(sequence.order, self._release(sequence), error())
         self._endings.tell_some()
         self._calls.end_all(error)
-        self._conditions.end_all()
+        if self._cluster is None:
+            self._conditions.end_all()
+        else:
+            self._conditions.check()
 
 
 def _allowed(listener: Listener) -> int:

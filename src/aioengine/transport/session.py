@@ -17,9 +17,9 @@ from aioengine.core.protocol import MAX_ID_CHARS, MAX_PRIORITY, MAX_SALT_CHARS, 
 from aioengine.core.tracing import PartSpan, begin_span
 from aioengine.errors import AioEngineError, EngineOverloaded, InvalidRequest, PromptTooLong
 from aioengine.metrics import StepRecord
-from aioengine.sampling_params import MAX_BAD_WORDS, MAX_BAD_WORDS_CHARS
+from aioengine.sampling_params import MAX_BAD_WORDS, MAX_BAD_WORDS_CHARS, SamplingParams
 from aioengine.scheduler.plan import Int32
-from aioengine.scheduler.sequence import Request, Sequence
+from aioengine.scheduler.sequence import Request, Sequence, resume_choice
 from aioengine.structured.grammar import Thinking
 from aioengine.text.worker import TextWorker
 from aioengine.transport import wire
@@ -42,7 +42,8 @@ MAX_FAILED = 256
 RETRY_AFTER_S = 1.0
 
 MAX_HELD_FACTOR = 8
-"""So many times what may wait and run at once may be held by a front end in all: the rest is blocked by its readers."""
+"""So many times what may wait and run at once may be held by a front end in all: the rest is blocked by its readers.
+With what has moved here from an engine that died it may be twice as much."""
 
 MAX_MARKER_TOKENS = 64
 """Of a marker of reasoning."""
@@ -83,8 +84,10 @@ class Session(PeerSession):
         try:
             params = wire.unpack_params(body.params)
             check_limits(params, core.config, core.info.vocab_size, core.eos_token_ids)
-            numbers = range(body.number, body.number + params.num_sequences)  # not more than may be had
+            if body.choice < 0:
+                numbers = range(body.number, body.number + params.num_sequences)  # not more than may be had
             self._check(body, prompt, numbers)
+            self._check_resumed(body, params)
             request = Request(
                 request_id=body.request_id,
                 prompt_token_ids=prompt,
@@ -99,15 +102,20 @@ class Session(PeerSession):
             )
             # Hashing a token takes as long as tokenizing a character: a long prompt is hashed in the worker's thread.
             sequence = await self._worker.run(core.make_sequence, len(prompt), request)
-            if self.is_over:
+            if body.choice >= 0:
+                sequence = resume_choice(sequence, body.choice, body.output_ids.tolist())
+            if self.is_over or self._has_ended(body.number, sequence):
                 return
             choices = (sequence, *sequence.children)
             allowed = UNLIMITED if body.num_allowed < 0 else body.num_allowed
             followers = [Follower(self, *choice, allowed) for choice in zip(numbers, choices, strict=True)]
             core.add(sequence, followers)
             self._trace(body, followers)
-            self.num_unstarted += len(choices)
+            self.num_unstarted += sum(follower.is_unstarted for follower in followers)
             self.followers.update(zip(numbers, followers, strict=True))
+            for follower in followers:
+                if not follower.is_unstarted:
+                    core.block(follower.sequence)
         except AioEngineError as error:
             for number in numbers:
                 if number not in self.followers:
@@ -166,17 +174,40 @@ class Session(PeerSession):
                 raise InvalidRequest(f"{param}: at most {limit} characters are possible", param=param)
         if numbers[0] < 0 or numbers[-1] >= 2**31 or any(number in self.followers for number in numbers):
             raise InvalidRequest(f"a sequence of number {body.number} is here already, or cannot be")
-        most = core.config.max_waiting + core.config.max_num_seqs
+        most = (core.config.max_waiting + core.config.max_num_seqs) * (2 if body.is_moved else 1)
         if len(self.followers) + len(numbers) > MAX_HELD_FACTOR * most:
             raise EngineOverloaded(
                 f"{len(self.followers)} sequences of this front end have not ended; read some of them to their ends",
                 retry_after_s=RETRY_AFTER_S,
             )
-        if self.num_unstarted + len(numbers) > core.config.max_waiting:
+        if self.num_unstarted + len(numbers) > core.config.max_waiting and not body.is_moved:
             raise EngineOverloaded(
                 f"{self.num_unstarted} sequences of this front end wait already (max_waiting)",
                 retry_after_s=RETRY_AFTER_S,
             )
+
+    def _check_resumed(self, body: wire.AddRequest, params: SamplingParams) -> None:
+        """Raise what is wrong with what makes it the rest of a choice."""
+        output = body.output_ids
+        if not -1 <= body.choice < params.num_sequences or (len(output) and body.choice < 0):
+            raise InvalidRequest(f"choice={body.choice}: output is of one choice, from 0 to {params.num_sequences - 1}")
+        if len(body.token_ids) + len(output) > body.max_total_tokens:
+            raise InvalidRequest(
+                f"an output of {len(output)} tokens behind a prompt of {len(body.token_ids)} is more than "
+                f"max_total_tokens={body.max_total_tokens}"
+            )
+        if len(output) and (int(output.min()) < 0 or int(output.max()) >= self.core.info.vocab_size):
+            raise InvalidRequest(f"output holds what is no token; the model has 0 to {self.core.info.vocab_size - 1}")
+
+    def _has_ended(self, number: int, sequence: Sequence) -> bool:
+        """Whether it had ended with the last of the tokens that it comes with; then that is told, and no more."""
+        if not sequence.output_ids:
+            return False
+        reason, stop_reason = sequence.check_stop(sequence.output_ids[-1], frozenset(self.core.eos_token_ids))
+        if reason is not None:
+            self.news.ended.append(wire.Ended(number, reason, stop_reason, 0))
+            self.mark()
+        return reason is not None
 
     # What its sequences bring
 
@@ -222,21 +253,22 @@ class Session(PeerSession):
 class Follower:
     """The `Listener` of a sequence that a front end is told of."""
 
-    __slots__ = ("_has_started", "_num_tokens", "_session", "num_allowed", "number", "sequence", "span")
+    __slots__ = ("_num_tokens", "_session", "is_unstarted", "num_allowed", "number", "sequence", "span")
 
     def __init__(self, session: Session, number: int, sequence: Sequence, num_allowed: int) -> None:
         self._session = session
-        self._num_tokens = 0
-        self._has_started = False
+        self._num_tokens = len(sequence.output_ids)
         self.number = number
         self.sequence = sequence
         self.num_allowed = num_allowed
+        self.is_unstarted = self._num_tokens < num_allowed
+        """It waits for its first row here, and not for its reader alone."""
         self.span: PartSpan | None = None
 
     def on_started(self) -> None:
-        self._has_started = True
         session = self._session
-        session.num_unstarted -= 1
+        session.num_unstarted -= self.is_unstarted
+        self.is_unstarted = False
         session.news.started.append(wire.Started(self.number, self.sequence.num_cached_tokens))
         session.mark()
 
@@ -282,8 +314,7 @@ class Follower:
         if self.span is not None:
             self.span.on_ended(self._num_tokens, finish_reason, error)
         session.followers.pop(self.number, None)
-        if not self._has_started:
-            session.num_unstarted -= 1
+        session.num_unstarted -= self.is_unstarted
         session.mark()
 
 

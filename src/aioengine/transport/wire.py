@@ -85,14 +85,25 @@ class AddRequest(WireMessage, frozen=True, tag=2):
     tenant: str = ""
     traceparent: Annotated[str, Meta(max_length=64)] = ""
     tracestate: Annotated[str, Meta(max_length=MAX_TRACESTATE_CHARS)] = ""
+    choice: int = -1
+    """The only choice that is wanted; -1: all."""
+    output: bytes = b""
+    """Token ids of this choice that another engine has sampled, as ``prompt``; it goes on behind them."""
+    is_moved: bool = False
+    """Another engine had accepted it: this one does not refuse it for those that wait."""
 
     def __post_init__(self) -> None:
-        if len(self.prompt) % INT32.itemsize:
-            raise WireError(f"a prompt of {len(self.prompt)} bytes, which are no int32")
+        for name, ids in (("a prompt", self.prompt), ("an output", self.output)):
+            if len(ids) % INT32.itemsize:
+                raise WireError(f"{name} of {len(ids)} bytes, which are no int32")
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
         return np.frombuffer(self.prompt, INT32)
+
+    @property
+    def output_ids(self) -> NDArray[np.int32]:
+        return np.frombuffer(self.output, INT32)
 
 
 class Finish(WireMessage, frozen=True, tag=3):
@@ -202,7 +213,7 @@ class PromptLogprobsMessage(msgspec.Struct, frozen=True, array_like=True, gc=Fal
 
 
 class StepOutputsMessage(WireMessage, frozen=True, tag=3):
-    """What a step brought a front end. In this order: started, first, tokens, prompts, ended and failed, record.
+    """What a step brought a front end. In this order: started, first, prompts, tokens, ended and failed, record.
 
     Raises:
         WireError: there are more or fewer sequences than tokens.
