@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import time
 from collections.abc import Callable, Iterable
@@ -23,6 +22,7 @@ from aioengine.kernels.native.operations import NativeOperations
 from aioengine.kernels.native.team import Team
 from aioengine.kernels.operations import Operations
 from aioengine.kernels.torch import operations as torch_operations
+from aioengine.threads import CGROUPS, OWN_CGROUP, processor_quota
 
 
 class Chunk(NamedTuple):
@@ -49,23 +49,10 @@ def chunk_tokens(weight_bytes: int, dtype: torch.dtype) -> int:
     return max(chunk.tokens, int(chunk.token_bytes / weight_bytes))
 
 
-def num_usable_threads(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+def num_usable_threads(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> int:
     """torch's number of threads, which is that of the physical cores that this process may run on or OMP_NUM_THREADS;
-    no more than the processor time that its control groups (Linux, version 2) allow it.
-
-    Args:
-        own: the file that names this process's group.
-    """
-    allowed = float(torch.get_num_threads())
-    try:
-        group = cgroups / own.read_text().rpartition("::")[2].strip().lstrip("/")
-    except OSError:
-        return int(allowed)
-    for each in (group, *group.parents):
-        with contextlib.suppress(OSError, ValueError):  # "max": no limit
-            quota_us, period_us = (each / "cpu.max").read_text().split()
-            allowed = min(allowed, float(quota_us) / float(period_us))
-    return max(1, int(allowed))
+    no more than its control groups allow (`processor_quota`)."""
+    return max(1, int(min(torch.get_num_threads(), processor_quota(cgroups, own))))
 
 
 def use_torch_threads(num_threads: int) -> None:
