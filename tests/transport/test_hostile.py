@@ -15,9 +15,9 @@ from waiting import until
 
 from aioengine.core import control as c
 from aioengine.transport import peers as peers_module
-from aioengine.transport import server as server_module
 from aioengine.transport import session as session_module
 from aioengine.transport import wire
+from aioengine.transport.calls import MAX_CALLS
 from aioengine.transport.wire import PROTOCOL_VERSION, Refused
 
 pack = msgspec.msgpack.encode
@@ -266,7 +266,7 @@ class TestControlCalls:
             monkeypatch.setattr(siege.server.core, "call", wait)
             for call_id in range(300):
                 peer.say(wire.CallControl(call_id, wire.pack_control(c.IsSleeping())))
-            await peer.read_until(lambda: len(peer.returned) == 300 - server_module.MAX_CALLS)
-            assert num_inside == server_module.MAX_CALLS
+            await peer.read_until(lambda: len(peer.returned) == 300 - MAX_CALLS)
+            assert num_inside == MAX_CALLS
             gate.set()
             await peer.read_until(lambda: len(peer.returned) == 300)

@@ -11,7 +11,7 @@ import anyio
 import msgspec
 import zmq
 
-from aioengine.core.control import UNBLOCKING_CALLS, AnyControl
+from aioengine.core.control import UNBLOCKING_CALLS
 from aioengine.errors import AioEngineError, ConfigError, EngineClosed, EngineDead, WireError
 from aioengine.text.worker import TextWorker
 from aioengine.transport import wire
@@ -162,7 +162,7 @@ class ControlCalls:
         self._end: Callable[[], AioEngineError] | None = None
         """The error of calls that come after the engine's end."""
 
-    async def call(self, control: AnyControl) -> Any:
+    async def call(self, control: msgspec.Struct) -> Any:
         """As `RemoteCore.call`."""
         packed = wire.pack_control(control)  # at once: a bad argument is refused now, and none is read later
         # The holders of all turns may wait for just this one.
@@ -181,7 +181,7 @@ class ControlCalls:
             finally:
                 self._returned.pop(call_id, None)
 
-    def send(self, control: AnyControl) -> None:
+    def send(self, control: msgspec.Struct) -> None:
         """Send a call whose answer is not awaited."""
         self._send(wire.pack_control(control))
 

@@ -66,6 +66,8 @@ class PeerSession:
     def __init__(self, arrival: Arrival, *, max_unread_messages: int, max_unread_bytes: int) -> None:
         self._server, self.peer, self.connection, self.index, self.name, self.reader = arrival
         self.is_over = False
+        self.calls: dict[int, anyio.CancelScope] = {}
+        """Those under way."""
         self._max_unread_messages, self._max_unread_bytes = max_unread_messages, max_unread_bytes
         self._writer = wire.Writer()
         self._unread: deque[tuple[int, int]] = deque()

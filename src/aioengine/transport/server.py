@@ -13,6 +13,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import anyio
 import msgspec
@@ -23,18 +24,16 @@ from aioengine.errors import AioEngineError, EngineClosed, InvalidRequest, WireE
 from aioengine.metrics import RequestMetrics, StepRecord
 from aioengine.text.worker import TextWorker
 from aioengine.transport import wire
+from aioengine.transport.calls import ServedCalls
 from aioengine.transport.peers import LINGER_S, Arrival, PeerServer
 from aioengine.transport.security import ServerKeys
 from aioengine.transport.session import MAX_UNREAD_MESSAGES, Session
-from aioengine.transport.wire_errors import to_fault
 from aioengine.turns import turns_here
 
 logger = logging.getLogger("aioengine")
 
 PUBLISH_SLICE = 256
 """Tokens handed to followers between the loop's turns: they only note them, in half a microsecond each."""
-MAX_CALLS = 64
-"""Control calls of one front end under way."""
 MAX_UNSENT = 3 * MAX_UNREAD_MESSAGES
 """Messages to one front end in its queue: a bound for those that say to have read what they did not."""
 
@@ -66,6 +65,9 @@ class EngineServer:
             act=self._act,
             on_left=self._on_left,
             max_unsent=MAX_UNSENT,
+        )
+        self._calls: ServedCalls[Session, AnyControl] = ServedCalls(
+            self._unpack, self._perform, always=UNBLOCKING_CALLS
         )
         self._left: deque[Session] = deque()
         """To be tidied, by a task that stands: one made for each, which a loop's end cancelled before its first turn,
@@ -135,18 +137,6 @@ class EngineServer:
                 session.beat(beat)
             await anyio.sleep(interval_s)
 
-    async def _call(self, session: Session, call_id: int, control: AnyControl) -> None:
-        """Perform a control call and send its caller what it brought."""
-        with session.calls[call_id]:
-            try:
-                returned = wire.Returned(call_id, await self.core.call(control))
-                session.note_transfer(control)
-            except Exception as error:  # whatever it was, its caller alone hears it
-                returned = wire.Returned(call_id, fault=to_fault(error))
-            finally:
-                del session.calls[call_id]
-            _send_returned(session, returned)
-
     # Messages
 
     async def _act(self, session: Session, body: wire.FromFrontEnd) -> None:
@@ -160,33 +150,25 @@ class EngineServer:
                 if follower is not None:
                     follower.allow(body.num_allowed)
             case wire.CallControl():
-                self._begin_call(session, body)
+                self._calls.begin(self._tasks, session, body)
             case wire.CancelCall():
-                if body.call_id in session.calls:
-                    session.calls[body.call_id].cancel()
+                self._calls.cancel(session, body.call_id)
             case _:
                 raise WireError(f"a {type(body).__name__} in the middle of a session")
 
-    def _begin_call(self, session: Session, call: wire.CallControl) -> None:
-        try:
-            control = wire.unpack_control(call.control)
-            self._check_call(session, call.call_id, control)
-        except InvalidRequest as refusal:
-            session.send(wire.Returned(call.call_id, fault=to_fault(refusal)))
-            return
-        session.calls[call.call_id] = anyio.CancelScope()
-        self._tasks.start_soon(self._call, session, call.call_id, control)
-
-    def _check_call(self, session: Session, call_id: int, control: AnyControl) -> None:
-        if call_id in session.calls:
-            raise InvalidRequest(f"a call of number {call_id} is under way already")
-        if len(session.calls) >= MAX_CALLS and not isinstance(control, UNBLOCKING_CALLS):
-            raise InvalidRequest(f"{MAX_CALLS} control calls of this front end are under way already; wait for some")
+    def _unpack(self, raw: msgspec.Raw) -> AnyControl:
+        control = wire.unpack_control(raw)
         if isinstance(control, FILES) and self.peers.is_far:
             raise InvalidRequest(
                 "any user of the machine can connect to this address, and this call reads or writes files as the "
                 "engine's user: serve at an ipc:// address, or with keys (`aioengine keys`)"
             )
+        return control
+
+    async def _perform(self, session: Session, control: AnyControl) -> Any:
+        result = await self.core.call(control)
+        session.note_transfer(control)
+        return result
 
     # Sessions
 
@@ -252,13 +234,3 @@ class EngineServer:
 
     def on_request(self, metrics: RequestMetrics, finish_reasons: tuple[str, ...]) -> None:
         """As an `Observer`: requests end in the processes where they were made."""
-
-
-def _send_returned(session: Session, returned: wire.Returned) -> None:
-    try:
-        session.send(returned)
-    except wire.TooLarge as too_large:
-        session.send(wire.Returned(returned.call_id, fault=to_fault(too_large)))
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        refusal = InvalidRequest(f"what the call returned is no plain data, and cannot be sent: {error}")
-        session.send(wire.Returned(returned.call_id, fault=to_fault(refusal)))

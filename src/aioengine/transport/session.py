@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import anyio
 import msgspec
 
 from aioengine.core.control import AnyControl, CommitWeights, DropWeights, StageWeights
@@ -68,8 +67,6 @@ class Session(PeerSession):
         self.followers: dict[int, Follower] = {}
         """By the front end's number, those whose end it has not been told."""
         self.num_unstarted = 0
-        self.calls: dict[int, anyio.CancelScope] = {}
-        """Control calls under way."""
         self.transfers: set[str] = set()
         """Of weights, begun and neither committed nor dropped."""
         self._worker = worker

@@ -300,7 +300,7 @@ def _unpack(decoder: msgspec.msgpack.Decoder[T], raw: msgspec.Raw, problem: str,
         raise InvalidRequest(f"{problem}: {error}", param=param) from None
 
 
-def pack_control(control: AnyControl) -> msgspec.Raw:
+def pack_control(control: msgspec.Struct) -> msgspec.Raw:
     """Raises InvalidRequest: it holds what no message can."""
     try:
         return msgspec.Raw(_encoder.encode(control))
