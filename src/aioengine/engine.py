@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Never, Self, Unpack
 import anyio
 import msgspec
 
-from aioengine.config import ConfigKeywords, EngineConfig, ProcessOptions, make_config
+from aioengine.config import ConfigKeywords, EngineConfig, ProcessOptions, ReplicaOptions, make_config
 from aioengine.core.executor_protocol import Executor
 from aioengine.core.protocol import Backend, CoreHooks
 from aioengine.errors import ConfigError, EngineClosed, InvalidRequest
@@ -59,6 +59,8 @@ class Engine(EngineControl):
         executor: a device side of your own, such as `aioengine.testing.FakeExecutor`; the model then serves for its
             tokenizer and its generation config alone. It is closed with the engine, also when that cannot start.
         process: run the engine core, with its model and device, in a process of its own, which ends with this one.
+        replicas: run so many engines of the model, each in a process of its own, as one. A request goes to the one
+            that suits it best, and goes on at another one if that dies.
         seed: requests that have no seed get theirs from this one, in the order of the calls; absent: at random.
         config: the fields of `EngineConfig`; and engine arguments of vLLM's, where they ask for nothing.
     Raises:
@@ -71,6 +73,7 @@ class Engine(EngineControl):
         *,
         executor: Executor | None = None,
         process: bool | ProcessOptions = False,
+        replicas: int | ReplicaOptions = 1,
         seed: int | None = None,
         **config: Unpack[ConfigKeywords],
     ) -> None:
@@ -78,7 +81,7 @@ class Engine(EngineControl):
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise ConfigError(f"seed={shorten(seed)}: an int is needed")
         self._seeds = None if seed is None else random.Random(seed)
-        self._make_backend = _backend_of(self.config, executor, process)
+        self._make_backend = _backend_of(self.config, executor, process, replicas)
         self._is_to_be_entered = False
         """It was started by `start` or `connect`, and an ``async with`` may still follow."""
         vars(self).update(start=_refuse_another, connect=_refuse_another)  # of the class; hides them from this object
@@ -90,6 +93,7 @@ class Engine(EngineControl):
         *,
         executor: Executor | None = None,
         process: bool | ProcessOptions = False,
+        replicas: int | ReplicaOptions = 1,
         seed: int | None = None,
         **config: Unpack[ConfigKeywords],
     ) -> Self:
@@ -100,7 +104,7 @@ class Engine(EngineControl):
         Raises:
             ConfigError, ModelLoadError: it cannot be started; nothing is left behind.
         """
-        engine = cls(model, executor=executor, process=process, seed=seed, **config)
+        engine = cls(model, executor=executor, process=process, replicas=replicas, seed=seed, **config)
         await engine._start()
         engine._is_to_be_entered = True
         return engine
@@ -469,19 +473,30 @@ def check_asyncio() -> None:
 
 
 def _backend_of(
-    config: EngineConfig, executor: Executor | None, process: bool | ProcessOptions
+    config: EngineConfig, executor: Executor | None, process: bool | ProcessOptions, replicas: int | ReplicaOptions
 ) -> Callable[[CoreHooks], Backend]:
     """Where the core is to run."""
-    if process is False:
-        return lambda hooks: InProcess(config, executor, hooks)
-    if process is not True and not isinstance(process, ProcessOptions):
+    if isinstance(replicas, int) and not isinstance(replicas, bool):
+        is_one, replicas = replicas == 1, ReplicaOptions(replicas=replicas)
+    elif isinstance(replicas, ReplicaOptions):
+        is_one = False
+    else:
+        raise ConfigError(f"replicas={shorten(replicas)}: a number or a ReplicaOptions is needed")
+    if process is not True and process is not False and not isinstance(process, ProcessOptions):
         raise ConfigError(f"process={shorten(process)}: True, False or a ProcessOptions is needed")
+    if is_one and process is False:
+        return lambda hooks: InProcess(config, executor, hooks)
     if executor is not None:
-        raise ConfigError("an executor is an object of this process: give either executor or process")
-    from aioengine.transport.backends import InChild
+        raise ConfigError("an executor is an object of this process: give either executor, or process and replicas")
+    options = process if isinstance(process, ProcessOptions) else ProcessOptions()
+    if is_one:
+        from aioengine.transport.backends import InChild
 
-    options = ProcessOptions() if process is True else process
-    return lambda hooks: InChild(config, options, hooks)
+        return lambda hooks: InChild(config, options, hooks)
+    from aioengine.cluster.backend import Replicated, launcher_of
+
+    launcher = launcher_of(config, options, replicas)
+    return lambda hooks: Replicated(config, replicas, launcher, hooks)
 
 
 def _refuse_another(*_args: object, **_kwargs: object) -> Never:

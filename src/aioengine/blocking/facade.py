@@ -12,7 +12,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 import anyio
 
 from aioengine.blocking.loop_thread import LoopThread
-from aioengine.config import ConfigKeywords, EngineConfig, ProcessOptions
+from aioengine.config import ConfigKeywords, EngineConfig, ProcessOptions, ReplicaOptions
 from aioengine.core.control import PauseMode, SleepLevel
 from aioengine.core.executor_protocol import Executor
 from aioengine.core.health import Health
@@ -46,7 +46,7 @@ class Facade:
     script ends, closes itself.
 
     Args:
-        model, executor, process, seed, config: as in `Engine`.
+        model, executor, process, replicas, seed, config: as in `Engine`.
     Raises:
         ConfigError, ModelLoadError: it cannot be started; nothing is left behind.
     """
@@ -57,10 +57,13 @@ class Facade:
         *,
         executor: Executor | None = None,
         process: bool | ProcessOptions = False,
+        replicas: int | ReplicaOptions = 1,
         seed: int | None = None,
         **config: Unpack[ConfigKeywords],
     ) -> None:
-        self._open(lambda: Engine.start(model, executor=executor, process=process, seed=seed, **config))
+        self._open(
+            lambda: Engine.start(model, executor=executor, process=process, replicas=replicas, seed=seed, **config)
+        )
 
     @classmethod
     def connect(cls, address: str, **options: Any) -> Self:

@@ -13,7 +13,7 @@ import msgspec
 
 from aioengine.blocking.facade import Facade
 from aioengine.blocking.stat_loggers import StatLoggerFactory, StatLoggers
-from aioengine.config import ConfigKeywords, ProcessOptions
+from aioengine.config import ConfigKeywords, ProcessOptions, ReplicaOptions
 from aioengine.core.executor_protocol import Executor
 from aioengine.engine import Engine, Stream
 from aioengine.errors import AioEngineError, ConfigError, EngineClosed, EngineDead, EngineOverloaded, InvalidRequest
@@ -46,6 +46,7 @@ class LLMEngine(Facade):
         log_stats: bool | None = None,
         executor: Executor | None = None,
         process: bool | ProcessOptions = False,
+        replicas: int | ReplicaOptions = 1,
         seed: int | None = None,
         **config: Unpack[ConfigKeywords],
     ) -> None:
@@ -58,7 +59,7 @@ class LLMEngine(Facade):
         """
         if log_stats is False:
             config.setdefault("log_stats_interval_s", 0.0)
-        super().__init__(model, executor=executor, process=process, seed=seed, **config)
+        super().__init__(model, executor=executor, process=process, replicas=replicas, seed=seed, **config)
         self.log_stats = log_stats is not False
         try:
             loggers = self._stat_loggers = StatLoggers(stat_loggers or (), self.engine_config)

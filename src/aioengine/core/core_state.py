@@ -125,6 +125,10 @@ class CoreState:
 
     # Sequences
 
+    @property
+    def capacity(self) -> int:
+        return self.config.max_waiting
+
     def make_sequence(self, request: Request) -> Sequence:
         hashes = None
         if self.config.enable_prefix_caching:

@@ -16,6 +16,7 @@ from aioengine.errors import EngineDead, InvalidRequest
 from aioengine.metrics import StepRecord
 from aioengine.models.folder import ModelFolder
 from aioengine.outputs import FinishReason
+from aioengine.plain_struct import PlainStruct
 from aioengine.progress import OnProgress
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.scheduler import SchedulerStats
@@ -50,6 +51,10 @@ class Core(Protocol):
 
     @property
     def info(self) -> ExecutorInfo: ...
+
+    @property
+    def capacity(self) -> int:
+        """Sequences that may be accepted and not have run yet: ``max_waiting`` of each engine that serves."""
 
     @property
     def num_unstarted(self) -> int:
@@ -172,8 +177,50 @@ class CoreHooks(NamedTuple):
     """None: the core serves alone."""
 
 
+class ReplicaStatus(PlainStruct, frozen=True, kw_only=True):
+    """One engine of several that serve the same model.
+
+    Attributes:
+        rank: its place among all, from 0.
+        state: "serving"; "starting"; "draining": it gets no new requests; "backing off": it has died and is to be
+            started again; "failed": it could not be started too often, and is given up; "stopped".
+        reason: of its last death or failure, for a person; empty while it serves.
+        num_restarts: how often it was started again.
+        where: its process or address, for a person.
+        running, waiting: sequences, of all front ends.
+        free_blocks, num_blocks: of its KV cache.
+    """
+
+    rank: int
+    state: str
+    reason: str = ""
+    num_restarts: int = 0
+    where: str = ""
+    running: int = 0
+    waiting: int = 0
+    free_blocks: int = 0
+    num_blocks: int = 0
+
+
+class Cluster(Protocol):
+    """Several engines that serve the same model, as their owner sees them."""
+
+    def statuses(self) -> list[ReplicaStatus]:
+        """By rank."""
+
+    async def scale(self, replicas: int) -> None:
+        """As `Engine.scale`."""
+
+    async def restart(self) -> None:
+        """As `Engine.restart_replicas`."""
+
+
 class Backend(Protocol):
     """Where an engine core comes from. To be used by one task, on one loop."""
+
+    @property
+    def cluster(self) -> Cluster | None:
+        """The engines behind the core, where there are several; None: it is one."""
 
     @property
     def core(self) -> Core:

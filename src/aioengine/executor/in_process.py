@@ -39,6 +39,7 @@ class InProcess:
     """
 
     core: EngineCore
+    cluster = None
 
     def __init__(self, config: EngineConfig, executor: Executor | None, hooks: CoreHooks) -> None:
         self._config = config

@@ -16,6 +16,7 @@ from aioengine.core import control as c
 from aioengine.core.control import AnyControl, PauseMode, SleepLevel, WakeTag, WeightDtype
 from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.core.health import Health
+from aioengine.core.protocol import Cluster, ReplicaStatus
 from aioengine.errors import EngineClosed, InvalidRequest
 from aioengine.frontend.prompt import ChatMessage
 from aioengine.frontend.runtime import Runtime
@@ -186,6 +187,40 @@ class EngineControl:
             InvalidRequest: the engine sleeps.
         """
         await self._call(c.ExecuteDummyBatch())
+
+    # Replicas
+
+    def replicas(self) -> list[ReplicaStatus]:
+        """The engines behind this one, by rank; empty unless it was made with ``replicas``."""
+        cluster = self._running().backend.cluster
+        return [] if cluster is None else cluster.statuses()
+
+    async def scale(self, replicas: int) -> None:
+        """Have so many replicas from now on, of an engine that was made with ``replicas``.
+
+        Further ones are started, and take requests once they serve. Those that are too many, of the highest ranks,
+        take no more; their requests have ``drain_timeout_s`` to end there, then go on at others. Returns when it is so.
+
+        Raises:
+            InvalidRequest: the engine has no replicas; or ``replicas`` is no number from 1 to 1024.
+            ModelLoadError, ConfigError, EngineDead: one of them could not be started; those that could serve.
+        """
+        await self._cluster().scale(replicas)
+
+    async def restart_replicas(self) -> None:
+        """Start all replicas again, one after the other, while the others take the requests: none is lost.
+
+        Raises:
+            InvalidRequest: the engine has no replicas.
+            EngineDead: one did not come back; those after it are not started again.
+        """
+        await self._cluster().restart()
+
+    def _cluster(self) -> Cluster:
+        cluster = self._here().backend.cluster
+        if cluster is None:
+            raise InvalidRequest("this engine has no replicas: make it with replicas=...", param="replicas")
+        return cluster
 
     # Text
 

@@ -93,7 +93,7 @@ class Runtime:
             CoreHooks(
                 worker=self.worker,
                 dump_worker=self._large_worker,
-                on_capacity=self.admission.admit,
+                on_capacity=self._on_capacity,
             )
         )
         self._loop = asyncio.get_running_loop()
@@ -285,7 +285,7 @@ class Runtime:
         # A name that is not built in is looked for in files.
         self.answer_formats = await self.worker.run(AnswerFormats, None, self.config, self.tokenizer)
         self.core.observers.num_at_door = lambda: self.admission.num_waiting
-        self.admission.capacity = self.config.max_waiting
+        self.admission.capacity = self.core.capacity
         self.admission.policy = await self._policy()
         logger.info("%s", self.describe())
 
@@ -489,6 +489,11 @@ class Runtime:
             f"= {round(num_fitting * info.max_model_len):,} tokens, {num_fitting:,.1f} sequences of "
             f"{info.max_model_len:,}"
         )
+
+    def _on_capacity(self) -> None:
+        if self._is_serving:
+            self.admission.capacity = self.core.capacity
+        self.admission.admit()
 
     def _recheck(self) -> None:
         if self._is_serving:

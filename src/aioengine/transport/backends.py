@@ -43,7 +43,7 @@ EXIT_NEWS_S = 0.05
 """The end of a connection and that of a process are told apart if the second is known so soon after the first."""
 
 
-async def _refuse_function(_: Any, function: Callable[[Any], T]) -> list[T]:
+async def refuse_function(_: Any, function: Callable[[Any], T]) -> list[T]:
     raise InvalidRequest(
         "a function cannot travel to the engine's process: register it there (aioengine.worker_function, in a module "
         "named in ProcessOptions.plugins), and call it by its name with collective_rpc"
@@ -54,6 +54,7 @@ class Connected:
     """A `Backend` for an engine that serves at an address; arguments are as for `Engine.connect`."""
 
     core: RemoteCore
+    cluster = None
 
     def __init__(
         self,
@@ -93,10 +94,15 @@ class Connected:
             logs_stats=False,
         )
 
-    apply_model = _refuse_function
+    apply_model = refuse_function
 
     async def aclose(self) -> None:
         await self._link.aclose()
+
+    @property
+    def where(self) -> str:
+        """Its address, for a person."""
+        return self._address
 
     def abandon(self) -> None:
         self._link.abandon()
@@ -106,12 +112,18 @@ class Connected:
 
 
 class InChild:
-    """A `Backend` whose core is in a child process, which ends with this one."""
+    """A `Backend` whose core is in a child process, which ends with this one.
+
+    Args:
+        rank: of the engine, where it is one of several that serve the same model.
+    """
 
     core: RemoteCore
+    cluster = None
 
-    def __init__(self, config: EngineConfig, options: ProcessOptions, hooks: CoreHooks) -> None:
+    def __init__(self, config: EngineConfig, options: ProcessOptions, hooks: CoreHooks, *, rank: int = 0) -> None:
         self._config = config
+        self._rank = rank
         self._options = options
         self._hooks = hooks
         self._token = secrets.token_hex(16)
@@ -171,7 +183,7 @@ class InChild:
         # From now on this process may be killed and leaves no file.
         await self._hooks.worker.run(remove_private, None, ready.address)
 
-    apply_model = _refuse_function
+    apply_model = refuse_function
 
     async def aclose(self) -> None:
         if self._child is not None:
@@ -191,6 +203,11 @@ class InChild:
                 except asyncio.CancelledError:  # the deadline, where something else holds the worker
                     self.abandon()
                     raise
+
+    @property
+    def where(self) -> str:
+        """Its process, for a person."""
+        return f"pid {self._child.pid}" if self._child is not None else ""
 
     def abandon(self) -> None:
         if self._child is not None:
@@ -223,7 +240,7 @@ class InChild:
         address = bind(socket, self._folder.address(START_SOCKET))
         self._handshake = Channel(socket)
         self._child = Child(
-            "engine 0",
+            f"engine {self._rank}",
             CHILD_MODULE,
             *("--handshake", address, "--index", "0"),
             env={TOKEN: self._token, **_importing_like_here()},
@@ -259,7 +276,7 @@ class InChild:
             self._folder.remove()
         return Init(
             version=PROTOCOL_VERSION,
-            index=index,
+            index=self._rank,
             num_engines=1,
             # This side logs load and requests: once is enough.
             config=msgspec.structs.replace(self._config, log_stats_interval_s=0.0, log_requests=False),

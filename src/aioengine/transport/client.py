@@ -110,6 +110,10 @@ class RemoteCore:
     # What callers do
 
     @property
+    def capacity(self) -> int:
+        return self.config.max_waiting
+
+    @property
     def num_unstarted(self) -> int:
         return len(self._unstarted)
 

@@ -1,0 +1,473 @@
+"""`ClusterCore`: the cores of several replicas as one `Core`.
+
+A sequence is added to the core of one replica, and followed by its listener directly: nothing here runs for a token.
+When a replica dies its core gives back what it had, and that goes on at another one, from the tokens that were handed
+out. Until one takes it, a sequence is in *limbo*, which holds what was accepted and is at no replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import anyio
+import msgspec
+
+from aioengine.cluster import recovery
+from aioengine.cluster.agreement import agree
+from aioengine.cluster.balancer import MAX_AFFINITY_BLOCKS, Balancer
+from aioengine.cluster.broadcast import ClusterControl
+from aioengine.cluster.replica import Replica, ReplicaCore, ReplicaState
+from aioengine.config import EngineConfig, ReplicaOptions
+from aioengine.core.control import AnyControl
+from aioengine.core.engine_core import closed_early
+from aioengine.core.executor_protocol import ExecutorInfo
+from aioengine.core.health import Health, HealthStatus
+from aioengine.core.listener import Conditions, Endings, Listener
+from aioengine.core.observers import Observers, UserCode
+from aioengine.core.protocol import CoreHooks, Orphan
+from aioengine.errors import AioEngineError, EngineClosed, EngineDead
+from aioengine.metrics import StepRecord
+from aioengine.outputs import FinishReason
+from aioengine.scheduler.prefix_cache import hash_prompt, root_of
+from aioengine.scheduler.scheduler import SchedulerStats
+from aioengine.scheduler.sequence import Request, Sequence, make_choices
+
+logger = logging.getLogger("aioengine")
+
+TOTALS = ("preemptions", "prefix_cache_queries", "prefix_cache_hits", "steps")
+"""Of `SchedulerStats` and `StepRecord`: what only grows while an engine lives."""
+
+
+class ClusterCore:
+    """A `Core` over replicas.
+
+    Args:
+        config: of each replica.
+        hooks: of the caller's side.
+        is_owner: whether this side logs the load.
+    Attributes:
+        replicas: by rank.
+        on_change: called when the state of a replica is another one.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        options: ReplicaOptions,
+        hooks: CoreHooks,
+        clock: Callable[[], float],
+        *,
+        is_owner: bool = True,
+        offset: int = 0,
+    ) -> None:
+        self.config = config
+        self.clock = clock
+        self.user_code = UserCode()
+        self.observers = Observers(
+            self.user_code, log_interval_s=config.log_stats_interval_s if is_owner else 0.0, now_s=clock()
+        )
+        self.conditions = Conditions()
+        self.eos_token_ids: tuple[int, ...] = ()
+        self.death: EngineDead | None = None
+        self.is_stopped = False
+        self.replicas: dict[int, Replica] = {}
+        self.on_change: Callable[[], None] = lambda: None
+        self.control = ClusterControl()
+        self._options = options
+        self._hooks = hooks
+        self._balancer = Balancer(options.balance, offset=offset)
+        self._limbo: dict[Sequence, float] = {}
+        """With the time until when each waits."""
+        self._has_limbo = asyncio.Event()
+        self._endings = Endings(self.user_code, self.conditions.check)
+        self._num_ended = 0
+        self._totals: dict[int, tuple[int, ...]] = {}
+        """By rank, `TOTALS` as the engine that serves there told them last; and those of engines that have ended."""
+        self._ended_totals = [0] * len(TOTALS)
+        self._over = asyncio.Event()
+        self._tasks: anyio.abc.TaskGroup | None = None
+
+    # Replicas
+
+    def add_replica(self, replica: Replica) -> None:
+        """A replica that has been opened joins.
+
+        Raises:
+            ConfigError: it cannot stand in for the others.
+        """
+        cores = {each.rank: each.core for each in (*self.replicas.values(), replica) if each.core is not None}
+        self.info: ExecutorInfo = agree(
+            {rank: core.info for rank, core in cores.items()}, {rank: core.config for rank, core in cores.items()}
+        )
+        self.eos_token_ids = cores[min(cores)].eos_token_ids
+        self.replicas[replica.rank] = replica
+        if self._tasks is not None:
+            self._tasks.start_soon(replica.run)
+        self.on_state(replica)
+
+    def remove_replica(self, replica: Replica) -> None:
+        """It has been stopped."""
+        del self.replicas[replica.rank]
+        self._keep_totals(replica.rank)
+        self._balancer.forget(replica.rank)
+        self.on_state(replica)
+
+    @property
+    def capacity(self) -> int:
+        return self.config.max_waiting * max(1, sum(each.is_coming for each in self.replicas.values()))
+
+    def move(self, orphans: Iterable[Orphan]) -> None:
+        """Sequences that were taken back from a replica that lives go on elsewhere."""
+        self._send_to_limbo([orphan.sequence for orphan in orphans])
+
+    # What replicas tell
+
+    def on_state(self, replica: Replica) -> None:
+        """As `Members.on_state`."""
+        if replica.state is ReplicaState.BACKING_OFF:
+            self._balancer.forget(replica.rank)
+        self.dispatch()
+        if self.replicas and not any(each.is_coming for each in self.replicas.values()):
+            reasons = "; ".join(each.reason for each in self.replicas.values())
+            self.die(EngineDead(f"no replica serves, and none will: {reasons}"))
+        self.on_change()
+        self._hooks.on_capacity()
+
+    def on_record(self, replica: Replica, record: StepRecord) -> None:
+        """As `Members.on_record`: observers hear of each step as one of the whole cluster's."""
+        self._totals[replica.rank] = (
+            *(record.preemptions, record.prefix_cache_queries, record.prefix_cache_hits),
+            record.step + 1,
+        )
+        stats = self.stats()
+        self.observers.on_step(
+            msgspec.structs.replace(
+                record,
+                running=stats.running,
+                waiting=stats.waiting + stats.blocked,
+                blocked=stats.blocked,
+                free_blocks=stats.free_blocks,
+                num_blocks=stats.num_blocks,
+                preemptions=stats.preemptions,
+                prefix_cache_queries=stats.prefix_cache_queries,
+                prefix_cache_hits=stats.prefix_cache_hits,
+            ),
+            self.clock(),
+        )
+        if self._limbo:
+            self.dispatch()
+
+    def on_orphaned(self, replica: Replica, orphans: list[Orphan], reason: str) -> None:
+        """As `Members.on_orphaned`."""
+        self._keep_totals(replica.rank)
+        verdicts = recovery.on_death(orphans, reason, max_attempts=self._options.max_attempts)
+        for sequence, error in verdicts:
+            if error is not None:
+                self._end(sequence, error)
+        going_on = [sequence for sequence, error in verdicts if error is None]
+        if verdicts:
+            logger.warning("%s; %d of its sequences go on elsewhere", reason, len(going_on))
+        self._send_to_limbo(going_on)
+        self._endings.tell_some()
+
+    async def restore(self, core: ReplicaCore) -> None:
+        """As `Members.restore`."""
+        await self.control.restore(core)
+
+    # Placing
+
+    def _send_to_limbo(self, sequences: Iterable[Sequence]) -> None:
+        """Sequences of a replica that is lost wait for another one, the oldest first."""
+        until = self.clock() + self._options.recover_timeout_s
+        for sequence in sequences:
+            sequence.core = None
+            ended = self._end_of(sequence)
+            if ended is not None:  # with its last token, whose message was the last that came
+                sequence.finish_reason, sequence.stop_reason = ended
+                self._end(sequence)
+            else:
+                self._limbo[sequence] = until
+        self._limbo = dict(sorted(self._limbo.items(), key=lambda item: item[0].arrived_at))
+        self.dispatch()
+
+    def _end_of(self, sequence: Sequence) -> tuple[FinishReason, int | str | None] | None:
+        if not sequence.output_ids:
+            return None
+        reason, stop_reason = sequence.check_stop(sequence.output_ids[-1], frozenset(self.eos_token_ids))
+        return None if reason is None else (reason, stop_reason)
+
+    def dispatch(self) -> None:
+        """Give what is in limbo to replicas, as far as they take it."""
+        if self.is_stopped:
+            return
+        for sequence in list(self._limbo):
+            try:
+                is_placed = self._place(sequence)
+            except AioEngineError as error:  # what no replica can be sent
+                self._limbo.pop(sequence)
+                self._end(sequence, error)
+                self._endings.tell_some()
+                continue
+            if is_placed:
+                self._limbo.pop(sequence)
+            elif not recovery.needs_solitude(sequence):
+                break  # none takes what comes after it, either
+        if self._limbo:
+            self._has_limbo.set()
+
+    def _place(self, sequence: Sequence) -> bool:
+        """Add a sequence to a replica; False if there is none that takes it now."""
+        num_sequences = 1 + len(sequence.children)
+        is_suspect = recovery.is_suspect(sequence)
+        fitting = [
+            replica
+            for replica in self.replicas.values()
+            if replica.is_serving
+            and replica.core is not None
+            and replica.core.num_unstarted + num_sequences <= replica.core.config.max_waiting
+            and not (is_suspect and self._is_taken(replica, sequence))
+        ]
+        if not fitting:
+            return False
+        candidates = [replica.candidate() for replica in fitting]
+        rank = self._balancer.choose(candidates, sequence.block_hashes, sequence.request.session)
+        replica = self.replicas[rank]
+        assert replica.core is not None
+        listeners = [member.listener for member in (sequence, *sequence.children)]
+        replica.core.add(sequence, listeners, arrived_at=sequence.arrived_at)
+        replica.num_sent += num_sequences
+        if is_suspect:
+            replica.suspects.append(sequence)
+        return True
+
+    @staticmethod
+    def _is_taken(replica: Replica, suspect: Sequence) -> bool:
+        """Whether a suspect that must be alone runs there, or another one while this one must be alone."""
+        if not replica.has_suspects:
+            return False
+        return recovery.needs_solitude(suspect) or any(map(recovery.needs_solitude, replica.suspects))
+
+    async def _expire_limbo(self) -> None:
+        """End what has waited too long for a replica."""
+        while True:
+            await self._has_limbo.wait()
+            self._has_limbo.clear()
+            while self._limbo:
+                now = self.clock()
+                for sequence in [sequence for sequence, until in self._limbo.items() if until <= now]:
+                    del self._limbo[sequence]
+                    reasons = "; ".join(sorted({each.reason for each in self.replicas.values() if each.reason}))
+                    waited_s = self._options.recover_timeout_s
+                    self._end(
+                        sequence,
+                        EngineDead(f"no replica took this request for {waited_s:g} s (recover_timeout_s): {reasons}"),
+                    )
+                self._endings.tell_some()
+                await anyio.sleep(max(min(self._limbo.values(), default=0.0) - now, 0.01))
+
+    # What callers do
+
+    @property
+    def num_unstarted(self) -> int:
+        in_limbo = sum(1 + len(sequence.children) for sequence in self._limbo if not sequence.has_run)
+        return in_limbo + sum(core.num_unstarted for core in self._cores)
+
+    @property
+    def is_drained(self) -> bool:
+        return not (self._limbo or self._endings) and all(core.is_drained for core in self._cores)
+
+    @property
+    def is_sleeping(self) -> bool:
+        return any(core.is_sleeping for core in self._cores)
+
+    @property
+    def _cores(self) -> list[ReplicaCore]:
+        """Those that live."""
+        return [each.core for each in self.replicas.values() if each.core is not None and each.core.death is None]
+
+    def make_sequence(self, request: Request) -> Sequence:
+        prompt = request.prompt_token_ids[: MAX_AFFINITY_BLOCKS * self.info.block_size]
+        hashes = hash_prompt(prompt, self.info.block_size, root_of(request.cache_salt))
+        for core in self._cores:  # which checks what cannot be sent
+            core.make_sequence(request)
+            break
+        return make_choices(request, eos_token_ids=self.eos_token_ids, block_hashes=hashes)
+
+    def check_accepting(self) -> None:
+        if self.death is not None:
+            raise self.copy_death()
+        if self.is_stopped:
+            raise EngineClosed("the engine is closed")
+
+    def add(self, sequence: Sequence, listeners: Iterable[Listener], *, arrived_at: float | None = None) -> None:
+        """As `EngineCore.add`; where no replica takes it now, it waits here for one."""
+        self.check_accepting()
+        sequence.arrived_at = self.clock() if arrived_at is None else arrived_at
+        for member, listener in zip((sequence, *sequence.children), listeners, strict=True):
+            member.listener = listener
+        if self._limbo or not self._place(sequence):
+            self._limbo[sequence] = self.clock() + self._options.recover_timeout_s
+            self.dispatch()
+
+    def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        core: ReplicaCore | None = sequence.core
+        if core is not None:
+            core.finish(sequence, reason, stop_reason)
+        elif not sequence.has_ended:
+            # In limbo: by itself, or as a child of what is.
+            self._limbo.pop(sequence, None)
+            for member in (sequence, *sequence.children):
+                member.finish_reason, member.stop_reason = reason, stop_reason
+                self._release(member).on_end()
+            self._hooks.on_capacity()
+            self.conditions.check()
+        else:
+            self._endings.tell(sequence.order)
+
+    def abort_all(self) -> None:
+        for core in self._cores:
+            core.abort_all()
+        for sequence in list(self._limbo):
+            sequence.finish_reason = "abort"
+            self._end(sequence)
+        self._limbo.clear()
+        self._endings.tell_some()
+        self._hooks.on_capacity()
+
+    def block(self, sequence: Sequence) -> None:
+        """Each engine counts by itself what it was allowed."""
+
+    def unblock(self, sequence: Sequence) -> None:
+        if sequence.core is not None:
+            sequence.core.unblock(sequence)
+
+    async def call(self, control: AnyControl) -> Any:
+        """Have all replicas perform a control call: see `ClusterControl`."""
+        self.check_accepting()
+        return await self.control.call(control, self._cores)
+
+    def resume(self) -> None:
+        self.control.note_resume()
+        for core in self._cores:
+            core.resume()
+
+    def when(self, is_so: Callable[[], bool]) -> asyncio.Future[None]:
+        future = self.conditions.add(is_so)
+        asyncio.get_running_loop().call_soon(self.conditions.check)
+        return future
+
+    def recheck(self) -> None:
+        if self.conditions:
+            asyncio.get_running_loop().call_soon(self.conditions.check)
+
+    def last_token_at(self, sequence: Sequence) -> float:
+        return sequence.last_token_at
+
+    def stats(self) -> SchedulerStats:
+        """Sums; of what only grows those of engines that have ended, too."""
+        every = [core.stats() for core in self._cores]
+        totals = [sum(column) for column in zip(self._ended_totals, *self._totals.values(), strict=True)]
+        return SchedulerStats(
+            running=sum(stats.running for stats in every),
+            waiting=sum(stats.waiting for stats in every) + len(self._limbo),
+            blocked=sum(stats.blocked for stats in every),
+            free_blocks=sum(stats.free_blocks for stats in every),
+            num_blocks=sum(stats.num_blocks for stats in every),
+            **dict(zip(TOTALS, totals, strict=True)),
+        )
+
+    def health(self) -> Health:
+        """ALIVE if a replica is; the reason names those that are not."""
+        of_rank = {rank: each.core.health() for rank, each in self.replicas.items() if each.core and each.is_serving}
+        alive = [health for health in of_rank.values() if health.status == "ALIVE"]
+        status: HealthStatus = "DEAD" if self.death or self.is_stopped else "ALIVE" if alive else "STALLED"
+        missing = [
+            f"replica {each.rank} is {each.state.value}" + (f" ({each.reason})" if each.reason else "")
+            for each in self.replicas.values()
+            if each.rank not in of_rank
+        ]
+        missing += [f"replica {rank}: {health.reason}" for rank, health in of_rank.items() if health.reason]
+        stats, steps = self.stats(), [health.step for health in of_rank.values()]
+        return Health(
+            status=status,
+            reason=str(self.death) if self.death else "; ".join(missing),
+            step=sum(steps),
+            step_age_s=max((health.step_age_s for health in of_rank.values()), default=0.0),
+            running=stats.running,
+            waiting=stats.waiting + stats.blocked,
+            beat_age_s=max((health.beat_age_s for health in of_rank.values()), default=0.0),
+            num_refused=sum(health.num_refused for health in of_rank.values()),
+            is_paused=any(health.is_paused for health in of_rank.values()),
+            is_sleeping=any(health.is_sleeping for health in of_rank.values()),
+        )
+
+    def copy_death(self) -> EngineDead:
+        assert self.death is not None
+        return self.death.anew()
+
+    def die(self, death: EngineDead) -> None:
+        """There is no replica any more: every sequence hears it."""
+        if not self.is_stopped:
+            self.death = death
+            self._end_all(self.copy_death)
+            self._over.set()
+            logger.error("%s", death)
+
+    # The loop
+
+    async def run(self) -> None:
+        """Serve with all replicas, until cancelled or until none is left."""
+        try:
+            async with anyio.create_task_group() as self._tasks:
+                for replica in self.replicas.values():
+                    self._tasks.start_soon(replica.run)
+                self._tasks.start_soon(self._expire_limbo)
+                await self._over.wait()
+                self._tasks.cancel_scope.cancel()
+        except GeneratorExit:  # the loop is gone
+            raise
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+            self._end_all(closed_early)
+            await self._endings.tell_all()
+            raise
+        except BaseException as error:
+            death = EngineDead(f"what looks after the replicas broke: {error}")
+            death.__cause__ = error
+            self.die(death)
+            logger.error("a bug in the cluster", exc_info=error)
+        await self._endings.tell_all()
+
+    # Ends
+
+    def _keep_totals(self, rank: int) -> None:
+        for place, total in enumerate(self._totals.pop(rank, ())):
+            self._ended_totals[place] += total
+
+    def _release(self, sequence: Sequence) -> Listener:
+        listener: Listener = sequence.listener
+        sequence.listener = None
+        return listener
+
+    def _end(self, sequence: Sequence, error: AioEngineError | None = None) -> None:
+        """A sequence that is at no replica has ended, and its children; `Endings.tell_some` is to follow."""
+        for member in (sequence, *sequence.children):
+            self._num_ended += 1
+            member.order = -1 - self._num_ended  # of no replica's
+            member.core = None
+            if error is None:
+                member.finish_reason, member.stop_reason = sequence.finish_reason, sequence.stop_reason
+            else:
+                member.finish_reason = "error"
+            self._endings.add(member.order, self._release(member), error)
+
+    def _end_all(self, error: Callable[[], AioEngineError]) -> None:
+        self.is_stopped = True
+        self.user_code.keep()
+        for sequence in self._limbo:
+            self._end(sequence, error())
+        self._limbo.clear()
+        self._endings.tell_some()
+        self.conditions.end_all()

@@ -1,0 +1,385 @@
+"""One replica of a cluster: an engine that is started, serves, dies, and is started again."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import math
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, cast
+
+import anyio
+
+from aioengine.cluster.balancer import Candidate
+from aioengine.cluster.recovery import is_suspect
+from aioengine.config import ReplicaOptions
+from aioengine.core.listener import Conditions
+from aioengine.core.observers import UserCode
+from aioengine.core.protocol import Backend, ClusterHooks, Core, CoreHooks, Orphan, ReplicaStatus
+from aioengine.errors import AioEngineError, EngineDead, describe
+from aioengine.metrics import StepRecord
+from aioengine.models.folder import ModelFolder
+from aioengine.progress import OnProgress
+from aioengine.scheduler.sequence import Sequence
+
+logger = logging.getLogger("aioengine")
+
+MAX_BACKOFF_S = 30.0
+QUIET_S = 60.0
+"""With so long a life behind it a death is taken for the first one."""
+
+MakeBackend = Callable[[int, CoreHooks], Backend]
+"""Makes the backend of the replica of a rank, which is not opened yet: what a launcher is."""
+
+
+class ReplicaState(enum.Enum):
+    STARTING = "starting"
+    SERVING = "serving"
+    DRAINING = "draining"
+    """It gets no new requests; those that it has end, or are moved."""
+    BACKING_OFF = "backing off"
+    """It has died, and is to be started again."""
+    FAILED = "failed"
+    """It could not be started too often, and is given up."""
+    STOPPED = "stopped"
+
+
+S = ReplicaState
+TRANSITIONS: dict[ReplicaState, set[ReplicaState]] = {
+    S.STARTING: {S.SERVING, S.BACKING_OFF, S.FAILED, S.STOPPED},
+    S.SERVING: {S.DRAINING, S.BACKING_OFF, S.STOPPED},
+    S.DRAINING: {S.STARTING, S.BACKING_OFF, S.STOPPED},
+    S.BACKING_OFF: {S.STARTING, S.STOPPED},
+    S.FAILED: {S.STARTING, S.STOPPED},
+    S.STOPPED: set(),
+}
+
+
+class ReplicaCore(Core, Protocol):
+    """The core of a replica: `RemoteCore`."""
+
+    def die(self, death: EngineDead) -> None:
+        """It is gone, or to be taken for that; what it had goes to `ClusterHooks.on_orphaned`."""
+
+    def take_back(self) -> list[Orphan]:
+        """Let go of all that it has: it ends there, and its listeners hear nothing."""
+
+
+class Shared(NamedTuple):
+    """What the replicas of a cluster have in common."""
+
+    conditions: Conditions
+    user_code: UserCode
+
+
+class Members(Protocol):
+    """What a replica tells its cluster."""
+
+    def on_state(self, replica: Replica) -> None:
+        """Its state is another one."""
+
+    def on_record(self, replica: Replica, record: StepRecord) -> None:
+        """A step of its has been applied."""
+
+    def on_orphaned(self, replica: Replica, orphans: list[Orphan], reason: str) -> None:
+        """It has died, and had these."""
+
+    async def restore(self, core: ReplicaCore) -> None:
+        """Bring a replica that was started again to the state of the others: pauses, weights.
+
+        Raises:
+            AioEngineError: it cannot be.
+        """
+
+
+class Replica:
+    """A member of a cluster.
+
+    Args:
+        rank: its place among all.
+        make_backend: called for each start.
+        hooks: of the cluster's own backend.
+        shared: the conditions and the user's code of all replicas.
+    Attributes:
+        state, reason: the reason is that of its last death or failure to start.
+        core: of the engine that serves now; None before the first start.
+        num_restarts: starts after the first one.
+        num_sent: sequences that were sent to it since its last report.
+        suspects: sequences that it was given and that may kill it; see `recovery`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        make_backend: MakeBackend,
+        options: ReplicaOptions,
+        hooks: CoreHooks,
+        shared: Shared,
+        members: Members,
+        clock: Callable[[], float],
+    ) -> None:
+        self.rank = rank
+        self.state = ReplicaState.STARTING
+        self.reason = ""
+        self.core: ReplicaCore | None = None
+        self.num_restarts = 0
+        self.num_sent = 0
+        self.suspects: list[Sequence] = []
+        self._make_backend = make_backend
+        self._options = options
+        self._members = members
+        self._clock = clock
+        self._shared = shared
+        self._hooks = hooks._replace(
+            cluster=ClusterHooks(
+                conditions=shared.conditions,
+                user_code=shared.user_code,
+                on_record=self._on_record,
+                on_orphaned=self._on_orphaned,
+            )
+        )
+        self._backend: Backend | None = None
+        self._next_state: ReplicaState | None = None
+        """What it was told to become."""
+        self._scope = anyio.CancelScope()
+        self._serving_since = math.nan
+        self._num_failures = 0
+        self._backoff_s = options.restart_backoff_s
+
+    def __repr__(self) -> str:
+        return f"<Replica {self.rank} {self.state.value}>"
+
+    # What it has
+
+    @property
+    def is_serving(self) -> bool:
+        return self.state is ReplicaState.SERVING
+
+    @property
+    def has_suspects(self) -> bool:
+        self.suspects = [each for each in self.suspects if each.core is self.core and is_suspect(each)]
+        return bool(self.suspects)
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether it serves, or will again."""
+        return self.state not in (ReplicaState.FAILED, ReplicaState.STOPPED)
+
+    def candidate(self) -> Candidate:
+        """Its load, for the choice of a replica."""
+        assert self.core is not None
+        stats = self.core.stats()
+        return Candidate(
+            rank=self.rank,
+            running=stats.running,
+            waiting=stats.waiting + stats.blocked,
+            free_blocks=stats.free_blocks,
+            num_blocks=stats.num_blocks,
+            max_num_seqs=self.core.config.max_num_seqs,
+            num_sent=self.num_sent,
+        )
+
+    def status(self) -> ReplicaStatus:
+        stats = self.core.stats() if self.core is not None else None
+        return ReplicaStatus(
+            rank=self.rank,
+            state=self.state.value,
+            reason="" if self.is_serving else self.reason,
+            num_restarts=self.num_restarts,
+            where=getattr(self._backend, "where", ""),
+            running=stats.running if stats else 0,
+            waiting=stats.waiting + stats.blocked if stats else 0,
+            free_blocks=stats.free_blocks if stats else 0,
+            num_blocks=stats.num_blocks if stats else 0,
+        )
+
+    # Its life
+
+    async def find_model(self) -> ModelFolder:
+        """Begin the first start; as `Backend.find_model`."""
+        self._backend = self._make_backend(self.rank, self._hooks)
+        return await self._backend.find_model()
+
+    async def open(self, on_progress: OnProgress | None = None) -> None:
+        """End the first start; from then on it takes requests, which `run` serves.
+
+        Raises:
+            ModelLoadError, ConfigError, EngineDead: it cannot be.
+        """
+        assert self._backend is not None
+        await self._backend.open(on_progress)
+        self.core = cast(ReplicaCore, self._backend.core)
+        self._become(ReplicaState.SERVING)
+
+    async def run(self) -> None:
+        """Serve, and start again after each death, until it is stopped or given up. `aclose` is to follow."""
+        while self.is_coming:
+            with anyio.CancelScope() as self._scope:
+                if self._next_state is None:
+                    await self._go_on()
+            if self._next_state is not None:
+                await self._end(is_dead=False)
+                next_state, self._next_state = self._next_state, None
+                self._become(next_state)
+
+    async def drain(self, timeout_s: float) -> list[Orphan]:
+        """Take no more requests, and wait until those that it has are over.
+
+        Returns:
+            what is left after ``timeout_s`` seconds, for other replicas.
+        """
+        core = self.core
+        if core is None or not self.is_serving:
+            return []
+        self._become(ReplicaState.DRAINING)
+        with anyio.move_on_after(timeout_s):
+            await core.when(lambda: core.is_drained)
+        return core.take_back() if self.state is ReplicaState.DRAINING else []
+
+    async def stop(self) -> None:
+        """End for good; wait until it is closed. What it still has goes to `Members.on_orphaned` never: drain it."""
+        self._tell_to_become(ReplicaState.STOPPED)
+        await self._shared.conditions.add(lambda: self.state is ReplicaState.STOPPED)
+
+    async def restart(self) -> None:
+        """End, and start again; wait until it serves.
+
+        Raises:
+            EngineDead: it could not be started again, for the time being or for good.
+        """
+        self._tell_to_become(ReplicaState.STARTING)
+        self.core = None
+        is_over = (ReplicaState.SERVING, ReplicaState.BACKING_OFF, ReplicaState.FAILED, ReplicaState.STOPPED)
+        await self._shared.conditions.add(lambda: self._next_state is None and self.state in is_over)
+        if not self.is_serving:
+            raise EngineDead(f"replica {self.rank} did not come back: {self.reason}")
+
+    async def aclose(self) -> None:
+        """Close all that it has opened, in any state. Idempotent."""
+        if self._backend is not None:
+            await self._backend.aclose()
+
+    def abandon(self) -> None:
+        """As `Backend.abandon`."""
+        if self._backend is not None:
+            self._backend.abandon()
+
+    def _tell_to_become(self, state: ReplicaState) -> None:
+        self._next_state = state
+        self._scope.cancel()
+
+    def _become(self, state: ReplicaState) -> None:
+        assert state in TRANSITIONS[self.state], f"{self} cannot become {state.value}"
+        self.state = state
+        self._members.on_state(self)
+        self._shared.conditions.check()
+
+    async def _go_on(self) -> None:
+        """Do what its state asks for, up to the next state."""
+        if self.state is ReplicaState.BACKING_OFF:
+            await anyio.sleep(self._backoff_s)
+            self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
+            self._become(ReplicaState.STARTING)
+        elif self.state is ReplicaState.STARTING:
+            await self._start()
+        else:
+            await self._serve()
+
+    async def _start(self) -> None:
+        """Start it again."""
+        self.num_restarts += 1
+        try:
+            await self.find_model()
+            assert self._backend is not None
+            await self._backend.open()
+            self.core = cast(ReplicaCore, self._backend.core)
+            await self._serve()
+        except AioEngineError as error:
+            await self._on_failed(error)
+
+    async def _on_failed(self, error: AioEngineError) -> None:
+        self.reason = describe(error)
+        self._num_failures += 1
+        is_last = self._num_failures > self._options.max_restarts
+        logger.error(
+            "replica %d did not start (%d in a row%s): %s",
+            self.rank,
+            self._num_failures,
+            ", given up" if is_last else "",
+            self.reason,
+        )
+        await self._end(is_dead=True)
+        self._become(ReplicaState.FAILED if is_last else ReplicaState.BACKING_OFF)
+
+    async def _serve(self) -> None:
+        """Serve until it dies."""
+        core = self.core
+        assert core is not None
+        self._serving_since = self._clock()
+        failure: AioEngineError | None = None
+
+        async def enter() -> None:
+            nonlocal failure
+            try:
+                await self._members.restore(core)
+            except AioEngineError as error:
+                failure = error
+                tasks.cancel_scope.cancel()
+            else:
+                if core.death is None:
+                    self._num_failures = 0
+                    self._become(ReplicaState.SERVING)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._watch, core)
+            if self.state is ReplicaState.STARTING:
+                tasks.start_soon(enter)
+            await core.run()
+            tasks.cancel_scope.cancel()
+        if failure is None and self.state is ReplicaState.STARTING:
+            failure = core.death or EngineDead("it ended while it was starting")
+        if failure is not None:
+            await self._on_failed(failure)
+            return
+        if self._clock() - self._serving_since > QUIET_S:
+            self._backoff_s = self._options.restart_backoff_s
+        await self._end(is_dead=True)
+
+    async def _watch(self, core: ReplicaCore) -> None:
+        """Kill it when it does not get on."""
+        timeout_s = self._options.stall_timeout_s
+        while True:
+            began = self._clock()
+            await anyio.sleep(timeout_s / 4)
+            if self._clock() - began > timeout_s / 2:
+                continue  # this loop stood still, and what has come meanwhile is not read yet
+            health = core.health()
+            if health.status != "DEAD" and max(health.beat_age_s, health.step_age_s) > timeout_s:
+                assert self._backend is not None
+                core.die(
+                    EngineDead(
+                        f"replica {self.rank} has not beaten for {health.beat_age_s:.1f} s, its device has been at one "
+                        f"step for {health.step_age_s:.1f} s: it is killed (stall_timeout_s)"
+                    )
+                )
+                return
+
+    async def _end(self, *, is_dead: bool) -> None:
+        """Kill what it has started, if anything is left of that, and close it."""
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            if is_dead:  # it may not answer, and is not asked to end
+                backend.abandon()
+            with anyio.CancelScope(shield=True):  # which has deadlines of its own
+                await backend.aclose()
+
+    def _on_record(self, record: StepRecord) -> None:
+        self.num_sent = 0
+        self._members.on_record(self, record)
+
+    def _on_orphaned(self, orphans: list[Orphan]) -> None:
+        assert self.core is not None
+        self.reason = f"replica {self.rank}: {self.core.death}"
+        if self.state in (ReplicaState.SERVING, ReplicaState.DRAINING):
+            self._become(ReplicaState.BACKING_OFF)  # at once: nothing more is sent to it
+        self._members.on_orphaned(self, orphans, self.reason)
