@@ -68,7 +68,7 @@ class ClusterControl:
         if self._has_sent_weights:
             raise ModelLoadError(
                 "the other replicas have weights that came as tensors, and this one cannot have them: it would give "
-                "other answers; send the weights again (update_weights) when it is back, or give update_weights a folder"
+                "other answers; send them again (update_weights), or give update_weights a folder"
             )
         if self._weights is not None:
             await core.call(self._weights)
