@@ -39,7 +39,7 @@ BUNDLED = "http://127.0.0.1:8000"
 DEADLINE_S = 90
 IM_END = 2
 """A token that ends the demo model's output."""
-NIGHTLY = {"cpu.md", "processes.md", "without-asyncio.md"}
+NIGHTLY = {"cpu.md", "processes.md", "scaling.md", "without-asyncio.md"}
 """Pages whose commands are run by `make nightly` alone: four seconds each, compiling kernels half a minute, and tests
 of the commands run their like."""
 
