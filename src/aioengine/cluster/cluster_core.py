@@ -127,8 +127,9 @@ class ClusterCore:
 
     def on_state(self, replica: Replica) -> None:
         """As `Members.on_state`."""
-        if replica.state is ReplicaState.BACKING_OFF:
+        if replica.state in (ReplicaState.BACKING_OFF, ReplicaState.STARTING):
             self._balancer.forget(replica.rank)
+            self._keep_totals(replica.rank)
         self.dispatch()
         if self.replicas and not any(each.is_coming for each in self.replicas.values()):
             reasons = "; ".join(each.reason for each in self.replicas.values())
@@ -162,7 +163,6 @@ class ClusterCore:
 
     def on_orphaned(self, replica: Replica, orphans: list[Orphan], reason: str) -> None:
         """As `Members.on_orphaned`."""
-        self._keep_totals(replica.rank)
         verdicts = recovery.on_death(orphans, reason, max_attempts=self._options.max_attempts)
         for sequence, error in verdicts:
             if error is not None:
@@ -183,7 +183,6 @@ class ClusterCore:
         """Sequences of a replica that is lost wait for another one, the oldest first."""
         until = self.clock() + self._options.recover_timeout_s
         for sequence in sequences:
-            sequence.core = None
             ended = self._end_of(sequence)
             if ended is not None:  # with its last token, whose message was the last that came
                 sequence.finish_reason, sequence.stop_reason = ended
@@ -313,19 +312,35 @@ class ClusterCore:
             self.dispatch()
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        core: ReplicaCore | None = sequence.core
-        if core is not None:
-            core.finish(sequence, reason, stop_reason)
-        elif not sequence.has_ended:
-            # In limbo: by itself, or as a child of what is.
-            self._limbo.pop(sequence, None)
-            for member in (sequence, *sequence.children):
-                member.finish_reason, member.stop_reason = reason, stop_reason
-                self._release(member).on_end()
-            self._hooks.on_capacity()
-            self.conditions.check()
+        head = self._head_in_limbo(sequence)
+        if head is not None:
+            self._finish_in_limbo(head, sequence, reason, stop_reason)
+        elif sequence.core is not None:
+            sequence.core.finish(sequence, reason, stop_reason)
         else:
             self._endings.tell(sequence.order)
+
+    def _head_in_limbo(self, sequence: Sequence) -> Sequence | None:
+        """What is in limbo as this sequence, or with it as a child."""
+        if sequence in self._limbo:
+            return sequence
+        return next((head for head in self._limbo if sequence in head.children), None)
+
+    def _finish_in_limbo(
+        self, head: Sequence, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None
+    ) -> None:
+        until = self._limbo.pop(head)
+        leaving = (head, *head.children) if sequence is head else (sequence,)
+        for member in (head, *head.children):
+            if member not in leaving:  # each is on its own from now on
+                self._limbo[member] = until
+        head.children = ()
+        for member in leaving:
+            member.core = None
+            member.finish_reason, member.stop_reason = reason, stop_reason
+            self._release(member).on_end()
+        self._hooks.on_capacity()
+        self.conditions.check()
 
     def abort_all(self) -> None:
         for core in self._cores:

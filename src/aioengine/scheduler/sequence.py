@@ -131,6 +131,8 @@ class Sequence:
     """Follows it; the scheduler does not look at it."""
     core: Any = None
     """Of several cores the one that has it, or had it last; None: none yet, or there is only one."""
+    breaks: Any = None
+    """What a cluster remembers of the deaths that it has been through; None: none."""
     tenant: str = ""
     """Whose it is, by the policy, and that tenant's weight."""
     weight: float = 1.0
