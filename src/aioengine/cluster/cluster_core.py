@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import anyio
-import msgspec
 
 from aioengine.cluster import recovery
 from aioengine.cluster.agreement import agree
 from aioengine.cluster.balancer import MAX_AFFINITY_BLOCKS, Balancer
 from aioengine.cluster.broadcast import ClusterControl
 from aioengine.cluster.replica import Replica, ReplicaCore, ReplicaState
+from aioengine.cluster.totals import StepTotals
 from aioengine.config import EngineConfig, ReplicaOptions
 from aioengine.core.control import AnyControl
 from aioengine.core.engine_core import closed_early
@@ -36,9 +36,6 @@ from aioengine.scheduler.scheduler import SchedulerStats
 from aioengine.scheduler.sequence import Request, Sequence, make_choices
 
 logger = logging.getLogger("aioengine")
-
-TOTALS = ("preemptions", "prefix_cache_queries", "prefix_cache_hits", "steps")
-"""Of `SchedulerStats` and `StepRecord`: what only grows while an engine lives."""
 
 
 class ClusterCore:
@@ -84,9 +81,8 @@ class ClusterCore:
         self._has_limbo = asyncio.Event()
         self._endings = Endings(self.user_code, self.conditions.check)
         self._num_ended = 0
-        self._totals: dict[int, tuple[int, ...]] = {}
-        """By rank, `TOTALS` as the engine that serves there told them last; and those of engines that have ended."""
-        self._ended_totals = [0] * len(TOTALS)
+        self._totals = StepTotals()
+        self.capacity = config.max_waiting
         self._over = asyncio.Event()
         self._tasks: anyio.abc.TaskGroup | None = None
 
@@ -111,13 +107,9 @@ class ClusterCore:
     def remove_replica(self, replica: Replica) -> None:
         """It has been stopped."""
         del self.replicas[replica.rank]
-        self._keep_totals(replica.rank)
+        self._totals.forget(replica.rank)
         self._balancer.forget(replica.rank)
         self.on_state(replica)
-
-    @property
-    def capacity(self) -> int:
-        return self.config.max_waiting * max(1, sum(each.is_coming for each in self.replicas.values()))
 
     def move(self, orphans: Iterable[Orphan]) -> None:
         """Sequences that were taken back from a replica that lives go on elsewhere."""
@@ -129,7 +121,8 @@ class ClusterCore:
         """As `Members.on_state`."""
         if replica.state in (ReplicaState.BACKING_OFF, ReplicaState.STARTING):
             self._balancer.forget(replica.rank)
-            self._keep_totals(replica.rank)
+            self._totals.forget(replica.rank)
+        self.capacity = self.config.max_waiting * max(1, sum(each.is_coming for each in self.replicas.values()))
         self.dispatch()
         if self.replicas and not any(each.is_coming for each in self.replicas.values()):
             reasons = "; ".join(each.reason for each in self.replicas.values())
@@ -139,25 +132,7 @@ class ClusterCore:
 
     def on_record(self, replica: Replica, record: StepRecord) -> None:
         """As `Members.on_record`: observers hear of each step as one of the whole cluster's."""
-        self._totals[replica.rank] = (
-            *(record.preemptions, record.prefix_cache_queries, record.prefix_cache_hits),
-            record.step + 1,
-        )
-        stats = self.stats()
-        self.observers.on_step(
-            msgspec.structs.replace(
-                record,
-                running=stats.running,
-                waiting=stats.waiting + stats.blocked,
-                blocked=stats.blocked,
-                free_blocks=stats.free_blocks,
-                num_blocks=stats.num_blocks,
-                preemptions=stats.preemptions,
-                prefix_cache_queries=stats.prefix_cache_queries,
-                prefix_cache_hits=stats.prefix_cache_hits,
-            ),
-            self.clock(),
-        )
+        self.observers.on_step(self._totals.take(replica.rank, record), self.clock())
         if self._limbo:
             self.dispatch()
 
@@ -382,16 +357,16 @@ class ClusterCore:
         return sequence.last_token_at
 
     def stats(self) -> SchedulerStats:
-        """Sums; of what only grows those of engines that have ended, too."""
+        """Sums; the counters are those of engines that have ended, too."""
         every = [core.stats() for core in self._cores]
-        totals = [sum(column) for column in zip(self._ended_totals, *self._totals.values(), strict=True)]
         return SchedulerStats(
             running=sum(stats.running for stats in every),
             waiting=sum(stats.waiting for stats in every) + len(self._limbo),
             blocked=sum(stats.blocked for stats in every),
             free_blocks=sum(stats.free_blocks for stats in every),
             num_blocks=sum(stats.num_blocks for stats in every),
-            **dict(zip(TOTALS, totals, strict=True)),
+            steps=sum(stats.steps for stats in every),
+            **self._totals.counters,
         )
 
     def health(self) -> Health:
@@ -456,10 +431,6 @@ class ClusterCore:
         await self._endings.tell_all()
 
     # Ends
-
-    def _keep_totals(self, rank: int) -> None:
-        for place, total in enumerate(self._totals.pop(rank, ())):
-            self._ended_totals[place] += total
 
     def _release(self, sequence: Sequence) -> Listener:
         listener: Listener = sequence.listener
