@@ -23,7 +23,15 @@ T = TypeVar("T")
 
 
 def launcher_of(config: EngineConfig, process: ProcessOptions, options: ReplicaOptions) -> MakeBackend:
-    """What makes the backend of each rank."""
+    """What makes the backend of each rank.
+
+    Raises:
+        ConfigError: an option does not go with it.
+    """
+    if options.launcher == "ray":
+        from aioengine.cluster.ray_launcher import RayLauncher
+
+        return RayLauncher(config, process, options)
 
     def in_child(rank: int, hooks: CoreHooks) -> Backend:
         return InChild(config, process, hooks, rank=rank)
@@ -89,6 +97,8 @@ class Replicated:
             await for_each(self._replicas.values(), Replica.aclose)
         finally:
             self._replicas.clear()
+            if hasattr(self._make_backend, "aclose"):  # of a launcher that holds something for all
+                await self._make_backend.aclose()
 
     def abandon(self) -> None:
         for replica in list(self._replicas.values()):

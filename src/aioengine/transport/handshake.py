@@ -250,9 +250,14 @@ class Welcome:
 
     def _fail(self, error: Exception) -> None:
         if self.failure is None:
-            if not isinstance(error, ConfigError | ModelLoadError | EngineDead):
-                error = EngineDead(f"{type(error).__name__}: {error}")
-            self.failure = error
+            self.failure = start_error(error)
+
+
+def start_error(error: Exception) -> ConfigError | ModelLoadError | EngineDead:
+    """What an engine that cannot start has said is the reason."""
+    if isinstance(error, ConfigError | ModelLoadError | EngineDead):
+        return error
+    return EngineDead(f"{type(error).__name__}: {error}")
 
 
 async def welcome(

@@ -1,0 +1,390 @@
+"""Replicas as actors of a Ray cluster (https://docs.ray.io).
+
+Ray finds a replica its place, starts its process, and tells of its end; an actor's calls carry what a handshake's
+socket carries elsewhere. Requests and tokens never go through Ray: they have the engine's own connection, which is ipc
+where the actor runs beside this process, and tcp with keys made for this one replica where it does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import logging
+import os
+import threading
+from typing import Any
+
+import anyio
+import msgspec
+
+from aioengine.cluster.ray_actor import Introduction, ReplicaActor
+from aioengine.config import EngineConfig, ProcessOptions, ReplicaOptions
+from aioengine.core.protocol import CoreHooks
+from aioengine.errors import ConfigError, EngineDead
+from aioengine.executor.in_process import find
+from aioengine.models.folder import ModelFolder
+from aioengine.progress import OnProgress
+from aioengine.text.worker import run_abandonable
+from aioengine.transport.addresses import remove_private
+from aioengine.transport.backends import ATTACH_TIMEOUT_S, EXIT_NEWS_S, refuse_function
+from aioengine.transport.client import RemoteCore
+from aioengine.transport.handshake import Failing, Init, Loading, Ready, start_error
+from aioengine.transport.link import Link
+from aioengine.transport.security import ClientKeys, KeyPair
+from aioengine.transport.wire import PROTOCOL_VERSION
+from aioengine.transport.wire_errors import Fault, to_error
+
+logger = logging.getLogger("aioengine")
+
+PENDING_AFTER_S = 10.0
+"""Without a place for so long it is said what a replica waits for. An actor takes a second where there is room."""
+
+END_NEWS_S = 0.5
+"""For Ray to tell of an actor's end after its connection has; on one machine it takes 10 ms."""
+
+RELEASE_GRACE_S = 10.0
+"""For calls of Ray's that a cancelled start has begun; those here take milliseconds while its head answers."""
+
+
+class RayLauncher:
+    """Makes the backends of replicas on Ray; a `MakeBackend`.
+
+    This process is connected to Ray when the first replica opens, unless the program has done so; what was connected
+    here `aclose` disconnects. ``ray.init`` sets no signal handlers, being called in a thread.
+
+    Raises:
+        ConfigError: Ray is not installed, or an option does not go with it.
+    """
+
+    def __init__(self, config: EngineConfig, process: ProcessOptions, options: ReplicaOptions) -> None:
+        if importlib.util.find_spec("ray") is None:
+            raise ConfigError("launcher='ray' needs Ray: pip install 'aioengine[ray]'")
+        if process.visible_devices is not None:
+            raise ConfigError(
+                f"visible_devices={process.visible_devices}: Ray gives each replica its GPUs; leave it out, and say "
+                "how many in ray_num_gpus"
+            )
+        if config.device.startswith("cuda:"):
+            raise ConfigError(f"device={config.device!r}: Ray gives each replica its GPU; say 'cuda' or 'auto'")
+        if options.ray_num_cpus == options.ray_num_gpus == 0:
+            raise ConfigError("ray_num_cpus=0 and ray_num_gpus=0: a replica takes room of some kind; ask for one")
+        self.config = config
+        self.process = process
+        self.options = options
+        self._lock = threading.Lock()
+        self._is_connected_here = False
+
+    def __call__(self, rank: int, hooks: CoreHooks) -> InActor:
+        return InActor(rank, self, hooks)
+
+    def connect(self) -> None:
+        """Connect this process to Ray, once; to be called in a thread.
+
+        Raises:
+            ConfigError: there is no cluster at the address, or this is a client of Ray's outside of the cluster.
+        """
+        import ray
+
+        with self._lock:
+            if ray.is_initialized():
+                if ray.util.client.ray.is_connected():
+                    raise ConfigError(
+                        "this process is a client of a Ray cluster (ray://), and replicas are reached from inside of "
+                        "it: run it as a job, or on one of the cluster's machines"
+                    )
+                return
+            try:
+                ray.init(address=self.options.ray_address)
+            except (ConnectionError, ValueError, RuntimeError) as error:
+                raise ConfigError(f"no Ray cluster (ray_address={self.options.ray_address}): {error}") from error
+            self._is_connected_here = True
+
+    def resources(self) -> dict[str, float]:
+        """CPUs and GPUs that a replica asks for; to be called in a thread."""
+        import ray
+
+        num_gpus = self.options.ray_num_gpus
+        if num_gpus is None:
+            may_use_gpu = self.config.device != "cpu" and self.process.executor is None
+            num_gpus = float(may_use_gpu and ray.cluster_resources().get("GPU", 0.0) >= 1.0)
+        wanted = {"CPU": self.options.ray_num_cpus, "GPU": num_gpus}
+        return {name: amount for name, amount in wanted.items() if amount}
+
+    async def aclose(self) -> None:
+        """Disconnect this process from Ray if it was connected here; after all backends are closed. Idempotent."""
+        if self._is_connected_here:
+            self._is_connected_here = False
+            import ray
+
+            await run_abandonable(ray.shutdown)
+
+
+class InActor:
+    """A `Backend` whose core is in an actor of a Ray cluster.
+
+    Attributes:
+        address, keys: where the engine serves and the keys to connect to it with (None for ipc), once it is open.
+    """
+
+    core: RemoteCore
+    address: str
+    cluster = None
+
+    def __init__(self, rank: int, launcher: RayLauncher, hooks: CoreHooks) -> None:
+        self.keys: ClientKeys | None = None
+        self._rank = rank
+        self._where = ""
+        self._launcher = launcher
+        self._hooks = hooks
+        self._link = Link(hooks.worker)
+        self._lock = threading.Lock()
+        self._is_released = False
+        self._group: Any = None
+        self._actor: Any = None
+        self._driver_node = ""
+        self._resources: dict[str, float] = {}
+        self._has_begun = False
+        self._has_ended = asyncio.Event()
+        self._end_news: str | None = None
+        self._is_end_expected = False
+
+    async def find_model(self) -> ModelFolder:
+        await run_abandonable(self._create)
+        return await find(self._launcher.config, self._hooks.worker, with_weights=False)
+
+    async def open(self, on_progress: OnProgress | None = None) -> None:
+        timeout_s = self._launcher.process.start_timeout_s
+        with anyio.move_on_after(timeout_s) as scope:
+            introduction = await self._introduced()
+            await self._begin(introduction)
+            await self._loaded(on_progress)
+        if scope.cancelled_caught:
+            late = "was not ready" if self._has_begun else f"found no room ({self._wanted()} on one node)"
+            raise EngineDead(f"{self._name} {late} within {timeout_s:g} s (start_timeout_s)")
+        try:
+            attached = await self._link.open(self.address, self.keys, name="its driver", timeout_s=ATTACH_TIMEOUT_S)
+        except EngineDead as error:  # its end, where there is one, is the cause
+            raise EngineDead(await self._news_of_end() or str(error)) from error
+        self.core = RemoteCore(
+            self._link,
+            attached,
+            config=self._launcher.config,
+            hooks=self._hooks,
+            is_far=self.keys is not None,
+            describe_cut=self._describe_cut,
+            logs_stats=True,
+        )
+        if self._end_news is not None:  # meanwhile
+            self.core.die(EngineDead(self._end_news))
+
+    apply_model = refuse_function
+
+    @property
+    def where(self) -> str:
+        """Its node and process, for a person."""
+        return self._where
+
+    async def aclose(self) -> None:
+        """Ask it to end, and kill it where it does not within ``stop_timeout_s``; its placement group goes with it."""
+        self._is_end_expected = True
+        try:
+            try:
+                await self._link.aclose()
+            finally:
+                await self._ask_to_end()
+                await run_abandonable(self._release, grace_s=RELEASE_GRACE_S)
+        except asyncio.CancelledError:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """Kill it, by a thread: there may be a loop, which is not to wait for Ray."""
+        self._is_end_expected = True
+        self._link.abandon()
+        with contextlib.suppress(RuntimeError):  # the interpreter ends, and the actor with it
+            threading.Thread(target=self._release, name="aioengine-ray", daemon=True).start()
+
+    @property
+    def _name(self) -> str:
+        return f"replica {self._rank} ({self._where or 'on Ray'})"
+
+    # In threads: Ray's calls may wait for its head
+
+    def _create(self) -> None:
+        """Have Ray begin to look for a place and to start the actor there."""
+        self._launcher.connect()
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        with self._lock:
+            if self._is_released:
+                return
+            self._driver_node = ray.get_runtime_context().get_node_id()
+            self._resources = self._launcher.resources()
+            group = self._given_group() or self._make_group()
+            try:
+                self._actor = (
+                    ray.remote(ReplicaActor)
+                    .options(
+                        num_cpus=self._resources.get("CPU", 0),
+                        num_gpus=self._resources.get("GPU", 0),
+                        # Any bundle with room: this process may have one of a given group.
+                        scheduling_strategy=PlacementGroupSchedulingStrategy(group, -1, True),
+                    )
+                    .remote(logging.getLogger("aioengine").getEffectiveLevel())
+                )
+            except ValueError as error:  # no bundle of it can hold a replica
+                raise ConfigError(f"{self._name}: {error}") from error
+
+    def _given_group(self) -> Any:
+        """The placement group that was named, or the one that this process runs in and its children are to; or None."""
+        import ray
+        from ray.util.placement_group import get_current_placement_group, get_placement_group
+
+        name = self._launcher.options.ray_placement_group
+        if name is None:
+            is_for_children = ray.get_runtime_context().should_capture_child_tasks_in_placement_group
+            return get_current_placement_group() if is_for_children else None
+        try:
+            return get_placement_group(name)
+        except ValueError as error:
+            raise ConfigError(f"ray_placement_group={name!r}: {error}") from error
+
+    def _make_group(self) -> Any:
+        """A group of one bundle, on this process's node if there is room; a replica has one node by itself."""
+        from ray.util.placement_group import placement_group
+
+        self._group = placement_group(
+            [self._resources], strategy="STRICT_PACK", _soft_target_node_id=self._driver_node or None
+        )
+        return self._group
+
+    def _release(self) -> None:
+        """Kill the actor and remove the group that was made for it. Idempotent; once Ray is gone, so are they."""
+        with self._lock:
+            self._is_released = True
+            actor, self._actor = self._actor, None
+            group, self._group = self._group, None
+            if actor is None and group is None:
+                return
+            import ray
+            from ray.util.placement_group import remove_placement_group
+
+            if ray.is_initialized():
+                with contextlib.suppress(ray.exceptions.RayError, ValueError):
+                    if actor is not None:
+                        ray.kill(actor)
+                with contextlib.suppress(ray.exceptions.RayError, ValueError):
+                    if group is not None:
+                        remove_placement_group(group)
+            if hasattr(self, "address") and self.address.startswith("ipc:"):
+                remove_private(self.address)  # where it could not do so itself
+
+    # The start
+
+    async def _introduced(self) -> Introduction:
+        """Wait until the actor is there."""
+        pending = asyncio.get_running_loop().call_later(PENDING_AFTER_S, self._log_pending)
+        try:
+            introduction: Introduction = await self._answer(self._actor.introduce.remote())
+        finally:
+            pending.cancel()
+        return introduction
+
+    async def _begin(self, introduction: Introduction) -> None:
+        """Have it load and serve, where this process can reach it."""
+        node_id, ip, pid, uid, key = introduction
+        self._where = f"pid {pid} at {ip}, on Ray"
+        address = client_key = None
+        # A socket in a folder is another user's where Ray was started by one.
+        if node_id != self._driver_node or uid != os.geteuid():
+            pair = KeyPair.make()
+            self.keys, client_key = ClientKeys(server=key, pair=pair), pair.public
+            address = f"tcp://[{ip}]:0" if ":" in ip else f"tcp://{ip}:0"
+        init = Init(
+            version=PROTOCOL_VERSION,
+            index=self._rank,
+            num_engines=self._launcher.options.replicas,
+            address=address,
+            # This side logs load and requests: once is enough.
+            config=msgspec.structs.replace(self._launcher.config, log_stats_interval_s=0.0, log_requests=False),
+            plugins=self._launcher.process.plugins,
+            executor=self._launcher.process.executor,
+        )
+        run = self._actor.run.remote(init, client_key)
+        self._has_begun = True
+        asyncio.wrap_future(run.future()).add_done_callback(self._on_end)
+
+    async def _loaded(self, on_progress: OnProgress | None) -> None:
+        """Wait until it serves."""
+        while True:
+            news = await self._answer(self._actor.next_news.remote())
+            match news:
+                case Loading() if on_progress is not None and news.total:
+                    on_progress(news.done, news.total)
+                case Ready():
+                    self.address = news.address
+                    return
+                case Failing():
+                    raise start_error(to_error(news.fault))
+
+    async def _answer(self, ref: Any) -> Any:
+        """What the actor answers.
+
+        Raises:
+            EngineDead: it cannot be placed, or has died.
+        """
+        import ray
+
+        try:
+            return await ref
+        except ray.exceptions.RayError as error:
+            raise EngineDead(f"{self._name} cannot start: {_reason(error)}") from error
+
+    def _log_pending(self) -> None:
+        logger.warning("%s waits for room in the cluster: %s on one node", self._name, self._wanted())
+
+    def _wanted(self) -> str:
+        return ", ".join(f"{name} {amount:g}" for name, amount in self._resources.items())
+
+    # The end
+
+    async def _ask_to_end(self) -> None:
+        actor = self._actor  # None once it was killed
+        if actor is not None and self._has_begun and not self._has_ended.is_set():
+            actor.end.remote()
+            with anyio.move_on_after(self._launcher.process.stop_timeout_s):
+                await self._has_ended.wait()
+
+    def _on_end(self, run: asyncio.Future[Fault | None]) -> None:
+        if run.cancelled():
+            return
+        error = run.exception()
+        fault = None if error is not None else run.result()
+        how = "has died" if error is not None or fault is not None else "has ended"
+        reason = _reason(error) if error is not None else fault.message if fault is not None else "it was told to"
+        self._end_news = f"{self._name} {how}: {reason}"
+        self._has_ended.set()
+        if hasattr(self, "core") and not self._is_end_expected:  # last words come first
+            death = EngineDead(self._end_news, dump="" if fault is None else fault.dump)
+            asyncio.get_running_loop().call_later(EXIT_NEWS_S, self.core.die, death)
+
+    async def _news_of_end(self) -> str | None:
+        """How it has ended, if that is so, or becomes known now."""
+        with anyio.move_on_after(END_NEWS_S):
+            await self._has_ended.wait()
+        return self._end_news
+
+    async def _describe_cut(self) -> str:
+        return await self._news_of_end() or f"the connection to {self._name} was cut, and Ray says nothing of its end"
+
+
+def _reason(error: BaseException) -> str:
+    """Why, in one line, of an error of Ray's: no ids, and no list of what may kill a process anywhere."""
+    text = " ".join(line for line in str(error).splitlines()[1:] if not line.startswith("\t")) or str(error)
+    if "its node has died" in text:
+        return "its node is gone"
+    if "Worker unexpectedly exits" in text:
+        return "its process was killed or has crashed; Ray's log of that worker may say more"
+    return text.strip()
