@@ -16,7 +16,7 @@ from aioengine.validation import NOT_YET, Neutral, check_fields, check_known_fie
 TEXT_ALONE = "this engine takes text alone"
 IN_CONFIG = "change it in the config.json of a copy of the folder"
 WITH_MODEL = "the tokenizer is that of the model's folder: put other files there"
-ONE_DEVICE = "an engine computes on one device; start one for each, in processes of their own"
+ONE_DEVICE = "an engine computes on one device; replicas=N runs one for each, in processes of their own"
 WITHOUT_MEANING = (
     # How many devices, workers and processes do their parts: there is one.
     "all2all_backend", "cp_kv_cache_interleave_size", "data_parallel_address", "data_parallel_backend",
@@ -59,7 +59,7 @@ NEUTRAL_CONFIG = {
         (
             *("speculative_config", "speculative_model", "num_speculative_tokens", "spec_method", "spec_model"),
             *("spec_tokens", "kv_transfer_config", "kv_events_config", "ec_transfer_config", "diffusion_config"),
-            *("io_processor_plugin", "data_parallel_size_local", "profiler_config"),
+            *("io_processor_plugin", "profiler_config"),
         ),
         Neutral((None,), NOT_YET),
     ),
@@ -76,12 +76,15 @@ NEUTRAL_CONFIG = {
     ),
     **dict.fromkeys(
         (
-            *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size"),
+            *("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"),
             *("prefill_context_parallel_size", "nnodes"),
         ),
         Neutral((None, 1), ONE_DEVICE),
     ),
-    **dict.fromkeys(("data_parallel_rank", "node_rank"), Neutral((None, 0), ONE_DEVICE)),
+    "data_parallel_size": Neutral((None, 1), "give replicas"),
+    "data_parallel_size_local": Neutral((None, 1), "give replicas=ReplicaOptions(replicas_local=...)"),
+    "data_parallel_rank": Neutral((None, 0), "give replicas: each request goes to one of them"),
+    "node_rank": Neutral((None, 0), ONE_DEVICE),
     **dict.fromkeys(("enable_dbo", "enable_eplb"), Neutral((None, False), ONE_DEVICE)),
     **dict.fromkeys(
         ("block_size", "enable_prefix_caching", "logits_processors", "max_num_batched_tokens", "max_num_seqs"),

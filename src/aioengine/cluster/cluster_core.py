@@ -211,7 +211,10 @@ class ClusterCore:
         replica = self.replicas[rank]
         assert replica.core is not None
         listeners = [member.listener for member in (sequence, *sequence.children)]
-        replica.core.add(sequence, listeners, arrived_at=sequence.arrived_at)
+        try:
+            replica.core.add(sequence, listeners, arrived_at=sequence.arrived_at)
+        except (EngineDead, EngineClosed):  # it ends just now, and its state is to follow
+            return False
         replica.num_sent += num_sequences
         if is_suspect:
             replica.suspects.append(sequence)

@@ -40,7 +40,7 @@ class ReplicaState(enum.Enum):
     BACKING_OFF = "backing off"
     """It has died, and is to be started again."""
     FAILED = "failed"
-    """It could not be started too often, and is given up."""
+    """It could not be started too often, and is given up until it is told to start again."""
     STOPPED = "stopped"
 
 
@@ -180,7 +180,7 @@ class Replica:
         )
 
     def status(self) -> ReplicaStatus:
-        stats = self.core.stats() if self.core is not None else None
+        stats = self.core.stats() if self.core is not None and self.core.death is None else None
         return ReplicaStatus(
             rank=self.rank,
             state=self.state.value,
@@ -212,8 +212,8 @@ class Replica:
         self._become(ReplicaState.SERVING)
 
     async def run(self) -> None:
-        """Serve, and start again after each death, until it is stopped or given up. `aclose` is to follow."""
-        while self.is_coming:
+        """Serve, and start again after each death, until it is stopped."""
+        while self.state is not ReplicaState.STOPPED:
             with anyio.CancelScope() as self._scope:
                 if self._next_state is None:
                     await self._go_on()
@@ -282,6 +282,8 @@ class Replica:
             self._become(ReplicaState.STARTING)
         elif self.state is ReplicaState.STARTING:
             await self._start()
+        elif self.state is ReplicaState.FAILED:
+            await anyio.sleep_forever()  # until it is told to start again
         else:
             await self._serve()
 
