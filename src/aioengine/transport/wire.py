@@ -288,10 +288,11 @@ def pack_params(params: SamplingParams) -> msgspec.Raw:
 
 def unpack_params(raw: msgspec.Raw) -> SamplingParams:
     """Raises InvalidRequest: they are none, or bad ones."""
-    return _unpack(_params_decoder, raw, "the sampling parameters cannot be read", "params")
+    return unpack(_params_decoder, raw, "the sampling parameters cannot be read", "params")
 
 
-def _unpack(decoder: msgspec.msgpack.Decoder[T], raw: msgspec.Raw, problem: str, param: str | None = None) -> T:
+def unpack(decoder: msgspec.msgpack.Decoder[T], raw: msgspec.Raw, problem: str, param: str | None = None) -> T:
+    """What is read by itself. Raises InvalidRequest: it has a bad value, or none that this knows."""
     try:
         return decoder.decode(raw)
     except InvalidRequest:
@@ -310,7 +311,7 @@ def pack_control(control: msgspec.Struct) -> msgspec.Raw:
 
 def unpack_control(raw: msgspec.Raw) -> AnyControl:
     """Raises InvalidRequest: there is no such call, or its arguments are bad."""
-    return _unpack(_control_decoder, raw, "this engine knows no such call")
+    return unpack(_control_decoder, raw, "this engine knows no such call")
 
 
 # Reading and writing

@@ -1,0 +1,266 @@
+"""`Coordinator`: what the process that owns a cluster's replicas tells and does for further front ends.
+
+It tells where the replicas serve and how much they have to do, takes calls that concern all of them, and gathers the
+metrics of the front ends. Requests and tokens do not pass here: each front end has a link to each replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import anyio
+import msgspec
+
+from aioengine.cluster.messages import (
+    ClusterCall,
+    Counts,
+    ExchangeMetrics,
+    FromMember,
+    GatherMetrics,
+    Joined,
+    ListReplicas,
+    Member,
+    Members,
+    MetricsSnapshot,
+    RestartReplicas,
+    Scale,
+    Snapshots,
+    unpack_call,
+)
+from aioengine.config import ReplicaOptions
+from aioengine.errors import EngineClosed, WireError
+from aioengine.text.worker import TextWorker
+from aioengine.transport import wire
+from aioengine.transport.calls import ServedCalls
+from aioengine.transport.peers import LINGER_S, Arrival, PeerServer, PeerSession
+from aioengine.transport.security import ServerKeys
+
+logger = logging.getLogger("aioengine")
+
+PUBLISH_INTERVAL_S = 0.1
+"""Least time between two messages of counts to a front end."""
+
+MAX_UNREAD_MESSAGES = 256
+MAX_UNREAD_BYTES = 64 * 2**20
+"""A front end that leaves more than either unread is cut off."""
+
+BEHIND_MESSAGES = 64
+"""With so many unread it is told no more counts and asked for no metrics: what is left are changes of members and
+answers to its own calls, so that one that is stopped for minutes is not cut off."""
+
+GATHER_TIMEOUT_S = 1.0
+
+MAX_ENDED_BYTES = 4 * 2**20
+"""Of the metrics of front ends that have ended; beyond that the oldest are forgotten."""
+
+
+class Coordinated(Protocol):
+    """What a coordinator asks of the cluster, on its loop."""
+
+    options: ReplicaOptions
+
+    def members(self) -> list[Member]:
+        """The replicas that front ends may connect to, by rank."""
+
+    def counts(self) -> Counts:
+        """What the replicas have to do, as far as it is known."""
+
+    def statuses(self) -> Sequence[msgspec.Struct]:
+        """As `Engine.replicas`."""
+
+    async def scale(self, replicas: int) -> Any:
+        """As `Engine.scale`."""
+
+    async def restart_replicas(self) -> Any:
+        """As `Engine.restart_replicas`."""
+
+
+class MemberSession(PeerSession):
+    """A front end that is attached to a coordinator."""
+
+    def __init__(self, arrival: Arrival, counts: Counts) -> None:
+        super().__init__(arrival, max_unread_messages=MAX_UNREAD_MESSAGES, max_unread_bytes=MAX_UNREAD_BYTES)
+        self.counts = counts
+        """The last that it was told."""
+        self.snapshot = b""
+        """Its metrics, as it has told them last."""
+
+    @property
+    def is_behind(self) -> bool:
+        return self.num_unread >= BEHIND_MESSAGES
+
+
+class _Gather:
+    """Metrics that are awaited of front ends."""
+
+    def __init__(self, asked: Iterable[MemberSession]) -> None:
+        self._asked = {session.peer for session in asked}
+        self.is_over = asyncio.Event()
+        self.note(None)
+
+    def note(self, session: MemberSession | None) -> None:
+        """This one has answered, or will not any more."""
+        if session is not None:
+            self._asked.discard(session.peer)
+        if not self._asked:
+            self.is_over.set()
+
+
+class Coordinator:
+    """Serves the front ends of a cluster.
+
+    Args:
+        cluster: whose members are told; it calls `announce` when they change.
+        address: where front ends may join: ``ipc:///path`` or ``tcp://host:port``; port 0 is any.
+        keys: of the clients that may connect, for addresses that other machines can reach.
+    Attributes:
+        peers: its front ends; its ``address`` is as it is reached, once `open` has returned.
+    """
+
+    def __init__(
+        self, cluster: Coordinated, address: str, *, worker: TextWorker, keys: ServerKeys | None = None
+    ) -> None:
+        self._cluster = cluster
+        self.peers: PeerServer[MemberSession] = PeerServer(
+            address,
+            what="coordinator",
+            keys=keys,
+            worker=worker,
+            kinds=FromMember,
+            begin=self._begin,
+            act=self._act,
+            on_left=self._on_left,
+            max_unsent=3 * MAX_UNREAD_MESSAGES,
+        )
+        self._calls: ServedCalls[MemberSession, ClusterCall] = ServedCalls(unpack_call, self._perform)
+        self._members = Members([])
+        self._counts = Counts([], [], [], [], [])
+        self._has_front_ends = asyncio.Event()
+        self._ended: deque[bytes] = deque()
+        """Metrics of front ends that have ended."""
+        self._ended_bytes = 0
+        self._num_gathers = 0
+        self._gathers: dict[int, _Gather] = {}
+        """Under way, by number."""
+
+    async def open(self) -> None:
+        """Bind to the address. Front ends that come now are answered by `serve`.
+
+        Raises:
+            ConfigError: it cannot be had.
+        """
+        await self.peers.open()
+
+    async def serve(self) -> None:
+        """Serve front ends until cancelled; then all of them hear the end, and everything is closed."""
+        try:
+            async with anyio.create_task_group() as self._tasks:
+                self._tasks.start_soon(self.peers.receive)
+                self._tasks.start_soon(self.peers.watch)
+                self._tasks.start_soon(self._publish)
+        finally:
+            self.peers.end_all(EngineClosed("the process that owns its replicas has closed it"))
+            with anyio.CancelScope(shield=True), anyio.move_on_after(2 * LINGER_S):
+                await self.peers.aclose()
+
+    async def aclose(self) -> None:
+        """Close the sockets; idempotent. `serve` does it by itself."""
+        await self.peers.aclose()
+
+    def abandon(self) -> None:
+        """Close without a word or a wait; from any thread once the loop is gone."""
+        self.peers.abandon()
+
+    def announce(self) -> None:
+        """Tell all front ends the members, if they have changed."""
+        members = Members(self._cluster.members())
+        if members != self._members:
+            self._members = members
+            for session in self.peers.attached:
+                session.send(members)
+
+    async def _publish(self) -> None:
+        """Tell front ends the counts where they have changed, while there are front ends."""
+        while True:
+            if not self.peers.attached:
+                self._has_front_ends.clear()
+                await self._has_front_ends.wait()
+            self._look()
+            for session in self.peers.attached:
+                if session.counts is not self._counts and not session.is_behind:
+                    session.counts = self._counts
+                    session.send(self._counts)
+            await anyio.sleep(PUBLISH_INTERVAL_S)
+
+    def _look(self) -> None:
+        counts = self._cluster.counts()
+        if counts != self._counts:
+            self._counts = counts
+
+    # Front ends
+
+    def _begin(self, arrival: Arrival) -> tuple[MemberSession, Joined]:
+        self.announce()
+        self._look()
+        self._has_front_ends.set()
+        options = msgspec.structs.asdict(self._cluster.options)
+        return MemberSession(arrival, self._counts), Joined(wire.PROTOCOL_VERSION, options, self._members, self._counts)
+
+    async def _act(self, session: MemberSession, body: Any) -> None:
+        match body:
+            case wire.CallControl():
+                self._calls.begin(self._tasks, session, body)
+            case wire.CancelCall():
+                self._calls.cancel(session, body.call_id)
+            case MetricsSnapshot():
+                session.snapshot = body.snapshot or session.snapshot
+                if body.gather in self._gathers:
+                    self._gathers[body.gather].note(session)
+            case _:
+                raise WireError(f"a {type(body).__name__} in the middle of a session")
+
+    def _on_left(self, session: MemberSession) -> None:
+        for gather in self._gathers.values():
+            gather.note(session)
+        if session.snapshot:
+            self._ended.append(session.snapshot)
+            self._ended_bytes += len(session.snapshot)
+        while self._ended_bytes > MAX_ENDED_BYTES:
+            self._ended_bytes -= len(self._ended.popleft())
+            logger.warning(
+                "the metrics of the first front end that ended are forgotten: those of all that did are more than %d "
+                "MiB, and counts go back by what it had counted",
+                MAX_ENDED_BYTES // 2**20,
+            )
+
+    async def _perform(self, session: MemberSession, call: ClusterCall) -> Any:
+        match call:
+            case Scale():
+                await self._cluster.scale(call.replicas)
+            case RestartReplicas():
+                await self._cluster.restart_replicas()
+            case ListReplicas():
+                return list(self._cluster.statuses())
+            case ExchangeMetrics():
+                session.snapshot = call.snapshot
+                return await self._gather(session)
+        return None
+
+    async def _gather(self, caller: MemberSession) -> Snapshots:
+        """Ask the other front ends for their metrics, and wait for these, but not long."""
+        asked = [each for each in self.peers.attached if each is not caller and not each.is_behind]
+        self._num_gathers += 1
+        number = self._num_gathers
+        gather = self._gathers[number] = _Gather(asked)
+        try:
+            for session in asked:
+                session.send(GatherMetrics(number))
+            with anyio.move_on_after(GATHER_TIMEOUT_S):
+                await gather.is_over.wait()
+        finally:
+            del self._gathers[number]
+        return Snapshots([each.snapshot for each in self.peers.attached if each.snapshot], list(self._ended))

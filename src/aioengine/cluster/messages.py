@@ -1,0 +1,139 @@
+"""What a coordinator and the front ends of its cluster tell each other, beside what every session has (`wire`)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from aioengine.errors import WireError
+from aioengine.transport import wire
+from aioengine.transport.wire import Number, WireMessage
+
+MAX_REPLICAS = 1024
+
+MAX_SNAPSHOT_BYTES = 2**18
+"""Of one front end's metrics: those of all, which are told at once, fit into a message."""
+
+Rank = Annotated[int, Meta(ge=0, lt=2**31)]
+
+Snapshot = Annotated[bytes, Meta(max_length=MAX_SNAPSHOT_BYTES)]
+
+
+class Member(msgspec.Struct, frozen=True, array_like=True):
+    """A replica, as front ends see it.
+
+    Attributes:
+        incarnation: how many processes have been this replica before; another one knows nothing of its requests.
+        address: where it serves; empty until it does.
+        is_draining: it gets no new requests.
+    """
+
+    rank: Rank
+    incarnation: Number
+    address: Annotated[str, Meta(max_length=1024)]
+    is_draining: bool = False
+
+
+class Counts(WireMessage, frozen=True, tag=9):
+    """What replicas have to do, for all front ends together: a column each, by rank.
+
+    Raises:
+        WireError: the columns are of several lengths.
+    """
+
+    ranks: Annotated[list[Rank], Meta(max_length=MAX_REPLICAS)]
+    running: list[Number]
+    waiting: list[Number]
+    blocked: list[Number]
+    free_blocks: list[Number]
+
+    def __post_init__(self) -> None:
+        columns = (self.running, self.waiting, self.blocked, self.free_blocks)
+        if any(len(column) != len(self.ranks) for column in columns):
+            raise WireError(f"counts of {len(self.ranks)} replicas in columns of other lengths")
+
+
+class Members(WireMessage, frozen=True, tag=8):
+    """All replicas that serve or drain; those that were told before and are not among them are gone."""
+
+    members: Annotated[list[Member], Meta(max_length=MAX_REPLICAS)]
+
+
+# From a front end
+
+
+class MetricsSnapshot(WireMessage, frozen=True, tag=9):
+    """A front end's metrics; empty: it gives none. The answer to `GatherMetrics`, or its last words of them."""
+
+    snapshot: Snapshot
+    gather: Number = 0
+    """That of the question; 0: none was asked."""
+
+
+FromMember = wire.Attach | wire.CallControl | wire.Acknowledge | wire.Detach | wire.CancelCall | MetricsSnapshot
+
+
+class Scale(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Serve with so many replicas. → None, once they serve, and those that are too many have drained."""
+
+    replicas: Annotated[int, Meta(ge=1, le=MAX_REPLICAS)]
+
+
+class RestartReplicas(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Restart one replica after the other, each drained first. → None."""
+
+
+class ListReplicas(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """→ a `ReplicaStatus` of each."""
+
+
+class ExchangeMetrics(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Tell the caller's metrics. → those of all front ends, `Snapshots`."""
+
+    snapshot: Snapshot
+
+
+ClusterCall = Scale | RestartReplicas | ListReplicas | ExchangeMetrics
+
+_call_decoder: msgspec.msgpack.Decoder[ClusterCall] = msgspec.msgpack.Decoder(ClusterCall)
+
+
+def unpack_call(raw: msgspec.Raw) -> ClusterCall:
+    """Raises InvalidRequest: there is no such call, or its arguments are bad."""
+    return wire.unpack(_call_decoder, raw, "this coordinator knows no such call")
+
+
+# From the coordinator
+
+
+class Joined(WireMessage, frozen=True, tag=7):
+    """The answer to `Attach`: the first message of a coordinator's side of a session."""
+
+    version: int
+    options: dict[str, Any]
+    """A `ReplicaOptions`, of a version that may have other settings."""
+    members: Members
+    counts: Counts
+
+
+class GatherMetrics(WireMessage, frozen=True, tag=10):
+    """A front end is asked for its `MetricsSnapshot`."""
+
+    gather: Number
+
+
+FromCoordinator = Joined | wire.Refused | Members | Counts | GatherMetrics | wire.Returned | wire.Shutdown
+
+
+class Snapshots(NamedTuple):
+    """The metrics of a cluster's front ends.
+
+    Attributes:
+        live: of those that are there, the caller among them; of one that does not answer the last that is known.
+        ended: the last that is known of those that have ended: their counts are to go on counting, their gauges not.
+    """
+
+    live: list[bytes]
+    ended: list[bytes]
