@@ -27,6 +27,7 @@ from aioengine.text.tokenizer import Tokenizer
 from aioengine.transport import wire
 from aioengine.transport.channel import Channel, Monitor
 from aioengine.transport.link import NEVER_MS
+from aioengine.transport.security import ClientKeys
 from aioengine.transport.server import EngineServer
 from aioengine.transport.session import Session
 from aioengine.transport.wire import Attached, Reader, WireMessage, Writer
@@ -72,8 +73,18 @@ def num_fds() -> int:
 class Peer:
     """A front end made of bare sockets, which says what it is told to."""
 
-    def __init__(self, address: str, *, name: str = "peer", hwm: int = 1000, routing_id: bytes = b"") -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        name: str = "peer",
+        hwm: int = 1000,
+        routing_id: bytes = b"",
+        kinds: Any = wire.FromEngine,
+        keys: ClientKeys | None = None,
+    ) -> None:
         self.name = name
+        self._kinds = kinds
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.context.linger = 0
         self._socket = self.context.socket(zmq.DEALER)
@@ -81,11 +92,13 @@ class Peer:
         self._socket.rcvhwm = hwm
         if routing_id:
             self._socket.routing_id = routing_id
+        if keys is not None:
+            keys.apply_client(self._socket)
         self.monitor = Monitor(self._socket)
         self._socket.connect(address)
         self.channel = Channel(self._socket)
         self.writer = Writer()
-        self.reader: Reader[Any] = Reader(wire.FromEngine)
+        self.reader: Reader[Any] = Reader(kinds)
         self.numbers: list[int] = []
         self.tokens: dict[int, list[int]] = {}
         self.news: list[WireMessage] = []
@@ -105,7 +118,7 @@ class Peer:
         """What the engine says first."""
         with anyio.fail_after(PATIENCE_S):
             (frames,) = await self.channel.receive(1)
-        self.reader = Reader(wire.FromEngine)
+        self.reader = Reader(self._kinds)
         body: WireMessage = self.reader.read(frames)
         return body
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import anyio
@@ -18,11 +18,11 @@ import msgspec
 from aioengine.cluster.messages import (
     ClusterCall,
     Counts,
+    Drained,
     ExchangeMetrics,
     FromMember,
     GatherMetrics,
     Joined,
-    ListReplicas,
     Member,
     Members,
     MetricsSnapshot,
@@ -31,8 +31,8 @@ from aioengine.cluster.messages import (
     Snapshots,
     unpack_call,
 )
-from aioengine.config import ReplicaOptions
-from aioengine.errors import EngineClosed, WireError
+from aioengine.config import EngineConfig, ReplicaOptions
+from aioengine.errors import AioEngineError, WireError
 from aioengine.text.worker import TextWorker
 from aioengine.transport import wire
 from aioengine.transport.calls import ServedCalls
@@ -61,22 +61,27 @@ MAX_ENDED_BYTES = 4 * 2**20
 class Coordinated(Protocol):
     """What a coordinator asks of the cluster, on its loop."""
 
-    options: ReplicaOptions
+    @property
+    def config(self) -> EngineConfig:
+        """Of each replica."""
+
+    @property
+    def options(self) -> ReplicaOptions: ...
 
     def members(self) -> list[Member]:
-        """The replicas that front ends may connect to, by rank."""
+        """The replicas, by rank."""
 
     def counts(self) -> Counts:
-        """What the replicas have to do, as far as it is known."""
+        """What they have to do, as far as it is known."""
 
-    def statuses(self) -> Sequence[msgspec.Struct]:
-        """As `Engine.replicas`."""
-
-    async def scale(self, replicas: int) -> Any:
+    async def scale(self, replicas: int) -> None:
         """As `Engine.scale`."""
 
-    async def restart_replicas(self) -> Any:
+    async def restart(self) -> None:
         """As `Engine.restart_replicas`."""
+
+    def last_words(self) -> AioEngineError:
+        """Why it has ended."""
 
 
 class MemberSession(PeerSession):
@@ -88,6 +93,8 @@ class MemberSession(PeerSession):
         """The last that it was told."""
         self.snapshot = b""
         """Its metrics, as it has told them last."""
+        self.draining: set[int] = set()
+        """Ranks that drain, and that it may still have requests at."""
 
     @property
     def is_behind(self) -> bool:
@@ -140,6 +147,8 @@ class Coordinator:
         self._members = Members([])
         self._counts = Counts([], [], [], [], [])
         self._has_front_ends = asyncio.Event()
+        self._has_drained = asyncio.Event()
+        """Set when a front end has nothing at a replica any more."""
         self._ended: deque[bytes] = deque()
         """Metrics of front ends that have ended."""
         self._ended_bytes = 0
@@ -163,7 +172,7 @@ class Coordinator:
                 self._tasks.start_soon(self.peers.watch)
                 self._tasks.start_soon(self._publish)
         finally:
-            self.peers.end_all(EngineClosed("the process that owns its replicas has closed it"))
+            self.peers.end_all(self._cluster.last_words())
             with anyio.CancelScope(shield=True), anyio.move_on_after(2 * LINGER_S):
                 await self.peers.aclose()
 
@@ -178,10 +187,22 @@ class Coordinator:
     def announce(self) -> None:
         """Tell all front ends the members, if they have changed."""
         members = Members(self._cluster.members())
-        if members != self._members:
-            self._members = members
-            for session in self.peers.attached:
-                session.send(members)
+        if members == self._members:
+            return
+        draining = _draining(members) - _draining(self._members)
+        self._members = members
+        for session in self.peers.attached:
+            session.draining = (session.draining & _draining(members)) | draining
+            session.send(members)
+
+    async def wait_drained(self, rank: int) -> None:
+        """Wait until no front end has requests at a replica that was announced to drain; each has its own deadline."""
+        while any(rank in session.draining for session in self.peers.attached):
+            await self._has_drained.wait()
+
+    def _note_drained(self) -> None:
+        has_drained, self._has_drained = self._has_drained, asyncio.Event()
+        has_drained.set()
 
     async def _publish(self) -> None:
         """Tell front ends the counts where they have changed, while there are front ends."""
@@ -207,8 +228,16 @@ class Coordinator:
         self.announce()
         self._look()
         self._has_front_ends.set()
-        options = msgspec.structs.asdict(self._cluster.options)
-        return MemberSession(arrival, self._counts), Joined(wire.PROTOCOL_VERSION, options, self._members, self._counts)
+        cluster, asdict = self._cluster, msgspec.structs.asdict
+        joined = Joined(
+            version=wire.PROTOCOL_VERSION,
+            index=arrival.number,
+            config=asdict(cluster.config),
+            options=asdict(cluster.options),
+            members=self._members,
+            counts=self._counts,
+        )
+        return MemberSession(arrival, self._counts), joined
 
     async def _act(self, session: MemberSession, body: Any) -> None:
         match body:
@@ -220,10 +249,14 @@ class Coordinator:
                 session.snapshot = body.snapshot or session.snapshot
                 if body.gather in self._gathers:
                     self._gathers[body.gather].note(session)
+            case Drained():
+                session.draining.discard(body.rank)
+                self._note_drained()
             case _:
                 raise WireError(f"a {type(body).__name__} in the middle of a session")
 
     def _on_left(self, session: MemberSession) -> None:
+        self._note_drained()
         for gather in self._gathers.values():
             gather.note(session)
         if session.snapshot:
@@ -242,9 +275,7 @@ class Coordinator:
             case Scale():
                 await self._cluster.scale(call.replicas)
             case RestartReplicas():
-                await self._cluster.restart_replicas()
-            case ListReplicas():
-                return list(self._cluster.statuses())
+                await self._cluster.restart()
             case ExchangeMetrics():
                 session.snapshot = call.snapshot
                 return await self._gather(session)
@@ -264,3 +295,7 @@ class Coordinator:
         finally:
             del self._gathers[number]
         return Snapshots([each.snapshot for each in self.peers.attached if each.snapshot], list(self._ended))
+
+
+def _draining(members: Members) -> set[int]:
+    return {member.rank for member in members.members if member.state == "draining"}

@@ -7,43 +7,61 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from aioengine.core.protocol import ReplicaStatus
 from aioengine.errors import WireError
 from aioengine.transport import wire
 from aioengine.transport.wire import Number, WireMessage
+from aioengine.transport.wire_errors import MAX_MESSAGE_CHARS
 
 MAX_REPLICAS = 1024
 
 MAX_SNAPSHOT_BYTES = 2**18
 """Of one front end's metrics: those of all, which are told at once, fit into a message."""
 
-Rank = Annotated[int, Meta(ge=0, lt=2**31)]
+ShortText = Annotated[str, Meta(max_length=64)]
 
 Snapshot = Annotated[bytes, Meta(max_length=MAX_SNAPSHOT_BYTES)]
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
-    """A replica, as front ends see it.
+    """A replica, as front ends see it; fields that are not here are a `ReplicaStatus`'s.
 
     Attributes:
-        incarnation: how many processes have been this replica before; another one knows nothing of its requests.
-        address: where it serves; empty until it does.
-        is_draining: it gets no new requests.
+        address: where it serves; empty unless it serves or drains. Each start has another one, or other restarts.
     """
 
-    rank: Rank
-    incarnation: Number
-    address: Annotated[str, Meta(max_length=1024)]
-    is_draining: bool = False
+    rank: Number
+    state: ShortText
+    num_restarts: Number
+    address: Annotated[str, Meta(max_length=1024)] = ""
+    reason: Annotated[str, Meta(max_length=MAX_MESSAGE_CHARS)] = ""
+    where: Annotated[str, Meta(max_length=1024)] = ""
+    num_blocks: Number = 0
+
+    def status(self, counts: Counts) -> ReplicaStatus:
+        """With what it has to do, as far as ``counts`` tells."""
+        place = counts.ranks.index(self.rank) if self.rank in counts.ranks else None
+        return ReplicaStatus(
+            rank=self.rank,
+            state=self.state,
+            reason=self.reason,
+            num_restarts=self.num_restarts,
+            where=self.where,
+            running=0 if place is None else counts.running[place],
+            waiting=0 if place is None else counts.waiting[place] + counts.blocked[place],
+            free_blocks=0 if place is None else counts.free_blocks[place],
+            num_blocks=self.num_blocks,
+        )
 
 
-class Counts(WireMessage, frozen=True, tag=9):
+class Counts(WireMessage, frozen=True, tag=32):
     """What replicas have to do, for all front ends together: a column each, by rank.
 
     Raises:
         WireError: the columns are of several lengths.
     """
 
-    ranks: Annotated[list[Rank], Meta(max_length=MAX_REPLICAS)]
+    ranks: Annotated[list[Number], Meta(max_length=MAX_REPLICAS)]
     running: list[Number]
     waiting: list[Number]
     blocked: list[Number]
@@ -55,8 +73,8 @@ class Counts(WireMessage, frozen=True, tag=9):
             raise WireError(f"counts of {len(self.ranks)} replicas in columns of other lengths")
 
 
-class Members(WireMessage, frozen=True, tag=8):
-    """All replicas that serve or drain; those that were told before and are not among them are gone."""
+class Members(WireMessage, frozen=True, tag=31):
+    """All replicas; those that were told before and are not among them are gone."""
 
     members: Annotated[list[Member], Meta(max_length=MAX_REPLICAS)]
 
@@ -64,7 +82,7 @@ class Members(WireMessage, frozen=True, tag=8):
 # From a front end
 
 
-class MetricsSnapshot(WireMessage, frozen=True, tag=9):
+class MetricsSnapshot(WireMessage, frozen=True, tag=20):
     """A front end's metrics; empty: it gives none. The answer to `GatherMetrics`, or its last words of them."""
 
     snapshot: Snapshot
@@ -72,7 +90,15 @@ class MetricsSnapshot(WireMessage, frozen=True, tag=9):
     """That of the question; 0: none was asked."""
 
 
-FromMember = wire.Attach | wire.CallControl | wire.Acknowledge | wire.Detach | wire.CancelCall | MetricsSnapshot
+class Drained(WireMessage, frozen=True, tag=21):
+    """A front end has nothing at a replica that drains, and sends it nothing any more."""
+
+    rank: Number
+
+
+FromMember = (
+    wire.Attach | wire.CallControl | wire.Acknowledge | wire.Detach | wire.CancelCall | MetricsSnapshot | Drained
+)
 
 
 class Scale(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -85,17 +111,13 @@ class RestartReplicas(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fiel
     """Restart one replica after the other, each drained first. → None."""
 
 
-class ListReplicas(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """→ a `ReplicaStatus` of each."""
-
-
 class ExchangeMetrics(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Tell the caller's metrics. → those of all front ends, `Snapshots`."""
 
     snapshot: Snapshot
 
 
-ClusterCall = Scale | RestartReplicas | ListReplicas | ExchangeMetrics
+ClusterCall = Scale | RestartReplicas | ExchangeMetrics
 
 _call_decoder: msgspec.msgpack.Decoder[ClusterCall] = msgspec.msgpack.Decoder(ClusterCall)
 
@@ -108,17 +130,21 @@ def unpack_call(raw: msgspec.Raw) -> ClusterCall:
 # From the coordinator
 
 
-class Joined(WireMessage, frozen=True, tag=7):
+class Joined(WireMessage, frozen=True, tag=30):
     """The answer to `Attach`: the first message of a coordinator's side of a session."""
 
     version: int
+    index: Number
+    """How many front ends have joined before."""
+    config: dict[str, Any]
+    """The replicas' `EngineConfig`, of a version that may have other settings."""
     options: dict[str, Any]
-    """A `ReplicaOptions`, of a version that may have other settings."""
+    """Likewise their `ReplicaOptions`."""
     members: Members
     counts: Counts
 
 
-class GatherMetrics(WireMessage, frozen=True, tag=10):
+class GatherMetrics(WireMessage, frozen=True, tag=33):
     """A front end is asked for its `MetricsSnapshot`."""
 
     gather: Number

@@ -1,0 +1,509 @@
+"""A coordinator and its front ends, which here are bare sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+import zmq
+from nightly import nightly
+from transport.siege import Peer, look_until
+from waiting import Tasks, turns, until
+
+from aioengine.cluster import coordinator as coordinator_module
+from aioengine.cluster import messages as m
+from aioengine.cluster.coordinator import Coordinator
+from aioengine.config import EngineConfig, ReplicaOptions
+from aioengine.errors import AioEngineError, EngineClosed, InvalidRequest
+from aioengine.text.worker import TextWorker
+from aioengine.transport import wire
+from aioengine.transport.security import ClientKeys, KeyPair, ServerKeys, make_keys
+
+both_ways = pytest.mark.parametrize("scheme", ["ipc", *nightly("tcp")])
+
+
+def counts_of(*running: int) -> m.Counts:
+    size = len(running)
+    return m.Counts(list(range(size)), list(running), [1] * size, [2] * size, [100] * size)
+
+
+class FakeCluster:
+    """What a coordinator asks of a cluster, noted."""
+
+    config = EngineConfig(max_num_seqs=7)
+    options = ReplicaOptions(replicas=2, balance="load")
+
+    def __init__(self) -> None:
+        self.there = [m.Member(rank, "serving", 0, f"ipc:///run/{rank}") for rank in range(2)]
+        self.running = [0, 0]
+        self.asked: list[str] = []
+        self.num_looks = 0
+
+    def members(self) -> list[m.Member]:
+        return list(self.there)
+
+    def counts(self) -> m.Counts:
+        self.num_looks += 1
+        return counts_of(*self.running)
+
+    async def scale(self, replicas: int) -> None:
+        if replicas > 9:
+            raise InvalidRequest("too many", param="replicas")
+        self.asked.append(f"scale {replicas}")
+
+    async def restart(self) -> None:
+        self.asked.append("restart")
+
+    def last_words(self) -> AioEngineError:
+        return EngineClosed("it was closed")
+
+    def change(self, rank: int, **fields: Any) -> None:
+        self.there[rank] = msgspec.structs.replace(self.there[rank], **fields)
+
+
+class FrontEnd(Peer):
+    """A front end that answers for its metrics, and reads when it is told to."""
+
+    def __init__(self, address: str, **options: Any) -> None:
+        super().__init__(address, kinds=m.FromCoordinator, **options)
+        self.metrics = b""
+        self.num_calls = 0
+
+    async def join_cluster(self) -> m.Joined:
+        self.say(wire.Attach(wire.PROTOCOL_VERSION, self.name))
+        joined = await self.answer()
+        assert isinstance(joined, m.Joined), joined
+        return joined
+
+    async def read(self) -> None:
+        before = len(self.news)
+        await super().read()
+        for body in self.news[before:]:
+            if isinstance(body, m.GatherMetrics):
+                self.say(m.MetricsSnapshot(self.metrics, body.gather))
+
+    async def hears(self, expected: wire.WireMessage) -> None:
+        await self.read_until(lambda: expected in self.news)
+
+    def ask(self, call: m.ClusterCall) -> int:
+        self.num_calls += 1
+        self.say(wire.CallControl(self.num_calls, wire.pack_control(call)))
+        return self.num_calls
+
+    async def call(self, call: m.ClusterCall) -> Any:
+        number = self.ask(call)
+        await self.read_until(lambda: number in self.returned)
+        returned = self.returned[number]
+        return returned.result if returned.fault is None else returned.fault
+
+    async def is_answered(self) -> None:
+        assert await self.call(m.RestartReplicas()) is None
+
+
+class Served:
+    """A coordinator that runs, and its front ends."""
+
+    def __init__(self, cluster: FakeCluster, coordinator: Coordinator) -> None:
+        self.cluster = cluster
+        self.coordinator = coordinator
+        self.front_ends: list[FrontEnd] = []
+
+    def new(self, **options: Any) -> FrontEnd:
+        self.front_ends.append(FrontEnd(self.coordinator.peers.address, **options))
+        return self.front_ends[-1]
+
+    async def join(self, **options: Any) -> FrontEnd:
+        front_end = self.new(**options)
+        await front_end.join_cluster()
+        return front_end
+
+    @property
+    def num_attached(self) -> int:
+        return len(self.coordinator.peers.attached)
+
+    @property
+    def num_refused(self) -> int:
+        return self.coordinator.peers.num_refused.total()
+
+
+@contextlib.asynccontextmanager
+async def served(address: str, keys: ServerKeys | None = None) -> AsyncIterator[Served]:
+    cluster, worker = FakeCluster(), TextWorker()
+    here = Served(cluster, Coordinator(cluster, address, worker=worker, keys=keys))
+    try:
+        await here.coordinator.open()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(here.coordinator.serve)
+            yield here
+            tasks.cancel_scope.cancel()
+    finally:
+        for front_end in here.front_ends:
+            front_end.vanish()
+        await worker.aclose()
+
+
+@pytest.fixture
+def address(tmp_path_factory: pytest.TempPathFactory, scheme: str) -> str:
+    return f"ipc://{tmp_path_factory.mktemp('c')}/cluster" if scheme == "ipc" else "tcp://127.0.0.1:*"
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts are looked at in each turn of the loop."""
+    monkeypatch.setattr(coordinator_module, "PUBLISH_INTERVAL_S", 0.0)
+
+
+@both_ways
+class TestTelling:
+    async def test_a_front_end_is_told_at_once_who_is_there(self, address: str) -> None:
+        async with served(address) as here:
+            here.cluster.running = [3, 4]
+            for index in range(2):
+                joined = await here.new().join_cluster()
+                assert (joined.index, joined.members.members) == (index, here.cluster.there)
+                assert joined.counts == counts_of(3, 4)
+                assert (joined.config["max_num_seqs"], joined.options["balance"]) == (7, "load")
+
+    async def test_several_hear_the_same(self, address: str, often: None) -> None:
+        async with served(address) as here:
+            front_ends = [await here.join() for _ in range(3)]
+            for running in ([1, 0], [1, 5], [0, 0]):
+                here.cluster.running = running
+                here.cluster.change(running[0], state=f"state {running[1]}")
+                here.coordinator.announce()
+                for front_end in front_ends:
+                    await front_end.hears(m.Members(here.cluster.there))
+                    await front_end.hears(counts_of(*running))
+            told = [[body for body in each.news if isinstance(body, m.Counts)] for each in front_ends]
+            assert told[0] == told[1] == told[2]
+
+    async def test_what_has_not_changed_is_not_told(self, address: str, often: None) -> None:
+        async with served(address) as here:
+            front_end = await here.join()
+            for _ in range(10):
+                here.coordinator.announce()
+            looks = here.cluster.num_looks
+            await until(lambda: here.cluster.num_looks > looks + 10)
+            await front_end.is_answered()
+            assert [type(body) for body in front_end.news] == [wire.Returned]
+
+    async def test_nothing_is_looked_at_while_no_front_end_is_there(self, address: str, often: None) -> None:
+        async with served(address) as here:
+            front_end = await here.join()
+            front_end.say(wire.Detach())
+            await until(lambda: not here.num_attached)
+            await turns(20)
+            looks = here.cluster.num_looks
+            await turns(200)
+            assert here.cluster.num_looks == looks
+            here.cluster.running = [9, 9]
+            front_end = await here.join()
+            here.cluster.running = [8, 8]
+            await front_end.hears(counts_of(8, 8))
+
+    async def test_they_hear_the_end_and_why(self, address: str) -> None:
+        async with served(address) as here:
+            front_ends = [await here.join() for _ in range(2)]
+            async with anyio.create_task_group() as tasks:
+                for front_end in front_ends:
+                    tasks.start_soon(front_end.hears_the_end)
+                here.coordinator._tasks.cancel_scope.cancel()
+            ends = [each.news[-1] for each in front_ends]
+            assert [end.fault.message for end in ends if isinstance(end, wire.Shutdown)] == ["it was closed"] * 2
+
+
+@pytest.mark.virtual_clock
+async def test_counts_are_told_at_most_every_100_ms() -> None:
+    """By the interval alone: the loop's clock is virtual, and no socket is looked at."""
+    cluster, worker = FakeCluster(), TextWorker()
+    coordinator = Coordinator(cluster, "ipc:///nowhere", worker=worker)
+    told: list[float] = []
+
+    class Session:
+        is_over = is_behind = False
+        counts: m.Counts | None = None
+
+        def send(self, body: m.Counts) -> None:
+            told.append(anyio.current_time())
+
+    coordinator.peers.sessions[b"one"] = Session()  # type: ignore[assignment]
+    begin = anyio.current_time()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(coordinator._publish)
+        for running in range(100):
+            cluster.running = [running, running]
+            await anyio.sleep(0.01)
+        tasks.cancel_scope.cancel()
+    await worker.aclose()
+    assert 10 <= len(told) <= 11
+    assert [round(each - begin, 6) for each in told] == pytest.approx([0.1 * place for place in range(len(told))])
+
+
+@both_ways
+class TestDraining:
+    async def test_waits_for_the_front_ends_that_were_told(self, address: str) -> None:
+        async with served(address) as here, Tasks() as tasks:
+            leaving, staying = await here.join(), await here.join()
+            here.cluster.change(1, state="draining")
+            here.coordinator.announce()
+            late = await here.join()
+            waiting = tasks.start(here.coordinator.wait_drained(1))
+            for front_end in (leaving, staying):
+                await front_end.hears(m.Members(here.cluster.there))
+            late.say(m.Drained(1))
+            staying.say(m.Drained(0))
+            leaving.vanish()
+            await staying.is_answered()
+            await until(lambda: here.num_attached == 2)
+            assert not waiting.done()
+            staying.say(m.Drained(1))
+            await tasks.end(waiting)
+            await here.coordinator.wait_drained(0)
+
+    async def test_is_over_for_one_that_drains_no_more(self, address: str) -> None:
+        async with served(address) as here:
+            await here.join()
+            here.cluster.change(1, state="draining")
+            here.coordinator.announce()
+            here.cluster.change(1, state="backing off")
+            here.coordinator.announce()
+            await here.coordinator.wait_drained(1)
+
+
+@both_ways
+class TestCalls:
+    async def test_are_the_cluster_s(self, address: str) -> None:
+        async with served(address) as here:
+            front_end = await here.join()
+            assert await front_end.call(m.Scale(3)) is None
+            assert await front_end.call(m.RestartReplicas()) is None
+            assert here.cluster.asked == ["scale 3", "restart"]
+            refused = await front_end.call(m.Scale(10))
+            assert (refused.kind, refused.message, refused.param) == ("InvalidRequest", "too many", "replicas")
+
+    @pytest.mark.parametrize(
+        "raw",
+        [
+            b"\xc0",
+            msgspec.msgpack.encode({"type": "Scale"}),
+            msgspec.msgpack.encode({"type": "Scale", "replicas": 0}),
+            msgspec.msgpack.encode({"type": "Scale", "replicas": 2**40}),
+            msgspec.msgpack.encode({"type": "Sleep", "level": 1}),
+            msgspec.msgpack.encode({"type": "ExchangeMetrics", "snapshot": b"x" * (m.MAX_SNAPSHOT_BYTES + 1)}),
+        ],
+    )
+    async def test_that_are_none_fail_their_caller(self, address: str, raw: bytes) -> None:
+        async with served(address) as here:
+            front_end = await here.join()
+            front_end.say(wire.CallControl(77, msgspec.Raw(raw)))
+            await front_end.read_until(lambda: 77 in front_end.returned)
+            fault = front_end.returned[77].fault
+            assert fault is not None
+            assert fault.kind == "InvalidRequest"
+            await front_end.is_answered()
+
+
+@both_ways
+class TestMetrics:
+    async def test_are_those_of_all(self, address: str) -> None:
+        """The caller's as it gives them, the others' as they are asked; one that gives none is waited for, too."""
+        async with served(address) as here:
+            one, other, third = [await here.join() for _ in range(3)]
+            other.metrics = b"other's"
+            async with reading(other, third):
+                assert await one.call(m.ExchangeMetrics(b"one's")) == [[b"one's", b"other's"], []]
+                other.metrics = b"newer"
+                assert await one.call(m.ExchangeMetrics(b"again")) == [[b"again", b"newer"], []]
+
+    async def test_of_one_that_does_not_answer_are_the_last_known(
+        self, address: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(coordinator_module, "GATHER_TIMEOUT_S", 0.02)
+        async with served(address) as here:
+            one, silent = [await here.join() for _ in range(2)]
+            silent.say(m.MetricsSnapshot(b"before"))
+            await until(lambda: any(each.snapshot for each in here.coordinator.peers.attached))
+            assert await one.call(m.ExchangeMetrics(b"one's")) == [[b"one's", b"before"], []]
+
+    async def test_of_those_that_ended_go_on_counting(self, address: str) -> None:
+        async with served(address) as here:
+            one, *others = [await here.join() for _ in range(4)]
+            for index, each in enumerate(others):
+                each.say(m.MetricsSnapshot(b"%d" % index))
+            others[0].say(wire.Detach())
+            await until(lambda: here.num_attached == 3)
+            asked = one.ask(m.ExchangeMetrics(b"one's"))  # and while it is asked another one ends
+            await others[1].read_until(lambda: m.GatherMetrics(1) in others[1].news)
+            others[2].vanish()
+            await one.read_until(lambda: asked in one.returned)
+            assert one.returned[asked].result == [[b"one's", b"1"], [b"0", b"2"]]
+
+    async def test_of_those_that_ended_are_bounded(self, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(coordinator_module, "MAX_ENDED_BYTES", 30)
+        async with served(address) as here:
+            one = await here.join()
+            for index in range(5):
+                each = await here.join()
+                each.say(m.MetricsSnapshot(bytes([index]) * 10))
+                each.say(wire.Detach())
+                await until(lambda: here.num_attached == 1)
+            assert await one.call(m.ExchangeMetrics(b"")) == [[], [bytes([index]) * 10 for index in (2, 3, 4)]]
+
+
+@contextlib.asynccontextmanager
+async def reading(*front_ends: FrontEnd) -> AsyncIterator[None]:
+    """They read and answer meanwhile."""
+
+    async def read(front_end: FrontEnd) -> None:
+        while True:
+            await front_end.read()
+
+    async with anyio.create_task_group() as tasks:
+        for front_end in front_ends:
+            tasks.start_soon(read, front_end)
+        yield
+        tasks.cancel_scope.cancel()
+
+
+@both_ways
+class TestOneThatDoesNotRead:
+    async def test_is_told_no_more_counts_and_then_what_is_so(
+        self, address: str, often: None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """And is not asked for metrics, which others would wait for."""
+        monkeypatch.setattr(coordinator_module, "BEHIND_MESSAGES", 8)
+        async with served(address) as here:
+            stopped, other = await here.join(), await here.join()
+            async with reading(other):
+                (session, _) = here.coordinator.peers.attached
+                for running in range(100):
+                    here.cluster.running = [running, running]
+                    looks = here.cluster.num_looks
+                    await until(lambda looks=looks: here.cluster.num_looks > looks + 1)  # type: ignore[misc]
+                assert session.num_unread == 8
+                here.cluster.change(0, state="draining")
+                here.coordinator.announce()
+            assert await other.call(m.ExchangeMetrics(b"")) == [[], []]
+            await stopped.hears(m.Members(here.cluster.there))
+            assert counts_of(99, 99) not in stopped.news
+            stopped.say(wire.Acknowledge(stopped.reader.due - 1))
+            await stopped.hears(counts_of(99, 99))
+
+    async def test_is_cut_off_when_it_leaves_too_much(self, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(coordinator_module, "MAX_UNREAD_MESSAGES", 40)
+        async with served(address) as here:
+            stopped, other = await here.join(), await here.join()
+            async with reading(other):
+                for number in range(60):
+                    here.cluster.change(0, num_restarts=number + 1)
+                    here.coordinator.announce()
+                    await until(lambda: m.Members(here.cluster.there) in other.news)
+                await until(lambda: here.num_attached == 1)
+            assert "unread" in (await stopped.hears_the_end()).message
+            await other.is_answered()
+
+
+def strange_frames(seed: int) -> list[list[bytes]]:
+    """What is no message, or none that has a place in a session."""
+    rng = random.Random(seed)
+    valid = wire.Writer().write(m.MetricsSnapshot(b"something", 5))
+    bodies: list[wire.WireMessage] = [
+        wire.Attach(wire.PROTOCOL_VERSION),
+        m.Members([]),
+        m.GatherMetrics(1),
+        wire.AddRequest(1, msgspec.Raw(b"\xc0"), b"", 0, 1),
+    ]
+    writer = wire.Writer()
+    writer.number = 1
+    frames = [[writer.write(body)] for body in bodies[1:]]
+    frames += [[], [b""], [valid, valid], [valid[:-3]], [valid + b"\xc0"], [b"\xc1" * 50], [b"x" * 100_000]]
+    for _ in range(200):
+        broken = bytearray(valid)
+        for _ in range(rng.randint(1, 4)):
+            broken[rng.randrange(3, len(broken))] = rng.randrange(256)
+        frames.append([bytes(broken[: rng.randint(1, len(broken))])])
+    return frames
+
+
+@both_ways
+class TestHostile:
+    @pytest.mark.parametrize("seed", [1, *nightly(2, 3)])
+    async def test_what_is_no_message_is_refused_and_changes_nothing(self, address: str, seed: int) -> None:
+        """Neither of one that is attached, nor of one that is not."""
+        async with served(address) as here:
+            good, stranger = await here.join(), here.new()
+            members, before = here.cluster.members(), here.num_refused
+            for frames in strange_frames(seed):
+                stranger.say_raw(frames or [b""])
+                good.say_raw(frames or [b""])
+            await good.is_answered()
+            assert here.num_attached == 1
+            assert here.cluster.members() == members
+            assert here.num_refused > before
+            await stranger.join_cluster()
+            await stranger.is_answered()
+
+    async def test_replayed_messages_are_refused_and_lost_ones_end_the_session(self, address: str) -> None:
+        async with served(address) as here:
+            front_end = await here.join()
+            frame = [front_end.writer.write(wire.CallControl(99, wire.pack_control(m.Scale(4))))]
+            for _ in range(5):
+                front_end.say_raw(frame)
+            await front_end.read_until(lambda: 99 in front_end.returned)
+            await front_end.is_answered()
+            assert here.cluster.asked == ["scale 4", "restart"]
+            assert here.coordinator.peers.num_refused["out of turn"] == 4
+            front_end.writer.number += 1
+            front_end.say(m.Drained(0))
+            assert "lost" in (await front_end.hears_the_end()).message
+            assert here.num_attached == 0
+
+    async def test_another_version_is_refused(self, address: str) -> None:
+        async with served(address) as here:
+            front_end = here.new()
+            front_end.say(wire.Attach(wire.PROTOCOL_VERSION + 1))
+            assert isinstance(await front_end.answer(), wire.Refused)
+            await (await here.join()).is_answered()
+
+    async def test_calls_are_bounded(self, address: str) -> None:
+        async with served(address) as here:
+            began = anyio.Semaphore(0)
+            ends = anyio.Event()
+
+            async def scale(replicas: int) -> None:
+                began.release()
+                await ends.wait()
+
+            here.cluster.scale = scale  # type: ignore[method-assign]
+            front_end = await here.join()
+            numbers = [front_end.ask(m.Scale(2)) for _ in range(70)]
+            await front_end.read_until(lambda: len(front_end.returned) == 6)
+            assert all(each.fault is not None for each in front_end.returned.values())
+            ends.set()
+            await front_end.read_until(lambda: len(front_end.returned) == len(numbers))
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> tuple[ServerKeys, ClientKeys]:
+    """Of a server, and of a client that it knows."""
+    make_keys(tmp_path, ["one"])
+    return ServerKeys.load(tmp_path), ClientKeys.load(tmp_path)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+async def test_only_clients_that_are_known_can_join(keys: tuple[ServerKeys, ClientKeys], is_known: bool) -> None:
+    of_server, of_client = keys
+    async with served("tcp://127.0.0.1:*", of_server) as here:
+        if is_known:
+            await here.join(keys=of_client)
+        else:
+            public, secret = zmq.curve_keypair()
+            stranger = here.new(keys=msgspec.structs.replace(of_client, pair=KeyPair(public=public, secret=secret)))
+            await look_until(stranger.monitor, lambda: stranger.monitor.is_refused)
+        assert here.num_attached == is_known
