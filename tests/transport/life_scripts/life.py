@@ -15,7 +15,7 @@ from transport.life_scripts.devices import FIFO, GO
 
 from aioengine import Engine, ProcessOptions
 from aioengine.errors import AioEngineError
-from aioengine.transport import backends
+from aioengine.transport import backends, child_engine
 from aioengine.transport.link import Link
 from aioengine.transport.process import Child
 
@@ -140,7 +140,7 @@ class Life:
             return await open_link(link, *args, **options)
 
         with (
-            mock.patch.object(backends, "Child", self._make_child),
+            mock.patch.object(child_engine, "Child", self._make_child),
             mock.patch.object(Link, "open", open_later),
             mock.patch.object(backends, "ATTACH_TIMEOUT_S", min(self._start_timeout_s, 10.0)),
         ):

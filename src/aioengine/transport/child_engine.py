@@ -1,0 +1,214 @@
+"""An engine's process as a child of this one: started, told what to do, awaited, ended, and what it leaves removed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import anyio
+import zmq
+
+from aioengine.config import ProcessOptions
+from aioengine.errors import ConfigError
+from aioengine.executor.in_process import clock_of
+from aioengine.progress import OnProgress
+from aioengine.text.worker import TextWorker
+from aioengine.transport.addresses import START_DESCRIPTORS, PrivateFolder, check_descriptors, remove_private
+from aioengine.transport.channel import Channel, Context, bind, end_context, make_context
+from aioengine.transport.child import TOKEN
+from aioengine.transport.handshake import Init, Ready, Welcome, welcome
+from aioengine.transport.process import Child
+
+CHILD_MODULE = "aioengine.transport.child"
+
+START_SOCKET = "start.sock"
+
+EXIT_NEWS_S = 0.05
+"""The end of a connection and that of a process are told apart if the second is known so soon after the first."""
+
+
+class ChildEngine:
+    """An engine's process.
+
+    Args:
+        rank: of the engine, for its name.
+        make_init: what it is told, once it is here.
+        more: further arguments of `transport.child`.
+        env: added to its environment.
+        on_exit: called on the loop, with how, when it has exited.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        options: ProcessOptions,
+        worker: TextWorker,
+        make_init: Callable[[], Init],
+        *,
+        more: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        on_exit: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._rank = rank
+        self._options = options
+        self._worker = worker
+        self._make_init = make_init
+        self._more = more
+        self._env = env or {}
+        self._on_exit = on_exit
+        self._token = secrets.token_hex(16)
+        self._child: Child | None = None
+        self._folder: PrivateFolder | None = None
+        self._handshake: Channel | None = None
+        self._served_at: str | None = None
+        self._context: Context | None = None
+        self._exits: deque[tuple[int, str]] = deque()
+
+    @property
+    def pid(self) -> int | None:
+        return self._child.pid if self._child is not None else None
+
+    @property
+    def returncode(self) -> int | None:
+        """As `Child.returncode`."""
+        return self._child.returncode if self._child is not None else None
+
+    @property
+    def exit_news(self) -> str | None:
+        """How it has ended, if it has."""
+        return self._exits[0][1] if self._exits else None
+
+    async def begin(self) -> None:
+        """Bind for the handshake and start the process."""
+        # Noted where it is made, so that a start that is cancelled here removes it.
+        await self._worker.run(self._make_folder, None)
+        assert self._folder is not None
+        self._context = make_context()
+        try:
+            socket = self._context.socket(zmq.ROUTER)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"no socket can be had for the start of the engine's process: {error.strerror}") from None
+        address = bind(socket, self._folder.address(START_SOCKET))
+        self._handshake = Channel(socket)
+        self._child = Child(
+            f"engine {self._rank}",
+            CHILD_MODULE,
+            *("--handshake", address, "--index", "0", *self._more),
+            env={TOKEN: self._token, **_importing_like_here(), **self._env},
+            visible_devices=self._options.visible_devices,
+            terminate_s=self._options.stop_timeout_s,
+            on_exit=self._take_exit,
+        )
+
+    async def wait_ready(self, on_progress: OnProgress | None = None) -> Ready:
+        """Wait until it serves; `begin` comes first.
+
+        Raises:
+            ConfigError, ModelLoadError, EngineDead: it cannot start, or did not in time.
+        """
+        clock = clock_of(asyncio.get_running_loop())
+        machine = Welcome(
+            num_local=1,
+            make_init=self._init,
+            token=self._token,
+            now=clock(),
+            start_timeout_s=self._options.start_timeout_s,
+        )
+
+        def on_change() -> None:
+            done, total = machine.engines[0].loaded
+            if on_progress is not None and total:
+                on_progress(done, total)
+
+        assert self._handshake is not None, "begin comes first"
+        await welcome(self._handshake, machine, clock, exits=self._exits, on_change=on_change)
+        ready = machine.engines[0].ready
+        assert ready is not None
+        self._served_at = ready.address
+        return ready
+
+    async def hide(self) -> None:
+        """Remove the file of the socket that it serves at, once it is connected to: it may be killed then and leaves
+        none."""
+        if self._served_at is not None:
+            await self._worker.run(remove_private, None, self._served_at)
+
+    async def wait(self) -> str:
+        """Wait until it has exited; returns how."""
+        assert self._child is not None
+        await self._child.wait()
+        return self._child.describe_exit()
+
+    async def soon_exit_news(self) -> str | None:
+        """How it has ended, if that is so, or becomes known now."""
+        with anyio.move_on_after(EXIT_NEWS_S):
+            await self.wait()
+        return None if self.returncode is None else await self.wait()
+
+    def expect_exit(self) -> None:
+        """Its exit is no failure from now on."""
+        if self._child is not None:
+            self._child.is_exit_expected = True
+
+    async def aclose(self) -> None:
+        """End it, as `Child.aclose`. Idempotent."""
+        self.expect_exit()
+        try:
+            if self._child is not None:
+                await self._child.aclose()
+        finally:
+            if self._handshake is not None:
+                self._handshake.close()
+            try:
+                await end_context(self._context, self._worker)
+                await self._worker.run(self._remove_files, None)
+            except asyncio.CancelledError:  # the deadline, where something else holds the worker
+                self.abandon()
+                raise
+
+    def abandon(self) -> None:
+        """As `Child.abandon`."""
+        if self._child is not None:
+            self._child.abandon()
+        if self._handshake is not None:
+            self._handshake.close()
+        if self._context is not None:
+            self._context.destroy(linger=0)
+        self._remove_files()
+
+    def _make_folder(self) -> None:
+        check_descriptors(START_DESCRIPTORS)
+        self._folder = PrivateFolder()
+
+    def _remove_files(self) -> None:
+        if self._folder is not None:
+            self._folder.remove()
+        if self._served_at is not None:
+            remove_private(self._served_at)
+
+    def _take_exit(self) -> None:
+        if self._child is not None and self._handshake is not None:
+            self._exits.append((0, self._child.describe_exit()))
+            self._handshake.wake()
+            self._on_exit(self._exits[0][1])
+
+    def _init(self, _: int) -> Init:
+        """What the process is told now that it is here.
+
+        No other process is to connect, and should this one be killed while the model loads, no file is to be left: the
+        folder goes. The engine serves in one of its own, whose name is known when it is there.
+        """
+        if self._folder is not None:
+            self._folder.remove()
+        return self._make_init()
+
+
+def _importing_like_here() -> dict[str, str]:
+    """The process finds the modules that lie beside this program's script, as this one does."""
+    beside = [folder for folder in sys.path[:1] if folder and os.path.isabs(folder)]
+    known = os.environ.get("PYTHONPATH", "")
+    return {"PYTHONPATH": os.pathsep.join([*filter(None, [known]), *beside])} if beside else {}
