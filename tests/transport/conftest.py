@@ -21,7 +21,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="life-", dir="/tmp"))
     for name in ("XDG_RUNTIME_DIR", "TMPDIR"):
         monkeypatch.setenv(name, str(folder))
-    monkeypatch.setenv("PYTHONPATH", TESTS)
+    monkeypatch.setenv("PYTHONPATH", TESTS, prepend=os.pathsep)
     os.mkfifo(tmp_path / "fifo")
     monkeypatch.setenv(FIFO, str(tmp_path / "fifo"))
     yield folder

@@ -27,7 +27,8 @@ from aioengine.models.folder import ModelFolder
 from aioengine.progress import OnProgress
 from aioengine.text.worker import run_abandonable
 from aioengine.transport.addresses import remove_private
-from aioengine.transport.backends import ATTACH_TIMEOUT_S, EXIT_NEWS_S, refuse_function
+from aioengine.transport.backends import ATTACH_TIMEOUT_S, refuse_function
+from aioengine.transport.child_engine import EXIT_NEWS_S
 from aioengine.transport.client import RemoteCore
 from aioengine.transport.handshake import Failing, Init, Loading, Ready, start_error
 from aioengine.transport.link import Link
