@@ -8,6 +8,7 @@ steps in flight are all the same thing: a distance.
 
 from __future__ import annotations
 
+import itertools
 from itertools import chain, compress
 
 import msgspec
@@ -23,6 +24,9 @@ from aioengine.scheduler.row_table import Bool, Rows, RowTable
 from aioengine.scheduler.sequence import Reason, Sequence, by_precedence
 from aioengine.scheduler.steps import StepOutput, StepsInFlight, split_prompt_logprobs
 from aioengine.scheduler.waiting_queue import TenantQueues
+
+FIRST_MOVED_ORDER = -(2**62)
+"""Of what comes from another engine: it goes before all that came here first."""
 
 
 class SchedulerStats(msgspec.Struct, kw_only=True):
@@ -74,7 +78,7 @@ class Scheduler:
         self.num_unstarted = 0
         """Sequences that were added and never had a row."""
         self._started: list[Sequence] = []
-        self._next_order = 0
+        self._orders, self._moved_orders = itertools.count(), itertools.count(FIRST_MOVED_ORDER)
         self._num_forks = 0
         """Sequences with children."""
         self._known_until = 0
@@ -88,6 +92,8 @@ class Scheduler:
     def add(self, sequence: Sequence, reason: Reason = Reason.NONE, *, order: Order | None = None) -> None:
         """Take in a new sequence and its children, blocked if there is a ``reason``.
 
+        What comes from another engine, with or without tokens, is as a preempted one: of its level and rank the oldest.
+
         Args:
             order: absent: the policy is asked for it.
         """
@@ -95,11 +101,10 @@ class Scheduler:
         order = order or order_of(self.policy, Incoming.of(sequence.request))
         self._num_forks += bool(sequence.children)
         for member in (sequence, *sequence.children):
-            member.order = self._next_order
+            member.order = next(self._moved_orders if sequence.is_moved else self._orders)
             member.precedence = order.level, order.rank, member.order
             member.tenant, member.weight = order.tenant, order.weight
             member.reasons = reason if member is sequence else reason | Reason.FORK
-            self._next_order += 1
             self.num_unstarted += 1
             self.preemption.enqueue(member)
 

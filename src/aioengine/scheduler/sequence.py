@@ -129,6 +129,8 @@ class Sequence:
     """When its newest token was applied; kept here only while it has no row."""
     listener: Any = None
     """Follows it; the scheduler does not look at it."""
+    is_moved: bool = False
+    """It comes from another engine, with the tokens of that in ``output_ids``."""
     core: Any = None
     """Of several cores the one that has it, or had it last; None: none yet, or there is only one."""
     breaks: Any = None
@@ -256,7 +258,8 @@ def resume_choice(sequence: Sequence, choice: int, output_ids: list[int]) -> Seq
     resumed.block_hashes = sequence.block_hashes
     resumed.sampling = msgspec.structs.replace(resumed.sampling, num_choices=1)
     resumed.output_ids = output_ids
-    if output_ids:  # they came behind the log-probabilities of its prompt
+    resumed.is_moved = True
+    if output_ids:  # the log-probabilities of its prompt came before them
         resumed.num_scored_tokens = len(resumed.prompt) - 1
     return resumed
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
@@ -18,7 +19,7 @@ from aioengine.errors import AioEngineError, EngineOverloaded, InvalidRequest, P
 from aioengine.metrics import StepRecord
 from aioengine.sampling_params import MAX_BAD_WORDS, MAX_BAD_WORDS_CHARS, SamplingParams
 from aioengine.scheduler.plan import Int32
-from aioengine.scheduler.sequence import Request, Sequence, resume_choice
+from aioengine.scheduler.sequence import Request, Sequence
 from aioengine.structured.grammar import Thinking
 from aioengine.text.worker import TextWorker
 from aioengine.transport import wire
@@ -98,9 +99,9 @@ class Session(PeerSession):
                 tenant=body.tenant,
             )
             # Hashing a token takes as long as tokenizing a character: a long prompt is hashed in the worker's thread.
-            sequence = await self._worker.run(core.make_sequence, len(prompt), request)
-            if body.choice >= 0:
-                sequence = resume_choice(sequence, body.choice, body.output_ids.tolist())
+            make = core.make_sequence if body.choice < 0 else partial(core.make_resumed, body.choice, body.output_ids)
+            sequence = await self._worker.run(make, len(prompt) + len(body.output_ids), request)
+            sequence.is_moved = body.is_moved
             if self.is_over or self._has_ended(body.number, sequence):
                 return
             choices = (sequence, *sequence.children)

@@ -1,0 +1,194 @@
+"""Two engines that serve, and a front end whose sequences go from one to the other at the tokens that a test names."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import anyio
+
+from aioengine import Engine, EngineConfig
+from aioengine.core.listener import Conditions, Listener, SampledLogprobs
+from aioengine.core.observers import Observers, UserCode
+from aioengine.core.protocol import ClusterHooks, CoreHooks, Orphan
+from aioengine.errors import AioEngineError, EngineDead
+from aioengine.executor.in_process import InProcess
+from aioengine.models.folder import ModelFolder
+from aioengine.progress import OnProgress
+from aioengine.scheduler.sequence import Sequence as Choice
+from aioengine.text.worker import TextWorker
+from aioengine.transport.addresses import PrivateFolder
+from aioengine.transport.backends import Connected
+from aioengine.transport.client import RemoteCore
+from aioengine.transport.server import EngineServer
+
+ADDED, STARTED, SCORED = -3, -2, -1
+"""Moments before the first token: the request is added, has its row, has some log-probabilities of its prompt."""
+
+
+class Watched:
+    """A listener; ``relay`` hears when a token or a moment has come."""
+
+    def __init__(self, listener: Listener, relay: Relay) -> None:
+        self.listener = listener
+        self.relay = relay
+
+    @property
+    def num_allowed(self) -> int:
+        return self.listener.num_allowed
+
+    def on_started(self) -> None:
+        self.listener.on_started()
+        self.relay.note(STARTED)
+
+    def on_token(self, token_id: int, logprobs: SampledLogprobs | None) -> None:
+        self.listener.on_token(token_id, logprobs)
+        self.relay.num_tokens += 1
+        self.relay.note(self.relay.num_tokens)
+
+    def on_prompt_logprobs(self, position: int, logprobs: list[SampledLogprobs]) -> None:
+        self.listener.on_prompt_logprobs(position, logprobs)
+        self.relay.note(SCORED)
+
+    def on_end(self) -> None:
+        self.listener.on_end()
+
+    def on_error(self, error: AioEngineError) -> None:
+        self.listener.on_error(error)
+
+
+class Relay:
+    """A `Backend` and a `Core` of several cores, one of which has all sequences; the others follow in turn.
+
+    Attributes:
+        cuts: tokens handed out, or moments, at which the sequences go on to the next core, each once.
+        dies: the core dies then, and is not used again; else they are taken back from it.
+        num_moved: sequences that have gone on, those with tokens alone.
+    """
+
+    def __init__(self, addresses: Sequence[str], hooks: CoreHooks) -> None:
+        self.user_code = UserCode()
+        self._conditions = Conditions()
+        self._hooks = hooks._replace(
+            cluster=ClusterHooks(self._conditions, self.user_code, self._on_record, self._on_orphaned)
+        )
+        self._backends = [
+            Connected(address, self._hooks, model=None, keys=None, client=None, timeout_s=30.0) for address in addresses
+        ]
+        self.core = self
+        self.cores: list[RemoteCore] = []
+        self.dies = False
+        self.cuts: set[int] = set()
+        self.num_tokens = self.num_moved = 0
+
+    # As a backend
+
+    async def find_model(self) -> ModelFolder:
+        return [await backend.find_model() for backend in self._backends][0]
+
+    async def open(self, on_progress: OnProgress | None = None) -> None:
+        for backend in self._backends:
+            await backend.open(on_progress)
+            self.cores.append(backend.core)
+        clock = self.cores[0].clock
+        self.observers = Observers(self.user_code, log_interval_s=0.0, now_s=clock())
+
+    async def aclose(self) -> None:
+        for backend in self._backends:
+            await backend.aclose()
+
+    def abandon(self) -> None:
+        for backend in self._backends:
+            backend.abandon()
+
+    # As a core
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.cores[0], name)
+
+    def add(self, sequence: Choice, listeners: Iterable[Listener], *, arrived_at: float | None = None) -> None:
+        self.cores[0].add(sequence, [Watched(listener, self) for listener in listeners], arrived_at=arrived_at)
+        self.note(ADDED)
+
+    def finish(self, sequence: Choice, *args: Any) -> None:
+        sequence.core.finish(sequence, *args)
+
+    def unblock(self, sequence: Choice) -> None:
+        sequence.core.unblock(sequence)
+
+    async def run(self) -> None:
+        async with anyio.create_task_group() as tasks:
+            for core in self.cores:
+                tasks.start_soon(core.run)
+
+    # Going on elsewhere
+
+    def note(self, moment: int) -> None:
+        if moment in self.cuts:
+            self.cuts.remove(moment)
+            self.cut()
+
+    def cut(self) -> None:
+        """Let all sequences go on in the next core."""
+        core = self.cores.pop(0)
+        if self.dies:
+            core.die(EngineDead("cut"))
+        else:
+            self.cores.append(core)
+            self._on_orphaned(core.take_back())
+
+    def _on_orphaned(self, orphans: list[Orphan]) -> None:
+        for sequence, _ in orphans:
+            self.num_moved += bool(sequence.output_ids)
+            choices = (sequence, *sequence.children)
+            self.cores[0].add(sequence, [choice.listener for choice in choices], arrived_at=sequence.arrived_at)
+
+    def _on_record(self, record: Any) -> None:
+        pass
+
+    def reset(self, *cuts: int, dies: bool = False) -> None:
+        self.cuts, self.dies = set(cuts), dies
+        self.num_tokens = self.num_moved = 0
+
+
+@asynccontextmanager
+async def serving(config: EngineConfig, executor: Any = None) -> AsyncIterator[str]:
+    """The address of an engine that is served here, of a torch executor unless another one is given."""
+    workers = TextWorker(), TextWorker()
+    backend = InProcess(config, executor, CoreHooks(*workers, on_capacity=lambda: None))
+    folder = PrivateFolder()
+    try:
+        files = await backend.find_model()
+        await backend.open()
+        server = EngineServer(backend.core, str(folder.address("engine")), model_path=files.path)
+        await server.open()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(server.serve)
+            yield server.address
+            tasks.cancel_scope.cancel()
+    finally:
+        await backend.aclose()
+        for worker in workers:
+            await worker.aclose()
+        folder.remove()
+
+
+@asynccontextmanager
+async def relaying(*configs: EngineConfig, executors: Sequence[Any] = (), num_links: int = 2) -> AsyncIterator[Any]:
+    """(engine, relay): a front end with so many links to the engines of these configs, in turn."""
+    async with AsyncExitStack() as stack:
+        addresses = [
+            await stack.enter_async_context(serving(config, executors[index] if executors else None))
+            for index, config in enumerate(configs)
+        ]
+        made: list[Relay] = []
+
+        def make_backend(hooks: CoreHooks) -> Any:
+            made.append(Relay([addresses[index % len(addresses)] for index in range(num_links)], hooks))
+            return made[0]
+
+        engine = Engine()
+        engine._make_backend = make_backend
+        async with engine:
+            yield engine, made[0]
