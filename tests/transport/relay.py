@@ -85,7 +85,8 @@ class Relay:
     # As a backend
 
     async def find_model(self) -> ModelFolder:
-        return [await backend.find_model() for backend in self._backends][0]
+        folders = [await backend.find_model() for backend in self._backends]
+        return folders[0]
 
     async def open(self, on_progress: OnProgress | None = None) -> None:
         for backend in self._backends:

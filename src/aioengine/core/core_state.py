@@ -137,7 +137,7 @@ class CoreState:
         processors = make_processors(self._processors, extra_args) if extra_args else ()
         return make_choices(request, eos_token_ids=self.eos_token_ids, block_hashes=hashes, processors=processors)
 
-    def make_resumed(self, choice: int, output_ids: Int32, request: Request) -> Sequence:
+    def make_resumed(self, request: Request, choice: int, output_ids: Int32) -> Sequence:
         """As `make_sequence`: one choice, to go on behind tokens that another engine has sampled."""
         sequence = resume_choice(self.make_sequence(request), choice, output_ids.tolist())
         if self.config.enable_prefix_caching:

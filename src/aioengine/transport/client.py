@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
 
 import anyio
 import msgspec
@@ -18,9 +18,9 @@ import numpy as np
 
 from aioengine.config import EngineConfig
 from aioengine.core.control import WAKE_TAGS, AnyControl, Resume, Sleep, WakeUp
-from aioengine.core.engine_core import PUBLISH_SLICE, closed_early
+from aioengine.core.engine_core import closed_early
 from aioengine.core.health import Beat, Health, dead, judge
-from aioengine.core.listener import UNLIMITED, Conditions, Endings, Listener, SampledLogprobs
+from aioengine.core.listener import UNLIMITED, Conditions, Endings, Listener
 from aioengine.core.observers import Observers, UserCode
 from aioengine.core.protocol import CoreHooks, Orphan
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, WireError, describe
@@ -31,7 +31,7 @@ from aioengine.scheduler.scheduler import SchedulerStats
 from aioengine.scheduler.sequence import Request, Sequence, make_choices
 from aioengine.transport import wire
 from aioengine.transport.link import ControlCalls, Link, death_of
-from aioengine.transport.wire_errors import to_error
+from aioengine.transport.mirrors import Mirrors
 from aioengine.turns import turns_here
 
 logger = logging.getLogger("aioengine")
@@ -44,8 +44,6 @@ FINISHED_A_MESSAGE = 64
 """Sequences; the engine ends those of a message in one turn of its loop."""
 
 DescribeCut = Callable[[], Awaitable[str]]
-
-News = TypeVar("News", wire.Started, wire.First, wire.PromptLogprobsMessage, wire.Ended, wire.Failed)
 
 
 class RemoteCore:
@@ -90,15 +88,9 @@ class RemoteCore:
         self._on_capacity = hooks.on_capacity
         self._is_far = is_far
         self._describe_cut = describe_cut
-        self._live: dict[int, Sequence] = {}
-        """By the numbers that the engine knows them by, which are their orders."""
-        self._unstarted: set[int] = set()
-        """Those that take of ``max_waiting``."""
-        self._rowless: set[int] = set()
-        """Those that never had a row here."""
         self._conditions = Conditions() if cluster is None else cluster.conditions
         self._endings = Endings(self.user_code, self._conditions.check)
-        self._next_number = 0
+        self._mirrors = Mirrors(self._endings, hooks.on_capacity)
         self._calls = ControlCalls(link)
         self._stats = attached.stats
         self._beat = attached.first_beat
@@ -115,11 +107,11 @@ class RemoteCore:
 
     @property
     def num_unstarted(self) -> int:
-        return len(self._unstarted)
+        return len(self._mirrors.unstarted)
 
     @property
     def is_drained(self) -> bool:
-        return not (self._live or self._endings)
+        return not (self._mirrors.live or self._endings)
 
     def make_sequence(self, request: Request) -> Sequence:
         """As `EngineCore.make_sequence`; prefixes are hashed by the engine.
@@ -145,7 +137,7 @@ class RemoteCore:
         choices = list(zip((sequence, *sequence.children), listeners, strict=True))
         self._link.send(
             wire.AddRequest(
-                number=self._next_number,
+                number=self._mirrors.next_number,
                 params=wire.pack_params(request.params),
                 prompt=request.prompt_token_ids.tobytes(),
                 seed=request.seed,
@@ -165,33 +157,26 @@ class RemoteCore:
             )
         )
         for member, listener in choices:  # what could not be sent is not waited for
-            member.order = self._next_number
-            member.listener = listener
             member.core = self
-            self._live[member.order] = member
-            self._rowless.add(member.order)
-            if len(member.output_ids) < listener.num_allowed:  # else it does not wait for a row, but for its reader
-                self._unstarted.add(member.order)
-            self._next_number += 1
+            self._mirrors.add(member, listener)
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        if self.is_stopped or sequence.order not in self._live:
+        live = self._mirrors.live
+        if self.is_stopped or sequence.order not in live:
             self._endings.tell(sequence.order)
             return
-        choices = [member for member in (sequence, *sequence.children) if member.order in self._live]
+        choices = [member for member in (sequence, *sequence.children) if member.order in live]
         self._link.send(wire.Finish([member.order for member in choices], reason, stop_reason))
         for member in choices:
-            member.finish_reason, member.stop_reason = reason, stop_reason
-            self._release(member).on_end()
+            self._mirrors.end(member, reason, stop_reason).on_end()
         self._conditions.check()
 
     def abort_all(self) -> None:
         """As `EngineCore.abort_all`."""
         if not self.is_stopped:
             self._send_aborts()
-            for sequence in list(self._live.values()):
-                sequence.finish_reason = "abort"
-                self._endings.add(sequence.order, self._release(sequence))
+            for sequence in list(self._mirrors.live.values()):
+                self._endings.add(sequence.order, self._mirrors.end(sequence, "abort"))
             self._endings.tell_some()
 
     def take_back(self) -> list[Orphan]:
@@ -199,13 +184,13 @@ class RemoteCore:
         if self.is_stopped:
             return []
         self._send_aborts()
-        orphans = self._orphan_all()
+        orphans = self._mirrors.let_go()
         if self._endings:  # soon: conditions are checked then, and the caller has put the orphans somewhere
             asyncio.get_running_loop().call_soon(self._endings.tell_some)
         return orphans
 
     def _send_aborts(self) -> None:
-        numbers = list(self._live)
+        numbers = list(self._mirrors.live)
         for begin in range(0, len(numbers), FINISHED_A_MESSAGE):
             self._link.send(wire.Finish(numbers[begin : begin + FINISHED_A_MESSAGE], "abort"))
 
@@ -213,7 +198,7 @@ class RemoteCore:
         """The engine counts by itself what it was allowed."""
 
     def unblock(self, sequence: Sequence) -> None:
-        if sequence.order in self._live and not self.is_stopped:
+        if sequence.order in self._mirrors.live and not self.is_stopped:
             self._link.send(wire.Allow(sequence.order, _allowed(sequence.listener)))
 
     async def call(self, control: AnyControl) -> Any:
@@ -280,7 +265,8 @@ class RemoteCore:
             self.is_stopped = True
             self._over.set()
             if self._cluster is not None:
-                self._cluster.on_orphaned(self._orphan_all())  # before conditions are checked: they are somewhere then
+                # Before conditions are checked: what is without a core has somewhere to be then.
+                self._cluster.on_orphaned(self._mirrors.let_go())
                 self._on_capacity()
             self._end_all(self.copy_death)
             logger.error("%s", death)  # last: a filter of the program's may raise, and nothing may wait for that
@@ -380,74 +366,14 @@ class RemoteCore:
     # What sequences bring
 
     async def _on_outputs(self, body: wire.StepOutputsMessage) -> None:
-        now = self.clock()
-        for started, sequence in self._with_sequences(body.started):
-            if not sequence.has_run:
-                sequence.num_cached_tokens = started.num_cached_tokens
-                sequence.admitted_at = now
-                sequence.has_run = True
-            sequence.listener.on_started()
-            self._rowless.discard(started.number)
-            self._waits_no_more(started.number)
-        for first, sequence in self._with_sequences(body.first):
-            sequence.children = ()  # its other choices are on their own from now on
-            sequence.first_token_at = now
-            if not sequence.admitted_at < now - first.prefill_time_s:  # else it had begun in another engine
-                sequence.admitted_at = now - first.prefill_time_s
-        for of_prompt, sequence in self._with_sequences(body.prompts):  # first: what has a token needs none of these
-            sequence.listener.on_prompt_logprobs(of_prompt.position, [of_prompt.logprobs])
-        logprobs = dict(body.logprobs)
-        last_of = {ended.number: ended for ended in body.ended}
-        for begin in range(0, len(body.numbers), PUBLISH_SLICE):
-            if begin:
-                await asyncio.sleep(0)
-            self._on_tokens(body, begin, logprobs, last_of, now)
-        self._on_ends(body)
-        if body.record is not None:
-            self._on_record(body.record)
-
-    def _on_tokens(
-        self,
-        body: wire.StepOutputsMessage,
-        begin: int,
-        logprobs: dict[int, SampledLogprobs],
-        last_of: dict[int, wire.Ended],
-        now: float,
-    ) -> None:
-        """Hand out a slice of tokens. An end by a token must be known when that token is handed out."""
-        live, numbers = self._live, body.numbers
-        for index in range(begin, min(begin + PUBLISH_SLICE, len(numbers))):
-            number, token_id = numbers[index], body.token_ids[index]
-            sequence = live.get(number)
-            if sequence is None:
-                continue
-            sequence.output_ids.append(token_id)
-            sequence.last_token_at = now
-            if last_of and number in last_of and number not in numbers[index + 1 :]:
-                ended = last_of[number]
-                sequence.finish_reason, sequence.stop_reason = ended.finish_reason, ended.stop_reason
-            sequence.listener.on_token(token_id, logprobs.get(index) if logprobs else None)
-
-    def _on_ends(self, body: wire.StepOutputsMessage) -> None:
-        for ended, sequence in self._with_sequences(body.ended):
-            sequence.finish_reason, sequence.stop_reason = ended.finish_reason, ended.stop_reason
-            sequence.num_preemptions += ended.num_preemptions
-            self._endings.add(sequence.order, self._release(sequence))
-        death: EngineDead | None = None
-        for failed, sequence in self._with_sequences(body.failed):
-            fault = failed.fault
-            if 0 <= failed.dump_of < len(body.failed):
-                fault = msgspec.structs.replace(fault, dump=body.failed[failed.dump_of].fault.dump)
-            error = to_error(fault)
-            if isinstance(error, EngineClosed | EngineDead):
-                death = death or death_of(fault)
-            else:
-                told = error if isinstance(error, AioEngineError) else death_of(fault)
-                self._endings.add(sequence.order, self._release(sequence), told)
+        await self._mirrors.take(body, self.clock())
+        death = self._mirrors.take_ends(body)
         if death is not None:  # its last words follow; a listener that hears of the end finds it so here already
             self.die(death)
         if self._endings:
             self._endings.tell_some()
+        if body.record is not None:
+            self._on_record(body.record)
 
     def _note_numbers(self, news: Beat | StepRecord) -> None:
         self._stats = msgspec.structs.replace(
@@ -468,52 +394,11 @@ class RemoteCore:
         else:
             self._cluster.on_record(record)
 
-    # Odds and ends
-
-    def _with_sequences(self, news: Iterable[News]) -> Iterator[tuple[News, Sequence]]:
-        """News of sequences, and these; without those that have ended here."""
-        return ((each, sequence) for each in news if (sequence := self._live.get(each.number)) is not None)
-
-    def _release(self, sequence: Sequence) -> Listener:
-        """Its listener, which hears its end now and nothing more."""
-        del self._live[sequence.order]
-        listener: Listener = sequence.listener
-        sequence.listener = None
-        self._rowless.discard(sequence.order)
-        self._waits_no_more(sequence.order)
-        return listener
-
-    def _orphan_all(self) -> list[Orphan]:
-        """Let go of all sequences, without a word to their listeners, but for those that have ended meanwhile."""
-        for sequence in list(self._live.values()):
-            if sequence.finish_reason is not None:  # its last token is handed out, and its end was next
-                self._endings.add(sequence.order, self._release(sequence))
-        orphans: list[Orphan] = []
-        in_families: set[int] = set()
-        for order, sequence in self._live.items():
-            members = (sequence, *sequence.children)
-            if not all(member.order in self._live and not member.output_ids for member in members):
-                sequence.children = ()
-            in_families.update(child.order for child in sequence.children)
-            if order not in in_families:
-                orphans.append(Orphan(sequence, order not in self._rowless))
-        self._live.clear()
-        self._rowless.clear()
-        self._unstarted.clear()
-        return orphans
-
-    def _waits_no_more(self, order: int) -> None:
-        """A sequence has started, or ended without that."""
-        if order in self._unstarted:
-            self._unstarted.discard(order)
-            self._on_capacity()
-
     def _end_all(self, error: Callable[[], AioEngineError]) -> None:
         self.is_stopped = True
         if self._cluster is None:
             self.user_code.keep()
-        for sequence in list(self._live.values()):
-            self._endings.add(sequence.order, self._release(sequence), error())
+        self._mirrors.fail_all(error)
         self._endings.tell_some()
         self._calls.end_all(error)
         if self._cluster is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 
 import msgspec
 
@@ -86,22 +85,8 @@ class Session(PeerSession):
                 numbers = range(body.number, body.number + params.num_sequences)  # not more than may be had
             self._check(body, prompt, numbers)
             self._check_resumed(body, params)
-            request = Request(
-                request_id=body.request_id,
-                prompt_token_ids=prompt,
-                params=params,
-                seed=body.seed,
-                max_total_tokens=body.max_total_tokens,
-                bad_words=body.bad_words,
-                priority=body.priority,
-                cache_salt=body.cache_salt,
-                thinking=body.thinking,
-                tenant=body.tenant,
-            )
             # Hashing a token takes as long as tokenizing a character: a long prompt is hashed in the worker's thread.
-            make = core.make_sequence if body.choice < 0 else partial(core.make_resumed, body.choice, body.output_ids)
-            sequence = await self._worker.run(make, len(prompt) + len(body.output_ids), request)
-            sequence.is_moved = body.is_moved
+            sequence = await self._worker.run(self._make_sequence, len(prompt) + len(body.output_ids), body, params)
             if self.is_over or self._has_ended(body.number, sequence):
                 return
             choices = (sequence, *sequence.children)
@@ -120,7 +105,28 @@ class Session(PeerSession):
                     self.news.failed.append(wire.Failed(number, to_fault(error)))
             self.mark()
         else:
-            log_begin(core.config, request, whose=f"front end {self.index}: ")
+            log_begin(core.config, sequence.request, whose=f"front end {self.index}: ")
+
+    def _make_sequence(self, body: wire.AddRequest, params: SamplingParams) -> Sequence:
+        """What is to be computed: all choices of the request, or the rest of one."""
+        request = Request(
+            request_id=body.request_id,
+            prompt_token_ids=body.token_ids,
+            params=params,
+            seed=body.seed,
+            max_total_tokens=body.max_total_tokens,
+            bad_words=body.bad_words,
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+            thinking=body.thinking,
+            tenant=body.tenant,
+        )
+        if body.choice < 0:
+            sequence = self.core.make_sequence(request)
+        else:
+            sequence = self.core.make_resumed(request, body.choice, body.output_ids)
+        sequence.is_moved = body.is_moved
+        return sequence
 
     def _trace(self, body: wire.AddRequest, followers: list[Follower]) -> None:
         """Begin the engine's part of a request's span, if it has one."""

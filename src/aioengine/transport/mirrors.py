@@ -1,0 +1,176 @@
+"""The sequences that an engine in another process has, on the caller's side: filled from its news, and let go of."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+import msgspec
+
+from aioengine.core.engine_core import PUBLISH_SLICE
+from aioengine.core.listener import Endings, Listener, SampledLogprobs
+from aioengine.core.protocol import Orphan
+from aioengine.errors import AioEngineError, EngineClosed, EngineDead
+from aioengine.outputs import FinishReason
+from aioengine.scheduler.sequence import Sequence
+from aioengine.transport import wire
+from aioengine.transport.link import death_of
+from aioengine.transport.wire_errors import to_error
+
+News = TypeVar("News", wire.Started, wire.First, wire.PromptLogprobsMessage, wire.Ended, wire.Failed)
+
+
+class Mirrors:
+    """The sequences of one engine that have not ended here.
+
+    Args:
+        endings: hears of the ends that the engine brings.
+        on_capacity: called when a sequence takes of ``max_waiting`` no more.
+    Attributes:
+        live: by the numbers that the engine knows them by, which are their orders.
+        unstarted: numbers of those that take of ``max_waiting``.
+        next_number: of the next one.
+    """
+
+    def __init__(self, endings: Endings, on_capacity: Callable[[], None]) -> None:
+        self.live: dict[int, Sequence] = {}
+        self.unstarted: set[int] = set()
+        self.next_number = 0
+        self._rowless: set[int] = set()
+        """Those that never had a row at this engine."""
+        self._endings = endings
+        self._on_capacity = on_capacity
+
+    def add(self, sequence: Sequence, listener: Listener) -> None:
+        """The engine has it as ``next_number``."""
+        number = sequence.order = self.next_number
+        sequence.listener = listener
+        self.live[number] = sequence
+        self._rowless.add(number)
+        if len(sequence.output_ids) < listener.num_allowed:  # else it does not wait for a row, but for its reader
+            self.unstarted.add(number)
+        self.next_number += 1
+
+    def end(self, sequence: Sequence, finish_reason: FinishReason, stop_reason: int | str | None = None) -> Listener:
+        """It has ended, by its caller; returns the listener, which is to hear that."""
+        sequence.finish_reason, sequence.stop_reason = finish_reason, stop_reason
+        return self._release(sequence)
+
+    def fail_all(self, error: Callable[[], AioEngineError]) -> None:
+        """All end by an error each, which `Endings` is to tell."""
+        for sequence in list(self.live.values()):
+            self._endings.add(sequence.order, self._release(sequence), error())
+
+    def let_go(self) -> list[Orphan]:
+        """Forget all, without a word to their listeners, but for those that have ended meanwhile."""
+        for sequence in list(self.live.values()):
+            if sequence.finish_reason is not None:  # its last token is handed out, and its end was next
+                self._endings.add(sequence.order, self._release(sequence))
+        orphans: list[Orphan] = []
+        of_families: set[int] = set()
+        for number, sequence in self.live.items():
+            choices = (sequence, *sequence.children)
+            if not all(choice.order in self.live and not choice.output_ids for choice in choices):
+                sequence.children = ()
+            of_families.update(child.order for child in sequence.children)
+            if number not in of_families:
+                orphans.append(Orphan(sequence, number not in self._rowless))
+        self.live.clear()
+        self.unstarted.clear()
+        self._rowless.clear()
+        return orphans
+
+    # What the engine brings
+
+    async def take(self, body: wire.StepOutputsMessage, now: float) -> None:
+        """Take in all news but ends, with turns for the loop.
+
+        What comes of a sequence from a second engine changes none of its times: to its caller it has begun before.
+        """
+        for started, sequence in self._with_sequences(body.started):
+            if not sequence.has_run:
+                sequence.num_cached_tokens = started.num_cached_tokens
+                sequence.admitted_at = now
+                sequence.has_run = True
+            sequence.listener.on_started()
+            self._rowless.discard(started.number)
+            self._waits_no_more(started.number)
+        for first, sequence in self._with_sequences(body.first):
+            sequence.children = ()  # its other choices are on their own from now on
+            sequence.first_token_at = now
+            if not sequence.admitted_at < now - first.prefill_time_s:
+                sequence.admitted_at = now - first.prefill_time_s
+        # Before its tokens: a sequence with a token is not asked again for these, should the engine die in between.
+        for of_prompt, sequence in self._with_sequences(body.prompts):
+            sequence.listener.on_prompt_logprobs(of_prompt.position, [of_prompt.logprobs])
+        logprobs = dict(body.logprobs)
+        last_of = {ended.number: ended for ended in body.ended}
+        for begin in range(0, len(body.numbers), PUBLISH_SLICE):
+            if begin:
+                await asyncio.sleep(0)
+            self._take_tokens(body, begin, logprobs, last_of, now)
+
+    def _take_tokens(
+        self,
+        body: wire.StepOutputsMessage,
+        begin: int,
+        logprobs: dict[int, SampledLogprobs],
+        last_of: dict[int, wire.Ended],
+        now: float,
+    ) -> None:
+        """Hand out a slice of tokens. An end by a token must be known when that token is handed out."""
+        live, numbers = self.live, body.numbers
+        for index in range(begin, min(begin + PUBLISH_SLICE, len(numbers))):
+            number, token_id = numbers[index], body.token_ids[index]
+            sequence = live.get(number)
+            if sequence is None:
+                continue
+            sequence.output_ids.append(token_id)
+            sequence.last_token_at = now
+            if last_of and number in last_of and number not in numbers[index + 1 :]:
+                ended = last_of[number]
+                sequence.finish_reason, sequence.stop_reason = ended.finish_reason, ended.stop_reason
+            sequence.listener.on_token(token_id, logprobs.get(index) if logprobs else None)
+
+    def take_ends(self, body: wire.StepOutputsMessage) -> EngineDead | None:
+        """Take in the ends, which `Endings` is to tell.
+
+        Returns:
+            what the engine has died of, if that is what ended any: these live, for the caller to end.
+        """
+        for ended, sequence in self._with_sequences(body.ended):
+            sequence.finish_reason, sequence.stop_reason = ended.finish_reason, ended.stop_reason
+            sequence.num_preemptions += ended.num_preemptions
+            self._endings.add(sequence.order, self._release(sequence))
+        death: EngineDead | None = None
+        for failed, sequence in self._with_sequences(body.failed):
+            fault = failed.fault
+            if 0 <= failed.dump_of < len(body.failed):
+                fault = msgspec.structs.replace(fault, dump=body.failed[failed.dump_of].fault.dump)
+            error = to_error(fault)
+            if isinstance(error, EngineClosed | EngineDead):
+                death = death or death_of(fault)
+            else:
+                told = error if isinstance(error, AioEngineError) else death_of(fault)
+                self._endings.add(sequence.order, self._release(sequence), told)
+        return death
+
+    def _with_sequences(self, news: Iterable[News]) -> Iterator[tuple[News, Sequence]]:
+        """News of sequences, and these; without those that have ended here."""
+        return ((each, sequence) for each in news if (sequence := self.live.get(each.number)) is not None)
+
+    def _release(self, sequence: Sequence) -> Listener:
+        """Its listener, which hears its end now and nothing more."""
+        del self.live[sequence.order]
+        listener: Listener = sequence.listener
+        sequence.listener = None
+        self._rowless.discard(sequence.order)
+        self._waits_no_more(sequence.order)
+        return listener
+
+    def _waits_no_more(self, number: int) -> None:
+        """A sequence has started, or ended without that."""
+        if number in self.unstarted:
+            self.unstarted.discard(number)
+            self._on_capacity()
