@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from aioengine.cluster import messages as cluster
 from aioengine.config import EngineConfig
 from aioengine.core import control as c
 from aioengine.core.executor_protocol import ExecutorInfo
@@ -222,11 +223,45 @@ HANDSHAKE_TO_ENGINE: tuple[Sample, ...] = (
     Sample("turned_away", handshake.TurnedAway(version=1, reason="the token is another one")),
 )
 
+FROM_MEMBER: tuple[Sample, ...] = (
+    Sample("attach", wire.Attach(version=1, name="a further front end")),
+    Sample("call", wire.CallControl(1, wire.pack_control(cluster.Scale(replicas=2)))),
+    Sample("metrics_snapshot", cluster.MetricsSnapshot(snapshot=b"counts", gather=3)),
+    Sample("drained", cluster.Drained(rank=4)),
+    Sample("acknowledge", wire.Acknowledge(number=81)),
+    Sample("detach", wire.Detach()),
+    Sample("cancel_call", wire.CancelCall(call_id=72)),
+)
+
+MEMBER = cluster.Member(
+    rank=1, state="draining", num_restarts=2, address="ipc:///tmp/replica", reason="it was killed", where="pid 3",
+    num_blocks=4,
+)  # fmt: skip
+COUNTS = cluster.Counts(ranks=[1, 5], running=[6, 7], waiting=[8, 9], blocked=[10, 11], free_blocks=[12, 13])
+
+JOINED = cluster.Joined(
+    version=1, index=2, config={"max_num_seqs": 3}, options={"replicas": 4}, members=cluster.Members([MEMBER]),
+    counts=COUNTS,
+)  # fmt: skip
+
+FROM_COORDINATOR: tuple[Sample, ...] = (
+    Sample("joined", JOINED),
+    Sample("refused", wire.Refused(version=1, reason="no room")),
+    Sample("members_none", cluster.Members([])),
+    Sample("members", cluster.Members([MEMBER, cluster.Member(5, "starting", 0)])),
+    Sample("counts", COUNTS),
+    Sample("gather_metrics", cluster.GatherMetrics(gather=14)),
+    Sample("returned", wire.Returned(call_id=1, result=[[b"live"], [b"ended"]])),
+    Sample("ending", wire.Shutdown(fault=FAULT)),
+)
+
 DIRECTIONS: dict[str, tuple[Any, tuple[Sample, ...]]] = {
     "from_front_end": (wire.FromFrontEnd, FROM_FRONT_END),
     "from_engine": (wire.FromEngine, FROM_ENGINE),
     "handshake_from_engine": (handshake.FromEngine, HANDSHAKE_FROM_ENGINE),
     "handshake_to_engine": (handshake.ToEngine, HANDSHAKE_TO_ENGINE),
+    "from_member": (cluster.FromMember, FROM_MEMBER),
+    "from_coordinator": (cluster.FromCoordinator, FROM_COORDINATOR),
 }
 """By name: the union of a direction's messages, and its samples."""
 
