@@ -226,7 +226,8 @@ def keys() -> ServerKeys:
 
 def status(keys: ServerKeys, frames: list[bytes]) -> str:
     answer = keys.decide(frames)
-    assert answer == [b"1.0", *(frames[1:2] or [b""]), answer[2], answer[3], b"", b""]
+    user = b"alice" if answer[2] == b"200" else b""
+    assert answer == [b"1.0", *(frames[1:2] or [b""]), answer[2], answer[3], user, b""]
     return answer[2].decode()
 
 

@@ -36,7 +36,8 @@ from aioengine.errors import AioEngineError, WireError
 from aioengine.text.worker import TextWorker
 from aioengine.transport import wire
 from aioengine.transport.calls import ServedCalls
-from aioengine.transport.peers import LINGER_S, Arrival, PeerServer, PeerSession
+from aioengine.transport.entrance import LINGER_S
+from aioengine.transport.peers import Arrival, PeerServer, PeerSession
 from aioengine.transport.security import ServerKeys
 
 logger = logging.getLogger("aioengine")

@@ -35,16 +35,14 @@ _EVENTS, _POLLIN, _POLLOUT, _DONTWAIT, _SNDMORE = (
     zmq.SNDMORE,
 )
 
+_DENIALS = (
+    zmq.Event.HANDSHAKE_FAILED_AUTH,
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL,
+    zmq.Event.HANDSHAKE_FAILED_PROTOCOL,
+)
 _WATCHED_EVENTS = functools.reduce(
     operator.or_,
-    (
-        zmq.Event.HANDSHAKE_SUCCEEDED,
-        zmq.Event.HANDSHAKE_FAILED_AUTH,
-        zmq.Event.HANDSHAKE_FAILED_NO_DETAIL,
-        zmq.Event.HANDSHAKE_FAILED_PROTOCOL,
-        zmq.Event.DISCONNECTED,
-        zmq.Event.CLOSED,
-    ),
+    (zmq.Event.HANDSHAKE_SUCCEEDED, *_DENIALS, zmq.Event.DISCONNECTED, zmq.Event.CLOSED),
 )
 
 
@@ -92,12 +90,14 @@ class Channel:
 
     Args:
         socket: bound or connected; closed with the channel.
-        tells_connections: put the file descriptor of the connection that a message came by before it; -1: not known.
+        tells_origin: put before each message the file descriptor of the connection that it came by (-1: not known), and
+            the name of the key that its sender has proved to have (ZAP's user id; empty: none).
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], *, tells_connections: bool = False) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], *, tells_origin: bool = False) -> None:
         self.socket = socket
-        self._tells_connections = tells_connections
+        self._tells_origin = tells_origin
+        self._has_keys = tells_origin and bool(socket.curve_server)
         self._loop = asyncio.get_running_loop()
         self._backlog: deque[Frames] = deque()
         self._waiter: asyncio.Future[None] | None = None
@@ -173,19 +173,19 @@ class Channel:
         if self.socket.closed:  # while its receiver was waiting, or about to
             return batch
         socket = self.socket
-        receive = self._receive_with_connection if self._tells_connections else socket.recv_multipart
+        receive = self._receive_with_origin if self._tells_origin else socket.recv_multipart
         # Asked for each time: catching what an empty socket raises takes three times as long.
         while len(batch) < limit and int(socket.getsockopt(_EVENTS)) & _POLLIN:
             batch.append(receive(_DONTWAIT))
         return batch
 
-    def _receive_with_connection(self, flags: int) -> list[Any]:
+    def _receive_with_origin(self, flags: int) -> list[Any]:
         frames = self.socket.recv_multipart(flags, copy=False)
         try:
             connection = frames[-1].get(zmq.SRCFD)
         except zmq.ZMQError:  # by an old version of ZMTP, which no front end speaks
             connection = -1
-        return [connection, *(frame.bytes for frame in frames)]
+        return [connection, frames[-1].get("User-Id") if self._has_keys else "", *(frame.bytes for frame in frames)]
 
     def _look(self) -> None:
         """Act on the socket's state; asking for it takes the news off the file descriptor."""
@@ -224,6 +224,7 @@ class Monitor:
     Attributes:
         has_connected: a peer has been there, and was admitted.
         is_refused: this side was not admitted, or no server listens; for sockets that connect.
+        is_denied: of these the first: there are keys on one side, and not those that the other asks for.
         is_gone: the connection has ended; for sockets that connect once.
     """
 
@@ -231,7 +232,7 @@ class Monitor:
         self._watched = socket
         self._on_end = on_end
         self._channel = Channel(socket.get_monitor_socket(_WATCHED_EVENTS))
-        self.has_connected = self.is_refused = self.is_gone = False
+        self.has_connected = self.is_refused = self.is_denied = self.is_gone = False
 
     async def look(self) -> None:
         """Wait until something has happened."""
@@ -249,6 +250,7 @@ class Monitor:
                 self.has_connected = True
             elif not self.has_connected:
                 self.is_refused = True
+                self.is_denied = self.is_denied or news["event"] in _DENIALS
             elif news["event"] == zmq.Event.DISCONNECTED:
                 self.is_gone = True
                 self._on_end(int(news["value"]))

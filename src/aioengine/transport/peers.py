@@ -10,18 +10,17 @@ import contextlib
 import logging
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import anyio
 import zmq
 
-from aioengine.errors import AioEngineError, ConfigError, EngineDead, WireError
+from aioengine.errors import AioEngineError, EngineDead, WireError
 from aioengine.text.worker import TextWorker
 from aioengine.transport import wire
-from aioengine.transport.addresses import check_bind
-from aioengine.transport.channel import Channel, Monitor, bind, end_context, make_context
-from aioengine.transport.security import ZAP_ENDPOINT, ServerKeys
+from aioengine.transport.channel import Channel
+from aioengine.transport.entrance import Entrance
+from aioengine.transport.security import ServerKeys
 from aioengine.transport.wire_errors import to_fault
 from aioengine.turns import turns_here
 
@@ -30,10 +29,6 @@ logger = logging.getLogger("aioengine")
 MAX_SESSIONS = 256
 MAX_GONE = 1024
 """Peers that are remembered after the end of their connections."""
-LINGER_S = 1.0
-"""For last words to reach front ends."""
-TCP_HEARTBEAT_MS, TCP_TIMEOUT_MS = 2_000, 15_000
-"""A machine that is gone says nothing; ZMQ's own heartbeats find that out."""
 
 
 class Arrival(NamedTuple):
@@ -166,23 +161,17 @@ class PeerServer(Generic[SessionT]):
         self.num_refused: Counter[str] = Counter()
         self.is_far = False
         """Whether other users may connect: by tcp, without keys."""
-        self._asked_for = address
         self._what = what
-        self._keys = keys
-        self._worker = worker
         self._kinds = kinds
         self._begin = begin
         self._act = act
         self._on_left = on_left
-        self._max_unsent = max_unsent
         self._next_reader: wire.Reader[Any] = wire.Reader(kinds)
         """Of the next front end: it reads what those say that are not attached, until one of them begins a session."""
         self._gone: deque[bytes] = deque(maxlen=MAX_GONE)
         """Peers whose connections have ended."""
         self._num_sessions = 0
-        self._zap: Channel | None = None
-        self._closing = contextlib.ExitStack()
-        self._is_bound = False
+        self._entrance = Entrance(address, keys, worker, max_unsent=max_unsent, on_end=self._on_connection_end)
 
     @property
     def attached(self) -> list[SessionT]:
@@ -195,66 +184,29 @@ class PeerServer(Generic[SessionT]):
         Raises:
             ConfigError: it cannot be had.
         """
-        self._address = await self._worker.run(
-            lambda: check_bind(self._asked_for, has_keys=self._keys is not None), None
-        )
-        self.is_far = self._address.scheme == "tcp" and self._keys is None
-        self._context = make_context()
-        try:
-            socket = self._context.socket(zmq.ROUTER)
-            socket.router_mandatory = True  # else it would drop what a peer has no room for
-            socket.sndhwm = self._max_unsent
-            socket.maxmsgsize = wire.MAX_BYTES
-            socket.ipv6 = self._address.is_ipv6
-            if self._address.scheme == "tcp":
-                socket.heartbeat_ivl, socket.heartbeat_timeout = TCP_HEARTBEAT_MS, TCP_TIMEOUT_MS
-                if self._keys is not None:
-                    self._zap = Channel(self._context.socket(zmq.ROUTER))
-                    self._closing.callback(self._zap.close)
-                    self._zap.socket.bind(ZAP_ENDPOINT)
-                    self._keys.apply_server(socket)
-            self.channel = Channel(socket, tells_connections=True)
-            self._closing.callback(self.channel.close, LINGER_S)
-            self._monitor = Monitor(socket, self._on_connection_end)
-            self._closing.callback(self._monitor.close)
-            self.address = bind(socket, self._address)
-            self._is_bound = True
-        except (ConfigError, zmq.ZMQError):
-            with anyio.CancelScope(shield=True):
-                await self.aclose()
-            raise
+        await self._entrance.open()
+        self.channel, self.address, self.is_far = self._entrance.channel, self._entrance.address, self._entrance.is_far
 
     async def aclose(self) -> None:
         """Close the sockets; idempotent."""
-        if hasattr(self, "_context") and not self._context.closed:
-            self._closing.close()
-            # Waits for last words, and for that long at most.
-            await end_context(self._context, self._worker)
-            if self._address.scheme == "ipc" and self._is_bound:
-                await self._worker.run(lambda: Path(self._address.path).unlink(missing_ok=True), None)
+        await self._entrance.aclose()
 
     def abandon(self) -> None:
         """Close without a word or a wait; from any thread once the loop is gone."""
-        if hasattr(self, "_context") and not self._context.closed:
-            self._closing.close()
-            self._context.destroy(linger=0)
+        self._entrance.abandon()
 
     # Tasks
 
     async def receive(self) -> None:
         """Act on what comes, until cancelled."""
         while True:
-            for connection, peer, *frames in await self.channel.receive():
+            for connection, _, peer, *frames in await self.channel.receive():
                 await turns_here().take()
                 await self._take(connection, bytes(peer), frames)
 
     async def watch(self) -> None:
-        """Admit those with keys, and note which connections end, until cancelled."""
-        async with anyio.create_task_group() as tasks:
-            if self._keys is not None and self._zap is not None:
-                tasks.start_soon(self._keys.admit, self._zap)
-            while True:
-                await self._monitor.look()
+        """As `Entrance.watch`."""
+        await self._entrance.watch()
 
     # Messages
 
@@ -293,7 +245,7 @@ class PeerServer(Generic[SessionT]):
         if not isinstance(body, wire.Attach) or connection < 0:
             raise WireError(f"a {type(body).__name__} from a front end that is not attached")
         # Its connection may have the number of one that has just ended, whose session is not to be taken for this one.
-        self._monitor.catch_up()
+        self._entrance.monitor.catch_up()
         refusal = None
         if body.version != wire.PROTOCOL_VERSION:
             refusal = f"this {self._what} speaks version {wire.PROTOCOL_VERSION} of its protocol"

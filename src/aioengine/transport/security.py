@@ -89,6 +89,10 @@ class ServerKeys(msgspec.Struct, frozen=True, kw_only=True):
             )
         return cls(pair=pair, clients={name: z85.decode(key) for name, key in clients.items()})
 
+    def toward(self, name: str) -> ClientKeys:
+        """To connect to a client that itself serves by the pair that it has here (`ClientKeys.as_server`)."""
+        return ClientKeys(server=z85.encode(self.clients[name]), pair=self.pair)
+
     def apply_server(self, socket: zmq.Socket[bytes]) -> None:
         """Make a socket that is not bound yet admit these clients only, by `decide`, and none while that is not asked.
 
@@ -100,16 +104,21 @@ class ServerKeys(msgspec.Struct, frozen=True, kw_only=True):
         socket.setsockopt(zmq.SocketOption.ZAP_ENFORCE_DOMAIN, 1)
 
     def decide(self, frames: Sequence[bytes]) -> list[bytes]:
-        """Answer a request at `ZAP_ENDPOINT` without its envelope (https://rfc.zeromq.org/spec/27/); each has one."""
+        """Answer a request at `ZAP_ENDPOINT` without its envelope (https://rfc.zeromq.org/spec/27/); each has one.
+
+        The user id of one that is admitted is its client's name.
+        """
+        user = b""
         match frames:
             case [b"1.0", _, _, _, _, b"CURVE", key] if len(key) == _KEY_BYTES:
-                is_known = key in self.clients.values()
-                status, reason = (b"200", b"OK") if is_known else (b"400", b"credentials refused")
+                names = [name.encode() for name, known in self.clients.items() if known == key]
+                user = b"".join(names[:1])
+                status, reason = (b"200", b"OK") if names else (b"400", b"credentials refused")
             case [b"1.0", _, _, _, _, mechanism, *_] if mechanism != b"CURVE":
                 status, reason = b"400", b"mechanism refused"
             case _:
                 status, reason = b"500", b"malformed request"
-        return [b"1.0", frames[1] if len(frames) > 1 else b"", status, reason, b"", b""]
+        return [b"1.0", frames[1] if len(frames) > 1 else b"", status, reason, user, b""]
 
     async def admit(self, zap: Channel) -> None:
         """Answer all requests of a context's ROUTER socket at `ZAP_ENDPOINT`."""
@@ -134,6 +143,10 @@ class ClientKeys(msgspec.Struct, frozen=True, kw_only=True):
         root = Path(folder)
         secret = root / CLIENTS / f"{_client_name(root, name)}{SECRET}"
         return cls(server=_read_public(root / f"{SERVER}{PUBLIC}"), pair=_read_pair(secret))
+
+    def as_server(self, name: str) -> ServerKeys:
+        """To serve by the same pair, for the server alone whose client this is, and which is called ``name`` here."""
+        return ServerKeys.admitting(self.pair, name, self.server)
 
     def apply_client(self, socket: zmq.Socket[bytes]) -> None:
         """Make a socket that is not connected yet speak to this server only."""

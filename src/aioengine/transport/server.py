@@ -25,7 +25,8 @@ from aioengine.metrics import RequestMetrics, StepRecord
 from aioengine.text.worker import TextWorker
 from aioengine.transport import wire
 from aioengine.transport.calls import ServedCalls
-from aioengine.transport.peers import LINGER_S, Arrival, PeerServer
+from aioengine.transport.entrance import LINGER_S
+from aioengine.transport.peers import Arrival, PeerServer
 from aioengine.transport.security import ServerKeys
 from aioengine.transport.session import MAX_UNREAD_MESSAGES, Session
 from aioengine.turns import turns_here
