@@ -1,4 +1,4 @@
-"""A group in lockstep on paper: ranks with their loops and devices, a coordinator, and links that lose what they may."""
+"""A group in lockstep on paper: ranks with their loops and devices, a coordinator, and lossy links."""
 
 from __future__ import annotations
 

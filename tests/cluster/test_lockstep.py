@@ -25,7 +25,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 class GroupMachine(RuleBasedStateMachine):
-    """Requests come, are read or not, end or leave at any rank, while messages are late, lost, doubled and reordered."""
+    """Requests come, are read or not, and leave at any rank; messages are late, lost, doubled and reordered."""
 
     group: SimulatedGroup
 

@@ -6,9 +6,9 @@ work launches dummies. A wave begins at the rank that first has work, and ends a
 later, so that none waits for it. Between waves all are idle.
 
 What is said of waves may be lost, come late, twice or in any order, since both sides keep the greatest they have heard
-and say it again: a rank tells its `RankWaves.report` whenever it starts a wave by itself, when rank 0 ends one, and with
-each heartbeat; the coordinator answers each report of a rank that has missed a START_WAVE. Of steps and reductions none
-is ever lost alone: one that fails ends the group.
+and say it again: a rank tells its `RankWaves.report` when it starts a wave by itself, when it is rank 0 and ends one,
+and with each heartbeat; the coordinator answers each report of a rank that has missed a START_WAVE. Of steps and
+reductions none is ever lost alone: one that fails ends the group.
 
 After vLLM's DPEngineCoreProc and DPCoordinator (vllm/v1/engine), which reduce on the loop and tell each wave's start
 once.
