@@ -100,6 +100,10 @@ class Replicated:
             if hasattr(self._make_backend, "aclose"):  # of a launcher that holds something for all
                 await self._make_backend.aclose()
 
+    def kill(self) -> None:
+        for replica in list(self._replicas.values()):
+            replica.kill()
+
     def abandon(self) -> None:
         for replica in list(self._replicas.values()):
             replica.abandon()

@@ -37,6 +37,9 @@ from aioengine.scheduler.sequence import Request, Sequence, make_choices
 
 logger = logging.getLogger("aioengine")
 
+LOOK_S = 0.1
+"""What waits for a replica is looked at so often, where no step of one tells that there is room."""
+
 
 class ClusterCore:
     """A `Core` over replicas.
@@ -177,7 +180,8 @@ class ClusterCore:
         """Give what is in limbo to replicas, as far as they take it."""
         if self.is_stopped:
             return
-        for sequence in list(self._limbo):
+        # Those that must be alone go first: what they drive out comes behind.
+        for sequence in sorted(self._limbo, key=recovery.needs_solitude, reverse=True):
             try:
                 is_placed = self._place(sequence)
             except AioEngineError as error:  # what no replica can be sent
@@ -194,41 +198,61 @@ class ClusterCore:
 
     def _place(self, sequence: Sequence) -> bool:
         """Add a sequence to a replica; False if there is none that takes it now."""
+        if recovery.needs_solitude(sequence):
+            return self._place_alone(sequence)
         num_sequences = 1 + len(sequence.children)
-        is_suspect = recovery.is_suspect(sequence)
         fitting = [
             replica
-            for replica in self.replicas.values()
-            if replica.is_serving
-            and replica.core is not None
+            for replica in self._open_replicas()
+            if replica.core is not None
             and replica.core.num_unstarted + num_sequences <= replica.core.config.max_waiting
-            and not (is_suspect and self._is_taken(replica, sequence))
         ]
         if not fitting:
             return False
         candidates = [replica.candidate() for replica in fitting]
         rank = self._balancer.choose(candidates, sequence.block_hashes, sequence.request.session)
-        replica = self.replicas[rank]
+        return self._send(sequence, self.replicas[rank])
+
+    def _place_alone(self, sequence: Sequence) -> bool:
+        """Add a suspect to a replica that has nothing else and gets nothing else while it is one.
+
+        What that one had goes to limbo. Of several replicas one is left to all others.
+        """
+        replicas = self._open_replicas()
+        if len(replicas) < 2 and any(each.is_reserved for each in self.replicas.values()):
+            return False
+        if not replicas:
+            return False
+        replica = min(replicas, key=lambda each: sum(each.candidate()[1:3]) + each.num_sent)
+        assert replica.core is not None
+        moved = replica.core.take_back()
+        if moved:
+            logger.info("replica %d computes %s alone: it may have brought down others", replica.rank, sequence)
+        is_placed = self._send(sequence, replica)
+        if is_placed:
+            replica.loner = sequence
+        until = self.clock() + self._options.recover_timeout_s
+        self._limbo.update((orphan.sequence, until) for orphan in moved)
+        asyncio.get_running_loop().call_soon(self.dispatch)
+        return is_placed
+
+    def _open_replicas(self) -> list[Replica]:
+        """Those that take sequences, but for those that compute a suspect alone."""
+        return [each for each in self.replicas.values() if each.is_serving and each.core and not each.is_reserved]
+
+    def _send(self, sequence: Sequence, replica: Replica) -> bool:
+        """False if it ends just now."""
         assert replica.core is not None
         listeners = [member.listener for member in (sequence, *sequence.children)]
         try:
             replica.core.add(sequence, listeners, arrived_at=sequence.arrived_at)
-        except (EngineDead, EngineClosed):  # it ends just now, and its state is to follow
+        except (EngineDead, EngineClosed):  # its state is to follow
             return False
-        replica.num_sent += num_sequences
-        if is_suspect:
-            replica.suspects.append(sequence)
+        replica.num_sent += len(listeners)
         return True
 
-    @staticmethod
-    def _is_taken(replica: Replica, suspect: Sequence) -> bool:
-        """Whether a suspect that must be alone runs there, or another one while this one must be alone."""
-        if not replica.has_suspects:
-            return False
-        return recovery.needs_solitude(suspect) or any(map(recovery.needs_solitude, replica.suspects))
-
-    async def _expire_limbo(self) -> None:
-        """End what has waited too long for a replica."""
+    async def _watch_limbo(self) -> None:
+        """End what has waited too long for a replica; and look whether one takes it now, where no step tells."""
         while True:
             await self._has_limbo.wait()
             self._has_limbo.clear()
@@ -243,7 +267,8 @@ class ClusterCore:
                         EngineDead(f"no replica took this request for {waited_s:g} s (recover_timeout_s): {reasons}"),
                     )
                 self._endings.tell_some()
-                await anyio.sleep(max(min(self._limbo.values(), default=0.0) - now, 0.01))
+                self.dispatch()
+                await anyio.sleep(min(max(min(self._limbo.values(), default=0.0) - now, 0.01), LOOK_S))
 
     # What callers do
 
@@ -417,7 +442,7 @@ class ClusterCore:
             async with anyio.create_task_group() as self._tasks:
                 for replica in self.replicas.values():
                     self._tasks.start_soon(replica.run)
-                self._tasks.start_soon(self._expire_limbo)
+                self._tasks.start_soon(self._watch_limbo)
                 await self._over.wait()
                 self._tasks.cancel_scope.cancel()
         except GeneratorExit:  # the loop is gone

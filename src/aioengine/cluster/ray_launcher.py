@@ -199,10 +199,17 @@ class InActor:
             self.abandon()
             raise
 
+    def kill(self) -> None:
+        """By a thread: the loop is not to wait for Ray."""
+        self._is_end_expected = True
+        self._release_in_thread()
+
     def abandon(self) -> None:
-        """Kill it, by a thread: there may be a loop, which is not to wait for Ray."""
         self._is_end_expected = True
         self._link.abandon()
+        self._release_in_thread()
+
+    def _release_in_thread(self) -> None:
         with contextlib.suppress(RuntimeError):  # the interpreter ends, and the actor with it
             threading.Thread(target=self._release, name="aioengine-ray", daemon=True).start()
 

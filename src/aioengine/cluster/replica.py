@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, cast
 import anyio
 
 from aioengine.cluster.balancer import Candidate
-from aioengine.cluster.recovery import is_suspect
+from aioengine.cluster.recovery import needs_solitude
 from aioengine.config import ReplicaOptions
 from aioengine.core.listener import Conditions
 from aioengine.core.observers import UserCode
@@ -105,7 +105,7 @@ class Replica:
         core: of the engine that serves now; None before the first start.
         num_restarts: starts after the first one.
         num_sent: sequences that were sent to it since its last report.
-        suspects: sequences that it was given and that may kill it; see `recovery`.
+        loner: a sequence that was sent to it to be computed alone; see `recovery`.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Replica:
         self.core: ReplicaCore | None = None
         self.num_restarts = 0
         self.num_sent = 0
-        self.suspects: list[Sequence] = []
+        self.loner: Sequence | None = None
         self._make_backend = make_backend
         self._options = options
         self._members = members
@@ -156,9 +156,12 @@ class Replica:
         return self.state is ReplicaState.SERVING
 
     @property
-    def has_suspects(self) -> bool:
-        self.suspects = [each for each in self.suspects if each.core is self.core and is_suspect(each)]
-        return bool(self.suspects)
+    def is_reserved(self) -> bool:
+        """Whether it has a sequence that is to be alone for now."""
+        loner = self.loner
+        if loner is not None and not (loner.core is self.core and needs_solitude(loner)):
+            self.loner = None
+        return self.loner is not None
 
     @property
     def is_coming(self) -> bool:
@@ -258,6 +261,11 @@ class Replica:
         """Close all that it has opened, in any state. Idempotent."""
         if self._backend is not None:
             await self._backend.aclose()
+
+    def kill(self) -> None:
+        """As `Backend.kill`."""
+        if self._backend is not None:
+            self._backend.kill()
 
     def abandon(self) -> None:
         """As `Backend.abandon`."""
@@ -371,7 +379,7 @@ class Replica:
         backend, self._backend = self._backend, None
         if backend is not None:
             if is_dead:  # it may not answer, and is not asked to end
-                backend.abandon()
+                backend.kill()
             with anyio.CancelScope(shield=True):  # which has deadlines of its own
                 await backend.aclose()
 

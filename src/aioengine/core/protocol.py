@@ -245,6 +245,9 @@ class Backend(Protocol):
     async def apply_model(self, function: Callable[[Any], T]) -> list[T]:
         """As `Engine.apply_model`."""
 
+    def kill(self) -> None:
+        """End a process that it has started now, without asking; on the loop, before `aclose`. Idempotent."""
+
     async def aclose(self) -> None:
         """Close all that was opened, in any state. Idempotent."""
 

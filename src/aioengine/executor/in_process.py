@@ -88,6 +88,9 @@ class InProcess:
             if self._executor is not None:
                 await self._executor.aclose()
 
+    def kill(self) -> None:
+        """There is no process."""
+
     def abandon(self) -> None:
         """The device thread sees for itself that its loop is gone."""
 

@@ -88,6 +88,9 @@ class Connected:
         """Its address, for a person."""
         return self._address
 
+    def kill(self) -> None:
+        """Its process is another's."""
+
     def abandon(self) -> None:
         self._link.abandon()
 
@@ -166,6 +169,9 @@ class InChild:
     def where(self) -> str:
         """Its process, for a person."""
         return f"pid {self._engine.pid}" if self._engine.pid is not None else ""
+
+    def kill(self) -> None:
+        self._engine.kill()
 
     def abandon(self) -> None:
         self._engine.abandon()

@@ -170,6 +170,11 @@ class ChildEngine:
                 self.abandon()
                 raise
 
+    def kill(self) -> None:
+        """As `Child.kill`."""
+        if self._child is not None:
+            self._child.kill()
+
     def abandon(self) -> None:
         """As `Child.abandon`."""
         if self._child is not None:

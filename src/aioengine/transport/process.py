@@ -131,6 +131,11 @@ class Child:
                 self.abandon()
                 raise
 
+    def kill(self) -> None:
+        """SIGKILL to it and its group, now; `aclose` is to follow. Idempotent."""
+        self.is_exit_expected = True
+        self._kill()
+
     def abandon(self) -> None:
         """Kill it and what descends from it, without a wait on a loop. Idempotent.
 
