@@ -8,12 +8,11 @@ import os
 import random
 import signal
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 import anyio
 from cluster.mortal import EXECUTOR, FIRST_ID, LAST_ID, Mortal
-from waiting import until
 
 from aioengine import AioEngineError, CompletionDelta, Engine, EngineConfig, ProcessOptions, RequestOutput, Stream
 from aioengine.config import ReplicaOptions
@@ -63,19 +62,25 @@ class Cluster:
     async def kill_and_wait(self, rank: int) -> None:
         """Kill it, and wait until the cluster knows."""
         self.kill(rank)
-        await until(lambda: rank not in self.ranks(), timeout_s=DEADLINE_S)
+        await self.until(lambda: rank not in self.ranks())
 
     async def until_in_state(self, state: str, num_replicas: int) -> None:
-        await until(lambda: len(self.ranks(state)) == num_replicas, timeout_s=DEADLINE_S)
+        await self.until(lambda: len(self.ranks(state)) == num_replicas)
 
     async def until_serving_at_least(self, num_replicas: int) -> None:
-        await until(lambda: len(self.ranks()) >= num_replicas, timeout_s=DEADLINE_S)
+        await self.until(lambda: len(self.ranks()) >= num_replicas)
 
     async def until_restarted(self, num_restarts: int, num_replicas: int) -> None:
         """Wait until so many have been started anew, and all serve."""
-        await until(
-            lambda: self.num_restarts() >= num_restarts and len(self.ranks()) == num_replicas, timeout_s=DEADLINE_S
-        )
+        await self.until(lambda: self.num_restarts() >= num_restarts and len(self.ranks()) == num_replicas)
+
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        """Wait until it is so of the replicas; their core checks that when one has another state."""
+        assert self.engine._runtime is not None
+        core = self.engine._runtime.core
+        with anyio.fail_after(DEADLINE_S):
+            await core.when(is_so)
+        assert is_so(), f"the cluster has ended: {core.health()}"
 
 
 @contextlib.asynccontextmanager
@@ -105,6 +110,8 @@ class Reader:
         self.gaps_s: list[float] = []
         self.output: RequestOutput | None = None
         self.error: AioEngineError | None = None
+        self.news = asyncio.Event()
+        """Set with each delta, and with the end."""
         self.may_read = asyncio.Event()
         self.may_read.set()
         """Clear it, and nothing is read from the next delta on."""
@@ -133,6 +140,7 @@ class Reader:
                     self.gaps_s.append(now - self._came_at)
                     self._came_at = now
                     self.deltas.append(delta)
+                    self.news.set()
                     await self.on_delta()
                 output = await stream.finish()
         except AioEngineError as error:
@@ -140,6 +148,8 @@ class Reader:
         else:
             check_deltas(self.deltas, output)
             self.output = output
+        finally:
+            self.news.set()
 
 
 def check_deltas(deltas: Iterable[CompletionDelta], output: RequestOutput) -> None:
@@ -186,8 +196,11 @@ async def reading(engine: Engine, readers: Iterable[Reader]) -> AsyncIterator[No
 
 async def until_read(readers: Iterable[Reader], num_tokens: int) -> None:
     """Wait until each has so many tokens."""
-    waiting = list(readers)
-    await until(lambda: all(each.num_tokens >= num_tokens or each.has_ended for each in waiting), timeout_s=DEADLINE_S)
+    with anyio.fail_after(DEADLINE_S):
+        for reader in readers:
+            while reader.num_tokens < num_tokens and not reader.has_ended:
+                reader.news.clear()
+                await reader.news.wait()
 
 
 def outputs_of(readers: Iterable[Reader]) -> list[dict[str, Any]]:

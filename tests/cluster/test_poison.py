@@ -48,11 +48,10 @@ async def test_a_poison_among_fifty_fails_and_they_do_not(name: str) -> None:
     crowd = innocents(random.Random(name), 50, max_tokens=120)
     expected = await undisturbed(crowd)
     killer = poisoned(KILLERS[name])
-    async with cluster(3, stall_after_s=0.3, stall_timeout_s=0.4) as replicas:
-        async with reading(replicas.engine, crowd):
-            await until_read(crowd, 3)
-            async with reading(replicas.engine, [killer]):
-                pass
+    async with cluster(3, stall_after_s=0.3, stall_timeout_s=0.4) as replicas, reading(replicas.engine, crowd):
+        await until_read(crowd, 3)
+        async with reading(replicas.engine, [killer]):
+            pass
     assert type(killer.error).__name__ == "StepFailed"
     assert outputs_of(crowd) == expected
 
@@ -61,9 +60,8 @@ async def test_several_poisons_at_once_fail_each() -> None:
     crowd = innocents(random.Random(2), 20, max_tokens=120)
     expected = await undisturbed(crowd)
     killers = [poisoned(Poison.LATE), poisoned(Poison.EXIT), poisoned(Poison.LOSE)]
-    async with cluster(3, max_attempts=50) as replicas:
-        async with reading(replicas.engine, [*crowd, *killers]):
-            pass
+    async with cluster(3, max_attempts=50) as replicas, reading(replicas.engine, [*crowd, *killers]):
+        pass
     assert [type(killer.error).__name__ for killer in killers] == ["StepFailed"] * 3
     assert outputs_of(crowd) == expected
 

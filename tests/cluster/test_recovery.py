@@ -118,7 +118,7 @@ def _of(modelled: Modelled) -> Sequence:
     return cast(Sequence, modelled)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_innocents_never_fail_and_poisons_always_do(data: st.DataObject) -> None:
     poisons = [
@@ -151,7 +151,7 @@ def test_a_poison_alone_fails_with_its_second_death(kills_at: int, is_sudden: bo
     assert str(poison.error).count(REASON) == 2
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_attempts_are_bounded_whatever_kills(data: st.DataObject) -> None:
     """Replicas that die by themselves, with progress between or without."""
