@@ -21,7 +21,16 @@ from aioengine import Engine
 from aioengine.core.executor_protocol import DeviceLost
 from aioengine.errors import EngineDead
 from aioengine.server import create_app
-from aioengine.server.metrics import OPENMETRICS, TEXT, HttpMetrics, MetricFamily, encode, read_families, render
+from aioengine.server.metrics import (
+    OPENMETRICS,
+    REPLICA_METRICS,
+    TEXT,
+    HttpMetrics,
+    MetricFamily,
+    encode,
+    read_families,
+    render,
+)
 from doubles.fake_executor import FakeExecutor
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -127,6 +136,8 @@ async def test_every_series_says_something_and_stands_in_the_table_of_the_docs(w
     for family in families:
         name = f"{family.name}_total" if family.type == "counter" else family.name
         rows.append(f"| `{name}` | {family.type} | {family.documentation} |")
+    for name, kind, documentation, _ in REPLICA_METRICS:  # which an engine without replicas has not
+        rows.append(f"| `aioengine:{name}{'_total' if kind == 'counter' else ''}` | {kind} | {documentation} |")
     page = Path(__file__).parents[2] / "docs" / "metrics.md"
     assert rows == [line for line in page.read_text().splitlines() if line.startswith("| `")]
 

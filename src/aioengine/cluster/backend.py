@@ -128,7 +128,7 @@ class Replicated:
         async with self._turn:
             for replica in list(self._replicas.values()):
                 if replica.is_serving:
-                    self.core.move(await replica.drain(self._options.drain_timeout_s))
+                    self.core.move(replica, await replica.drain(self._options.drain_timeout_s))
                 await replica.restart()
 
     async def _start(self, rank: int) -> None:
@@ -146,7 +146,7 @@ class Replicated:
             raise
 
     async def _remove(self, replica: Replica) -> None:
-        self.core.move(await replica.drain(self._options.drain_timeout_s))
+        self.core.move(replica, await replica.drain(self._options.drain_timeout_s))
         await replica.stop()
         if replica.state is ReplicaState.STOPPED:
             self._replicas.pop(replica.rank, None)

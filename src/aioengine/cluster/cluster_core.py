@@ -114,9 +114,9 @@ class ClusterCore:
         self._balancer.forget(replica.rank)
         self.on_state(replica)
 
-    def move(self, orphans: Iterable[Orphan]) -> None:
+    def move(self, replica: Replica, orphans: Iterable[Orphan]) -> None:
         """Sequences that were taken back from a replica that lives go on elsewhere."""
-        self._send_to_limbo([orphan.sequence for orphan in orphans])
+        self._send_to_limbo(replica, [orphan.sequence for orphan in orphans])
 
     # What replicas tell
 
@@ -148,7 +148,7 @@ class ClusterCore:
         going_on = [sequence for sequence, error in verdicts if error is None]
         if verdicts:
             logger.warning("%s; %d of its sequences go on elsewhere", reason, len(going_on))
-        self._send_to_limbo(going_on)
+        self._send_to_limbo(replica, going_on)
         self._endings.tell_some()
 
     async def restore(self, core: ReplicaCore) -> None:
@@ -157,7 +157,7 @@ class ClusterCore:
 
     # Placing
 
-    def _send_to_limbo(self, sequences: Iterable[Sequence]) -> None:
+    def _send_to_limbo(self, replica: Replica, sequences: Iterable[Sequence]) -> None:
         """Sequences of a replica that is lost wait for another one, the oldest first."""
         until = self.clock() + self._options.recover_timeout_s
         for sequence in sequences:
@@ -166,6 +166,7 @@ class ClusterCore:
                 sequence.finish_reason, sequence.stop_reason = ended
                 self._end(sequence)
             else:
+                replica.num_moved += 1 + len(sequence.children)
                 self._limbo[sequence] = until
         self._limbo = dict(sorted(self._limbo.items(), key=lambda item: item[0].arrived_at))
         self.dispatch()

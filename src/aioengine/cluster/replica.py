@@ -105,6 +105,7 @@ class Replica:
         core: of the engine that serves now; None before the first start.
         num_restarts: starts after the first one.
         num_sent: sequences that were sent to it since its last report.
+        num_moved: sequences that went on at another replica.
         loner: a sequence that was sent to it to be computed alone; see `recovery`.
     """
 
@@ -124,6 +125,7 @@ class Replica:
         self.core: ReplicaCore | None = None
         self.num_restarts = 0
         self.num_sent = 0
+        self.num_moved = 0
         self.loner: Sequence | None = None
         self._make_backend = make_backend
         self._options = options
@@ -194,6 +196,7 @@ class Replica:
             waiting=stats.waiting + stats.blocked if stats else 0,
             free_blocks=stats.free_blocks if stats else 0,
             num_blocks=stats.num_blocks if stats else 0,
+            num_moved=self.num_moved,
         )
 
     # Its life

@@ -189,6 +189,7 @@ class ReplicaStatus(PlainStruct, frozen=True, kw_only=True):
         where: its process or address, for a person.
         running, waiting: sequences, of all front ends.
         free_blocks, num_blocks: of its KV cache.
+        num_moved: sequences that were here, and went on at another one.
     """
 
     rank: int
@@ -200,6 +201,7 @@ class ReplicaStatus(PlainStruct, frozen=True, kw_only=True):
     waiting: int = 0
     free_blocks: int = 0
     num_blocks: int = 0
+    num_moved: int = 0
 
 
 class Cluster(Protocol):

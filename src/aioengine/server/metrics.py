@@ -17,6 +17,7 @@ from anyio import CapacityLimiter, to_thread
 from prometheus_client import ProcessCollector
 from prometheus_client.utils import floatToGoString
 
+from aioengine.core.protocol import ReplicaStatus
 from aioengine.errors import AioEngineError
 from aioengine.metrics import REQUEST_TIME_S, REQUEST_TOKENS, Counter, Gauge, Histogram, Kind, Labeled, Sample
 from aioengine.server.record import OTHER_ROUTE, RequestRecord
@@ -107,6 +108,20 @@ class HttpMetrics:
                 self.params_max_tokens.observe(record.max_tokens)
 
 
+REPLICA_METRICS: tuple[tuple[str, Kind, str, Callable[[ReplicaStatus], float]], ...] = (
+    ("replica_serving", "gauge", "1 while the replica serves.", lambda r: r.state == "serving"),
+    ("replica_num_requests_running", "gauge", "Sequences that the replica computes.", lambda r: r.running),
+    ("replica_num_requests_waiting", "gauge", "Sequences that wait at the replica.", lambda r: r.waiting),
+    (
+        *("replica_kv_cache_usage_perc", "gauge", "Share of the replica's KV-cache blocks in use, 0 to 1."),
+        lambda r: 1 - r.free_blocks / r.num_blocks if r.num_blocks else 0.0,
+    ),
+    ("replica_restarts", "counter", "How often the replica was started again.", lambda r: r.num_restarts),
+    ("replica_moved", "counter", "Sequences that were at the replica and went on at another.", lambda r: r.num_moved),
+)
+"""Of each replica, where there are several; labelled by its rank."""
+
+
 class MetricFamily(NamedTuple):
     """A metric as it is exported: its numbers as they were on the loop, and the labels that all of them have."""
 
@@ -136,6 +151,13 @@ def read_families(engine: Engine, http: HttpMetrics, prefix: str, model_name: st
     def add_gauge(name: str, documentation: str, value: float, **labels: object) -> None:
         told = tuple((label, str(said)) for label, said in labels.items())
         add(name, "gauge", documentation, [Sample("", told, value)])
+
+    def add_replicas(replicas: list[ReplicaStatus]) -> None:
+        for name, kind, documentation, value in REPLICA_METRICS:
+            suffix = "_total" if kind == "counter" else ""
+            samples = [Sample(suffix, (("rank", str(each.rank)),), value(each)) for each in replicas]
+            if samples:
+                add(OWN_PREFIX + name, kind, documentation, samples)
 
     try:
         health, metrics = engine.health(), engine.metrics
@@ -168,6 +190,7 @@ def read_families(engine: Engine, http: HttpMetrics, prefix: str, model_name: st
     add_gauge("aioengine:engine_up", "1 while the engine is there; 0: not started, closed or dead.", is_up)
     add_gauge("aioengine:engine_stalled", stalled, is_stalled)
     add_gauge("aioengine:engine_step_age_seconds", "How long the device has been at its present step.", step_age_s)
+    add_replicas(engine.replicas() if is_up else [])
     for metric in vars(http).values():
         add(metric.name, metric.kind, metric.documentation, metric.samples())
     return families
