@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import anyio
+from integrity import check_integrity
+from waiting import Tasks, until
 
 from aioengine import Engine, EngineConfig
+from aioengine.core.engine_core import EngineCore
 from aioengine.core.listener import Conditions, Listener, SampledLogprobs
 from aioengine.core.observers import Observers, UserCode
 from aioengine.core.protocol import ClusterHooks, CoreHooks, Orphan
@@ -62,8 +66,9 @@ class Relay:
     """A `Backend` and a `Core` of several cores, one of which has all sequences; the others follow in turn.
 
     Attributes:
-        cuts: tokens handed out, or moments, at which the sequences go on to the next core, each once.
-        dies: the core dies then, and is not used again; else they are taken back from it.
+        cores: the first one has all sequences.
+        served: the cores of the engines.
+        num_tokens: that listeners have heard of.
         num_moved: sequences that have gone on, those with tokens alone.
     """
 
@@ -78,9 +83,8 @@ class Relay:
         ]
         self.core = self
         self.cores: list[RemoteCore] = []
-        self.dies = False
-        self.cuts: set[int] = set()
-        self.num_tokens = self.num_moved = 0
+        self.served: list[EngineCore] = []
+        self.reset()
 
     # As a backend
 
@@ -126,14 +130,14 @@ class Relay:
     # Going on elsewhere
 
     def note(self, moment: int) -> None:
-        if moment in self.cuts:
-            self.cuts.remove(moment)
+        if moment in self._cuts:
+            self._cuts.remove(moment)
             self.cut()
 
     def cut(self) -> None:
         """Let all sequences go on in the next core."""
         core = self.cores.pop(0)
-        if self.dies:
+        if self._dies:
             core.die(EngineDead("cut"))
         else:
             self.cores.append(core)
@@ -149,47 +153,59 @@ class Relay:
         pass
 
     def reset(self, *cuts: int, dies: bool = False) -> None:
-        self.cuts, self.dies = set(cuts), dies
+        """Begin to count anew.
+
+        Args:
+            cuts: numbers of tokens, or moments, at which the sequences go on in the next core, each once.
+            dies: the core dies then, and is not used again; else they are taken back from it.
+        """
+        self._cuts, self._dies = set(cuts), dies
         self.num_tokens = self.num_moved = 0
 
 
 @asynccontextmanager
-async def serving(config: EngineConfig, executor: Any = None) -> AsyncIterator[str]:
-    """The address of an engine that is served here, of a torch executor unless another one is given."""
+async def serving(config: EngineConfig, executor: Any = None) -> AsyncIterator[EngineServer]:
+    """An engine that is served here, over a torch executor unless another one is given."""
     workers = TextWorker(), TextWorker()
     backend = InProcess(config, executor, CoreHooks(*workers, on_capacity=lambda: None))
-    folder = PrivateFolder()
+    folder = await asyncio.to_thread(PrivateFolder)
     try:
         files = await backend.find_model()
         await backend.open()
         server = EngineServer(backend.core, str(folder.address("engine")), model_path=files.path)
         await server.open()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(server.serve)
-            yield server.address
-            tasks.cancel_scope.cancel()
+        async with Tasks() as tasks:  # no task group: a fixture ends in another task
+            tasks.start(server.serve())
+            yield server
     finally:
         await backend.aclose()
         for worker in workers:
             await worker.aclose()
-        folder.remove()
+        await asyncio.to_thread(folder.remove)
 
 
 @asynccontextmanager
-async def relaying(*configs: EngineConfig, executors: Sequence[Any] = (), num_links: int = 2) -> AsyncIterator[Any]:
-    """(engine, relay): a front end with so many links to the engines of these configs, in turn."""
+async def relaying(
+    config: EngineConfig, *, executors: Sequence[Any] = (None, None), num_links: int = 2
+) -> AsyncIterator[tuple[Engine, Relay]]:
+    """A front end with so many links to engines over these executors, in turn; at the end nothing is left there."""
     async with AsyncExitStack() as stack:
-        addresses = [
-            await stack.enter_async_context(serving(config, executors[index] if executors else None))
-            for index, config in enumerate(configs)
-        ]
+        servers = [await stack.enter_async_context(serving(config, executor)) for executor in executors]
+        addresses = [servers[index % len(servers)].address for index in range(num_links)]
         made: list[Relay] = []
 
-        def make_backend(hooks: CoreHooks) -> Any:
-            made.append(Relay([addresses[index % len(addresses)] for index in range(num_links)], hooks))
+        def make_backend(hooks: CoreHooks) -> Relay:
+            made.append(Relay(addresses, hooks))
             return made[0]
 
         engine = Engine()
         engine._make_backend = make_backend
         async with engine:
-            yield engine, made[0]
+            (relay,) = made
+            relay.served = [server.core for server in servers]
+            yield engine, relay
+        for core in relay.served:
+            await until(lambda core=core: not core._live and not core._in_flight)
+            check_integrity(core.scheduler)
+            stats = core.stats()
+            assert (stats.running, stats.waiting, stats.blocked, stats.free_blocks) == (0, 0, 0, stats.num_blocks)
