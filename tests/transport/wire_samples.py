@@ -211,6 +211,7 @@ HANDSHAKE_FROM_ENGINE: tuple[Sample, ...] = (
     Sample("loading", handshake.Loading(done=5, total=6)),
     Sample("ready", handshake.Ready(address="ipc:///tmp/engine", info=INFO, supported_tasks=("generate",))),
     Sample("failing", handshake.Failing(fault=FAULT)),
+    Sample("hello_of_release", handshake.Hello(version=1, index=2, token="", pid=3, is_local=False, release="0.4")),
 )
 
 INIT = handshake.Init(
@@ -221,6 +222,8 @@ INIT = handshake.Init(
 HANDSHAKE_TO_ENGINE: tuple[Sample, ...] = (
     Sample("init", INIT),
     Sample("turned_away", handshake.TurnedAway(version=1, reason="the token is another one")),
+    Sample("init_with_own", msgspec.structs.replace(INIT, own_fields={"max_num_seqs": 3}, memory=0.5)),
+    Sample("goodbye", handshake.Goodbye(reason="it ends", is_wanted_again=True)),
 )
 
 FROM_MEMBER: tuple[Sample, ...] = (

@@ -12,9 +12,10 @@ import click
 
 from aioengine.cli.command import given, options_of, run
 from aioengine.config import EngineConfig
+from aioengine.transport.joining import Endpoint
 from aioengine.transport.security import CLIENTS, PUBLIC, SECRET, SERVER, ClientKeys, ServerKeys, make_keys
 from aioengine.transport.server import EngineServer
-from aioengine.transport.serving import Endpoint, serve_engine
+from aioengine.transport.serving import serve_engine
 
 DEFAULT_CLIENT = "client"
 

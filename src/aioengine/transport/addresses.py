@@ -108,6 +108,26 @@ def check_connect(address: str, *, has_keys: bool) -> Address:
     return found
 
 
+def address_toward(peer: str, *, has_keys: bool) -> str | None:
+    """Where a peer that this machine reaches at ``peer`` reaches a server of its own: tcp, at any port; None for ipc.
+
+    Raises:
+        ConfigError: the name of the peer's host cannot be looked up, or no way leads there.
+    """
+    found = _parse(peer, has_keys=has_keys)
+    if found.scheme == "ipc":
+        return None
+    try:
+        # Connecting a datagram socket sends nothing; the system says by which interface it would.
+        kind = socket.AF_INET6 if found.is_ipv6 else socket.AF_INET
+        with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+            probe.connect((found.host, found.port))
+            host = probe.getsockname()[0]
+    except OSError as error:
+        raise ConfigError(f"no way leads to {peer}: {error.strerror or error}; say where to serve") from None
+    return f"tcp://[{host}]:*" if found.is_ipv6 else f"tcp://{host}:*"
+
+
 def check_descriptors(num_needed: int) -> None:
     """Raise ConfigError unless so many file descriptors are left: where ZMQ gets none it aborts the process."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -23,6 +23,9 @@ LOG_LEVEL = "AIOENGINE_LOG_LEVEL"
 FAMILY = "AIOENGINE_FAMILY"
 """Inherited by all that descend from a child: the name of its family, and of those above that one."""
 
+AGAIN = 75
+"""Exit code of an engine in whose place another one is wanted; EX_TEMPFAIL of sysexits.h."""
+
 _PR_SET_PDEATHSIG = 1
 _LOG_LINE = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ([\w.-]+): ?(.*)", re.DOTALL)
 
@@ -84,12 +87,14 @@ class _EachLine(logging.Formatter):
 
 
 def main() -> int:
-    """Run an engine until it is told to end; 0 if it was, 1 if it could not start or has died."""
+    """Run an engine until it is told to end; 0 if it was, `AGAIN`, or 1 if it could not start or has died."""
     parser = argparse.ArgumentParser(prog="python -m aioengine.transport.child")
     parser.add_argument("--handshake", required=True, help="address of the one that started this process")
     parser.add_argument("--index", type=int, default=0, help="which engine to say HELLO as")
     parser.add_argument("--shared", help="address of a front end that several engines share")
+    parser.add_argument("--rank", type=int, default=-1, help="which engine to say HELLO as to that; -1: any")
     parser.add_argument("--keys", help="folder of keys for that")
+    parser.add_argument("--join-timeout", type=float, help="seconds to wait for it when it is not there")
     arguments = parser.parse_args()
     log_to_parent()
 
@@ -97,20 +102,22 @@ def main() -> int:
 
     from aioengine.errors import AioEngineError
     from aioengine.own_process import limit_spinning
+    from aioengine.transport.joining import JOIN_TIMEOUT_S, Endpoint
     from aioengine.transport.security import ClientKeys
-    from aioengine.transport.serving import Endpoint, serve_engine
+    from aioengine.transport.serving import serve_engine
 
     limit_spinning()
-    endpoints = [Endpoint(arguments.handshake, token=os.environ.pop(TOKEN, ""))]
-    if arguments.shared:
-        keys = ClientKeys.load(arguments.keys) if arguments.keys else None
-        endpoints.append(Endpoint(arguments.shared, is_local=False, keys=keys))
+    endpoints = [Endpoint(arguments.handshake, arguments.index, token=os.environ.pop(TOKEN, ""))]
     try:
-        uvloop.run(serve_engine(endpoints, index=arguments.index))
+        if arguments.shared:
+            keys = ClientKeys.load(arguments.keys) if arguments.keys else None
+            timeout_s = arguments.join_timeout or JOIN_TIMEOUT_S
+            endpoints.append(Endpoint(arguments.shared, arguments.rank, "", False, keys, timeout_s))
+        goodbye = uvloop.run(serve_engine(endpoints))
     except AioEngineError as error:
         logger.error("%s: %s", type(error).__name__, error)
         return 1
-    return 0
+    return AGAIN if goodbye is not None and goodbye.is_wanted_again else 0
 
 
 if __name__ == "__main__":

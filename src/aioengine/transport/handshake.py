@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
+import msgspec
 
 from aioengine.config import EngineConfig
 from aioengine.core.executor_protocol import ExecutorInfo
@@ -41,6 +42,8 @@ class Hello(WireMessage, frozen=True, tag=1):
     pid: int
     is_local: bool
     """Whether it runs on the same machine."""
+    release: str = ""
+    """Of aioengine; engines that join must have the front end's, since tokens of one request may come of several."""
 
 
 class Loading(WireMessage, frozen=True, tag=2):
@@ -81,6 +84,10 @@ class Init(WireMessage, frozen=True, tag=1):
     plugins: tuple[str, ...] = ()
     executor: str | None = None
     """``module:function`` of this machine that makes the device side; None: torch's."""
+    own_fields: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Fields of ``config`` that are other ones for this engine, whoever says the config."""
+    memory: float = 1.0
+    """Of the part of the host's memory that ``config`` grants: several engines share that host."""
 
 
 class TurnedAway(WireMessage, frozen=True, tag=2):
@@ -88,7 +95,15 @@ class TurnedAway(WireMessage, frozen=True, tag=2):
     reason: str
 
 
-ToEngine = Init | TurnedAway
+class Goodbye(WireMessage, frozen=True, tag=3):
+    """To an engine that has joined: the front end has no use for it any more, or ends."""
+
+    reason: str
+    is_wanted_again: bool
+    """Whether another one is to be started in its place."""
+
+
+ToEngine = Init | TurnedAway | Goodbye
 
 
 # The side that waits for engines
@@ -130,6 +145,12 @@ class EngineRecord:
     """(bytes done, bytes in all)"""
     ready: Ready | None = None
     """What it offers."""
+    failure: AioEngineError | None = None
+    """Why it cannot start, or has ended."""
+    key_name: str = ""
+    """Of the key that it joined by."""
+    connection: int = -1
+    """The file descriptor of its connection."""
 
     def take(self, body: FromEngine) -> None:
         """Take a message in.
@@ -155,6 +176,10 @@ class Welcome:
         make_init: what an engine of this index is told.
         token: what local engines must show; remote ones prove themselves by their keys.
         now, start_timeout_s: each engine is READY by then, and says HELLO within `HELLO_TIMEOUT_S`.
+        first_remote: the index of the first remote one; absent: behind the local ones.
+        release: of aioengine, that remote engines must have; absent: any.
+        find_place: called with the index that a remote engine asks for (-1: any) where none is left: the index of a
+            place to be made for it, or None.
     Attributes:
         engines: by index.
         failure: why it is over, if it went wrong.
@@ -170,8 +195,13 @@ class Welcome:
         token: str,
         now: float,
         start_timeout_s: float,
+        first_remote: int | None = None,
+        release: str | None = None,
+        find_place: Callable[[int], int | None] = lambda _: None,
     ) -> None:
-        self.engines = [EngineRecord(index, index < num_local) for index in range(num_local + num_remote)]
+        first_remote = num_local if first_remote is None else first_remote
+        self.engines = [EngineRecord(index, is_local=True) for index in range(num_local)]
+        self.engines += [EngineRecord(first_remote + nth, is_local=False) for nth in range(num_remote)]
         self.failure: AioEngineError | None = None
         self.num_refused = 0
         self._make_init = make_init
@@ -179,6 +209,8 @@ class Welcome:
         self._hello_by = now + min(HELLO_TIMEOUT_S, start_timeout_s)
         self._ready_by = now + start_timeout_s
         self._start_timeout_s = start_timeout_s
+        self._release = release
+        self._find_place = find_place
 
     @property
     def is_done(self) -> bool:
@@ -191,16 +223,26 @@ class Welcome:
         is_one_new = any(engine.state is HandshakeState.NEW for engine in self.engines)
         return self._hello_by if is_one_new else self._ready_by
 
-    def on_message(self, peer: bytes, frames: list[Any]) -> list[tuple[bytes, WireMessage]]:
-        """Take a message; returns what is to be sent, and to whom. What does not belong here is refused and counted."""
+    def on_message(
+        self, peer: bytes, frames: list[Any], *, connection: int = -1, key_name: str = ""
+    ) -> list[tuple[bytes, WireMessage]]:
+        """Take a message; returns what is to be sent, and to whom. What does not belong here is refused and counted.
+
+        Args:
+            connection, key_name: what is known of its sender.
+        """
         try:
             engine = next((engine for engine in self.engines if engine.peer == peer), None)
             if engine is None:
-                return self._on_stranger(peer, frames)
+                answer = self._on_stranger(peer, frames)
+                for joined in (each for each in self.engines if each.peer == peer):
+                    joined.connection, joined.key_name = connection, key_name
+                return answer
             body = engine.reader.read(frames)
             engine.take(body)
             if isinstance(body, Failing):
-                self._fail(to_error(body.fault))
+                engine.failure = start_error(to_error(body.fault))
+                self._fail(engine.failure)
         except WireError:
             self.num_refused += 1
         return []
@@ -210,7 +252,16 @@ class Welcome:
         engine = self.engines[index]
         if engine.state is not HandshakeState.FAILED:
             engine.state = HandshakeState.FAILED
-            self._fail(EngineDead(description))
+            engine.failure = EngineDead(description)
+            self._fail(engine.failure)
+
+    def vacate(self, engine: EngineRecord) -> None:
+        """Wait for another one in this engine's place. Idempotent."""
+        self.engines = [EngineRecord(each.index, each.is_local) if each is engine else each for each in self.engines]
+
+    def remove(self, engine: EngineRecord) -> None:
+        """Wait for none in this engine's place any more. Idempotent."""
+        self.engines = [each for each in self.engines if each.index != engine.index]
 
     def on_time(self, now: float) -> None:
         """Some time has passed."""
@@ -243,14 +294,28 @@ class Welcome:
             return f"version {PROTOCOL_VERSION} is spoken here, not {hello.version}"
         if hello.is_local and not hmac.compare_digest(hello.token.encode(), self._token.encode()):
             return "the token is another one"
+        if not hello.is_local and self._release not in (None, hello.release):
+            return f"aioengine {self._release} runs here, not {hello.release or 'an older one'}: install the same"
         free = [e for e in self.engines if e.state is HandshakeState.NEW and e.is_local == hello.is_local]
         if hello.index >= 0:
             free = [engine for engine in free if engine.index == hello.index]
-        return free[0] if free else f"no {'local' if hello.is_local else 'remote'} engine {hello.index} is waited for"
+        if not free and not hello.is_local:
+            free = self._make_place(hello.index)
+        if free:
+            return free[0]
+        is_taken = any(e.index == hello.index and e.is_local == hello.is_local for e in self.engines)
+        where = "local" if hello.is_local else "remote"
+        return f"no {where} engine {hello.index} is waited for{': it is here already' if is_taken else ''}"
 
-    def _fail(self, error: Exception) -> None:
-        if self.failure is None:
-            self.failure = start_error(error)
+    def _make_place(self, asked_for: int) -> list[EngineRecord]:
+        index = None if any(engine.index == asked_for for engine in self.engines) else self._find_place(asked_for)
+        if index is None:
+            return []
+        self.engines.append(EngineRecord(index, is_local=False))
+        return self.engines[-1:]
+
+    def _fail(self, error: AioEngineError) -> None:
+        self.failure = self.failure or error
 
 
 def start_error(error: Exception) -> ConfigError | ModelLoadError | EngineDead:
@@ -303,6 +368,8 @@ def check_init(body: ToEngine) -> Init:
     Raises:
         EngineDead: this engine was turned away.
     """
+    if isinstance(body, Goodbye):
+        raise EngineDead(f"this engine is not wanted: {body.reason}")
     if isinstance(body, TurnedAway):
         raise EngineDead(f"this engine was turned away: {body.reason}")
     if body.version != PROTOCOL_VERSION:
@@ -325,4 +392,6 @@ def merge_inits(inits: Sequence[Init]) -> Init:
         config=first.config or last.config,
         plugins=first.plugins,
         executor=first.executor,
+        own_fields=first.own_fields,
+        memory=first.memory,
     )

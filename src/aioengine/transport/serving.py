@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 import anyio
 import msgspec
@@ -17,85 +16,71 @@ from aioengine.config import EngineConfig
 from aioengine.core.control import TASKS
 from aioengine.core.executor_protocol import Executor
 from aioengine.core.protocol import CLOSE_DEADLINE_S, CoreHooks
-from aioengine.errors import ConfigError, EngineDead
+from aioengine.errors import AioEngineError, ConfigError, EngineDead
 from aioengine.executor.in_process import InProcess
 from aioengine.import_path import load
 from aioengine.own_process import asked_by_signals
 from aioengine.progress import LOADING, OnProgress
 from aioengine.text.worker import TextWorker
-from aioengine.transport.addresses import PrivateFolder, check_connect
-from aioengine.transport.channel import Channel, Context, end_context, make_context
-from aioengine.transport.handshake import (
-    HELLO_TIMEOUT_S,
-    Failing,
-    Hello,
-    Init,
-    Loading,
-    Ready,
-    ToEngine,
-    check_init,
-    merge_inits,
-)
-from aioengine.transport.link import make_dealer
-from aioengine.transport.security import ClientKeys, ServerKeys
+from aioengine.transport.addresses import PrivateFolder, address_toward
+from aioengine.transport.handshake import Failing, Goodbye, Init, Loading, Ready
+from aioengine.transport.joining import Conversation, Endpoint, Handshakes
+from aioengine.transport.security import ServerKeys
 from aioengine.transport.server import EngineServer
-from aioengine.transport.wire import PROTOCOL_VERSION, Reader, WireMessage, Writer
+from aioengine.transport.wire import PROTOCOL_VERSION, WireMessage
 from aioengine.transport.wire_errors import to_fault
 
 logger = logging.getLogger("aioengine")
-
-LINGER_S = 1.0
-"""For last words to reach the process that started this engine."""
 
 ENGINE_SOCKET = "engine.sock"
 
 LOADING_EVERY_BYTES = 16 * 2**20
 
 
-class Endpoint(NamedTuple):
-    """A process to shake hands with.
-
-    Attributes:
-        token: what it expects; empty where keys are the proof.
-        is_local: whether this engine is a child of its machine.
-    """
-
-    address: str
-    token: str = ""
-    is_local: bool = True
-    keys: ClientKeys | None = None
+FRONT_END = "front end"
+"""What the one that an engine joins is called among the clients that it admits."""
 
 
 async def serve_engine(
     endpoints: Sequence[Endpoint],
     *,
-    index: int = -1,
     address: str | None = None,
     config: EngineConfig | None = None,
+    own_fields: Mapping[str, Any] | None = None,
     keys: ServerKeys | None = None,
     plugins: Sequence[str] = (),
     on_serving: Callable[[EngineServer], None] = lambda _: None,
-) -> None:
+) -> Goodbye | None:
     """Load a model and serve it until SIGTERM or SIGINT, cancellation, or the engine's death.
 
     Args:
         endpoints: to shake hands with; none for an engine that is started by hand.
-        index: which engine to say HELLO as; -1: any.
-        address: where to serve; absent: where the endpoints say.
+        address: where to serve; absent: where the endpoints say, or where one of another machine reaches this one.
         config: absent: what the endpoints say.
-        keys: of the clients that may connect, for addresses that other machines can reach.
+        own_fields: fields of that which are other ones here.
+        keys: of the clients that may connect, for addresses that other machines can reach; absent: those of a front end
+            that is joined with keys.
         plugins: modules to import first.
         on_serving: called once it serves.
+    Returns:
+        what the front end that it has joined said in the end; None: it was told to end here.
     Raises:
         ConfigError, ModelLoadError, EngineDead: it cannot start, or has died; the endpoints have heard of it.
     """
+    goodbye: Goodbye | None = None
     with anyio.CancelScope() as scope, asked_by_signals(lambda _: scope.cancel()):
         worker = TextWorker()
-        shakers = _Handshakes(endpoints, worker)
+        shakers = Handshakes(endpoints, worker)
         try:
-            init = await shakers.greet(index)
-            options = _resolve_options(init, address, config, plugins)
-            await serve_init(options, keys, shakers.tell, on_serving)
+            init = await shakers.greet()
+            options = _resolve_options(init, address, config, own_fields or {}, plugins)
+            for each in endpoints:
+                if options.address is None and not each.is_local:
+                    own = await worker.run(partial(address_toward, each.address, has_keys=each.keys is not None), None)
+                    options = msgspec.structs.replace(options, address=own)
+                if keys is None and each.keys is not None:
+                    keys = each.keys.as_server(FRONT_END)
+            goodbye = await _serve_while_wanted(options, keys, shakers, on_serving)
         except Exception as error:
             shakers.tell(Failing(to_fault(error)))
             raise
@@ -105,6 +90,37 @@ async def serve_engine(
                 await worker.aclose()
     if scope.cancel_called:
         logger.info("the engine has ended as it was told")
+    elif goodbye is not None:
+        logger.info("the engine has ended: %s", goodbye.reason)
+    return goodbye
+
+
+async def _serve_while_wanted(
+    options: Init, keys: ServerKeys | None, shakers: Handshakes, on_serving: Callable[[EngineServer], None]
+) -> Goodbye | None:
+    """Serve until the engine ends, or a front end that it has joined says so or is gone."""
+    goodbye: Goodbye | None = None
+    failure: Exception | None = None
+
+    async def hold(conversation: Conversation) -> None:
+        nonlocal goodbye, failure
+        try:
+            goodbye = await conversation.hold()
+        except AioEngineError as error:
+            failure = error
+        tasks.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as tasks:
+        for conversation in shakers.joined:
+            tasks.start_soon(hold, conversation)
+        try:
+            await serve_init(options, keys, shakers.tell, on_serving)
+        except Exception as error:  # as it is: the group would wrap it
+            failure = failure or error
+        tasks.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+    return goodbye
 
 
 @contextmanager
@@ -117,15 +133,25 @@ def _closing() -> Iterator[None]:
 
 
 def _resolve_options(
-    init: Init | None, address: str | None, config: EngineConfig | None, plugins: Sequence[str]
+    init: Init | None,
+    address: str | None,
+    config: EngineConfig | None,
+    own_fields: Mapping[str, Any],
+    plugins: Sequence[str],
 ) -> Init:
     """What this side was told and what the endpoints say, together. An address of None: in a folder of its own."""
     if init is None:
         if address is None:
             raise ConfigError("it is not said where to serve: give an address")
         init = Init(version=PROTOCOL_VERSION, index=0, num_engines=1)
+    config = config or init.config
+    own_fields = {**init.own_fields, **own_fields}
+    if config is not None and own_fields:
+        config = EngineConfig(**{**msgspec.structs.asdict(config), **own_fields})
+    if config is not None and init.memory != 1.0:
+        config = msgspec.structs.replace(config, memory_utilization=config.memory_utilization * init.memory)
     return msgspec.structs.replace(
-        init, address=address or init.address, config=config or init.config, plugins=(*plugins, *init.plugins)
+        init, address=address or init.address, config=config, plugins=(*plugins, *init.plugins)
     )
 
 
@@ -218,50 +244,3 @@ def _import(module: str) -> object:
         raise ConfigError(
             f"{module} cannot be imported in the engine's process: {type(error).__name__}: {error}"
         ) from error
-
-
-class _Handshakes:
-    """This engine's conversations with those it shakes hands with."""
-
-    def __init__(self, endpoints: Sequence[Endpoint], worker: TextWorker) -> None:
-        self._endpoints = endpoints
-        self._worker = worker
-        self._context: Context | None = None
-        self._channels: list[tuple[Channel, Writer]] = []
-
-    async def greet(self, index: int) -> Init | None:
-        """Say HELLO to all, and wait for what they say together; None without endpoints.
-
-        Raises:
-            EngineDead: one of them is not there, turned this engine away, or did not answer in time.
-        """
-        if not self._endpoints:
-            return None
-        self._context = make_context()
-        for address, token, is_local, keys in self._endpoints:
-            where = await self._worker.run(partial(check_connect, address, has_keys=keys is not None), None)
-            socket = make_dealer(self._context, where, keys)
-            channel, writer = Channel(socket), Writer()
-            self._channels.append((channel, writer))
-            socket.connect(str(where))
-            channel.send([writer.write(Hello(PROTOCOL_VERSION, index, token, os.getpid(), is_local))])
-        inits: list[Init] = []
-        with anyio.move_on_after(HELLO_TIMEOUT_S):
-            # One after the other: all are needed, and a group of tasks would wrap the error that says why one is not.
-            for channel, _ in self._channels:
-                answer: Reader[ToEngine] = Reader(ToEngine)
-                (frames, *_) = await channel.receive()
-                inits.append(check_init(answer.read(frames)))
-            return merge_inits(inits)
-        addresses = ", ".join(endpoint.address for endpoint in self._endpoints)
-        raise EngineDead(f"no answer to HELLO from {addresses} within {HELLO_TIMEOUT_S:g} s")
-
-    def tell(self, body: WireMessage) -> None:
-        """Say the same to all."""
-        for channel, writer in self._channels:
-            channel.send([writer.write(body)])
-
-    async def aclose(self) -> None:
-        for channel, _ in self._channels:
-            channel.close(LINGER_S)
-        await end_context(self._context, self._worker)
