@@ -406,6 +406,13 @@ class ReplicaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Name | None, Meta(description="where engines of other machines join, such as tcp://0.0.0.0:5570")
     ] = None
     join_keys: Annotated[Name | None, Meta(description="folder of keys for that, made by `aioengine keys`")] = None
+    cluster_address: Annotated[
+        Name | None,
+        Meta(
+            description="where further front ends may join, such as ipc:///run/user/1000/aioengine/cluster; absent: "
+            "none"
+        ),
+    ] = None
     balance: Annotated[
         Literal["prefix", "load", "round_robin"],
         Meta(

@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ChatMessage", "Engine", "Prompt", "Stream"]
 
+CLUSTER_PREFIX = "cluster+"
+
 
 class Engine(EngineControl):
     """An inference engine, whole, inside this process and this event loop.
@@ -126,7 +128,8 @@ class Engine(EngineControl):
         engine or the connection breaks, each request hears `EngineDead` once; connect anew then.
 
         Args:
-            address: ``ipc:///path`` or ``tcp://host:port``.
+            address: ``ipc:///path`` or ``tcp://host:port``; with ``cluster+`` before it the ``cluster_address`` of an
+                engine with replicas, of which this is a further front end then.
             model: where to find the tokenizer here, if that is elsewhere than on the engine's machine.
             keys: the folder that ``aioengine keys`` made; for addresses that are not this machine's own.
             client: whose keys of the folder to use; may be left out where there are one client's.
@@ -141,13 +144,11 @@ class Engine(EngineControl):
             raise ConfigError(f"address={shorten(address)}: a str is needed, such as ipc:///path or tcp://host:port")
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
             raise ConfigError(f"timeout_s={shorten(timeout_s)}: a number of seconds above 0 is needed")
-        from aioengine.transport.backends import Connected
-
         engine = cls(model)
         tokenizer, folder = engine.config.model, None if keys is None else os.fspath(keys)
 
         options: dict[str, Any] = {"model": tokenizer, "keys": folder, "client": client, "timeout_s": float(timeout_s)}
-        engine._make_backend = lambda hooks: Connected(address, hooks, **options)
+        engine._make_backend = _connected(address, options)
         await engine._start()
         engine._is_to_be_entered = True
         return engine
@@ -497,6 +498,17 @@ def _backend_of(
 
     launcher = launcher_of(config, options, replicas)
     return lambda hooks: Replicated(config, replicas, launcher, hooks)
+
+
+def _connected(address: str, options: dict[str, Any]) -> Callable[[CoreHooks], Backend]:
+    """Where a core is reached that another process has."""
+    if not address.startswith(CLUSTER_PREFIX):
+        from aioengine.transport.backends import Connected
+
+        return lambda hooks: Connected(address, hooks, **options)
+    from aioengine.cluster.joined import JoinedCluster
+
+    return lambda hooks: JoinedCluster(address.removeprefix(CLUSTER_PREFIX), hooks, **options)
 
 
 def _refuse_another(*_args: object, **_kwargs: object) -> Never:

@@ -9,17 +9,24 @@ from typing import Any, TypeVar
 import anyio
 
 from aioengine.cluster.cluster_core import ClusterCore
+from aioengine.cluster.coordinator import Coordinator
+from aioengine.cluster.messages import Counts, Member
 from aioengine.cluster.replica import MakeBackend, Replica, ReplicaState, Shared
 from aioengine.config import EngineConfig, ProcessOptions, ReplicaOptions
 from aioengine.core.protocol import Backend, Cluster, CoreHooks, ReplicaStatus
-from aioengine.errors import EngineDead, InvalidRequest
+from aioengine.errors import AioEngineError, EngineClosed, EngineDead, InvalidRequest
 from aioengine.executor.in_process import clock_of
 from aioengine.models.folder import ModelFolder
 from aioengine.progress import OnProgress
+from aioengine.transport.addresses import PrivateFolder
 from aioengine.transport.backends import InChild, refuse_function
+from aioengine.transport.wire_errors import MAX_MESSAGE_CHARS
 
 A = TypeVar("A")
 T = TypeVar("T")
+
+OTHERS_GRACE_S = 5.0
+"""Beyond their own time to drain: for further front ends to say that they have no requests at a replica."""
 
 
 def launcher_of(config: EngineConfig, process: ProcessOptions, options: ReplicaOptions) -> MakeBackend:
@@ -60,6 +67,9 @@ class Replicated:
         """All that are not closed yet, by rank."""
         self._turn = anyio.Lock()
         """Of calls that change which replicas there are."""
+        self._folder: PrivateFolder | None = None
+        """Of the replicas' sockets, for further front ends."""
+        self._coordinator: Coordinator | None = None
 
     @property
     def cluster(self) -> Cluster:
@@ -70,6 +80,8 @@ class Replicated:
     async def find_model(self) -> ModelFolder:
         self._clock = clock_of(asyncio.get_running_loop())
         self.core = ClusterCore(self._config, self._options, self._hooks, self._clock)
+        if self._options.cluster_address is not None:
+            await self._open_coordinator(self._options.cluster_address)
         replicas = [self._make(rank) for rank in range(self._options.replicas)]
         found = await for_each(replicas, Replica.find_model)
         return found[0]
@@ -97,6 +109,7 @@ class Replicated:
             await for_each(self._replicas.values(), Replica.aclose)
         finally:
             self._replicas.clear()
+            await self._close_coordinator()
             if hasattr(self._make_backend, "aclose"):  # of a launcher that holds something for all
                 await self._make_backend.aclose()
 
@@ -107,6 +120,9 @@ class Replicated:
     def abandon(self) -> None:
         for replica in list(self._replicas.values()):
             replica.abandon()
+        if self._coordinator is not None:
+            self._coordinator.abandon()
+        self._remove_folder()
 
     # As a cluster
 
@@ -127,8 +143,7 @@ class Replicated:
         """Start all replicas again, one after the other."""
         async with self._turn:
             for replica in list(self._replicas.values()):
-                if replica.is_serving:
-                    self.core.move(replica, await replica.drain(self._options.drain_timeout_s))
+                await self._drain(replica)
                 await replica.restart()
 
     async def _start(self, rank: int) -> None:
@@ -146,14 +161,89 @@ class Replicated:
             raise
 
     async def _remove(self, replica: Replica) -> None:
-        self.core.move(replica, await replica.drain(self._options.drain_timeout_s))
+        await self._drain(replica)
         await replica.stop()
         if replica.state is ReplicaState.STOPPED:
             self._replicas.pop(replica.rank, None)
             self.core.remove_replica(replica)
 
+    async def _drain(self, replica: Replica) -> None:
+        """Have no request at a replica any more, of this front end and all others."""
+        timeout_s = self._options.drain_timeout_s
+        async with anyio.create_task_group() as tasks:
+            if self._coordinator is not None:
+                tasks.start_soon(self._wait_for_others, replica.rank, timeout_s + OTHERS_GRACE_S)
+            self.core.move(replica, await replica.drain(timeout_s))
+
+    async def _wait_for_others(self, rank: int, timeout_s: float) -> None:
+        assert self._coordinator is not None
+        with anyio.move_on_after(timeout_s):
+            await self._coordinator.wait_drained(rank)
+
+    # What its coordinator tells
+
+    async def _open_coordinator(self, address: str) -> None:
+        self._coordinator = Coordinator(self, address, worker=self._hooks.worker)
+        await self._coordinator.open()  # before anything is loaded, since the address may be in use
+        # Noted where it is made, so that a start that is cancelled here removes it.
+        await self._hooks.worker.run(self._make_folder, None)
+        self.core.on_change = self._coordinator.announce
+        self.core.beside.append(self._coordinator.serve)
+
+    async def _close_coordinator(self) -> None:
+        if self._coordinator is not None:
+            await self._coordinator.aclose()
+        await self._hooks.worker.run(self._remove_folder, None)
+
+    def _make_folder(self) -> None:
+        self._folder = PrivateFolder()
+
+    def _remove_folder(self) -> None:
+        if self._folder is not None:
+            self._folder.remove()
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._config
+
+    @property
+    def options(self) -> ReplicaOptions:
+        return self._options
+
+    def members(self) -> list[Member]:
+        """As `Coordinated.members`."""
+        return [
+            Member(
+                rank=status.rank,
+                state=status.state,
+                num_restarts=status.num_restarts,
+                address=self._replicas[status.rank].address,
+                reason=status.reason[:MAX_MESSAGE_CHARS],
+                where=status.where,
+                num_blocks=status.num_blocks,
+            )
+            for status in self.statuses()
+        ]
+
+    def counts(self) -> Counts:
+        """As `Coordinated.counts`."""
+        cores = {rank: replica.core for rank, replica in sorted(self._replicas.items()) if replica.address}
+        every = [core.stats() for core in cores.values() if core is not None]
+        return Counts(
+            ranks=[rank for rank, core in cores.items() if core is not None],
+            running=[stats.running for stats in every],
+            waiting=[stats.waiting for stats in every],
+            blocked=[stats.blocked for stats in every],
+            free_blocks=[stats.free_blocks for stats in every],
+        )
+
+    def last_words(self) -> AioEngineError:
+        """As `Coordinated.last_words`."""
+        return self.core.copy_death() if self.core.death is not None else EngineClosed("its owner has closed it")
+
     def _make(self, rank: int) -> Replica:
-        shared = Shared(self.core.conditions, self.core.user_code)
+        folder = None if self._folder is None else self._folder.path
+        shared = Shared(self.core.conditions, self.core.user_code, folder)
         replica = Replica(rank, self._make_backend, self._options, self._hooks, shared, self.core, self._clock)
         self._replicas[rank] = replica
         return replica

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 import anyio
@@ -86,6 +86,8 @@ class ClusterCore:
         self._num_ended = 0
         self._totals = StepTotals()
         self.capacity = config.max_waiting
+        self.beside: list[Callable[[], Coroutine[Any, Any, None]]] = []
+        """To be run beside the replicas, until they end."""
         self._over = asyncio.Event()
         self._tasks: anyio.abc.TaskGroup | None = None
 
@@ -98,10 +100,11 @@ class ClusterCore:
             ConfigError: it cannot stand in for the others.
         """
         cores = {each.rank: each.core for each in (*self.replicas.values(), replica) if each.core is not None}
-        self.info: ExecutorInfo = agree(
-            {rank: core.info for rank, core in cores.items()}, {rank: core.config for rank, core in cores.items()}
-        )
-        self.eos_token_ids = cores[min(cores)].eos_token_ids
+        if cores:  # else all are just starting
+            self.info: ExecutorInfo = agree(
+                {rank: core.info for rank, core in cores.items()}, {rank: core.config for rank, core in cores.items()}
+            )
+            self.eos_token_ids = cores[min(cores)].eos_token_ids
         self.replicas[replica.rank] = replica
         if self._tasks is not None:
             self._tasks.start_soon(replica.run)
@@ -428,9 +431,12 @@ class ClusterCore:
         return self.death.anew()
 
     def die(self, death: EngineDead) -> None:
-        """There is no replica any more: every sequence hears it."""
+        """There is no replica any more, or none that this side may use: every sequence hears it."""
         if not self.is_stopped:
             self.death = death
+            for core in self._cores:
+                for orphan in core.take_back():
+                    self._end(orphan.sequence, self.copy_death())
             self._end_all(self.copy_death)
             self._over.set()
             logger.error("%s", death)
@@ -444,6 +450,8 @@ class ClusterCore:
                 for replica in self.replicas.values():
                     self._tasks.start_soon(replica.run)
                 self._tasks.start_soon(self._watch_limbo)
+                for task in self.beside:
+                    self._tasks.start_soon(task)
                 await self._over.wait()
                 self._tasks.cancel_scope.cancel()
         except GeneratorExit:  # the loop is gone

@@ -195,6 +195,7 @@ class Coordinator:
         for session in self.peers.attached:
             session.draining = (session.draining & _draining(members)) | draining
             session.send(members)
+        self._note_drained()
 
     async def wait_drained(self, rank: int) -> None:
         """Wait until no front end has requests at a replica that was announced to drain; each has its own deadline."""

@@ -70,6 +70,8 @@ class Shared(NamedTuple):
 
     conditions: Conditions
     user_code: UserCode
+    folder: str | None = None
+    """As `ClusterHooks.folder`."""
 
 
 class Members(Protocol):
@@ -138,6 +140,7 @@ class Replica:
                 user_code=shared.user_code,
                 on_record=self._on_record,
                 on_orphaned=self._on_orphaned,
+                folder=shared.folder,
             )
         )
         self._backend: Backend | None = None
@@ -183,6 +186,12 @@ class Replica:
             max_num_seqs=self.core.config.max_num_seqs,
             num_sent=self.num_sent,
         )
+
+    @property
+    def address(self) -> str:
+        """Where further front ends can connect; empty: nowhere, or not now."""
+        serves = self.state in (ReplicaState.SERVING, ReplicaState.DRAINING)
+        return getattr(self._backend, "address", "") if serves else ""
 
     def status(self) -> ReplicaStatus:
         stats = self.core.stats() if self.core is not None and self.core.death is None else None

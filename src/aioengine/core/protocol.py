@@ -162,6 +162,8 @@ class ClusterHooks(NamedTuple):
     """Called with the record of each step, instead of the core's observers."""
     on_orphaned: Callable[[list[Orphan]], None]
     """Called once, when the core has died, with what was to live on."""
+    folder: str | None = None
+    """A private one to serve in, for further front ends to connect there all the while; None: there are none."""
 
 
 class CoreHooks(NamedTuple):

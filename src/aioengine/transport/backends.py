@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -84,6 +85,11 @@ class Connected:
         await self._link.aclose()
 
     @property
+    def address(self) -> str:
+        """Where further front ends can connect."""
+        return self._address
+
+    @property
     def where(self) -> str:
         """Its address, for a person."""
         return self._address
@@ -121,7 +127,14 @@ class InChild:
         self._rank = rank
         self._options = options
         self._hooks = hooks
-        self._engine = ChildEngine(rank, options, hooks.worker, self._make_init, env=env, on_exit=self._on_exit)
+        folder = None if hooks.cluster is None else hooks.cluster.folder
+        self._address = None if folder is None else f"ipc://{folder}/{rank}-{secrets.token_hex(3)}"
+        self._engine = ChildEngine(
+            *(rank, options, hooks.worker, self._make_init),
+            env=env,
+            on_exit=self._on_exit,
+            stays=self._address is not None,
+        )
         self._link = Link(hooks.worker)
 
     async def find_model(self) -> ModelFolder:
@@ -166,6 +179,11 @@ class InChild:
                 raise
 
     @property
+    def address(self) -> str:
+        """Where further front ends can connect; empty: nowhere."""
+        return self._address or ""
+
+    @property
     def where(self) -> str:
         """Its process, for a person."""
         return f"pid {self._engine.pid}" if self._engine.pid is not None else ""
@@ -187,6 +205,7 @@ class InChild:
             version=PROTOCOL_VERSION,
             index=self._rank,
             num_engines=1,
+            address=self._address,
             # This side logs load and requests: once is enough.
             config=msgspec.structs.replace(self._config, log_stats_interval_s=0.0, log_requests=False),
             plugins=self._options.plugins,
@@ -198,14 +217,14 @@ class InChild:
         return await self._engine.soon_exit_news() or still
 
 
-def _read_config(fields: dict[str, Any]) -> EngineConfig:
-    """An engine's config, of a version that may have settings which this one does not know.
+def known_fields(kind: type[msgspec.Struct], fields: dict[str, Any]) -> dict[str, Any]:
+    """What another process has told of its options, which may be of a version that has others."""
+    return {name: value for name, value in fields.items() if name in kind.__struct_fields__}
 
-    Raises:
-        ConfigError: a value is bad.
-    """
-    known = EngineConfig.__struct_fields__
-    return EngineConfig(**{name: value for name, value in fields.items() if name in known})
+
+def _read_config(fields: dict[str, Any]) -> EngineConfig:
+    """An engine's config. Raises ConfigError: a value is bad."""
+    return EngineConfig(**known_fields(EngineConfig, fields))
 
 
 async def _find_tokenizer(attached: Attached, model: str | None, hooks: CoreHooks) -> ModelFolder:

@@ -17,7 +17,13 @@ from aioengine.errors import ConfigError
 from aioengine.executor.in_process import clock_of
 from aioengine.progress import OnProgress
 from aioengine.text.worker import TextWorker
-from aioengine.transport.addresses import START_DESCRIPTORS, PrivateFolder, check_descriptors, remove_private
+from aioengine.transport.addresses import (
+    START_DESCRIPTORS,
+    PrivateFolder,
+    check_descriptors,
+    remove_private,
+    remove_stale,
+)
 from aioengine.transport.channel import Channel, Context, bind, end_context, make_context
 from aioengine.transport.child import TOKEN
 from aioengine.transport.handshake import Init, Ready, Welcome, welcome
@@ -40,6 +46,8 @@ class ChildEngine:
         more: further arguments of `transport.child`.
         env: added to its environment.
         on_exit: called on the loop, with how, when it has exited.
+        stays: the file of the socket that it serves at stays while it lives, for further front ends; its folder is
+            another's to remove.
     """
 
     def __init__(
@@ -52,6 +60,7 @@ class ChildEngine:
         more: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         on_exit: Callable[[str], None] = lambda _: None,
+        stays: bool = False,
     ) -> None:
         self._rank = rank
         self._options = options
@@ -60,6 +69,7 @@ class ChildEngine:
         self._more = more
         self._env = env or {}
         self._on_exit = on_exit
+        self._stays = stays
         self._token = secrets.token_hex(16)
         self._child: Child | None = None
         self._folder: PrivateFolder | None = None
@@ -134,7 +144,7 @@ class ChildEngine:
     async def hide(self) -> None:
         """Remove the file of the socket that it serves at, once it is connected to: it may be killed then and leaves
         none."""
-        if self._served_at is not None:
+        if self._served_at is not None and not self._stays:
             await self._worker.run(remove_private, None, self._served_at)
 
     async def wait(self) -> str:
@@ -192,8 +202,10 @@ class ChildEngine:
     def _remove_files(self) -> None:
         if self._folder is not None:
             self._folder.remove()
-        if self._served_at is not None:
+        if self._served_at is not None and not self._stays:
             remove_private(self._served_at)
+        elif self._served_at is not None:  # it was killed, where the file is still there
+            remove_stale(self._served_at.removeprefix("ipc://"))
 
     def _take_exit(self) -> None:
         if self._child is not None and self._handshake is not None:

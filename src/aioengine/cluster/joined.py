@@ -1,0 +1,381 @@
+"""`JoinedCluster`: the replicas of a cluster that another process owns, for a further front end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import anyio
+
+from aioengine.cluster import messages as m
+from aioengine.cluster.backend import for_each
+from aioengine.cluster.cluster_core import ClusterCore
+from aioengine.cluster.replica import Replica, ReplicaState, Shared
+from aioengine.config import EngineConfig, ReplicaOptions
+from aioengine.core.protocol import Backend, Cluster, CoreHooks, ReplicaStatus
+from aioengine.errors import AioEngineError, EngineDead, WireError
+from aioengine.executor.in_process import clock_of
+from aioengine.models.folder import ModelFolder
+from aioengine.progress import OnProgress
+from aioengine.transport import wire
+from aioengine.transport.backends import Connected, known_fields, refuse_function
+from aioengine.transport.client import RemoteCore
+from aioengine.transport.link import ControlCalls, Link, death_of
+from aioengine.transport.security import ClientKeys
+
+T = TypeVar("T")
+
+logger = logging.getLogger("aioengine")
+
+ACKNOWLEDGE_EVERY = 16
+"""Messages of the coordinator's."""
+
+RECONNECT_S = 0.05
+"""Before a replica whose connection has ended is looked for again; doubles to 30."""
+
+SAME_AGAIN_S = 5.0
+"""After so long a replica that serves on, and to which the connection was lost, is connected to again."""
+
+
+class JoinedCluster:
+    """A `Backend` over replicas that another process owns, and a `Cluster` that asks their owner.
+
+    Args:
+        address: of the owner's coordinator.
+        model, keys, client, timeout_s: as for `Engine.connect`.
+    Attributes:
+        give_metrics: makes this front end's metrics when another one wants those of all; None: it gives none.
+    """
+
+    core: ClusterCore
+
+    def __init__(
+        self,
+        address: str,
+        hooks: CoreHooks,
+        *,
+        model: str | None,
+        keys: str | None,
+        client: str | None,
+        timeout_s: float,
+    ) -> None:
+        self.give_metrics: Callable[[], bytes] | None = None
+        self._address = address
+        self._hooks = hooks
+        self._keys_folder = keys
+        self._client = client
+        self._connect_options: dict[str, Any] = {"model": model, "keys": keys, "client": client, "timeout_s": timeout_s}
+        self._timeout_s = timeout_s
+        self._link = Link(hooks.worker, m.FromCoordinator)
+        self._calls = ControlCalls(self._link)
+        self._members: dict[int, m.Member] = {}
+        self._opened: dict[int, Replica] = {}
+        """Those that this side has begun with."""
+        self._tried: dict[int, tuple[str, int]] = {}
+        """Address and number of restarts of each replica, as it was connected to last."""
+        self._busy: set[int] = set()
+        """Ranks whose replicas are being drained here, or ended."""
+        self._drained: set[int] = set()
+        """Ranks that drain, and of which the coordinator was told that nothing of ours is there."""
+        self._tasks: anyio.abc.TaskGroup | None = None
+
+    @property
+    def cluster(self) -> Cluster:
+        return self
+
+    # As a backend
+
+    async def find_model(self) -> ModelFolder:
+        keys, folder = None, self._keys_folder
+        if folder is not None:
+            keys = await self._hooks.worker.run(lambda: ClientKeys.load(folder, self._client), None)
+        joined = await self._link.attach(
+            self._address, keys, m.Joined, name="a front end of a cluster", timeout_s=self._timeout_s
+        )
+        self._options = ReplicaOptions(
+            **known_fields(ReplicaOptions, joined.options)
+            | {"max_restarts": 1000, "restart_backoff_s": RECONNECT_S}  # its owner gives it up, not this side
+        )
+        self._clock = clock_of(asyncio.get_running_loop())
+        config = EngineConfig(**known_fields(EngineConfig, joined.config))
+        self.core = ClusterCore(
+            *(config, self._options, self._hooks, self._clock), is_owner=False, offset=1 + joined.index
+        )
+        self._counts = joined.counts
+        self._note_members(joined.members)
+        with anyio.move_on_after(self._timeout_s):
+            return await self._find_any()
+        raise EngineDead(f"no replica of the cluster at {self._address} serves within {self._timeout_s:g} s")
+
+    async def _find_any(self) -> ModelFolder:
+        """Connect to all replicas that serve, and wait for one at least."""
+        found: list[ModelFolder] = []
+
+        async def find(rank: int) -> None:
+            replica = self._opened[rank] = self._make(rank)
+            try:
+                found.append(await replica.find_model())
+            except EngineDead as error:  # just now; it is awaited once this side runs
+                logger.warning("replica %d cannot be reached: %s", rank, error)
+                del self._opened[rank]
+                await replica.aclose()
+
+        while True:
+            await for_each([rank for rank in self._members if self._serving(rank)], find)
+            if found:
+                return found[0]
+            self._take_batch(await self._link.channel.receive())
+            if self._link.monitor.is_gone:
+                raise EngineDead(f"the process that owns the replicas ({self._address}) is gone")
+
+    async def open(self, on_progress: OnProgress | None = None) -> None:
+        for replica in self._opened.values():
+            await replica.open()
+            self.core.add_replica(replica)
+        self.core.on_change = self._follow
+        self.core.beside.append(self._run)
+
+    async def apply_model(self, function: Callable[[Any], T]) -> list[T]:
+        return await refuse_function(self, function)
+
+    async def aclose(self) -> None:
+        if self.give_metrics is not None and hasattr(self._link, "channel") and not self._link.channel.socket.closed:
+            self._tell_metrics(0)
+        try:
+            await self._link.aclose()
+        finally:
+            for replica in self._replicas():
+                await replica.aclose()
+
+    def kill(self) -> None:
+        for replica in self._replicas():
+            replica.kill()
+
+    def abandon(self) -> None:
+        self._link.abandon()
+        for replica in self._replicas():
+            replica.abandon()
+
+    def _replicas(self) -> list[Replica]:
+        return list((self._opened | (self.core.replicas if hasattr(self, "core") else {})).values())
+
+    # As a cluster
+
+    def statuses(self) -> list[ReplicaStatus]:
+        """As their owner sees them; what they have to do is that of all front ends."""
+        return [member.status(self._counts) for _, member in sorted(self._members.items())]
+
+    async def scale(self, replicas: int) -> None:
+        await self._call(m.Scale(replicas))
+
+    async def restart(self) -> None:
+        await self._call(m.RestartReplicas())
+
+    async def exchange_metrics(self, snapshot: bytes) -> m.Snapshots:
+        """Tell this front end's metrics, and hear those of all: others are asked, and have a second to answer.
+
+        What a snapshot holds is up to the front ends; see `give_metrics`. The owner's own metrics are not among them.
+
+        Raises:
+            InvalidRequest: it has more than `messages.MAX_SNAPSHOT_BYTES`.
+            EngineDead: the coordinator is gone.
+        """
+        return m.Snapshots(*await self._call(m.ExchangeMetrics(snapshot)))
+
+    async def _call(self, call: m.ClusterCall) -> Any:
+        self.core.check_accepting()
+        return await self._calls.call(call)
+
+    # What the coordinator tells
+
+    async def _run(self) -> None:
+        """Follow the members until this side ends, or the coordinator does; all requests hear that."""
+        try:
+            async with anyio.create_task_group() as self._tasks:
+                self._tasks.start_soon(self._watch_connection)
+                self._follow()
+                while not self.core.is_stopped:
+                    messages = await self._link.channel.receive()
+                    self._take_batch(messages)
+                    if self._link.monitor.is_gone and not messages:
+                        self._die(EngineDead(f"the process that owns the replicas ({self._address}) is gone"))
+                self._tasks.cancel_scope.cancel()
+        finally:
+            self._tasks = None
+            self._calls.end_all(self._end_error)
+
+    async def _watch_connection(self) -> None:
+        while not self._link.monitor.is_gone:
+            await self._link.monitor.look()
+        self._link.channel.wake()  # what came before the end is read first
+
+    def _end_error(self) -> AioEngineError:
+        return self.core.death.anew() if self.core.death is not None else EngineDead("this front end has ended")
+
+    def _die(self, death: EngineDead) -> None:
+        self.core.die(death)
+
+    def _take_batch(self, messages: list[list[bytes]]) -> None:
+        """Act on what has come. At once: what a cancelled task has received and not read would be lost."""
+        for frames in messages:
+            try:
+                body = self._link.reader.read(frames)
+            except WireError as error:
+                logger.warning("refused a message of the coordinator's: %s", error)
+                if isinstance(error, wire.OutOfTurn) and error.is_gap:
+                    self._die(EngineDead(f"messages of the coordinator were lost: {error}"))
+                continue
+            if self._link.reader.due % ACKNOWLEDGE_EVERY == 0:
+                self._link.send(wire.Acknowledge(self._link.reader.due - 1))
+            self._act(body)
+
+    def _act(self, body: wire.WireMessage) -> None:
+        match body:
+            case m.Members():
+                self._note_members(body)
+                self._follow()
+                self.core.conditions.check()
+            case m.Counts():
+                self._counts = body
+            case m.GatherMetrics():
+                self._tell_metrics(body.gather)
+            case wire.Returned():
+                self._calls.on_returned(body)
+            case wire.Shutdown():
+                self._die(death_of(body.fault))
+
+    def _tell_metrics(self, gather: int) -> None:
+        snapshot = b""
+        if self.give_metrics is not None:
+            try:
+                snapshot = self.give_metrics()
+            except Exception:
+                logger.exception("the metrics of this front end cannot be had")
+        self._link.send(m.MetricsSnapshot(snapshot if len(snapshot) <= m.MAX_SNAPSHOT_BYTES else b"", gather))
+
+    # The members
+
+    def _note_members(self, members: m.Members) -> None:
+        self._members = {member.rank: member for member in members.members}
+        self._drained &= {member.rank for member in members.members if member.state == "draining"}
+
+    def _follow(self) -> None:
+        """Have a replica here for each member, and none that has left; use none that drains. Idempotent."""
+        if self._tasks is None or self.core.is_stopped:
+            return
+        for rank, member in self._members.items():
+            if rank not in self.core.replicas:
+                self.core.add_replica(self._make(rank))
+            elif member.state == "draining" and (rank not in self._drained or self.core.replicas[rank].is_serving):
+                self._begin(self._drain, rank)
+        for rank in list(self.core.replicas):
+            if rank not in self._members:
+                self._begin(self._remove, rank)
+
+    def _begin(self, task: Callable[[Replica], Awaitable[None]], rank: int) -> None:
+        """Do so with a replica, unless something is done with it already; then look again."""
+        assert self._tasks is not None
+        replica = self.core.replicas[rank]
+
+        async def run() -> None:
+            await task(replica)
+            self._busy.discard(rank)
+            self._follow()
+
+        if rank not in self._busy:
+            self._busy.add(rank)
+            self._tasks.start_soon(run)
+
+    def _make(self, rank: int) -> Replica:
+        shared = Shared(self.core.conditions, self.core.user_code)
+        return Replica(rank, self._make_backend, self._options, self._hooks, shared, self.core, self._clock)
+
+    def _make_backend(self, rank: int, hooks: CoreHooks) -> Backend:
+        return _MemberBackend(lambda: self._wait_serving(rank), hooks, self._connect_options)
+
+    def _serving(self, rank: int) -> m.Member | None:
+        member = self._members.get(rank)
+        return member if member is not None and member.state == "serving" and member.address else None
+
+    async def _wait_serving(self, rank: int) -> str:
+        """Wait until a replica serves, as another one than the connection was lost to; returns its address.
+
+        Raises:
+            EngineDead: this side ends.
+        """
+
+        def is_another() -> bool:
+            member = self._serving(rank)
+            return member is not None and (member.address, member.num_restarts) != self._tried.get(rank)
+
+        if not is_another():
+            with anyio.move_on_after(SAME_AGAIN_S):
+                await self.core.when(is_another)
+            await self.core.when(lambda: self._serving(rank) is not None)
+        member = self._serving(rank)
+        if member is None:
+            raise EngineDead("this front end has ended")
+        self._tried[rank] = (member.address, member.num_restarts)
+        return member.address
+
+    async def _drain(self, replica: Replica) -> None:
+        self.core.move(replica, await replica.drain(self._options.drain_timeout_s))
+        self._drained.add(replica.rank)
+        self._link.send(m.Drained(replica.rank))
+        if replica.state is ReplicaState.DRAINING and self._tasks is not None:
+            self._tasks.start_soon(self._reconnect, replica)
+
+    async def _reconnect(self, replica: Replica) -> None:
+        """Leave a replica that is about to end, and come back when another one serves in its place."""
+        with contextlib.suppress(EngineDead):  # it was removed
+            await replica.restart()
+
+    async def _remove(self, replica: Replica) -> None:
+        self.core.move(replica, await replica.drain(0.0))
+        await replica.stop()
+        self.core.remove_replica(replica)
+
+
+class _MemberBackend:
+    """A `Backend` of a replica that its owner starts: it waits until that serves, and connects.
+
+    Args:
+        wait_serving: returns its address.
+        options: of `Connected`.
+    """
+
+    core: RemoteCore
+    cluster = None
+
+    def __init__(self, wait_serving: Callable[[], Awaitable[str]], hooks: CoreHooks, options: dict[str, Any]) -> None:
+        self._wait_serving = wait_serving
+        self._hooks = hooks
+        self._options = options
+        self._connected: Connected | None = None
+
+    async def find_model(self) -> ModelFolder:
+        address = await self._wait_serving()
+        self._connected = Connected(address, self._hooks, **self._options)
+        return await self._connected.find_model()
+
+    async def open(self, on_progress: OnProgress | None = None) -> None:
+        assert self._connected is not None, "find_model comes first"
+        await self._connected.open(on_progress)
+        self.core = self._connected.core
+
+    apply_model = refuse_function
+
+    async def aclose(self) -> None:
+        if self._connected is not None:
+            await self._connected.aclose()
+
+    def kill(self) -> None:
+        if self._connected is not None:
+            self._connected.kill()
+
+    def abandon(self) -> None:
+        if self._connected is not None:
+            self._connected.abandon()
