@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
 import anyio
 import msgspec
 
+from aioengine.cluster.replica import ReplicaCore
 from aioengine.core import control as c
-from aioengine.core.protocol import Core
-from aioengine.errors import EngineDead, ModelLoadError
+from aioengine.errors import EngineDead, ModelLoadError, describe
 
 AT_ONE = (c.SaveShardedState, c.SupportedTasks)
 """Calls whose answer is any replica's."""
+OF_WEIGHTS = (c.UpdateWeights, c.CommitWeights)
+"""Calls after which replicas give other answers than one that has not performed them."""
+SHARD_BYTES = 5 * 2**30
 
 
 class ClusterControl:
@@ -27,10 +31,11 @@ class ClusterControl:
         self._has_sent_weights = False
         """Whether weights came as tensors, which are not kept here."""
 
-    async def call(self, control: c.AnyControl, cores: Sequence[Core]) -> Any:
+    async def call(self, control: c.AnyControl, cores: Sequence[ReplicaCore]) -> Any:
         """Perform a call at these, and return what they say together.
 
-        A replica that dies meanwhile is passed over, since it will be brought to the state of the others.
+        A replica that dies meanwhile is passed over, since it will be brought to the state of the others. So is one
+        that cannot take weights which others have taken: it is to die.
 
         Raises:
             Exception: what went wrong at one of them, the first in order.
@@ -48,6 +53,11 @@ class ClusterControl:
         async with anyio.create_task_group() as tasks:
             for place in range(len(cores)):
                 tasks.start_soon(call, place)
+        if isinstance(control, OF_WEIGHTS) and not all(isinstance(outcome, Exception) for outcome in outcomes):
+            for place, outcome in enumerate(outcomes):
+                if isinstance(outcome, Exception):
+                    cores[place].die(EngineDead(f"it did not take the weights that others took: {describe(outcome)}"))
+                    outcomes[place] = cores[place].death
         there = [outcome for outcome in outcomes if not isinstance(outcome, EngineDead)]
         for outcome in there or outcomes:
             if isinstance(outcome, Exception):
@@ -59,18 +69,24 @@ class ClusterControl:
         """Pauses are over."""
         self._pause = None
 
-    async def restore(self, core: Core) -> None:
+    async def restore(self, core: ReplicaCore, others: Sequence[ReplicaCore]) -> None:
         """Bring a replica that was started anew to the state of the others.
+
+        Weights that came as tensors are not kept here: another replica writes them to a folder, for both to see.
 
         Raises:
             ModelLoadError: the weights that the others have cannot be had again.
         """
         if self._has_sent_weights:
-            raise ModelLoadError(
-                "the other replicas have weights that came as tensors, and this one cannot have them: it would give "
-                "other answers; send them again (update_weights), or give update_weights a folder"
-            )
-        if self._weights is not None:
+            if not others:
+                raise ModelLoadError(
+                    "the weights came as tensors, and no replica that has them is left: send them again to an engine "
+                    "that is started anew"
+                )
+            with tempfile.TemporaryDirectory(prefix="aioengine-weights-") as folder:
+                await others[0].call(c.SaveShardedState(folder, SHARD_BYTES))
+                await core.call(c.UpdateWeights(folder))
+        elif self._weights is not None:
             await core.call(self._weights)
         if self._pause is not None:
             await core.call(c.Pause("wait"))

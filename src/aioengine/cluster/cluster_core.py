@@ -156,7 +156,7 @@ class ClusterCore:
 
     async def restore(self, core: ReplicaCore) -> None:
         """As `Members.restore`."""
-        await self.control.restore(core)
+        await self.control.restore(core, [other for other in self._cores if other is not core])
 
     # Placing
 
