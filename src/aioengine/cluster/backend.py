@@ -14,7 +14,7 @@ from aioengine.cluster.messages import Counts, Member
 from aioengine.cluster.replica import MakeBackend, Replica, ReplicaState, Shared
 from aioengine.config import EngineConfig, ProcessOptions, ReplicaOptions
 from aioengine.core.protocol import Backend, Cluster, CoreHooks, ReplicaStatus
-from aioengine.errors import AioEngineError, EngineClosed, EngineDead, InvalidRequest
+from aioengine.errors import AioEngineError, EngineClosed, InvalidRequest
 from aioengine.executor.in_process import clock_of
 from aioengine.models.folder import ModelFolder
 from aioengine.progress import OnProgress
@@ -99,6 +99,7 @@ class Replicated:
 
         await for_each(self._replicas.values(), open_one)
         for replica in self._replicas.values():
+            replica.begin_serving()
             self.core.add_replica(replica)
 
     async def apply_model(self, function: Callable[[Any], T]) -> list[T]:
@@ -151,14 +152,13 @@ class Replicated:
         try:
             await replica.find_model()
             await replica.open()
-            if self.core.is_stopped:
-                raise EngineDead("the engine ended while a replica was starting")
             self.core.add_replica(replica)
         except BaseException:
             del self._replicas[rank]
             with anyio.CancelScope(shield=True):
                 await replica.aclose()
             raise
+        await replica.wait_until_serving()
 
     async def _remove(self, replica: Replica) -> None:
         await self._drain(replica)

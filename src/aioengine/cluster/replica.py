@@ -48,7 +48,7 @@ S = ReplicaState
 TRANSITIONS: dict[ReplicaState, set[ReplicaState]] = {
     S.STARTING: {S.SERVING, S.BACKING_OFF, S.FAILED, S.STOPPED},
     S.SERVING: {S.DRAINING, S.BACKING_OFF, S.STOPPED},
-    S.DRAINING: {S.STARTING, S.BACKING_OFF, S.STOPPED},
+    S.DRAINING: {S.SERVING, S.STARTING, S.BACKING_OFF, S.STOPPED},
     S.BACKING_OFF: {S.STARTING, S.STOPPED},
     S.FAILED: {S.STARTING, S.STOPPED},
     S.STOPPED: set(),
@@ -144,6 +144,8 @@ class Replica:
             )
         )
         self._backend: Backend | None = None
+        self._is_open = False
+        """Whether an engine is there that `_serve` can serve."""
         self._next_state: ReplicaState | None = None
         """What it was told to become."""
         self._scope = anyio.CancelScope()
@@ -216,7 +218,7 @@ class Replica:
         return await self._backend.find_model()
 
     async def open(self, on_progress: OnProgress | None = None) -> None:
-        """End the first start; from then on it takes requests, which `run` serves.
+        """Load the model, or reach an engine that has; `run` brings it to the state of the others then, and serves.
 
         Raises:
             ModelLoadError, ConfigError, EngineDead: it cannot be.
@@ -224,7 +226,22 @@ class Replica:
         assert self._backend is not None
         await self._backend.open(on_progress)
         self.core = cast(ReplicaCore, self._backend.core)
+        self._is_open = True
+
+    def begin_serving(self) -> None:
+        """One of the first, whose state is that of all: take requests at once, which `run` will serve."""
         self._become(ReplicaState.SERVING)
+
+    async def wait_until_serving(self) -> None:
+        """Wait until it serves.
+
+        Raises:
+            EngineDead: it does not, for the time being or for good.
+        """
+        is_over = (ReplicaState.SERVING, ReplicaState.BACKING_OFF, ReplicaState.FAILED, ReplicaState.STOPPED)
+        await self._shared.conditions.add(lambda: self._next_state is None and self.state in is_over)
+        if not self.is_serving:
+            raise EngineDead(f"replica {self.rank} does not serve: {self.reason or 'the engine has ended'}")
 
     async def run(self) -> None:
         """Serve, and start again after each death, until it is stopped."""
@@ -247,8 +264,13 @@ class Replica:
         if core is None or not self.is_serving:
             return []
         self._become(ReplicaState.DRAINING)
-        with anyio.move_on_after(timeout_s):
-            await core.when(lambda: core.is_drained)
+        try:
+            with anyio.move_on_after(timeout_s):
+                await core.when(lambda: core.is_drained)
+        except BaseException:  # a change of mind
+            if self.state is ReplicaState.DRAINING:
+                self._become(ReplicaState.SERVING)
+            raise
         return core.take_back() if self.state is ReplicaState.DRAINING else []
 
     async def stop(self) -> None:
@@ -264,10 +286,7 @@ class Replica:
         """
         self._tell_to_become(ReplicaState.STARTING)
         self.core = None
-        is_over = (ReplicaState.SERVING, ReplicaState.BACKING_OFF, ReplicaState.FAILED, ReplicaState.STOPPED)
-        await self._shared.conditions.add(lambda: self._next_state is None and self.state in is_over)
-        if not self.is_serving:
-            raise EngineDead(f"replica {self.rank} did not come back: {self.reason}")
+        await self.wait_until_serving()
 
     async def aclose(self) -> None:
         """Close all that it has opened, in any state. Idempotent."""
@@ -301,7 +320,7 @@ class Replica:
             self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
             self._become(ReplicaState.STARTING)
         elif self.state is ReplicaState.STARTING:
-            await self._start()
+            await (self._serve() if self._is_open else self._start())
         elif self.state is ReplicaState.FAILED:
             await anyio.sleep_forever()  # until it is told to start again
         else:
@@ -312,10 +331,7 @@ class Replica:
         self.num_restarts += 1
         try:
             await self.find_model()
-            assert self._backend is not None
-            await self._backend.open()
-            self.core = cast(ReplicaCore, self._backend.core)
-            await self._serve()
+            await self.open()
         except AioEngineError as error:
             await self._on_failed(error)
 
@@ -388,7 +404,7 @@ class Replica:
 
     async def _end(self, *, is_dead: bool) -> None:
         """Kill what it has started, if anything is left of that, and close it."""
-        backend, self._backend = self._backend, None
+        backend, self._backend, self._is_open = self._backend, None, False
         if backend is not None:
             if is_dead:  # it may not answer, and is not asked to end
                 backend.kill()
