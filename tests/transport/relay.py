@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 from integrity import check_integrity
 from waiting import Tasks, until
 
 from aioengine import Engine, EngineConfig
-from aioengine.core.engine_core import EngineCore
 from aioengine.core.listener import Conditions, Listener, SampledLogprobs
 from aioengine.core.observers import Observers, UserCode
 from aioengine.core.protocol import ClusterHooks, CoreHooks, Orphan
 from aioengine.errors import AioEngineError, EngineDead
 from aioengine.executor.in_process import InProcess
+from aioengine.metrics import StepRecord
 from aioengine.models.folder import ModelFolder
 from aioengine.progress import OnProgress
 from aioengine.scheduler.sequence import Sequence as Choice
@@ -67,7 +67,9 @@ class Relay:
 
     Attributes:
         cores: the first one has all sequences.
-        served: the cores of the engines.
+        dead: those that have died.
+        served: the engines.
+        on_record: called with each step's record.
         num_tokens: that listeners have heard of.
         num_moved: sequences that have gone on, those with tokens alone.
     """
@@ -76,14 +78,18 @@ class Relay:
         self.user_code = UserCode()
         self._conditions = Conditions()
         self._hooks = hooks._replace(
-            cluster=ClusterHooks(self._conditions, self.user_code, self._on_record, self._on_orphaned)
+            cluster=ClusterHooks(
+                self._conditions, self.user_code, lambda record: self.on_record(record), self._on_orphaned
+            )
         )
         self._backends = [
             Connected(address, self._hooks, model=None, keys=None, client=None, timeout_s=30.0) for address in addresses
         ]
         self.core = self
         self.cores: list[RemoteCore] = []
-        self.served: list[EngineCore] = []
+        self.dead: list[RemoteCore] = []
+        self.served: list[Served] = []
+        self.on_record: Callable[[StepRecord], None] = lambda _: None
         self.reset()
 
     # As a backend
@@ -136,21 +142,22 @@ class Relay:
 
     def cut(self) -> None:
         """Let all sequences go on in the next core."""
-        core = self.cores.pop(0)
         if self._dies:
-            core.die(EngineDead("cut"))
+            self.cores[0].die(EngineDead("cut"))
         else:
-            self.cores.append(core)
-            self._on_orphaned(core.take_back())
+            self.cores.append(self.cores.pop(0))
+            self._go_on(self.cores[-1].take_back())
 
     def _on_orphaned(self, orphans: list[Orphan]) -> None:
+        self.dead += [core for core in self.cores if core.death is not None]
+        self.cores = [core for core in self.cores if core.death is None]
+        self._go_on(orphans)
+
+    def _go_on(self, orphans: list[Orphan]) -> None:
         for sequence, _ in orphans:
             self.num_moved += bool(sequence.output_ids)
             choices = (sequence, *sequence.children)
             self.cores[0].add(sequence, [choice.listener for choice in choices], arrived_at=sequence.arrived_at)
-
-    def _on_record(self, record: Any) -> None:
-        pass
 
     def reset(self, *cuts: int, dies: bool = False) -> None:
         """Begin to count anew.
@@ -163,8 +170,15 @@ class Relay:
         self.num_tokens = self.num_moved = 0
 
 
+class Served(NamedTuple):
+    """An engine, and the task that serves it."""
+
+    server: EngineServer
+    task: asyncio.Task[None]
+
+
 @asynccontextmanager
-async def serving(config: EngineConfig, executor: Any = None) -> AsyncIterator[EngineServer]:
+async def serving(config: EngineConfig, executor: Any = None) -> AsyncIterator[Served]:
     """An engine that is served here, over a torch executor unless another one is given."""
     workers = TextWorker(), TextWorker()
     backend = InProcess(config, executor, CoreHooks(*workers, on_capacity=lambda: None))
@@ -175,8 +189,7 @@ async def serving(config: EngineConfig, executor: Any = None) -> AsyncIterator[E
         server = EngineServer(backend.core, str(folder.address("engine")), model_path=files.path)
         await server.open()
         async with Tasks() as tasks:  # no task group: a fixture ends in another task
-            tasks.start(server.serve())
-            yield server
+            yield Served(server, tasks.start(server.serve()))
     finally:
         await backend.aclose()
         for worker in workers:
@@ -190,8 +203,8 @@ async def relaying(
 ) -> AsyncIterator[tuple[Engine, Relay]]:
     """A front end with so many links to engines over these executors, in turn; at the end nothing is left there."""
     async with AsyncExitStack() as stack:
-        servers = [await stack.enter_async_context(serving(config, executor)) for executor in executors]
-        addresses = [servers[index % len(servers)].address for index in range(num_links)]
+        served = [await stack.enter_async_context(serving(config, executor)) for executor in executors]
+        addresses = [served[index % len(served)].server.address for index in range(num_links)]
         made: list[Relay] = []
 
         def make_backend(hooks: CoreHooks) -> Relay:
@@ -202,9 +215,9 @@ async def relaying(
         engine._make_backend = make_backend
         async with engine:
             (relay,) = made
-            relay.served = [server.core for server in servers]
+            relay.served = served
             yield engine, relay
-        for core in relay.served:
+        for core in [each.server.core for each in served if not each.server.core.is_stopped]:
             await until(lambda core=core: not core._live and not core._in_flight)
             check_integrity(core.scheduler)
             stats = core.stats()

@@ -9,8 +9,17 @@ import msgspec
 import pytest
 from nightly import nightly
 from transport import wire_samples
-from transport.siege import attach_frames, besieged, expected_tokens, joined, look_until, params_of, request
-from transport.wire_samples import DIRECTIONS, frames_of
+from transport.siege import (
+    VOCAB_SIZE,
+    attach_frames,
+    besieged,
+    expected_tokens,
+    joined,
+    look_until,
+    params_of,
+    request,
+)
+from transport.wire_samples import DIRECTIONS, frames_of, int32
 from waiting import until
 
 from aioengine.core import control as c
@@ -113,6 +122,16 @@ BAD_REQUESTS: list[dict[str, Any]] = [
     {"prompt": (-1,)},
     {"prompt": (2**31 - 1,)},
     {"prompt": (1,) * 5000},
+    {"choice": 1},
+    {"choice": -2},
+    {"choice": 2**62, "output": int32(5).tobytes()},
+    {"output": int32(5).tobytes()},
+    {"choice": 0, "output": int32(5, -1).tobytes()},
+    {"choice": 0, "output": int32(5, VOCAB_SIZE).tobytes()},
+    {"choice": 0, "output": int32(*range(21)).tobytes()},
+    {"choice": 0, "output": int32(*[5] * 100_000).tobytes()},
+    {"choice": 3, "params": params_of(n=3, temperature=1.0)},
+    {"choice": 2, "params": params_of(n=3, temperature=0.0)},
 ]
 
 
