@@ -15,7 +15,7 @@ from aioengine.scheduler.kv_manager import KVManager
 from aioengine.scheduler.plan import StepPlan, StepResult, Want, int32
 from aioengine.scheduler.policy import Policy
 from aioengine.scheduler.scheduler import Scheduler
-from aioengine.scheduler.sequence import Reason, Request, Sequence, make_choices
+from aioengine.scheduler.sequence import Reason, Request, Sequence, make_choices, resume_choice
 from aioengine.scheduler.steps import StepOutput
 from aioengine.testing.fake_executor import Sampler, sample_hash
 from doubles.fake_executor import FakeExecutor, FakeStep
@@ -89,9 +89,15 @@ class Core:
         cache_salt: str = "",
         has_grammar: bool = False,
         tenant: str = "",
+        choice: int | None = None,
+        num_given: int = 0,
         **params: Any,
     ) -> Sequence:
-        """Add a request; returns its first choice, whose ``children`` are the others."""
+        """Add a request; returns its first choice, whose ``children`` are the others.
+
+        Args:
+            choice: the only one that is wanted; another engine has sampled ``num_given`` tokens of it, or all but one.
+        """
         prompt_token_ids = int32(list(prompt))
         most = self.executor.info.max_model_len
         request = Request(
@@ -107,6 +113,9 @@ class Core:
         sequence = make_choices(request, eos_token_ids=(EOS,))
         if has_grammar:
             sequence.take_grammar(RunGrammar(EOS))
+        if choice is not None:
+            due, *_ = expected_output((sequence, *sequence.children)[choice], vocab_size=self.executor.info.vocab_size)
+            sequence = resume_choice(sequence, choice, due[: min(num_given, len(due) - 1)])
         self.scheduler.add(sequence, reason)
         self.sequences += [sequence, *sequence.children]
         return sequence

@@ -44,6 +44,55 @@ def assert_runs_alone_alike(core: Core, *sequences: Sequence) -> None:
         )
 
 
+# What comes from another engine
+
+
+@pytest.mark.parametrize("num_given", [1, 7, 11, 12, 23])
+@pytest.mark.parametrize("choice", [0, 2])
+def test_a_choice_goes_on_behind_the_tokens_that_it_has(choice: int, num_given: int) -> None:
+    core = Core(max_num_batched_tokens=10)
+    sequence = core.add(prompt(9), max_tokens=24, n=3, choice=choice, num_given=num_given, ignore_eos=True)
+    given = list(sequence.output_ids)
+    assert len(given) == num_given
+    core.run()
+    assert sequence.output_ids[:num_given] == given
+    assert_runs_alone_alike(core, sequence)
+    assert core.num_computed_tokens == 9 + 24 - 1, "what it has is computed once more, and together"
+
+
+def test_it_uses_a_prefix_that_is_here_up_to_what_it_has() -> None:
+    core = Core()
+    first = core.add(prompt(9), max_tokens=20, ignore_eos=True)
+    core.run()
+    before = core.num_computed_tokens
+    moved = core.add(prompt(9), max_tokens=20, ignore_eos=True, choice=0, num_given=13)
+    core.run()
+    assert moved.output_ids == first.output_ids
+    assert core.num_computed_tokens - before == 9 + 20 - 1 - 20, (
+        "22 tokens are known, and 20 of them lie in full blocks"
+    )
+
+
+def test_it_goes_before_all_of_its_priority_and_never_before_a_higher_one() -> None:
+    core = Core(max_num_seqs=1)
+    running = core.add(prompt(4), max_tokens=9, ignore_eos=True)
+    core.step()
+    waiting, high = core.add(prompt(4, 200)), core.add(prompt(4, 300), priority=-1)
+    moved, later = (core.add(prompt(4, first), choice=0, num_given=2) for first in (400, 500))
+    core.run()
+    served = [sequence for output in core.outputs[1:] for sequence in output.sequences]
+    assert list(dict.fromkeys(served)) == [high, moved, later, running, waiting]
+
+
+def test_the_log_probabilities_of_its_prompt_are_computed_if_it_has_no_token() -> None:
+    core = Core()
+    for num_given in (0, 3):
+        core.add(prompt(9), max_tokens=6, ignore_eos=True, prompt_logprobs=1, choice=0, num_given=num_given)
+    core.run()
+    scored = [(s, piece.positions.tolist()) for output in core.outputs for s, piece in output.prompt_logprobs]
+    assert scored == [(core.sequences[0], list(range(1, 9)))]
+
+
 # Order and budget
 
 

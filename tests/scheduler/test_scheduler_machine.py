@@ -41,8 +41,10 @@ requests = st.fixed_dictionaries(
         "tenant": st.sampled_from(["", "red", "blue"]),
         "prompt_logprobs": st.sampled_from([None, None, None, 1]),
         "has_grammar": st.sampled_from([False, False, True]),
+        "choice": st.sampled_from([None, None, None, 0, 1, 6]),
+        "num_given": st.integers(0, 20),
     }
-)
+).map(lambda request: {**request, "choice": request["choice"] and request["choice"] % request["n"]})
 
 
 class CoreMachine(RuleBasedStateMachine):
