@@ -178,7 +178,7 @@ class TestTelling:
                 here.cluster.change(running[0], state=f"state {running[1]}")
                 here.coordinator.announce()
                 for front_end in front_ends:
-                    await front_end.hears(m.Members(here.cluster.there))
+                    await front_end.hears(m.Membership(here.cluster.there))
                     await front_end.hears(counts_of(*running))
             told = [[body for body in each.news if isinstance(body, m.Counts)] for each in front_ends]
             assert told[0] == told[1] == told[2]
@@ -255,7 +255,7 @@ class TestDraining:
             late = await here.join()
             waiting = tasks.start(here.coordinator.wait_drained(1))
             for front_end in (leaving, staying):
-                await front_end.hears(m.Members(here.cluster.there))
+                await front_end.hears(m.Membership(here.cluster.there))
             late.say(m.Drained(1))
             staying.say(m.Drained(0))
             leaving.vanish()
@@ -390,7 +390,7 @@ class TestOneThatDoesNotRead:
                 here.cluster.change(0, state="draining")
                 here.coordinator.announce()
             assert await other.call(m.ExchangeMetrics(b"")) == [[], []]
-            await stopped.hears(m.Members(here.cluster.there))
+            await stopped.hears(m.Membership(here.cluster.there))
             assert counts_of(99, 99) not in stopped.news
             stopped.say(wire.Acknowledge(stopped.reader.due - 1))
             await stopped.hears(counts_of(99, 99))
@@ -403,7 +403,7 @@ class TestOneThatDoesNotRead:
                 for number in range(60):
                     here.cluster.change(0, num_restarts=number + 1)
                     here.coordinator.announce()
-                    await until(lambda: m.Members(here.cluster.there) in other.news)
+                    await until(lambda: m.Membership(here.cluster.there) in other.news)
                 await until(lambda: here.num_attached == 1)
             assert "unread" in (await stopped.hears_the_end()).message
             await other.is_answered()
@@ -415,7 +415,7 @@ def strange_frames(seed: int) -> list[list[bytes]]:
     valid = wire.Writer().write(m.MetricsSnapshot(b"something", 5))
     bodies: list[wire.WireMessage] = [
         wire.Attach(wire.PROTOCOL_VERSION),
-        m.Members([]),
+        m.Membership([]),
         m.GatherMetrics(1),
         wire.AddRequest(1, msgspec.Raw(b"\xc0"), b"", 0, 1),
     ]

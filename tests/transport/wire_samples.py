@@ -243,15 +243,15 @@ MEMBER = cluster.Member(
 COUNTS = cluster.Counts(ranks=[1, 5], running=[6, 7], waiting=[8, 9], blocked=[10, 11], free_blocks=[12, 13])
 
 JOINED = cluster.Joined(
-    version=1, index=2, config={"max_num_seqs": 3}, options={"replicas": 4}, members=cluster.Members([MEMBER]),
+    version=1, index=2, config={"max_num_seqs": 3}, options={"replicas": 4}, members=cluster.Membership([MEMBER]),
     counts=COUNTS,
 )  # fmt: skip
 
 FROM_COORDINATOR: tuple[Sample, ...] = (
     Sample("joined", JOINED),
     Sample("refused", wire.Refused(version=1, reason="no room")),
-    Sample("members_none", cluster.Members([])),
-    Sample("members", cluster.Members([MEMBER, cluster.Member(5, "starting", 0)])),
+    Sample("members_none", cluster.Membership([])),
+    Sample("members", cluster.Membership([MEMBER, cluster.Member(5, "starting", 0)])),
     Sample("counts", COUNTS),
     Sample("gather_metrics", cluster.GatherMetrics(gather=14)),
     Sample("returned", wire.Returned(call_id=1, result=[[b"live"], [b"ended"]])),

@@ -24,7 +24,7 @@ from aioengine.cluster.messages import (
     GatherMetrics,
     Joined,
     Member,
-    Members,
+    Membership,
     MetricsSnapshot,
     RestartReplicas,
     Scale,
@@ -145,7 +145,7 @@ class Coordinator:
             max_unsent=3 * MAX_UNREAD_MESSAGES,
         )
         self._calls: ServedCalls[MemberSession, ClusterCall] = ServedCalls(unpack_call, self._perform)
-        self._members = Members([])
+        self._members = Membership([])
         self._counts = Counts([], [], [], [], [])
         self._has_front_ends = asyncio.Event()
         self._has_drained = asyncio.Event()
@@ -187,7 +187,7 @@ class Coordinator:
 
     def announce(self) -> None:
         """Tell all front ends the members, if they have changed."""
-        members = Members(self._cluster.members())
+        members = Membership(self._cluster.members())
         if members == self._members:
             return
         draining = _draining(members) - _draining(self._members)
@@ -299,5 +299,5 @@ class Coordinator:
         return Snapshots([each.snapshot for each in self.peers.attached if each.snapshot], list(self._ended))
 
 
-def _draining(members: Members) -> set[int]:
+def _draining(members: Membership) -> set[int]:
     return {member.rank for member in members.members if member.state == "draining"}

@@ -234,12 +234,13 @@ class JoinedCluster:
 
     def _act(self, body: wire.WireMessage) -> None:
         match body:
-            case m.Members():
+            case m.Membership():
                 self._note_members(body)
                 self._follow()
                 self.core.conditions.check()
             case m.Counts():
                 self._counts = body
+                self.core.conditions.check()
             case m.GatherMetrics():
                 self._tell_metrics(body.gather)
             case wire.Returned():
@@ -258,7 +259,7 @@ class JoinedCluster:
 
     # The members
 
-    def _note_members(self, members: m.Members) -> None:
+    def _note_members(self, members: m.Membership) -> None:
         self._members = {member.rank: member for member in members.members}
         self._drained &= {member.rank for member in members.members if member.state == "draining"}
 

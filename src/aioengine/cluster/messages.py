@@ -73,7 +73,7 @@ class Counts(WireMessage, frozen=True, tag=32):
             raise WireError(f"counts of {len(self.ranks)} replicas in columns of other lengths")
 
 
-class Members(WireMessage, frozen=True, tag=31):
+class Membership(WireMessage, frozen=True, tag=31):
     """All replicas; those that were told before and are not among them are gone."""
 
     members: Annotated[list[Member], Meta(max_length=MAX_REPLICAS)]
@@ -140,7 +140,7 @@ class Joined(WireMessage, frozen=True, tag=30):
     """The replicas' `EngineConfig`, of a version that may have other settings."""
     options: dict[str, Any]
     """Likewise their `ReplicaOptions`."""
-    members: Members
+    members: Membership
     counts: Counts
 
 
@@ -150,7 +150,7 @@ class GatherMetrics(WireMessage, frozen=True, tag=33):
     gather: Number
 
 
-FromCoordinator = Joined | wire.Refused | Members | Counts | GatherMetrics | wire.Returned | wire.Shutdown
+FromCoordinator = Joined | wire.Refused | Membership | Counts | GatherMetrics | wire.Returned | wire.Shutdown
 
 
 class Snapshots(NamedTuple):

@@ -1,0 +1,248 @@
+"""Further front ends of a cluster whose replicas are real processes: what they see, do, and go on with."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from cluster.harness import (
+    DEADLINE_S,
+    Cluster,
+    Reader,
+    cluster,
+    innocents,
+    outputs_of,
+    reading,
+    undisturbed,
+    until_read,
+)
+from transport.life_scripts.serving import served
+
+from aioengine import ConfigError, Engine, EngineClosed, EngineDead, InvalidRequest
+from aioengine.cluster.cluster_core import ClusterCore
+from aioengine.cluster.joined import JoinedCluster
+from aioengine.cluster.messages import Snapshots
+from aioengine.testing import FakeExecutor
+from aioengine.transport.addresses import PrivateFolder, remove_stale
+
+pytestmark = pytest.mark.usefixtures("quiet_log", "faults")
+
+
+OWNER = Path(__file__).with_name("owner.py")
+
+
+def start_owner(address: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, OWNER, address], stdout=subprocess.PIPE)
+
+
+class Joined(Cluster):
+    """A further front end."""
+
+    @property
+    def backend(self) -> JoinedCluster:
+        assert self.engine._runtime is not None
+        assert isinstance(self.engine._runtime.backend, JoinedCluster)
+        return self.engine._runtime.backend
+
+    @property
+    def core(self) -> ClusterCore:
+        return self.backend.core
+
+
+def loads_of(engine: Engine) -> list[tuple[int, int]]:
+    """Of each replica, how many run and wait there, for all front ends."""
+    return [(status.running, status.waiting) for status in engine.replicas()]
+
+
+@contextlib.asynccontextmanager
+async def joined(folder: Path, count: int, num_replicas: int = 2, **given: Any) -> AsyncIterator[list[Any]]:
+    """A cluster, and so many front ends beside the one of its owner: [the owner's, further ones...]."""
+    address = f"ipc://{folder}/cluster"
+    async with cluster(num_replicas, cluster_address=address, **given) as owner, contextlib.AsyncExitStack() as stack:
+        front_ends: list[Cluster] = [owner]
+        for _ in range(count):
+            engine = await stack.enter_async_context(await Engine.connect(f"cluster+{address}"))
+            front_ends.append(Joined(engine))
+        yield front_ends
+
+
+async def agree(front_ends: Iterable[Cluster], is_so: Callable[[Any], bool]) -> None:
+    """Wait until it is so for each of them."""
+    for front_end in front_ends:
+        await front_end.until(lambda front_end=front_end: is_so(front_end))  # type: ignore[misc]
+
+
+class TestCounts:
+    async def test_are_those_of_all_front_ends_and_the_same_for_all(self, runtime: Path) -> None:
+        async with joined(runtime, 2) as front_ends:
+            counts = {front_end: 1 + place for place, front_end in enumerate(front_ends)}
+            readers = {each: [Reader([20 + place], max_tokens=900) for place in range(n)] for each, n in counts.items()}
+            async with contextlib.AsyncExitStack() as stack:
+                for front_end in front_ends:
+                    await stack.enter_async_context(reading(front_end.engine, readers[front_end]))
+                await agree(front_ends, lambda each: sum(map(sum, loads_of(each.engine))) == 6)
+                for front_end in front_ends:
+                    front_end.engine.abort_all()
+            await agree(front_ends, lambda each: loads_of(each.engine) == [(0, 0)] * 2)
+
+    @pytest.mark.nightly
+    async def test_of_another_front_end_keep_requests_away(self, runtime: Path) -> None:
+        async with joined(runtime, 2, balance="load") as (owner, one, other):
+            at_one = [Reader([10 + place], max_tokens=900, session="the same") for place in range(4)]
+            async with reading(one.engine, at_one):
+                await until_read(at_one, 1)
+                await agree([owner, other], lambda each: (4, 0) in loads_of(each.engine))
+                free = loads_of(other.engine).index((0, 0))
+                at_other = [Reader([20 + place], max_tokens=900) for place in range(3)]
+                async with reading(other.engine, at_other):
+                    await agree([owner, one], lambda each: loads_of(each.engine)[free] == (3, 0))
+                    for front_end in (one, other):
+                        front_end.engine.abort_all()
+
+
+class TestMembers:
+    async def test_one_that_is_killed_loses_no_front_end_s_request(self, runtime: Path) -> None:
+        rng = random.Random(1)
+        at_one, at_other = innocents(rng, 6, max_tokens=200), innocents(rng, 6, max_tokens=200)
+        async with joined(runtime, 2) as (owner, one, other):
+            async with reading(one.engine, at_one), reading(other.engine, at_other):
+                await until_read([*at_one, *at_other], 5)
+                await owner.kill_and_wait(1)
+                await agree([one, other], lambda each: 1 not in each.ranks())
+                await agree([owner, one, other], lambda each: each.num_restarts() == 1 and len(each.ranks()) == 2)
+            await agree([one, other], lambda each: each.core.replicas[1].is_serving)
+            more = [Reader([10 + place], max_tokens=20) for place in range(4)]
+            async with reading(one.engine, more):  # and it is used again
+                await until_read(more, 1)
+                assert sorted(each.num_sent for each in one.core.replicas.values()) != [0, 4]
+                await other.engine.scale(1)  # which all see, and whose requests end first
+                await agree([owner, one, other], lambda each: each.ranks() == [0])
+                await agree([one, other], lambda each: list(each.core.replicas) == [0])
+        assert outputs_of([*at_one, *at_other]) == await undisturbed([*at_one, *at_other])
+
+    @pytest.mark.nightly
+    async def test_are_scaled_and_restarted_by_any_front_end_and_no_request_is_lost(self, runtime: Path) -> None:
+        rng = random.Random(2)
+        async with joined(runtime, 2, drain_timeout_s=0.2) as front_ends:
+            _, one, other = front_ends
+            readers = innocents(rng, 8, max_tokens=900)
+            async with reading(one.engine, readers[:4]), reading(other.engine, readers[4:]):
+                await until_read(readers, 1)
+                await one.engine.scale(3)
+                await agree(front_ends, lambda each: each.ranks() == [0, 1, 2])
+                await agree([one, other], lambda each: each.core.replicas[2].is_serving)
+                await other.engine.scale(1)
+                await agree(front_ends, lambda each: each.ranks() == [0])
+                await agree([one, other], lambda each: list(each.core.replicas) == [0])
+                await one.engine.scale(2)
+                await other.engine.restart_replicas()
+                await agree(front_ends, lambda each: each.ranks() == [0, 1] and each.num_restarts() == 2)
+            with pytest.raises(InvalidRequest, match="replicas"):
+                await one.engine.scale(0)
+        assert outputs_of(readers) == await undisturbed(readers)
+
+    @pytest.mark.nightly
+    async def test_one_that_drains_ends_when_no_front_end_has_a_request_there(self, runtime: Path) -> None:
+        """None is moved, though the owner itself has none, and would end it at once."""
+        async with joined(runtime, 1, drain_timeout_s=60.0) as (owner, one):
+            readers = [Reader([10 + place], max_tokens=300) for place in range(4)]
+            async with reading(one.engine, readers):
+                await until_read(readers, 1)
+                leaving = one.core.replicas[1]
+                await owner.engine.scale(1)
+                assert leaving.num_moved == 0
+            await agree([one], lambda each: list(each.core.replicas) == [0])
+        assert outputs_of(readers) == await undisturbed(readers)
+
+
+class TestEnds:
+    @pytest.mark.nightly
+    async def test_of_a_front_end_end_its_requests_alone(self, runtime: Path) -> None:
+        async with joined(runtime, 2) as (owner, one, other):
+            at_one, at_other = Reader([10], max_tokens=900), Reader([11], max_tokens=100)
+            async with reading(one.engine, [at_one]), reading(other.engine, [at_other]):
+                await until_read([at_one, at_other], 1)
+                await one.engine.aclose()
+            assert isinstance(at_one.error, EngineClosed)
+            assert outputs_of([at_other]) == await undisturbed([at_other])
+            await agree([owner], lambda each: loads_of(each.engine) == [(0, 0)] * 2)
+
+    async def test_of_the_owner_is_heard_by_all(self, runtime: Path) -> None:
+        async with joined(runtime, 2) as (owner, one, other):
+            readers = [Reader([10], max_tokens=900), Reader([11], max_tokens=900)]
+            async with reading(one.engine, readers[:1]), reading(other.engine, readers[1:]):
+                await until_read(readers, 1)
+                await owner.engine.aclose()
+            assert [str(each.error) for each in readers] == ["the engine has ended: its owner has closed it"] * 2
+            with pytest.raises(EngineDead, match="its owner has closed it"):
+                await one.engine.generate([1])
+            with pytest.raises(EngineDead, match="its owner has closed it"):
+                await one.engine.scale(1)
+            with pytest.raises(EngineDead, match="no engine serves"):
+                await Engine.connect(f"cluster+ipc://{runtime}/cluster")
+
+    async def test_of_an_owner_that_is_killed_leave_nothing(self, runtime: Path) -> None:
+        """Neither a process nor, after the next start, a file; front ends hear it."""
+        address = f"ipc://{runtime}/cluster"
+        owner = start_owner(address)
+        try:
+            assert owner.stdout is not None
+            assert await asyncio.to_thread(owner.stdout.readline) == b"serving\n"
+            async with await Engine.connect(f"cluster+{address}") as engine:
+                children = psutil.Process(owner.pid).children(recursive=True)
+                reader = Reader([10], max_tokens=900)
+                async with reading(engine, [reader]):
+                    await until_read([reader], 1)
+                    owner.kill()
+                assert isinstance(reader.error, EngineDead)
+                assert "is gone" in str(reader.error)
+            assert len(children) == 2
+            await asyncio.to_thread(psutil.wait_procs, children, DEADLINE_S)
+            assert not any(child.is_running() for child in children)
+        finally:
+            owner.kill()
+            owner.communicate()
+        assert any(name.startswith("aioengine_") for name in await asyncio.to_thread(os.listdir, runtime))
+        await asyncio.to_thread(lambda: PrivateFolder().remove())
+        await asyncio.to_thread(remove_stale, f"{runtime}/cluster")
+
+
+class TestAddresses:
+    async def test_of_no_cluster(self, runtime: Path) -> None:
+        address = f"ipc://{runtime}/engine"
+        async with served(address, FakeExecutor(vocab_size=2048, num_blocks=64, max_model_len=512)):
+            with pytest.raises(EngineDead, match="no engine of this version"):
+                await Engine.connect(f"cluster+{address}")
+
+    @pytest.mark.nightly
+    async def test_of_a_cluster_that_is_connected_to_as_an_engine(self, runtime: Path) -> None:
+        async with joined(runtime, 0, num_replicas=1):
+            with pytest.raises(EngineDead, match="no engine of this version"):
+                await Engine.connect(f"ipc://{runtime}/cluster")
+
+    async def test_that_cannot_be_had_are_refused_before_anything_is_loaded(self, runtime: Path) -> None:
+        for address in ("ipc://relative", "tcp://0.0.0.0:0"):
+            with pytest.raises(ConfigError):
+                async with cluster(2, cluster_address=address):
+                    pass
+
+
+class TestMetrics:
+    async def test_of_all_front_ends_are_had_by_each(self, runtime: Path) -> None:
+        async with joined(runtime, 2, num_replicas=1) as (_, one, other):
+            assert await one.backend.exchange_metrics(b"one's") == Snapshots([b"one's"], [])
+            other.backend.give_metrics = lambda: b"other's"
+            assert await one.backend.exchange_metrics(b"again") == Snapshots([b"again", b"other's"], [])
+            other.backend.give_metrics = lambda: b"last"
+            await other.engine.aclose()
+            await one.until(lambda: True)
+            assert await one.backend.exchange_metrics(b"still") == Snapshots([b"still"], [b"last"])
