@@ -134,14 +134,18 @@ def gen_ai_attributes(
 
 
 class PartSpan:
-    """The engine's part of a request that a front end has traced; ends with the last of its choices."""
+    """The engine's part of a request that a front end has traced; ends with the last of its choices.
 
-    def __init__(self, span: Span, request_id: str, model: str, num_choices: int) -> None:
+    Args:
+        num_given: tokens that another engine has sampled, which do not count.
+    """
+
+    def __init__(self, span: Span, request_id: str, model: str, num_choices: int, *, num_given: int = 0) -> None:
         self._span = span
         self._request_id = request_id
         self._model = model
         self._num_open = num_choices
-        self._num_tokens = 0
+        self._num_tokens = -num_given
         self._finish_reasons: tuple[str, ...] = ()
         self._error: AioEngineError | None = None
 

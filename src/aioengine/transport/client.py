@@ -152,7 +152,7 @@ class RemoteCore:
                 traceparent=request.traceparent if len(request.traceparent) <= 64 else "",
                 tracestate=request.tracestate if len(request.tracestate) <= wire.MAX_TRACESTATE_CHARS else "",
                 choice=sequence.sampling.choice if is_one else -1,
-                output=np.array(sequence.output_ids, wire.INT32).tobytes(),
+                output=np.array(sequence.output_ids, wire.INT32).tobytes() if sequence.output_ids else b"",
                 is_moved=sequence.core is not None,
             )
         )

@@ -135,7 +135,7 @@ class Session(PeerSession):
             model = self.core.config.model or "demo"
             span, _ = begin_span(f"engine {model}", headers)
             if span is not None:
-                part = PartSpan(span, body.request_id, model, len(followers))
+                part = PartSpan(span, body.request_id, model, len(followers), num_given=len(body.output_ids))
                 for follower in followers:
                     follower.span = part
 
