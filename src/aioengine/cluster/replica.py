@@ -25,8 +25,8 @@ from aioengine.scheduler.sequence import Sequence
 logger = logging.getLogger("aioengine")
 
 MAX_BACKOFF_S = 30.0
-QUIET_S = 60.0
-"""With so long a life behind it a death is taken for the first one."""
+QUIET_FACTOR = 10
+"""One that has served for so many times its back-off is taken to die for the first time."""
 
 MakeBackend = Callable[[int, CoreHooks], Backend]
 """Makes the backend of the replica of a rank, which is not opened yet: what a launcher is."""
@@ -307,9 +307,11 @@ class Replica:
         self._next_state = state
         self._scope.cancel()
 
-    def _become(self, state: ReplicaState) -> None:
+    def _become(self, state: ReplicaState, orphans: list[Orphan] | None = None) -> None:
         assert state in TRANSITIONS[self.state], f"{self} cannot become {state.value}"
         self.state = state
+        if orphans is not None:  # before conditions are checked: else it seems that nothing is left to do
+            self._members.on_orphaned(self, orphans, self.reason)
         self._members.on_state(self)
         self._shared.conditions.check()
 
@@ -379,7 +381,7 @@ class Replica:
         if failure is not None:
             await self._on_failed(failure)
             return
-        if self._clock() - self._serving_since > QUIET_S:
+        if self._clock() - self._serving_since > QUIET_FACTOR * self._backoff_s:
             self._backoff_s = self._options.restart_backoff_s
         await self._end(is_dead=True)
 
@@ -419,5 +421,6 @@ class Replica:
         assert self.core is not None
         self.reason = f"replica {self.rank}: {self.core.death}"
         if self.state in (ReplicaState.SERVING, ReplicaState.DRAINING):
-            self._become(ReplicaState.BACKING_OFF)  # at once: nothing more is sent to it
-        self._members.on_orphaned(self, orphans, self.reason)
+            self._become(ReplicaState.BACKING_OFF, orphans)  # at once: nothing more is sent to it
+        else:
+            self._members.on_orphaned(self, orphans, self.reason)

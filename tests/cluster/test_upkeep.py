@@ -1,0 +1,133 @@
+"""What is done to a cluster on purpose, under load and while its replicas die: scaled, restarted, paused, put to sleep,
+given other weights, drained."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import anyio
+import pytest
+from cluster.harness import Cluster, Reader, cluster, innocents, outputs_of, reading, undisturbed, until_read
+from cluster.mortal import Faults
+
+pytestmark = pytest.mark.usefixtures("faults", "quiet_log")
+
+
+@pytest.mark.parametrize("drain_timeout_s", [30.0, 0.0])
+async def test_a_rolling_restart_under_load_disturbs_no_request(drain_timeout_s: float) -> None:
+    """Those that run may end where they are, or are moved at once."""
+    readers = innocents(random.Random(1), 30, max_tokens=150)
+    expected = await undisturbed(readers)
+    async with cluster(3, drain_timeout_s=drain_timeout_s) as replicas:
+        before = {rank: replicas.pid(rank) for rank in replicas.ranks()}
+        async with reading(replicas.engine, readers):
+            await until_read(readers, 3)
+            await replicas.engine.restart_replicas()
+            late = innocents(random.Random(2), 6)
+            async with reading(replicas.engine, late):
+                pass
+        after = {rank: replicas.pid(rank) for rank in replicas.ranks()}
+        assert before.keys() == after.keys()
+        assert not set(before.values()) & set(after.values())
+    assert outputs_of(readers) == expected
+    assert outputs_of(late) == await undisturbed(late)
+
+
+async def test_replicas_are_added_and_removed_under_load() -> None:
+    readers = innocents(random.Random(3), 30, max_tokens=200)
+    expected = await undisturbed(readers)
+    async with cluster(1, drain_timeout_s=0.05) as replicas, reading(replicas.engine, readers):
+        await until_read(readers, 3)
+        await replicas.engine.scale(3)
+        assert len(replicas.ranks()) == 3
+        late = innocents(random.Random(4), 12, max_tokens=100)
+        async with reading(replicas.engine, late):
+            await until_read(late, 3)
+            await replicas.engine.scale(1)
+        assert len(replicas.ranks()) == 1
+    assert outputs_of(readers) == expected
+    assert outputs_of(late) == await undisturbed(late)
+
+
+async def test_a_replica_dies_while_it_is_drained() -> None:
+    readers = innocents(random.Random(5), 20, max_tokens=150)
+    expected = await undisturbed(readers)
+    async with cluster(3) as replicas, reading(replicas.engine, readers), anyio.create_task_group() as tasks:
+        await until_read(readers, 3)
+        pid_of = {rank: replicas.pid(rank) for rank in replicas.ranks()}
+        tasks.start_soon(replicas.engine.scale, 2)
+        await replicas.until_serving(2)
+        (drained,) = pid_of.keys() - set(replicas.ranks())
+        replicas.kill_pid(pid_of[drained])
+    assert outputs_of(readers) == expected
+
+
+async def test_one_that_dies_while_paused_goes_on_after_the_pause() -> None:
+    readers = innocents(random.Random(6), 12, max_tokens=80)
+    expected = await undisturbed(readers)
+    async with cluster(2) as replicas, reading(replicas.engine, readers):
+        await until_read(readers, 3)
+        await replicas.engine.pause(mode="keep")
+        nums = [reader.num_tokens for reader in readers]
+        replicas.kill(0)
+        await replicas.until_restarted(1, 2)
+        assert [reader.num_tokens for reader in readers] == nums, "a replica that restarts is paused, too"
+        await replicas.engine.resume()
+    assert outputs_of(readers) == expected
+
+
+async def test_one_that_dies_asleep_wakes_up_with_the_others() -> None:
+    readers = innocents(random.Random(7), 12, max_tokens=80)
+    expected = await undisturbed(readers)
+    async with cluster(2) as replicas, reading(replicas.engine, readers):
+        await until_read(readers, 3)
+        await replicas.engine.sleep(1, mode="keep")
+        replicas.kill(0)
+        await replicas.until_restarted(1, 2)
+        await replicas.engine.wake_up()
+    assert outputs_of(readers) == expected
+
+
+async def test_one_that_restarts_has_the_weights_of_the_others(tmp_path: Path) -> None:
+    folder = tmp_path / "newer"
+    folder.mkdir()
+    async with cluster(2) as replicas:
+        await replicas.engine.update_weights(folder)
+        version = await weights_of(replicas)
+        assert len(version) == 1
+        reader = Reader([10, 11, 12, 13])
+        async with reading(replicas.engine, [reader]):
+            pass
+        for number, rank in enumerate((0, 1, 0), 1):
+            replicas.kill(rank)
+            await replicas.until_restarted(number, 2)
+            assert await weights_of(replicas) == version
+            again = Reader(reader.prompt)
+            async with reading(replicas.engine, [again]):
+                pass
+            assert outputs_of([again]) == outputs_of([reader])
+
+
+async def weights_of(replicas: Cluster) -> set[int]:
+    return set(await replicas.engine.collective_rpc("mortal.weights"))
+
+
+async def test_draining_ends_well_though_replicas_die(faults: Faults) -> None:
+    readers = innocents(random.Random(8), 20, max_tokens=150)
+    expected = await undisturbed(readers)
+    async with cluster(3) as replicas, anyio.create_task_group() as tasks:
+        for reader in readers:
+            tasks.start_soon(reader.read, replicas.engine)
+        await until_read(readers, 3)
+        pids = [replicas.pid(rank) for rank in (0, 1)]
+        async with anyio.create_task_group() as closing:
+
+            async def close() -> None:
+                await replicas.engine.aclose(drain=True)
+
+            closing.start_soon(close)
+            for num_tokens, pid in enumerate(pids):
+                await until_read(readers, 10 + 10 * num_tokens)
+                replicas.kill_pid(pid)
+    assert outputs_of(readers) == expected
