@@ -45,8 +45,7 @@ async def serve_engine(args: argparse.Namespace) -> None:
     from stand_in import Board, StandIn
 
     from aioengine import Engine
-    from aioengine.cli.serve import prepare_interpreter
-    from aioengine.own_process import asked_by_signals
+    from aioengine.own_process import asked_by_signals, prepare_interpreter
     from aioengine.server import ServerConfig, create_app
     from aioengine.server.http_listener import HttpListener, ServerAddress
     from aioengine.server.http_server import StopRequest, serve
@@ -71,7 +70,7 @@ async def serve_engine(args: argparse.Namespace) -> None:
                     listener=listener,
                     stop=stop,
                     drain_timeout_s=DRAIN_TIMEOUT_S,
-                    on_serving=lambda url: print(url, flush=True),
+                    on_serving=lambda server: print(server.url, flush=True),
                 )
 
 

@@ -48,6 +48,14 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 REQUEST_TOKENS = (*(digit * 10**power for power in range(6) for digit in (1, 2, 5)), 10**6)
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
+OF_REQUESTS = frozenset((
+    "prompt_tokens_by_source", "prompt_tokens_cached", "request_success", "request_prompt_tokens",
+    "request_generation_tokens", "request_prefill_kv_computed_tokens", "request_time_per_output_token_seconds",
+    "e2e_request_latency_seconds", "request_queue_time_seconds", "request_inference_time_seconds",
+    "request_prefill_time_seconds", "request_decode_time_seconds", "num_requests_waiting_for_admission",
+))  # fmt: skip
+"""Metrics of requests, not steps: of several front ends of one engine each has those of its own requests. The rest is
+the same at all of them."""
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
@@ -325,6 +333,9 @@ class EngineMetrics:
         self.num_requests_running = Gauge("Sequences that are being computed.")
         self.num_requests_waiting = Gauge("Sequences that wait to be computed, those at the engine's door included.")
         by_reason = "deferred: its reader is behind, another one computes its prefix, or the engine is paused"
+        self.num_requests_waiting_for_admission = Gauge(
+            "Sequences of those that wait that are still at the caller's side."
+        )
         self.num_requests_waiting_by_reason = Labeled(
             Gauge(f"Sequences that wait, by what for; {by_reason}."), "reason"
         )

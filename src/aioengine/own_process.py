@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
+import gc
+import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator
 
+logger = logging.getLogger("aioengine")
+
+SWITCH_INTERVAL_S = 0.001
 SPIN_COUNT = 10_000
 """Some 0.2 ms: longer than the host's part of any operation, and much shorter than a scheduler's time slice. With 1,000
 one stream of a 0.6B model is a tenth slower on an idle machine (benchmarks/README.md)."""
@@ -54,3 +61,28 @@ def asked_by_signals(ask: Callable[[signal.Signals], None]) -> Iterator[None]:
             loop.remove_signal_handler(number)
         if before is not None:  # that of the loop's runner, where there is one
             signal.signal(signal.SIGINT, before)
+
+
+def prepare_interpreter() -> None:
+    """Settings of a process that serves, once its engine is loaded: threads that switch sooner, and no old garbage.
+
+    Beside a thread that runs Python (templates, tokenizations, a device's dispatch) the loop was late by 1.1 ms instead
+    of 5.1, beside two by 1.2 instead of 16, at a hundredth of the thread's own speed and at none of the engine's.
+    What was loaded stays, and no full collection looks through it again: 345,000 objects held the loop for 0.1 s.
+    """
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    gc.collect()
+    gc.freeze()
+    # At the exit libraries look for objects that they have made, and print a page on those that are still there.
+    atexit.register(gc.unfreeze)
+
+
+def allow_files(number: int) -> None:
+    """Let this process open so many files: many systems allow 1,024 at first, and many more when asked."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    allowed = number if hard == unlimited else min(number, hard)
+    if soft != unlimited and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < number:
+        logger.warning("%d connections may be more than the %d files that this process may open", number, allowed)

@@ -24,8 +24,7 @@ import pytest
 from cli.conftest import COMMAND, DEADLINE_S, ENVIRONMENT, CallMain
 from click.testing import CliRunner, Result
 
-from aioengine.cli.serve import serve_command
-from aioengine.server import ServerConfig
+from aioengine.cli.serve import Service, serve_command
 
 STORY = {"prompt": "Once upon a time", "stream": True, "ignore_eos": True, "temperature": 0}
 
@@ -257,6 +256,13 @@ def invoke(*args: str) -> Result:
         (("--uds", "/nowhere/at/all.sock"), "no file can be made in /nowhere/at: it is not there"),
         (("--host", "192.0.2.1"), "cannot serve at http://192.0.2.1:8000: Cannot assign requested address"),
         (("--max-num-batched-tokens", "1"), "raise the first or lower the second"),
+        (("--api-servers", "0"), "Invalid value for '--api-servers'"),
+        (("--connect", "ipc:///x", "--replicas", "2"), "--replicas is for an engine that is started here"),
+        (("--connect", "ipc:///x", "--external-lb"), "--external-lb starts its engines itself"),
+        (("--api-servers", "2"), "--api-servers is for --connect"),
+        (("--external-lb", "--uds", "/x.sock"), "--external-lb serves at ports: leave --uds out"),
+        (("--external-lb", "--replicas", "2", "--balance", "load"), "--balance is for replicas behind one port"),
+        (("--external-lb", "--replicas", "2", "--port", "65535"), "--external-lb needs ports up to 65536"),
         (("--allowed-origins", "app.example"), "'app.example' is no origin; write scheme://host"),
         (("--allowed-hosts", "http://x"), "'http://x' is no name of a host"),
     ],
@@ -332,8 +338,8 @@ def test_at_this_machine_alone_and_without_keys_it_answers_to_its_own_names(
     class Reached(Exception):
         pass
 
-    def reach(start: Any, listener: Any, config: ServerConfig, *rest: Any) -> None:
-        raise Reached(config)
+    def reach(plan: Any, listeners: Any, service: Service, stop: Any) -> None:
+        raise Reached(service.config)
 
     monkeypatch.setattr("aioengine.cli.serve._serve", reach)
     result = invoke("--port", "0", *args)

@@ -15,7 +15,7 @@ import anyio
 from aioengine.core.health import Health
 from aioengine.errors import ConfigError, EngineDead
 from aioengine.server.http_listener import HttpListener, ServerAddress
-from aioengine.server.http_server import StopRequest, serve
+from aioengine.server.http_server import HttpServer, StopRequest, serve
 
 
 class SmallEngine:
@@ -161,8 +161,8 @@ class Running:
 async def running(where: ServerAddress | None = None, *, app: Any = None, **options: Any) -> AsyncIterator[Running]:
     server, began = Running(), anyio.Event()
 
-    def on_serving(url: str) -> None:
-        server.url = url
+    def on_serving(started: HttpServer) -> None:
+        server.url = started.url
         began.set()
 
     async def run() -> None:

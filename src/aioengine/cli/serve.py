@@ -2,39 +2,39 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
+import contextlib
 import logging
 import os
-import resource
 import signal
 import sys
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import anyio
 import click
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from aioengine import Engine
 from aioengine.cli.command import exit_code_of, given, options_of, run
-from aioengine.config import EngineConfig
+from aioengine.config import EngineConfig, ReplicaOptions
 from aioengine.errors import AioEngineError, ConfigError, EngineDead
-from aioengine.own_process import asked_by_signals
+from aioengine.own_process import allow_files, asked_by_signals, prepare_interpreter
 from aioengine.server.config import HttpLimits, ServerConfig
 from aioengine.server.http_listener import KEYFILE_PASSWORD_VARIABLE, HttpListener, ServerAddress
-from aioengine.server.http_server import StopRequest, serve
+from aioengine.server.http_server import SPARE_FILES, StopRequest, serve
 
 if TYPE_CHECKING:
     from aioengine.server.api import Api
+    from aioengine.server.siblings import ServerSettings
 
 logger = logging.getLogger("aioengine")
 
 API_KEY_VARIABLE = "AIOENGINE_API_KEY"
-SWITCH_INTERVAL_S = 0.001
+MAX_API_SERVERS = 64
+MAX_PORT = 65535
+REPLICA_FLAGS = frozenset(ReplicaOptions.__struct_fields__) - {"drain_timeout_s"}
+"""The time that requests have when a replica is drained is no flag: here that name is the servers'."""
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
-SPARE_FILES = 512
-"""Files that a process needs beside its connections."""
 
 
 @click.command(name="serve")
@@ -54,6 +54,15 @@ SPARE_FILES = 512
 @click.option("--connect", metavar="ADDRESS", help="serve an engine that runs elsewhere (`aioengine engine ADDRESS`)")
 @click.option("--keys", metavar="FOLDER", help="keys for --connect, made by `aioengine keys`")
 @click.option("--client", metavar="NAME", help="whose of them; may be left out where there are one client's")
+@click.option(
+    "--api-servers",
+    type=click.IntRange(1, MAX_API_SERVERS),
+    default=1,
+    show_default=True,
+    help="HTTP servers of the port, each a process where there are several",
+)
+@click.option("--external-lb", is_flag=True, help="serve each replica alone, at --port and the ports after it")
+@options_of(ReplicaOptions, only=REPLICA_FLAGS)
 @options_of(ServerConfig)
 @options_of(HttpLimits)
 @options_of(EngineConfig)
@@ -65,6 +74,8 @@ def serve_command(
     connect: str | None,
     keys: str | None,
     client: str | None,
+    api_servers: int,
+    external_lb: bool,
     **flags: Any,
 ) -> int:
     """Serve MODEL (absent: the bundled one) over HTTP, as the OpenAI API does, until Ctrl-C or SIGTERM.
@@ -75,15 +86,20 @@ def serve_command(
     Exit codes: 0 after SIGTERM, 130 after Ctrl-C, 1 when the model cannot be loaded, or the engine died or cannot be
     reached; 2 for wrong arguments, or a place that cannot be served at.
     """
-    where = given(ServerAddress, flags)
-    if "uds" in where and (beside := [name for name in ("host", "port") if name in where]):
-        raise click.UsageError(f"--uds is instead of a port: leave --{beside[0]} out")
-    if password := os.environ.get(KEYFILE_PASSWORD_VARIABLE):
-        where.setdefault("ssl_keyfile_password", password)
+    where = _where(given(ServerAddress, flags))
     engine_config = given(EngineConfig, flags)
     if model_argument is not None and engine_config.setdefault("model", model_argument) != model_argument:
         raise click.UsageError("give the model once: as MODEL, or with --model")
-    start = _engine_to_start(engine_config, process=process, connect=connect, keys=keys, client=client)
+    plan = _Plan(
+        engine_config,
+        given(ReplicaOptions, flags),
+        process=process,
+        connect=connect,
+        keys=keys,
+        client=client,
+        api_servers=api_servers,
+        external_lb=external_lb,
+    )
     server_config = _server_config(given(ServerConfig, flags))
     limits = HttpLimits(**given(HttpLimits, flags))
     from aioengine.server.access_log import logging_off_loop
@@ -92,10 +108,12 @@ def serve_command(
     stop = SignalStop()
     with logging_off_loop(log_format):
         try:
-            with HttpListener(ServerAddress(**where)) as listener:
-                server_config = _protected(server_config, listener)
-                _allow_files(limits.max_connections + SPARE_FILES)
-                run(_serve(start, listener, server_config, limits, drain_timeout_s, stop))
+            with contextlib.ExitStack() as opened:
+                listeners = [opened.enter_context(each) for each in plan.listeners(where)]
+                server_config = _protected(server_config, listeners[0])
+                allow_files(limits.max_connections + SPARE_FILES)
+                service = Service(server_config, limits, drain_timeout_s, log_format)
+                run(_serve(plan, listeners, service, stop))
         except AioEngineError as error:
             if log_format == "text":
                 raise
@@ -104,6 +122,14 @@ def serve_command(
                 logger.error("%s", error)
             return exit_code_of(error)
     return stop.exit_code
+
+
+def _where(given_fields: dict[str, Any]) -> ServerAddress:
+    if "uds" in given_fields and (beside := [name for name in ("host", "port") if name in given_fields]):
+        raise click.UsageError(f"--uds is instead of a port: leave --{beside[0]} out")
+    if password := os.environ.get(KEYFILE_PASSWORD_VARIABLE):
+        given_fields.setdefault("ssl_keyfile_password", password)
+    return ServerAddress(**given_fields)
 
 
 def _protected(config: ServerConfig, listener: HttpListener) -> ServerConfig:
@@ -134,20 +160,88 @@ class SignalStop(StopRequest):
         self.ask()
 
 
-def _engine_to_start(
-    config: dict[str, Any], *, process: bool, connect: str | None, keys: str | None, client: str | None
-) -> Callable[[], Awaitable[Engine]]:
-    """What starts the engine; what was asked for is checked now."""
-    if connect is None:
-        if keys is not None or client is not None:
-            raise click.UsageError("--keys and --client are for --connect")
-        EngineConfig(**config)
-        return lambda: Engine.start(process=process, **config)
-    model = config.pop("model", None)
-    if process or config:
-        flags = ["process"] * process + [name.replace("_", "-") for name in config]
-        raise click.UsageError(f"--{flags[0]} is for an engine that is started here, and not for --connect")
-    return lambda: Engine.connect(connect, model=model, keys=keys, client=client)
+class Service(NamedTuple):
+    """What all that serve here are told."""
+
+    config: ServerConfig
+    limits: HttpLimits
+    drain_timeout_s: float
+    log_format: str
+
+
+class _Plan:
+    """Which engine is served, and by how many processes.
+
+    Raises:
+        ConfigError, click.UsageError: what is asked for does not go together.
+    """
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        replicas: dict[str, Any],
+        *,
+        process: bool,
+        connect: str | None,
+        keys: str | None,
+        client: str | None,
+        api_servers: int,
+        external_lb: bool,
+    ) -> None:
+        self.api_servers = api_servers
+        self.external_lb = external_lb
+        self.connect, self.keys, self.client = connect, keys, client
+        self.process = process
+        self.model = config.get("model")
+        if connect is None:
+            if keys is not None or client is not None:
+                raise click.UsageError("--keys and --client are for --connect")
+            self.config = EngineConfig(**config)
+            self.replicas = ReplicaOptions(**replicas)
+        elif here := [*["process"] * process, *[name for name in config if name != "model"], *replicas]:
+            flag = here[0].replace("_", "-")
+            raise click.UsageError(f"--{flag} is for an engine that is started here, and not for --connect")
+        if api_servers > 1 and connect is None:
+            raise click.UsageError("--api-servers is for --connect: start the engine with `aioengine engine ADDRESS`")
+        if not external_lb:
+            return
+        if connect is not None:
+            raise click.UsageError("--external-lb starts its engines itself: leave --connect out")
+        if api_servers > 1:
+            raise click.UsageError("--external-lb has one server for each replica: leave --api-servers out")
+        if others := sorted(replicas.keys() - {"replicas"}):
+            flag = others[0].replace("_", "-")
+            raise click.UsageError(f"--{flag} is for replicas behind one port: leave it out with --external-lb")
+
+    @property
+    def has_server_processes(self) -> bool:
+        return self.external_lb or self.api_servers > 1
+
+    def listeners(self, where: ServerAddress) -> list[HttpListener]:
+        """Of each port that is served at."""
+        if not self.external_lb:
+            return [HttpListener(where, self.api_servers)]
+        if where.uds is not None:
+            raise click.UsageError("--external-lb serves at ports: leave --uds out")
+        last = where.port + self.replicas.replicas - 1
+        if where.port and last > MAX_PORT:
+            raise click.UsageError(f"--external-lb needs ports up to {last}: give a smaller --port")
+        listeners: list[HttpListener] = []
+        try:
+            for index in range(self.replicas.replicas):
+                listeners.append(HttpListener(replace(where, port=where.port and where.port + index)))
+        except BaseException:
+            for each in listeners:
+                each.close()
+            raise
+        return listeners
+
+    async def start(self) -> Engine:
+        """Start the engine in this process, or reach it."""
+        if self.connect is not None:
+            return await Engine.connect(self.connect, model=self.model, keys=self.keys, client=self.client)
+        replicas = self.replicas if self.replicas.replicas > 1 else 1
+        return await Engine.start(process=self.process, replicas=replicas, **asdict(self.config))
 
 
 def _server_config(config: dict[str, Any]) -> ServerConfig:
@@ -159,65 +253,85 @@ def _server_config(config: dict[str, Any]) -> ServerConfig:
     return ServerConfig(**{**config, "api_keys": (*config.get("api_keys", ()), *keys)})
 
 
-async def _serve(
-    start: Callable[[], Awaitable[Engine]],
-    listener: HttpListener,
-    config: ServerConfig,
-    limits: HttpLimits,
-    drain_timeout_s: float,
-    stop: SignalStop,
-) -> None:
+async def _serve(plan: _Plan, listeners: list[HttpListener], service: Service, stop: SignalStop) -> None:
+    def say_where(model: str, urls: list[str]) -> None:
+        stop.has_served = True
+        for url in urls:
+            click.echo(f"serving {model} at {url}")
+
     with asked_by_signals(stop.on_signal):
+        if plan.external_lb:
+            await _serve_replica_a_port(plan, listeners, service, stop, say_where)
+            return
         engine: Engine | None = None
         with anyio.CancelScope() as starting:
             stop.on_asked = starting.cancel
-            engine = await start()
+            engine = await plan.start()
         if engine is None:
             logger.info("told to stop while the engine was starting")
             return
         async with engine:
-            from aioengine.server import create_app
-
-            app = create_app(engine, config)
-            api: Api = app.state.api
-
-            def say_where(url: str) -> None:
-                stop.has_served = True
-                click.echo(f"serving {api.models.names[0]} at {url}")
-
-            prepare_interpreter()
-            await serve(
-                app,
-                engine=engine,
-                listener=listener,
-                stop=stop,
-                drain_timeout_s=drain_timeout_s,
-                limits=limits,
-                on_serving=say_where,
-                on_drain=api.drain,
-            )
+            if plan.has_server_processes:
+                await _serve_by_processes(plan, engine, listeners[0], service, stop, say_where)
+            else:
+                await _serve_here(engine, listeners[0], service, stop, say_where)
 
 
-def prepare_interpreter() -> None:
-    """Settings of a process that serves, once its engine is loaded: threads that switch sooner, and no old garbage.
-
-    Beside a thread that runs Python (templates, tokenizations, a device's dispatch) the loop was late by 1.1 ms instead
-    of 5.1, beside two by 1.2 instead of 16, at a hundredth of the thread's own speed and at none of the engine's.
-    What was loaded stays, and no full collection looks through it again: 345,000 objects held the loop for 0.1 s.
-    """
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    gc.collect()
-    gc.freeze()
-    # At the exit libraries look for objects that they have made, and print a page on those that are still there.
-    atexit.register(gc.unfreeze)
+SayWhere = Callable[[str, list[str]], None]
 
 
-def _allow_files(number: int) -> None:
-    """Many systems allow 1,024 open files at first, and many more when asked."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = resource.RLIM_INFINITY
-    allowed = number if hard == unlimited else min(number, hard)
-    if soft != unlimited and soft < allowed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    if allowed < number:
-        logger.warning("%d connections may be more than the %d files that this process may open", number, allowed)
+async def _serve_here(
+    engine: Engine, listener: HttpListener, service: Service, stop: StopRequest, say_where: SayWhere
+) -> None:
+    from aioengine.server import create_app
+
+    app = create_app(engine, service.config)
+    api: Api = app.state.api
+    prepare_interpreter()
+    await serve(
+        app,
+        engine=engine,
+        listener=listener,
+        stop=stop,
+        drain_timeout_s=service.drain_timeout_s,
+        limits=service.limits,
+        on_serving=lambda server: say_where(api.models.names[0], [server.url]),
+        on_drain=api.drain,
+    )
+
+
+def _settings(service: Service, where: ServerAddress, num_servers: int, **engine: Any) -> ServerSettings:
+    from aioengine.server.siblings import ServerSettings
+
+    return ServerSettings(
+        index=0,
+        num_servers=num_servers,
+        shares=[],
+        where=where,
+        config=service.config,
+        limits=service.limits,
+        drain_timeout_s=service.drain_timeout_s,
+        log_format=service.log_format,
+        log_descriptor=os.dup(sys.stderr.fileno()),  # a server's own stderr is this process's to read
+        **engine,
+    )
+
+
+async def _serve_by_processes(
+    plan: _Plan, engine: Engine, listener: HttpListener, service: Service, stop: StopRequest, say_where: SayWhere
+) -> None:
+    from aioengine.server.serve_processes import serve_with_servers
+
+    where = {"engine_address": plan.connect, "engine_model": plan.model}
+    keys = {"engine_keys": plan.keys, "engine_client": plan.client}
+    settings = _settings(service, listener.where, plan.api_servers, **where, **keys)
+    await serve_with_servers(settings, listener, engine, stop, on_serving=say_where)
+
+
+async def _serve_replica_a_port(
+    plan: _Plan, listeners: list[HttpListener], service: Service, stop: StopRequest, say_where: SayWhere
+) -> None:
+    from aioengine.server.serve_processes import serve_replica_a_port
+
+    settings = _settings(service, listeners[0].where, len(listeners), engine_config=plan.config)
+    await serve_replica_a_port(settings, listeners, stop, on_serving=say_where)

@@ -457,6 +457,7 @@ class Runtime:
         stats, metrics = self.core.stats(), self.core.observers.metrics
         waiting = stats.waiting + stats.blocked + self.admission.num_waiting
         metrics.set_load(stats.running, waiting, stats.blocked, stats.free_blocks, stats.num_blocks)
+        metrics.num_requests_waiting_for_admission.value = self.admission.num_waiting
         return metrics
 
     async def _wake_up(self) -> None:

@@ -14,7 +14,7 @@ import queue
 import re
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any, Literal, Self, TextIO
@@ -129,6 +129,12 @@ class TextFormatter(logging.Formatter):
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802, a method of logging's
+        server = getattr(record, "server", None)
+        if server is not None:
+            record.message = f"HTTP server {server}: {record.message}"
+        return super().formatMessage(record)
+
     def format(self, record: logging.LogRecord) -> str:
         # What a message or a traceback quotes may hold line ends and control characters.
         first, *more = super().format(record).split("\n")
@@ -146,6 +152,8 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
+        if hasattr(record, "server"):
+            shown["server"] = record.server
         if hasattr(record, "request_id"):
             shown.update((name, value) for name in FIELDS if (value := getattr(record, name, None)) is not None)
         if record.exc_info:
@@ -157,6 +165,16 @@ class JsonFormatter(logging.Formatter):
 
 def _escape(line: str) -> str:
     return _UNPRINTABLE.sub(lambda match: match[0] if match[0] == "\t" else f"\\u{ord(match[0]):04x}", line)
+
+
+def _told_by(server: int) -> Callable[[logging.LogRecord], bool]:
+    """A filter that notes in each record which of several HTTP servers has made it."""
+
+    def note(record: logging.LogRecord) -> bool:
+        record.server = server
+        return True
+
+    return note
 
 
 # Where it goes
@@ -259,12 +277,19 @@ class OffLoopHandler(logging.Handler):
 
 @contextmanager
 def logging_off_loop(
-    log_format: LogFormat = "text", level: int = logging.INFO, stream: TextIO | None = None
+    log_format: str = "text", level: int = logging.INFO, stream: TextIO | None = None, *, server: int | None = None
 ) -> Iterator[OffLoopHandler]:
-    """All of this process's log records go through an `OffLoopHandler` while the block runs; for the command line."""
+    """All of this process's log records go through an `OffLoopHandler` while the block runs; for the command line.
+
+    Args:
+        log_format: "text" or "json".
+        server: the number of this HTTP server among several, which each record then tells.
+    """
     root = logging.getLogger()
     level_before = root.level
     with OffLoopHandler(JsonFormatter() if log_format == "json" else TextFormatter(), stream) as handler:
+        if server is not None:
+            handler.addFilter(_told_by(server))
         root.addHandler(handler)
         root.setLevel(level)
         try:

@@ -43,7 +43,7 @@ from aioengine.server.exchange import (
 )
 from aioengine.server.generation import GenerationCall, check_request
 from aioengine.server.messages import MessageRequest, error_response
-from aioengine.server.metrics import HttpMetrics, read_families, render
+from aioengine.server.metrics import HttpMetrics, MetricFamily, read_families, read_process, render
 from aioengine.server.page import PAGE
 from aioengine.server.record import MESSAGES, RequestRecord
 from aioengine.server.responses import ResponseRequest
@@ -59,7 +59,17 @@ from aioengine.server.schema import (
     template_kwargs,
 )
 from aioengine.server.security import ApiKeys, check_host
-from aioengine.server.stored_responses import StoredResponses
+from aioengine.server.siblings import (
+    AbortNamed,
+    AskStored,
+    CountOpen,
+    Question,
+    ReadNumbers,
+    Siblings,
+    decode_families,
+    encode_families,
+)
+from aioengine.server.stored_responses import SharedResponses, StoredResponses
 from aioengine.server.tracing import Tracing
 from aioengine.turns import turns_here
 from aioengine.validation import shorten
@@ -219,8 +229,39 @@ class Api:
         self._keys = ApiKeys(self.config.api_keys)
         self._bodies = BodyReader(self.config)
         self._responses = StoredResponses(self.config.max_stored_responses, self.config.max_stored_response_bytes)
+        self._siblings: Siblings | None = None
         self._num_open = 0
         self._has_warned = False
+
+    def join(self, siblings: Siblings) -> None:
+        """Be one of several servers of a port, before anything is served: what is asked of this one is asked of all."""
+        self._siblings = siblings
+        self._responses = SharedResponses(
+            self.config.max_stored_responses,
+            self.config.max_stored_response_bytes,
+            server=siblings.index,
+            num_servers=siblings.group.num_servers,
+            ask=siblings.ask,
+        )
+
+    async def answer(self, question: Question) -> bytes:
+        """What another server, or the process that has started all, asks of this one.
+
+        Raises:
+            ApiError: as a client here would hear it.
+        """
+        if isinstance(question, CountOpen):
+            return str(self._num_open).encode()
+        if isinstance(question, AbortNamed):
+            await self._abort_here(question.request_ids)
+            return b""
+        if isinstance(question, AskStored):
+            assert isinstance(self._responses, SharedResponses)
+            return await self._responses.answer(question)
+        families = [each for each in self._families() if not each.is_of_engine]
+        return encode_families(
+            [*families, *await anyio.to_thread.run_sync(read_process, limiter=self._rendering.get())]
+        )
 
     @property
     def engine(self) -> Engine:
@@ -419,7 +460,7 @@ class Api:
 
     async def _delete_response(self, exchange: Exchange, record: RequestRecord) -> Response:
         response_id = _response_id(exchange)
-        self._responses.delete(response_id)
+        await self._responses.delete(response_id)
         return _json({"id": response_id, "object": "response", "deleted": True})
 
     async def _read_generation(self, exchange: Exchange, record: RequestRecord, kind: type[G]) -> G:
@@ -436,11 +477,16 @@ class Api:
             raise missing("request_id")
         if len(ids) > MAX_ABORTED:
             raise invalid_value("request_ids", f"request_ids has {len(ids):,}; at most {MAX_ABORTED:,} at once")
+        await self._abort_here(ids)
+        if self._siblings is not None:
+            await self._ask(AbortNamed(ids))
+        return _json({"request_ids": ids})
+
+    async def _abort_here(self, ids: list[str]) -> None:
         for request_id in ids:
             await turns_here().take()
             for prefix in ("chatcmpl-", "cmpl-", "msg-"):
                 self.engine.abort(request_id.removeprefix(prefix))
-        return _json({"request_ids": ids})
 
     # Text
 
@@ -511,6 +557,9 @@ class Api:
             "is_sleeping": health.is_sleeping,
             "is_draining": self.is_draining,
         }
+        if self._siblings is not None:
+            group = self._siblings.group
+            told["servers"] = {"serving": group.num_serving, "wanted": group.num_servers}
         if health.status == "STALLED":
             told.update(reason=health.reason, step_age_s=round(health.step_age_s, 3))
         is_well = health.status == "ALIVE" and not self.is_draining
@@ -518,11 +567,20 @@ class Api:
         return _json(told, 200 if is_well else 503)
 
     async def _metrics(self, exchange: Exchange, record: RequestRecord) -> Response:
-        # Of a connected engine the model is known only once it is connected.
-        name = self.models.names[0]
-        families = read_families(self.engine, self._metrics_of_http, self.config.metrics_prefix, name)
-        body, content_type = await render(families, exchange.headers.get("accept"), self._rendering.get())
+        is_alone = self._siblings is None
+        families = self._families() if is_alone else decode_families(await self._ask(ReadNumbers()))
+        body, content_type = await render(
+            families, exchange.headers.get("accept"), self._rendering.get(), has_process=not is_alone
+        )
         return Response(200, body, {"content-type": content_type})
+
+    def _families(self) -> list[MetricFamily]:
+        # Of a connected engine the model is known only once it is connected.
+        return read_families(self.engine, self._metrics_of_http, self.config.metrics_prefix, self.models.names[0])
+
+    async def _ask(self, question: Question) -> bytes:
+        assert self._siblings is not None
+        return await self._siblings.ask(question)
 
     async def _version(self, exchange: Exchange, record: RequestRecord) -> Response:
         self._check_alive()
@@ -531,7 +589,8 @@ class Api:
     async def _load(self, exchange: Exchange, record: RequestRecord) -> Response:
         stats = self.engine.stats()
         told = {"running": stats.running, "waiting": stats.waiting, "kv_cache_usage": stats.kv_cache_usage}
-        return _json({"server_load": self._num_open, **told})
+        num_open = self._num_open if self._siblings is None else int(await self._ask(CountOpen()))
+        return _json({"server_load": num_open, **told})
 
     async def _page(self, exchange: Exchange, record: RequestRecord) -> Response:
         return PAGE

@@ -135,7 +135,7 @@ class GenerationCall:
 
     async def respond(self, request: ResponseRequest, stored: StoredResponses) -> Response | None:
         """Answer by a response; None when that was a stream, which has been written."""
-        conversation = self._conversation(request, stored)
+        conversation = await self._conversation(request, stored)
         response_id = stored.make_id()
 
         def keep(body: bytes, choice: CompletionOutput | None) -> None:
@@ -159,18 +159,18 @@ class GenerationCall:
         except InvalidRequest as error:
             raise api_error_of(error, param_names=RESPONSE_NAMES) from error
 
-    def _conversation(self, request: ResponseRequest, stored: StoredResponses) -> list[dict[str, Any]]:
+    async def _conversation(self, request: ResponseRequest, stored: StoredResponses) -> list[dict[str, Any]]:
         """The messages that a response answers, without its own instructions."""
         previous_id, max_messages = request.previous_response_id, self._config.max_messages
-        conversation = stored.conversation(previous_id) if previous_id is not None else []
-        conversation += read_input(request, max_messages, stored.item_finder())
+        conversation = await stored.conversation(previous_id) if previous_id is not None else []
+        conversation += await read_input(request, max_messages, stored.item_finder())
         if len(conversation) > max_messages:
             raise too_many("messages", max_messages)
         return conversation
 
     async def count_input(self, request: ResponseRequest, stored: StoredResponses) -> int:
         """Tokens of the prompt that `respond` would make."""
-        messages = with_instructions(request, self._conversation(request, stored))
+        messages = with_instructions(request, await self._conversation(request, stored))
         return await self._count(request, messages, request.chat_template_kwargs, RESPONSE_NAMES)
 
     async def _begin_in_background(

@@ -1,4 +1,11 @@
-"""The sockets that a server listens on: TCP, or a Unix socket of its owner's alone; and the certificate for https."""
+"""The sockets that servers listen on: TCP, or a Unix socket of its owner's alone; and the certificate for https.
+
+Several servers of one port have a socket each, all bound to it (SO_REUSEPORT): the kernel spreads connections evenly,
+by their addresses. With one socket for all, the server that wakes first takes whole bursts: of 256 connections at once
+four servers had 1, 11, 243 and 1, and with a socket each 60 to 70. The process that has started the servers holds the
+sockets, too, so that nothing resets what a server that died had not accepted yet: another one accepts it. Unix sockets
+know no such sharing: there the servers have one.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +14,7 @@ import ipaddress
 import os
 import socket
 import ssl
+from collections.abc import Sequence
 from typing import Annotated, Self
 
 import msgspec
@@ -35,25 +43,48 @@ class HttpListener:
 
     TCP ports are taken here, and refuse clients until `listen`: what does not work is known before a model is loaded.
 
+    Args:
+        num_servers: that are to listen there, each in a process of its own.
+    Attributes:
+        shares: the sockets of each server; of a Unix socket there is one share.
     Raises:
         ConfigError: the place cannot be had, or the certificate is not usable.
     """
 
-    def __init__(self, where: ServerAddress) -> None:
+    def __init__(self, where: ServerAddress, num_servers: int = 1) -> None:
         self.where = where
-        self.sockets: list[socket.socket] = []
+        self.shares: list[list[socket.socket]] = []
         self._port = where.port
         self._file: tuple[int, int] | None = None
         """Device and inode of the socket's file."""
         self.ssl = _ssl_context(where)
         try:
             if where.uds is None:
-                self.sockets = _bind_tcp(where.host, where.port)
-                self._port = self.sockets[0].getsockname()[1]
+                self._bind_tcp(num_servers)
             else:
                 _check_path(where.uds)
         except OSError as error:
             raise self._not_served(error) from None
+
+    @classmethod
+    def inherited(cls, where: ServerAddress, descriptors: Sequence[int]) -> Self:
+        """One server's share of what another process holds, in that server's process; closing it removes no file.
+
+        Args:
+            descriptors: of bound sockets, this process's own from now on.
+        """
+        listener = cls.__new__(cls)
+        listener.where, listener._port, listener._file = where, where.port, None
+        listener.shares = [[socket.socket(fileno=each) for each in descriptors]]
+        if where.uds is None:
+            listener._port = listener.sockets[0].getsockname()[1]
+        listener.ssl = _ssl_context(where)
+        return listener
+
+    @property
+    def sockets(self) -> list[socket.socket]:
+        """Those of the first share."""
+        return self.shares[0] if self.shares else []
 
     def _not_served(self, error: OSError) -> ConfigError:
         return ConfigError(f"cannot serve at {self.url}: {error.strerror or error}")
@@ -74,24 +105,43 @@ class HttpListener:
             for each in self.sockets
         )
 
+    def bind(self) -> None:
+        """Make the Unix socket, if it is to be one: all sockets are there then, for other processes to listen on.
+
+        Raises:
+            ConfigError: the place was taken meanwhile.
+        """
+        try:
+            if self.where.uds is not None and not self.shares:
+                self._bind_unix(self.where.uds)
+        except OSError as error:
+            raise self._not_served(error) from None
+
     def listen(self) -> None:
         """Let clients come.
 
         Raises:
             ConfigError: the place was taken meanwhile.
         """
+        self.bind()
         try:
-            if self.where.uds is not None and not self.sockets:
-                self._bind_unix(self.where.uds)
             for each in self.sockets:
                 each.listen(BACKLOG)
         except OSError as error:
             raise self._not_served(error) from None
 
+    def let_go(self) -> None:
+        """Close the sockets here, without a wait: clients are refused once servers that have inherited them do so, too.
+
+        Idempotent; to be followed by `close`.
+        """
+        for share in self.shares:
+            for each in share:
+                each.close()
+
     def close(self) -> None:
         """Refuse clients, and remove the socket's file. Idempotent."""
-        for each in self.sockets:
-            each.close()
+        self.let_go()
         if self.where.uds is not None and self._file is not None:
             with contextlib.suppress(FileNotFoundError):
                 if _file_at(self.where.uds) == self._file:  # not one that another server has put there
@@ -104,11 +154,26 @@ class HttpListener:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _bind_tcp(self, num_servers: int) -> None:
+        host, port = self.where.host, self.where.port
+        self.shares = [_bind_tcp(host, port, is_shared=False)]
+        self._port = self.sockets[0].getsockname()[1]
+        try:
+            if num_servers > 1:
+                for each in self.sockets:
+                    # Once it is bound: another program's port, shared or not, is refused as it is for one server.
+                    each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            for _ in range(1, num_servers):
+                self.shares.append(_bind_tcp(host, self._port, is_shared=True))
+        except BaseException:
+            self.close()
+            raise
+
     def _bind_unix(self, path: str) -> None:
         _check_path(path)
         remove_stale(path)
         made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sockets = [made]
+        self.shares = [[made]]
         # Linux gives the file the socket's own mode as it makes it: there is no moment in which it has another.
         os.fchmod(made.fileno(), 0o600)
         made.bind(path)
@@ -121,8 +186,12 @@ def _file_at(path: str) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _bind_tcp(host: str, port: int) -> list[socket.socket]:
-    """One socket for each address of the host, all at the same port."""
+def _bind_tcp(host: str, port: int, *, is_shared: bool) -> list[socket.socket]:
+    """One socket for each address of the host, all at the same port.
+
+    Args:
+        is_shared: with sockets that this process has bound there already.
+    """
     found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     sockets: list[socket.socket] = []
     try:
@@ -136,6 +205,8 @@ def _bind_tcp(host: str, port: int) -> list[socket.socket]:
                 made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             if port == 0 and len(sockets) > 1:
                 address = (address[0], sockets[0].getsockname()[1], *address[2:])
+            if is_shared:
+                made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             made.bind(address)
     except BaseException:
         for made in sockets:

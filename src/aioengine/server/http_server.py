@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import os
 import socket
 import warnings
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection
 from email.utils import formatdate
 from typing import TYPE_CHECKING, Any, Self
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("aioengine")
 
+SPARE_FILES = 512
+"""Files that a process needs beside its connections."""
 TURNS_TO_TAKE_IN = 5
 """Of the loop, from a connection that the system holds to the app's first step: accepted, made, read, begun."""
 TICK_S = 1.0
@@ -61,7 +64,7 @@ async def serve(
     stop: StopRequest,
     drain_timeout_s: float = 30.0,
     limits: HttpLimits | None = None,
-    on_serving: Callable[[str], None] = lambda url: None,
+    on_serving: Callable[[HttpServer], None] = lambda server: None,
     on_drain: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve an ASGI app on the running loop until it is asked to stop, and drain then.
@@ -75,7 +78,7 @@ async def serve(
         app: ASGI 3. Its lifespan is not run: the engine has been started, and is closed by what has started it.
         listener: where; it is closed in the end.
         stop: asked from the loop's own thread, such as by `asked_by_signals`.
-        on_serving: called with the URL once clients can come.
+        on_serving: called once clients can come.
         on_drain: called when draining begins: ``/health`` is to say so from then on.
     Raises:
         ConfigError: the place was taken meanwhile.
@@ -84,7 +87,7 @@ async def serve(
     server = HttpServer(app, engine, listener, limits, stop=stop, on_drain=on_drain)
     try:
         await server._start()
-        on_serving(listener.url)
+        on_serving(server)
         await server._until(lambda: stop.num_asked > 0)
         await server._drain(drain_timeout_s)
         server._look_at_engine()  # what has ended may have ended by its death
@@ -180,7 +183,10 @@ class HttpServer:
         self._config.load()
         self._connect = functools.partial(HttpProtocol, self._config, self._state, {})
         self._is_closed = False
+        self._is_listening = True
         self._servers: list[asyncio.Server] = []
+        self._others: dict[int, asyncio.Server] = {}
+        """At other servers' sockets, by their descriptors."""
         self._ticker: asyncio.TimerHandle | None = None
 
     async def aclose(self, *, drain_timeout_s: float = 30.0) -> None:
@@ -204,13 +210,28 @@ class HttpServer:
     async def _start(self) -> None:
         self._tick()
         await anyio.to_thread.run_sync(self._listener.listen)
+        for each in self._listener.sockets:
+            self._servers.append(await self._accept_at(each))
+        self._stop.on_asked = self._changed.set
+
+    async def _accept_at(self, listening: socket.socket) -> asyncio.Server:
         tls: dict[str, Any] = {}
         if self._listener.ssl is not None:
             tls = {"ssl": self._listener.ssl, "ssl_handshake_timeout": self._limits.header_timeout_s}
-        for each in self._listener.sockets:
-            make = self._loop.create_unix_server if each.family == socket.AF_UNIX else self._loop.create_server
-            self._servers.append(await make(self._connect, sock=each, backlog=BACKLOG, **tls))
-        self._stop.on_asked = self._changed.set
+        make = self._loop.create_unix_server if listening.family == socket.AF_UNIX else self._loop.create_server
+        return await make(self._connect, sock=listening, backlog=BACKLOG, **tls)
+
+    async def accept_for_others(self, descriptors: Collection[int]) -> None:
+        """Accept at these sockets of other servers, too, and no more at others' sockets that were given before.
+
+        Args:
+            descriptors: of listening sockets; they stay the caller's.
+        """
+        for number in self._others.keys() - set(descriptors):
+            self._others.pop(number).close()
+        if self._is_listening:
+            for number in set(descriptors) - self._others.keys():
+                self._others[number] = await self._accept_at(socket.socket(fileno=os.dup(number)))
 
     async def _drain_and_end(self, drain_timeout_s: float) -> None:
         try:
@@ -272,7 +293,8 @@ class HttpServer:
             logger.error("%d tasks of the app did not end", len(self._state.tasks))
 
     async def _stop_listening(self) -> None:
-        for server in self._servers:
+        self._is_listening = False
+        for server in (*self._servers, *self._others.values()):
             server.close()
         await anyio.to_thread.run_sync(self._listener.close)
 

@@ -19,7 +19,17 @@ from prometheus_client.utils import floatToGoString
 
 from aioengine.core.protocol import ReplicaStatus
 from aioengine.errors import AioEngineError
-from aioengine.metrics import REQUEST_TIME_S, REQUEST_TOKENS, Counter, Gauge, Histogram, Kind, Labeled, Sample
+from aioengine.metrics import (
+    OF_REQUESTS,
+    REQUEST_TIME_S,
+    REQUEST_TOKENS,
+    Counter,
+    Gauge,
+    Histogram,
+    Kind,
+    Labeled,
+    Sample,
+)
 from aioengine.server.record import OTHER_ROUTE, RequestRecord
 
 if TYPE_CHECKING:
@@ -36,7 +46,8 @@ OLD_NAMES = {
     "time_per_output_token_seconds": "inter_token_latency_seconds",
 }
 """Names that vLLM had until 0.11, and that dashboards of then ask for."""
-NOT_VLLMS = ("step_time_seconds", "device_time_seconds", "loop_lag_seconds")
+AT_DOOR = "num_requests_waiting_for_admission"
+NOT_VLLMS = ("step_time_seconds", "device_time_seconds", "loop_lag_seconds", AT_DOOR)
 METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE")
 """Clients may make up as many others as they like: those are "other"."""
 UNCOUNTED_HANDLERS = ("/health", "/metrics", "/version", "/load")
@@ -123,13 +134,18 @@ REPLICA_METRICS: tuple[tuple[str, Kind, str, Callable[[ReplicaStatus], float]], 
 
 
 class MetricFamily(NamedTuple):
-    """A metric as it is exported: its numbers as they were on the loop, and the labels that all of them have."""
+    """A metric as it is exported: its numbers as they were on the loop, and the labels that all of them have.
+
+    Attributes:
+        is_of_engine: it is the engine's, of which all its front ends have the same; else this front end's alone.
+    """
 
     name: str
     kind: Kind
     documentation: str
     samples: list[Sample]
     labels: tuple[tuple[str, str], ...]
+    is_of_engine: bool = False
 
 
 def read_families(engine: Engine, http: HttpMetrics, prefix: str, model_name: str) -> list[MetricFamily]:
@@ -142,15 +158,17 @@ def read_families(engine: Engine, http: HttpMetrics, prefix: str, model_name: st
     families: list[MetricFamily] = []
     of_model = (("model_name", model_name), ("engine", "0"))
 
-    def add(name: str, kind: Kind, documentation: str, samples: Iterable[Sample]) -> None:
+    def add(name: str, kind: Kind, documentation: str, samples: Iterable[Sample], *, is_of_engine: bool = True) -> None:
         is_of_http = name.removeprefix(OWN_PREFIX).startswith("http_")  # no model's, though requests' parameters are
         if name.startswith(VLLM_PREFIX):
             name = prefix + name.removeprefix(VLLM_PREFIX)
-        families.append(MetricFamily(name, kind, documentation, list(samples), () if is_of_http else of_model))
+        families.append(
+            MetricFamily(name, kind, documentation, list(samples), () if is_of_http else of_model, is_of_engine)
+        )
 
     def add_gauge(name: str, documentation: str, value: float, **labels: object) -> None:
         told = tuple((label, str(said)) for label, said in labels.items())
-        add(name, "gauge", documentation, [Sample("", told, value)])
+        add(name, "gauge", documentation, [Sample("", told, float(value))])
 
     def add_replicas(replicas: list[ReplicaStatus]) -> None:
         for name, kind, documentation, value in REPLICA_METRICS:
@@ -168,7 +186,8 @@ def read_families(engine: Engine, http: HttpMetrics, prefix: str, model_name: st
         by_name = {metric.name: metric for metric in metrics.collect()}
         for name, metric in by_name.items():
             owner = OWN_PREFIX if name in NOT_VLLMS else VLLM_PREFIX
-            add(owner + name, metric.kind, metric.documentation, metric.samples())
+            is_shared = name not in OF_REQUESTS
+            add(owner + name, metric.kind, metric.documentation, metric.samples(), is_of_engine=is_shared)
         for old, name in OLD_NAMES.items():
             add(VLLM_PREFIX + old, by_name[name].kind, f"Old name of {name}.", by_name[name].samples())
         asleep = "awake: 0 while the engine sleeps; the level is not known here."
@@ -192,7 +211,7 @@ def read_families(engine: Engine, http: HttpMetrics, prefix: str, model_name: st
     add_gauge("aioengine:engine_step_age_seconds", "How long the device has been at its present step.", step_age_s)
     add_replicas(engine.replicas() if is_up else [])
     for metric in vars(http).values():
-        add(metric.name, metric.kind, metric.documentation, metric.samples())
+        add(metric.name, metric.kind, metric.documentation, metric.samples(), is_of_engine=False)
     return families
 
 
@@ -234,15 +253,18 @@ def _escaped(value: str) -> str:
     return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
 
 
-async def render(families: list[MetricFamily], accept: str | None, limiter: CapacityLimiter) -> tuple[bytes, str]:
+async def render(
+    families: list[MetricFamily], accept: str | None, limiter: CapacityLimiter, *, has_process: bool = False
+) -> tuple[bytes, str]:
     """The body, with the process's numbers, and its content type: OpenMetrics where the client takes that.
 
     Args:
         limiter: of a thread of its own, since a host's handlers may hold all of anyio's.
+        has_process: the families have the numbers of processes already.
     """
     content_type = OPENMETRICS if "application/openmetrics-text" in (accept or "").lower() else TEXT
 
     def write() -> bytes:
-        return encode([*families, *read_process()], content_type)
+        return encode(families if has_process else [*families, *read_process()], content_type)
 
     return await to_thread.run_sync(write, limiter=limiter), content_type

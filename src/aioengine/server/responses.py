@@ -6,7 +6,7 @@ A response is a list of items: reasoning, a message, calls. A stream tells of on
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -200,7 +200,9 @@ class InputItem(msgspec.Struct):
     output: Content | None = None
 
 
-def read_input(request: ResponseRequest, max_items: int, find_item: Callable[[str], InputItem]) -> list[dict[str, Any]]:
+async def read_input(
+    request: ResponseRequest, max_items: int, find_item: Callable[[str], Awaitable[InputItem]]
+) -> list[dict[str, Any]]:
     """The input as a chat.
 
     Args:
@@ -213,7 +215,7 @@ def read_input(request: ResponseRequest, max_items: int, find_item: Callable[[st
     chat = ChatBuilder()
     for place, item in enumerate(read_items(request.input, InputItem, "input", max_items)):
         if item.type == "item_reference":
-            item = find_item(_needed(f"input[{place}]", "id", item.id))
+            item = await find_item(_needed(f"input[{place}]", "id", item.id))
         _add_item(chat, f"input[{place}]", item)
     return chat.messages
 

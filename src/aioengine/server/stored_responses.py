@@ -1,11 +1,14 @@
-"""Responses that clients may ask for again, or go on with: in memory, within bounds."""
+"""Responses that clients may ask for again, or go on with: in memory, within bounds.
+
+Of several servers of one port each keeps its own, and an id names the server that has the response: others ask that.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, NamedTuple
 
 import msgspec
@@ -14,6 +17,7 @@ from aioengine.outputs import CompletionOutput
 from aioengine.server.answers import message_of
 from aioengine.server.errors import ApiError
 from aioengine.server.responses import InputItem, ResponseAnswer
+from aioengine.server.siblings import AskStored
 from aioengine.server.stream_group import StreamGroup
 
 MAX_REFERRED_BYTES = 4 * 2**20
@@ -42,6 +46,13 @@ class StoredResponse(NamedTuple):
     @property
     def num_bytes(self) -> int:
         return len(self.body) + len(self.messages) + OVERHEAD_BYTES
+
+
+class Found(NamedTuple):
+    """What there is of a response."""
+
+    stored: StoredResponse | None
+    is_running: bool
 
 
 class RunningResponse(NamedTuple):
@@ -112,24 +123,29 @@ class StoredResponses:
             _, oldest = self._stored.popitem(last=False)
             self._num_bytes -= oldest.num_bytes
 
-    def conversation(self, response_id: str) -> list[dict[str, Any]]:
+    async def look_up(self, response_id: str) -> Found:
+        """A response to go on with."""
+        if (stored := self._stored.get(response_id)) is not None:
+            self._stored.move_to_end(response_id)
+        return Found(stored, response_id in self._running)
+
+    async def conversation(self, response_id: str) -> list[dict[str, Any]]:
         """The messages up to a response, and with it.
 
         Raises:
             ApiError: 400.
         """
-        if response_id in self._running:
+        stored, is_running = await self.look_up(response_id)
+        if is_running:
             message = "the response is still being generated: wait for its end, or cancel it"
             raise ApiError(400, "response_running", message, param="previous_response_id")
-        stored = self._stored.get(response_id)
         if stored is None:
             message = f"there is no response {response_id[:100]!r}: it was not stored, or has given way to others"
             raise ApiError(400, "previous_response_not_found", message, param="previous_response_id")
-        self._stored.move_to_end(response_id)
         messages: list[dict[str, Any]] = msgspec.json.decode(stored.messages)
         return messages
 
-    def item_finder(self) -> Callable[[str], InputItem]:
+    def item_finder(self) -> Callable[[str], Awaitable[InputItem]]:
         """What finds stored items by their ids, for one request: each of them once, as a client would send it back.
 
         Raises (what is returned):
@@ -138,11 +154,10 @@ class StoredResponses:
         found: dict[str, dict[str | None, InputItem]] = {}
         num_bytes = 0
 
-        def find(item_id: str) -> InputItem:
+        async def find(item_id: str) -> InputItem:
             nonlocal num_bytes
             response_id = f"resp_{item_id.partition('_')[2][:-2]}"  # see `ResponseAnswer`
-            if response_id not in found and (stored := self._stored.get(response_id)) is not None:
-                self._stored.move_to_end(response_id)
+            if response_id not in found and (stored := (await self.look_up(response_id)).stored) is not None:
                 num_bytes += len(stored.body)
                 if num_bytes > MAX_REFERRED_BYTES:
                     told = f"input refers to responses of more than {MAX_REFERRED_BYTES:,} bytes; give their items"
@@ -183,7 +198,7 @@ class StoredResponses:
             )
         return stored.body
 
-    def delete(self, response_id: str) -> None:
+    async def delete(self, response_id: str) -> None:
         """Forget a response.
 
         Raises:
@@ -201,3 +216,73 @@ class StoredResponses:
             message = f"there is no response {response_id[:100]!r}: it was not stored, or has given way to others"
             raise ApiError(404, "not_found", message, param="id")
         return self._stored[response_id]
+
+
+class SharedResponses(StoredResponses):
+    """One server's responses, and by their ids those of the other servers of its port.
+
+    Args:
+        server: the number of this one, of ``num_servers``.
+        ask: asks the server that a question names.
+    """
+
+    def __init__(
+        self,
+        max_num: int,
+        max_bytes: int,
+        *,
+        server: int,
+        num_servers: int,
+        ask: Callable[[AskStored], Awaitable[bytes]],
+    ) -> None:
+        super().__init__(max_num, max_bytes)
+        self._server = server
+        self._num_servers = num_servers
+        self._ask = ask
+
+    def make_id(self) -> str:
+        return f"resp_{self._server:02x}{secrets.token_hex(19)}"
+
+    async def look_up(self, response_id: str) -> Found:
+        if (owner := self._owner(response_id)) is None:
+            return await super().look_up(response_id)
+        return msgspec.msgpack.decode(await self._ask(AskStored(owner, "copy", response_id)), type=Found)
+
+    async def retrieve(self, response_id: str) -> bytes:
+        if (owner := self._owner(response_id)) is None:
+            return await super().retrieve(response_id)
+        return await self._ask(AskStored(owner, "retrieve", response_id))
+
+    async def cancel(self, response_id: str) -> bytes:
+        if (owner := self._owner(response_id)) is None:
+            return await super().cancel(response_id)
+        return await self._ask(AskStored(owner, "cancel", response_id))
+
+    async def delete(self, response_id: str) -> None:
+        if (owner := self._owner(response_id)) is None:
+            await super().delete(response_id)
+        else:
+            await self._ask(AskStored(owner, "delete", response_id))
+
+    async def answer(self, asked: AskStored) -> bytes:
+        """What another server asks of a response here.
+
+        Raises:
+            ApiError: as it would be here.
+        """
+        if asked.do == "copy":
+            return msgspec.msgpack.encode(await super().look_up(asked.response_id))
+        if asked.do == "retrieve":
+            return await super().retrieve(asked.response_id)
+        if asked.do == "cancel":
+            return await super().cancel(asked.response_id)
+        await super().delete(asked.response_id)
+        return b""
+
+    def _owner(self, response_id: str) -> int | None:
+        """The server that has it, if that is another one."""
+        try:
+            owner = int(response_id[5:7], 16)
+        except ValueError:
+            return None
+        return owner if owner != self._server and 0 <= owner < self._num_servers else None

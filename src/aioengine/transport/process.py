@@ -25,7 +25,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import IO
 
 import anyio
@@ -59,6 +59,7 @@ class Child:
         name: what errors and the log call it, such as "engine 0".
         env: added to this process's environment.
         visible_devices: CUDA_VISIBLE_DEVICES of the child; none for an empty tuple; what this process sees for None.
+        pass_fds: descriptors that it inherits, with the same numbers.
         terminate_s: how long it may take to end after SIGTERM.
         on_exit: called on the loop when it has exited.
     Attributes:
@@ -76,6 +77,7 @@ class Child:
         *args: str,
         env: Mapping[str, str],
         visible_devices: Iterable[int | str] | None = None,
+        pass_fds: Collection[int] = (),
         terminate_s: float,
         on_exit: Callable[[], None],
     ) -> None:
@@ -90,7 +92,7 @@ class Child:
         # Held while the pid is used, since it may be reaped in any thread; reentrant, since finalizers run anywhere.
         self._lock = threading.RLock()
         try:
-            self._popen = _spawn([module, *args], _environment(env, visible_devices, self._family))
+            self._popen = _spawn([module, *args], _environment(env, visible_devices, self._family), pass_fds)
             self._pidfd = _pidfd_of(self._popen)
         except (OSError, ValueError) as error:  # too many processes, no descriptor; a NUL in an argument
             raise ConfigError(f"{name} could not be started: {error}") from error
@@ -109,6 +111,11 @@ class Child:
     async def wait(self) -> None:
         """Wait until it has exited. Cancelling stops the wait."""
         await self._exited.wait()
+
+    def terminate(self) -> None:
+        """Tell it to end, by SIGTERM. Does not wait."""
+        self.is_exit_expected = True
+        self._send_signal(signal.SIGTERM)
 
     def describe_exit(self) -> str:
         """How it ended and why, in one line: "engine 0 (pid 7) was killed by SIGSEGV; its last words: …"."""
@@ -260,7 +267,7 @@ def _environment(env: Mapping[str, str], visible_devices: Iterable[int | str] | 
     return environment
 
 
-def _spawn(command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+def _spawn(command: list[str], environment: dict[str, str], pass_fds: Collection[int]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-m", *command],
         env=environment,
@@ -268,6 +275,7 @@ def _spawn(command: list[str], environment: dict[str, str]) -> subprocess.Popen[
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         bufsize=0,
+        pass_fds=tuple(pass_fds),
         # A group of its own, but in this session: should this process die while the child is stopped, the kernel wakes
         # and hangs up the group that is orphaned by that. Ctrl-C reaches only this process, which ends it in order.
         process_group=0,

@@ -1,0 +1,160 @@
+"""One of several HTTP servers, in its own process: an engine, an app, and the conversation with the process above."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+
+import anyio
+import uvloop
+from msgspec.structs import asdict
+
+from aioengine.config import EngineConfig
+from aioengine.engine import Engine
+from aioengine.errors import AioEngineError
+from aioengine.own_process import allow_files, asked_by_signals, limit_spinning, prepare_interpreter
+from aioengine.server.access_log import logging_off_loop
+from aioengine.server.api import Api
+from aioengine.server.asgi import create_app
+from aioengine.server.http_listener import HttpListener
+from aioengine.server.http_server import SPARE_FILES, HttpServer, StopRequest, serve
+from aioengine.server.siblings import (
+    Counted,
+    Message,
+    Peer,
+    ReadNumbers,
+    ServerGroup,
+    ServerSettings,
+    Serving,
+    Siblings,
+    receive_settings,
+)
+
+logger = logging.getLogger("aioengine")
+
+COUNTED_EVERY_S = 2.0
+"""How often the process above is told what was counted: no more than that dies with a server."""
+
+
+def run_server(end: socket.socket) -> int:
+    """Serve as the other end of the socket says, until SIGTERM; the process's exit code."""
+    settings = receive_settings(end)
+    limit_spinning()  # of an engine in this process, before torch is imported
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # below that it tells of its own steps
+    with (
+        open(settings.log_descriptor, "w", encoding="utf-8", errors="backslashreplace", closefd=False) as log,
+        logging_off_loop(settings.log_format, stream=log, server=settings.index),
+    ):
+        allow_files(settings.limits.max_connections + SPARE_FILES)
+        try:
+            uvloop.run(ApiServer(settings, end).run())
+        except AioEngineError as error:
+            # For the process above, which reads this process's stderr for its last words and shows them.
+            os.write(sys.stderr.fileno(), f"ERROR aioengine: {type(error).__name__}: {error}\n".encode())
+            return 1
+    return 0
+
+
+class ApiServer:
+    """One of several HTTP servers.
+
+    Args:
+        end: of the socket to the process above.
+    """
+
+    def __init__(self, settings: ServerSettings, end: socket.socket) -> None:
+        self._settings = settings
+        self._end = end
+        self._stop = StopRequest()
+        self._group = ServerGroup(settings.num_servers, 0)
+        self._group_changed = anyio.Event()
+
+    async def run(self) -> None:
+        """Serve until it is told to end.
+
+        Raises:
+            AioEngineError: it cannot serve, or its engine has died.
+        """
+        settings = self._settings
+        descriptors = settings.shares[settings.index % len(settings.shares)]
+        with (
+            asked_by_signals(lambda _: self._stop.ask()),
+            HttpListener.inherited(settings.where, descriptors) as listener,
+        ):
+            engine: Engine | None = None
+            with anyio.CancelScope() as starting:
+                self._stop.on_asked = starting.cancel
+                if not self._stop.num_asked:
+                    engine = await self._start_engine()
+            if engine is not None:
+                async with engine:
+                    await self._serve(engine, listener)
+
+    async def _start_engine(self) -> Engine:
+        settings = self._settings
+        if settings.engine_address is None:
+            return await Engine.start(**asdict(settings.engine_config or EngineConfig()))
+        return await Engine.connect(
+            settings.engine_address,
+            model=settings.engine_model,
+            keys=settings.engine_keys,
+            client=settings.engine_client,
+        )
+
+    async def _serve(self, engine: Engine, listener: HttpListener) -> None:
+        app = create_app(engine, self._settings.config)
+        api: Api = app.state.api
+        peer = Peer(self._end, api.answer, self._take)
+        await peer.open()
+        if self._settings.engine_address is not None:
+            api.join(Siblings(self._settings.index, lambda: self._group, peer.ask))
+        failure: AioEngineError | None = None
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(peer.run)
+            tasks.start_soon(self._count, api, peer)
+
+            def on_serving(server: HttpServer) -> None:
+                tasks.start_soon(self._follow_group, server)
+                peer.tell(Serving(api.models.names[0], server.url))
+
+            prepare_interpreter()
+            try:
+                await serve(
+                    app,
+                    engine=engine,
+                    listener=listener,
+                    stop=self._stop,
+                    drain_timeout_s=self._settings.drain_timeout_s,
+                    limits=self._settings.limits,
+                    on_serving=on_serving,
+                    on_drain=api.drain,
+                )
+            except AioEngineError as error:  # a group of tasks would wrap it
+                failure = error
+            peer.tell(Counted(await api.answer(ReadNumbers())))
+            await peer.flush()
+            tasks.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, ServerGroup):
+            self._group = message
+            self._group_changed.set()
+
+    async def _follow_group(self, server: HttpServer) -> None:
+        """Accept in place of other servers while these do not serve."""
+        shares, own = self._settings.shares, self._settings.index
+        while True:
+            others = [shares[index] for index in self._group.accepts_for if index != own and index < len(shares)]
+            await server.accept_for_others([each for share in others for each in share])
+            await self._group_changed.wait()
+            self._group_changed = anyio.Event()
+
+    async def _count(self, api: Api, peer: Peer) -> None:
+        """Tell what was counted, now and then."""
+        while True:
+            await anyio.sleep(COUNTED_EVERY_S)
+            peer.tell(Counted(await api.answer(ReadNumbers())))

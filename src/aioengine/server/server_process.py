@@ -1,0 +1,195 @@
+"""Servers as processes, seen from the one that starts them: its half of each, and what they have together."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Callable, Iterable
+
+import anyio
+from anyio import CapacityLimiter
+
+from aioengine.engine import Engine
+from aioengine.errors import ConfigError
+from aioengine.server.errors import ApiError
+from aioengine.server.group_numbers import GroupNumbers
+from aioengine.server.metrics import HttpMetrics, MetricFamily, read_families, read_process
+from aioengine.server.siblings import (
+    AbortNamed,
+    AskStored,
+    Counted,
+    CountOpen,
+    Message,
+    Peer,
+    Question,
+    ReadNumbers,
+    ServerGroup,
+    ServerSettings,
+    Serving,
+    decode_families,
+    encode_families,
+)
+from aioengine.transport.process import Child
+
+CHILD_MODULE = "aioengine.server.child"
+NUMBERS_TIMEOUT_S = 1.0
+"""For a server's numbers in a scrape: one that is stuck is shown as it was."""
+LAST_WORDS_S = 1.0
+"""For what a server that has exited sent before."""
+TERMINATE_S = 1.0
+"""For a server that is not drained, such as one whose start is given up."""
+
+
+class ServerProcess:
+    """An HTTP server in a child process; a `ManagedServer` of `ApiServers`."""
+
+    def __init__(self, settings: ServerSettings, hub: Hub) -> None:
+        self.name = f"HTTP server {settings.index}"
+        self.serving: Serving | None = None
+        self._settings = settings
+        self._hub = hub
+        self._child: Child | None = None
+        self._peer: Peer | None = None
+        self._failed_start = f"{self.name} was not started"
+        self._num_told_to_end = 0
+        self._on_serving: Callable[[], None] = lambda: None
+
+    async def run(self, on_serving: Callable[[], None]) -> None:
+        self._on_serving = on_serving
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self._child = self._start(theirs.fileno())
+            except ConfigError as error:  # no process, or no descriptor, can be had now
+                self._failed_start = str(error)
+                ours.close()
+                return
+        try:
+            await self._talk(ours, self._child)
+        finally:
+            self._hub.peers.pop(self._settings.index, None)
+            await self._child.aclose()
+
+    def _start(self, descriptor: int) -> Child:
+        settings = self._settings
+        inherited = {descriptor, settings.log_descriptor, *(each for share in settings.shares for each in share)}
+        arguments = ("--channel", str(descriptor))
+        return Child(
+            self.name,
+            CHILD_MODULE,
+            *arguments,
+            env=settings.environment,
+            visible_devices=settings.visible_devices,
+            pass_fds=inherited,
+            terminate_s=TERMINATE_S,
+            on_exit=lambda: None,
+        )
+
+    async def _talk(self, ours: socket.socket, child: Child) -> None:
+        index = self._settings.index
+        peer = self._peer = Peer(ours, lambda question: self._hub.answer(index, question), self._take)
+        await peer.open()
+        peer.tell(self._settings)
+        self._hub.peers[index] = peer
+        async with anyio.create_task_group() as tasks:
+            ended = anyio.Event()
+
+            async def hear() -> None:
+                await peer.run()
+                ended.set()
+
+            tasks.start_soon(hear)
+            await child.wait()
+            with anyio.move_on_after(LAST_WORDS_S):
+                await ended.wait()
+            tasks.cancel_scope.cancel()
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, Serving):
+            self.serving = message
+            self._hub.model_name = message.model
+            self._on_serving()
+        elif isinstance(message, Counted):
+            self._hub.numbers.note(self._settings.index, decode_families(message.families))
+
+    def describe_exit(self) -> str:
+        return self._failed_start if self._child is None else self._child.describe_exit()
+
+    def terminate(self) -> None:
+        if self._child is not None and self._child.returncode is None:
+            self._child.terminate()
+
+    def tell(self, group: ServerGroup) -> None:
+        if self._peer is not None:
+            self._peer.tell(group)
+
+
+class Hub:
+    """What servers ask of each other and of all together.
+
+    Args:
+        engine: that of the process, which hears of all steps: the engine's numbers are those that it has.
+        prefix: of metrics, in place of vLLM's.
+    Attributes:
+        peers: the servers' processes, by index.
+        group: how many servers are to serve, and how many do.
+    """
+
+    def __init__(self, engine: Engine | None, prefix: str, group: Callable[[], ServerGroup]) -> None:
+        self.peers: dict[int, Peer] = {}
+        self.numbers = GroupNumbers()
+        self.model_name = ""
+        self._engine = engine
+        self._prefix = prefix
+        self._group = group
+        self._limiter = CapacityLimiter(1)
+
+    def on_exit(self, index: int, is_again: bool) -> None:
+        """A server has exited."""
+        self.numbers.end(index)
+        self.numbers.num_restarts += is_again
+
+    async def answer(self, asking: int, question: Question) -> bytes:
+        """Answer a server's question.
+
+        Raises:
+            ApiError: as a client is to hear it.
+        """
+        if isinstance(question, AskStored):
+            peer = self.peers.get(question.server)
+            if peer is None:
+                told = f"there is no response {question.response_id[:100]!r}: the server that had it has ended"
+                raise ApiError(404, "not_found", told, param="id")
+            return await peer.ask(question)
+        if isinstance(question, ReadNumbers):
+            return encode_families(await self._read_numbers())
+        others = [index for index in self.peers if index != asking or isinstance(question, CountOpen)]
+        answers = await self._ask_each(others, question)
+        if isinstance(question, CountOpen):
+            return str(sum(map(int, answers.values()))).encode()
+        assert isinstance(question, AbortNamed)
+        return b""
+
+    async def _read_numbers(self) -> list[MetricFamily]:
+        for index, body in (await self._ask_each(self.peers, ReadNumbers())).items():
+            self.numbers.note(index, decode_families(body))
+        own: list[MetricFamily] = []
+        if self._engine is not None:
+            families = read_families(self._engine, HttpMetrics(), self._prefix, self.model_name)
+            own = [each for each in families if each.is_of_engine]
+        own += await anyio.to_thread.run_sync(read_process, limiter=self._limiter)
+        group = self._group()
+        return self.numbers.total(own, num_servers=group.num_servers, num_serving=group.num_serving)
+
+    async def _ask_each(self, servers: Iterable[int], question: Question) -> dict[int, bytes]:
+        """The answers of those that give one in time."""
+        answers: dict[int, bytes] = {}
+
+        async def ask(index: int, peer: Peer) -> None:
+            with contextlib.suppress(ApiError):
+                answers[index] = await peer.ask(question, NUMBERS_TIMEOUT_S)
+
+        async with anyio.create_task_group() as tasks:
+            for index in servers:
+                tasks.start_soon(ask, index, self.peers[index])
+        return answers

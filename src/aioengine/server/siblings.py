@@ -1,0 +1,325 @@
+"""What the HTTP servers of one port say to each other, by way of the process that has started them.
+
+Each server has a Unix socket to that process, of which it was given one end at its start. A frame is four bytes of
+length, big-endian, and a message (msgpack). Both sides ask, and each question has one answer: a server asks for what
+another one has, or for what all have together; the process asks servers. At most so many questions are open as HTTP
+requests are served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import itertools
+import socket
+from collections.abc import Awaitable, Callable
+
+import anyio
+import msgspec
+from anyio.abc import TaskGroup
+
+from aioengine.config import EngineConfig
+from aioengine.errors import ConfigError
+from aioengine.server.config import HttpLimits, ServerConfig
+from aioengine.server.errors import ApiError, unavailable
+from aioengine.server.http_listener import ServerAddress
+from aioengine.server.metrics import MetricFamily
+
+MAX_FRAME_BYTES = 2**28
+"""More than `max_stored_response_bytes` is by default, and so more than any answer has."""
+ANSWER_TIMEOUT_S = 10.0
+"""For a question. What it asks for is in a server's memory: a server that takes longer is stuck."""
+
+
+class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, tag="settings"):
+    """What a server is told first: how it is set up, secrets included, which no command line shows.
+
+    Attributes:
+        index: of this server among ``num_servers``.
+        shares: descriptors of the sockets of each server; its own are ``shares[index]``, or those of the only share.
+        log_descriptor: where its log goes.
+        engine_address: of the engine to connect to; None: the server starts one of ``engine_config`` in its process.
+        engine_model: where to find the tokenizer, as for `Engine.connect`.
+        engine_keys, engine_client: likewise.
+        visible_devices: CUDA_VISIBLE_DEVICES of the server's process; None: as in the one that starts it.
+        environment: of that process, added to this one's.
+    """
+
+    index: int
+    num_servers: int
+    shares: list[list[int]]
+    where: ServerAddress
+    config: ServerConfig
+    limits: HttpLimits
+    drain_timeout_s: float
+    log_format: str
+    log_descriptor: int
+    engine_address: str | None = None
+    engine_model: str | None = None
+    engine_keys: str | None = None
+    engine_client: str | None = None
+    engine_config: EngineConfig | None = None
+    visible_devices: tuple[int | str, ...] | None = None
+    environment: dict[str, str] = {}
+
+
+class Serving(msgspec.Struct, frozen=True, tag="serving"):
+    """A server serves.
+
+    Attributes:
+        model: the name that it calls its model by.
+        url: where.
+    """
+
+    model: str
+    url: str
+
+
+class Counted(msgspec.Struct, frozen=True, tag="counted"):
+    """What a server has counted, told now and then and as it ends: families, as `encode_families` has them."""
+
+    families: bytes
+
+
+class ServerGroup(msgspec.Struct, frozen=True, tag="group"):
+    """All servers as they are now, told to each of them when that changes.
+
+    Attributes:
+        num_servers: that are to serve.
+        num_serving: that do.
+        accepts_for: servers that do not, and at whose sockets the one that is told this is to accept, too.
+    """
+
+    num_servers: int
+    num_serving: int
+    accepts_for: list[int] = []
+
+
+class ReadNumbers(msgspec.Struct, frozen=True, tag="numbers"):
+    """For the families of `/metrics`: a server is asked for its own, the process for those of all together."""
+
+
+class CountOpen(msgspec.Struct, frozen=True, tag="open"):
+    """For how many requests are being served."""
+
+
+class AbortNamed(msgspec.Struct, frozen=True, tag="abort"):
+    """To end the requests of these ids."""
+
+    request_ids: list[str]
+
+
+class AskStored(msgspec.Struct, frozen=True, tag="stored"):
+    """For a stored response, of the server that has it.
+
+    Attributes:
+        do: "retrieve", "cancel" and "delete" are as over HTTP, "copy" gives a `StoredResponse` to go on with.
+    """
+
+    server: int
+    do: str
+    response_id: str
+
+
+Question = ReadNumbers | CountOpen | AbortNamed | AskStored
+
+
+class Ask(msgspec.Struct, frozen=True, tag="ask"):
+    number: int
+    question: Question
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """An `ApiError`, to be raised where the question was asked."""
+
+    status: int
+    code: str | None
+    message: str
+    param: str | None
+
+    @classmethod
+    def of(cls, error: Exception) -> Refusal:
+        if isinstance(error, ApiError):
+            return cls(error.status, error.code, error.message, error.param)
+        return cls(500, "internal_error", "another server of this port failed at it; its log says why", None)
+
+    def error(self) -> ApiError:
+        return ApiError(self.status, self.code, self.message, param=self.param)
+
+
+class AskAnswer(msgspec.Struct, frozen=True, tag="answer"):
+    number: int
+    body: bytes
+    refusal: Refusal | None = None
+
+
+Message = ServerSettings | Serving | Counted | ServerGroup | Ask | AskAnswer
+
+_encode: Callable[[object], bytes] = msgspec.msgpack.Encoder().encode
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+_families_decoder: msgspec.msgpack.Decoder[list[MetricFamily]] = msgspec.msgpack.Decoder(list[MetricFamily])
+
+
+def encode_families(families: list[MetricFamily]) -> bytes:
+    return _encode(families)
+
+
+def decode_families(body: bytes) -> list[MetricFamily]:
+    return _families_decoder.decode(body)
+
+
+def frame_of(message: Message) -> bytes:
+    body = _encode(message)
+    return len(body).to_bytes(4, "big") + body
+
+
+def receive_settings(end: socket.socket) -> ServerSettings:
+    """Wait for the first message to a server, in its process, before that has a loop.
+
+    Raises:
+        ConfigError: the other side is gone.
+    """
+    with end.makefile("rb", buffering=0) as file:  # unbuffered: what follows is the loop's to read
+        body = _read_exactly(file, int.from_bytes(_read_exactly(file, 4), "big"))
+    settings = _decoder.decode(body)
+    assert isinstance(settings, ServerSettings)
+    return settings
+
+
+def _read_exactly(file: io.RawIOBase, num_bytes: int) -> bytes:
+    parts = b""
+    while len(parts) < num_bytes:
+        part = file.read(num_bytes - len(parts))
+        if not part:
+            raise ConfigError("the process that started this server has gone before it said what to serve")
+        parts += part
+    return parts
+
+
+class Peer:
+    """One end of a socket between a server and the process that has started it.
+
+    Args:
+        end: a connected Unix socket, closed in the end.
+        answer: what answers the other side's questions; an `ApiError` that it raises is raised there.
+        on_message: takes what is no question and no answer.
+    """
+
+    def __init__(
+        self,
+        end: socket.socket,
+        answer: Callable[[Question], Awaitable[bytes]],
+        on_message: Callable[[Message], None],
+    ) -> None:
+        self._end = end
+        self._answer = answer
+        self._on_message = on_message
+        self._numbers = itertools.count()
+        self._asked: dict[int, asyncio.Future[AskAnswer]] = {}
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._is_over = False
+
+    async def open(self) -> None:
+        """Be ready to tell and to ask. To be followed by `run`, or `close`."""
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=self._end)
+
+    async def run(self) -> None:
+        """Take what the other side sends, until that has closed its end. Cancelling closes this one."""
+        reader = self._reader
+        assert reader is not None, "open comes first"
+        try:
+            async with anyio.create_task_group() as tasks:
+                with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+                    while True:
+                        num_bytes = int.from_bytes(await reader.readexactly(4), "big")
+                        if num_bytes > MAX_FRAME_BYTES:
+                            raise ConnectionError("no frame is so long")
+                        self._take(_decoder.decode(await reader.readexactly(num_bytes)), tasks)
+                tasks.cancel_scope.cancel()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Close this end. Idempotent."""
+        self._is_over = True
+        for asked in self._asked.values():
+            if not asked.done():
+                asked.set_exception(_gone())
+        if self._writer is not None:
+            self._writer.close()
+
+    def tell(self, message: Message) -> None:
+        """Send a message; one to a side that is gone is dropped."""
+        if self._writer is not None and not self._is_over:
+            self._writer.write(frame_of(message))
+
+    async def flush(self) -> None:
+        """Wait until what was told has left this process, if the other side is there."""
+        if self._writer is not None and not self._is_over:
+            with contextlib.suppress(ConnectionError):
+                await self._writer.drain()
+
+    async def ask(self, question: Question, timeout_s: float = ANSWER_TIMEOUT_S) -> bytes:
+        """Ask, and wait for the answer.
+
+        Raises:
+            ApiError: of the other side; or 503: it is gone, or did not answer in time.
+        """
+        if self._writer is None or self._is_over:
+            raise _gone()
+        number = next(self._numbers)
+        answer = self._asked[number] = asyncio.get_running_loop().create_future()
+        self.tell(Ask(number, question))
+        try:
+            with anyio.fail_after(timeout_s):
+                told = await answer
+        except TimeoutError:
+            raise unavailable("another server of this port does not answer; try again later") from None
+        finally:
+            del self._asked[number]
+        if told.refusal is not None:
+            raise told.refusal.error()
+        body: bytes = told.body
+        return body
+
+    def _take(self, message: Message, tasks: TaskGroup) -> None:
+        if isinstance(message, Ask):
+            tasks.start_soon(self._reply, message)
+        elif isinstance(message, AskAnswer):
+            asked = self._asked.get(message.number)
+            if asked is not None and not asked.done():
+                asked.set_result(message)
+        else:
+            self._on_message(message)
+
+    async def _reply(self, asked: Ask) -> None:
+        try:
+            self.tell(AskAnswer(asked.number, await self._answer(asked.question)))
+        except Exception as error:
+            self.tell(AskAnswer(asked.number, b"", Refusal.of(error)))
+
+
+class Siblings:
+    """The other servers, as one of them sees them.
+
+    Attributes:
+        index: of this one.
+    """
+
+    def __init__(
+        self, index: int, group: Callable[[], ServerGroup], ask: Callable[[Question], Awaitable[bytes]]
+    ) -> None:
+        self.index = index
+        self._group = group
+        self.ask = ask
+
+    @property
+    def group(self) -> ServerGroup:
+        """All servers as they are now."""
+        return self._group()
+
+
+def _gone() -> ApiError:
+    return unavailable("the server of this port that has it has ended; try again later")

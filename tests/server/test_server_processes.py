@@ -1,0 +1,175 @@
+"""Several HTTP servers of one port as real processes, beside an engine that serves on the test's own loop."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import psutil
+import pytest
+from contract.ways import Opener, until_async
+from waiting import Tasks, until
+
+from aioengine import Engine
+from aioengine.server.config import HttpLimits, ServerConfig
+from aioengine.server.http_listener import HttpListener, ServerAddress
+from aioengine.server.http_server import StopRequest
+from aioengine.server.serve_processes import serve_with_servers
+from aioengine.server.siblings import ServerSettings
+
+pytestmark = [
+    pytest.mark.asyncio(loop_factories=["uvloop"]),
+    pytest.mark.usefixtures("no_stray_process", "children_import_tests"),
+]
+
+STORY = {"prompt": [1, 2, 3], "max_tokens": 40, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture
+def children_import_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=":")
+
+
+class Port:
+    """A port with several servers."""
+
+    def __init__(self, url: str, stop: StopRequest, task: Any, engine: Engine) -> None:
+        self.url, self.stop, self.task, self.engine = url, stop, task, engine
+
+    async def ask(self, method: str, path: str, **options: Any) -> httpx.Response:
+        """One request on a connection of its own, so that any server may get it."""
+        async with httpx.AsyncClient(base_url=self.url, timeout=30) as client:
+            return await client.request(method, path, **options)
+
+    async def numbers(self) -> dict[str, float]:
+        lines = (await self.ask("GET", "/metrics")).text.splitlines()
+        pairs = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+        return {name: float(value) for name, _, value in pairs}
+
+    async def group(self) -> tuple[int, int]:
+        told = (await self.ask("GET", "/health")).json()["servers"]
+        return told["serving"], told["wanted"]
+
+
+@asynccontextmanager
+async def port(num_servers: int, where: ServerAddress | None = None, **config: Any) -> AsyncIterator[Port]:
+    """A port with so many servers, all of which serve."""
+    opener = Opener("served")
+    urls: list[str] = []
+    stop = StopRequest()
+    try:
+        serving = await opener.serve("make_slow")
+        engine = await opener.connect(serving)
+        async with Tasks() as tasks:
+            listener = await anyio.to_thread.run_sync(HttpListener, where or ServerAddress(port=0), num_servers)
+            settings = ServerSettings(
+                index=0,
+                num_servers=num_servers,
+                shares=[],
+                where=listener.where,
+                config=ServerConfig(**config),
+                limits=HttpLimits(),
+                drain_timeout_s=10.0,
+                log_format="text",
+                log_descriptor=sys.stderr.fileno(),
+                engine_address=serving.address,
+            )
+            task = tasks.start(
+                serve_with_servers(settings, listener, engine, stop, on_serving=lambda _, told: urls.extend(told))
+            )
+            try:
+                await until(lambda: urls or task.done(), timeout_s=60)
+                if task.done():
+                    await task
+                yield Port(urls[0], stop, task, engine)
+            finally:
+                stop.ask()
+                stop.ask()
+                await tasks.end(task)
+                await anyio.to_thread.run_sync(listener.close)
+    finally:
+        await opener.aclose()
+
+
+def servers() -> list[psutil.Process]:
+    found = []
+    for each in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):  # it ends now
+            if "aioengine.server.child" in each.cmdline():
+                found.append(each)
+    return found
+
+
+async def test_two_servers_are_one_and_a_death_is_its_clients_affair_alone() -> None:
+    async with port(2) as served:
+        # Any of them answers: a response is found wherever it is, numbers are of both.
+        answer = await served.ask("POST", "/v1/responses", json={"input": "Hi", "max_output_tokens": 4})
+        response_id = answer.json()["id"]
+        asked = [await served.ask("GET", f"/v1/responses/{response_id}") for _ in range(8)]
+        assert {each.status_code for each in asked} == {200}
+        assert len({each.text for each in asked}) == 1
+        for _ in range(6):
+            assert (await served.ask("POST", "/v1/completions", json=STORY)).status_code == 200
+        before = await served.numbers()
+        completions = 'http_requests_total{handler="/v1/completions",method="POST",status="2xx"}'
+        assert before[completions] == 6
+        assert before['vllm:generation_tokens_total{engine="0",model_name="demo"}'] >= 6 * 40 + 4
+        assert before['vllm:generation_tokens_total{engine="0",model_name="demo"}'] < 7 * 40
+        assert before["aioengine:api_servers_serving"] == 2
+
+        async with AsyncExitStack() as stack:
+            streams = await one_stream_at_each(served, stack)
+            victim = servers()[0]
+            victim.kill()
+            outcomes = [await outcome_of(stream) for stream in streams]
+            assert sorted(outcomes) == ["cut", "goes on"]
+        answers = [await served.ask("POST", "/v1/completions", json=STORY) for _ in range(8)]
+        assert {each.status_code for each in answers} == {200}  # others accept at its socket
+        await until_async(lambda: is_whole(served))
+        after = await served.numbers()
+        assert after[completions] == 6 + 8
+        assert all(
+            after[name] >= value
+            for name, value in before.items()
+            if name.partition("{")[0].endswith(("_total", "_count"))
+        )
+        assert after["aioengine:api_server_restarts_total"] == 1
+
+        served.stop.ask()
+        await served.task
+        assert not servers()
+        with pytest.raises(httpx.ConnectError):
+            await served.ask("GET", "/health")
+
+
+async def one_stream_at_each(served: Port, stack: AsyncExitStack) -> list[AsyncIterator[str]]:
+    """Long streams whose first pieces have come, one at each of two servers."""
+    found: dict[str, AsyncIterator[str]] = {}
+    while len(found) < 2:
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=served.url, timeout=30))
+        body = {"input": "Hi", "max_output_tokens": 3000, "stream": True}
+        response = await stack.enter_async_context(client.stream("POST", "/v1/responses", json=body))
+        lines = (line.removeprefix("data: ") async for line in response.aiter_lines() if line.startswith("data:"))
+        server = json.loads(await anext(lines))["response"]["id"].removeprefix("resp_")[:2]
+        found.setdefault(server, lines)
+    return list(found.values())
+
+
+async def outcome_of(stream: AsyncIterator[str]) -> str:
+    """Whether hundreds of pieces still come: more than can be under way."""
+    try:
+        for _ in range(500):
+            await anext(stream)
+    except httpx.RemoteProtocolError:
+        return "cut"
+    return "goes on"
+
+
+async def is_whole(served: Port) -> bool:
+    return await served.group() == (2, 2)
