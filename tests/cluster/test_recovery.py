@@ -89,7 +89,8 @@ class ModelledCluster:
         held, self.replicas[number] = self.replicas[number], []
         self.num_deaths += 1
         orphans = [Orphan(_of(each), each.has_started) for each in held]
-        verdicts = recovery.on_death(orphans, REASON, max_attempts=self.max_attempts)
+        death = recovery.Death(REASON, self.num_deaths)
+        verdicts = recovery.on_death(orphans, death, max_attempts=self.max_attempts)
         assert [sequence for sequence, _ in verdicts] == held
         for each, (_, error) in zip(held, verdicts, strict=True):
             each.num_deaths += 1
@@ -134,8 +135,8 @@ def test_innocents_never_fail_and_poisons_always_do(data: st.DataObject) -> None
     for each in poisons:
         assert each.error is not None
         assert str(each.error).count(REASON) >= 2
-    # Each death is some poison's: it kills once unblamed, some times in company, and once alone.
-    assert cluster.num_deaths <= 5 * len(poisons)
+    # Each death is some poison's: it kills some times without blame or in company, and once or twice alone.
+    assert cluster.num_deaths <= 7 * len(poisons)
 
 
 @pytest.mark.parametrize("is_sudden", [False, True])

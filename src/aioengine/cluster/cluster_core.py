@@ -84,6 +84,7 @@ class ClusterCore:
         self._has_limbo = asyncio.Event()
         self._endings = Endings(self.user_code, self.conditions.check)
         self._num_ended = 0
+        self._num_deaths = 0
         self._totals = StepTotals()
         self.capacity = config.max_waiting
         self.beside: list[Callable[[], Coroutine[Any, Any, None]]] = []
@@ -144,7 +145,12 @@ class ClusterCore:
 
     def on_orphaned(self, replica: Replica, orphans: list[Orphan], reason: str) -> None:
         """As `Members.on_orphaned`."""
-        verdicts = recovery.on_death(orphans, reason, max_attempts=self._options.max_attempts)
+        assert replica.core is not None
+        self._num_deaths += 1
+        # It may have had a beat's time to take what it was sent.
+        silent_since = replica.core.heard_at + 2 * self.config.heartbeat_interval_s
+        death = recovery.Death(reason, self._num_deaths, silent_since)
+        verdicts = recovery.on_death(orphans, death, max_attempts=self._options.max_attempts)
         for sequence, error in verdicts:
             if error is not None:
                 self._end(sequence, error)
@@ -227,7 +233,7 @@ class ClusterCore:
             return False
         if not replicas:
             return False
-        replica = min(replicas, key=lambda each: sum(each.candidate()[1:3]) + each.num_sent)
+        replica = min(replicas, key=self._unfitness)
         assert replica.core is not None
         moved = replica.core.take_back()
         if moved:
@@ -239,6 +245,13 @@ class ClusterCore:
         self._limbo.update((orphan.sequence, until) for orphan in moved)
         asyncio.get_running_loop().call_soon(self.dispatch)
         return is_placed
+
+    def _unfitness(self, replica: Replica) -> tuple[bool, int]:
+        """For a suspect that is to be alone: whether it may have stopped, and what it would have to leave to others."""
+        assert replica.core is not None
+        silent_s = self.clock() - replica.core.heard_at
+        candidate = replica.candidate()
+        return silent_s > 3 * self.config.heartbeat_interval_s, candidate.running + candidate.waiting + replica.num_sent
 
     def _open_replicas(self) -> list[Replica]:
         """Those that take sequences, but for those that compute a suspect alone."""
@@ -253,6 +266,7 @@ class ClusterCore:
         except (EngineDead, EngineClosed):  # its state is to follow
             return False
         replica.num_sent += len(listeners)
+        recovery.note_sent(sequence, self.clock())
         return True
 
     async def _watch_limbo(self) -> None:

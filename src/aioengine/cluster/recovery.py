@@ -6,12 +6,17 @@ token that comes later clears it. What has a strike that no token has cleared is
 a row a sequence goes on *alone*: nothing else is where it is computed until it is cleared. What dies alone with the
 second strike, or a later one, has brought its replica down, and fails. So what merely ran beside a poisonous request is
 never taken for it, and a poisonous one has one death more, at most, than those that it shares with others.
+
+Replicas that are killed from outside may be killed where a suspect is alone. If replicas without it have died, too,
+since its first strike, it takes a second death alone to blame it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from aioengine.core.protocol import Orphan
 from aioengine.errors import AioEngineError, StepFailed
@@ -21,18 +26,39 @@ STRIKES = 2
 """In a row, with which a sequence fails if it was alone, and goes on alone if it was not."""
 
 
+class Death(NamedTuple):
+    """The end of a replica.
+
+    Attributes:
+        reason: for a person.
+        number: counts the deaths of a cluster's replicas.
+        silent_since: what was sent to it later has not brought it down: it did nothing more by then.
+    """
+
+    reason: str
+    number: int
+    silent_since: float = math.inf
+
+
 @dataclass(slots=True)
 class Breaks:
     """What a cluster remembers of the deaths that a sequence has been through."""
 
-    strikes: int = 0
-    """Deaths in a row with it on a row, and no token in between."""
-    num_tokens: int = 0
-    """Output tokens that it had at the last death."""
-    num_without_row: int = 0
-    """Deaths in a row before which it was not heard to have a row."""
     reasons: list[str] = field(default_factory=list)
     """Of all deaths."""
+    sent_at: float = -math.inf
+    """When it was sent to where it is; in the time of `Death.silent_since`."""
+    num_tokens: int = 0
+    """Output tokens that it had at the last death."""
+    # Of deaths in a row, without a token in between:
+    strikes: int = 0
+    """With it on a row, as far as is known."""
+    num_alone: int = 0
+    """Strikes with nothing else there."""
+    num_without_row: int = 0
+    """Deaths before which it was not heard to have a row."""
+    first_death: int = 0
+    """The number of the first one that struck it."""
 
 
 def is_suspect(sequence: Sequence) -> bool:
@@ -47,10 +73,16 @@ def needs_solitude(sequence: Sequence) -> bool:
     return is_suspect(sequence) and sequence.breaks.strikes >= STRIKES
 
 
+def note_sent(sequence: Sequence, now: float) -> None:
+    """It is sent to a replica."""
+    if sequence.breaks is not None:
+        sequence.breaks.sent_at = now
+
+
 def on_death(
-    orphans: Iterable[Orphan], reason: str, *, max_attempts: int
+    orphans: Iterable[Orphan], death: Death, *, max_attempts: int
 ) -> list[tuple[Sequence, AioEngineError | None]]:
-    """A replica has died for ``reason``.
+    """What becomes of the sequences of a replica that has died.
 
     Returns:
         its sequences, each with the error that ends it, or None if it goes on elsewhere.
@@ -58,27 +90,37 @@ def on_death(
     orphans = list(orphans)
     is_any_known = any(orphan.has_started for orphan in orphans)
     is_alone = len({id(orphan.sequence.request) for orphan in orphans}) == 1
-    return [
-        (orphan.sequence, _judge(orphan, reason, max_attempts, is_any_known=is_any_known, is_alone=is_alone))
-        for orphan in orphans
-    ]
+    verdicts: list[tuple[Sequence, AioEngineError | None]] = []
+    for sequence, has_started in orphans:
+        breaks = sequence.breaks = sequence.breaks or Breaks()
+        is_struck = _note(sequence, breaks, death, has_started or not is_any_known, is_alone)
+        verdicts.append((sequence, _judge(breaks, death, max_attempts, is_accused=is_struck and is_alone)))
+    return verdicts
 
 
-def _judge(
-    orphan: Orphan, reason: str, max_attempts: int, *, is_any_known: bool, is_alone: bool
-) -> AioEngineError | None:
-    sequence = orphan.sequence
-    breaks = sequence.breaks = sequence.breaks or Breaks()
-    breaks.reasons.append(reason)
+def _note(sequence: Sequence, breaks: Breaks, death: Death, had_row: bool, is_alone: bool) -> bool:
+    """Take in a death; returns whether it is a strike."""
+    breaks.reasons.append(death.reason)
     if not _has_stood_still(sequence, breaks):
-        breaks.strikes = breaks.num_without_row = 0
+        breaks.strikes = breaks.num_alone = breaks.num_without_row = 0
     breaks.num_tokens = len(sequence.output_ids)
+    if breaks.sent_at > death.silent_since:
+        return False
     # A crash in the very moment in which it takes its row is faster than the news of that.
-    if orphan.has_started or not is_any_known or breaks.num_without_row >= STRIKES:
-        breaks.strikes += 1
-    else:
+    if not had_row and breaks.num_without_row < STRIKES:
         breaks.num_without_row += 1
-    if is_alone and breaks.strikes >= STRIKES:
+        return False
+    if not breaks.strikes:
+        breaks.first_death = death.number
+    breaks.strikes += 1
+    breaks.num_alone += is_alone
+    return True
+
+
+def _judge(breaks: Breaks, death: Death, max_attempts: int, *, is_accused: bool) -> AioEngineError | None:
+    """The error that ends a sequence, if one does."""
+    num_without_it = death.number - breaks.first_death + 1 - breaks.strikes
+    if is_accused and breaks.strikes >= STRIKES and breaks.num_alone >= (2 if num_without_it else 1):
         return StepFailed(
             f"this request brings down what computes it, {breaks.strikes} replicas in a row, and is not tried again: "
             f"{'; '.join(breaks.reasons[-breaks.strikes :])}"
@@ -86,7 +128,7 @@ def _judge(
     if len(breaks.reasons) > max_attempts:
         return StepFailed(
             f"{len(breaks.reasons)} replicas in turn ended before this request did (max_attempts), the last one: "
-            f"{reason}"
+            f"{death.reason}"
         )
     return None
 

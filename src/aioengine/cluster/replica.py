@@ -58,6 +58,8 @@ TRANSITIONS: dict[ReplicaState, set[ReplicaState]] = {
 class ReplicaCore(Core, Protocol):
     """The core of a replica: `RemoteCore`."""
 
+    heard_at: float
+
     def die(self, death: EngineDead) -> None:
         """It is gone, or to be taken for that; what it had goes to `ClusterHooks.on_orphaned`."""
 

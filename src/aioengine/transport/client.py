@@ -59,6 +59,7 @@ class RemoteCore:
         logs_stats: whether this side logs the engine's load.
     Attributes:
         num_refused: messages of the engine's that were malformed or came twice.
+        heard_at: when it was last heard of, by ``clock``.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class RemoteCore:
         self._calls = ControlCalls(link)
         self._stats = attached.stats
         self._beat = attached.first_beat
-        self._heard_at = self._listened_until = clock()
+        self.heard_at = self._listened_until = clock()
         self._num_unacknowledged = self._unacknowledged_bytes = 0
         self._is_cut = False
         self._over = asyncio.Event()
@@ -244,7 +245,7 @@ class RemoteCore:
         if self.is_stopped:
             return dead("it was closed", self._beat)
         silent_s = self._silent_s
-        age_s = self.clock() - self._heard_at
+        age_s = self.clock() - self.heard_at
         health = judge(self._beat, stall_after_s=self.config.stall_after_s, beat_age_s=age_s)
         if silent_s <= self.config.heartbeat_timeout_s:
             return health
@@ -328,7 +329,7 @@ class RemoteCore:
     @property
     def _silent_s(self) -> float:
         """How long this side has listened and heard nothing."""
-        return max(self._listened_until - self._heard_at, 0.0)
+        return max(self._listened_until - self.heard_at, 0.0)
 
     async def _take(self, frames: list[bytes]) -> None:
         """Act on a message, or refuse it; a gap is the end, since what was lost cannot be had again."""
@@ -343,7 +344,7 @@ class RemoteCore:
             self.num_refused += 1
             logger.warning("refused a message of the engine's: %s", error)
             return
-        self._heard_at = self.clock()
+        self.heard_at = self.clock()
         self._acknowledge(frames)
         if isinstance(body, wire.StepOutputsMessage):
             await self._on_outputs(body)
