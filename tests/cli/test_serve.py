@@ -259,7 +259,7 @@ def invoke(*args: str) -> Result:
         (("--api-servers", "0"), "Invalid value for '--api-servers'"),
         (("--connect", "ipc:///x", "--replicas", "2"), "--replicas is for an engine that is started here"),
         (("--connect", "ipc:///x", "--external-lb"), "--external-lb starts its engines itself"),
-        (("--api-servers", "2"), "--api-servers is for --connect"),
+        (("--external-lb", "--api-servers", "2"), "one server for each replica: leave --api-servers out"),
         (("--external-lb", "--uds", "/x.sock"), "--external-lb serves at ports: leave --uds out"),
         (("--external-lb", "--replicas", "2", "--balance", "load"), "--balance is for replicas behind one port"),
         (("--external-lb", "--replicas", "2", "--port", "65535"), "--external-lb needs ports up to 65536"),

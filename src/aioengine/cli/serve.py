@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import anyio
@@ -22,6 +22,7 @@ from aioengine.own_process import allow_files, asked_by_signals, prepare_interpr
 from aioengine.server.config import HttpLimits, ServerConfig
 from aioengine.server.http_listener import KEYFILE_PASSWORD_VARIABLE, HttpListener, ServerAddress
 from aioengine.server.http_server import SPARE_FILES, StopRequest, serve
+from aioengine.transport.addresses import PrivateFolder
 
 if TYPE_CHECKING:
     from aioengine.server.api import Api
@@ -31,6 +32,7 @@ logger = logging.getLogger("aioengine")
 
 API_KEY_VARIABLE = "AIOENGINE_API_KEY"
 MAX_API_SERVERS = 64
+CLUSTER_SOCKET = "cluster.sock"
 MAX_PORT = 65535
 REPLICA_FLAGS = frozenset(ReplicaOptions.__struct_fields__) - {"drain_timeout_s"}
 """The time that requests have when a replica is drained is no flag: here that name is the servers'."""
@@ -201,8 +203,6 @@ class _Plan:
         elif here := [*["process"] * process, *[name for name in config if name != "model"], *replicas]:
             flag = here[0].replace("_", "-")
             raise click.UsageError(f"--{flag} is for an engine that is started here, and not for --connect")
-        if api_servers > 1 and connect is None:
-            raise click.UsageError("--api-servers is for --connect: start the engine with `aioengine engine ADDRESS`")
         if not external_lb:
             return
         if connect is not None:
@@ -212,10 +212,6 @@ class _Plan:
         if others := sorted(replicas.keys() - {"replicas"}):
             flag = others[0].replace("_", "-")
             raise click.UsageError(f"--{flag} is for replicas behind one port: leave it out with --external-lb")
-
-    @property
-    def has_server_processes(self) -> bool:
-        return self.external_lb or self.api_servers > 1
 
     def listeners(self, where: ServerAddress) -> list[HttpListener]:
         """Of each port that is served at."""
@@ -236,12 +232,36 @@ class _Plan:
             raise
         return listeners
 
-    async def start(self) -> Engine:
-        """Start the engine in this process, or reach it."""
+    async def start(self, cluster_address: str | None) -> Engine:
+        """Start the engine here, or reach it.
+
+        Args:
+            cluster_address: where other processes are to reach its replicas; None: nowhere but where the flags say.
+        """
         if self.connect is not None:
             return await Engine.connect(self.connect, model=self.model, keys=self.keys, client=self.client)
-        replicas = self.replicas if self.replicas.replicas > 1 else 1
-        return await Engine.start(process=self.process, replicas=replicas, **asdict(self.config))
+        options = self.replicas
+        if cluster_address is not None:
+            options = replace(options, cluster_address=cluster_address)
+        is_one = options == ReplicaOptions()
+        return await Engine.start(process=self.process, replicas=1 if is_one else options, **asdict(self.config))
+
+    @contextlib.asynccontextmanager
+    async def address(self) -> AsyncIterator[str | None]:
+        """Where the server processes reach the engine; None where there are none."""
+        if not self.api_servers > 1:
+            yield None
+        elif self.connect is not None:
+            yield self.connect
+        elif self.replicas.cluster_address is not None:
+            yield self.replicas.cluster_address
+        else:
+            folder = await anyio.to_thread.run_sync(PrivateFolder)
+            try:
+                yield str(folder.address(CLUSTER_SOCKET))
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await anyio.to_thread.run_sync(folder.remove)
 
 
 def _server_config(config: dict[str, Any]) -> ServerConfig:
@@ -263,18 +283,20 @@ async def _serve(plan: _Plan, listeners: list[HttpListener], service: Service, s
         if plan.external_lb:
             await _serve_replica_a_port(plan, listeners, service, stop, say_where)
             return
-        engine: Engine | None = None
-        with anyio.CancelScope() as starting:
-            stop.on_asked = starting.cancel
-            engine = await plan.start()
-        if engine is None:
-            logger.info("told to stop while the engine was starting")
-            return
-        async with engine:
-            if plan.has_server_processes:
-                await _serve_by_processes(plan, engine, listeners[0], service, stop, say_where)
-            else:
-                await _serve_here(engine, listeners[0], service, stop, say_where)
+        async with plan.address() as address:
+            engine: Engine | None = None
+            with anyio.CancelScope() as starting:
+                stop.on_asked = starting.cancel
+                engine = await plan.start(address if plan.connect is None else None)
+            if engine is None:
+                logger.info("told to stop while the engine was starting")
+                return
+            async with engine:
+                if address is None:
+                    await _serve_here(engine, listeners[0], service, stop, say_where)
+                    return
+                address = address if plan.connect is not None else f"cluster+{address}"
+                await _serve_by_processes(plan, address, engine, listeners[0], service, stop, say_where)
 
 
 SayWhere = Callable[[str, list[str]], None]
@@ -318,11 +340,17 @@ def _settings(service: Service, where: ServerAddress, num_servers: int, **engine
 
 
 async def _serve_by_processes(
-    plan: _Plan, engine: Engine, listener: HttpListener, service: Service, stop: StopRequest, say_where: SayWhere
+    plan: _Plan,
+    address: str,
+    engine: Engine,
+    listener: HttpListener,
+    service: Service,
+    stop: StopRequest,
+    say_where: SayWhere,
 ) -> None:
     from aioengine.server.serve_processes import serve_with_servers
 
-    where = {"engine_address": plan.connect, "engine_model": plan.model}
+    where = {"engine_address": address, "engine_model": plan.model if plan.connect is not None else None}
     keys = {"engine_keys": plan.keys, "engine_client": plan.client}
     settings = _settings(service, listener.where, plan.api_servers, **where, **keys)
     await serve_with_servers(settings, listener, engine, stop, on_serving=say_where)

@@ -173,7 +173,7 @@ def read_families(engine: Engine, http: HttpMetrics, prefix: str, model_name: st
     def add_replicas(replicas: list[ReplicaStatus]) -> None:
         for name, kind, documentation, value in REPLICA_METRICS:
             suffix = "_total" if kind == "counter" else ""
-            samples = [Sample(suffix, (("rank", str(each.rank)),), value(each)) for each in replicas]
+            samples = [Sample(suffix, (("rank", str(each.rank)),), float(value(each))) for each in replicas]
             if samples:
                 add(OWN_PREFIX + name, kind, documentation, samples)
 
