@@ -463,6 +463,11 @@ class ReplicaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ConfigError(
                 f"replicas_local={self.replicas_local} of replicas={self.replicas}: at most all can be local"
             )
+        if self.launcher == "ray" and self.cluster_address is not None:
+            raise ConfigError(
+                "cluster_address: further front ends connect to replicas that are processes of this machine, and those "
+                "of launcher='ray' are not: leave one of them out"
+            )
         if self.num_remote and self.join_address is None:
             raise ConfigError(
                 f"{self.num_remote} of {self.replicas} replicas are to join from other machines: say where in "

@@ -217,7 +217,7 @@ class Replicated:
                 rank=status.rank,
                 state=status.state,
                 num_restarts=status.num_restarts,
-                address=self._replicas[status.rank].address,
+                address=self._replicas[status.rank].shared_address,
                 reason=status.reason[:MAX_MESSAGE_CHARS],
                 where=status.where,
                 num_blocks=status.num_blocks,
@@ -227,14 +227,17 @@ class Replicated:
 
     def counts(self) -> Counts:
         """As `Coordinated.counts`."""
-        cores = {rank: replica.core for rank, replica in sorted(self._replicas.items()) if replica.address}
-        every = [core.stats() for core in cores.values() if core is not None]
+        every = [
+            (rank, replica.core.stats())
+            for rank, replica in sorted(self._replicas.items())
+            if replica.core is not None and replica.core.death is None
+        ]
         return Counts(
-            ranks=[rank for rank, core in cores.items() if core is not None],
-            running=[stats.running for stats in every],
-            waiting=[stats.waiting for stats in every],
-            blocked=[stats.blocked for stats in every],
-            free_blocks=[stats.free_blocks for stats in every],
+            ranks=[rank for rank, _ in every],
+            running=[stats.running for _, stats in every],
+            waiting=[stats.waiting for _, stats in every],
+            blocked=[stats.blocked for _, stats in every],
+            free_blocks=[stats.free_blocks for _, stats in every],
         )
 
     def last_words(self) -> AioEngineError:

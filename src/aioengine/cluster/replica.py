@@ -192,10 +192,10 @@ class Replica:
         )
 
     @property
-    def address(self) -> str:
+    def shared_address(self) -> str:
         """Where further front ends can connect; empty: nowhere, or not now."""
         serves = self.state in (ReplicaState.SERVING, ReplicaState.DRAINING)
-        return getattr(self._backend, "address", "") if serves else ""
+        return getattr(self._backend, "shared_address", "") if serves else ""
 
     def status(self) -> ReplicaStatus:
         stats = self.core.stats() if self.core is not None and self.core.death is None else None

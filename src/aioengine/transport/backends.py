@@ -85,11 +85,6 @@ class Connected:
         await self._link.aclose()
 
     @property
-    def address(self) -> str:
-        """Where further front ends can connect."""
-        return self._address
-
-    @property
     def where(self) -> str:
         """Its address, for a person."""
         return self._address
@@ -179,7 +174,7 @@ class InChild:
                 raise
 
     @property
-    def address(self) -> str:
+    def shared_address(self) -> str:
         """Where further front ends can connect; empty: nowhere."""
         return self._address or ""
 
