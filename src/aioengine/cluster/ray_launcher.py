@@ -12,6 +12,8 @@ import contextlib
 import importlib.util
 import logging
 import os
+import socket
+import sys
 import threading
 from typing import Any
 
@@ -44,6 +46,8 @@ PENDING_AFTER_S = 10.0
 END_NEWS_S = 0.5
 """For Ray to tell of an actor's end after its connection has; on one machine it takes 10 ms."""
 
+HEAD_TIMEOUT_S = 5.0
+
 RELEASE_GRACE_S = 10.0
 """For calls of Ray's that a cancelled start has begun; those here take milliseconds while its head answers."""
 
@@ -73,33 +77,35 @@ class RayLauncher:
         self.config = config
         self.process = process
         self.options = options
-        self._lock = threading.Lock()
+        self.turn = anyio.Lock()
+        """To be held while a replica is placed: those that are asked for first are beside this process."""
         self._is_connected_here = False
 
     def __call__(self, rank: int, hooks: CoreHooks) -> InActor:
         return InActor(rank, self, hooks)
 
     def connect(self) -> None:
-        """Connect this process to Ray, once; to be called in a thread.
+        """Connect this process to Ray unless it is; to be called in a thread, one at a time.
 
         Raises:
             ConfigError: there is no cluster at the address, or this is a client of Ray's outside of the cluster.
         """
         import ray
 
-        with self._lock:
-            if ray.is_initialized():
-                if ray.util.client.ray.is_connected():
-                    raise ConfigError(
-                        "this process is a client of a Ray cluster (ray://), and replicas are reached from inside of "
-                        "it: run it as a job, or on one of the cluster's machines"
-                    )
-                return
-            try:
-                ray.init(address=self.options.ray_address)
-            except (ConnectionError, ValueError, RuntimeError) as error:
-                raise ConfigError(f"no Ray cluster (ray_address={self.options.ray_address}): {error}") from error
-            self._is_connected_here = True
+        if ray.is_initialized():
+            if ray.util.client.ray.is_connected():
+                raise ConfigError(
+                    "this process is a client of a Ray cluster (ray://), and replicas are reached from inside of it: "
+                    "run it as a job, or on one of the cluster's machines"
+                )
+            return
+        if self.options.ray_address is not None:
+            _check_head(self.options.ray_address)
+        try:
+            ray.init(address=self.options.ray_address)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"cannot connect to Ray (ray_address={self.options.ray_address}): {error}") from error
+        self._is_connected_here = True
 
     def resources(self) -> dict[str, float]:
         """CPUs and GPUs that a replica asks for; to be called in a thread."""
@@ -141,7 +147,10 @@ class InActor:
         self._link = Link(hooks.worker)
         self._lock = threading.Lock()
         self._is_released = False
+        self._around: Any = None
+        """The placement group that this process is inside of, if what it starts is to be, too."""
         self._group: Any = None
+        """The one that was made for this replica."""
         self._actor: Any = None
         self._driver_node = ""
         self._resources: dict[str, float] = {}
@@ -151,7 +160,9 @@ class InActor:
         self._is_end_expected = False
 
     async def find_model(self) -> ModelFolder:
-        await run_abandonable(self._create)
+        self._around = _group_around()
+        async with self._launcher.turn:
+            await run_abandonable(self._create, grace_s=RELEASE_GRACE_S)
         return await find(self._launcher.config, self._hooks.worker, with_weights=False)
 
     async def open(self, on_progress: OnProgress | None = None) -> None:
@@ -178,6 +189,8 @@ class InActor:
         )
         if self._end_news is not None:  # meanwhile
             self.core.die(EngineDead(self._end_news))
+        if self.keys is None:  # no other peer is to connect, and what is killed from now on leaves no file
+            await self._hooks.worker.run(remove_private, None, self.address)
 
     apply_model = refuse_function
 
@@ -246,14 +259,12 @@ class InActor:
                 raise ConfigError(f"{self._name}: {error}") from error
 
     def _given_group(self) -> Any:
-        """The placement group that was named, or the one that this process runs in and its children are to; or None."""
-        import ray
-        from ray.util.placement_group import get_current_placement_group, get_placement_group
+        """The placement group that was named, or the one around this process; or None."""
+        from ray.util.placement_group import get_placement_group
 
         name = self._launcher.options.ray_placement_group
         if name is None:
-            is_for_children = ray.get_runtime_context().should_capture_child_tasks_in_placement_group
-            return get_current_placement_group() if is_for_children else None
+            return self._around
         try:
             return get_placement_group(name)
         except ValueError as error:
@@ -286,8 +297,8 @@ class InActor:
                 with contextlib.suppress(ray.exceptions.RayError, ValueError):
                     if group is not None:
                         remove_placement_group(group)
-            if hasattr(self, "address") and self.address.startswith("ipc:"):
-                remove_private(self.address)  # where it could not do so itself
+            if hasattr(self, "address") and self.keys is None:
+                remove_private(self.address)
 
     # The start
 
@@ -386,6 +397,27 @@ class InActor:
 
     async def _describe_cut(self) -> str:
         return await self._news_of_end() or f"the connection to {self._name} was cut, and Ray says nothing of its end"
+
+
+def _group_around() -> Any:
+    """The placement group that this task or actor of Ray's runs in, where its children are to; to be called in its own
+    thread, since others know nothing of a task."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return None
+    context = ray.get_runtime_context()
+    return ray.util.get_current_placement_group() if context.should_capture_child_tasks_in_placement_group else None
+
+
+def _check_head(address: str) -> None:
+    """Raise ConfigError if nothing listens at a cluster's address: Ray would wait for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():  # "auto", "local"
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), HEAD_TIMEOUT_S).close()
+    except OSError as error:
+        raise ConfigError(f"no Ray cluster answers at ray_address={address!r}: {error}") from error
 
 
 def _reason(error: BaseException) -> str:

@@ -1,0 +1,309 @@
+"""Replicas on a real Ray of two nodes on this machine, which differ for Ray as two machines do."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import anyio
+import pytest
+
+from aioengine import ConfigError, Engine, EngineDead, ModelLoadError
+from aioengine.cluster.ray_launcher import RayLauncher
+from aioengine.config import EngineConfig, ProcessOptions, ReplicaOptions
+
+PROMPTS = [f"Once upon a time there were {count} children who" for count in range(2, 8)]
+SAMPLING: dict[str, Any] = {"max_tokens": 60, "temperature": 0.0, "ignore_eos": True}
+NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False}
+PATIENCE_S = 90.0
+
+
+class TwoNodes:
+    """A Ray cluster. No test is connected to it but through what it tests, or within `asked`."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        self._cluster = Cluster(initialize_head=True, head_node_args=NODE)
+        self.address: str = self._cluster.address
+        self.second = self.add_node()
+
+    def add_node(self) -> Any:
+        return self._cluster.add_node(num_cpus=1, object_store_memory=NODE["object_store_memory"])
+
+    def remove_node(self, node: Any) -> None:
+        self._cluster.remove_node(node)
+
+    def shutdown(self) -> None:
+        self._cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[TwoNodes]:
+    pytest.importorskip("ray", reason="needs Ray: pip install 'aioengine[ray]'")
+    handler = signal.getsignal(signal.SIGTERM)
+    cluster = TwoNodes()
+    yield cluster
+    cluster.shutdown()
+    signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch, quiet_log: None) -> None:
+    monkeypatch.setenv("RAY_DEDUP_LOGS", "0")
+
+
+def options(nodes: TwoNodes, **fields: Any) -> ReplicaOptions:
+    return ReplicaOptions(launcher="ray", ray_address=nodes.address, **{"replicas": 2, **fields})
+
+
+async def asked(nodes: TwoNodes, question: Callable[[Any], Any]) -> Any:
+    """What Ray says of the cluster. In a thread: in the main one ``ray.init`` would set a handler of SIGTERM."""
+    import ray
+
+    def ask() -> Any:
+        ray.init(address=nodes.address, log_to_driver=False)
+        try:
+            return question(ray)
+        finally:
+            ray.shutdown()
+
+    return await anyio.to_thread.run_sync(ask)
+
+
+async def nothing_is_left(nodes: TwoNodes, num_cpus: int = 2) -> None:
+    """All CPUs are free and no group is there, at once or as soon as Ray has seen the end of its workers."""
+    import ray
+
+    assert not ray.is_initialized(), "what was connected is disconnected"
+
+    def wait_for_it(ray: Any) -> list[str]:
+        deadline = time.monotonic() + PATIENCE_S
+        while (free := ray.available_resources().get("CPU")) != num_cpus:
+            assert time.monotonic() < deadline, f"{free} of {num_cpus} CPUs are free"
+            threading.Event().wait(0.05)
+        return [group["state"] for group in ray.util.placement_group_table().values() if group["state"] != "REMOVED"]
+
+    assert await asked(nodes, wait_for_it) == []
+
+
+async def outputs_of(engine: Engine) -> list[list[int]]:
+    outputs: dict[str, list[int]] = {}
+
+    async def ask(prompt: str) -> None:
+        outputs[prompt] = list((await engine.generate(prompt, **SAMPLING)).outputs[0].token_ids)
+
+    async with anyio.create_task_group() as tasks:
+        for prompt in PROMPTS:
+            tasks.start_soon(ask, prompt)
+    return [outputs[prompt] for prompt in PROMPTS]
+
+
+def pid_of(engine: Engine, rank: int) -> int:
+    return int(engine.replicas()[rank].where.split()[1])
+
+
+# Without Ray
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'aioengine\[ray\]'"):
+        Engine(replicas=ReplicaOptions(launcher="ray"))
+
+
+@pytest.mark.parametrize(
+    ("config", "process", "replicas", "message"),
+    [
+        ({}, {"visible_devices": (0,)}, {}, "Ray gives each replica its GPUs"),
+        ({"device": "cuda:1"}, {}, {}, "say 'cuda'"),
+        ({}, {}, {"ray_num_cpus": 0, "ray_num_gpus": 0}, "takes room of some kind"),
+    ],
+)
+def test_what_does_not_go_with_ray_is_refused(
+    config: Any, process: Any, replicas: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    with pytest.raises(ConfigError, match=message):
+        RayLauncher(EngineConfig(**config), ProcessOptions(**process), ReplicaOptions(launcher="ray", **replicas))
+
+
+# On it
+
+
+@pytest.mark.nightly
+async def test_replicas_are_on_both_nodes_and_answer_as_one_engine_does(nodes: TwoNodes) -> None:
+    async with Engine(dtype="float32") as engine:
+        expected = await outputs_of(engine)
+    async with Engine(dtype="float32", replicas=options(nodes, balance="round_robin")) as engine:
+        assert await outputs_of(engine) == expected
+        addresses = sorted(replica._backend.address for replica in engine._runtime.backend._replicas.values())
+        assert [address.split("://")[0] for address in addresses] == ["ipc", "tcp"], "one is on this process's node"
+        folder = anyio.Path(addresses[0].removeprefix("ipc://")).parent
+        assert not await folder.exists(), "both sides are connected"
+        with pytest.raises(ConfigError, match="needs keys"):
+            await Engine.connect(addresses[1])
+    await nothing_is_left(nodes)
+
+
+@pytest.mark.nightly
+async def test_a_killed_actor_is_started_again_and_its_requests_go_on(nodes: TwoNodes) -> None:
+    async with Engine(dtype="float32") as engine:
+        expected = await outputs_of(engine)
+    async with Engine(dtype="float32", replicas=options(nodes, balance="round_robin")) as engine:
+        killed = pid_of(engine, 0)
+        outputs: list[list[int]] = []
+
+        async def ask() -> None:
+            outputs.extend(await outputs_of(engine))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            async with engine.stream(PROMPTS[0], **SAMPLING) as stream:
+                async for _ in stream:
+                    break
+                os.kill(killed, signal.SIGKILL)
+        assert outputs == expected
+        with anyio.fail_after(PATIENCE_S):
+            await engine._runtime.core.when(lambda: engine.replicas()[0].state == "serving")
+        status = engine.replicas()[0]
+        assert status.num_restarts == 1
+        assert pid_of(engine, 0) != killed
+        assert await outputs_of(engine) == expected
+    await nothing_is_left(nodes)
+
+
+@pytest.mark.nightly
+async def test_an_actor_that_is_stopped_is_killed_and_replaced(nodes: TwoNodes) -> None:
+    async with Engine(replicas=options(nodes, stall_timeout_s=2.0), heartbeat_interval_s=0.2) as engine:
+        os.kill(stopped := pid_of(engine, 0), signal.SIGSTOP)
+        with anyio.fail_after(PATIENCE_S):
+            await outputs_of(engine)
+            await engine._runtime.core.when(lambda: engine.replicas()[0].num_restarts == 1)
+            await engine._runtime.core.when(lambda: engine.replicas()[0].state == "serving")
+        assert pid_of(engine, 0) != stopped
+    await nothing_is_left(nodes)
+
+
+@pytest.mark.nightly
+async def test_when_a_node_goes_requests_go_on_elsewhere_and_its_replica_comes_back_with_a_node(
+    nodes: TwoNodes,
+) -> None:
+    async with Engine(dtype="float32") as engine:
+        expected = await outputs_of(engine)
+    async with Engine(dtype="float32", replicas=options(nodes, balance="round_robin")) as engine:
+        outputs: list[list[int]] = []
+
+        async def ask() -> None:
+            outputs.extend(await outputs_of(engine))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            async with engine.stream(PROMPTS[0], **SAMPLING) as stream:
+                async for _ in stream:
+                    break
+            await anyio.to_thread.run_sync(nodes.remove_node, nodes.second)
+        assert outputs == expected
+        with anyio.fail_after(PATIENCE_S):
+            await engine._runtime.core.when(lambda: engine.replicas()[1].state == "starting")
+        assert "its node is gone" in engine.replicas()[1].reason
+        nodes.second = nodes.add_node()  # in the main thread, as it sets a handler of SIGTERM
+        with anyio.fail_after(PATIENCE_S):
+            await engine._runtime.core.when(lambda: engine.replicas()[1].state == "serving")
+        assert await outputs_of(engine) == expected
+    await nothing_is_left(nodes)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("process", "replicas", "kind", "message"),
+    [
+        ({"plugins": ("not.there",)}, {}, ConfigError, "not.there cannot be imported"),
+        ({"executor": "cluster.ray_devices:failing"}, {}, ModelLoadError, "no such weights"),
+        ({"executor": "cluster.ray_devices:crashing"}, {}, EngineDead, "its process was killed or has crashed"),
+        ({"start_timeout_s": 1.0}, {"ray_num_cpus": 7.0}, EngineDead, r"no room \(CPU 7 on one node\) within 1 s"),
+        ({}, {"ray_placement_group": "elsewhere"}, ConfigError, "elsewhere"),
+        ({}, {"ray_address": "127.0.0.1:1"}, ConfigError, "no Ray cluster answers"),
+    ],
+)
+async def test_a_replica_that_cannot_start_says_why_and_leaves_nothing(
+    nodes: TwoNodes, process: Any, replicas: Any, kind: type[Exception], message: str
+) -> None:
+    replicas = {"ray_address": nodes.address, "replicas": 2, **replicas}
+    with pytest.raises(kind, match=message):
+        async with Engine(process=ProcessOptions(**process), replicas=ReplicaOptions(launcher="ray", **replicas)):
+            raise AssertionError
+    await nothing_is_left(nodes)
+
+
+@pytest.mark.nightly
+async def test_a_group_that_is_there_is_used_and_stays(nodes: TwoNodes) -> None:
+    def make(ray: Any) -> None:
+        group = ray.util.placement_group([{"CPU": 1}] * 2, strategy="SPREAD", name="mine", lifetime="detached")
+        assert group.wait(PATIENCE_S)
+
+    def remove(ray: Any) -> str:
+        group = ray.util.get_placement_group("mine")
+        state: str = ray.util.placement_group_table(group)["state"]
+        ray.util.remove_placement_group(group)
+        return state
+
+    import ray
+
+    # Names of groups are those of a namespace, which a connection has.
+    await anyio.to_thread.run_sync(lambda: ray.init(address=nodes.address, log_to_driver=False))
+    try:
+        await anyio.to_thread.run_sync(make, ray)
+        process = ProcessOptions(executor="contract.fakes:make")
+        async with Engine(process=process, replicas=options(nodes, ray_placement_group="mine")) as engine:
+            assert [each.state for each in engine.replicas()] == ["serving"] * 2
+        assert ray.is_initialized(), "the program has connected itself, and stays connected"
+        assert await anyio.to_thread.run_sync(remove, ray) == "CREATED"
+    finally:
+        await anyio.to_thread.run_sync(ray.shutdown)
+    await nothing_is_left(nodes)
+
+
+@pytest.mark.nightly
+async def test_inside_a_group_replicas_are_placed_in_it(nodes: TwoNodes) -> None:
+    def ask(ray: Any) -> tuple[list[str], int]:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        group = ray.util.placement_group([{"CPU": 1}] * 2, strategy="SPREAD")
+        inside = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
+        program = ray.remote(states_inside_a_group).options(num_cpus=0, scheduling_strategy=inside)
+        found = ray.get(program.remote(), timeout=PATIENCE_S)
+        ray.util.remove_placement_group(group)
+        return found
+
+    states, num_groups = await asked(nodes, ask)
+    assert (states, num_groups) == (["serving"] * 2, 1)
+    await nothing_is_left(nodes)
+
+
+async def _states_inside_a_group() -> tuple[list[str], int]:
+    import ray
+
+    process = ProcessOptions(executor="contract.fakes:make")
+    async with Engine(process=process, replicas=ReplicaOptions(launcher="ray", replicas=2)) as engine:
+        groups = [each for each in ray.util.placement_group_table().values() if each["state"] != "REMOVED"]
+        return [each.state for each in engine.replicas()], len(groups)
+
+
+def states_inside_a_group() -> tuple[list[str], int]:
+    return anyio.run(_states_inside_a_group)
+
+
+@pytest.mark.nightly
+async def test_a_start_that_is_cancelled_leaves_nothing(nodes: TwoNodes) -> None:
+    engine = Engine(replicas=options(nodes))
+    with anyio.move_on_after(1.5) as scope:
+        async with engine:
+            raise AssertionError
+    assert scope.cancelled_caught
+    await nothing_is_left(nodes)
