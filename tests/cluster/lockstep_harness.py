@@ -171,13 +171,9 @@ class SimulatedGroup:
 
     # From outside
 
-    def add(self, rank: int, num_tokens: int, *, is_announced: bool) -> Work:
-        """A request reaches a rank; whether the coordinator has heard of it at the same time."""
-        work = Work(num_tokens)
-        self.ranks[rank].works.append(work)
-        if is_announced:
-            self.starts += [(other, self.coordinator.known.wave) for other in self.coordinator.on_request()]
-        return work
+    def add(self, rank: int, num_tokens: int) -> None:
+        """A request reaches a rank."""
+        self.ranks[rank].works.append(Work(num_tokens))
 
     def kill(self, rank: int, chance: random.Random) -> SimulatedGroup:
         """A rank dies; the others hear of it one by one. Returns the group that goes on with what they had."""
@@ -221,7 +217,7 @@ class SimulatedGroup:
             if chance.random() < trouble:
                 chance.choice((self.lose, self.double))(chance)
             if chance.random() < load:
-                self.add(chance.randrange(len(self.ranks)), chance.randint(1, 9), is_announced=chance.random() < 0.5)
+                self.add(chance.randrange(len(self.ranks)), chance.randint(1, 9))
             if chance.random() < trouble / 4:
                 self.heartbeat(chance.randrange(len(self.ranks)))
             but = slow if chance.random() < 0.9 else -1

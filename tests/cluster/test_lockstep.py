@@ -33,9 +33,9 @@ class GroupMachine(RuleBasedStateMachine):
     def start(self, num_ranks: int, depth: int, every: int) -> None:
         self.group = SimulatedGroup(num_ranks, depth, every)
 
-    @rule(rank=st.integers(0, 4), num_tokens=st.integers(1, 12), is_announced=st.booleans())
-    def add(self, rank: int, num_tokens: int, is_announced: bool) -> None:
-        self.group.add(rank % len(self.group.ranks), num_tokens, is_announced=is_announced)
+    @rule(rank=st.integers(0, 4), num_tokens=st.integers(1, 12))
+    def add(self, rank: int, num_tokens: int) -> None:
+        self.group.add(rank % len(self.group.ranks), num_tokens)
 
     @rule(seed=seeds)
     def block_or_unblock(self, seed: int) -> None:
@@ -119,7 +119,7 @@ def test_every_phase_knows_what_a_death_does() -> None:
 
 def test_a_wave_of_one_request_has_the_steps_up_to_two_reductions() -> None:
     group = SimulatedGroup(num_ranks=3, depth=2, every=REDUCE_EVERY)
-    group.add(1, 5, is_announced=False)
+    group.add(1, 5)
     group.come_to_rest(random.Random(0))
     assert group.num_ends == {0: 2 * REDUCE_EVERY}
     assert [one.num_launched for one in group.ranks] == [64] * 3
@@ -127,11 +127,11 @@ def test_a_wave_of_one_request_has_the_steps_up_to_two_reductions() -> None:
 
 def test_a_request_that_comes_between_a_reduction_and_its_result_begins_the_next_wave() -> None:
     group = SimulatedGroup(num_ranks=2, depth=1, every=4)
-    group.add(0, 1, is_announced=False)
+    group.add(0, 1)
     chance = random.Random(0)
     while len(group.steps) < 5:
         chance.choice(group.events())()
-    group.add(1, 20, is_announced=False)
+    group.add(1, 20)
     group.come_to_rest(chance)
     assert group.num_ends == {0: 8, 1: 24}
 
@@ -169,14 +169,12 @@ def test_a_dead_rank_ends_its_group() -> None:
         assert not rank.may_launch
         assert not rank.is_running
     assert coordinator.on_report(0, WaveReport(0, True)) == []
-    assert coordinator.on_request() == []
 
 
-def test_what_is_announced_starts_all_and_what_is_excluded_runs_already() -> None:
+def test_all_but_the_rank_that_has_begun_a_wave_hear_of_it() -> None:
     coordinator = WaveCoordinator(3)
-    assert coordinator.on_request() == [0, 1, 2]
-    assert coordinator.on_request() == []
-    assert coordinator.on_report(1, WaveReport(0, True)) == []
+    assert coordinator.on_report(1, WaveReport(0, True)) == [0, 2]
+    assert coordinator.on_report(0, WaveReport(0, True)) == []
     assert coordinator.on_report(2, WaveReport(0, False)) == [2]  # it has missed the START_WAVE
     assert coordinator.on_report(0, WaveReport(1, False)) == []
     assert coordinator.on_report(2, WaveReport(1, True)) == [0, 1]

@@ -114,7 +114,7 @@ class FakeExecutor(public.FakeExecutor):
             self._profile.append(step)
         return step
 
-    def _complete_later(self, step: public.FakeStep) -> None:
+    def _complete_later(self, step: public.FakeLaunch) -> None:
         if not self.is_manual:
             super()._complete_later(step)
 

@@ -22,6 +22,7 @@ from aioengine.core import control as c
 from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.core.health import Beat
 from aioengine.core.listener import SampledLogprobs
+from aioengine.core.lockstep_protocol import LockstepPlace
 from aioengine.metrics import StepRecord
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.scheduler import SchedulerStats
@@ -89,6 +90,7 @@ CONTROLS: tuple[c.AnyControl, ...] = (
     c.DropWeights(transfer="d"),
     c.CollectiveRpc(name="checksum", args=(1, "two", [3.5, None]), kwargs={"key": {"deep": True}}),
     c.ExecuteDummyBatch(),
+    c.StartWave(wave=18),
 )
 
 
@@ -204,6 +206,7 @@ FROM_ENGINE: tuple[Sample, ...] = (
     Sample("returned_fault", wire.Returned(call_id=2, fault=FAULT)),
     Sample("beating", wire.Beating(beat=BEAT)),
     Sample("ending", wire.Shutdown(fault=FAULT)),
+    Sample("beating_in_lockstep", wire.Beating(msgspec.structs.replace(BEAT, wave=19, is_wave_running=True))),
 )
 
 HANDSHAKE_FROM_ENGINE: tuple[Sample, ...] = (
@@ -224,6 +227,7 @@ HANDSHAKE_TO_ENGINE: tuple[Sample, ...] = (
     Sample("turned_away", handshake.TurnedAway(version=1, reason="the token is another one")),
     Sample("init_with_own", msgspec.structs.replace(INIT, own_fields={"max_num_seqs": 3}, memory=0.5)),
     Sample("goodbye", handshake.Goodbye(reason="it ends", is_wanted_again=True)),
+    Sample("init_in_lockstep", msgspec.structs.replace(INIT, lockstep=LockstepPlace(2, 3, "file:///tmp/store", 4.5))),
 )
 
 FROM_MEMBER: tuple[Sample, ...] = (

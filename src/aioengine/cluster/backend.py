@@ -10,11 +10,12 @@ import anyio
 
 from aioengine.cluster.cluster_core import ClusterCore
 from aioengine.cluster.coordinator import Coordinator
+from aioengine.cluster.lockstep_launcher import LockstepLauncher
 from aioengine.cluster.messages import Counts, Member
 from aioengine.cluster.replica import MakeBackend, Replica, ReplicaState, Shared
 from aioengine.config import EngineConfig, ProcessOptions, ReplicaOptions
 from aioengine.core.protocol import Backend, Cluster, CoreHooks, ReplicaStatus
-from aioengine.errors import AioEngineError, EngineClosed, InvalidRequest
+from aioengine.errors import AioEngineError, ConfigError, EngineClosed, InvalidRequest
 from aioengine.executor.in_process import clock_of
 from aioengine.models.folder import ModelFolder
 from aioengine.progress import OnProgress
@@ -35,6 +36,12 @@ def launcher_of(config: EngineConfig, process: ProcessOptions, options: ReplicaO
     Raises:
         ConfigError: an option does not go with it.
     """
+    if options.lockstep:
+        if options.launcher != "process" or options.join_address is not None:
+            raise ConfigError(
+                "lockstep=True is for replicas that this machine starts: leave out launcher and join_address"
+            )
+        return LockstepLauncher(config, process, options.replicas)
     if options.launcher == "ray":
         from aioengine.cluster.ray_launcher import RayLauncher
 
@@ -134,6 +141,10 @@ class Replicated:
         """Have so many replicas: start further ones, or drain and end those of the highest ranks."""
         if isinstance(replicas, bool) or not isinstance(replicas, int) or not 1 <= replicas <= 1024:
             raise InvalidRequest(f"replicas={replicas!r}: an int from 1 to 1024 is needed", param="replicas")
+        if self._options.lockstep and replicas != self._options.replicas:
+            raise InvalidRequest(
+                "replicas in lockstep stay as many as they are: start another engine", param="replicas"
+            )
         async with self._turn:
             new = [rank for rank in range(replicas) if rank not in self._replicas]
             await for_each(new, self._start)
@@ -141,8 +152,13 @@ class Replicated:
             await for_each(leaving, self._remove)
 
     async def restart(self) -> None:
-        """Start all replicas again, one after the other."""
+        """Start all replicas again, one after the other; those in lockstep at once."""
         async with self._turn:
+            if self._options.lockstep:
+                replicas = list(self._replicas.values())
+                await for_each(replicas, self._drain)
+                await for_each(replicas, Replica.restart)
+                return
             for replica in list(self._replicas.values()):
                 await self._drain(replica)
                 await replica.restart()

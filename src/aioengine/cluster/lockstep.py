@@ -221,16 +221,6 @@ class WaveCoordinator:
         # It has ended each wave that any rank has ended: it lacks the start of this one, and nothing more.
         return [rank] if report < self.known and report.wave == self.known.wave else []
 
-    def on_request(self) -> list[int]:
-        """A request is on its way to a rank. While that travels the others may start; returns them, as `on_report`.
-
-        Its rank is among them: it need not have work when the request has come, if that is aborted or refused.
-        """
-        if self.is_over or self.known.is_running:
-            return []
-        self.known = self.known._replace(is_running=True)
-        return [*self._ranks]
-
     def on_death(self) -> None:
         """A rank has died: the others cannot compute without it, and are to be ended."""
         self.is_over = True

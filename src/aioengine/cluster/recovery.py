@@ -91,20 +91,20 @@ def on_death(
     is_any_known = any(orphan.has_started for orphan in orphans)
     is_alone = len({id(orphan.sequence.request) for orphan in orphans}) == 1
     verdicts: list[tuple[Sequence, AioEngineError | None]] = []
-    for sequence, has_started in orphans:
+    for sequence, has_started, is_innocent in orphans:
         breaks = sequence.breaks = sequence.breaks or Breaks()
-        is_struck = _note(sequence, breaks, death, has_started or not is_any_known, is_alone)
+        is_struck = _note(sequence, breaks, death, has_started or not is_any_known, is_alone, is_innocent)
         verdicts.append((sequence, _judge(breaks, death, max_attempts, is_accused=is_struck and is_alone)))
     return verdicts
 
 
-def _note(sequence: Sequence, breaks: Breaks, death: Death, had_row: bool, is_alone: bool) -> bool:
+def _note(sequence: Sequence, breaks: Breaks, death: Death, had_row: bool, is_alone: bool, is_innocent: bool) -> bool:
     """Take in a death; returns whether it is a strike."""
     breaks.reasons.append(death.reason)
     if not _has_stood_still(sequence, breaks):
         breaks.strikes = breaks.num_alone = breaks.num_without_row = 0
     breaks.num_tokens = len(sequence.output_ids)
-    if breaks.sent_at > death.silent_since:
+    if is_innocent or breaks.sent_at > death.silent_since:
         return False
     # A crash in the very moment in which it takes its row is faster than the news of that.
     if not had_row and breaks.num_without_row < STRIKES:

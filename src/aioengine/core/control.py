@@ -271,7 +271,17 @@ class ExecuteDummyBatch(Control, frozen=True):
     """
 
 
-UNBLOCKING_CALLS = (Resume, WakeUp)
+class StartWave(Control, frozen=True):
+    """Compute with the others of the group from now on: a wave has begun at one of them. Idempotent. → None.
+
+    Raises:
+        InvalidRequest: the engine is in no group; or the wave cannot have begun.
+    """
+
+    wave: int
+
+
+UNBLOCKING_CALLS = (Resume, WakeUp, StartWave)
 """Calls that others may be waiting for: never made to wait behind them, however many they are."""
 
 FILES = (StopProfile, SaveShardedState, UpdateWeights)

@@ -13,10 +13,11 @@ import anyio
 
 from aioengine.config import EngineConfig
 from aioengine.core import control as c
-from aioengine.core.executor_protocol import DeviceLost, Executor, ExecutorInfo, PendingStep
+from aioengine.core.executor_protocol import DeviceLost, Executor, ExecutorInfo, PendingDummy, PendingStep
 from aioengine.core.grammars import Grammars
 from aioengine.core.health import Beat, Health, dead, judge
 from aioengine.core.listener import Conditions, Endings, Listener
+from aioengine.core.lockstep_protocol import Lockstep
 from aioengine.core.named_processors import MakeProcessor, load_processors, make_processors
 from aioengine.core.observers import Observers, UserCode
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, InvalidRequest
@@ -39,8 +40,9 @@ PARTS: tuple[c.WakeTag, ...] = ("weights", "kv_cache")
 class InFlight(NamedTuple):
     """A step that was launched and is not applied."""
 
-    plan: StepPlan
-    pending: PendingStep
+    plan: StepPlan | None
+    """None: of a dummy."""
+    pending: PendingStep | PendingDummy
     launched_at: float
 
 
@@ -56,7 +58,11 @@ class CoreState:
         on_capacity: called when a waiting sequence has begun to run or has ended.
         write_dump: begins to keep the report of a failed step, and returns at once.
         clock: seconds; the one by which the executor tells when a step has ended.
+    Attributes:
+        lockstep: the group that it is in; None: it steps alone.
     """
+
+    lockstep: Lockstep | None = None
 
     def __init__(
         self,
@@ -122,6 +128,11 @@ class CoreState:
         """What the executor was asked beside steps and has not answered, oldest first: (what, when)."""
         self._device_turn = anyio.Lock(fast_acquire=True)
         """Of calls that change the device's memory: they go one after the other."""
+
+    def join(self, lockstep: Lockstep) -> None:
+        """Step together with a group from now on; before `run`."""
+        self.lockstep = lockstep
+        lockstep.on_news = self._has_news.set
 
     # Sequences
 
@@ -260,8 +271,19 @@ class CoreState:
 
     @property
     def _is_frozen(self) -> bool:
-        """Whether no step is launched."""
+        """Whether no step of a plan is launched."""
         return self._is_changing_weights or any(self._holds.values())
+
+    @property
+    def _may_launch_dummy(self) -> bool:
+        """Whether a wave runs whose steps the device can compute. Paused, it still does: the others compute."""
+        is_running = self.lockstep is not None and self.lockstep.is_running
+        return is_running and not self._is_changing_weights and not self.asleep - {"scheduling"}
+
+    @property
+    def _has_work(self) -> bool:
+        """Whether a wave must go on for what is here. What waits for its reader, or is paused, begins another one."""
+        return self.scheduler.has_work and not any(self._holds.values())
 
     @property
     def _is_quiet(self) -> bool:
@@ -271,6 +293,8 @@ class CoreState:
         """
         if not self._holds:
             return True
+        if self.lockstep is not None and self.lockstep.is_running:
+            return False  # up to the end of the wave
         is_still = any(self._holds.values()) or all(
             sequence.reasons & Reason.PAUSED for sequence in self._live.values()
         )
@@ -313,6 +337,10 @@ class CoreState:
                 return self.is_sleeping
             case c.SupportedTasks():
                 return c.TASKS
+            case c.StartWave():
+                if self.lockstep is None:
+                    raise InvalidRequest("this engine is in no lockstep group", param="wave")
+                self.lockstep.on_start(call.wave)
             case c.UpdateWeights() | c.CommitWeights():
                 await self._change_weights(call)
             case c.SaveShardedState() | c.ExecuteDummyBatch():
@@ -433,6 +461,8 @@ class CoreState:
             is_paused="pause" in self._holds,
             free_blocks=self.kv.pool.num_free,
             blocked=len(self.scheduler.blocked),
+            wave=self.lockstep.wave if self.lockstep is not None else -1,
+            is_wave_running=self.lockstep is not None and self.lockstep.is_running,
         )
 
     def health(self) -> Health:

@@ -107,17 +107,23 @@ class EngineCore(CoreState):
 
     def _launch(self) -> None:
         """Schedule and launch as many steps as the executor takes."""
-        if self._is_frozen:
+        is_frozen, lockstep = self._is_frozen, self.lockstep
+        if is_frozen and lockstep is None:
             return
         num_unstarted = self.scheduler.num_unstarted
         while len(self._in_flight) < self.executor.info.max_in_flight:
+            if lockstep is not None and not lockstep.may_launch:
+                break
             now = self.clock()
-            plan = self.scheduler.schedule(now)
-            if plan is None:
+            plan = None if is_frozen else self.scheduler.schedule(now)
+            if plan is None and not (lockstep is not None and self._may_launch_dummy):
                 break
             if not self._in_flight:
                 self._step_began_at = now
-            self._in_flight.append(InFlight(plan, self.executor.launch(plan), now))
+            pending = self.executor.launch_dummy() if plan is None else self.executor.launch(plan)
+            self._in_flight.append(InFlight(plan, pending, now))
+            if lockstep is not None:
+                lockstep.on_launch(self._has_work)
         for sequence in self.scheduler.take_started():
             if sequence.listener is not None:
                 sequence.listener.on_started()
@@ -134,7 +140,13 @@ class EngineCore(CoreState):
         except DeviceLost:
             raise
         except Exception as exc:
+            if step.plan is None or self.lockstep is not None:  # the others wait in it, or have gone past it
+                raise
             self._fail(step.plan, exc)
+            return
+        if step.plan is None or result is None:
+            self._in_flight.popleft()
+            self._step_began_at = self.clock()
             return
         self._num_steps = step.plan.step + 1
         self._step_began_at = now = self.clock()

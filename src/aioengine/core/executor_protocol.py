@@ -80,6 +80,16 @@ class PendingStep(Protocol):
         """
 
 
+class PendingDummy(Protocol):
+    """A launched step of nothing."""
+
+    @property
+    def is_done(self) -> bool: ...
+
+    async def finish(self) -> None:
+        """As `PendingStep.finish`."""
+
+
 class Executor(Protocol):
     """The device side of an engine. All methods are called on the event loop that it was started on."""
 
@@ -91,6 +101,12 @@ class Executor(Protocol):
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Queue a step without waiting, behind those launched before; at most ``info.max_in_flight`` are unfinished."""
+
+    def launch_dummy(self) -> PendingDummy:
+        """As `launch`, of no plan: one token of no request, as `ExecuteDummyBatch` has it.
+
+        It is a step like any other to those that compute together with this one, and is unfinished like that.
+        """
 
     async def perform(self, call: Control) -> Any:
         """Do a control call's part at the device, behind the launched steps, and return what the call's class says.

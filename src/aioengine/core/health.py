@@ -25,6 +25,7 @@ class Beat(msgspec.Struct, frozen=True, array_like=True):
         blocked: those of ``waiting`` that wait for something else than a row and blocks.
         call, call_age_s: what the device was asked for longest beside steps and has not answered, such as
             "save_sharded_state", and how long ago; "" and 0 if there is nothing.
+        wave, is_wave_running: of an engine in lockstep: the wave that runs, or would be the next; -1 of another.
     """
 
     step: int = 0
@@ -38,6 +39,8 @@ class Beat(msgspec.Struct, frozen=True, array_like=True):
     blocked: int = 0
     call: str = ""
     call_age_s: float = 0.0
+    wave: int = -1
+    is_wave_running: bool = False
 
 
 class Health(PlainStruct, frozen=True, kw_only=True):

@@ -149,6 +149,8 @@ class Orphan(NamedTuple):
     orphan by itself."""
     has_started: bool
     """It had a row where it was."""
+    is_innocent: bool = False
+    """Whatever the core died of, it was nothing that it had."""
 
 
 class ClusterHooks(NamedTuple):

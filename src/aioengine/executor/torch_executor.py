@@ -107,6 +107,9 @@ class TorchExecutor:
     def launch(self, plan: StepPlan) -> Pending[StepResult]:
         return self._thread.submit(self._device.step, plan)
 
+    def launch_dummy(self) -> Pending[None]:
+        return self._thread.submit(self._device.dummy_step)
+
     async def perform(self, call: c.Control) -> Any:
         try:
             return await self._do(self._device.perform, call)
@@ -188,6 +191,11 @@ class Device:
         with self._recording.step(plan):
             return self.runner.step(plan)
 
+    def dummy_step(self) -> None:
+        """As `Executor.launch_dummy`; waits for it."""
+        self._use_threads(self._is_large(1, 0))
+        self.runner.dummy_step()
+
     def perform(self, call: c.Control) -> Any:
         """As `Executor.perform`."""
         match call:
@@ -217,8 +225,7 @@ class Device:
             case c.ExecuteDummyBatch():
                 if "weights" in self._asleep:
                     raise weights_asleep("execute_dummy_batch")
-                self._use_threads(self._is_large(1, 0))
-                self.runner.dummy_step()
+                self.dummy_step()
             case _:
                 raise InternalError(f"a device has nothing to do for {call}")
         return None

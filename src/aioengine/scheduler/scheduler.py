@@ -275,6 +275,11 @@ class Scheduler:
         """Sequences without a row, blocked ones included."""
         return len(self.waiting) + len(self.blocked)
 
+    @property
+    def has_work(self) -> bool:
+        """Whether a sequence runs, or waits for nothing but a row and blocks."""
+        return bool(self.table.running or self.waiting)
+
     def sequences(self) -> list[Sequence]:
         """All sequences that have not ended."""
         return [*self.table.running, *self.preemption.leaving, *self.waiting, *self.blocked.values()]

@@ -73,15 +73,13 @@ class RowWork(NamedTuple):
     samples: bool
 
 
-class FakeStep:
-    """A launched step of a `FakeExecutor`."""
+class FakeLaunch:
+    """What a `FakeExecutor` has launched."""
 
-    def __init__(self, executor: FakeExecutor, plan: StepPlan, outcome: StepResult | Exception) -> None:
-        self.step = plan.step
-        self.plan = plan
+    def __init__(self, executor: FakeExecutor) -> None:
         self.executor = executor
         self.ended_at_s = 0.0
-        self._outcome = outcome
+        self._error: Exception | None = None
         self._done = asyncio.Event()
 
     @property
@@ -100,12 +98,34 @@ class FakeStep:
     def lose(self, cause: Exception) -> None:
         """Make `finish` raise ``cause``, unless the step is done."""
         if not self._done.is_set():
-            self._outcome = cause
+            self._error = cause
             self._done.set()
 
-    async def finish(self) -> StepResult:
+    async def _end(self) -> None:
         await self._done.wait()
         self.executor.unfinished.remove(self)
+        if self._error is not None:
+            raise self._error
+
+
+class FakeDummy(FakeLaunch):
+    """A launched dummy of a `FakeExecutor`."""
+
+    async def finish(self) -> None:
+        await self._end()
+
+
+class FakeStep(FakeLaunch):
+    """A launched step of a `FakeExecutor`."""
+
+    def __init__(self, executor: FakeExecutor, plan: StepPlan, outcome: StepResult | Exception) -> None:
+        super().__init__(executor)
+        self.step = plan.step
+        self.plan = plan
+        self._outcome = outcome
+
+    async def finish(self) -> StepResult:
+        await self._end()
         if isinstance(self._outcome, Exception):
             raise self._outcome
         return msgspec.structs.replace(self._outcome, ended_at_s=self.ended_at_s)
@@ -155,7 +175,7 @@ class FakeExecutor:
             windows=windows,
         )
         self.stats = ExecutorStats()
-        self.unfinished: list[FakeStep] = []
+        self.unfinished: list[FakeLaunch] = []
         self.is_closed = False
         self.step_time_s = step_time_s
         self._sampler = sampler or (lambda token_ids, sampling: sample_hash(token_ids, sampling, vocab_size=vocab_size))
@@ -176,12 +196,22 @@ class FakeExecutor:
     def launch(self, plan: StepPlan) -> FakeStep:
         self.stats.num_steps += 1
         step = self.step_type(self, plan, self._run(plan))
-        self.unfinished.append(step)
-        if self.is_closed:
-            step.complete()
-        else:
-            self._complete_later(step)
+        self._run_later(step)
         return step
+
+    def launch_dummy(self) -> FakeDummy:
+        dummy = FakeDummy(self)
+        if self._lost is not None:
+            dummy.lose(self._lost)
+        self._run_later(dummy)
+        return dummy
+
+    def _run_later(self, launched: FakeLaunch) -> None:
+        self.unfinished.append(launched)
+        if self.is_closed:
+            launched.complete()
+        else:
+            self._complete_later(launched)
 
     # Plans are computed when they are launched: what a control call changes at once is behind all that were launched
     # before it, and all that is left is to wait for those.
@@ -226,7 +256,7 @@ class FakeExecutor:
         for step in self.unfinished:
             step.lose(self._lost)
 
-    def _complete_later(self, step: FakeStep) -> None:
+    def _complete_later(self, step: FakeLaunch) -> None:
         loop = asyncio.get_running_loop()
         self._busy_until = max(self._busy_until, loop.time()) + self.step_time_s
         if self.step_time_s:

@@ -11,12 +11,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from aioengine.config import EngineConfig, ProcessOptions
+from aioengine.core.lockstep_protocol import LockstepPlace
 from aioengine.core.protocol import CoreHooks
 from aioengine.errors import AioEngineError, EngineDead, InvalidRequest
 from aioengine.executor.in_process import find
 from aioengine.models.folder import ModelFolder
 from aioengine.progress import OnProgress
-from aioengine.transport.child_engine import EXIT_NEWS_S, ChildEngine
+from aioengine.transport.child_engine import CHILD_MODULE, EXIT_NEWS_S, ChildEngine
 from aioengine.transport.client import RemoteCore
 from aioengine.transport.handshake import Init
 from aioengine.transport.link import Link
@@ -104,6 +105,7 @@ class InChild:
 
     Args:
         rank: of the engine, where it is one of several that serve the same model.
+        lockstep: its place in a group of them that compute each step together.
     """
 
     core: RemoteCore
@@ -117,8 +119,11 @@ class InChild:
         *,
         rank: int = 0,
         env: Mapping[str, str] | None = None,
+        module: str = CHILD_MODULE,
+        lockstep: LockstepPlace | None = None,
     ) -> None:
         self._config = config
+        self._lockstep = lockstep
         self._rank = rank
         self._options = options
         self._hooks = hooks
@@ -126,6 +131,7 @@ class InChild:
         self._address = None if folder is None else f"ipc://{folder}/{rank}-{secrets.token_hex(3)}"
         self._engine = ChildEngine(
             *(rank, options, hooks.worker, self._make_init),
+            module=module,
             env=env,
             on_exit=self._on_exit,
             stays=self._address is not None,
@@ -205,6 +211,7 @@ class InChild:
             config=msgspec.structs.replace(self._config, log_stats_interval_s=0.0, log_requests=False),
             plugins=self._options.plugins,
             executor=self._options.executor,
+            lockstep=self._lockstep,
         )
 
     async def _describe_cut(self) -> str:

@@ -14,6 +14,10 @@ import os
 import re
 import signal
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from aioengine.transport.serving import EnterGroup
 
 logger = logging.getLogger("aioengine")
 
@@ -86,8 +90,12 @@ class _EachLine(logging.Formatter):
         return "\n".join(prefix + line for line in super().format(record).splitlines())
 
 
-def main() -> int:
-    """Run an engine until it is told to end; 0 if it was, `AGAIN`, or 1 if it could not start or has died."""
+def main(enter_group: EnterGroup | None = None) -> int:
+    """Run an engine until it is told to end; 0 if it was, `AGAIN`, or 1 if it could not start or has died.
+
+    Args:
+        enter_group: as of `serving.serve_engine`.
+    """
     parser = argparse.ArgumentParser(prog="python -m aioengine.transport.child")
     parser.add_argument("--handshake", required=True, help="address of the one that started this process")
     parser.add_argument("--index", type=int, default=0, help="which engine to say HELLO as")
@@ -113,7 +121,7 @@ def main() -> int:
             keys = ClientKeys.load(arguments.keys) if arguments.keys else None
             timeout_s = arguments.join_timeout or JOIN_TIMEOUT_S
             endpoints.append(Endpoint(arguments.shared, arguments.rank, "", False, keys, timeout_s))
-        goodbye = uvloop.run(serve_engine(endpoints))
+        goodbye = uvloop.run(serve_engine(endpoints, enter_group=enter_group))
     except AioEngineError as error:
         logger.error("%s: %s", type(error).__name__, error)
         return 1

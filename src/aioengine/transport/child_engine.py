@@ -43,7 +43,8 @@ class ChildEngine:
     Args:
         rank: of the engine, for its name.
         make_init: what it is told, once it is here.
-        more: further arguments of `transport.child`.
+        module: what it runs: `transport.child`, or one that does more.
+        more: further arguments of that.
         env: added to its environment.
         on_exit: called on the loop, with how, when it has exited.
         stays: the file of the socket that it serves at stays while it lives, for further front ends; its folder is
@@ -57,6 +58,7 @@ class ChildEngine:
         worker: TextWorker,
         make_init: Callable[[], Init],
         *,
+        module: str = CHILD_MODULE,
         more: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         on_exit: Callable[[str], None] = lambda _: None,
@@ -66,6 +68,7 @@ class ChildEngine:
         self._options = options
         self._worker = worker
         self._make_init = make_init
+        self._module = module
         self._more = more
         self._env = env or {}
         self._on_exit = on_exit
@@ -106,7 +109,7 @@ class ChildEngine:
         self._handshake = Channel(socket)
         self._child = Child(
             f"engine {self._rank}",
-            CHILD_MODULE,
+            self._module,
             *("--handshake", address, "--index", "0", *self._more),
             env={TOKEN: self._token, **_importing_like_here(), **self._env},
             visible_devices=self._options.visible_devices,

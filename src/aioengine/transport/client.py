@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from aioengine.config import EngineConfig
-from aioengine.core.control import WAKE_TAGS, AnyControl, Resume, Sleep, WakeUp
+from aioengine.core.control import WAKE_TAGS, AnyControl, Resume, Sleep, StartWave, WakeUp
 from aioengine.core.engine_core import closed_early
 from aioengine.core.health import Beat, Health, dead, judge
 from aioengine.core.listener import UNLIMITED, Conditions, Endings, Listener
@@ -60,6 +60,7 @@ class RemoteCore:
     Attributes:
         num_refused: messages of the engine's that were malformed or came twice.
         heard_at: when it was last heard of, by ``clock``.
+        on_beat: called with each beat.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class RemoteCore:
         self.death: EngineDead | None = None
         self.is_stopped = False
         self.num_refused = 0
+        self.on_beat: Callable[[Beat], None] = lambda _: None
         self.info = attached.info
         self.is_sleeping = attached.first_beat.is_sleeping
         self._link = link
@@ -220,6 +222,11 @@ class RemoteCore:
             self.is_sleeping = False
         return result
 
+    def start_wave(self, wave: int) -> None:
+        """Tell an engine in lockstep that its group computes; lost if it has ended."""
+        if not self.is_stopped:
+            self._calls.send(StartWave(wave))
+
     def resume(self) -> None:
         if not self.is_stopped:
             self._calls.send(Resume())
@@ -352,6 +359,7 @@ class RemoteCore:
             self._calls.on_returned(body)
         elif isinstance(body, wire.Beating):
             self._beat = body.beat
+            self.on_beat(body.beat)
             self.is_sleeping = body.beat.is_sleeping
             self._note_numbers(body.beat)  # what ends between two steps makes no record
         elif isinstance(body, wire.Shutdown):

@@ -19,6 +19,7 @@ import msgspec
 
 from aioengine.config import EngineConfig
 from aioengine.core.executor_protocol import ExecutorInfo
+from aioengine.core.lockstep_protocol import LockstepPlace
 from aioengine.errors import AioEngineError, ConfigError, EngineDead, ModelLoadError, WireError
 from aioengine.transport.channel import Channel
 from aioengine.transport.wire import PROTOCOL_VERSION, Reader, WireMessage, Writer
@@ -88,6 +89,8 @@ class Init(WireMessage, frozen=True, tag=1):
     """Fields of ``config`` that are other ones for this engine, whoever says the config."""
     memory: float = 1.0
     """Of the part of the host's memory that ``config`` grants: several engines share that host."""
+    lockstep: LockstepPlace | None = None
+    """Its place in the group that it computes each step with; None: it steps alone."""
 
 
 class TurnedAway(WireMessage, frozen=True, tag=2):
@@ -394,4 +397,5 @@ def merge_inits(inits: Sequence[Init]) -> Init:
         executor=first.executor,
         own_fields=first.own_fields,
         memory=first.memory,
+        lockstep=first.lockstep,
     )

@@ -76,6 +76,7 @@ class EngineServer:
         self._has_left = asyncio.Event()
         self._record: StepRecord | None = None
         self._is_marked = False
+        self._beats_now = asyncio.Event()
 
     @property
     def address(self) -> str:
@@ -132,11 +133,15 @@ class EngineServer:
 
     async def _beat(self) -> None:
         interval_s = self.core.config.heartbeat_interval_s
+        if self.core.lockstep is not None:
+            self.core.lockstep.on_report = self._beats_now.set
         while True:
+            self._beats_now.clear()
             beat = msgspec.structs.replace(self.core.beat(), num_refused=self.peers.num_refused.total())
             for session in self.peers.attached:
                 session.beat(beat)
-            await anyio.sleep(interval_s)
+            with anyio.move_on_after(interval_s):
+                await self._beats_now.wait()
 
     # Messages
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,9 @@ import msgspec
 
 from aioengine.config import EngineConfig
 from aioengine.core.control import TASKS
+from aioengine.core.engine_core import EngineCore
 from aioengine.core.executor_protocol import Executor
+from aioengine.core.lockstep_protocol import LockstepPlace
 from aioengine.core.protocol import CLOSE_DEADLINE_S, CoreHooks
 from aioengine.errors import AioEngineError, ConfigError, EngineDead
 from aioengine.executor.in_process import InProcess
@@ -40,6 +42,9 @@ LOADING_EVERY_BYTES = 16 * 2**20
 FRONT_END = "front end"
 """What the one that an engine joins is called among the clients that it admits."""
 
+EnterGroup = Callable[[LockstepPlace, EngineCore], AbstractAsyncContextManager[None]]
+"""Has a core step with its group while the context is open; entered when the model is loaded, until all are there."""
+
 
 async def serve_engine(
     endpoints: Sequence[Endpoint],
@@ -50,6 +55,7 @@ async def serve_engine(
     keys: ServerKeys | None = None,
     plugins: Sequence[str] = (),
     on_serving: Callable[[EngineServer], None] = lambda _: None,
+    enter_group: EnterGroup | None = None,
 ) -> Goodbye | None:
     """Load a model and serve it until SIGTERM or SIGINT, cancellation, or the engine's death.
 
@@ -62,6 +68,7 @@ async def serve_engine(
             that is joined with keys.
         plugins: modules to import first.
         on_serving: called once it serves.
+        enter_group: for an engine that the endpoints give a place in a group.
     Returns:
         what the front end that it has joined said in the end; None: it was told to end here.
     Raises:
@@ -80,7 +87,7 @@ async def serve_engine(
                     options = msgspec.structs.replace(options, address=own)
                 if keys is None and each.keys is not None:
                     keys = each.keys.as_server(FRONT_END)
-            goodbye = await _serve_while_wanted(options, keys, shakers, on_serving)
+            goodbye = await _serve_while_wanted(options, keys, shakers, on_serving, enter_group)
         except Exception as error:
             shakers.tell(Failing(to_fault(error)))
             raise
@@ -96,7 +103,11 @@ async def serve_engine(
 
 
 async def _serve_while_wanted(
-    options: Init, keys: ServerKeys | None, shakers: Handshakes, on_serving: Callable[[EngineServer], None]
+    options: Init,
+    keys: ServerKeys | None,
+    shakers: Handshakes,
+    on_serving: Callable[[EngineServer], None],
+    enter_group: EnterGroup | None,
 ) -> Goodbye | None:
     """Serve until the engine ends, or a front end that it has joined says so or is gone."""
     goodbye: Goodbye | None = None
@@ -114,7 +125,7 @@ async def _serve_while_wanted(
         for conversation in shakers.joined:
             tasks.start_soon(hold, conversation)
         try:
-            await serve_init(options, keys, shakers.tell, on_serving)
+            await serve_init(options, keys, shakers.tell, on_serving, enter_group)
         except Exception as error:  # as it is: the group would wrap it
             failure = failure or error
         tasks.cancel_scope.cancel()
@@ -160,6 +171,7 @@ async def serve_init(
     keys: ServerKeys | None,
     tell: Callable[[WireMessage], None],
     on_serving: Callable[[EngineServer], None] = lambda _: None,
+    enter_group: EnterGroup | None = None,
 ) -> None:
     """Load a model and serve it until cancelled, or until the engine's death.
 
@@ -171,7 +183,7 @@ async def serve_init(
     """
     worker, dump_worker = TextWorker(), TextWorker()
     try:
-        await _serve(init, keys, tell, on_serving, worker, dump_worker)
+        await _serve(init, keys, tell, on_serving, enter_group, worker, dump_worker)
     finally:
         with _closing():
             await worker.aclose()
@@ -183,6 +195,7 @@ async def _serve(
     keys: ServerKeys | None,
     tell: Callable[[WireMessage], None],
     on_serving: Callable[[EngineServer], None],
+    enter_group: EnterGroup | None,
     worker: TextWorker,
     dump_worker: TextWorker,
 ) -> None:
@@ -194,7 +207,8 @@ async def _serve(
         await worker.run(_import, None, plugin)  # which may take long, and this process be told to end meanwhile
     executor: Executor | None = None
     if init.executor is not None:
-        executor = load(init.executor, "executor")(config)
+        of_group = () if init.lockstep is None else (init.lockstep,)
+        executor = load(init.executor, "executor")(config, *of_group)
     backend = InProcess(config, executor, hooks)
     folders: list[PrivateFolder] = []
     server: EngineServer | None = None
@@ -207,10 +221,11 @@ async def _serve(
             await worker.run(lambda: folders.append(PrivateFolder()), None)
             address = str(folders[0].address(ENGINE_SOCKET))
         server = EngineServer(backend.core, address, model_path=files.path, keys=keys)
-        await server.open()
-        tell(Ready(server.address, backend.core.info, TASKS))
-        on_serving(server)
-        await server.serve()
+        async with _joined(init.lockstep, backend.core, enter_group):
+            await server.open()
+            tell(Ready(server.address, backend.core.info, TASKS))
+            on_serving(server)
+            await server.serve()
     finally:
         with _closing():
             if server is not None:
@@ -220,6 +235,16 @@ async def _serve(
             await backend.aclose()
     if backend.core.death is not None:
         raise EngineDead(str(backend.core.death), dump=backend.core.death.dump)
+
+
+def _joined(
+    place: LockstepPlace | None, core: EngineCore, enter_group: EnterGroup | None
+) -> AbstractAsyncContextManager[None]:
+    if place is None:
+        return nullcontext()
+    if enter_group is None:
+        raise ConfigError("an engine in lockstep runs as aioengine.cluster.lockstep_child, and this process does not")
+    return enter_group(place, core)
 
 
 def _telling_progress(tell: Callable[[WireMessage], None]) -> OnProgress:

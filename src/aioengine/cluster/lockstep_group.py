@@ -1,0 +1,156 @@
+"""One rank of a group in lockstep: its waves, driven in the engine's process, and gloo for the reductions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from aioengine.cluster.lockstep import RankWaves, WaveDuty
+from aioengine.core.engine_core import EngineCore
+from aioengine.core.lockstep_protocol import LockstepPlace
+from aioengine.errors import EngineDead, InvalidRequest
+from aioengine.executor.gloo import Gloo
+from aioengine.text.worker import run_abandonable
+
+logger = logging.getLogger("aioengine")
+
+GRACE_S = 5.0
+"""What has lost its group waits so long to be ended from outside, where it is known which rank died first. Then it ends
+itself."""
+
+
+class LockstepBroken(Exception):
+    """Another engine of the group is gone."""
+
+
+class GlooReducer:
+    """All-reduces in a thread of its own, in order.
+
+    A reduction that waits for others cannot be ended: its daemon thread is left behind, and the process has to end by
+    ``os._exit``.
+
+    Args:
+        on_result: called on the loop with each result: whether any rank has given True, or what went wrong.
+    """
+
+    def __init__(self, gloo: Gloo, on_result: Callable[[bool | Exception], None]) -> None:
+        self._gloo = gloo
+        self._on_result = on_result
+        self._loop = asyncio.get_running_loop()
+        self._queue: queue.SimpleQueue[tuple[bool, int, int] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="aioengine-lockstep", daemon=True).start()
+
+    def begin(self, value: bool, wave: int, step: int) -> None:
+        """Reduce a value; that it is of the same wave and step at all ranks is checked."""
+        self._queue.put((value, wave, step))
+
+    def close(self) -> None:
+        """Begin no more."""
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            outcome: bool | Exception
+            try:
+                outcome = self._gloo.reduce_or(*item)
+            except Exception as error:
+                outcome = error
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._on_result, outcome)
+            if isinstance(outcome, Exception):
+                return
+
+
+class LockstepGroup:
+    """A `Lockstep`: `RankWaves` with its reductions.
+
+    Args:
+        on_broken: called when the group is lost, and this engine with it: nothing more is launched at once, and after
+            `GRACE_S` it is called.
+    """
+
+    def __init__(self, place: LockstepPlace, on_broken: Callable[[Exception], None]) -> None:
+        self.on_news: Callable[[], None] = lambda: None
+        self.on_report: Callable[[], None] = lambda: None
+        self._waves = RankWaves(place.rank)
+        self._on_broken = on_broken
+        self._reducer: GlooReducer | None = None
+        self._end: asyncio.TimerHandle | None = None
+
+    def open(self, gloo: Gloo) -> None:
+        """Step with a group that is connected."""
+        self._reducer = GlooReducer(gloo, self._on_result)
+
+    def close(self) -> None:
+        if self._reducer is not None:
+            self._reducer.close()
+        if self._end is not None:
+            self._end.cancel()
+
+    @property
+    def wave(self) -> int:
+        return self._waves.wave
+
+    @property
+    def is_running(self) -> bool:
+        return self._waves.is_running
+
+    @property
+    def may_launch(self) -> bool:
+        return self._waves.may_launch
+
+    def on_launch(self, has_work: bool) -> None:
+        duty = self._waves.on_launch(has_work)
+        if duty is not WaveDuty.NOTHING:
+            self._do(duty)
+
+    def on_start(self, wave: int) -> None:
+        try:
+            self._waves.on_start(wave)
+        except ValueError as error:
+            raise InvalidRequest(str(error), param="wave") from error
+        self.on_news()
+
+    def _on_result(self, outcome: bool | Exception) -> None:
+        if isinstance(outcome, Exception):
+            self._waves.on_death()
+            broken = LockstepBroken(f"an engine that it steps together with is gone: {outcome}")
+            logger.error("%s", broken)
+            self._end = asyncio.get_running_loop().call_later(GRACE_S, self._on_broken, broken)
+        else:
+            self._do(self._waves.on_result(outcome))
+        self.on_news()
+
+    def _do(self, duty: WaveDuty) -> None:
+        if duty is WaveDuty.REPORT:
+            self.on_report()
+        elif duty is WaveDuty.REDUCE:
+            assert self._reducer is not None
+            self._reducer.begin(self._waves.has_work, self._waves.wave, self._waves.step)
+
+
+@asynccontextmanager
+async def joined(place: LockstepPlace, core: EngineCore) -> AsyncIterator[None]:
+    """Have a core step with its group, as a `serving.EnterGroup`.
+
+    Raises:
+        EngineDead: the group did not come together in time.
+    """
+    lockstep = LockstepGroup(place, core.break_down)
+    try:
+        gloo = await run_abandonable(lambda: Gloo(place))
+    except Exception as error:  # gloo's and the store's are RuntimeErrors
+        raise EngineDead(
+            f"rank {place.rank} of {place.num_ranks} in lockstep did not meet the others at {place.store}: {error}"
+        ) from error
+    lockstep.open(gloo)
+    core.join(lockstep)
+    try:
+        yield
+    finally:
+        lockstep.close()

@@ -1,0 +1,184 @@
+"""Replicas that are one group in lockstep: started together, told of each other's waves, and ended with the first."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from aioengine.cluster.lockstep import WaveCoordinator, WaveReport
+from aioengine.config import EngineConfig, ProcessOptions
+from aioengine.core.health import Beat
+from aioengine.core.lockstep_protocol import LockstepPlace
+from aioengine.core.protocol import CoreHooks, Orphan
+from aioengine.errors import ConfigError, EngineDead, describe
+from aioengine.models.folder import ModelFolder
+from aioengine.progress import OnProgress
+from aioengine.transport.backends import InChild, refuse_function
+from aioengine.transport.client import RemoteCore
+
+T = TypeVar("T")
+
+CHILD_MODULE = "aioengine.cluster.lockstep_child"
+
+
+class LockstepLauncher:
+    """As a `MakeBackend`: engines of this machine that step together.
+
+    A rank's second backend begins the group anew, for all: the others end, and are to be started again, too.
+    """
+
+    def __init__(self, config: EngineConfig, process: ProcessOptions, num_ranks: int) -> None:
+        self._config = config
+        self._process = process
+        self._num_ranks = num_ranks
+        self._group = LockstepMembers(num_ranks)
+
+    def __call__(self, rank: int, hooks: CoreHooks) -> LockstepMember:
+        if rank in self._group.members:
+            self._group.end(rank, "it starts again")
+        if self._group.is_over:
+            self._group = LockstepMembers(self._num_ranks)
+        return LockstepMember(self._group, rank, self._config, self._process, hooks)
+
+
+class LockstepMembers:
+    """A group's members, of one start, and its coordinator."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self.members: dict[int, LockstepMember] = {}
+        self.death: EngineDead | None = None
+        self._coordinator = WaveCoordinator(num_ranks)
+        self._folder: str | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self._coordinator.is_over
+
+    def make_store(self) -> str:
+        """Where the ranks meet: in a private folder, which rank 0 removes when all have met. For the worker's thread.
+
+        Raises:
+            ConfigError: there can be none.
+        """
+        if self._folder is None:
+            try:
+                self._folder = tempfile.mkdtemp(prefix="aioengine-lockstep-")
+            except OSError as error:
+                raise ConfigError(f"no folder can be made for engines in lockstep to meet: {error}") from error
+        return f"file://{self._folder}/store"
+
+    def remove_store(self) -> None:
+        """Idempotent; for the worker's thread."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def on_beat(self, rank: int, beat: Beat) -> None:
+        for other in self._coordinator.on_report(rank, WaveReport(beat.wave, beat.is_wave_running)):
+            if other in self.members and self.members[other].has_core:  # else it hears it after its first beat
+                self.members[other].core.start_wave(self._coordinator.known.wave)
+
+    def end(self, rank: int, reason: str) -> None:
+        """A rank has ended: without it the others can compute nothing. Idempotent."""
+        if self.is_over:
+            return
+        self._coordinator.on_death()
+        self.death = EngineDead(f"rank {rank} of its lockstep group has ended: {reason}")
+        for member in self.members.values():
+            if member.rank != rank:
+                member.end_with_group(self.death)
+
+
+class LockstepMember:
+    """A `Backend` of one rank."""
+
+    cluster = None
+
+    def __init__(
+        self, group: LockstepMembers, rank: int, config: EngineConfig, process: ProcessOptions, hooks: CoreHooks
+    ) -> None:
+        self.rank = rank
+        self._group = group
+        self._config = config
+        self._process = process
+        self._hooks = hooks
+        self._child: InChild | None = None
+        group.members[rank] = self
+
+    @property
+    def core(self) -> RemoteCore:
+        assert self._child is not None, "find_model and open come first"
+        return self._child.core
+
+    @property
+    def has_core(self) -> bool:
+        """Whether it serves, or has."""
+        return hasattr(self._child, "core")
+
+    @property
+    def where(self) -> str:
+        return self._child.where if self._child is not None else ""
+
+    async def find_model(self) -> ModelFolder:
+        store = await self._hooks.worker.run(self._group.make_store, None)
+        place = LockstepPlace(self.rank, self._group.num_ranks, store, self._process.start_timeout_s)
+        hooks = self._hooks
+        if hooks.cluster is not None:
+            hooks = hooks._replace(cluster=hooks.cluster._replace(on_orphaned=self._on_orphaned))
+        self._child = InChild(self._config, self._process, hooks, rank=self.rank, module=CHILD_MODULE, lockstep=place)
+        with self._ending_group():
+            return await self._child.find_model()
+
+    async def open(self, on_progress: OnProgress | None = None) -> None:
+        assert self._child is not None
+        with self._ending_group():
+            await self._child.open(on_progress)
+        self._child.core.on_beat = lambda beat: self._group.on_beat(self.rank, beat)
+
+    async def apply_model(self, function: Callable[[Any], T]) -> list[T]:
+        return await refuse_function(self, function)
+
+    def end_with_group(self, death: EngineDead) -> None:
+        """Another rank has ended."""
+        if self.has_core:
+            self.core.die(death)
+        elif self._child is not None:
+            self._child.kill()
+
+    def kill(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+
+    async def aclose(self) -> None:
+        self._group.end(self.rank, "it was closed")
+        if self._child is not None:
+            await self._child.aclose()
+        await self._hooks.worker.run(self._group.remove_store, None)
+
+    def abandon(self) -> None:
+        if self._child is not None:
+            self._child.abandon()
+        self._group.remove_store()
+
+    @contextlib.contextmanager
+    def _ending_group(self) -> Iterator[None]:
+        """What raises here ends the group; a rank that was ended with it raises why that was."""
+        if self._group.death is not None:
+            raise self._group.death.anew()
+        try:
+            yield
+        except Exception as error:
+            if self._group.death is not None:
+                raise self._group.death.anew() from error
+            self._group.end(self.rank, describe(error))
+            raise
+
+    def _on_orphaned(self, orphans: list[Orphan]) -> None:
+        assert self._hooks.cluster is not None
+        if self._group.is_over:  # another one died, of what it had
+            orphans = [orphan._replace(is_innocent=True) for orphan in orphans]
+        self._hooks.cluster.on_orphaned(orphans)
+        self._group.end(self.rank, str(self.core.death))

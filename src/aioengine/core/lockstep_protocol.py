@@ -1,0 +1,56 @@
+"""What an engine core asks of the group whose engines it computes each step with, where it is in one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+
+class LockstepPlace(msgspec.Struct, frozen=True, array_like=True):
+    """An engine's place in a group.
+
+    Attributes:
+        rank: from 0 up to ``num_ranks``.
+        store: where the ranks meet: ``file:///a/path`` of a file that is not there yet, which all of them reach, or
+            ``tcp://host:port`` that rank 0 listens at.
+        timeout_s: for all to come there.
+    """
+
+    rank: int
+    num_ranks: int
+    store: str
+    timeout_s: float = 600.0
+
+
+class Lockstep(Protocol):
+    """Says when a step may be launched, and when one without work must be: see `cluster.lockstep`.
+
+    Attributes:
+        on_news: called on the loop when `may_launch` or `is_running` may be another.
+        on_report: called on the loop when the group is to hear ``wave`` and ``is_running``, which each beat has.
+    """
+
+    on_news: Callable[[], None]
+    on_report: Callable[[], None]
+
+    @property
+    def wave(self) -> int: ...
+
+    @property
+    def is_running(self) -> bool:
+        """Whether others compute: a core that has nothing to launch launches a dummy step."""
+
+    @property
+    def may_launch(self) -> bool: ...
+
+    def on_launch(self, has_work: bool) -> None:
+        """A step was launched, of work or a dummy; ``has_work``: whether there is any that could go on."""
+
+    def on_start(self, wave: int) -> None:
+        """START_WAVE, from the group's coordinator.
+
+        Raises:
+            InvalidRequest: the group cannot have come so far.
+        """
