@@ -14,6 +14,7 @@ import pytest
 import zmq
 from nightly import nightly
 from transport.siege import Peer, look_until
+from transport.wire_samples import BEAT
 from waiting import Tasks, turns, until
 
 from aioengine.cluster import coordinator as coordinator_module
@@ -68,11 +69,10 @@ class FakeCluster:
 
 
 class FrontEnd(Peer):
-    """A front end that answers for its metrics, and reads when it is told to."""
+    """A front end, which reads when it is told to."""
 
     def __init__(self, address: str, **options: Any) -> None:
         super().__init__(address, kinds=m.FromCoordinator, **options)
-        self.metrics = b""
         self.num_calls = 0
 
     async def join_cluster(self) -> m.Joined:
@@ -80,13 +80,6 @@ class FrontEnd(Peer):
         joined = await self.answer()
         assert isinstance(joined, m.Joined), joined
         return joined
-
-    async def read(self) -> None:
-        before = len(self.news)
-        await super().read()
-        for body in self.news[before:]:
-            if isinstance(body, m.GatherMetrics):
-                self.say(m.MetricsSnapshot(self.metrics, body.gather))
 
     async def hears(self, expected: wire.WireMessage) -> None:
         await self.read_until(lambda: expected in self.news)
@@ -295,7 +288,6 @@ class TestCalls:
             msgspec.msgpack.encode({"type": "Scale", "replicas": 0}),
             msgspec.msgpack.encode({"type": "Scale", "replicas": 2**40}),
             msgspec.msgpack.encode({"type": "Sleep", "level": 1}),
-            msgspec.msgpack.encode({"type": "ExchangeMetrics", "snapshot": b"x" * (m.MAX_SNAPSHOT_BYTES + 1)}),
         ],
     )
     async def test_that_are_none_fail_their_caller(self, address: str, raw: bytes) -> None:
@@ -307,53 +299,6 @@ class TestCalls:
             assert fault is not None
             assert fault.kind == "InvalidRequest"
             await front_end.is_answered()
-
-
-@both_ways
-class TestMetrics:
-    async def test_are_those_of_all(self, address: str) -> None:
-        """The caller's as it gives them, the others' as they are asked; one that gives none is waited for, too."""
-        async with served(address) as here:
-            one, other, third = [await here.join() for _ in range(3)]
-            other.metrics = b"other's"
-            async with reading(other, third):
-                assert await one.call(m.ExchangeMetrics(b"one's")) == [[b"one's", b"other's"], []]
-                other.metrics = b"newer"
-                assert await one.call(m.ExchangeMetrics(b"again")) == [[b"again", b"newer"], []]
-
-    async def test_of_one_that_does_not_answer_are_the_last_known(
-        self, address: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(coordinator_module, "GATHER_TIMEOUT_S", 0.02)
-        async with served(address) as here:
-            one, silent = [await here.join() for _ in range(2)]
-            silent.say(m.MetricsSnapshot(b"before"))
-            await until(lambda: any(each.snapshot for each in here.coordinator.peers.attached))
-            assert await one.call(m.ExchangeMetrics(b"one's")) == [[b"one's", b"before"], []]
-
-    async def test_of_those_that_ended_go_on_counting(self, address: str) -> None:
-        async with served(address) as here:
-            one, *others = [await here.join() for _ in range(4)]
-            for index, each in enumerate(others):
-                each.say(m.MetricsSnapshot(b"%d" % index))
-            others[0].say(wire.Detach())
-            await until(lambda: here.num_attached == 3)
-            asked = one.ask(m.ExchangeMetrics(b"one's"))  # and while it is asked another one ends
-            await others[1].read_until(lambda: m.GatherMetrics(1) in others[1].news)
-            others[2].vanish()
-            await one.read_until(lambda: asked in one.returned)
-            assert one.returned[asked].result == [[b"one's", b"1"], [b"0", b"2"]]
-
-    async def test_of_those_that_ended_are_bounded(self, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(coordinator_module, "MAX_ENDED_BYTES", 30)
-        async with served(address) as here:
-            one = await here.join()
-            for index in range(5):
-                each = await here.join()
-                each.say(m.MetricsSnapshot(bytes([index]) * 10))
-                each.say(wire.Detach())
-                await until(lambda: here.num_attached == 1)
-            assert await one.call(m.ExchangeMetrics(b"")) == [[], [bytes([index]) * 10 for index in (2, 3, 4)]]
 
 
 @contextlib.asynccontextmanager
@@ -376,7 +321,6 @@ class TestOneThatDoesNotRead:
     async def test_is_told_no_more_counts_and_then_what_is_so(
         self, address: str, often: None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """And is not asked for metrics, which others would wait for."""
         monkeypatch.setattr(coordinator_module, "BEHIND_MESSAGES", 8)
         async with served(address) as here:
             stopped, other = await here.join(), await here.join()
@@ -389,7 +333,6 @@ class TestOneThatDoesNotRead:
                 assert session.num_unread == 8
                 here.cluster.change(0, state="draining")
                 here.coordinator.announce()
-            assert await other.call(m.ExchangeMetrics(b"")) == [[], []]
             await stopped.hears(m.Membership(here.cluster.there))
             assert counts_of(99, 99) not in stopped.news
             stopped.say(wire.Acknowledge(stopped.reader.due - 1))
@@ -412,11 +355,11 @@ class TestOneThatDoesNotRead:
 def strange_frames(seed: int) -> list[list[bytes]]:
     """What is no message, or none that has a place in a session."""
     rng = random.Random(seed)
-    valid = wire.Writer().write(m.MetricsSnapshot(b"something", 5))
+    valid = wire.Writer().write(wire.CallControl(1, wire.pack_control(m.Scale(5))))
     bodies: list[wire.WireMessage] = [
         wire.Attach(wire.PROTOCOL_VERSION),
         m.Membership([]),
-        m.GatherMetrics(1),
+        wire.Beating(BEAT),
         wire.AddRequest(1, msgspec.Raw(b"\xc0"), b"", 0, 1),
     ]
     writer = wire.Writer()

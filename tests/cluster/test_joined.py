@@ -30,7 +30,6 @@ from transport.life_scripts.serving import served
 from aioengine import ConfigError, Engine, EngineClosed, EngineDead, InvalidRequest
 from aioengine.cluster.cluster_core import ClusterCore
 from aioengine.cluster.joined import JoinedCluster
-from aioengine.cluster.messages import Snapshots
 from aioengine.testing import FakeExecutor
 from aioengine.transport.addresses import PrivateFolder, remove_stale
 
@@ -234,15 +233,3 @@ class TestAddresses:
             with pytest.raises(ConfigError):
                 async with cluster(2, cluster_address=address):
                     pass
-
-
-class TestMetrics:
-    async def test_of_all_front_ends_are_had_by_each(self, runtime: Path) -> None:
-        async with joined(runtime, 2, num_replicas=1) as (_, one, other):
-            assert await one.backend.exchange_metrics(b"one's") == Snapshots([b"one's"], [])
-            other.backend.give_metrics = lambda: b"other's"
-            assert await one.backend.exchange_metrics(b"again") == Snapshots([b"again", b"other's"], [])
-            other.backend.give_metrics = lambda: b"last"
-            await other.engine.aclose()
-            await one.until(lambda: True)
-            assert await one.backend.exchange_metrics(b"still") == Snapshots([b"still"], [b"last"])

@@ -233,7 +233,6 @@ HANDSHAKE_TO_ENGINE: tuple[Sample, ...] = (
 FROM_MEMBER: tuple[Sample, ...] = (
     Sample("attach", wire.Attach(version=1, name="a further front end")),
     Sample("call", wire.CallControl(1, wire.pack_control(cluster.Scale(replicas=2)))),
-    Sample("metrics_snapshot", cluster.MetricsSnapshot(snapshot=b"counts", gather=3)),
     Sample("drained", cluster.Drained(rank=4)),
     Sample("acknowledge", wire.Acknowledge(number=81)),
     Sample("detach", wire.Detach()),
@@ -257,8 +256,7 @@ FROM_COORDINATOR: tuple[Sample, ...] = (
     Sample("members_none", cluster.Membership([])),
     Sample("members", cluster.Membership([MEMBER, cluster.Member(5, "starting", 0)])),
     Sample("counts", COUNTS),
-    Sample("gather_metrics", cluster.GatherMetrics(gather=14)),
-    Sample("returned", wire.Returned(call_id=1, result=[[b"live"], [b"ended"]])),
+    Sample("returned", wire.Returned(call_id=1, result="done")),
     Sample("ending", wire.Shutdown(fault=FAULT)),
 )
 

@@ -11,7 +11,7 @@ import anyio
 from aioengine.cluster.cluster_core import ClusterCore
 from aioengine.cluster.coordinator import Coordinator
 from aioengine.cluster.lockstep_launcher import LockstepLauncher
-from aioengine.cluster.messages import Counts, Member
+from aioengine.cluster.messages import MAX_REASON_CHARS, Counts, Member
 from aioengine.cluster.replica import MakeBackend, Replica, ReplicaState, Shared
 from aioengine.config import EngineConfig, ProcessOptions, ReplicaOptions
 from aioengine.core.protocol import Backend, Cluster, CoreHooks, ReplicaStatus
@@ -21,7 +21,7 @@ from aioengine.models.folder import ModelFolder
 from aioengine.progress import OnProgress
 from aioengine.transport.addresses import PrivateFolder
 from aioengine.transport.backends import InChild, refuse_function
-from aioengine.transport.wire_errors import MAX_MESSAGE_CHARS
+from aioengine.transport.wire_errors import cut
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -234,7 +234,7 @@ class Replicated:
                 state=status.state,
                 num_restarts=status.num_restarts,
                 address=self._replicas[status.rank].shared_address,
-                reason=status.reason[:MAX_MESSAGE_CHARS],
+                reason=cut(status.reason, MAX_REASON_CHARS),
                 where=status.where,
                 num_blocks=status.num_blocks,
             )

@@ -1,15 +1,13 @@
 """`Coordinator`: what the process that owns a cluster's replicas tells and does for further front ends.
 
-It tells where the replicas serve and how much they have to do, takes calls that concern all of them, and gathers the
-metrics of the front ends. Requests and tokens do not pass here: each front end has a link to each replica.
+It tells where the replicas serve and how much they have to do, and takes calls that concern all of them. Requests and
+tokens do not pass here: each front end has a link to each replica.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Iterable
 from typing import Any, Protocol
 
 import anyio
@@ -19,16 +17,12 @@ from aioengine.cluster.messages import (
     ClusterCall,
     Counts,
     Drained,
-    ExchangeMetrics,
     FromMember,
-    GatherMetrics,
     Joined,
     Member,
     Membership,
-    MetricsSnapshot,
     RestartReplicas,
     Scale,
-    Snapshots,
     unpack_call,
 )
 from aioengine.config import EngineConfig, ReplicaOptions
@@ -50,13 +44,8 @@ MAX_UNREAD_BYTES = 64 * 2**20
 """A front end that leaves more than either unread is cut off."""
 
 BEHIND_MESSAGES = 64
-"""With so many unread it is told no more counts and asked for no metrics: what is left are changes of members and
-answers to its own calls, so that one that is stopped for minutes is not cut off."""
-
-GATHER_TIMEOUT_S = 1.0
-
-MAX_ENDED_BYTES = 4 * 2**20
-"""Of the metrics of front ends that have ended; beyond that the oldest are forgotten."""
+"""With so many unread it is told no more counts: what is left are changes of members and answers to its own calls, so
+that one that is stopped for minutes is not cut off."""
 
 
 class Coordinated(Protocol):
@@ -92,30 +81,12 @@ class MemberSession(PeerSession):
         super().__init__(arrival, max_unread_messages=MAX_UNREAD_MESSAGES, max_unread_bytes=MAX_UNREAD_BYTES)
         self.counts = counts
         """The last that it was told."""
-        self.snapshot = b""
-        """Its metrics, as it has told them last."""
         self.draining: set[int] = set()
         """Ranks that drain, and that it may still have requests at."""
 
     @property
     def is_behind(self) -> bool:
         return self.num_unread >= BEHIND_MESSAGES
-
-
-class _Gather:
-    """Metrics that are awaited of front ends."""
-
-    def __init__(self, asked: Iterable[MemberSession]) -> None:
-        self._asked = {session.peer for session in asked}
-        self.is_over = asyncio.Event()
-        self.note(None)
-
-    def note(self, session: MemberSession | None) -> None:
-        """This one has answered, or will not any more."""
-        if session is not None:
-            self._asked.discard(session.peer)
-        if not self._asked:
-            self.is_over.set()
 
 
 class Coordinator:
@@ -150,12 +121,6 @@ class Coordinator:
         self._has_front_ends = asyncio.Event()
         self._has_drained = asyncio.Event()
         """Set when a front end has nothing at a replica any more."""
-        self._ended: deque[bytes] = deque()
-        """Metrics of front ends that have ended."""
-        self._ended_bytes = 0
-        self._num_gathers = 0
-        self._gathers: dict[int, _Gather] = {}
-        """Under way, by number."""
 
     async def open(self) -> None:
         """Bind to the address. Front ends that come now are answered by `serve`.
@@ -247,10 +212,6 @@ class Coordinator:
                 self._calls.begin(self._tasks, session, body)
             case wire.CancelCall():
                 self._calls.cancel(session, body.call_id)
-            case MetricsSnapshot():
-                session.snapshot = body.snapshot or session.snapshot
-                if body.gather in self._gathers:
-                    self._gathers[body.gather].note(session)
             case Drained():
                 session.draining.discard(body.rank)
                 self._note_drained()
@@ -259,18 +220,6 @@ class Coordinator:
 
     def _on_left(self, session: MemberSession) -> None:
         self._note_drained()
-        for gather in self._gathers.values():
-            gather.note(session)
-        if session.snapshot:
-            self._ended.append(session.snapshot)
-            self._ended_bytes += len(session.snapshot)
-        while self._ended_bytes > MAX_ENDED_BYTES:
-            self._ended_bytes -= len(self._ended.popleft())
-            logger.warning(
-                "the metrics of the first front end that ended are forgotten: those of all that did are more than %d "
-                "MiB, and counts go back by what it had counted",
-                MAX_ENDED_BYTES // 2**20,
-            )
 
     async def _perform(self, session: MemberSession, call: ClusterCall) -> Any:
         match call:
@@ -278,25 +227,7 @@ class Coordinator:
                 await self._cluster.scale(call.replicas)
             case RestartReplicas():
                 await self._cluster.restart()
-            case ExchangeMetrics():
-                session.snapshot = call.snapshot
-                return await self._gather(session)
         return None
-
-    async def _gather(self, caller: MemberSession) -> Snapshots:
-        """Ask the other front ends for their metrics, and wait for these, but not long."""
-        asked = [each for each in self.peers.attached if each is not caller and not each.is_behind]
-        self._num_gathers += 1
-        number = self._num_gathers
-        gather = self._gathers[number] = _Gather(asked)
-        try:
-            for session in asked:
-                session.send(GatherMetrics(number))
-            with anyio.move_on_after(GATHER_TIMEOUT_S):
-                await gather.is_over.wait()
-        finally:
-            del self._gathers[number]
-        return Snapshots([each.snapshot for each in self.peers.attached if each.snapshot], list(self._ended))
 
 
 def _draining(members: Membership) -> set[int]:

@@ -46,8 +46,6 @@ class JoinedCluster:
     Args:
         address: of the owner's coordinator.
         model, keys, client, timeout_s: as for `Engine.connect`.
-    Attributes:
-        give_metrics: makes this front end's metrics when another one wants those of all; None: it gives none.
     """
 
     core: ClusterCore
@@ -62,7 +60,6 @@ class JoinedCluster:
         client: str | None,
         timeout_s: float,
     ) -> None:
-        self.give_metrics: Callable[[], bytes] | None = None
         self._address = address
         self._hooks = hooks
         self._keys_folder = keys
@@ -142,8 +139,6 @@ class JoinedCluster:
         return await refuse_function(self, function)
 
     async def aclose(self) -> None:
-        if self.give_metrics is not None and hasattr(self._link, "channel") and not self._link.channel.socket.closed:
-            self._tell_metrics(0)
         try:
             await self._link.aclose()
         finally:
@@ -173,17 +168,6 @@ class JoinedCluster:
 
     async def restart(self) -> None:
         await self._call(m.RestartReplicas())
-
-    async def exchange_metrics(self, snapshot: bytes) -> m.Snapshots:
-        """Tell this front end's metrics, and hear those of all: others are asked, and have a second to answer.
-
-        What a snapshot holds is up to the front ends; see `give_metrics`. The owner's own metrics are not among them.
-
-        Raises:
-            InvalidRequest: it has more than `messages.MAX_SNAPSHOT_BYTES`.
-            EngineDead: the coordinator is gone.
-        """
-        return m.Snapshots(*await self._call(m.ExchangeMetrics(snapshot)))
 
     async def _call(self, call: m.ClusterCall) -> Any:
         self.core.check_accepting()
@@ -241,21 +225,10 @@ class JoinedCluster:
             case m.Counts():
                 self._counts = body
                 self.core.conditions.check()
-            case m.GatherMetrics():
-                self._tell_metrics(body.gather)
             case wire.Returned():
                 self._calls.on_returned(body)
             case wire.Shutdown():
                 self._die(death_of(body.fault))
-
-    def _tell_metrics(self, gather: int) -> None:
-        snapshot = b""
-        if self.give_metrics is not None:
-            try:
-                snapshot = self.give_metrics()
-            except Exception:
-                logger.exception("the metrics of this front end cannot be had")
-        self._link.send(m.MetricsSnapshot(snapshot if len(snapshot) <= m.MAX_SNAPSHOT_BYTES else b"", gather))
 
     # The members
 

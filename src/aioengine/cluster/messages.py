@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -11,16 +11,13 @@ from aioengine.core.protocol import ReplicaStatus
 from aioengine.errors import WireError
 from aioengine.transport import wire
 from aioengine.transport.wire import Number, WireMessage
-from aioengine.transport.wire_errors import MAX_MESSAGE_CHARS
 
 MAX_REPLICAS = 1024
 
-MAX_SNAPSHOT_BYTES = 2**18
-"""Of one front end's metrics: those of all, which are told at once, fit into a message."""
+MAX_REASON_CHARS = 1_000
+"""Of a replica's last death: those of all are to fit into one message."""
 
 ShortText = Annotated[str, Meta(max_length=64)]
-
-Snapshot = Annotated[bytes, Meta(max_length=MAX_SNAPSHOT_BYTES)]
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
@@ -34,7 +31,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     state: ShortText
     num_restarts: Number
     address: Annotated[str, Meta(max_length=1024)] = ""
-    reason: Annotated[str, Meta(max_length=MAX_MESSAGE_CHARS)] = ""
+    reason: Annotated[str, Meta(max_length=MAX_REASON_CHARS)] = ""
     where: Annotated[str, Meta(max_length=1024)] = ""
     num_blocks: Number = 0
 
@@ -82,23 +79,13 @@ class Membership(WireMessage, frozen=True, tag=31):
 # From a front end
 
 
-class MetricsSnapshot(WireMessage, frozen=True, tag=20):
-    """A front end's metrics; empty: it gives none. The answer to `GatherMetrics`, or its last words of them."""
-
-    snapshot: Snapshot
-    gather: Number = 0
-    """That of the question; 0: none was asked."""
-
-
 class Drained(WireMessage, frozen=True, tag=21):
     """A front end has nothing at a replica that drains, and sends it nothing any more."""
 
     rank: Number
 
 
-FromMember = (
-    wire.Attach | wire.CallControl | wire.Acknowledge | wire.Detach | wire.CancelCall | MetricsSnapshot | Drained
-)
+FromMember = wire.Attach | wire.CallControl | wire.Acknowledge | wire.Detach | wire.CancelCall | Drained
 
 
 class Scale(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -111,13 +98,7 @@ class RestartReplicas(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fiel
     """Restart one replica after the other, each drained first. → None."""
 
 
-class ExchangeMetrics(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Tell the caller's metrics. → those of all front ends, `Snapshots`."""
-
-    snapshot: Snapshot
-
-
-ClusterCall = Scale | RestartReplicas | ExchangeMetrics
+ClusterCall = Scale | RestartReplicas
 
 _call_decoder: msgspec.msgpack.Decoder[ClusterCall] = msgspec.msgpack.Decoder(ClusterCall)
 
@@ -144,22 +125,4 @@ class Joined(WireMessage, frozen=True, tag=30):
     counts: Counts
 
 
-class GatherMetrics(WireMessage, frozen=True, tag=33):
-    """A front end is asked for its `MetricsSnapshot`."""
-
-    gather: Number
-
-
-FromCoordinator = Joined | wire.Refused | Membership | Counts | GatherMetrics | wire.Returned | wire.Shutdown
-
-
-class Snapshots(NamedTuple):
-    """The metrics of a cluster's front ends.
-
-    Attributes:
-        live: of those that are there, the caller among them; of one that does not answer the last that is known.
-        ended: the last that is known of those that have ended: their counts are to go on counting, their gauges not.
-    """
-
-    live: list[bytes]
-    ended: list[bytes]
+FromCoordinator = Joined | wire.Refused | Membership | Counts | wire.Returned | wire.Shutdown

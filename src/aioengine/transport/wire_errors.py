@@ -66,13 +66,13 @@ def to_fault(error: BaseException) -> Fault:
         own = next(base.__name__ for base in type(error).__mro__ if vars(errors).get(base.__name__) is base)
         fields = {name: getattr(error, name) for name in _FIELDS.get(own, ())}
         if "dump" in fields:
-            fields["dump"] = _cut(fields["dump"], MAX_DUMP_CHARS)
+            fields["dump"] = cut(fields["dump"], MAX_DUMP_CHARS)
         return Fault(own, message, **fields)
     # The attributes of others may be anything.
     if isinstance(error, OSError) and kind in _OS_ERRORS:
-        filename = _cut(error.filename, MAX_MESSAGE_CHARS) if isinstance(error.filename, str) else None
+        filename = cut(error.filename, MAX_MESSAGE_CHARS) if isinstance(error.filename, str) else None
         if isinstance(error.errno, int) and abs(error.errno) < 2**31:
-            strerror = _cut(error.strerror, MAX_MESSAGE_CHARS) if isinstance(error.strerror, str) else message
+            strerror = cut(error.strerror, MAX_MESSAGE_CHARS) if isinstance(error.strerror, str) else message
             return Fault(kind, strerror, errno=error.errno, filename=filename)
         return Fault(kind, message, filename=filename)
     return Fault(kind, message) if kind in PLAIN else Fault("RuntimeError", f"{kind}: {message}"[:MAX_MESSAGE_CHARS])
@@ -81,10 +81,10 @@ def to_fault(error: BaseException) -> Fault:
 def _text_of(error: BaseException) -> str:
     # A KeyError shows its key by repr, and will do so again when it is made anew.
     is_key = type(error) is KeyError and len(error.args) == 1 and isinstance(error.args[0], str)
-    return _cut(error.args[0] if is_key else errors.text_of(error), MAX_MESSAGE_CHARS)
+    return cut(error.args[0] if is_key else errors.text_of(error), MAX_MESSAGE_CHARS)
 
 
-def _cut(text: str, max_chars: int) -> str:
+def cut(text: str, max_chars: int) -> str:
     """What of a text can be sent: file names may hold what has no UTF-8 form."""
     return text[:max_chars].encode(errors="replace").decode()
 
