@@ -398,7 +398,6 @@ class ReplicaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Annotated[int, Meta(ge=0, le=1024)] | None,
         Meta(description="how many of them this machine starts, the first ones; absent: all; others join"),
     ] = None
-    start_rank: Annotated[int, Meta(ge=0, le=1023, description="rank of the first one of a machine that joins")] = 0
     launcher: Annotated[
         Literal["process", "ray"], Meta(description="what starts them: child processes, or actors of a Ray cluster")
     ] = "process"

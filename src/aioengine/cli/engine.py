@@ -11,8 +11,10 @@ from typing import Any
 import click
 
 from aioengine.cli.command import given, options_of, run
+from aioengine.cluster.host import EngineHost
 from aioengine.config import EngineConfig
-from aioengine.transport.joining import Endpoint
+from aioengine.transport.child import AGAIN
+from aioengine.transport.joining import JOIN_TIMEOUT_S, Endpoint
 from aioengine.transport.security import CLIENTS, PUBLIC, SECRET, SERVER, ClientKeys, ServerKeys, make_keys
 from aioengine.transport.server import EngineServer
 from aioengine.transport.serving import serve_engine
@@ -21,35 +23,83 @@ DEFAULT_CLIENT = "client"
 
 
 @click.command()
-@click.argument("address")
+@click.argument("address", required=False)
 @click.option("--keys", metavar="FOLDER", help="keys of this engine and its clients, made by `aioengine keys`")
 @click.option("--plugin", "plugins", multiple=True, metavar="MODULE", help="import this first; repeatable")
-@click.option("--join", metavar="ADDRESS", help="say HELLO to a front end that waits for several engines")
-@click.option("--join-keys", metavar="FOLDER", help="this engine's keys as a client of that front end")
+@click.option("--join", metavar="ADDRESS", help="be a replica of a front end elsewhere, which listens there")
+@click.option("--join-keys", metavar="FOLDER", help="this machine's keys as a client of that front end")
+@click.option(
+    "--join-timeout-s",
+    type=click.FloatRange(1.0, 86400.0),
+    default=JOIN_TIMEOUT_S,
+    show_default=True,
+    help="seconds to wait for the front end, at first and when it is lost",
+)
+@click.option(
+    "--replicas-local",
+    type=click.IntRange(1, 1024),
+    help="join with so many engines, a process each, which are started again when they die [default: this process]",
+)
+@click.option("--start-rank", type=click.IntRange(0, 1023), help="of the first of them [default: any that is free]")
 @options_of(EngineConfig)
 def engine(
-    address: str, keys: str | None, plugins: tuple[str, ...], join: str | None, join_keys: str | None, **flags: Any
+    address: str | None,
+    keys: str | None,
+    plugins: tuple[str, ...],
+    join: str | None,
+    join_keys: str | None,
+    join_timeout_s: float,
+    replicas_local: int | None,
+    start_rank: int | None,
+    **flags: Any,
 ) -> None:
     """Serve a model at ADDRESS, for `Engine.connect(ADDRESS)`, until Ctrl-C or SIGTERM.
 
     ADDRESS is ipc:///path/of/a.sock, in a folder that only you can enter, or tcp://127.0.0.1:PORT; others need --keys.
+
+    With --join it serves the model of a front end as one of its replicas, until that ends, with the front end's config
+    but for what is given here; ADDRESS may be left out.
     """
     logging.basicConfig(format="%(message)s", level=logging.INFO)
     if plugins:
         sys.path.insert(0, os.getcwd())  # an installed command does not look there by itself
-    config = EngineConfig(**given(EngineConfig, flags))
-    server_keys = ServerKeys.load(keys) if keys is not None else None
-    endpoints = []
+    fields = given(EngineConfig, flags)
+    config = EngineConfig(**fields)  # with --join, too, to refuse now what cannot be
     if join is not None:
-        client_keys = ClientKeys.load(join_keys) if join_keys is not None else None
-        endpoints = [Endpoint(join, is_local=False, keys=client_keys)]
-    elif join_keys is not None:
-        raise click.UsageError("--join-keys is for --join: give both, or neither")
-    run(
-        serve_engine(
-            endpoints, address=address, config=config, keys=server_keys, plugins=plugins, on_serving=_say_where
+        if keys is not None:
+            raise click.UsageError("with --join the engine serves by its --join-keys: leave out --keys")
+        rank = -1 if start_rank is None else start_rank
+        _join(
+            Endpoint(join, rank, "", False, None, join_timeout_s), join_keys, replicas_local, address, fields, plugins
         )
-    )
+        return
+    for flag, value in (("join-keys", join_keys), ("replicas-local", replicas_local), ("start-rank", start_rank)):
+        if value is not None:
+            raise click.UsageError(f"--{flag} is for --join: give both, or neither")
+    if address is None:
+        raise click.UsageError("give the ADDRESS to serve at, or --join")
+    server_keys = ServerKeys.load(keys) if keys is not None else None
+    run(serve_engine([], address=address, config=config, keys=server_keys, plugins=plugins, on_serving=_say_where))
+
+
+def _join(
+    front_end: Endpoint,
+    keys: str | None,
+    num_engines: int | None,
+    address: str | None,
+    fields: dict[str, Any],
+    plugins: tuple[str, ...],
+) -> None:
+    """Be one replica of a front end, or have several; exits with `AGAIN` where it wants another one in its place."""
+    client_keys = ClientKeys.load(keys) if keys is not None else None
+    if num_engines is not None:
+        host = EngineHost(front_end, keys, num_engines=num_engines, address=address, own_fields=fields, plugins=plugins)
+        run(host.run())
+        return
+    endpoints = [front_end._replace(keys=client_keys)]
+    goodbye = run(serve_engine(endpoints, address=address, own_fields=fields, plugins=plugins, on_serving=_say_where))
+    if goodbye is not None and goodbye.is_wanted_again:
+        sys.exit(AGAIN)
 
 
 def _say_where(server: EngineServer) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 
@@ -28,18 +27,11 @@ def agree(infos: Mapping[int, ExecutorInfo], configs: Mapping[int, EngineConfig]
     """
     first, *others = sorted(infos)
     for rank in others:
-        differences = [
-            f"{name} is {theirs!r} there and {ours!r} here"
-            for name, ours, theirs in (
-                *_pairs(infos[first], infos[rank], SAME_OFFER),
-                *_pairs(configs[first], configs[rank], SAME_CONFIG),
-            )
-            if not (is_same_model(ours, theirs) if name == "model" else ours == theirs)
-        ]
-        if differences:
+        found = differences((infos[first], configs[first]), (infos[rank], configs[rank]))
+        if found:
             raise ConfigError(
-                f"replica {rank} cannot stand in for replica {first}: {'; '.join(differences)}: start all replicas "
-                "with the same model and config"
+                f"replica {rank} cannot stand in for replica {first}: {found}: start all replicas with the same model "
+                "and config"
             )
     return msgspec.structs.replace(
         infos[first],
@@ -48,6 +40,17 @@ def agree(infos: Mapping[int, ExecutorInfo], configs: Mapping[int, EngineConfig]
         weight_bytes=sum(info.weight_bytes for info in infos.values()),
         device=", ".join(dict.fromkeys(infos[rank].device for rank in sorted(infos))),
     )
+
+
+def differences(ours: tuple[ExecutorInfo, EngineConfig], theirs: tuple[ExecutorInfo, EngineConfig]) -> str:
+    """What keeps two engines from standing in for each other, in words; empty: nothing."""
+    found = []
+    for own, other, names in zip(ours, theirs, (SAME_OFFER, SAME_CONFIG), strict=True):
+        for name in names:
+            here, there = getattr(own, name), getattr(other, name)
+            if not (is_same_model(here, there) if name == "model" else here == there):
+                found.append(f"{name} is {there!r} there and {here!r} here")
+    return "; ".join(found)
 
 
 def is_same_model(ours: str | None, theirs: str | None) -> bool:
@@ -59,10 +62,6 @@ def is_same_model(ours: str | None, theirs: str | None) -> bool:
     if ours is None or theirs is None or not (_is_path(ours) or _is_path(theirs)):
         return ours == theirs
     return _last_part(ours) == _last_part(theirs)
-
-
-def _pairs(ours: Any, theirs: Any, names: tuple[str, ...]) -> list[tuple[str, Any, Any]]:
-    return [(name, getattr(ours, name), getattr(theirs, name)) for name in names]
 
 
 def _is_path(model: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
@@ -10,27 +11,33 @@ import anyio
 
 from aioengine.cluster.cluster_core import ClusterCore
 from aioengine.cluster.coordinator import Coordinator
+from aioengine.cluster.host_launcher import HostLauncher
+from aioengine.cluster.launcher import Launcher
 from aioengine.cluster.lockstep_launcher import LockstepLauncher
 from aioengine.cluster.messages import MAX_REASON_CHARS, Counts, Member
-from aioengine.cluster.replica import MakeBackend, Replica, ReplicaState, Shared
+from aioengine.cluster.replica import Replica, ReplicaState, Shared
 from aioengine.config import EngineConfig, ProcessOptions, ReplicaOptions
-from aioengine.core.protocol import Backend, Cluster, CoreHooks, ReplicaStatus
-from aioengine.errors import AioEngineError, ConfigError, EngineClosed, InvalidRequest
+from aioengine.core.protocol import Cluster, CoreHooks, ReplicaStatus
+from aioengine.errors import AioEngineError, ConfigError, EngineClosed, InvalidRequest, describe
 from aioengine.executor.in_process import clock_of
 from aioengine.models.folder import ModelFolder
 from aioengine.progress import OnProgress
 from aioengine.transport.addresses import PrivateFolder
-from aioengine.transport.backends import InChild, refuse_function
+from aioengine.transport.backends import refuse_function
 from aioengine.transport.wire_errors import cut
 
 A = TypeVar("A")
 T = TypeVar("T")
 
+logger = logging.getLogger("aioengine")
+
+MAX_REPLICAS = 1024
+
 OTHERS_GRACE_S = 5.0
 """Beyond their own time to drain: for further front ends to say that they have no requests at a replica."""
 
 
-def launcher_of(config: EngineConfig, process: ProcessOptions, options: ReplicaOptions) -> MakeBackend:
+def launcher_of(config: EngineConfig, process: ProcessOptions, options: ReplicaOptions) -> Launcher:
     """What makes the backend of each rank.
 
     Raises:
@@ -46,11 +53,7 @@ def launcher_of(config: EngineConfig, process: ProcessOptions, options: ReplicaO
         from aioengine.cluster.ray_launcher import RayLauncher
 
         return RayLauncher(config, process, options)
-
-    def in_child(rank: int, hooks: CoreHooks) -> Backend:
-        return InChild(config, process, hooks, rank=rank)
-
-    return in_child
+    return HostLauncher(config, process, options)
 
 
 class Replicated:
@@ -58,17 +61,15 @@ class Replicated:
 
     Args:
         config: of each replica.
-        make_backend: of the replica of a rank.
+        launcher: makes the backend of each replica.
     """
 
     core: ClusterCore
 
-    def __init__(
-        self, config: EngineConfig, options: ReplicaOptions, make_backend: MakeBackend, hooks: CoreHooks
-    ) -> None:
+    def __init__(self, config: EngineConfig, options: ReplicaOptions, launcher: Launcher, hooks: CoreHooks) -> None:
         self._config = config
         self._options = options
-        self._make_backend = make_backend
+        self._launcher = launcher
         self._hooks = hooks
         self._replicas: dict[int, Replica] = {}
         """All that are not closed yet, by rank."""
@@ -77,6 +78,11 @@ class Replicated:
         self._folder: PrivateFolder | None = None
         """Of the replicas' sockets, for further front ends."""
         self._coordinator: Coordinator | None = None
+        self._come: set[int] = set()
+        """Ranks of engines that have come by themselves, to be looked at."""
+        self._has_come = anyio.Event()
+        self._takes_in = False
+        self._reason = "its front end has ended"
 
     @property
     def cluster(self) -> Cluster:
@@ -89,6 +95,8 @@ class Replicated:
         self.core = ClusterCore(self._config, self._options, self._hooks, self._clock)
         if self._options.cluster_address is not None:
             await self._open_coordinator(self._options.cluster_address)
+        await self._launcher.open(self._hooks.worker, find_rank=self._find_rank, on_join=self._on_join)
+        self.core.beside += [self._launcher.run, self._take_in]
         replicas = [self._make(rank) for rank in range(self._options.replicas)]
         found = await for_each(replicas, Replica.find_model)
         return found[0]
@@ -104,10 +112,20 @@ class Replicated:
 
             await replica.open(note)
 
-        await for_each(self._replicas.values(), open_one)
-        for replica in self._replicas.values():
-            replica.begin_serving()
-            self.core.add_replica(replica)
+        failure: Exception | None = None
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._launcher.run)
+            try:
+                await for_each(self._replicas.values(), open_one)
+                for replica in self._replicas.values():
+                    replica.begin_serving()
+                    self._add(replica)
+            except Exception as error:  # as it is: the group would wrap it
+                failure = error
+                self._reason = f"its front end cannot start: {describe(error)}"
+            tasks.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
 
     async def apply_model(self, function: Callable[[Any], T]) -> list[T]:
         return await refuse_function(self, function)
@@ -118,8 +136,7 @@ class Replicated:
         finally:
             self._replicas.clear()
             await self._close_coordinator()
-            if hasattr(self._make_backend, "aclose"):  # of a launcher that holds something for all
-                await self._make_backend.aclose()
+            await self._launcher.aclose(self._reason)
 
     def kill(self) -> None:
         for replica in list(self._replicas.values()):
@@ -128,6 +145,7 @@ class Replicated:
     def abandon(self) -> None:
         for replica in list(self._replicas.values()):
             replica.abandon()
+        self._launcher.abandon()
         if self._coordinator is not None:
             self._coordinator.abandon()
         self._remove_folder()
@@ -139,8 +157,8 @@ class Replicated:
 
     async def scale(self, replicas: int) -> None:
         """Have so many replicas: start further ones, or drain and end those of the highest ranks."""
-        if isinstance(replicas, bool) or not isinstance(replicas, int) or not 1 <= replicas <= 1024:
-            raise InvalidRequest(f"replicas={replicas!r}: an int from 1 to 1024 is needed", param="replicas")
+        if isinstance(replicas, bool) or not isinstance(replicas, int) or not 1 <= replicas <= MAX_REPLICAS:
+            raise InvalidRequest(f"replicas={replicas!r}: an int from 1 to {MAX_REPLICAS} is needed", param="replicas")
         if self._options.lockstep and replicas != self._options.replicas:
             raise InvalidRequest(
                 "replicas in lockstep stay as many as they are: start another engine", param="replicas"
@@ -168,9 +186,10 @@ class Replicated:
         try:
             await replica.find_model()
             await replica.open()
-            self.core.add_replica(replica)
+            self._add(replica)
         except BaseException:
             del self._replicas[rank]
+            self._launcher.leave(rank)
             with anyio.CancelScope(shield=True):
                 await replica.aclose()
             raise
@@ -178,6 +197,7 @@ class Replicated:
 
     async def _remove(self, replica: Replica) -> None:
         await self._drain(replica)
+        self._launcher.leave(replica.rank)
         await replica.stop()
         if replica.state is ReplicaState.STOPPED:
             self._replicas.pop(replica.rank, None)
@@ -195,6 +215,45 @@ class Replicated:
         assert self._coordinator is not None
         with anyio.move_on_after(timeout_s):
             await self._coordinator.wait_drained(rank)
+
+    def _add(self, replica: Replica) -> None:
+        try:
+            self.core.add_replica(replica)
+        except ConfigError as error:
+            self._launcher.refuse(replica.rank, str(error))
+            raise
+
+    # Engines that come by themselves
+
+    def _find_rank(self, asked_for: int) -> int | None:
+        """As `Launcher.open`: the rank that an engine asks for, or any, unless there is a replica."""
+        if not self._takes_in:
+            return None
+        free = (rank for rank in range(MAX_REPLICAS) if rank not in self._replicas)
+        rank = next(free, None) if asked_for < 0 else asked_for
+        return None if rank is None or rank >= MAX_REPLICAS or rank in self._replicas else rank
+
+    def _on_join(self, rank: int) -> None:
+        if rank not in self._replicas or not self._replicas[rank].is_coming:
+            self._come.add(rank)
+            self._has_come.set()
+
+    async def _take_in(self) -> None:
+        """Make replicas of engines that come by themselves, until cancelled."""
+        self._takes_in = True
+        while True:
+            await self._has_come.wait()
+            self._has_come = anyio.Event()
+            while self._come:
+                rank = self._come.pop()
+                async with self._turn:
+                    try:
+                        if rank not in self._replicas:
+                            await self._start(rank)
+                        elif not self._replicas[rank].is_coming:
+                            await self._replicas[rank].restart()
+                    except AioEngineError as error:
+                        logger.warning("the engine that came to be replica %d does not serve: %s", rank, error)
 
     # What its coordinator tells
 
@@ -263,7 +322,7 @@ class Replicated:
     def _make(self, rank: int) -> Replica:
         folder = None if self._folder is None else self._folder.path
         shared = Shared(self.core.conditions, self.core.user_code, folder)
-        replica = Replica(rank, self._make_backend, self._options, self._hooks, shared, self.core, self._clock)
+        replica = Replica(rank, self._launcher, self._options, self._hooks, shared, self.core, self._clock)
         self._replicas[rank] = replica
         return replica
 

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from aioengine.cluster.launcher import Launcher
 from aioengine.cluster.lockstep import WaveCoordinator, WaveReport
 from aioengine.config import EngineConfig, ProcessOptions
 from aioengine.core.health import Beat
@@ -24,8 +25,8 @@ T = TypeVar("T")
 CHILD_MODULE = "aioengine.cluster.lockstep_child"
 
 
-class LockstepLauncher:
-    """As a `MakeBackend`: engines of this machine that step together.
+class LockstepLauncher(Launcher):
+    """Of engines of this machine that step together.
 
     A rank's second backend begins the group anew, for all: the others end, and are to be started again, too.
     """

@@ -20,6 +20,7 @@ from typing import Any
 import anyio
 import msgspec
 
+from aioengine.cluster.launcher import Launcher
 from aioengine.cluster.ray_actor import Introduction, ReplicaActor
 from aioengine.config import EngineConfig, ProcessOptions, ReplicaOptions
 from aioengine.core.protocol import CoreHooks
@@ -52,7 +53,7 @@ RELEASE_GRACE_S = 10.0
 """For calls of Ray's that a cancelled start has begun; those here take milliseconds while its head answers."""
 
 
-class RayLauncher:
+class RayLauncher(Launcher):
     """Makes the backends of replicas on Ray; a `MakeBackend`.
 
     This process is connected to Ray when the first replica opens, unless the program has done so; what was connected
@@ -118,7 +119,7 @@ class RayLauncher:
         wanted = {"CPU": self.options.ray_num_cpus, "GPU": num_gpus}
         return {name: amount for name, amount in wanted.items() if amount}
 
-    async def aclose(self) -> None:
+    async def aclose(self, reason: str = "") -> None:
         """Disconnect this process from Ray if it was connected here; after all backends are closed. Idempotent."""
         if self._is_connected_here:
             self._is_connected_here = False

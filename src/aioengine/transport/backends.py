@@ -73,7 +73,7 @@ class Connected:
         self.core = RemoteCore(
             self._link,
             self._attached,
-            config=_read_config(self._attached.config),
+            config=read_config(self._attached.config),
             hooks=self._hooks,
             is_far=self._address.startswith("tcp:"),
             describe_cut=self._describe_cut,
@@ -224,7 +224,7 @@ def known_fields(kind: type[msgspec.Struct], fields: dict[str, Any]) -> dict[str
     return {name: value for name, value in fields.items() if name in kind.__struct_fields__}
 
 
-def _read_config(fields: dict[str, Any]) -> EngineConfig:
+def read_config(fields: dict[str, Any]) -> EngineConfig:
     """An engine's config. Raises ConfigError: a value is bad."""
     return EngineConfig(**known_fields(EngineConfig, fields))
 
@@ -234,5 +234,5 @@ async def _find_tokenizer(attached: Attached, model: str | None, hooks: CoreHook
     path = Path(attached.model_path)
     if model is None and await hooks.worker.run(path.exists, None):
         return await hooks.worker.run(ModelFolder.read, None, path)
-    config = _read_config(attached.config) if model is None else EngineConfig(model=model)
+    config = read_config(attached.config) if model is None else EngineConfig(model=model)
     return await find(config, hooks.worker, with_weights=False)

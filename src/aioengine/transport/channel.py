@@ -35,14 +35,13 @@ _EVENTS, _POLLIN, _POLLOUT, _DONTWAIT, _SNDMORE = (
     zmq.SNDMORE,
 )
 
-_DENIALS = (
-    zmq.Event.HANDSHAKE_FAILED_AUTH,
-    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL,
-    zmq.Event.HANDSHAKE_FAILED_PROTOCOL,
-)
+_DENIALS = zmq.Event.HANDSHAKE_FAILED_AUTH, zmq.Event.HANDSHAKE_FAILED_PROTOCOL
 _WATCHED_EVENTS = functools.reduce(
     operator.or_,
-    (zmq.Event.HANDSHAKE_SUCCEEDED, *_DENIALS, zmq.Event.DISCONNECTED, zmq.Event.CLOSED),
+    (
+        *(zmq.Event.HANDSHAKE_SUCCEEDED, *_DENIALS, zmq.Event.HANDSHAKE_FAILED_NO_DETAIL),
+        *(zmq.Event.DISCONNECTED, zmq.Event.CLOSED),
+    ),
 )
 
 
@@ -224,7 +223,8 @@ class Monitor:
     Attributes:
         has_connected: a peer has been there, and was admitted.
         is_refused: this side was not admitted, or no server listens; for sockets that connect.
-        is_denied: of these the first: there are keys on one side, and not those that the other asks for.
+        is_denied: of these the first, as the server has said.
+        is_cut_short: it was there, and has ended the connection at its beginning: other keys, or its end.
         is_gone: the connection has ended; for sockets that connect once.
     """
 
@@ -232,7 +232,7 @@ class Monitor:
         self._watched = socket
         self._on_end = on_end
         self._channel = Channel(socket.get_monitor_socket(_WATCHED_EVENTS))
-        self.has_connected = self.is_refused = self.is_denied = self.is_gone = False
+        self.has_connected = self.is_refused = self.is_denied = self.is_cut_short = self.is_gone = False
 
     async def look(self) -> None:
         """Wait until something has happened."""
@@ -251,6 +251,7 @@ class Monitor:
             elif not self.has_connected:
                 self.is_refused = True
                 self.is_denied = self.is_denied or news["event"] in _DENIALS
+                self.is_cut_short = self.is_cut_short or news["event"] != zmq.Event.CLOSED
             elif news["event"] == zmq.Event.DISCONNECTED:
                 self.is_gone = True
                 self._on_end(int(news["value"]))

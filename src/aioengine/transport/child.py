@@ -30,6 +30,9 @@ FAMILY = "AIOENGINE_FAMILY"
 AGAIN = 75
 """Exit code of an engine in whose place another one is wanted; EX_TEMPFAIL of sysexits.h."""
 
+NO_FRONT_END = 69
+"""Exit code of an engine whose front end is not there; EX_UNAVAILABLE of sysexits.h."""
+
 _PR_SET_PDEATHSIG = 1
 _LOG_LINE = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ([\w.-]+): ?(.*)", re.DOTALL)
 
@@ -91,7 +94,7 @@ class _EachLine(logging.Formatter):
 
 
 def main(enter_group: EnterGroup | None = None) -> int:
-    """Run an engine until it is told to end; 0 if it was, `AGAIN`, or 1 if it could not start or has died.
+    """Run an engine until it is told to end; returns 0 if it was, `AGAIN`, `NO_FRONT_END`, or 1 where it failed.
 
     Args:
         enter_group: as of `serving.serve_engine`.
@@ -110,7 +113,7 @@ def main(enter_group: EnterGroup | None = None) -> int:
 
     from aioengine.errors import AioEngineError
     from aioengine.own_process import limit_spinning
-    from aioengine.transport.joining import JOIN_TIMEOUT_S, Endpoint
+    from aioengine.transport.joining import JOIN_TIMEOUT_S, Endpoint, NoFrontEnd
     from aioengine.transport.security import ClientKeys
     from aioengine.transport.serving import serve_engine
 
@@ -124,7 +127,7 @@ def main(enter_group: EnterGroup | None = None) -> int:
         goodbye = uvloop.run(serve_engine(endpoints, enter_group=enter_group))
     except AioEngineError as error:
         logger.error("%s: %s", type(error).__name__, error)
-        return 1
+        return NO_FRONT_END if isinstance(error, NoFrontEnd) else 1
     return AGAIN if goodbye is not None and goodbye.is_wanted_again else 0
 
 

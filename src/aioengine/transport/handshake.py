@@ -132,7 +132,7 @@ TRANSITIONS: dict[HandshakeState, dict[type[WireMessage], HandshakeState]] = {
 }
 
 
-@dataclass
+@dataclass(eq=False)
 class EngineRecord:
     """An engine that is waited for."""
 
@@ -144,6 +144,8 @@ class EngineRecord:
     peer: bytes | None = None
     """Its routing id, once it has said HELLO, and the reader of what it says."""
     reader: Reader[FromEngine] = field(default_factory=lambda: Reader(FromEngine))
+    writer: Writer = field(default_factory=Writer)
+    """Of what it is told."""
     loaded: tuple[int, int] = (0, 0)
     """(bytes done, bytes in all)"""
     ready: Ready | None = None

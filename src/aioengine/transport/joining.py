@@ -43,6 +43,13 @@ JOIN_TIMEOUT_S = 600.0
 RETRY_S = 0.25
 """Between two looks for a front end that is not there."""
 
+MAX_CUT_SHORT = 8
+"""Connections in a row that a front end ends at their beginning: by then it does not end itself."""
+
+
+class NoFrontEnd(EngineDead):
+    """The front end that an engine is to join is not there, and was waited for."""
+
 
 class Endpoint(NamedTuple):
     """A process to shake hands with.
@@ -72,6 +79,7 @@ class Conversation:
         self._worker = worker
         self._channel: Channel | None = None
         self._monitor: Monitor | None = None
+        self._num_cut_short = 0
         self._init: Init | None = None
         self._ready: Ready | None = None
 
@@ -80,7 +88,8 @@ class Conversation:
 
         Raises:
             ConfigError: the address is not allowed, or this engine is not admitted there.
-            EngineDead: it is not there, turned this engine away, or did not answer in time.
+            NoFrontEnd: it is not there.
+            EngineDead: it turned this engine away, or did not answer in time.
         """
         self._init = await (self._say_hello() if self._endpoint.is_local else self._join())
         return self._init
@@ -96,7 +105,8 @@ class Conversation:
         """Stay with a front end until it says Goodbye, whatever becomes of the connection.
 
         Raises:
-            EngineDead: it was gone for too long, or has turned this engine away.
+            NoFrontEnd: it was gone for too long.
+            EngineDead: it has turned this engine away.
         """
         assert self._init is not None
         self._index = self._init.index
@@ -130,7 +140,7 @@ class Conversation:
                         logger.info("waiting for a front end at %s, for %g s at most", address, timeout_s)
                         has_said = True
                     await anyio.sleep(RETRY_S)
-        raise EngineDead(f"no front end was at {address} within {timeout_s:g} s")
+        raise NoFrontEnd(f"no front end was at {address} within {timeout_s:g} s")
 
     async def _rejoin(self) -> Init:
         reason: AioEngineError | None = None
@@ -142,7 +152,7 @@ class Conversation:
                     return await self._say_hello()
                 except (ConfigError, EngineDead, WireError) as error:
                     reason = error
-        raise EngineDead(
+        raise NoFrontEnd(
             f"the front end at {self._endpoint.address} has been gone for {self._endpoint.timeout_s:g} s: {reason}"
         )
 
@@ -171,7 +181,8 @@ class Conversation:
                 tasks.cancel_scope.cancel()
         if messages:
             return check_init(self._reader.read(messages[0]))
-        if monitor.is_denied:
+        self._num_cut_short = self._num_cut_short + 1 if monitor.is_cut_short else 0
+        if monitor.is_denied or self._num_cut_short >= MAX_CUT_SHORT:
             what = "other keys" if keys is not None else "keys"
             raise ConfigError(f"the front end at {where} does not admit this engine: it asks for {what} (--join-keys)")
         if deadline.cancelled_caught and (monitor.has_connected or is_local):
