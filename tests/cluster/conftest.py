@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import zmq
 from cluster.mortal import FAULTS, STEP_TIME, Faults
 
 TESTS = str(Path(__file__).parents[1])
@@ -42,3 +43,12 @@ def faults(runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_st
 def quiet_log(quiet_log: None, caplog: pytest.LogCaptureFixture) -> None:
     """Deaths are logged, and are no news here."""
     caplog.set_level(logging.INFO, "aioengine")
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    """Of sockets that drop what is unsent."""
+    with zmq.Context() as context:
+        context.linger = 0
+        yield context
+        context.destroy(linger=0)

@@ -216,10 +216,11 @@ class JoinDesk:
         answers = self._machine.on_message(peer, frames, connection=connection, key_name=key_name)
         engine = next((each for each in self._machine.engines if each.peer == peer), None)
         if engine is not None and engine.state is HandshakeState.FAILED:
-            logger.warning("engine %d (%s) cannot go on: %s", engine.index, engine.key_name, engine.failure)
+            logger.warning("engine %d (%s) has ended: %s", engine.index, _origin(engine), engine.failure)
+            self._let_go(engine)
         for _, body in answers:
             if engine is not None:
-                logger.info("engine %d has come from %r", engine.index, key_name or "this machine")
+                logger.info("engine %d (%s) has come", engine.index, _origin(engine))
                 if self._say(engine, body):
                     self._leaving.discard(engine.index)
                     self._on_join(engine.index)
@@ -230,13 +231,14 @@ class JoinDesk:
         self._num_refused[key_name] += 1
         count = self._num_refused[key_name]
         if count in (1, 10, 100) or count % 1000 == 0:  # a flood is no flood of logs
-            logger.warning("an engine of %r is turned away (%d so far): %s", key_name, count, body.reason)
+            whose = f"key {key_name!r}" if key_name else "no key"
+            logger.warning("an engine with %s is turned away (%d so far): %s", whose, count, body.reason)
         self._send(peer, Writer(), body)
 
     def _on_connection_end(self, connection: int) -> None:
         for engine in list(self._machine.engines):
             if engine.peer is not None and engine.connection == connection:
-                logger.warning("engine %d (%s) has gone", engine.index, engine.key_name or "of this machine")
+                logger.warning("engine %d (%s) has gone", engine.index, _origin(engine))
                 self._let_go(engine)
         self._conditions.check()
 
@@ -274,6 +276,10 @@ class JoinDesk:
 
     def _make_init(self, rank: int) -> Init:
         return Init(version=PROTOCOL_VERSION, index=rank, num_engines=len(self._machine.engines), config=self._config)
+
+
+def _origin(engine: EngineRecord) -> str:
+    return f"key {engine.key_name!r}" if engine.key_name else "without a key"
 
 
 def _describe(engine: EngineRecord | None) -> str:
