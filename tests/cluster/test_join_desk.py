@@ -20,7 +20,7 @@ from aioengine.text.worker import TextWorker
 from aioengine.transport import joining
 from aioengine.transport.channel import Channel
 from aioengine.transport.handshake import EngineRecord, Failing, Goodbye, HandshakeState, Loading, Ready
-from aioengine.transport.joining import Conversation, Endpoint, Handshakes, NoFrontEnd
+from aioengine.transport.joining import Endpoint, Handshake, Handshakes, NoFrontEnd
 from aioengine.transport.security import ClientKeys, make_keys
 from aioengine.transport.wire_errors import to_fault
 
@@ -61,7 +61,7 @@ async def opened(address: str = ANY_PORT, keys: Path | None = None) -> AsyncIter
 @contextlib.asynccontextmanager
 async def engine(
     desk: Desk | str, rank: int = -1, *, keys: Path | None = None, timeout_s: float = DEADLINE_S, says: Any = None
-) -> AsyncIterator[Conversation]:
+) -> AsyncIterator[Handshake]:
     """An engine's side of a handshake, which has been greeted, and has said something then."""
     address = desk if isinstance(desk, str) else desk.address
     worker = TextWorker()
@@ -72,20 +72,20 @@ async def engine(
         assert init is not None
         assert init.config is not None
         assert init.config.max_num_seqs == 33
-        (conversation,) = shakers.joined
-        assert conversation._init is not None
+        (handshake,) = shakers.joined
+        assert handshake._init is not None
         if says is not None:
-            conversation.tell(says)
-        yield conversation
+            handshake.tell(says)
+        yield handshake
     finally:
         with anyio.CancelScope(shield=True):
             await shakers.aclose()
             await worker.aclose()
 
 
-def rank_of(conversation: Conversation) -> int:
-    assert conversation._init is not None
-    return conversation._init.index
+def rank_of(handshake: Handshake) -> int:
+    assert handshake._init is not None
+    return handshake._init.index
 
 
 @pytest.fixture
@@ -215,14 +215,14 @@ async def test_an_engine_that_is_late_is_named_with_what_it_has_done(says: Any, 
 
 
 async def test_one_that_comes_back_as_another_one_is_refused_at_both_ends() -> None:
-    async with opened() as desk, engine(desk, 1, says=READY) as conversation:
+    async with opened() as desk, engine(desk, 1, says=READY) as handshake:
         await desk.wait_ready(1, DEADLINE_S)
         desk.check(1, INFO, CONFIG)
         desk.check(1, INFO, CONFIG)
         with pytest.raises(ConfigError, match="replica 1 has come back as another one: max_n is 3 there and 128 here"):
             desk.check(1, INFO, EngineConfig(max_num_seqs=33, max_n=3))
         with pytest.raises(EngineDead, match="turned away: replica 1 has come back as another one: max_n"):
-            await conversation.hold()
+            await handshake.hold()
 
 
 # Ends
@@ -230,13 +230,13 @@ async def test_one_that_comes_back_as_another_one_is_refused_at_both_ends() -> N
 
 @pytest.mark.parametrize("is_wanted_again", [True, False])
 async def test_an_engine_that_is_dismissed_hears_whether_another_one_is_wanted(is_wanted_again: bool) -> None:
-    async with opened() as desk, engine(desk, 1, says=READY) as conversation:
+    async with opened() as desk, engine(desk, 1, says=READY) as handshake:
         joined = await desk.wait_ready(1, DEADLINE_S)
         if not is_wanted_again:
             desk.leave(1)
         desk.dismiss(joined, "it is restarted")
         desk.dismiss(joined, "again, which says nothing")
-        assert await conversation.hold() == Goodbye("it is restarted", is_wanted_again)
+        assert await handshake.hold() == Goodbye("it is restarted", is_wanted_again)
         assert desk.has_place(1) is is_wanted_again
 
 
@@ -244,8 +244,8 @@ async def test_the_front_end_s_end_is_said_to_all() -> None:
     async with contextlib.AsyncExitStack() as stack:
         async with opened() as desk:
             engines = [await stack.enter_async_context(engine(desk, rank)) for rank in (1, 2)]
-        for conversation in engines:
-            assert await conversation.hold() == Goodbye("the test is over", is_wanted_again=False)
+        for handshake in engines:
+            assert await handshake.hold() == Goodbye("the test is over", is_wanted_again=False)
 
 
 async def test_an_engine_waits_for_a_front_end_and_joins_its_successor_with_its_model_loaded(
@@ -255,8 +255,8 @@ async def test_an_engine_waits_for_a_front_end_and_joins_its_successor_with_its_
     joined: list[EngineRecord] = []
 
     async def be_an_engine() -> None:
-        async with engine(free_address, 1, says=READY) as conversation:
-            goodbye = await conversation.hold()
+        async with engine(free_address, 1, says=READY) as handshake:
+            goodbye = await handshake.hold()
             assert goodbye == Goodbye("the test is over", is_wanted_again=False)
 
     with anyio.fail_after(DEADLINE_S):
@@ -284,10 +284,10 @@ async def test_an_engine_whose_front_end_stays_away_ends(free_address: str, monk
             pass
     async with contextlib.AsyncExitStack() as stack:
         async with opened(free_address) as desk:
-            conversation = await stack.enter_async_context(engine(desk, 1, timeout_s=0.05))
+            handshake = await stack.enter_async_context(engine(desk, 1, timeout_s=0.05))
             desk.abandon()
         with pytest.raises(NoFrontEnd, match=f"the front end at {free_address} has been gone for 0.05 s: no front end"):
-            await conversation.hold()
+            await handshake.hold()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""An engine's conversations with those that it shakes hands with: its parent, and a front end that it joins.
+"""An engine's handshakes with those that it shakes hands with: its parent, and a front end that it joins.
 
 A parent is there. A front end of another machine may come later than its engines, and be gone for a while: an engine
 waits for it, and says HELLO again when the connection has ended, with its model loaded.
@@ -69,7 +69,7 @@ class Endpoint(NamedTuple):
     timeout_s: float = JOIN_TIMEOUT_S
 
 
-class Conversation:
+class Handshake:
     """With one of them."""
 
     def __init__(self, endpoint: Endpoint, context: Context, worker: TextWorker) -> None:
@@ -222,38 +222,38 @@ class Conversation:
 
 
 class Handshakes:
-    """All conversations of an engine."""
+    """All handshakes of an engine."""
 
     def __init__(self, endpoints: Sequence[Endpoint], worker: TextWorker) -> None:
         self._endpoints = endpoints
         self._worker = worker
         self._context: Context | None = None
-        self._conversations: list[Conversation] = []
+        self._handshakes: list[Handshake] = []
 
     @property
-    def joined(self) -> list[Conversation]:
+    def joined(self) -> list[Handshake]:
         """Those with front ends that this engine has joined."""
-        pairs = zip(self._endpoints, self._conversations, strict=True)
-        return [conversation for endpoint, conversation in pairs if not endpoint.is_local]
+        pairs = zip(self._endpoints, self._handshakes, strict=True)
+        return [handshake for endpoint, handshake in pairs if not endpoint.is_local]
 
     async def greet(self) -> Init | None:
         """Say HELLO to all, one after the other; returns what they say together, None without endpoints.
 
         Raises:
-            ConfigError, EngineDead: as `Conversation.greet`.
+            ConfigError, EngineDead: as `Handshake.greet`.
         """
         if not self._endpoints:
             return None
         self._context = context = make_context()
-        self._conversations = [Conversation(each, context, self._worker) for each in self._endpoints]
-        return merge_inits([await conversation.greet() for conversation in self._conversations])
+        self._handshakes = [Handshake(each, context, self._worker) for each in self._endpoints]
+        return merge_inits([await handshake.greet() for handshake in self._handshakes])
 
     def tell(self, body: WireMessage) -> None:
         """Say the same to all."""
-        for conversation in self._conversations:
-            conversation.tell(body)
+        for handshake in self._handshakes:
+            handshake.tell(body)
 
     async def aclose(self) -> None:
-        for conversation in self._conversations:
-            conversation.close(LINGER_S)
+        for handshake in self._handshakes:
+            handshake.close(LINGER_S)
         await end_context(self._context, self._worker)

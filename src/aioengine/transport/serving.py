@@ -26,7 +26,7 @@ from aioengine.progress import LOADING, OnProgress
 from aioengine.text.worker import TextWorker
 from aioengine.transport.addresses import PrivateFolder, address_toward
 from aioengine.transport.handshake import Failing, Goodbye, Init, Loading, Ready
-from aioengine.transport.joining import Conversation, Endpoint, Handshakes
+from aioengine.transport.joining import Endpoint, Handshake, Handshakes
 from aioengine.transport.security import ServerKeys
 from aioengine.transport.server import EngineServer
 from aioengine.transport.wire import PROTOCOL_VERSION, WireMessage
@@ -113,17 +113,17 @@ async def _serve_while_wanted(
     goodbye: Goodbye | None = None
     failure: Exception | None = None
 
-    async def hold(conversation: Conversation) -> None:
+    async def hold(handshake: Handshake) -> None:
         nonlocal goodbye, failure
         try:
-            goodbye = await conversation.hold()
+            goodbye = await handshake.hold()
         except AioEngineError as error:
             failure = error
         tasks.cancel_scope.cancel()
 
     async with anyio.create_task_group() as tasks:
-        for conversation in shakers.joined:
-            tasks.start_soon(hold, conversation)
+        for handshake in shakers.joined:
+            tasks.start_soon(hold, handshake)
         try:
             await serve_init(options, keys, shakers.tell, on_serving, enter_group)
         except Exception as error:  # as it is: the group would wrap it
