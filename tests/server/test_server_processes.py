@@ -17,6 +17,7 @@ from contract.ways import Opener, until_async
 from waiting import Tasks, until
 
 from aioengine import Engine
+from aioengine.errors import EngineDead
 from aioengine.server.config import HttpLimits, ServerConfig
 from aioengine.server.http_listener import HttpListener, ServerAddress
 from aioengine.server.http_server import StopRequest
@@ -58,8 +59,12 @@ class Port:
 
 
 @asynccontextmanager
-async def port(num_servers: int, where: ServerAddress | None = None, **config: Any) -> AsyncIterator[Port]:
-    """A port with so many servers, all of which serve."""
+async def port(num_servers: int, engine_address: str | None = None) -> AsyncIterator[Port]:
+    """A port with so many servers, all of which serve.
+
+    Args:
+        engine_address: that the servers are told; absent: where the engine is.
+    """
     opener = Opener("served")
     urls: list[str] = []
     stop = StopRequest()
@@ -67,18 +72,18 @@ async def port(num_servers: int, where: ServerAddress | None = None, **config: A
         serving = await opener.serve("make_slow")
         engine = await opener.connect(serving)
         async with Tasks() as tasks:
-            listener = await anyio.to_thread.run_sync(HttpListener, where or ServerAddress(port=0), num_servers)
+            listener = await anyio.to_thread.run_sync(HttpListener, ServerAddress(port=0), num_servers)
             settings = ServerSettings(
                 index=0,
                 num_servers=num_servers,
                 shares=[],
                 where=listener.where,
-                config=ServerConfig(**config),
+                config=ServerConfig(),
                 limits=HttpLimits(),
                 drain_timeout_s=10.0,
                 log_format="text",
                 log_descriptor=sys.stderr.fileno(),
-                engine_address=serving.address,
+                engine_address=engine_address or serving.address,
             )
             task = tasks.start(
                 serve_with_servers(settings, listener, engine, stop, on_serving=lambda _, told: urls.extend(told))
@@ -148,6 +153,27 @@ async def test_two_servers_are_one_and_a_death_is_its_clients_affair_alone() -> 
             await served.ask("GET", "/health")
 
 
+@pytest.mark.nightly
+async def test_asked_to_stop_streams_go_on_and_asked_again_they_are_aborted() -> None:
+    async with port(2) as served, AsyncExitStack() as stack:
+        streams = await one_stream_at_each(served, stack)
+        served.stop.ask()
+        await until_async(lambda: refuses(served))
+        assert [await outcome_of(stream) for stream in streams] == ["goes on", "goes on"]
+        served.stop.ask()
+        for stream in streams:
+            assert [json.loads(line)["type"] async for line in stream][-1] == "response.incomplete"
+        await served.task
+
+
+async def refuses(served: Port) -> bool:
+    try:
+        await served.ask("GET", "/health")
+    except httpx.TransportError as error:  # one that comes as the sockets are being closed is reset
+        return isinstance(error, httpx.ConnectError)
+    return False
+
+
 async def one_stream_at_each(served: Port, stack: AsyncExitStack) -> list[AsyncIterator[str]]:
     """Long streams whose first pieces have come, one at each of two servers."""
     found: dict[str, AsyncIterator[str]] = {}
@@ -173,3 +199,10 @@ async def outcome_of(stream: AsyncIterator[str]) -> str:
 
 async def is_whole(served: Port) -> bool:
     return await served.group() == (2, 2)
+
+
+async def test_a_server_that_cannot_serve_ends_all_with_its_reason() -> None:
+    with pytest.raises(EngineDead, match=r"an HTTP server could not be started: HTTP server \d .*no engine serves"):
+        async with port(2, engine_address="ipc:///nowhere/engine.sock"):
+            pass
+    assert not servers()
