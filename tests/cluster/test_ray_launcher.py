@@ -47,9 +47,11 @@ class TwoNodes:
 def nodes() -> Iterator[TwoNodes]:
     pytest.importorskip("ray", reason="needs Ray: pip install 'aioengine[ray]'")
     handler = signal.getsignal(signal.SIGTERM)
-    cluster = TwoNodes()
-    yield cluster
-    cluster.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")  # else it may write a token into the home folder
+        cluster = TwoNodes()
+        yield cluster
+        cluster.shutdown()
     signal.signal(signal.SIGTERM, handler)
 
 
