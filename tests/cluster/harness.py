@@ -16,6 +16,7 @@ from cluster.mortal import EXECUTOR, FIRST_ID, LAST_ID, Mortal
 
 from aioengine import AioEngineError, CompletionDelta, Engine, EngineConfig, ProcessOptions, RequestOutput, Stream
 from aioengine.config import ReplicaOptions
+from aioengine.outputs import TokenLogprobs
 
 DEADLINE_S = 60.0
 """Of waits that take seconds at most: a busy machine fails no test."""
@@ -172,15 +173,36 @@ def brought(output: RequestOutput) -> dict[str, Any]:
     return {"choices": choices, "prompt_logprobs": output.prompt_logprobs}
 
 
+def is_alike(found: dict[str, Any], expected: dict[str, Any]) -> bool:
+    """The same, but for log-probabilities: those are of sums in another order where other rows were beside it."""
+    if found == expected:
+        return True
+    for mine, its in zip(found["choices"], expected["choices"], strict=True):
+        if mine[:-1] != its[:-1]:
+            return False
+        for one, other in zip(mine[-1] or (), its[-1] or (), strict=True):
+            if not _are_near(one, other):
+                return False
+    prompts = (found["prompt_logprobs"] or (), expected["prompt_logprobs"] or ())
+    return all(one == other or _are_near(one, other) for one, other in zip(*prompts, strict=True))
+
+
+def _are_near(one: TokenLogprobs, other: TokenLogprobs) -> bool:
+    """Of one position; where two tokens are as likely, the other one may be among those reported."""
+    shared = one.keys() & other.keys()
+    return len(shared) >= len(one) - 1 and all(abs(one[key].logprob - other[key].logprob) < 1e-3 for key in shared)
+
+
 async def undisturbed(readers: Iterable[Reader], **config: Any) -> list[dict[str, Any]]:
     """What these requests bring at one engine that lives, in this process."""
     config = {**CONFIG, **config}
     async with Engine(executor=Mortal(EngineConfig(**config), is_mortal=False), **config) as engine:
-        outputs = await asyncio.gather(*(engine.generate(each.prompt, **_plain(each.sampling)) for each in readers))
+        outputs = await asyncio.gather(*(engine.generate(each.prompt, **plain(each.sampling)) for each in readers))
     return [brought(output) for output in outputs]
 
 
-def _plain(sampling: dict[str, Any]) -> dict[str, Any]:
+def plain(sampling: dict[str, Any]) -> dict[str, Any]:
+    """What of these `Engine.generate` takes, too."""
     return {name: value for name, value in sampling.items() if name not in ("max_unread_tokens", "stream_interval")}
 
 

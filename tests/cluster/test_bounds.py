@@ -51,6 +51,7 @@ async def test_requests_hear_why_none_is_left(faults: Faults) -> None:
         assert replicas.engine.health().status == "DEAD"
 
 
+@pytest.mark.nightly
 async def test_a_request_waits_so_long_and_not_longer(faults: Faults) -> None:
     readers = innocents(random.Random(1), 4, max_tokens=100)
     async with cluster(1, recover_timeout_s=0.3) as replicas:
@@ -103,6 +104,7 @@ async def test_one_is_left_aborted_or_cancelled_in_limbo_and_others_go_on(faults
     assert not cancelled.has_ended
 
 
+@pytest.mark.nightly
 async def test_all_are_aborted_in_limbo(faults: Faults) -> None:
     readers = innocents(random.Random(4), 6, max_tokens=100)
     async with cluster(1) as replicas:
@@ -117,6 +119,7 @@ async def test_all_are_aborted_in_limbo(faults: Faults) -> None:
         faults.release_starts()
 
 
+@pytest.mark.nightly
 async def test_closing_in_limbo_ends_all_with_a_word(faults: Faults) -> None:
     readers = innocents(random.Random(5), 6, max_tokens=100)
     async with anyio.create_task_group() as tasks, cluster(1, stop_timeout_s=0.2) as replicas:

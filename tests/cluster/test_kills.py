@@ -17,7 +17,7 @@ from cluster.harness import (
     until_read,
 )
 from cluster.mortal import Poison
-from nightly import few, nightly, seeds
+from nightly import few, nightly
 
 pytestmark = pytest.mark.usefixtures("faults", "quiet_log")
 
@@ -55,7 +55,7 @@ def each_kind(rng: random.Random, *head: int) -> list[Reader]:
     return [Reader([*head, *prompt, number], **sampling) for number, sampling in enumerate(KINDS.values(), 10)]
 
 
-@pytest.mark.parametrize("death", few(["SIGKILL", "SIGUSR2"], of=DEATHS))
+@pytest.mark.parametrize("death", few(["SIGUSR2"], of=DEATHS))
 async def test_a_replica_dies_under_load_and_each_kind_of_request_ends_as_if_it_lived(death: str) -> None:
     rng = random.Random(death)
     crowd = innocents(rng, 16, max_tokens=150)
@@ -70,23 +70,23 @@ async def test_a_replica_dies_under_load_and_each_kind_of_request_ends_as_if_it_
         await replicas.until_restarted(1, 3)
 
 
-@pytest.mark.parametrize("kind", few(["seeded", "json of choices"], of=KINDS))
+@pytest.mark.parametrize("kind", few(["json of choices"], of=KINDS))
 async def test_a_request_goes_on_behind_each_of_its_tokens(kind: str) -> None:
     """Its replica exits when a certain token is to be sampled, those before just handed out or on their way."""
-    positions = [0, 1, 2, 5, 16, 17]
+    positions = [0, 1, 9]
     readers = [Reader([Poison.ONCE, position, *range(100, 140)], **KINDS[kind]) for position in positions]
     await all_end_as_undisturbed_one_by_one(readers)
 
 
 async def test_a_stop_string_is_cut_by_the_break() -> None:
-    plain = [Reader([Poison.ONCE, position, 500, 600], seed=3, max_tokens=30) for position in range(8, 13)]
+    plain = [Reader([Poison.ONCE, position, 500, 600], seed=3, max_tokens=30) for position in (9, 10, 11)]
     readers = []
     for reader, found in zip(plain, await undisturbed(plain), strict=True):
         text = found["choices"][0][2]
         stop = text[len(text) // 3 : len(text) // 3 + 8]
         readers.append(Reader(reader.prompt, **{**reader.sampling, "stop": [stop]}))
     outputs = await all_end_as_undisturbed_one_by_one(readers)
-    assert [each["choices"][0][3] for each in outputs] == ["stop"] * 5
+    assert [each["choices"][0][3] for each in outputs] == ["stop"] * 3
 
 
 async def all_end_as_undisturbed_one_by_one(readers: list[Reader]) -> list[dict[str, Any]]:
@@ -115,6 +115,7 @@ async def test_a_stream_that_is_not_read_survives_unread(kind: str) -> None:
     assert outputs_of([reader]) == expected
 
 
+@pytest.mark.nightly
 async def test_all_replicas_are_killed_at_once_and_requests_wait_for_the_restart() -> None:
     rng = random.Random(5)
     crowd = innocents(rng, 16, max_tokens=150)
@@ -131,7 +132,8 @@ async def test_all_replicas_are_killed_at_once_and_requests_wait_for_the_restart
     assert outputs_of(late) == await undisturbed(late)
 
 
-@pytest.mark.parametrize("seed", seeds(4))
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(6))
 async def test_replicas_die_again_and_again(seed: int) -> None:
     rng = random.Random(seed)
     crowd = innocents(rng, 30, max_tokens=200)
