@@ -136,8 +136,8 @@ async def respond(send: Any, status: int, body: Any) -> None:
 GET = b"GET /%s HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
-async def listener_at(where: ServerAddress) -> HttpListener:
-    return await anyio.to_thread.run_sync(HttpListener, where)
+async def listener_at(where: ServerAddress, num_servers: int = 1) -> HttpListener:
+    return await anyio.to_thread.run_sync(HttpListener, where, num_servers)
 
 
 class Running:

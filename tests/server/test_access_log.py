@@ -250,6 +250,18 @@ def test_json_of_another_logger_has_its_message_and_its_error() -> None:
     assert shown == {"level": "INFO", "logger": "test", "message": "a word"}
 
 
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_of_several_servers_each_record_tells_which_one_made_it(log_format: str) -> None:
+    stream = io.StringIO()
+    with logging_off_loop(log_format, stream=stream, server=3):
+        logging.getLogger("aioengine").info("said %s", "so")
+    told = stream.getvalue()
+    if log_format == "json":
+        assert (json.loads(told)["server"], json.loads(told)["message"]) == (3, "said so")
+    else:
+        assert told.endswith(" INFO aioengine: HTTP server 3: said so\n")
+
+
 # Off the loop
 
 

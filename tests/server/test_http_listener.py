@@ -8,6 +8,7 @@ import socket
 import ssl
 import stat
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ import pytest
 from server.conftest import both_loops
 from server.small_app import GET, SmallApp, SmallEngine, leave, listener_at, running
 from turn_probe import few_a_turn
-from waiting import until
+from waiting import Tasks, until
 
 from aioengine.errors import ConfigError
 from aioengine.server.http_listener import HttpListener, ServerAddress
-from aioengine.server.http_server import StopRequest, serve
+from aioengine.server.http_server import HttpServer, StopRequest, serve
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +79,82 @@ def test_what_a_port_accepts_finds_out_that_its_client_is_gone() -> None:
                 options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
                 told += [accepted.getsockopt(socket.IPPROTO_TCP, option) for option in options]
                 assert told == [1, 60, 15, 4]
+
+
+def test_several_servers_share_a_port_evenly_and_no_other_program_can() -> None:
+    with HttpListener(ServerAddress(host="localhost", port=0), 3) as listener:
+        port = int(listener.url.rpartition(":")[2])
+        assert {each.getsockname()[1] for share in listener.shares for each in share} == {port}
+        assert len({len(share) for share in listener.shares}) == 1
+        shares = [share[0] for share in listener.shares]
+        for each in shares:
+            each.listen()
+            each.setblocking(False)
+        for num_servers in (1, 2):
+            with pytest.raises(ConfigError, match="Address already in use"):
+                HttpListener(ServerAddress(host="localhost", port=port), num_servers)
+        clients = [socket.create_connection(shares[0].getsockname()) for _ in range(90)]
+        counts = [len(list(accepted_at(each))) for each in shares]
+        assert sum(counts) == 90
+        assert min(counts) > 5  # of 30: less has a chance of one in ten million
+        for client in clients:
+            client.close()
+
+
+def accepted_at(listening: socket.socket) -> Iterator[None]:
+    while True:
+        try:
+            accepted, _ = listening.accept()
+        except BlockingIOError:
+            return
+        accepted.close()
+        yield
+
+
+def test_what_was_inherited_is_served_at_and_its_file_stays(folder: Path) -> None:
+    path = folder / "a.sock"
+    with HttpListener(ServerAddress(uds=str(path)), 2) as listener:
+        listener.bind()
+        assert len(listener.shares) == 1
+        for _ in range(2):
+            with HttpListener.inherited(listener.where, [os.dup(listener.sockets[0].fileno())]) as inherited:
+                inherited.listen()
+                assert inherited.url == listener.url
+                with socket.socket(socket.AF_UNIX) as client:
+                    client.connect(str(path))
+            assert path.exists()
+        listener.let_go()
+        with socket.socket(socket.AF_UNIX) as client, pytest.raises(ConnectionRefusedError):
+            client.connect(str(path))
+    assert not path.exists()
+
+
+@both_loops
+async def test_it_accepts_for_another_server_while_it_is_told_to() -> None:
+    stop, engine = StopRequest(), SmallEngine()
+    began: asyncio.Future[HttpServer] = asyncio.get_running_loop().create_future()
+    with await listener_at(ServerAddress(port=0), 2) as listener:
+        (own,), (others,) = listener.shares
+        others.listen()
+        with HttpListener.inherited(listener.where, [os.dup(own.fileno())]) as inherited:
+            serving: Any = {"engine": engine, "listener": inherited, "stop": stop, "on_serving": began.set_result}
+            async with Tasks() as tasks, httpx.AsyncClient(base_url=listener.url) as client:
+                task = tasks.start(serve(SmallApp(engine), **serving))
+                server = await began
+                await server.accept_for_others([others.fileno()])
+                for _ in range(40):  # of which the kernel gives each socket about half
+                    assert (await client.get("/health", headers={"connection": "close"})).status_code == 200
+                await server.accept_for_others([])
+                stop.ask()
+                await task
+        for each in (own, others):
+            each.setblocking(False)
+        waiting = [socket.create_connection(own.getsockname()) for _ in range(40)]
+        counts = [len(list(accepted_at(each))) for each in (own, others)]
+        assert sum(counts) == 40  # both listen still, and are their holder's
+        assert min(counts) > 2
+        for client_socket in waiting:
+            client_socket.close()
 
 
 @both_loops

@@ -113,7 +113,9 @@ class ApiServers:
 
     def fail(self, reason: str) -> None:
         """End all servers, and have `run` raise."""
-        self._failure = self._failure or reason
+        if self._failure is None:
+            logger.error("ending all HTTP servers: %s", reason)
+            self._failure = reason
         self._terminate()
 
     @property

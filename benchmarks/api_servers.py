@@ -1,0 +1,386 @@
+"""HTTP throughput by the number of HTTP servers of one port; and how connections are spread over them.
+
+    python -m benchmarks.api_servers [--servers 1 2 4] [--demo] [--seconds 4] [--rounds 3] [--json FILE]
+    python -m benchmarks.api_servers --sockets
+
+For each number of servers a program of its own serves one replica, as ``aioengine serve --api-servers N`` does (1: the
+server is in the replicas' parent). The replica's device is a stand-in whose steps cost nothing, so that HTTP is the
+load; with ``--demo`` it is the bundled model. The generator is a process, too, with ``--clients`` connections that each
+send the next request when they have read an answer (a closed loop), in turns of two loads:
+
+- **short**: a completion of one token, answered whole;
+- **streams**: a chat that streams 64 tokens.
+
+Beside the rate stands what each role took of CPU time for a request: where there are fewer cores than processes these
+wait for each other, and a rate says how many cores there are. Of the costs the last column is made: the rate at which
+the busiest process would take a whole core, had each a core of its own. Other programs take of the rate, and less of
+the costs; how much of the cores they used stands there, too.
+
+**--sockets**: a burst of 256 connections, and 2,048 of which 8 are open at a time, to four servers that accept at one
+inherited socket, and at one each (SO_REUSEPORT); and one server killed under load, its socket held open by its parent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import uvloop
+
+FOLDER = Path(__file__).parent
+WARM_UP_S = 1.0
+STREAM_TOKENS = 64
+LOADS = {
+    "short": ("/v1/completions", {"prompt": "Once upon a time", "max_tokens": 1}),
+    "streams": (
+        "/v1/chat/completions",
+        {
+            "messages": [{"role": "user", "content": "Tell a story"}],
+            "max_tokens": STREAM_TOKENS,
+            "ignore_eos": True,
+            "stream": True,
+        },
+    ),
+}
+SERVER, REPLICA = "aioengine.server.child", "aioengine.transport.child"
+
+
+# The program that serves
+
+
+async def serve_here(num_servers: int, is_demo: bool) -> None:
+    """As ``aioengine serve --api-servers N`` does, with a device that costs nothing."""
+    from aioengine import Engine
+    from aioengine.config import ProcessOptions, ReplicaOptions
+    from aioengine.own_process import asked_by_signals, prepare_interpreter
+    from aioengine.server import HttpLimits, ServerConfig, create_app
+    from aioengine.server.http_listener import HttpListener, ServerAddress
+    from aioengine.server.http_server import StopRequest, serve
+    from aioengine.server.serve_processes import serve_with_servers
+    from aioengine.server.siblings import ServerSettings
+
+    stop = StopRequest()
+    with (
+        tempfile.TemporaryDirectory(prefix="aio-") as folder,
+        HttpListener(ServerAddress(port=0), num_servers) as listener,
+    ):
+        os.environ["AIOENGINE_BENCH_BOARD"] = f"{folder}/board"
+        address = f"ipc://{folder}/cluster.sock"
+        process = ProcessOptions(executor=None if is_demo else "stand_in:make")
+        options: dict[str, Any] = {"max_num_batched_tokens": 32_768, "log_stats_interval_s": 0.0, "max_waiting": 4096}
+        replicas = ReplicaOptions(replicas=1, cluster_address=address)
+        async with Engine(process=process, replicas=replicas, **options) as engine:
+            config = ServerConfig()
+            with asked_by_signals(lambda _: stop.ask()), open(os.devnull, "w") as log:  # noqa: ASYNC230
+                if num_servers == 1:
+                    prepare_interpreter()
+                    await serve(
+                        create_app(engine, config),
+                        engine=engine,
+                        listener=listener,
+                        stop=stop,
+                        on_serving=lambda server: print(server.url, flush=True),
+                    )
+                    return
+                settings = ServerSettings(
+                    index=0,
+                    num_servers=num_servers,
+                    shares=[],
+                    where=listener.where,
+                    config=config,
+                    limits=HttpLimits(),
+                    drain_timeout_s=2.0,
+                    log_format="text",
+                    log_descriptor=log.fileno(),
+                    engine_address=f"cluster+{address}",
+                )
+                await serve_with_servers(
+                    settings, listener, engine, stop, on_serving=lambda _, urls: print(urls[0], flush=True)
+                )
+
+
+@contextlib.contextmanager
+def serving(num_servers: int, is_demo: bool) -> Iterator[tuple[str, int]]:
+    path = os.pathsep.join(filter(None, (str(FOLDER), os.environ.get("PYTHONPATH", ""))))
+    command = [sys.executable, __file__, "--serve", str(num_servers), *["--demo"] * is_demo]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path})
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        if not url:
+            raise SystemExit("the servers did not start")
+        yield url, process.pid
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+# The load
+
+
+class Load:
+    """Connections that each send the next request when the last one is answered."""
+
+    def __init__(self, url: str, name: str) -> None:
+        host, _, port = url.removeprefix("http://").partition(":")
+        self._where = (host, int(port))
+        path, body = LOADS[name]
+        encoded = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+        self._request = f"{head}content-length: {len(encoded)}\r\n\r\n".encode() + encoded
+        self._end = b"\r\n0\r\n\r\n" if "stream" in body else b"}"
+        self.num_answered = 0
+        self.is_over = False
+
+    async def client(self) -> None:
+        reader, writer = await asyncio.open_connection(*self._where)
+        try:
+            while not self.is_over:
+                writer.write(self._request)
+                answer = b""
+                while not answer.endswith(self._end):
+                    piece = await reader.read(2**16)
+                    if not piece:
+                        raise SystemExit("a connection was closed")
+                    answer = (answer + piece) if len(answer) < 64 else answer[:64] + answer[-8:] + piece
+                if not answer.startswith(b"HTTP/1.1 200"):
+                    raise SystemExit(f"a request failed: {answer!r}")
+                self.num_answered += 1
+        finally:
+            writer.close()
+
+
+def cpu_of(pid: int) -> dict[str, float]:
+    """CPU seconds so far: of the servers, the replica, the process above, and this one."""
+    spent: Counter[str] = Counter()
+    parent = psutil.Process(pid)
+    for process in (parent, *parent.children(recursive=True)):
+        told = process.cmdline()
+        role = "servers" if SERVER in told else "replica" if REPLICA in told else "parent"
+        spent[role] += sum(process.cpu_times()[:2])
+    spent["generator"] = sum(psutil.Process().cpu_times()[:2])
+    return dict(spent)
+
+
+async def measure(url: str, pid: int, name: str, num_clients: int, seconds: float) -> dict[str, float]:
+    """Requests/s, and CPU µs of each role for a request."""
+    load = Load(url, name)
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(num_clients):
+            tasks.create_task(load.client())
+        await asyncio.sleep(WARM_UP_S)
+        before, num_before, began = cpu_of(pid), load.num_answered, time.perf_counter()
+        machine = psutil.cpu_times()
+        await asyncio.sleep(seconds)
+        after, num_requests = cpu_of(pid), load.num_answered - num_before
+        took_s = time.perf_counter() - began
+        busy = sum(psutil.cpu_times()[:3]) - sum(machine[:3])
+        load.is_over = True
+    spent = {role: after[role] - before.get(role, 0.0) for role in after}
+    costs = {role: 1e6 * seconds_ / max(1, num_requests) for role, seconds_ in spent.items()}
+    return {"rate": num_requests / took_s, "others": max(0.0, busy - sum(spent.values())) / took_s, **costs}
+
+
+async def measure_all(args: argparse.Namespace) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for num_servers in args.servers:
+        with serving(num_servers, args.demo) as (url, pid):
+            for name in LOADS:
+                rounds = [await measure(url, pid, name, args.clients, args.seconds) for _ in range(args.rounds)]
+                found[f"{num_servers} {name}"] = summary(rounds, num_servers)
+    return found
+
+
+def summary(rounds: list[dict[str, float]], num_servers: int) -> dict[str, float]:
+    """Medians, the best rate, and the rate at which a process would be at its whole core."""
+    median = {key: statistics.median(one.get(key, 0.0) for one in rounds) for key in rounds[0]}
+    server = median["parent"] if num_servers == 1 else median["servers"] / num_servers
+    busiest = max(server, median["replica"], 0.0 if num_servers == 1 else median["parent"])
+    return {**median, "best": max(one["rate"] for one in rounds), "with_cores": 1e6 / busiest}
+
+
+def show(found: dict[str, Any]) -> None:
+    for name in LOADS:
+        unit = "requests/s" if name == "short" else f"streams/s of {STREAM_TOKENS} tokens"
+        print(f"\n{name}: CPU µs a request\n")
+        print(
+            f"| servers | {unit} | best | servers' | replica's | parent's | generator's | others' cores | a core each |"
+        )
+        print("|---|---|---|---|---|---|---|---|---|")
+        for key, one in found.items():
+            num_servers, _, of = key.partition(" ")
+            if of != name:
+                continue
+            is_one = num_servers == "1"
+            servers, parent = (one["parent"], 0.0) if is_one else (one["servers"], one["parent"])
+            cells = [one["rate"], one["best"], servers, one["replica"], parent, one["generator"]]
+            rest = f"{one['others']:.1f} | {one['with_cores']:,.0f}"
+            print(f"| {num_servers} | {' | '.join(f'{cell:,.0f}' for cell in cells)} | {rest} |")
+
+
+# How connections are spread
+
+
+ANSWER_S = 0.0002
+"""Of CPU for each request."""
+ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\n%d"
+
+
+def listening(port: int, is_shared: bool) -> socket.socket:
+    made = socket.socket()
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if is_shared:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    made.bind(("127.0.0.1", port))
+    made.listen(2048)
+    return made
+
+
+def fork_server(index: int, at: socket.socket) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+
+    class Protocol(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            self._transport: Any = transport
+
+        def data_received(self, data: bytes) -> None:
+            end = time.perf_counter() + ANSWER_S
+            while time.perf_counter() < end:
+                pass
+            self._transport.write(ANSWER % index)
+
+    async def serve() -> None:
+        await asyncio.get_running_loop().create_server(Protocol, sock=at)
+        await asyncio.Event().wait()
+
+    try:
+        uvloop.run(serve())
+    finally:
+        os._exit(0)
+
+
+class Asking:
+    """Connections to the forked servers: by which one each was answered, and what was lost."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self.answered: Counter[int] = Counter()
+        self.lost: Counter[str] = Counter()
+        self.longest_s = 0.0
+
+    async def ask(self, held: asyncio.Event | None = None) -> None:
+        began = time.perf_counter()
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+            writer.write(b"GET / HTTP/1.1\r\n\r\n")
+            await reader.readuntil(b"\r\n\r\n")
+            self.answered[int(await reader.readexactly(1))] += 1
+            self.longest_s = max(self.longest_s, time.perf_counter() - began)
+            if held is not None:
+                await held.wait()
+            writer.close()
+        except (OSError, asyncio.IncompleteReadError) as error:
+            self.lost[type(error).__name__] += 1
+
+    async def burst(self, count: int) -> None:
+        held = asyncio.Event()
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(count):
+                tasks.create_task(self.ask(held))
+            while self.answered.total() + self.lost.total() < count:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            held.set()
+
+    async def one_by_one(self, count: int, width: int) -> None:
+        async def some() -> None:
+            for _ in range(count // width):
+                await self.ask()
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(width):
+                tasks.create_task(some())
+
+
+def measure_sockets(num_servers: int) -> None:
+    print(
+        "| sockets | 256 at once | 2,048, 8 at a time | lost at a death | longest wait there |\n|---|---|---|---|---|"
+    )
+    for is_shared in (False, True):
+        sockets = [listening(0, is_shared)]
+        port = sockets[0].getsockname()[1]
+        sockets += [listening(port, True) if is_shared else sockets[0] for _ in range(1, num_servers)]
+        pids = [fork_server(index, each) for index, each in enumerate(sockets)]
+        time.sleep(1.0)
+        shown = []
+        for method, *args in (("burst", 256), ("one_by_one", 2048, 8)):
+            asking = Asking(port)
+            uvloop.run(getattr(asking, method)(*args))
+            shown.append(", ".join(str(asking.answered[index]) for index in range(num_servers)))
+        asking = Asking(port)
+        uvloop.run(_with_a_death(asking, pids, sockets))
+        lost = asking.lost.total()
+        kind = "one each" if is_shared else "one for all"
+        print(f"| {kind} | {' | '.join(shown)} | {lost} | {asking.longest_s:.2f} s |")
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+async def _with_a_death(asking: Asking, pids: list[int], sockets: list[socket.socket]) -> None:
+    """A server is killed, and started again a second later; its socket is open all along."""
+
+    async def kill() -> None:
+        await asyncio.sleep(0.15)
+        os.kill(pids[0], signal.SIGKILL)
+        os.waitpid(pids[0], 0)  # noqa: ASYNC222
+        await asyncio.sleep(1.0)
+        pids[0] = fork_server(0, sockets[0])
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(kill())
+        tasks.create_task(asking.one_by_one(3000, 32))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--servers", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--demo", action="store_true", help="the bundled model in place of the stand-in")
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--sockets", action="store_true", help="how connections are spread, and nothing else")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve is not None:
+        uvloop.run(serve_here(args.serve, args.demo))
+        return
+    print(f"load before: {os.getloadavg()[0]:.1f}, cores: {os.cpu_count()}")
+    if args.sockets:
+        measure_sockets(4)
+        return
+    found = uvloop.run(measure_all(args))
+    show(found)
+    if args.json is not None:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
