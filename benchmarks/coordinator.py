@@ -66,6 +66,8 @@ class Loaded:
 
     async def restart(self) -> None: ...
 
+    def lend(self, rank: int, is_lent: bool) -> None: ...
+
     def last_words(self) -> AioEngineError:
         return EngineClosed("the benchmark is over")
 

@@ -61,6 +61,9 @@ class FakeCluster:
     async def restart(self) -> None:
         self.asked.append("restart")
 
+    def lend(self, rank: int, is_lent: bool) -> None:
+        self.asked.append(f"{'lend' if is_lent else 'take back'} {rank}")
+
     def last_words(self) -> AioEngineError:
         return EngineClosed("it was closed")
 
@@ -267,6 +270,65 @@ class TestDraining:
             here.cluster.change(1, state="backing off")
             here.coordinator.announce()
             await here.coordinator.wait_drained(1)
+
+
+@both_ways
+class TestReserving:
+    async def test_is_done_when_the_others_have_left(self, address: str) -> None:
+        async with served(address) as here:
+            holder, other = await here.join(), await here.join()
+            here.cluster.running = [3, 1]  # the second one has less to do
+            asked = holder.ask(m.Reserve())
+            reserved = m.Membership([here.cluster.there[0], state_of(here.cluster.there[1], "reserved")])
+            await other.hears(reserved)
+            late = here.new()
+            assert (await late.join_cluster()).members == reserved
+            assert asked not in holder.returned
+            other.say(m.Drained(1))
+            await holder.read_until(lambda: asked in holder.returned)
+            assert holder.returned[asked].result == 1
+            assert not any(isinstance(body, m.Membership) for body in holder.news)
+            assert here.cluster.asked == ["lend 1"]
+            assert await other.call(m.Release(1)) is None  # which is not its own
+            assert await holder.call(m.Release(1)) is None
+            await late.hears(m.Membership(here.cluster.there))
+            assert here.cluster.asked == ["lend 1", "take back 1"]
+
+    async def test_leaves_the_last_one_of_several_to_all(self, address: str) -> None:
+        async with served(address) as here:
+            one, other = await here.join(), await here.join()
+            async with reading(one, other):
+                first, second = one.ask(m.Reserve()), other.ask(m.Reserve())
+                other.say(m.Drained(0))
+                await until(lambda: first in one.returned)
+                assert second not in other.returned
+                one.say(wire.Detach())  # what it had is free again
+                await until(lambda: second in other.returned)
+
+    async def test_ends_with_the_replica(self, address: str) -> None:
+        async with served(address) as here:
+            holder, other = await here.join(), await here.join()
+            asked = holder.ask(m.Reserve())
+            await other.hears(m.Membership([state_of(here.cluster.there[0], "reserved"), here.cluster.there[1]]))
+            here.cluster.change(0, state="backing off")
+            here.coordinator.announce()  # before the other one has left it: another one is reserved
+            await other.hears(m.Membership([here.cluster.there[0], state_of(here.cluster.there[1], "reserved")]))
+            other.say(m.Drained(1))
+            await holder.read_until(lambda: asked in holder.returned)
+            assert holder.returned[asked].result == 1
+            assert here.cluster.asked == ["lend 0", "take back 0", "lend 1"]
+
+    async def test_of_the_owner_s_is_of_all_others_alike(self, address: str) -> None:
+        async with served(address) as here, Tasks() as tasks:
+            front_end = await here.join()
+            reserving = tasks.start(here.coordinator.reserve(coordinator_module.OWNER))
+            await front_end.hears(m.Membership([state_of(here.cluster.there[0], "reserved"), here.cluster.there[1]]))
+            reserving.cancel()
+            await front_end.hears(m.Membership(here.cluster.there))
+
+
+def state_of(member: m.Member, state: str) -> m.Member:
+    return msgspec.structs.replace(member, state=state)
 
 
 @both_ways

@@ -25,9 +25,11 @@ from cluster.harness import (
     undisturbed,
     until_read,
 )
+from cluster.mortal import Poison
+from nightly import nightly
 from transport.life_scripts.serving import served
 
-from aioengine import ConfigError, Engine, EngineClosed, EngineDead, InvalidRequest
+from aioengine import ConfigError, Engine, EngineClosed, EngineDead, InvalidRequest, StepFailed
 from aioengine.cluster.cluster_core import ClusterCore
 from aioengine.cluster.joined import JoinedCluster
 from aioengine.testing import FakeExecutor
@@ -161,6 +163,36 @@ class TestMembers:
                 assert leaving.num_moved == 0
             await agree([one], lambda each: list(each.core.replicas) == [0])
         assert outputs_of(readers) == await undisturbed(readers)
+
+
+class TestSuspects:
+    """Each front end knows its own requests: what only it had at two deaths may have died with another one's."""
+
+    @pytest.mark.parametrize("num_replicas", [2, *nightly(1, 3)])
+    async def test_of_one_front_end_do_not_cost_another_one_its_request(self, runtime: Path, num_replicas: int) -> None:
+        async with joined(runtime, 2, num_replicas=num_replicas) as (_, one, other):
+            for _ in range(1 if num_replicas == 2 else 3):
+                innocent = Reader([10, 11], max_tokens=100)
+                killer = Reader([Poison.EXIT, 3], max_tokens=20)
+                async with reading(other.engine, [innocent]), reading(one.engine, [killer]):
+                    pass
+                assert isinstance(killer.error, StepFailed)
+                assert "brings down what computes it" in str(killer.error)
+                assert outputs_of([innocent]) == await undisturbed([innocent])
+
+    @pytest.mark.nightly
+    async def test_of_the_owner_and_of_others_are_found_each(self, runtime: Path) -> None:
+        rng = random.Random(3)
+        async with joined(runtime, 2) as front_ends:
+            innocents_of = [innocents(rng, 5, max_tokens=100) for _ in front_ends]
+            killers = [Reader([Poison.EXIT, 3 + place], max_tokens=20) for place in range(3)]
+            async with contextlib.AsyncExitStack() as stack:
+                for place, front_end in enumerate(front_ends):
+                    readers = [*innocents_of[place], killers[place]]
+                    await stack.enter_async_context(reading(front_end.engine, readers))
+        assert [type(killer.error) for killer in killers] == [StepFailed] * 3
+        everyone = [reader for readers in innocents_of for reader in readers]
+        assert outputs_of(everyone) == await undisturbed(everyone)
 
 
 class TestEnds:

@@ -10,21 +10,18 @@ from typing import Any, TypeVar
 import anyio
 
 from aioengine.cluster.cluster_core import ClusterCore
-from aioengine.cluster.coordinator import Coordinator
 from aioengine.cluster.host_launcher import HostLauncher
 from aioengine.cluster.launcher import Launcher
 from aioengine.cluster.lockstep_launcher import LockstepLauncher
-from aioengine.cluster.messages import MAX_REASON_CHARS, Counts, Member
 from aioengine.cluster.replica import Replica, ReplicaState, Shared
+from aioengine.cluster.sharing import Sharing
 from aioengine.config import EngineConfig, ProcessOptions, ReplicaOptions
 from aioengine.core.protocol import Cluster, CoreHooks, ReplicaStatus
-from aioengine.errors import AioEngineError, ConfigError, EngineClosed, InvalidRequest, describe
+from aioengine.errors import AioEngineError, ConfigError, InvalidRequest, describe
 from aioengine.executor.in_process import clock_of
 from aioengine.models.folder import ModelFolder
 from aioengine.progress import OnProgress
-from aioengine.transport.addresses import PrivateFolder
 from aioengine.transport.backends import refuse_function
-from aioengine.transport.wire_errors import cut
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -32,9 +29,6 @@ T = TypeVar("T")
 logger = logging.getLogger("aioengine")
 
 MAX_REPLICAS = 1024
-
-OTHERS_GRACE_S = 5.0
-"""Beyond their own time to drain: for further front ends to say that they have no requests at a replica."""
 
 
 def launcher_of(config: EngineConfig, process: ProcessOptions, options: ReplicaOptions) -> Launcher:
@@ -75,9 +69,7 @@ class Replicated:
         """All that are not closed yet, by rank."""
         self._turn = anyio.Lock()
         """Of calls that change which replicas there are."""
-        self._folder: PrivateFolder | None = None
-        """Of the replicas' sockets, for further front ends."""
-        self._coordinator: Coordinator | None = None
+        self._sharing: Sharing | None = None
         self._come: set[int] = set()
         """Ranks of engines that have come by themselves, to be looked at."""
         self._has_come = anyio.Event()
@@ -94,7 +86,16 @@ class Replicated:
         self._clock = clock_of(asyncio.get_running_loop())
         self.core = ClusterCore(self._config, self._options, self._hooks, self._clock)
         if self._options.cluster_address is not None:
-            await self._open_coordinator(self._options.cluster_address)
+            self._sharing = Sharing(
+                self._options.cluster_address,
+                config=self._config,
+                options=self._options,
+                core=self.core,
+                replicas=self._replicas,
+                cluster=self,
+                worker=self._hooks.worker,
+            )
+            await self._sharing.open()
         await self._launcher.open(self._hooks.worker, find_rank=self._find_rank, on_join=self._on_join)
         self.core.beside += [self._launcher.run, self._take_in]
         replicas = [self._make(rank) for rank in range(self._options.replicas)]
@@ -135,7 +136,8 @@ class Replicated:
             await for_each(self._replicas.values(), Replica.aclose)
         finally:
             self._replicas.clear()
-            await self._close_coordinator()
+            if self._sharing is not None:
+                await self._sharing.aclose()
             await self._launcher.aclose(self._reason)
 
     def kill(self) -> None:
@@ -146,9 +148,8 @@ class Replicated:
         for replica in list(self._replicas.values()):
             replica.abandon()
         self._launcher.abandon()
-        if self._coordinator is not None:
-            self._coordinator.abandon()
-        self._remove_folder()
+        if self._sharing is not None:
+            self._sharing.abandon()
 
     # As a cluster
 
@@ -207,14 +208,9 @@ class Replicated:
         """Have no request at a replica any more, of this front end and all others."""
         timeout_s = self._options.drain_timeout_s
         async with anyio.create_task_group() as tasks:
-            if self._coordinator is not None:
-                tasks.start_soon(self._wait_for_others, replica.rank, timeout_s + OTHERS_GRACE_S)
+            if self._sharing is not None:
+                tasks.start_soon(self._sharing.wait_drained, replica.rank, timeout_s)
             self.core.move(replica, await replica.drain(timeout_s))
-
-    async def _wait_for_others(self, rank: int, timeout_s: float) -> None:
-        assert self._coordinator is not None
-        with anyio.move_on_after(timeout_s):
-            await self._coordinator.wait_drained(rank)
 
     def _add(self, replica: Replica) -> None:
         try:
@@ -255,72 +251,8 @@ class Replicated:
                     except AioEngineError as error:
                         logger.warning("the engine that came to be replica %d does not serve: %s", rank, error)
 
-    # What its coordinator tells
-
-    async def _open_coordinator(self, address: str) -> None:
-        self._coordinator = Coordinator(self, address, worker=self._hooks.worker)
-        await self._coordinator.open()  # before anything is loaded, since the address may be in use
-        # Noted where it is made, so that a start that is cancelled here removes it.
-        await self._hooks.worker.run(self._make_folder, None)
-        self.core.on_change = self._coordinator.announce
-        self.core.beside.append(self._coordinator.serve)
-
-    async def _close_coordinator(self) -> None:
-        if self._coordinator is not None:
-            await self._coordinator.aclose()
-        await self._hooks.worker.run(self._remove_folder, None)
-
-    def _make_folder(self) -> None:
-        self._folder = PrivateFolder()
-
-    def _remove_folder(self) -> None:
-        if self._folder is not None:
-            self._folder.remove()
-
-    @property
-    def config(self) -> EngineConfig:
-        return self._config
-
-    @property
-    def options(self) -> ReplicaOptions:
-        return self._options
-
-    def members(self) -> list[Member]:
-        """As `Coordinated.members`."""
-        return [
-            Member(
-                rank=status.rank,
-                state=status.state,
-                num_restarts=status.num_restarts,
-                address=self._replicas[status.rank].shared_address,
-                reason=cut(status.reason, MAX_REASON_CHARS),
-                where=status.where,
-                num_blocks=status.num_blocks,
-            )
-            for status in self.statuses()
-        ]
-
-    def counts(self) -> Counts:
-        """As `Coordinated.counts`."""
-        every = [
-            (rank, replica.core.stats())
-            for rank, replica in sorted(self._replicas.items())
-            if replica.core is not None and replica.core.death is None
-        ]
-        return Counts(
-            ranks=[rank for rank, _ in every],
-            running=[stats.running for _, stats in every],
-            waiting=[stats.waiting for _, stats in every],
-            blocked=[stats.blocked for _, stats in every],
-            free_blocks=[stats.free_blocks for _, stats in every],
-        )
-
-    def last_words(self) -> AioEngineError:
-        """As `Coordinated.last_words`."""
-        return self.core.copy_death() if self.core.death is not None else EngineClosed("its owner has closed it")
-
     def _make(self, rank: int) -> Replica:
-        folder = None if self._folder is None else self._folder.path
+        folder = None if self._sharing is None else self._sharing.folder
         shared = Shared(self.core.conditions, self.core.user_code, folder)
         replica = Replica(rank, self._launcher, self._options, self._hooks, shared, self.core, self._clock)
         self._replicas[rank] = replica

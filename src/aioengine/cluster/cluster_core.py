@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import anyio
 
@@ -41,6 +41,16 @@ LOOK_S = 0.1
 """What waits for a replica is looked at so often, where no step of one tells that there is room."""
 
 
+class HasSolitude(Protocol):
+    """What tells a front end beside others which replicas only it uses: `Solitude`."""
+
+    def has(self, rank: int) -> bool:
+        """Whether no other front end uses the replica of this rank."""
+
+    def ask(self) -> None:
+        """Have a replica; `ClusterCore.dispatch` follows. Idempotent."""
+
+
 class ClusterCore:
     """A `Core` over replicas.
 
@@ -51,6 +61,8 @@ class ClusterCore:
     Attributes:
         replicas: by rank.
         on_change: called when the state of a replica is another one.
+        solitude: how a replica is had for this front end alone; None: there is no other one.
+        beside: to be run beside the replicas, until they end.
     """
 
     def __init__(
@@ -75,6 +87,7 @@ class ClusterCore:
         self.is_stopped = False
         self.replicas: dict[int, Replica] = {}
         self.on_change: Callable[[], None] = lambda: None
+        self.solitude: HasSolitude | None = None
         self.control = ClusterControl()
         self._options = options
         self._hooks = hooks
@@ -88,7 +101,6 @@ class ClusterCore:
         self._totals = StepTotals()
         self.capacity = config.max_waiting
         self.beside: list[Callable[[], Coroutine[Any, Any, None]]] = []
-        """To be run beside the replicas, until they end."""
         self._over = asyncio.Event()
         self._tasks: anyio.abc.TaskGroup | None = None
 
@@ -149,7 +161,8 @@ class ClusterCore:
         self._num_deaths += 1
         # It may have had a beat's time to take what it was sent.
         silent_since = replica.core.heard_at + 2 * self.config.heartbeat_interval_s
-        death = recovery.Death(reason, self._num_deaths, silent_since)
+        is_shared = self.solitude is not None and not self.solitude.has(replica.rank)
+        death = recovery.Death(reason, self._num_deaths, silent_since, is_shared)
         verdicts = recovery.on_death(orphans, death, max_attempts=self._options.max_attempts)
         for sequence, error in verdicts:
             if error is not None:
@@ -231,6 +244,10 @@ class ClusterCore:
         replicas = self._open_replicas()
         if len(replicas) < 2 and any(each.is_reserved for each in self.replicas.values()):
             return False
+        if self.solitude is not None:
+            replicas = [each for each in replicas if self.solitude.has(each.rank)]
+            if not replicas:
+                self.solitude.ask()
         if not replicas:
             return False
         replica = min(replicas, key=self._unfitness)
@@ -245,6 +262,11 @@ class ClusterCore:
         self._limbo.update((orphan.sequence, until) for orphan in moved)
         asyncio.get_running_loop().call_soon(self.dispatch)
         return is_placed
+
+    @property
+    def has_lonely(self) -> bool:
+        """Whether there are sequences that must be alone."""
+        return any(map(recovery.needs_solitude, self._limbo)) or any(each.has_loner for each in self.replicas.values())
 
     def _unfitness(self, replica: Replica) -> tuple[bool, int]:
         """For a suspect that is to be alone: whether it may have stopped, and what it would have to leave to others."""

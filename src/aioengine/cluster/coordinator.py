@@ -21,6 +21,8 @@ from aioengine.cluster.messages import (
     Joined,
     Member,
     Membership,
+    Release,
+    Reserve,
     RestartReplicas,
     Scale,
     unpack_call,
@@ -48,6 +50,13 @@ BEHIND_MESSAGES = 64
 that one that is stopped for minutes is not cut off."""
 
 
+LEAVE_TIMEOUT_S = 5.0
+"""For front ends to leave a replica that another one has reserved."""
+
+OWNER = -1
+"""In place of the index of a front end: the owner's own."""
+
+
 class Coordinated(Protocol):
     """What a coordinator asks of the cluster, on its loop."""
 
@@ -70,6 +79,9 @@ class Coordinated(Protocol):
     async def restart(self) -> None:
         """As `Engine.restart_replicas`."""
 
+    def lend(self, rank: int, is_lent: bool) -> None:
+        """A replica is left to another front end, at once; or may be used again by the owner's own."""
+
     def last_words(self) -> AioEngineError:
         """Why it has ended."""
 
@@ -77,12 +89,13 @@ class Coordinated(Protocol):
 class MemberSession(PeerSession):
     """A front end that is attached to a coordinator."""
 
-    def __init__(self, arrival: Arrival, counts: Counts) -> None:
+    def __init__(self, arrival: Arrival, members: Membership, counts: Counts) -> None:
         super().__init__(arrival, max_unread_messages=MAX_UNREAD_MESSAGES, max_unread_bytes=MAX_UNREAD_BYTES)
+        self.members = members
         self.counts = counts
         """The last that it was told."""
         self.draining: set[int] = set()
-        """Ranks that drain, and that it may still have requests at."""
+        """Ranks that it is to leave, and may still have requests at."""
 
     @property
     def is_behind(self) -> bool:
@@ -116,11 +129,13 @@ class Coordinator:
             max_unsent=3 * MAX_UNREAD_MESSAGES,
         )
         self._calls: ServedCalls[MemberSession, ClusterCall] = ServedCalls(unpack_call, self._perform)
-        self._members = Membership([])
+        self._members: list[Member] = []
         self._counts = Counts([], [], [], [], [])
         self._has_front_ends = asyncio.Event()
-        self._has_drained = asyncio.Event()
-        """Set when a front end has nothing at a replica any more."""
+        self._has_changed = asyncio.Event()
+        """Set when the members are others, and when a front end has nothing at a replica any more."""
+        self._reserved: dict[int, int] = {}
+        """By rank, the front end that has it for itself."""
 
     async def open(self) -> None:
         """Bind to the address. Front ends that come now are answered by `serve`.
@@ -151,25 +166,82 @@ class Coordinator:
         self.peers.abandon()
 
     def announce(self) -> None:
-        """Tell all front ends the members, if they have changed."""
-        members = Membership(self._cluster.members())
-        if members == self._members:
-            return
-        draining = _draining(members) - _draining(self._members)
-        self._members = members
+        """Tell each front end the members, where they have changed for it."""
+        self._members = self._cluster.members()
+        serving = {member.rank for member in self._members if member.state == "serving"}
+        for rank in self._reserved.keys() - serving:  # it has died, or is to end
+            self._cluster.lend(rank, is_lent=False)
+            del self._reserved[rank]
         for session in self.peers.attached:
-            session.draining = (session.draining & _draining(members)) | draining
-            session.send(members)
-        self._note_drained()
+            members = self._members_for(session.index)
+            if members != session.members:
+                away = _away(members)
+                session.draining = (session.draining & away) | (away - _away(session.members))
+                session.members = members
+                session.send(members)
+        self._note_change()
+
+    def _members_for(self, index: int) -> Membership:
+        """What others have reserved is nothing that this front end may use."""
+        if not self._reserved:
+            return Membership(self._members)
+        reserved = {rank for rank, holder in self._reserved.items() if holder != index}
+        return Membership(
+            [
+                msgspec.structs.replace(member, state="reserved") if member.rank in reserved else member
+                for member in self._members
+            ]
+        )
 
     async def wait_drained(self, rank: int) -> None:
         """Wait until no front end has requests at a replica that was announced to drain; each has its own deadline."""
         while any(rank in session.draining for session in self.peers.attached):
-            await self._has_drained.wait()
+            await self._has_changed.wait()
 
-    def _note_drained(self) -> None:
-        has_drained, self._has_drained = self._has_drained, asyncio.Event()
-        has_drained.set()
+    async def reserve(self, holder: int) -> int:
+        """Have a replica that no other front end uses any more; returns its rank.
+
+        Of several replicas one is left to the others. Cancelling gives it back.
+
+        Args:
+            holder: the index of the front end; `OWNER`: the owner's own.
+        """
+        while True:
+            rank = self._free_rank()
+            if rank is None:
+                await self._has_changed.wait()
+                continue
+            self._reserved[rank] = holder
+            try:
+                self._cluster.lend(rank, is_lent=holder != OWNER)
+                self.announce()
+                with anyio.move_on_after(LEAVE_TIMEOUT_S):
+                    await self.wait_drained(rank)
+            except BaseException:
+                self.release(rank, holder)
+                raise
+            if self._reserved.get(rank) == holder:
+                return rank
+
+    def release(self, rank: int, holder: int) -> None:
+        """Let all use a replica again. Idempotent."""
+        if self._reserved.get(rank) == holder:
+            del self._reserved[rank]
+            self._cluster.lend(rank, is_lent=False)
+            self.announce()
+
+    def _free_rank(self) -> int | None:
+        """The one with the least to do, of those that serve and are not reserved, unless it is the last of several."""
+        free = [each.rank for each in self._members if each.state == "serving" and each.rank not in self._reserved]
+        if not free or (len(free) == 1 and self._reserved):
+            return None
+        counts = self._cluster.counts()
+        loads = dict(zip(counts.ranks, map(sum, zip(counts.running, counts.waiting, strict=True)), strict=True))
+        return min(free, key=lambda rank: loads.get(rank, 0))
+
+    def _note_change(self) -> None:
+        has_changed, self._has_changed = self._has_changed, asyncio.Event()
+        has_changed.set()
 
     async def _publish(self) -> None:
         """Tell front ends the counts where they have changed, while there are front ends."""
@@ -195,16 +267,17 @@ class Coordinator:
         self.announce()
         self._look()
         self._has_front_ends.set()
+        members = self._members_for(arrival.number)
         cluster, asdict = self._cluster, msgspec.structs.asdict
         joined = Joined(
             version=wire.PROTOCOL_VERSION,
             index=arrival.number,
             config=asdict(cluster.config),
             options=asdict(cluster.options),
-            members=self._members,
+            members=members,
             counts=self._counts,
         )
-        return MemberSession(arrival, self._counts), joined
+        return MemberSession(arrival, members, self._counts), joined
 
     async def _act(self, session: MemberSession, body: Any) -> None:
         match body:
@@ -214,12 +287,14 @@ class Coordinator:
                 self._calls.cancel(session, body.call_id)
             case Drained():
                 session.draining.discard(body.rank)
-                self._note_drained()
+                self._note_change()
             case _:
                 raise WireError(f"a {type(body).__name__} in the middle of a session")
 
     def _on_left(self, session: MemberSession) -> None:
-        self._note_drained()
+        for rank in [rank for rank, holder in self._reserved.items() if holder == session.index]:
+            self.release(rank, session.index)
+        self._note_change()
 
     async def _perform(self, session: MemberSession, call: ClusterCall) -> Any:
         match call:
@@ -227,8 +302,19 @@ class Coordinator:
                 await self._cluster.scale(call.replicas)
             case RestartReplicas():
                 await self._cluster.restart()
+            case Reserve():
+                return await self._reserve(session)
+            case Release():
+                self.release(call.rank, session.index)
         return None
 
+    async def _reserve(self, session: MemberSession) -> int:
+        rank = await self.reserve(session.index)
+        if session.is_over:
+            self.release(rank, session.index)
+        return rank
 
-def _draining(members: Membership) -> set[int]:
-    return {member.rank for member in members.members if member.state == "draining"}
+
+def _away(members: Membership) -> set[int]:
+    """Ranks that a front end is to leave."""
+    return {member.rank for member in members.members if member.state in ("draining", "reserved")}

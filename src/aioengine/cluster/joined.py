@@ -14,6 +14,7 @@ from aioengine.cluster import messages as m
 from aioengine.cluster.backend import for_each
 from aioengine.cluster.cluster_core import ClusterCore
 from aioengine.cluster.replica import Replica, ReplicaState, Shared
+from aioengine.cluster.solitude import Solitude
 from aioengine.config import EngineConfig, ReplicaOptions
 from aioengine.core.protocol import Backend, Cluster, CoreHooks, ReplicaStatus
 from aioengine.errors import AioEngineError, EngineDead, WireError
@@ -35,6 +36,9 @@ ACKNOWLEDGE_EVERY = 16
 
 RECONNECT_S = 0.05
 """Before a replica whose connection has ended is looked for again; doubles to 30."""
+
+AWAY = ("draining", "reserved")
+"""States of members that this side is to leave."""
 
 SAME_AGAIN_S = 5.0
 """After so long a replica that serves on, and to which the connection was lost, is connected to again."""
@@ -133,7 +137,10 @@ class JoinedCluster:
             await replica.open()
             self.core.add_replica(replica)
         self.core.on_change = self._follow
-        self.core.beside.append(self._run)
+        self.core.solitude = solitude = Solitude(
+            self.core, lambda: self._call(m.Reserve()), lambda rank: self._call(m.Release(rank))
+        )
+        self.core.beside += [self._run, solitude.run]
 
     async def apply_model(self, function: Callable[[Any], T]) -> list[T]:
         return await refuse_function(self, function)
@@ -234,7 +241,7 @@ class JoinedCluster:
 
     def _note_members(self, members: m.Membership) -> None:
         self._members = {member.rank: member for member in members.members}
-        self._drained &= {member.rank for member in members.members if member.state == "draining"}
+        self._drained &= {member.rank for member in members.members if member.state in AWAY}
 
     def _follow(self) -> None:
         """Have a replica here for each member, and none that has left; use none that drains. Idempotent."""
@@ -243,7 +250,7 @@ class JoinedCluster:
         for rank, member in self._members.items():
             if rank not in self.core.replicas:
                 self.core.add_replica(self._make(rank))
-            elif member.state == "draining" and (rank not in self._drained or self.core.replicas[rank].is_serving):
+            elif member.state in AWAY and (rank not in self._drained or self.core.replicas[rank].is_serving):
                 self._begin(self._drain, rank)
         for rank in list(self.core.replicas):
             if rank not in self._members:
@@ -296,7 +303,11 @@ class JoinedCluster:
         return member.address
 
     async def _drain(self, replica: Replica) -> None:
-        self.core.move(replica, await replica.drain(self._options.drain_timeout_s))
+        member = self._members.get(replica.rank)
+        is_reserved = member is not None and member.state == "reserved"
+        self.core.move(replica, await replica.drain(0.0 if is_reserved else self._options.drain_timeout_s))
+        if is_reserved:
+            self._tried.pop(replica.rank, None)  # the same one is to be used again
         self._drained.add(replica.rank)
         self._link.send(m.Drained(replica.rank))
         if replica.state is ReplicaState.DRAINING and self._tasks is not None:

@@ -24,6 +24,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     """A replica, as front ends see it; fields that are not here are a `ReplicaStatus`'s.
 
     Attributes:
+        state: a `ReplicaStatus`'s; or "reserved": it serves another front end alone, for now.
         address: where it serves; empty unless it serves or drains. Each start has another one, or other restarts.
     """
 
@@ -80,7 +81,7 @@ class Membership(WireMessage, frozen=True, tag=31):
 
 
 class Drained(WireMessage, frozen=True, tag=21):
-    """A front end has nothing at a replica that drains, and sends it nothing any more."""
+    """A front end has nothing at a replica that drains or is reserved, and sends it nothing any more."""
 
     rank: Number
 
@@ -98,7 +99,17 @@ class RestartReplicas(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fiel
     """Restart one replica after the other, each drained first. → None."""
 
 
-ClusterCall = Scale | RestartReplicas
+class Reserve(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Have a replica that all other front ends leave. → its rank, once they have. See `Solitude`."""
+
+
+class Release(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Let the others use it again. → None."""
+
+    rank: Number
+
+
+ClusterCall = Scale | RestartReplicas | Reserve | Release
 
 _call_decoder: msgspec.msgpack.Decoder[ClusterCall] = msgspec.msgpack.Decoder(ClusterCall)
 

@@ -33,11 +33,13 @@ class Death(NamedTuple):
         reason: for a person.
         number: counts the deaths of a cluster's replicas.
         silent_since: what was sent to it later has not brought it down: it did nothing more by then.
+        is_shared: other front ends may have had sequences there, so that none of this one's was alone.
     """
 
     reason: str
     number: int
     silent_since: float = math.inf
+    is_shared: bool = False
 
 
 @dataclass(slots=True)
@@ -89,7 +91,7 @@ def on_death(
     """
     orphans = list(orphans)
     is_any_known = any(orphan.has_started for orphan in orphans)
-    is_alone = len({id(orphan.sequence.request) for orphan in orphans}) == 1
+    is_alone = not death.is_shared and len({id(orphan.sequence.request) for orphan in orphans}) == 1
     verdicts: list[tuple[Sequence, AioEngineError | None]] = []
     for sequence, has_started, is_innocent in orphans:
         breaks = sequence.breaks = sequence.breaks or Breaks()

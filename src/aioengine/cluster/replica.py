@@ -111,6 +111,7 @@ class Replica:
         num_sent: sequences that were sent to it since its last report.
         num_moved: sequences that went on at another replica.
         loner: a sequence that was sent to it to be computed alone; see `recovery`.
+        is_lent: another front end has it for itself.
     """
 
     def __init__(
@@ -131,6 +132,7 @@ class Replica:
         self.num_sent = 0
         self.num_moved = 0
         self.loner: Sequence | None = None
+        self.is_lent = False
         self._make_backend = make_backend
         self._options = options
         self._members = members
@@ -166,6 +168,11 @@ class Replica:
 
     @property
     def is_reserved(self) -> bool:
+        """Whether it gets no sequences for now, since one there is to be alone."""
+        return self.is_lent or self.has_loner
+
+    @property
+    def has_loner(self) -> bool:
         """Whether it has a sequence that is to be alone for now."""
         loner = self.loner
         if loner is not None and not (loner.core is self.core and needs_solitude(loner)):

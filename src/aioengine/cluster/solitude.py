@@ -1,0 +1,73 @@
+"""A replica for one front end alone, of several that use the same ones.
+
+What has brought down replicas goes on where nothing else is (`recovery`). A front end knows its own requests, and not
+those of others: so it asks the cluster's owner for a replica that the others leave, and blames none before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from aioengine.cluster.cluster_core import ClusterCore
+from aioengine.errors import AioEngineError
+
+logger = logging.getLogger("aioengine")
+
+
+class Solitude:
+    """What a front end has for itself, while it has sequences that must be alone.
+
+    Args:
+        core: the front end's.
+        reserve: has a replica left by all others; returns its rank.
+        release: lets them use it again.
+        is_single: whether this front end is the only one now.
+    """
+
+    def __init__(
+        self,
+        core: ClusterCore,
+        reserve: Callable[[], Awaitable[int]],
+        release: Callable[[int], Awaitable[None]],
+        is_single: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._core = core
+        self._reserve = reserve
+        self._release = release
+        self._is_single = is_single
+        self._rank: int | None = None
+        self._is_wanted = asyncio.Event()
+
+    def has(self, rank: int) -> bool:
+        """Whether no other front end uses the replica of this rank."""
+        return rank == self._rank or self._is_single()
+
+    def ask(self) -> None:
+        """Have a replica; `ClusterCore.dispatch` follows. Idempotent."""
+        self._is_wanted.set()
+
+    async def run(self) -> None:
+        """Reserve a replica whenever one is wanted, until it is needed no more, or has died; until cancelled."""
+        while True:
+            await self._is_wanted.wait()
+            self._is_wanted.clear()
+            if self._core.has_lonely:
+                try:
+                    await self._use_one()
+                except AioEngineError as error:  # what has to be alone waits, and asks again
+                    logger.warning("no replica can be had for what has to be alone: %s", error)
+
+    async def _use_one(self) -> None:
+        core = self._core
+        rank = await self._reserve()
+        try:
+            self._rank = rank
+            core.dispatch()
+            await core.when(
+                lambda: not core.has_lonely or rank not in core.replicas or not core.replicas[rank].is_serving
+            )
+        finally:
+            self._rank = None
+        await self._release(rank)
