@@ -158,7 +158,8 @@ class ClusterCore:
     def on_orphaned(self, replica: Replica, orphans: list[Orphan], reason: str) -> None:
         """As `Members.on_orphaned`."""
         assert replica.core is not None
-        self._num_deaths += 1
+        if not orphans or not all(orphan.is_innocent for orphan in orphans):
+            self._num_deaths += 1
         # It may have had a beat's time to take what it was sent.
         silent_since = replica.core.heard_at + 2 * self.config.heartbeat_interval_s
         is_shared = self.solitude is not None and not self.solitude.has(replica.rank)

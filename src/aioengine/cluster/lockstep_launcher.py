@@ -6,6 +6,7 @@ import contextlib
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 from aioengine.cluster.launcher import Launcher
@@ -46,13 +47,22 @@ class LockstepLauncher(Launcher):
 
 
 class LockstepMembers:
-    """A group's members, of one start, and its coordinator."""
+    """A group's members, of one start, and its coordinator.
+
+    Attributes:
+        death: why it is over, once it is.
+    """
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self.members: dict[int, LockstepMember] = {}
         self.death: EngineDead | None = None
         self._coordinator = WaveCoordinator(num_ranks)
+        self._culprit = -1
+        """The rank that ended first."""
+        self._orphans: list[tuple[LockstepMember, list[Orphan]]] = []
+        """Of those that have died and are not handed over: first all must have, or they would go to the next to die."""
+        self._is_ending = False
         self._folder: str | None = None
 
     @property
@@ -82,15 +92,35 @@ class LockstepMembers:
             if other in self.members and self.members[other].has_core:  # else it hears it after its first beat
                 self.members[other].core.start_wave(self._coordinator.known.wave)
 
+    def on_orphaned(self, member: LockstepMember, orphans: list[Orphan]) -> None:
+        """A core has died, of itself or with the group."""
+        self._orphans.append((member, orphans))
+        if not self.is_over:
+            # The others lose their connections to one that is killed, and may tell it before its exit is known.
+            exited = next((other for other in self.members.values() if other.exit_news is not None), None)
+            first = exited or member
+            self.end(first.rank, first.exit_news or str(member.core.death))
+        elif not self._is_ending:
+            self._hand_over()
+
     def end(self, rank: int, reason: str) -> None:
         """A rank has ended: without it the others can compute nothing. Idempotent."""
         if self.is_over:
             return
         self._coordinator.on_death()
+        self._culprit = rank
         self.death = EngineDead(f"rank {rank} of its lockstep group has ended: {reason}")
+        self._is_ending = True
         for member in self.members.values():
-            if member.rank != rank:
-                member.end_with_group(self.death)
+            member.end_with_group(self.death if member.rank != rank else EngineDead(reason))
+        self._is_ending = False
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        orphaned, self._orphans = self._orphans, []
+        for member, orphans in orphaned:
+            is_innocent = member.rank != self._culprit
+            member.hand_over([orphan._replace(is_innocent=is_innocent) for orphan in orphans])
 
 
 class LockstepMember:
@@ -120,6 +150,11 @@ class LockstepMember:
         return hasattr(self._child, "core")
 
     @property
+    def exit_news(self) -> str | None:
+        """How its process has ended, if it has."""
+        return self._child.exit_news if self._child is not None else None
+
+    @property
     def where(self) -> str:
         return self._child.where if self._child is not None else ""
 
@@ -128,7 +163,7 @@ class LockstepMember:
         place = LockstepPlace(self.rank, self._group.num_ranks, store, self._process.start_timeout_s)
         hooks = self._hooks
         if hooks.cluster is not None:
-            hooks = hooks._replace(cluster=hooks.cluster._replace(on_orphaned=self._on_orphaned))
+            hooks = hooks._replace(cluster=hooks.cluster._replace(on_orphaned=partial(self._group.on_orphaned, self)))
         self._child = InChild(self._config, self._process, hooks, rank=self.rank, module=CHILD_MODULE, lockstep=place)
         with self._ending_group():
             return await self._child.find_model()
@@ -143,7 +178,7 @@ class LockstepMember:
         return await refuse_function(self, function)
 
     def end_with_group(self, death: EngineDead) -> None:
-        """Another rank has ended."""
+        """A rank has ended, this one or another; idempotent."""
         if self.has_core:
             self.core.die(death)
         elif self._child is not None:
@@ -177,9 +212,6 @@ class LockstepMember:
             self._group.end(self.rank, describe(error))
             raise
 
-    def _on_orphaned(self, orphans: list[Orphan]) -> None:
+    def hand_over(self, orphans: list[Orphan]) -> None:
         assert self._hooks.cluster is not None
-        if self._group.is_over:  # another one died, of what it had
-            orphans = [orphan._replace(is_innocent=True) for orphan in orphans]
         self._hooks.cluster.on_orphaned(orphans)
-        self._group.end(self.rank, str(self.core.death))

@@ -185,6 +185,11 @@ class InChild:
         return self._address or ""
 
     @property
+    def exit_news(self) -> str | None:
+        """How its process has ended, if it has."""
+        return self._engine.exit_news
+
+    @property
     def where(self) -> str:
         """Its process, for a person."""
         return f"pid {self._engine.pid}" if self._engine.pid is not None else ""
