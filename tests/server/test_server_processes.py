@@ -139,11 +139,7 @@ async def test_two_servers_are_one_and_a_death_is_its_clients_affair_alone() -> 
         await until_async(lambda: is_whole(served))
         after = await served.numbers()
         assert after[completions] == 6 + 8
-        assert all(
-            after[name] >= value
-            for name, value in before.items()
-            if name.partition("{")[0].endswith(("_total", "_count"))
-        )
+        assert all(after[name] >= value for name, value in before.items() if is_counter(name))
         assert after["aioengine:api_server_restarts_total"] == 1
 
         served.stop.ask()
@@ -164,6 +160,31 @@ async def test_asked_to_stop_streams_go_on_and_asked_again_they_are_aborted() ->
         for stream in streams:
             assert [json.loads(line)["type"] async for line in stream][-1] == "response.incomplete"
         await served.task
+
+
+@pytest.mark.nightly
+async def test_a_server_that_is_stuck_holds_up_no_scrape_and_is_killed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioengine.server.server_process.STALL_TIMEOUT_S", 10.0)
+    async with port(2) as served:
+        for _ in range(10):
+            assert (await served.ask("POST", "/v1/completions", json=STORY)).status_code == 200
+        before = await served.numbers()
+        stuck, other = servers()
+        stuck.suspend()
+        async with httpx.AsyncClient(base_url=served.url, timeout=1.0) as client:
+            with suppress(httpx.TimeoutException):
+                while True:  # until one comes to the server that is stuck
+                    await client.get("/health", headers={"connection": "close"})
+        await until(lambda: stuck.pid not in {each.pid for each in servers()}, timeout_s=60)
+        await until_async(lambda: is_whole(served))
+        after = await served.numbers()
+        assert all(after[name] >= value for name, value in before.items() if is_counter(name))
+        assert after["aioengine:api_server_restarts_total"] == 1
+        assert other.is_running()
+
+
+def is_counter(name: str) -> bool:
+    return name.partition("{")[0].endswith(("_total", "_count", "_bucket", "_sum"))
 
 
 async def refuses(served: Port) -> bool:

@@ -38,6 +38,8 @@ LAST_WORDS_S = 1.0
 """For what a server that has exited sent before."""
 TERMINATE_S = 1.0
 """For a server that is not drained, such as one whose start is given up."""
+STALL_TIMEOUT_S = 30.0
+"""A server that serves says something every two seconds. One that has said nothing for so long is stopped or stuck."""
 
 
 class ServerProcess:
@@ -50,8 +52,9 @@ class ServerProcess:
         self._hub = hub
         self._child: Child | None = None
         self._peer: Peer | None = None
-        self._failed_start = f"{self.name} was not started"
-        self._num_told_to_end = 0
+        self._alive = anyio.CancelScope()
+        """Its deadline is when the server must have said something next."""
+        self._failure: str | None = None
         self._on_serving: Callable[[], None] = lambda: None
 
     async def run(self, on_serving: Callable[[], None]) -> None:
@@ -61,7 +64,7 @@ class ServerProcess:
             try:
                 self._child = self._start(theirs.fileno())
             except ConfigError as error:  # no process, or no descriptor, can be had now
-                self._failed_start = str(error)
+                self._failure = str(error)
                 ours.close()
                 return
         try:
@@ -91,20 +94,24 @@ class ServerProcess:
         await peer.open()
         peer.tell(self._settings)
         self._hub.peers[index] = peer
-        async with anyio.create_task_group() as tasks:
-            ended = anyio.Event()
+        ended = anyio.Event()
 
-            async def hear() -> None:
-                await peer.run()
-                ended.set()
+        async def hear() -> None:
+            await peer.run()
+            ended.set()
 
-            tasks.start_soon(hear)
-            await child.wait()
-            with anyio.move_on_after(LAST_WORDS_S):
-                await ended.wait()
-            tasks.cancel_scope.cancel()
+        with self._alive:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(hear)
+                await child.wait()
+                with anyio.move_on_after(LAST_WORDS_S):
+                    await ended.wait()
+                tasks.cancel_scope.cancel()
+        if self._alive.cancelled_caught:
+            self._failure = f"{self.name} has said nothing for {STALL_TIMEOUT_S:g} s, and was killed"
 
     def _take(self, message: Message) -> None:
+        self._alive.deadline = anyio.current_time() + STALL_TIMEOUT_S
         if isinstance(message, Serving):
             self.serving = message
             self._hub.model_name = message.model
@@ -113,7 +120,9 @@ class ServerProcess:
             self._hub.numbers.note(self._settings.index, decode_families(message.families))
 
     def describe_exit(self) -> str:
-        return self._failed_start if self._child is None else self._child.describe_exit()
+        if self._failure is None and self._child is not None and self._child.returncode is not None:
+            return self._child.describe_exit()
+        return self._failure or f"{self.name} was not started"
 
     def terminate(self) -> None:
         if self._child is not None and self._child.returncode is None:
