@@ -442,7 +442,7 @@ class ReplicaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         bool, Meta(description="step together, as mixtures of experts that are spread over them will have to")
     ] = False
     ray_address: Annotated[
-        Name | None, Meta(description="of the Ray cluster, host:port; absent: as ray.init() finds or starts one")
+        Name | None, Meta(description="of the Ray cluster, host:port; absent: RAY_ADDRESS, or the one of this machine")
     ] = None
     ray_num_cpus: Annotated[
         float, Meta(ge=0.0, le=1024.0, description="CPUs of a replica on Ray, and the threads that it computes with")

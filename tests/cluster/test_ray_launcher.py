@@ -231,6 +231,7 @@ async def test_when_a_node_goes_requests_go_on_elsewhere_and_its_replica_comes_b
         ({"start_timeout_s": 1.0}, {"ray_num_cpus": 7.0}, EngineDead, r"no room \(CPU 7 on one node\) within 1 s"),
         ({}, {"ray_placement_group": "elsewhere"}, ConfigError, "elsewhere"),
         ({}, {"ray_address": "127.0.0.1:1"}, ConfigError, "no Ray cluster answers"),
+        ({}, {"ray_address": "local"}, ConfigError, "ray start --head"),
     ],
 )
 async def test_a_replica_that_cannot_start_says_why_and_leaves_nothing(

@@ -56,8 +56,8 @@ RELEASE_GRACE_S = 10.0
 class RayLauncher(Launcher):
     """Makes the backends of replicas on Ray; a `MakeBackend`.
 
-    This process is connected to Ray when the first replica opens, unless the program has done so; what was connected
-    here `aclose` disconnects. ``ray.init`` sets no signal handlers, being called in a thread.
+    This process is connected to a cluster when the first replica opens, unless the program has done so; what was
+    connected here `aclose` disconnects. ``ray.init`` sets no signal handlers, being called in a thread.
 
     Raises:
         ConfigError: Ray is not installed, or an option does not go with it.
@@ -100,12 +100,16 @@ class RayLauncher(Launcher):
                     "run it as a job, or on one of the cluster's machines"
                 )
             return
-        if self.options.ray_address is not None:
-            _check_head(self.options.ray_address)
+        address = self.options.ray_address or os.environ.get("RAY_ADDRESS") or "auto"
+        _check_head(address)
         try:
-            ray.init(address=self.options.ray_address)
+            ray.init(address=address)
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"cannot connect to Ray (ray_address={self.options.ray_address}): {error}") from error
+            why = str(error).rstrip(".")
+            raise ConfigError(
+                f"cannot connect to a Ray cluster ({address}): {why}; start one with `ray start --head`, say where it "
+                "is in ray_address, or call ray.init() first"
+            ) from error
         self._is_connected_here = True
 
     def resources(self) -> dict[str, float]:
@@ -411,9 +415,16 @@ def _group_around() -> Any:
 
 
 def _check_head(address: str) -> None:
-    """Raise ConfigError if nothing listens at a cluster's address: Ray would wait for minutes."""
+    """Raise ConfigError where Ray would wait for minutes, as nothing listens there, or start a cluster of its own.
+
+    That would end with the thread that starts it.
+    """
+    if address == "local":
+        raise ConfigError(
+            "ray_address='local': start a cluster with `ray start --head`, or by ray.init() in the program"
+        )
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():  # "auto", "local"
+    if not host or not port.isdecimal():  # "auto", "ray://..."
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), HEAD_TIMEOUT_S).close()
