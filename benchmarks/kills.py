@@ -1,6 +1,6 @@
 """Replicas that die under load: is a request lost, does a token come twice, and how long does a reader wait?
 
-    python -m benchmarks.kills [--kills 200] [--replicas 3] [--clients 24] [--device fake] [--rolling 3] [--seed S]
+    python -m benchmarks.kills [--kills 200] [--replicas 3] [--clients 16] [--device fake] [--rolling 3] [--seed S]
 
 Clients read streams of every kind (greedy, seeded, several choices, log-probabilities, grammars, stop strings, bounded
 ones that rest unread) all the time; each is one of a set of requests that were answered before, by an engine that
@@ -62,7 +62,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "penalties": {"repetition_penalty": 1.2, "presence_penalty": 0.5, "top_k": 50, "top_p": 0.9},
 }
 STEP_TIME_S = 0.004
-MAX_TOKENS = (40, 80, 160)
+MAX_TOKENS = (20, 40, 80, 120)
 DEADLINE_S = 60.0
 """Of a request: one that takes longer is lost."""
 POLL_S = 0.01
@@ -75,12 +75,12 @@ class Setting(msgspec.Struct, kw_only=True):
 
     num_kills: int = 200
     num_replicas: int = 3
-    num_clients: int = 24
+    num_clients: int = 16
     num_references: int = 48
     num_rolling: int = 3
     device: str = "fake"
     stall_timeout_s: float = 2.0
-    pause_s: float = 0.8
+    pause_s: float = 1.0
     """Mean of the time between two kills."""
     seed: int = 0
 
@@ -323,11 +323,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--replicas", type=int, default=3)
-    parser.add_argument("--clients", type=int, default=24)
+    parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--device", choices=["fake", "demo"], default="fake")
     parser.add_argument("--rolling", type=int, default=3, help="rolling restarts of all replicas after the kills")
     parser.add_argument("--stall-timeout", type=float, default=2.0, help="seconds")
-    parser.add_argument("--pause", type=float, default=0.8, help="seconds between two kills, on average")
+    parser.add_argument("--pause", type=float, default=1.0, help="seconds between two kills, on average")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     asked = parser.parse_args()
     setting = Setting(

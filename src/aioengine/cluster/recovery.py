@@ -3,12 +3,13 @@
 A sequence goes on elsewhere, from the tokens that were handed out. One that has brought its replica down would bring
 down the next one, too, so that blame is found by elimination: a *strike* is a death with the sequence on a row, and a
 token that comes later clears it. What has a strike that no token has cleared is a *suspect*. With the second strike in
-a row a sequence goes on *alone*: nothing else is where it is computed until it is cleared. What dies alone with the
-second strike, or a later one, has brought its replica down, and fails. So what merely ran beside a poisonous request is
-never taken for it, and a poisonous one has one death more, at most, than those that it shares with others.
+a row a sequence goes on *alone*: nothing else is where it is computed until it is cleared. With the second death in a
+row at which nothing else was there it fails. So what merely ran beside a poisonous request is never taken for it, and
+what ran where a replica was killed from outside would have to be alone, twice in a row and for the moment that its
+first token takes.
 
-Replicas that are killed from outside may be killed where a suspect is alone. If replicas without it have died, too,
-since its first strike, it takes a second death alone to blame it.
+Where replicas without it have died, too, since its first strike, another cause is likelier, and to compute many
+suspects one by one would take long: it goes on alone with the fourth strike only.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from aioengine.errors import AioEngineError, StepFailed
 from aioengine.scheduler.sequence import Sequence
 
 STRIKES = 2
-"""In a row, with which a sequence fails if it was alone, and goes on alone if it was not."""
+"""In a row, with which a sequence goes on alone; and those alone with which it fails."""
+MAX_STRIKES = 4
+"""The first of these where replicas die without it."""
 
 
 class Death(NamedTuple):
@@ -61,6 +64,7 @@ class Breaks:
     """Deaths before which it was not heard to have a row."""
     first_death: int = 0
     """The number of the first one that struck it."""
+    is_to_be_alone: bool = False
 
 
 def is_suspect(sequence: Sequence) -> bool:
@@ -72,7 +76,7 @@ def is_suspect(sequence: Sequence) -> bool:
 
 def needs_solitude(sequence: Sequence) -> bool:
     """Whether it may only go on where nothing else is."""
-    return is_suspect(sequence) and sequence.breaks.strikes >= STRIKES
+    return is_suspect(sequence) and sequence.breaks.is_to_be_alone
 
 
 def note_sent(sequence: Sequence, now: float) -> None:
@@ -93,36 +97,38 @@ def on_death(
     is_any_known = any(orphan.has_started for orphan in orphans)
     is_alone = not death.is_shared and len({id(orphan.sequence.request) for orphan in orphans}) == 1
     verdicts: list[tuple[Sequence, AioEngineError | None]] = []
-    for sequence, has_started, is_innocent in orphans:
+    for orphan in orphans:
+        sequence = orphan.sequence
         breaks = sequence.breaks = sequence.breaks or Breaks()
-        is_struck = _note(sequence, breaks, death, has_started or not is_any_known, is_alone, is_innocent)
-        verdicts.append((sequence, _judge(breaks, death, max_attempts, is_accused=is_struck and is_alone)))
+        _note(orphan, breaks, death, had_row=orphan.has_started or not is_any_known, is_alone=is_alone)
+        verdicts.append((sequence, _judge(breaks, death, max_attempts)))
     return verdicts
 
 
-def _note(sequence: Sequence, breaks: Breaks, death: Death, had_row: bool, is_alone: bool, is_innocent: bool) -> bool:
-    """Take in a death; returns whether it is a strike."""
+def _note(orphan: Orphan, breaks: Breaks, death: Death, *, had_row: bool, is_alone: bool) -> None:
+    """Take in a death."""
     breaks.reasons.append(death.reason)
-    if not _has_stood_still(sequence, breaks):
+    if not _has_stood_still(orphan.sequence, breaks):
         breaks.strikes = breaks.num_alone = breaks.num_without_row = 0
-    breaks.num_tokens = len(sequence.output_ids)
-    if is_innocent or breaks.sent_at > death.silent_since:
-        return False
+        breaks.is_to_be_alone = False
+    breaks.num_tokens = len(orphan.sequence.output_ids)
+    if orphan.is_innocent or breaks.sent_at > death.silent_since:
+        return
     # A crash in the very moment in which it takes its row is faster than the news of that.
     if not had_row and breaks.num_without_row < STRIKES:
         breaks.num_without_row += 1
-        return False
+        return
     if not breaks.strikes:
         breaks.first_death = death.number
     breaks.strikes += 1
     breaks.num_alone += is_alone
-    return True
-
-
-def _judge(breaks: Breaks, death: Death, max_attempts: int, *, is_accused: bool) -> AioEngineError | None:
-    """The error that ends a sequence, if one does."""
     num_without_it = death.number - breaks.first_death + 1 - breaks.strikes
-    if is_accused and breaks.strikes >= STRIKES and breaks.num_alone >= (2 if num_without_it else 1):
+    breaks.is_to_be_alone = breaks.strikes >= (MAX_STRIKES if num_without_it else STRIKES)
+
+
+def _judge(breaks: Breaks, death: Death, max_attempts: int) -> AioEngineError | None:
+    """The error that ends a sequence, if one does."""
+    if breaks.num_alone >= STRIKES:
         return StepFailed(
             f"this request brings down what computes it, {breaks.strikes} replicas in a row, and is not tried again: "
             f"{'; '.join(breaks.reasons[-breaks.strikes :])}"
