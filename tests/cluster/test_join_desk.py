@@ -54,7 +54,8 @@ async def opened(address: str = ANY_PORT, keys: Path | None = None) -> AsyncIter
                 yield desk
             tasks.cancel_scope.cancel()
     finally:
-        await desk.aclose("the test is over")
+        desk.say_goodbye("the test is over")
+        await desk.aclose()
         await worker.aclose()
 
 

@@ -132,13 +132,14 @@ class Replicated:
         return await refuse_function(self, function)
 
     async def aclose(self) -> None:
+        self._launcher.say_goodbye(self._reason)
         try:
             await for_each(self._replicas.values(), Replica.aclose)
         finally:
             self._replicas.clear()
             if self._sharing is not None:
                 await self._sharing.aclose()
-            await self._launcher.aclose(self._reason)
+            await self._launcher.aclose()
 
     def kill(self) -> None:
         for replica in list(self._replicas.values()):

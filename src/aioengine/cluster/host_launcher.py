@@ -69,9 +69,13 @@ class HostLauncher(Launcher):
         if self._desk is not None:
             self._desk.refuse(rank, reason)
 
-    async def aclose(self, reason: str = "") -> None:
+    def say_goodbye(self, reason: str) -> None:
         if self._desk is not None:
-            await self._desk.aclose(reason)
+            self._desk.say_goodbye(reason)
+
+    async def aclose(self) -> None:
+        if self._desk is not None:
+            await self._desk.aclose()
 
     def abandon(self) -> None:
         if self._desk is not None:

@@ -39,8 +39,11 @@ class Launcher:
     def refuse(self, rank: int, reason: str) -> None:
         """The replica of this rank serves, and cannot stand in for the others."""
 
-    async def aclose(self, reason: str = "") -> None:
-        """Called when all backends are closed, with the reason. Idempotent."""
+    def say_goodbye(self, reason: str) -> None:
+        """All replicas are about to be closed for good."""
+
+    async def aclose(self) -> None:
+        """Called when all backends are closed. Idempotent."""
 
     def abandon(self) -> None:
         """As `Backend.abandon`."""

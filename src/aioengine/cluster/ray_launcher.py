@@ -123,7 +123,7 @@ class RayLauncher(Launcher):
         wanted = {"CPU": self.options.ray_num_cpus, "GPU": num_gpus}
         return {name: amount for name, amount in wanted.items() if amount}
 
-    async def aclose(self, reason: str = "") -> None:
+    async def aclose(self) -> None:
         """Disconnect this process from Ray if it was connected here; after all backends are closed. Idempotent."""
         if self._is_connected_here:
             self._is_connected_here = False

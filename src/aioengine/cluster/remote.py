@@ -121,11 +121,14 @@ class JoinDesk:
                     self._take(connection, key_name, bytes(peer), frames)
                 self._conditions.check()
 
-    async def aclose(self, reason: str) -> None:
-        """Say Goodbye to all, and close. Idempotent."""
-        for engine in self._machine.engines:
+    def say_goodbye(self, reason: str) -> None:
+        """Have all engines end. Idempotent."""
+        for engine in list(self._machine.engines):
             self._say(engine, Goodbye(reason, is_wanted_again=False))
         self._machine.engines.clear()
+
+    async def aclose(self) -> None:
+        """Close. Idempotent."""
         self._conditions.end_all()
         if self._entrance is not None:
             await self._entrance.aclose()

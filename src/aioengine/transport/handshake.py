@@ -86,7 +86,7 @@ class Init(WireMessage, frozen=True, tag=1):
     executor: str | None = None
     """``module:function`` of this machine that makes the device side; None: torch's."""
     own_fields: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Fields of ``config`` that are other ones for this engine, whoever says the config."""
+    """Fields of ``config`` that are other ones for this engine, whichever config that is."""
     memory: float = 1.0
     """Of the part of the host's memory that ``config`` grants: several engines share that host."""
     lockstep: LockstepPlace | None = None
