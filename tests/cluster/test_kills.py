@@ -61,7 +61,7 @@ async def test_a_replica_dies_under_load_and_each_kind_of_request_ends_as_if_it_
     crowd = innocents(rng, 16, max_tokens=150)
     readers = [*each_kind(rng), *crowd]
     expected = await undisturbed(readers)
-    async with cluster(3, stall_timeout_s=0.5, heartbeat_timeout_s=0.5) as replicas:
+    async with cluster(3, stall_timeout_s=1.0) as replicas:
         async with reading(replicas.engine, readers):
             await until_read(crowd, 5)
             replicas.kill(0, DEATHS[death])
