@@ -9,6 +9,7 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Protocol
 
 from aioengine.cluster.lockstep import RankWaves, WaveDuty
 from aioengine.core.engine_core import EngineCore
@@ -26,6 +27,16 @@ itself."""
 
 class LockstepBroken(Exception):
     """Another engine of the group is gone."""
+
+
+class Reducer(Protocol):
+    """All-reduces off the loop, in order."""
+
+    def begin(self, value: bool, wave: int, step: int) -> None:
+        """Reduce a value; that it is of the same wave and step at all ranks is checked."""
+
+    def close(self) -> None:
+        """Begin no more."""
 
 
 class GlooReducer:
@@ -46,11 +57,9 @@ class GlooReducer:
         threading.Thread(target=self._run, name="aioengine-lockstep", daemon=True).start()
 
     def begin(self, value: bool, wave: int, step: int) -> None:
-        """Reduce a value; that it is of the same wave and step at all ranks is checked."""
         self._queue.put((value, wave, step))
 
     def close(self) -> None:
-        """Begin no more."""
         self._queue.put(None)
 
     def _run(self) -> None:
@@ -79,12 +88,12 @@ class LockstepGroup:
         self.on_report: Callable[[], None] = lambda: None
         self._waves = RankWaves(place.rank)
         self._on_broken = on_broken
-        self._reducer: GlooReducer | None = None
+        self._reducer: Reducer | None = None
         self._end: asyncio.TimerHandle | None = None
 
-    def open(self, gloo: Gloo) -> None:
-        """Step with a group that is connected."""
-        self._reducer = GlooReducer(gloo, self._on_result)
+    def open(self, reducer: Reducer) -> None:
+        """Step with a group that is connected; the reducer's results go to `on_result`."""
+        self._reducer = reducer
 
     def close(self) -> None:
         if self._reducer is not None:
@@ -116,7 +125,8 @@ class LockstepGroup:
             raise InvalidRequest(str(error), param="wave") from error
         self.on_news()
 
-    def _on_result(self, outcome: bool | Exception) -> None:
+    def on_result(self, outcome: bool | Exception) -> None:
+        """A reduction has ended, in one way or another."""
         if isinstance(outcome, Exception):
             self._waves.on_death()
             broken = LockstepBroken(f"an engine that it steps together with is gone: {outcome}")
@@ -148,7 +158,7 @@ async def joined(place: LockstepPlace, core: EngineCore) -> AsyncIterator[None]:
         raise EngineDead(
             f"rank {place.rank} of {place.num_ranks} in lockstep did not meet the others at {place.store}: {error}"
         ) from error
-    lockstep.open(gloo)
+    lockstep.open(GlooReducer(gloo, lockstep.on_result))
     core.join(lockstep)
     try:
         yield
