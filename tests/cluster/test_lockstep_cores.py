@@ -202,7 +202,7 @@ async def test_a_wave_ends_beside_a_reader_that_is_behind_and_another_one_begins
 async def test_a_pause_is_answered_at_the_end_of_the_wave_and_a_paused_rank_computes_with_the_others() -> None:
     async with stepping(2) as together:
         first, second = together.cores
-        held, other = add(first, 500), add(second, 40)
+        held, other = add(first, 200), add(second, 40)
         await asyncio.sleep(0.1)
         await first.call(Pause())
         assert other.end == "end"
