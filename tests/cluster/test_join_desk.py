@@ -222,7 +222,7 @@ async def test_one_that_comes_back_as_another_one_is_refused_at_both_ends() -> N
         desk.check(1, INFO, CONFIG)
         with pytest.raises(ConfigError, match="replica 1 has come back as another one: max_n is 3 there and 128 here"):
             desk.check(1, INFO, EngineConfig(max_num_seqs=33, max_n=3))
-        with pytest.raises(EngineDead, match="turned away: replica 1 has come back as another one: max_n"):
+        with pytest.raises(ConfigError, match="turned away: replica 1 has come back as another one: max_n"):
             await handshake.hold()
 
 

@@ -15,7 +15,7 @@ from aioengine.config import EngineConfig, ProcessOptions
 from aioengine.errors import AioEngineError, ConfigError, EngineDead
 from aioengine.own_process import asked_by_signals
 from aioengine.text.worker import TextWorker
-from aioengine.transport.child import AGAIN, NO_FRONT_END
+from aioengine.transport.child import AGAIN, BAD_CONFIG, NO_FRONT_END
 from aioengine.transport.child_engine import ChildEngine
 from aioengine.transport.handshake import Init
 from aioengine.transport.joining import Endpoint
@@ -112,6 +112,8 @@ class EngineHost:
                 return
             if engine.returncode == AGAIN:
                 continue
+            if engine.returncode == BAD_CONFIG:
+                raise ConfigError(reason)
             if anyio.current_time() - began > QUIET_S:
                 num_failures, backoff_s = 0, BACKOFF_S
             num_failures += 1

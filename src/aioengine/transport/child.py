@@ -33,6 +33,9 @@ AGAIN = 75
 NO_FRONT_END = 69
 """Exit code of an engine whose front end is not there; EX_UNAVAILABLE of sysexits.h."""
 
+BAD_CONFIG = 78
+"""Exit code of an engine that cannot start as it is configured, or not as that of its front end; EX_CONFIG."""
+
 _PR_SET_PDEATHSIG = 1
 _LOG_LINE = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ([\w.-]+): ?(.*)", re.DOTALL)
 
@@ -94,7 +97,7 @@ class _EachLine(logging.Formatter):
 
 
 def main(enter_group: EnterGroup | None = None) -> int:
-    """Run an engine until it is told to end; returns 0 if it was, `AGAIN`, `NO_FRONT_END`, or 1 where it failed.
+    """Run an engine until it is told to end; returns 0 if it was, 1 where it failed, or a code from above.
 
     Args:
         enter_group: as of `serving.serve_engine`.
@@ -111,7 +114,7 @@ def main(enter_group: EnterGroup | None = None) -> int:
 
     import uvloop
 
-    from aioengine.errors import AioEngineError
+    from aioengine.errors import AioEngineError, ConfigError
     from aioengine.own_process import limit_spinning
     from aioengine.transport.joining import JOIN_TIMEOUT_S, Endpoint, NoFrontEnd
     from aioengine.transport.security import ClientKeys
@@ -127,7 +130,7 @@ def main(enter_group: EnterGroup | None = None) -> int:
         goodbye = uvloop.run(serve_engine(endpoints, enter_group=enter_group))
     except AioEngineError as error:
         logger.error("%s: %s", type(error).__name__, error)
-        return NO_FRONT_END if isinstance(error, NoFrontEnd) else 1
+        return NO_FRONT_END if isinstance(error, NoFrontEnd) else BAD_CONFIG if isinstance(error, ConfigError) else 1
     return AGAIN if goodbye is not None and goodbye.is_wanted_again else 0
 
 

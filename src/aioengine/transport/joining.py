@@ -106,7 +106,7 @@ class Handshake:
 
         Raises:
             NoFrontEnd: it was gone for too long.
-            EngineDead: it has turned this engine away.
+            ConfigError: it has turned this engine away, which differs from its other ones.
         """
         assert self._init is not None
         self._index = self._init.index
@@ -118,7 +118,7 @@ class Handshake:
             if self._ready is not None:
                 self.tell(self._ready)
         if isinstance(said, TurnedAway):
-            raise EngineDead(f"this engine was turned away: {said.reason}")
+            raise ConfigError(f"this engine was turned away: {said.reason}")
         return said
 
     def close(self, linger_s: float = 0.0) -> None:
