@@ -150,6 +150,10 @@ async def test_replicas_are_on_both_nodes_and_answer_as_one_engine_does(nodes: T
         assert not await folder.exists(), "both sides are connected"
         with pytest.raises(ConfigError, match="needs keys"):
             await Engine.connect(addresses[1])
+        await engine.scale(1)
+        assert await outputs_of(engine) == expected
+        await engine.scale(2)
+        assert [each.state for each in engine.replicas()] == ["serving"] * 2, "there was room again"
     await nothing_is_left(nodes)
 
 
