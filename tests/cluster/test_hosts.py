@@ -20,7 +20,7 @@ import pytest
 from cluster.harness import DEADLINE_S, Cluster, Reader, cluster, outputs_of, prompts, reading, undisturbed, until_read
 from transport.life_scripts.watching import Ear
 
-from aioengine import ConfigError
+from aioengine import ConfigError, Engine
 from aioengine.transport.security import make_keys
 
 pytestmark = pytest.mark.usefixtures("faults", "quiet_log")
@@ -133,6 +133,22 @@ async def test_a_host_joins_by_hand_and_leaves_when_it_is_not_needed(spread: Spr
         await here.engine.scale(1)
         assert {(await host.ends())[0] for host in hosts} == {0}
         await here.engine.generate([11, 12, 13], max_tokens=3)
+
+
+@pytest.mark.nightly
+async def test_further_front_ends_reach_an_engine_of_another_host_by_its_key(spread: Spread, runtime: Path) -> None:
+    address = f"ipc://{runtime}/shared/cluster"
+    async with spread("--replicas-local", "1", "--start-rank", "1", cluster_address=address) as (here, _):
+        assert here.ranks() == [0, 1]
+        async with await Engine.connect(f"cluster+{address}") as other:
+            readers = [Reader(prompt) for prompt in prompts(random.Random(3), 6)]
+            there = Cluster(other)
+            await there.until_serving(2)
+            async with reading(other, readers):
+                await until_read(readers, 3)
+            assert {status.where.split(" ")[0] for status in other.replicas()} >= {"hostb"}
+        assert outputs_of(readers) == await undisturbed(readers)
+    (runtime / "shared").rmdir()
 
 
 @pytest.mark.nightly

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import anyio
@@ -25,7 +26,7 @@ from aioengine.transport import wire
 from aioengine.transport.backends import Connected, known_fields, refuse_function
 from aioengine.transport.client import RemoteCore
 from aioengine.transport.link import ControlCalls, Link, death_of
-from aioengine.transport.security import ClientKeys
+from aioengine.transport.security import ClientKeys, ServerKeys
 
 T = TypeVar("T")
 
@@ -275,14 +276,14 @@ class JoinedCluster:
         return Replica(rank, self._make_backend, self._options, self._hooks, shared, self.core, self._clock)
 
     def _make_backend(self, rank: int, hooks: CoreHooks) -> Backend:
-        return _MemberBackend(lambda: self._wait_serving(rank), hooks, self._connect_options)
+        return _MemberBackend(lambda: self._wait_serving(rank), hooks, self._connect_options, self._options.join_keys)
 
     def _serving(self, rank: int) -> m.Member | None:
         member = self._members.get(rank)
         return member if member is not None and member.state == "serving" and member.address else None
 
-    async def _wait_serving(self, rank: int) -> str:
-        """Wait until a replica serves, as another one than the connection was lost to; returns its address.
+    async def _wait_serving(self, rank: int) -> m.Member:
+        """Wait until a replica serves, as another one than the connection was lost to; returns it.
 
         Raises:
             EngineDead: this side ends.
@@ -300,7 +301,7 @@ class JoinedCluster:
         if member is None:
             raise EngineDead("this front end has ended")
         self._tried[rank] = (member.address, member.num_restarts)
-        return member.address
+        return member
 
     async def _drain(self, replica: Replica) -> None:
         member = self._members.get(replica.rank)
@@ -328,22 +329,34 @@ class _MemberBackend:
     """A `Backend` of a replica that its owner starts: it waits until that serves, and connects.
 
     Args:
-        wait_serving: returns its address.
+        wait_serving: returns it.
         options: of `Connected`.
+        join_keys: folder of the keys of replicas that have one.
     """
 
     core: RemoteCore
     cluster = None
 
-    def __init__(self, wait_serving: Callable[[], Awaitable[str]], hooks: CoreHooks, options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        wait_serving: Callable[[], Awaitable[m.Member]],
+        hooks: CoreHooks,
+        options: dict[str, Any],
+        join_keys: str | None,
+    ) -> None:
         self._wait_serving = wait_serving
         self._hooks = hooks
         self._options = options
+        self._join_keys = join_keys
         self._connected: Connected | None = None
 
     async def find_model(self) -> ModelFolder:
-        address = await self._wait_serving()
-        self._connected = Connected(address, self._hooks, **self._options)
+        member, options = await self._wait_serving(), self._options
+        if member.key_name and self._join_keys is not None:
+            load = partial(ServerKeys.load, self._join_keys)
+            keys = await self._hooks.worker.run(load, None)
+            options = {**options, "keys": keys.toward(member.key_name)}
+        self._connected = Connected(member.address, self._hooks, **options)
         return await self._connected.find_model()
 
     async def open(self, on_progress: OnProgress | None = None) -> None:

@@ -26,6 +26,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         state: a `ReplicaStatus`'s; or "reserved": it serves another front end alone, for now.
         address: where it serves; empty unless it serves or drains. Each start has another one, or other restarts.
+        key_name: of the key that it serves by, in the folder of the owner's ``join_keys``; empty: by none.
     """
 
     rank: Number
@@ -35,6 +36,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     reason: Annotated[str, Meta(max_length=MAX_REASON_CHARS)] = ""
     where: Annotated[str, Meta(max_length=1024)] = ""
     num_blocks: Number = 0
+    key_name: Annotated[str, Meta(max_length=256)] = ""
 
     def status(self, counts: Counts) -> ReplicaStatus:
         """With what it has to do, as far as ``counts`` tells."""

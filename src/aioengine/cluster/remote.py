@@ -341,6 +341,16 @@ class OnHost:
         """Its host's name for keys and its address, for a person."""
         return " ".join(filter(None, (self._engine.key_name, self.address))) if self._engine is not None else ""
 
+    @property
+    def shared_address(self) -> str:
+        """As `Replica.shared_address`: further front ends connect with the keys of the first."""
+        return self.address
+
+    @property
+    def shared_key(self) -> str:
+        """As `Replica.shared_key`."""
+        return self._engine.key_name if self._engine is not None else ""
+
     def kill(self) -> None:
         """Its process is another machine's, which is told to end it when this is closed."""
 

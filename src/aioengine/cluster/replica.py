@@ -204,6 +204,11 @@ class Replica:
         serves = self.state in (ReplicaState.SERVING, ReplicaState.DRAINING)
         return getattr(self._backend, "shared_address", "") if serves else ""
 
+    @property
+    def shared_key(self) -> str:
+        """Name of the key that it serves by there; empty: none."""
+        return getattr(self._backend, "shared_key", "")
+
     def status(self) -> ReplicaStatus:
         stats = self.core.stats() if self.core is not None and self.core.death is None else None
         return ReplicaStatus(

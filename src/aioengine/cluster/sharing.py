@@ -119,6 +119,7 @@ class Sharing:
                 reason=cut(status.reason, MAX_REASON_CHARS),
                 where=status.where,
                 num_blocks=status.num_blocks,
+                key_name=self._replicas[status.rank].shared_key,
             )
             for status in self._cluster.statuses()
         ]

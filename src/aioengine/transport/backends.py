@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,7 +38,7 @@ async def refuse_function(_: Any, function: Callable[[Any], T]) -> list[T]:
 
 
 class Connected:
-    """A `Backend` for an engine that serves at an address; arguments are as for `Engine.connect`."""
+    """A `Backend` for an engine that serves at an address; arguments are as for `Engine.connect`, or loaded keys."""
 
     core: RemoteCore
     cluster = None
@@ -48,22 +49,22 @@ class Connected:
         hooks: CoreHooks,
         *,
         model: str | None,
-        keys: str | None,
+        keys: str | ClientKeys | None,
         client: str | None,
         timeout_s: float,
     ) -> None:
         self._address = address
         self._hooks = hooks
         self._model = model
-        self._keys_folder = keys
+        self._keys = keys
         self._client = client
         self._timeout_s = timeout_s
         self._link = Link(hooks.worker)
 
     async def find_model(self) -> ModelFolder:
-        keys, folder = None, self._keys_folder
-        if folder is not None:
-            keys = await self._hooks.worker.run(lambda: ClientKeys.load(folder, self._client), None)
+        keys = self._keys
+        if isinstance(keys, str):
+            keys = await self._hooks.worker.run(partial(ClientKeys.load, keys, self._client), None)
         self._attached = attached = await self._link.open(
             self._address, keys, name="a connected front end", timeout_s=self._timeout_s
         )

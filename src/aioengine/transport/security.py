@@ -90,7 +90,13 @@ class ServerKeys(msgspec.Struct, frozen=True, kw_only=True):
         return cls(pair=pair, clients={name: z85.decode(key) for name, key in clients.items()})
 
     def toward(self, name: str) -> ClientKeys:
-        """To connect to a client that itself serves by the pair that it has here (`ClientKeys.as_server`)."""
+        """To connect to a client that itself serves by the pair that it has here (`ClientKeys.as_server`).
+
+        Raises:
+            ConfigError: there is no such client.
+        """
+        if name not in self.clients:
+            raise ConfigError(f"there is no key of client {name!r} (there: {', '.join(self.clients)}): copy it there")
         return ClientKeys(server=z85.encode(self.clients[name]), pair=self.pair)
 
     def apply_server(self, socket: zmq.Socket[bytes]) -> None:
