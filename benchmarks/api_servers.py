@@ -69,6 +69,7 @@ async def serve_here(num_servers: int, is_demo: bool) -> None:
     from aioengine.config import ProcessOptions, ReplicaOptions
     from aioengine.own_process import asked_by_signals, prepare_interpreter
     from aioengine.server import HttpLimits, ServerConfig, create_app
+    from aioengine.server.access_log import logging_off_loop
     from aioengine.server.http_listener import HttpListener, ServerAddress
     from aioengine.server.http_server import StopRequest, serve
     from aioengine.server.serve_processes import serve_with_servers
@@ -86,7 +87,11 @@ async def serve_here(num_servers: int, is_demo: bool) -> None:
         replicas = ReplicaOptions(replicas=1, cluster_address=address)
         async with Engine(process=process, replicas=replicas, **options) as engine:
             config = ServerConfig()
-            with asked_by_signals(lambda _: stop.ask()), open(os.devnull, "w") as log:  # noqa: ASYNC230
+            with (
+                asked_by_signals(lambda _: stop.ask()),
+                open(os.devnull, "w") as log,  # noqa: ASYNC230
+                logging_off_loop(stream=log),
+            ):
                 if num_servers == 1:
                     prepare_interpreter()
                     await serve(

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from aioengine.config import EngineConfig
 from aioengine.errors import ConfigError
 from aioengine.server import HttpLimits, ServerConfig
 
@@ -88,3 +89,10 @@ def test_what_is_no_origin_or_host_is_refused_with_what_to_write() -> None:
 def test_a_bad_value_names_its_field(kind: Any, name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=name):
         kind(**{name: value})
+
+
+def test_each_replica_adds_to_how_many_are_served_at_once_unless_that_is_said() -> None:
+    engine = EngineConfig(max_num_seqs=2, max_waiting=3)
+    assert ServerConfig().concurrency_limit(engine) == 5
+    assert ServerConfig().concurrency_limit(engine, 4) == 20
+    assert ServerConfig(max_concurrent_requests=7).concurrency_limit(engine, 4) == 7

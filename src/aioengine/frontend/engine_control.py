@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import anyio
 import numpy as np
 
+from aioengine.config import EngineConfig
 from aioengine.core import control as c
 from aioengine.core.control import AnyControl, PauseMode, SleepLevel, WakeTag, WeightDtype
 from aioengine.core.executor_protocol import ExecutorInfo
@@ -41,6 +42,7 @@ class EngineControl:
     A control call is a message that checks its arguments (`aioengine.core.control`), sent to the engine core.
     """
 
+    config: EngineConfig
     _runtime: Runtime | None = None
     """Set when the start begins."""
 
@@ -189,6 +191,13 @@ class EngineControl:
         await self._call(c.ExecuteDummyBatch())
 
     # Replicas
+
+    @property
+    def num_engines(self) -> int:
+        """Engines that requests may go to: replicas that serve or are about to, and 1 without replicas."""
+        if self._runtime is None:
+            return 1
+        return max(1, self._runtime.admission.capacity // self.config.max_waiting)
 
     def replicas(self) -> list[ReplicaStatus]:
         """The engines behind this one, by rank; empty unless it was made with ``replicas``."""

@@ -393,7 +393,7 @@ class Api:
         """Refuse what there is no room for, before its body is read; then do it."""
         if self.is_draining:
             raise unavailable("this server is being stopped", connection="close")
-        if self._num_open >= self.config.concurrency_limit(self.engine.config):
+        if self._num_open >= self.config.concurrency_limit(self.engine.config, self.engine.num_engines):
             raise overloaded("all that may be served at once is (max_concurrent_requests); try again later", 1)
         self._num_open += 1
         try:

@@ -44,7 +44,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         | None
     ) = None
     max_concurrent_requests: (
-        Annotated[Count, Meta(description="requests served at once; absent: max_num_seqs and max_waiting together")]
+        Annotated[
+            Count,
+            Meta(description="requests served at once; absent: max_num_seqs and max_waiting together, of each replica"),
+        ]
         | None
     ) = None
     max_prompts: Annotated[Count, Meta(description="most prompts in one request")] = 128
@@ -128,11 +131,15 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             return self.max_body_bytes
         return max(LEAST_BODY_BYTES, BYTES_A_TOKEN * max_model_len)
 
-    def concurrency_limit(self, engine: EngineConfig) -> int:
-        """How many requests are served at once."""
+    def concurrency_limit(self, engine: EngineConfig, num_engines: int = 1) -> int:
+        """How many requests are served at once.
+
+        Args:
+            engine: the config of one engine, of ``num_engines`` that requests may go to.
+        """
         if self.max_concurrent_requests is not None:
             return self.max_concurrent_requests
-        return engine.max_num_seqs + engine.max_waiting
+        return (engine.max_num_seqs + engine.max_waiting) * num_engines
 
 
 class HttpLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
