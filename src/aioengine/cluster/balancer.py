@@ -11,6 +11,7 @@ import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Sequence as Items
+from hashlib import blake2b
 from typing import Literal, NamedTuple
 
 BalancePolicy = Literal["prefix", "load", "round_robin"]
@@ -21,9 +22,14 @@ MAX_HASHES, MAX_SESSIONS = 1 << 18, 1 << 16
 """What a balancer remembers of all replicas together, about 0.25 KB each; then the least recently used is forgotten."""
 WAITING_WEIGHT = 4
 """A waiting request is as much load as this many running ones (vLLM's DPLBAsyncMPClient)."""
-CACHED_BLOCKS_PER_REQUEST = 8
-"""So many blocks of a prompt, found in a replica's cache, are worth one request more that runs there."""
+SPARE_BLOCKS = 0.25
+"""With a smaller share of its KV blocks free a replica counts as fuller: by a whole batch when none is free."""
+TOKENS_PER_REQUEST = 64
+"""So many tokens of a prompt, to be computed where another replica has them, are as much load as a running request."""
+HOME_SLACK = 4.0
+"""By so much load a session's home may exceed the best replica, and a new session goes there all the same."""
 _GOLDEN = 0.6180339887498949
+_ODD, _MASK = 0x9E3779B97F4A7C15, 2**64 - 1
 
 
 class Candidate(NamedTuple):
@@ -41,18 +47,21 @@ class Candidate(NamedTuple):
 class Balancer:
     """Chooses a replica for each request.
 
-    The load of a replica is vLLM's score, waiting x 4 + running, and the used share of its KV cache x ``max_num_seqs``.
-    Requests sent since its last report take its free rows, then wait, so that a burst spreads before any report.
+    The load of a replica is vLLM's score, waiting x 4 + running, and more when its KV cache is nearly full. Requests
+    sent since its last report take its free rows, then wait, and their prompts are to be computed, so that a burst
+    spreads before any report.
 
-    * "prefix": the smallest load after what its cache saves: `CACHED_BLOCKS_PER_REQUEST` blocks of the prompt that it
-      has computed count like one running request less. So a prefix is followed until that replica is overloaded by
-      more than it would save, as in NVIDIA Dynamo's KV router, without a threshold for the whole cluster (SGLang's).
+    * "prefix": the smallest load after what its cache saves: `TOKENS_PER_REQUEST` tokens of the prompt that it has
+      computed count like one running request less. So a prefix is followed until that replica is overloaded by more
+      than it saves, as in NVIDIA Dynamo's KV router, without a threshold for the whole cluster (SGLang's).
     * "load": the smallest load.
     * "round_robin": one after the other.
 
-    A session stays at its replica while that serves, but for "round_robin", unless a batch of its size waits there.
+    A session stays at its replica while that serves, but for "round_robin", unless a batch of its size waits there. It
+    begins at its home, the same for all front ends, unless that is `HOME_SLACK` busier than the best.
 
     Args:
+        block_size: tokens a block.
         offset: another number for each front end of the same replicas, so that equal loads do not send all to one.
 
     Attributes:
@@ -63,6 +72,7 @@ class Balancer:
         self,
         policy: BalancePolicy = "prefix",
         *,
+        block_size: int = 16,
         offset: int = 0,
         max_hashes: int = MAX_HASHES,
         max_sessions: int = MAX_SESSIONS,
@@ -71,6 +81,9 @@ class Balancer:
         self._first = offset * _GOLDEN % 1.0
         """Where the first turn begins, as a share of the candidates: these stay far apart, however many offsets are."""
         self._num_chosen = 0
+        self._block_size = block_size
+        self._sent_blocks: dict[int, int] = {}
+        """{rank: blocks of prompts, sent to it since its last report and not known to be in its cache}."""
         self._max_hashes = max_hashes
         self._max_sessions = max_sessions
         self._sessions: OrderedDict[str, int] = OrderedDict()
@@ -94,8 +107,10 @@ class Balancer:
             session: requests of one session go to one replica; "": of none.
         """
         assert candidates, "there is no replica to choose"
-        chosen = self._choose(candidates, hashes[:MAX_AFFINITY_BLOCKS], session)
+        chosen, num_cached = self._choose(candidates, hashes[:MAX_AFFINITY_BLOCKS], session)
         self._num_chosen += 1
+        before = self._sent_blocks.get(chosen.rank, 0) if chosen.num_sent else 0
+        self._sent_blocks[chosen.rank] = before + len(hashes) - num_cached
         if self.policy == "prefix" and hashes:
             self._remember(chosen, hashes[:MAX_AFFINITY_BLOCKS])
         if session:
@@ -107,32 +122,48 @@ class Balancer:
 
     def forget(self, rank: int) -> None:
         """Forget what this replica had: it is gone, or its cache was reset. Its sessions go elsewhere, or come anew."""
+        self._sent_blocks.pop(rank, None)
         for block_hash in self._caches.pop(rank, _KnownCache()).widths:
             self._drop_holder(block_hash, rank)
         for session in [session for session, at in self._sessions.items() if at == rank]:
             del self._sessions[session]
 
-    def _choose(self, candidates: Items[Candidate], hashes: Items[bytes], session: str) -> Candidate:
+    def _choose(self, candidates: Items[Candidate], hashes: Items[bytes], session: str) -> tuple[Candidate, int]:
+        """The replica, and how many of the prompt's blocks it is known to have."""
         count = len(candidates)
         first = (int(self._first * count) + self._num_chosen) % count
         if self.policy == "round_robin":
-            return candidates[first]
+            return candidates[first], 0
+        cached = self._cached_blocks(hashes) if self.policy == "prefix" else {}
         rank = self._sessions.get(session) if session else None
         if rank is not None:
             stuck_to = next((candidate for candidate in candidates if candidate.rank == rank), None)
             if stuck_to is not None and not (_is_full(stuck_to) and not all(map(_is_full, candidates))):
-                return stuck_to
-        costs = [_load(candidate) for candidate in candidates]
-        if self.policy == "prefix":
-            cached = self._cached_blocks(hashes)
-            if cached:
-                costs = [
-                    cost - cached.get(candidate.rank, 0) / CACHED_BLOCKS_PER_REQUEST
-                    for cost, candidate in zip(costs, candidates, strict=True)
-                ]
+                return stuck_to, cached.get(rank, 0)
+        costs = [self._load(candidate) for candidate in candidates]
+        if cached:
+            block = self._block_size / TOKENS_PER_REQUEST
+            costs = [
+                cost - cached.get(candidate.rank, 0) * block for cost, candidate in zip(costs, candidates, strict=True)
+            ]
         least = min(costs)
+        if session:
+            home = _home(session, candidates)
+            if costs[home] <= least + HOME_SLACK:
+                return candidates[home], cached.get(candidates[home].rank, 0)
         place = next(at % count for at in range(first, first + count) if costs[at % count] == least)
-        return candidates[place]
+        return candidates[place], cached.get(candidates[place].rank, 0)
+
+    def _load(self, candidate: Candidate) -> float:
+        rank, running, waiting, free_blocks, num_blocks, max_num_seqs, num_sent = candidate
+        load: float = running + WAITING_WEIGHT * waiting
+        if num_blocks and free_blocks < num_blocks * SPARE_BLOCKS:
+            load += max_num_seqs * (1 - free_blocks / (num_blocks * SPARE_BLOCKS))
+        if num_sent:
+            num_taken = min(num_sent, max(max_num_seqs - running - waiting, 0))
+            load += num_taken + WAITING_WEIGHT * (num_sent - num_taken)
+            load += self._sent_blocks.get(rank, 0) * self._block_size / TOKENS_PER_REQUEST
+        return load
 
     def _cached_blocks(self, hashes: Items[bytes]) -> dict[int, int]:
         """{rank: how many of these blocks it has}, of those that have any. From the end: the longest comes first."""
@@ -196,16 +227,19 @@ class _KnownCache:
         """Sum of ``widths``."""
 
 
-def _load(candidate: Candidate) -> float:
-    _, running, waiting, free_blocks, num_blocks, max_num_seqs, num_sent = candidate
-    num_taken = min(num_sent, max(max_num_seqs - running - waiting, 0))
-    used = 1 - free_blocks / num_blocks if num_blocks else 0.0
-    return running + num_taken + WAITING_WEIGHT * (waiting + num_sent - num_taken) + used * max_num_seqs
-
-
 def _is_full(candidate: Candidate) -> bool:
     """Whether as many wait there as can run: a newcomer waits for a whole batch."""
     return candidate.running + candidate.waiting + candidate.num_sent >= 2 * candidate.max_num_seqs
+
+
+def _home(session: str, candidates: Items[Candidate]) -> int:
+    """Where the candidate is that a session goes to at first, for all front ends alike, and whichever others serve.
+
+    Rendezvous hashing: Thaler and Ravishankar, "Using name-based mappings to increase hit rates", 1998.
+    """
+    seed = int.from_bytes(blake2b(session.encode(), digest_size=8).digest())
+    weights = [(seed ^ candidate.rank * _ODD) * _ODD & _MASK for candidate in candidates]
+    return weights.index(max(weights))
 
 
 @functools.cache
