@@ -281,13 +281,13 @@ def systems(count: int, num_tokens: int) -> list[list[int]]:
 
 
 WORKLOADS = (
-    Workload("chats", "five turns, one system prompt of 300", 0.15, 40, chat, (1, 300)),
-    Workload("random", "no two prompts alike, 50 to 3,000", 0.7, 40, alone),
-    Workload("few tenants", "8 system prompts of 1,000", 1.6, 20, tenant, (8, 1000)),
-    Workload("many tenants", "1,000 system prompts of 1,000", 0.6, 40, tenant, (1000, 1000)),
-    Workload("hot", "2/3 begin with the same 2,000; 2 % of replicas 3 times slower", 1.2, 25, hot, (1, 2000),
+    Workload("chats", "five turns, one system prompt of 300", 0.15, 30, chat, (1, 300)),
+    Workload("random", "no two prompts alike, 50 to 3,000", 0.7, 25, alone),
+    Workload("few tenants", "8 system prompts of 1,000", 1.6, 12, tenant, (8, 1000)),
+    Workload("many tenants", "1,000 system prompts of 1,000", 0.6, 25, tenant, (1000, 1000)),
+    Workload("hot", "2/3 begin with the same 2,000; 2 % of replicas 3 times slower", 1.2, 15, hot, (1, 2000),
              num_slow=2),
-    Workload("stale", "chats; 4 front ends, told of loads every 100 ms", 0.15, 40, chat, (1, 300),
+    Workload("stale", "chats; 4 front ends, told of loads every 100 ms", 0.15, 30, chat, (1, 300),
              num_front_ends=4, report_s=0.1),
 )  # fmt: skip
 

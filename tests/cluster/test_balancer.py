@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any, cast
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from aioengine.cluster.balancer import (
@@ -19,6 +19,7 @@ from aioengine.cluster.balancer import (
     Candidate,
 )
 
+unhurried = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 BLOCK_SIZE = 16
 POLICIES: list[BalancePolicy] = ["prefix", "load", "round_robin"]
 BLOCKS_PER_REQUEST = TOKENS_PER_REQUEST // BLOCK_SIZE
@@ -58,15 +59,13 @@ def candidates_of(draw: st.DrawFn) -> list[Candidate]:
     ]
 
 
-requests = st.tuples(
-    candidates_of(),
-    st.builds(prompt, st.sampled_from("abcde"), st.integers(0, 60)),
-    st.sampled_from(["", "s", "t", "u", "v"]),
-)
+prompts = st.builds(prompt, st.sampled_from("abcde"), st.integers(0, 60))
+sessions = st.sampled_from(["", "s", "t", "u", "v"])
+calls = st.tuples(candidates_of(), prompts, sessions)
 
 
-@settings(max_examples=50)
-@given(st.sampled_from(POLICIES), st.integers(0, 5), st.lists(requests | st.integers(0, 9), max_size=20))
+@unhurried
+@given(st.sampled_from(POLICIES), st.integers(0, 5), st.lists(calls | st.integers(0, 9), max_size=20))
 def test_it_chooses_one_of_the_candidates_and_remembers_a_bounded_amount(
     policy: BalancePolicy, offset: int, steps: list[Any]
 ) -> None:
@@ -96,16 +95,17 @@ def test_it_chooses_one_of_the_candidates_and_remembers_a_bounded_amount(
         assert all(cache.num_blocks == sum(cache.widths.values()) for cache in caches.values())
 
 
-@settings(max_examples=25)
-@given(candidates_of(), st.data())
-def test_the_same_calls_choose_the_same(candidates: list[Candidate], data: st.DataObject) -> None:
-    calls = [(hashes, session) for _, hashes, session in data.draw(st.lists(requests, max_size=10))]
+@unhurried
+@given(candidates_of(), st.lists(st.tuples(prompts, sessions), max_size=10))
+def test_the_same_requests_go_to_the_same(candidates: list[Candidate], requests: list[tuple[list[bytes], str]]) -> None:
     one, other = Balancer(offset=3), Balancer(offset=3)
-    assert [one.choose(candidates, *call) for call in calls] == [other.choose(candidates, *call) for call in calls]
+    assert [one.choose(candidates, *each) for each in requests] == [
+        other.choose(candidates, *each) for each in requests
+    ]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=30)
+@unhurried
 @given(count=st.integers(1, 9), num_requests=st.integers(0, 60), offset=st.integers(0, 9))
 def test_requests_that_are_alike_are_spread_evenly(
     policy: BalancePolicy, count: int, num_requests: int, offset: int
@@ -116,7 +116,7 @@ def test_requests_that_are_alike_are_spread_evenly(
     assert max(replicas.sent.values()) - min(replicas.sent.values()) <= 1
 
 
-@settings(max_examples=40)
+@unhurried
 @given(
     st.integers(2, 9),
     st.lists(st.tuples(st.integers(0, 8), st.integers(0, 15)), max_size=30),
@@ -177,7 +177,7 @@ def test_a_burst_of_one_prefix_spreads() -> None:
     assert min(replicas.sent.values()) > 10
 
 
-@settings(max_examples=40)
+@unhurried
 @given(st.integers(1, MAX_AFFINITY_BLOCKS + 50), st.data())
 def test_what_begins_with_a_prompt_that_was_sent_is_found_at_four_fifths_of_its_length(
     num_blocks: int, data: st.DataObject

@@ -26,7 +26,7 @@ SPARE_BLOCKS = 0.25
 """With a smaller share of its KV blocks free a replica counts as fuller: by a whole batch when none is free."""
 TOKENS_PER_REQUEST = 64
 """So many tokens of a prompt, to be computed where another replica has them, are as much load as a running request."""
-HOME_SLACK = 4.0
+HOME_SLACK = 6.0
 """By so much load a session's home may exceed the best replica, and a new session goes there all the same."""
 _GOLDEN = 0.6180339887498949
 _ODD, _MASK = 0x9E3779B97F4A7C15, 2**64 - 1

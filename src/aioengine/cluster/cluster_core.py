@@ -91,7 +91,7 @@ class ClusterCore:
         self.control = ClusterControl()
         self._options = options
         self._hooks = hooks
-        self._balancer = Balancer(options.balance, offset=offset)
+        self._balancer = Balancer(options.balance, block_size=config.block_size, offset=offset)
         self._limbo: dict[Sequence, float] = {}
         """With the time until when each waits."""
         self._has_limbo = asyncio.Event()
