@@ -63,6 +63,7 @@ CASES: dict[str, dict[str, Any]] = {
     "least tokens": {"seed": 19, "min_tokens": 15, "stop_token_ids": list(range(300, 1300)), "ignore_eos": False},
     "only some tokens": {"seed": 20, "allowed_token_ids": list(range(400, 440)), "logit_bias": {410: 1.5}},
     "named processor": {"seed": 21, "extra_args": {"unless_last": 100}},
+    "named processor of choices": {"seed": 25, "n": 3, "extra_args": {"unless_last": 100}},
     "thinking": {"seed": 22, "max_thinking_tokens": 5, "structured": SHAPE},
     "free thinking": {"seed": 23, "max_thinking_tokens": 7},
     "no text": {"seed": 24, "detokenize": False},
@@ -70,11 +71,11 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def unless_last(width: int) -> LogitsProcessor:
-    """No token comes that is near the last one: what comes depends on what came."""
+    """No token comes that is near the last one, by choice: what comes depends on what came."""
 
     def process(logits: Any, rows: Any) -> None:
         for index, row in enumerate(rows):
-            last = [*row.prompt_token_ids, *row.output_token_ids][-1]
+            last = [*row.prompt_token_ids, *row.output_token_ids][-1] + 50 * row.choice
             logits[index, max(last - width, 0) : last + width] = float("-inf")
 
     return process

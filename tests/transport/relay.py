@@ -154,7 +154,7 @@ class Relay:
         self._go_on(orphans)
 
     def _go_on(self, orphans: list[Orphan]) -> None:
-        for sequence, _ in orphans:
+        for sequence in [orphan.sequence for orphan in orphans]:
             self.num_moved += bool(sequence.output_ids)
             choices = (sequence, *sequence.children)
             self.cores[0].add(sequence, [choice.listener for choice in choices], arrived_at=sequence.arrived_at)

@@ -555,6 +555,8 @@ class Batch:
             index = step.sampled[logits_row]
             row, num_prompt = int(plan.rows[index]), int(self._num_prompt_tokens[plan.rows[index]])
             tokens = int32(self._known[row][: int(plan.starts[index] + plan.num_tokens[index])])
-            told = LogitsRow(tokens[:num_prompt], tokens[num_prompt:], int(self._choice[row]))
+            # Also of one choice alone, which has moved here before its first token: it was drawn for all of them there.
+            choice = int(self._choice[row]) if len(tokens) > num_prompt else 0
+            told = LogitsRow(tokens[:num_prompt], tokens[num_prompt:], choice)
             found.append(ProcessedRow(logits_row, *self._processed[row], told))
         return found
