@@ -14,7 +14,7 @@ import msgspec
 from aioengine.cli.command import Command, given, options_of, run
 from aioengine.cli.figures import Report, environment_of, level_of, plot, show
 from aioengine.cli.load import Burst, Job, Jobs, Range, Workload, send
-from aioengine.config import EngineConfig
+from aioengine.config import EngineConfig, ReplicaOptions
 from aioengine.engine import Engine
 from aioengine.sampling_params import SamplingParams
 
@@ -74,6 +74,7 @@ def _shared_options(output_len: str) -> Callable[[Command], Command]:
         ),
         click.option("--json", "json_path", help='write all figures as JSON; "-": to stdout', **file),
         click.option("--plot", "plot_path", help="draw them as PNG", **file),
+        options_of(ReplicaOptions, only=("replicas", "balance")),
         options_of(EngineConfig),
     ]  # fmt: skip
 
@@ -132,7 +133,10 @@ def _measure_and_report(
     """Measure ``counts``: the number of requests by concurrency; then say it in all ways that are asked for."""
     workload = Workload(**{name: flags[name] for name in Workload.__struct_fields__})
     SamplingParams(temperature=workload.temperature)  # a bad one is refused before the model is loaded
-    environment, bursts = run(_measure(counts, workload, given(EngineConfig, flags)))
+    config = given(EngineConfig, flags)
+    if replicas := given(ReplicaOptions, flags):
+        config["replicas"] = ReplicaOptions(**replicas)
+    environment, bursts = run(_measure(counts, workload, config))
     report = Report(benchmark, environment, workload, [level_of(*level) for level in bursts.items()])
     json_path, plot_path = flags["json_path"], flags["plot_path"]
     show(report, to_stderr=str(json_path) == "-")

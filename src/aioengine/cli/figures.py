@@ -78,9 +78,12 @@ class Report(msgspec.Struct, frozen=True):
     @property
     def setting(self) -> str:
         """What was asked, what ran and on what, in three lines."""
-        described = {**self.environment, "threads": self.environment["num_threads"] or "torch's"}
+        num_engines = self.environment.get("num_engines", 1)
+        times = f", {num_engines} replicas," if num_engines > 1 else ""
+        threads = self.environment["num_threads"] or "torch's"
+        described = {**self.environment, "threads": threads, "times": times}
         return f"{self.workload}\n" + (
-            "{model} in {dtype} on {device}, {threads} threads on {num_cores} cores ({machine})\n"
+            "{model}{times} in {dtype} on {device}, {threads} threads on {num_cores} cores ({machine})\n"
             "aioengine {aioengine}, torch {torch}, Python {python}; {time}"
         ).format_map(described)
 
@@ -100,6 +103,7 @@ def environment_of(engine: Engine) -> dict[str, Any]:
         "model": engine.config.model or "the bundled model",
         "dtype": engine.info.dtype,
         "device": engine.info.device,
+        "num_engines": engine.num_engines,
         "num_threads": engine.config.num_threads,
         "num_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "machine": platform.machine(),
