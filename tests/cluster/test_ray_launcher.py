@@ -33,8 +33,11 @@ class TwoNodes:
         self.address: str = self._cluster.address
         self.second = self.add_node()
 
-    def add_node(self) -> Any:
-        return self._cluster.add_node(num_cpus=1, object_store_memory=NODE["object_store_memory"])
+    def add_node(self, **resources: Any) -> Any:
+        """In the main thread, as it sets a handler of SIGTERM."""
+        return self._cluster.add_node(
+            **{"num_cpus": 1, "object_store_memory": NODE["object_store_memory"], **resources}
+        )
 
     def remove_node(self, node: Any) -> None:
         self._cluster.remove_node(node)
@@ -158,6 +161,17 @@ async def test_replicas_are_on_both_nodes_and_answer_as_one_engine_does(nodes: T
 
 
 @pytest.mark.nightly
+async def test_each_replica_sees_a_gpu_of_its_own(nodes: TwoNodes) -> None:
+    """Of GPUs that Ray is told of, and which nothing computes on."""
+    with_gpus = nodes.add_node(num_cpus=0, num_gpus=2)
+    process = ProcessOptions(executor="contract.fakes:make", plugins=("cluster.ray_devices",))
+    async with Engine(process=process, replicas=options(nodes, ray_num_cpus=0.0, ray_num_gpus=1.0)) as engine:
+        assert sorted(await engine.collective_rpc("visible devices")) == ["0", "1"]
+    await nothing_is_left(nodes)
+    await anyio.to_thread.run_sync(nodes.remove_node, with_gpus)
+
+
+@pytest.mark.nightly
 async def test_a_killed_actor_is_started_again_and_its_requests_go_on(nodes: TwoNodes) -> None:
     async with Engine(dtype="float32") as engine:
         expected = await outputs_of(engine)
@@ -218,7 +232,7 @@ async def test_when_a_node_goes_requests_go_on_elsewhere_and_its_replica_comes_b
         with anyio.fail_after(PATIENCE_S):
             await engine._runtime.core.when(lambda: engine.replicas()[1].state == "starting")
         assert "its node is gone" in engine.replicas()[1].reason
-        nodes.second = nodes.add_node()  # in the main thread, as it sets a handler of SIGTERM
+        nodes.second = nodes.add_node()
         with anyio.fail_after(PATIENCE_S):
             await engine._runtime.core.when(lambda: engine.replicas()[1].state == "serving")
         assert await outputs_of(engine) == expected
