@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import anyio
 
 from aioengine.cluster import recovery
 from aioengine.cluster.agreement import agree
-from aioengine.cluster.balancer import MAX_AFFINITY_BLOCKS, Balancer
+from aioengine.cluster.balancer import MAX_AFFINITY_BLOCKS
 from aioengine.cluster.broadcast import ClusterControl
+from aioengine.cluster.placing import Placing
 from aioengine.cluster.replica import Replica, ReplicaCore, ReplicaState
 from aioengine.cluster.totals import StepTotals
 from aioengine.config import EngineConfig, ReplicaOptions
@@ -37,19 +38,6 @@ from aioengine.scheduler.sequence import Request, Sequence, make_choices
 
 logger = logging.getLogger("aioengine")
 
-LOOK_S = 0.1
-"""What waits for a replica is looked at so often, where no step of one tells that there is room."""
-
-
-class HasSolitude(Protocol):
-    """What tells a front end beside others which replicas only it uses: `Solitude`."""
-
-    def has(self, rank: int) -> bool:
-        """Whether no other front end uses the replica of this rank."""
-
-    def ask(self) -> None:
-        """Have a replica; `ClusterCore.dispatch` follows. Idempotent."""
-
 
 class ClusterCore:
     """A `Core` over replicas.
@@ -61,7 +49,7 @@ class ClusterCore:
     Attributes:
         replicas: by rank.
         on_change: called when the state of a replica is another one.
-        solitude: how a replica is had for this front end alone; None: there is no other one.
+        placing: which replica gets a sequence.
         beside: to be run beside the replicas, until they end.
     """
 
@@ -87,14 +75,10 @@ class ClusterCore:
         self.is_stopped = False
         self.replicas: dict[int, Replica] = {}
         self.on_change: Callable[[], None] = lambda: None
-        self.solitude: HasSolitude | None = None
         self.control = ClusterControl()
+        self.placing = Placing(*(self.replicas, options, clock, self._end_soon), config=config, offset=offset)
         self._options = options
         self._hooks = hooks
-        self._balancer = Balancer(options.balance, block_size=config.block_size, offset=offset)
-        self._limbo: dict[Sequence, float] = {}
-        """With the time until when each waits."""
-        self._has_limbo = asyncio.Event()
         self._endings = Endings(self.user_code, self.conditions.check)
         self._num_ended = 0
         self._num_deaths = 0
@@ -127,7 +111,7 @@ class ClusterCore:
         """It has been stopped."""
         del self.replicas[replica.rank]
         self._totals.forget(replica.rank)
-        self._balancer.forget(replica.rank)
+        self.placing.balancer.forget(replica.rank)
         self.on_state(replica)
 
     def move(self, replica: Replica, orphans: Iterable[Orphan]) -> None:
@@ -139,10 +123,10 @@ class ClusterCore:
     def on_state(self, replica: Replica) -> None:
         """As `Members.on_state`."""
         if replica.state in (ReplicaState.BACKING_OFF, ReplicaState.STARTING):
-            self._balancer.forget(replica.rank)
+            self.placing.balancer.forget(replica.rank)
             self._totals.forget(replica.rank)
         self.capacity = self.config.max_waiting * max(1, sum(each.is_coming for each in self.replicas.values()))
-        self.dispatch()
+        self.placing.dispatch()
         if self.replicas and not any(each.is_coming for each in self.replicas.values()):
             reasons = "; ".join(each.reason for each in self.replicas.values())
             self.die(EngineDead(f"no replica serves, and none will: {reasons}"))
@@ -152,8 +136,8 @@ class ClusterCore:
     def on_record(self, replica: Replica, record: StepRecord) -> None:
         """As `Members.on_record`: observers hear of each step as one of the whole cluster's."""
         self.observers.on_step(self._totals.take(replica.rank, record), self.clock())
-        if self._limbo:
-            self.dispatch()
+        if self.placing.limbo:
+            self.placing.dispatch()
 
     def on_orphaned(self, replica: Replica, orphans: list[Orphan], reason: str) -> None:
         """As `Members.on_orphaned`."""
@@ -162,7 +146,8 @@ class ClusterCore:
             self._num_deaths += 1
         # It may have had a beat's time to take what it was sent.
         silent_since = replica.core.heard_at + 2 * self.config.heartbeat_interval_s
-        is_shared = self.solitude is not None and not self.solitude.has(replica.rank)
+        solitude = self.placing.solitude
+        is_shared = solitude is not None and not solitude.has(replica.rank)
         death = recovery.Death(reason, self._num_deaths, silent_since, is_shared)
         verdicts = recovery.on_death(orphans, death, max_attempts=self._options.max_attempts)
         for sequence, error in verdicts:
@@ -178,11 +163,9 @@ class ClusterCore:
         """As `Members.restore`."""
         await self.control.restore(core, [other for other in self._cores if other is not core])
 
-    # Placing
-
     def _send_to_limbo(self, replica: Replica, sequences: Iterable[Sequence]) -> None:
         """Sequences of a replica that is lost wait for another one, the oldest first."""
-        until = self.clock() + self._options.recover_timeout_s
+        going_on: list[Sequence] = []
         for sequence in sequences:
             ended = self._end_of(sequence)
             if ended is not None:  # with its last token, whose message was the last that came
@@ -190,9 +173,8 @@ class ClusterCore:
                 self._end(sequence)
             else:
                 replica.num_moved += 1 + len(sequence.children)
-                self._limbo[sequence] = until
-        self._limbo = dict(sorted(self._limbo.items(), key=lambda item: item[0].arrived_at))
-        self.dispatch()
+                going_on.append(sequence)
+        self.placing.add_again(going_on)
 
     def _end_of(self, sequence: Sequence) -> tuple[FinishReason, int | str | None] | None:
         if not sequence.output_ids:
@@ -200,127 +182,15 @@ class ClusterCore:
         reason, stop_reason = sequence.check_stop(sequence.output_ids[-1], frozenset(self.eos_token_ids))
         return None if reason is None else (reason, stop_reason)
 
-    def dispatch(self) -> None:
-        """Give what is in limbo to replicas, as far as they take it."""
-        if self.is_stopped:
-            return
-        # Those that must be alone go first: what they drive out comes behind.
-        for sequence in sorted(self._limbo, key=recovery.needs_solitude, reverse=True):
-            try:
-                is_placed = self._place(sequence)
-            except AioEngineError as error:  # what no replica can be sent
-                self._limbo.pop(sequence)
-                self._end(sequence, error)
-                self._endings.tell_some()
-                continue
-            if is_placed:
-                self._limbo.pop(sequence)
-            elif not recovery.needs_solitude(sequence):
-                break  # none takes what comes after it, either
-        if self._limbo:
-            self._has_limbo.set()
-
-    def _place(self, sequence: Sequence) -> bool:
-        """Add a sequence to a replica; False if there is none that takes it now."""
-        if recovery.needs_solitude(sequence):
-            return self._place_alone(sequence)
-        num_sequences = 1 + len(sequence.children)
-        fitting = [
-            replica
-            for replica in self._open_replicas()
-            if replica.core is not None
-            and replica.core.num_unstarted + num_sequences <= replica.core.config.max_waiting
-        ]
-        if not fitting:
-            return False
-        candidates = [replica.candidate() for replica in fitting]
-        rank = self._balancer.choose(candidates, sequence.block_hashes, sequence.request.session)
-        return self._send(sequence, self.replicas[rank])
-
-    def _place_alone(self, sequence: Sequence) -> bool:
-        """Add a suspect to a replica that has nothing else and gets nothing else while it is one.
-
-        What that one had goes to limbo. Of several replicas one is left to all others.
-        """
-        replicas = self._open_replicas()
-        if len(replicas) < 2 and any(each.is_reserved for each in self.replicas.values()):
-            return False
-        if self.solitude is not None:
-            replicas = [each for each in replicas if self.solitude.has(each.rank)]
-            if not replicas:
-                self.solitude.ask()
-        if not replicas:
-            return False
-        replica = min(replicas, key=self._unfitness)
-        assert replica.core is not None
-        moved = replica.core.take_back()
-        if moved:
-            logger.info("replica %d computes %s alone: it may have brought down others", replica.rank, sequence)
-        is_placed = self._send(sequence, replica)
-        if is_placed:
-            replica.loner = sequence
-        until = self.clock() + self._options.recover_timeout_s
-        self._limbo.update((orphan.sequence, until) for orphan in moved)
-        asyncio.get_running_loop().call_soon(self.dispatch)
-        return is_placed
-
-    @property
-    def has_lonely(self) -> bool:
-        """Whether there are sequences that must be alone."""
-        return any(map(recovery.needs_solitude, self._limbo)) or any(each.has_loner for each in self.replicas.values())
-
-    def _unfitness(self, replica: Replica) -> tuple[bool, int]:
-        """For a suspect that is to be alone: whether it may have stopped, and what it would have to leave to others."""
-        assert replica.core is not None
-        silent_s = self.clock() - replica.core.heard_at
-        candidate = replica.candidate()
-        return silent_s > 3 * self.config.heartbeat_interval_s, candidate.running + candidate.waiting + replica.num_sent
-
-    def _open_replicas(self) -> list[Replica]:
-        """Those that take sequences, but for those that compute a suspect alone."""
-        return [each for each in self.replicas.values() if each.is_serving and each.core and not each.is_reserved]
-
-    def _send(self, sequence: Sequence, replica: Replica) -> bool:
-        """False if it ends just now."""
-        assert replica.core is not None
-        listeners = [member.listener for member in (sequence, *sequence.children)]
-        try:
-            replica.core.add(sequence, listeners, arrived_at=sequence.arrived_at)
-        except (EngineDead, EngineClosed):  # its state is to follow
-            return False
-        replica.num_sent += len(listeners)
-        recovery.note_sent(sequence, self.clock())
-        return True
-
-    async def _watch_limbo(self) -> None:
-        """End what has waited too long for a replica; and look whether one takes it now, where no step tells."""
-        while True:
-            await self._has_limbo.wait()
-            self._has_limbo.clear()
-            while self._limbo:
-                now = self.clock()
-                for sequence in [sequence for sequence, until in self._limbo.items() if until <= now]:
-                    del self._limbo[sequence]
-                    reasons = "; ".join(sorted({each.reason for each in self.replicas.values() if each.reason}))
-                    waited_s = self._options.recover_timeout_s
-                    self._end(
-                        sequence,
-                        EngineDead(f"no replica took this request for {waited_s:g} s (recover_timeout_s): {reasons}"),
-                    )
-                self._endings.tell_some()
-                self.dispatch()
-                await anyio.sleep(min(max(min(self._limbo.values(), default=0.0) - now, 0.01), LOOK_S))
-
     # What callers do
 
     @property
     def num_unstarted(self) -> int:
-        in_limbo = sum(1 + len(sequence.children) for sequence in self._limbo if not sequence.has_run)
-        return in_limbo + sum(core.num_unstarted for core in self._cores)
+        return self.placing.num_never_run + sum(core.num_unstarted for core in self._cores)
 
     @property
     def is_drained(self) -> bool:
-        return not (self._limbo or self._endings) and all(core.is_drained for core in self._cores)
+        return not (self.placing.limbo or self._endings) and all(core.is_drained for core in self._cores)
 
     @property
     def is_sleeping(self) -> bool:
@@ -351,9 +221,7 @@ class ClusterCore:
         sequence.arrived_at = self.clock() if arrived_at is None else arrived_at
         for member, listener in zip((sequence, *sequence.children), listeners, strict=True):
             member.listener = listener
-        if self._limbo or not self._place(sequence):
-            self._limbo[sequence] = self.clock() + self._options.recover_timeout_s
-            self.dispatch()
+        self.placing.add(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         head = self._head_in_limbo(sequence)
@@ -366,18 +234,18 @@ class ClusterCore:
 
     def _head_in_limbo(self, sequence: Sequence) -> Sequence | None:
         """What is in limbo as this sequence, or with it as a child."""
-        if sequence in self._limbo:
+        if sequence in self.placing.limbo:
             return sequence
-        return next((head for head in self._limbo if sequence in head.children), None)
+        return next((head for head in self.placing.limbo if sequence in head.children), None)
 
     def _finish_in_limbo(
         self, head: Sequence, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None
     ) -> None:
-        until = self._limbo.pop(head)
+        until = self.placing.limbo.pop(head)
         leaving = (head, *head.children) if sequence is head else (sequence,)
         for member in (head, *head.children):
             if member not in leaving:  # each is on its own from now on
-                self._limbo[member] = until
+                self.placing.limbo[member] = until
         head.children = ()
         for member in leaving:
             member.core = None
@@ -389,10 +257,10 @@ class ClusterCore:
     def abort_all(self) -> None:
         for core in self._cores:
             core.abort_all()
-        for sequence in list(self._limbo):
+        for sequence in list(self.placing.limbo):
             sequence.finish_reason = "abort"
             self._end(sequence)
-        self._limbo.clear()
+        self.placing.limbo.clear()
         self._endings.tell_some()
         self._hooks.on_capacity()
 
@@ -430,7 +298,7 @@ class ClusterCore:
         every = [core.stats() for core in self._cores]
         return SchedulerStats(
             running=sum(stats.running for stats in every),
-            waiting=sum(stats.waiting for stats in every) + len(self._limbo),
+            waiting=sum(stats.waiting for stats in every) + len(self.placing.limbo),
             blocked=sum(stats.blocked for stats in every),
             free_blocks=sum(stats.free_blocks for stats in every),
             num_blocks=sum(stats.num_blocks for stats in every),
@@ -486,7 +354,7 @@ class ClusterCore:
             async with anyio.create_task_group() as self._tasks:
                 for replica in self.replicas.values():
                     self._tasks.start_soon(replica.run)
-                self._tasks.start_soon(self._watch_limbo)
+                self._tasks.start_soon(self.placing.watch)
                 for task in self.beside:
                     self._tasks.start_soon(task)
                 await self._over.wait()
@@ -523,11 +391,15 @@ class ClusterCore:
                 member.finish_reason = "error"
             self._endings.add(member.order, self._release(member), error)
 
+    def _end_soon(self, sequence: Sequence, error: AioEngineError) -> None:
+        self._end(sequence, error)
+        self._endings.tell_some()
+
     def _end_all(self, error: Callable[[], AioEngineError]) -> None:
         self.is_stopped = True
         self.user_code.keep()
-        for sequence in self._limbo:
+        for sequence in self.placing.limbo:
             self._end(sequence, error())
-        self._limbo.clear()
+        self.placing.limbo.clear()
         self._endings.tell_some()
         self.conditions.end_all()

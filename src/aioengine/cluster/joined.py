@@ -138,7 +138,7 @@ class JoinedCluster:
             await replica.open()
             self.core.add_replica(replica)
         self.core.on_change = self._follow
-        self.core.solitude = solitude = Solitude(
+        self.core.placing.solitude = solitude = Solitude(
             self.core, lambda: self._call(m.Reserve()), lambda rank: self._call(m.Release(rank))
         )
         self.core.beside += [self._run, solitude.run]

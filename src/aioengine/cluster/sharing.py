@@ -75,7 +75,7 @@ class Sharing:
         # Noted where it is made, so that a start that is cancelled here removes it.
         await self._worker.run(self._make_folder, None)
         self._core.on_change = self._coordinator.announce
-        self._core.solitude = self._solitude
+        self._core.placing.solitude = self._solitude
         self._core.beside += [self._coordinator.serve, self._solitude.run]
 
     async def aclose(self) -> None:
@@ -146,7 +146,7 @@ class Sharing:
             replica.is_lent = is_lent
             if is_lent and replica.core is not None:
                 self._core.move(replica, replica.core.take_back())
-            self._core.dispatch()
+            self._core.placing.dispatch()
 
     def last_words(self) -> AioEngineError:
         """As `Coordinated.last_words`."""

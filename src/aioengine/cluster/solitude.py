@@ -45,7 +45,7 @@ class Solitude:
         return rank == self._rank or self._is_single()
 
     def ask(self) -> None:
-        """Have a replica; `ClusterCore.dispatch` follows. Idempotent."""
+        """Have a replica; `Placing.dispatch` follows. Idempotent."""
         self._is_wanted.set()
 
     async def run(self) -> None:
@@ -53,7 +53,7 @@ class Solitude:
         while True:
             await self._is_wanted.wait()
             self._is_wanted.clear()
-            if self._core.has_lonely:
+            if self._core.placing.has_lonely:
                 try:
                     await self._use_one()
                 except AioEngineError as error:  # what has to be alone waits, and asks again
@@ -64,9 +64,9 @@ class Solitude:
         rank = await self._reserve()
         try:
             self._rank = rank
-            core.dispatch()
+            core.placing.dispatch()
             await core.when(
-                lambda: not core.has_lonely or rank not in core.replicas or not core.replicas[rank].is_serving
+                lambda: not core.placing.has_lonely or rank not in core.replicas or not core.replicas[rank].is_serving
             )
         finally:
             self._rank = None

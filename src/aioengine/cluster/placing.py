@@ -1,0 +1,199 @@
+"""Which replica gets a sequence; and *limbo*, where those are that were accepted and are at no replica."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
+
+import anyio
+
+from aioengine.cluster import recovery
+from aioengine.cluster.balancer import Balancer
+from aioengine.cluster.replica import Replica
+from aioengine.config import EngineConfig, ReplicaOptions
+from aioengine.errors import AioEngineError, EngineClosed, EngineDead
+from aioengine.scheduler.sequence import Sequence
+
+logger = logging.getLogger("aioengine")
+
+MAX_SILENT_BEATS = 3
+"""A replica that was not heard of for longer gets nothing while there are others."""
+
+LOOK_S = 0.1
+"""What waits for a replica is looked at so often, where no step of one tells that there is room."""
+
+
+class HasSolitude(Protocol):
+    """What tells a front end beside others which replicas only it uses: `Solitude`."""
+
+    def has(self, rank: int) -> bool:
+        """Whether no other front end uses the replica of this rank."""
+
+    def ask(self) -> None:
+        """Have a replica; `Placing.dispatch` follows. Idempotent."""
+
+
+class Placing:
+    """Gives sequences to replicas, and keeps those in limbo that none takes now.
+
+    Args:
+        replicas: by rank, as they are at any time.
+        config: of each replica.
+        end: ends a sequence that no replica has, by the error.
+    Attributes:
+        limbo: with the time until when each waits; those that came first go first.
+        balancer: which of several replicas is the best one.
+        solitude: how a replica is had for this front end alone; None: there is no other one.
+    """
+
+    def __init__(
+        self,
+        replicas: Mapping[int, Replica],
+        options: ReplicaOptions,
+        clock: Callable[[], float],
+        end: Callable[[Sequence, AioEngineError], None],
+        *,
+        config: EngineConfig,
+        offset: int,
+    ) -> None:
+        self.limbo: dict[Sequence, float] = {}
+        self.balancer = Balancer(options.balance, block_size=config.block_size, offset=offset)
+        self.solitude: HasSolitude | None = None
+        self._replicas = replicas
+        self._options = options
+        self._clock = clock
+        self._end = end
+        self._max_silence_s = MAX_SILENT_BEATS * config.heartbeat_interval_s
+        self._has_limbo = asyncio.Event()
+
+    @property
+    def num_never_run(self) -> int:
+        """Sequences in limbo that never had a row."""
+        return sum(1 + len(sequence.children) for sequence in self.limbo if not sequence.has_run)
+
+    @property
+    def has_lonely(self) -> bool:
+        """Whether there are sequences that must be alone."""
+        return any(map(recovery.needs_solitude, self.limbo)) or any(each.has_loner for each in self._replicas.values())
+
+    def add(self, sequence: Sequence) -> None:
+        """Give a new sequence to a replica; where none takes it now, it waits for one."""
+        if self.limbo or not self._place(sequence):
+            self.limbo[sequence] = self._until()
+            self.dispatch()
+
+    def add_again(self, sequences: Iterable[Sequence]) -> None:
+        """Sequences of a replica that is lost wait for another one."""
+        self.limbo.update((sequence, self._until()) for sequence in sequences)
+        self.limbo = dict(sorted(self.limbo.items(), key=lambda item: item[0].arrived_at))
+        self.dispatch()
+
+    def dispatch(self) -> None:
+        """Give what is in limbo to replicas, as far as they take it."""
+        # Those that must be alone go first: what they drive out comes behind.
+        for sequence in sorted(self.limbo, key=recovery.needs_solitude, reverse=True):
+            try:
+                is_placed = self._place(sequence)
+            except AioEngineError as error:  # what no replica can be sent
+                self.limbo.pop(sequence)
+                self._end(sequence, error)
+                continue
+            if is_placed:
+                self.limbo.pop(sequence)
+            elif not recovery.needs_solitude(sequence):
+                break  # none takes what comes after it, either
+        if self.limbo:
+            self._has_limbo.set()
+
+    async def watch(self) -> None:
+        """End what has waited too long for a replica; and look whether one takes it now, where no step tells."""
+        while True:
+            await self._has_limbo.wait()
+            self._has_limbo.clear()
+            while self.limbo:
+                now = self._clock()
+                for sequence in [sequence for sequence, until in self.limbo.items() if until <= now]:
+                    del self.limbo[sequence]
+                    reasons = "; ".join(sorted({each.reason for each in self._replicas.values() if each.reason}))
+                    waited_s = self._options.recover_timeout_s
+                    self._end(
+                        sequence,
+                        EngineDead(f"no replica took this request for {waited_s:g} s (recover_timeout_s): {reasons}"),
+                    )
+                self.dispatch()
+                await anyio.sleep(min(max(min(self.limbo.values(), default=0.0) - now, 0.01), LOOK_S))
+
+    def _until(self) -> float:
+        return self._clock() + self._options.recover_timeout_s
+
+    def _place(self, sequence: Sequence) -> bool:
+        """Add a sequence to a replica; False if there is none that takes it now."""
+        if recovery.needs_solitude(sequence):
+            return self._place_alone(sequence)
+        num_sequences = 1 + len(sequence.children)
+        fitting = [
+            replica
+            for replica in self._open_replicas()
+            if replica.core is not None
+            and replica.core.num_unstarted + num_sequences <= replica.core.config.max_waiting
+        ]
+        if not fitting:
+            return False
+        heard = [replica for replica in fitting if not self._is_silent(replica)]
+        candidates = [replica.candidate() for replica in heard or fitting]
+        rank = self.balancer.choose(candidates, sequence.block_hashes, sequence.request.session)
+        return self._send(sequence, self._replicas[rank])
+
+    def _place_alone(self, sequence: Sequence) -> bool:
+        """Add a suspect to a replica that has nothing else and gets nothing else while it is one.
+
+        What that one had goes to limbo. Of several replicas one is left to all others.
+        """
+        replicas = self._open_replicas()
+        if len(replicas) < 2 and any(each.is_reserved for each in self._replicas.values()):
+            return False
+        if self.solitude is not None:
+            replicas = [each for each in replicas if self.solitude.has(each.rank)]
+            if not replicas:
+                self.solitude.ask()
+        if not replicas:
+            return False
+        replica = min(replicas, key=self._unfitness)
+        assert replica.core is not None
+        moved = replica.core.take_back()
+        if moved:
+            logger.info("replica %d computes %s alone: it may have brought down others", replica.rank, sequence)
+        is_placed = self._send(sequence, replica)
+        if is_placed:
+            replica.loner = sequence
+        self.limbo.update((orphan.sequence, self._until()) for orphan in moved)
+        asyncio.get_running_loop().call_soon(self.dispatch)
+        return is_placed
+
+    def _unfitness(self, replica: Replica) -> tuple[bool, int]:
+        """For a suspect that is to be alone: whether it may have stopped, and what it would have to leave to others."""
+        assert replica.core is not None
+        candidate = replica.candidate()
+        return self._is_silent(replica), candidate.running + candidate.waiting + replica.num_sent
+
+    def _is_silent(self, replica: Replica) -> bool:
+        """Whether it may have stopped: what it is sent now may have to wait until that is known for certain."""
+        return replica.core is not None and self._clock() - replica.core.heard_at > self._max_silence_s
+
+    def _open_replicas(self) -> list[Replica]:
+        """Those that take sequences, but for those that compute a suspect alone."""
+        return [each for each in self._replicas.values() if each.is_serving and each.core and not each.is_reserved]
+
+    def _send(self, sequence: Sequence, replica: Replica) -> bool:
+        """False if it ends just now."""
+        assert replica.core is not None
+        listeners = [member.listener for member in (sequence, *sequence.children)]
+        try:
+            replica.core.add(sequence, listeners, arrived_at=sequence.arrived_at)
+        except (EngineDead, EngineClosed):  # its state is to follow
+            return False
+        replica.num_sent += len(listeners)
+        recovery.note_sent(sequence, self._clock())
+        return True
