@@ -13,9 +13,10 @@ from typing import Any
 
 import anyio
 import httpx
+import psutil
 import pytest
 
-from aioengine import ConfigError, Engine
+from aioengine import ConfigError, Engine, EngineDead
 
 PROMPT = "Once upon a time"
 PATIENCE_S = 120.0
@@ -161,6 +162,32 @@ async def test_serve_adds_a_replica_under_load_and_no_request_fails(serve: Serve
         await anyio.to_thread.run_sync(wait_for_two)
         is_scaled.set()
     assert num_outputs >= 8
+    await serve.delete()
+
+
+@pytest.mark.nightly
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_replica_whose_engine_is_dead_is_replaced(serve: Serve) -> None:
+    from ray.exceptions import RayError
+
+    handle = await serve.run(process=True, deployment={"health_check_period_s": 0.5})
+    await handle.generate.remote(PROMPT, max_tokens=4)
+    (engine,) = [
+        child
+        for process in psutil.process_iter(["cmdline"])
+        if process.info["cmdline"] and "ServeReplica:app" in process.info["cmdline"][0]
+        for child in process.children()
+        if "aioengine.transport.child" in child.cmdline()
+    ]
+    engine.kill()
+    with anyio.fail_after(PATIENCE_S):
+        while True:
+            try:
+                output = await handle.generate.remote(PROMPT, max_tokens=4)
+            except (EngineDead, RayError):  # until Serve has checked it
+                continue
+            break
+    assert len(output.outputs[0].token_ids) == 4
     await serve.delete()
 
 
