@@ -7,8 +7,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 from aioengine.cluster.lockstep import RankWaves, WaveCoordinator, WaveDuty, WavePhase, WaveReport
+
+T = TypeVar("T")
 
 ROUNDS = 2000
 """Events a rank in which a group that loses nothing must come to rest, or it never would."""
@@ -77,6 +80,8 @@ class SimulatedGroup:
         self.reports: list[tuple[int, WaveReport]] = []
         self.starts: list[tuple[int, int]] = []
         self.is_lossy = False
+        self.chance = random.Random(0)
+        self.trouble = 0.0
 
     # The loop and the device of a rank
 
@@ -122,7 +127,7 @@ class SimulatedGroup:
         if one.waves.wave != wave:
             assert self.num_ends.setdefault(wave, step) == step, "ranks end a wave after the same step"
         if duty is WaveDuty.REPORT:
-            self.reports.append((rank, one.waves.report))
+            self.send(self.reports, (rank, one.waves.report))
         elif duty is WaveDuty.REDUCE:
             where = (one.waves.wave, one.waves.step)
             if one.num_reductions == len(self.reductions):
@@ -141,12 +146,12 @@ class SimulatedGroup:
 
     def heartbeat(self, rank: int) -> None:
         if not self.ranks[rank].is_dead:
-            self.reports.append((rank, self.ranks[rank].waves.report))
+            self.send(self.reports, (rank, self.ranks[rank].waves.report))
 
     def deliver_report(self, index: int) -> None:
         rank, report = self.reports.pop(index)
-        starting = self.coordinator.on_report(rank, report)
-        self.starts += [(other, self.coordinator.known.wave) for other in starting]
+        for other in self.coordinator.on_report(rank, report):
+            self.send(self.starts, (other, self.coordinator.known.wave))
 
     def deliver_start(self, index: int) -> None:
         rank, wave = self.starts.pop(index)
@@ -156,18 +161,13 @@ class SimulatedGroup:
         if wave < before[0].wave:
             assert (waves.report, waves.step, waves.phase) == before, "a stale START_WAVE changes nothing"
 
-    def lose(self, chance: random.Random) -> None:
-        links: list[list] = [link for link in (self.reports, self.starts) if link]  # type: ignore[type-arg]
-        if links:
-            link = chance.choice(links)
-            link.pop(chance.randrange(len(link)))
+    def send(self, link: list[T], message: T) -> None:
+        """It is lost, comes twice, or comes."""
+        fate = self.chance.random()
+        if fate < self.trouble / 2:
             self.is_lossy = True
-
-    def double(self, chance: random.Random) -> None:
-        links: list[list] = [link for link in (self.reports, self.starts) if 0 < len(link) < 8]  # type: ignore[type-arg]
-        if links:
-            link = chance.choice(links)
-            link.append(chance.choice(link))
+        else:
+            link += [message] * (2 if fate < self.trouble else 1)
 
     # From outside
 
@@ -212,10 +212,9 @@ class SimulatedGroup:
             trouble: how often a message is late, is lost or comes twice.
             load: how often a request comes.
         """
+        self.chance, self.trouble = chance, trouble
         slow = chance.randrange(len(self.ranks))
         for _ in range(num_events):
-            if chance.random() < trouble:
-                chance.choice((self.lose, self.double))(chance)
             if chance.random() < load:
                 self.add(chance.randrange(len(self.ranks)), chance.randint(1, 9))
             if chance.random() < trouble / 4:
@@ -227,6 +226,7 @@ class SimulatedGroup:
 
     def come_to_rest(self, chance: random.Random) -> None:
         """Lose nothing any more: all that can be computed is, and all ranks pause. Heartbeats tell what was lost."""
+        self.trouble = 0.0
         for _ in range(ROUNDS * len(self.ranks)):
             if not self.events() and self.is_lossy:
                 for rank in range(len(self.ranks)):

@@ -44,7 +44,7 @@ class WavePhase(enum.Enum):
 
 class WaveEvent(enum.Enum):
     WORK = "work"
-    """A step was launched here."""
+    """A step was launched here, the wave's first one."""
     START = "start"
     """The wave has begun, at another rank."""
     NO_RESULT = "no result"
@@ -64,7 +64,6 @@ TRANSITIONS: dict[WavePhase, dict[WaveEvent, WavePhase]] = {
         WaveEvent.DEATH: WavePhase.OVER,
     },
     WavePhase.RUNNING: {
-        WaveEvent.WORK: WavePhase.RUNNING,
         WaveEvent.NO_RESULT: WavePhase.HELD,
         WaveEvent.UNFINISHED: WavePhase.RUNNING,
         WaveEvent.FINISHED: WavePhase.PAUSED,
@@ -135,10 +134,9 @@ class RankWaves:
         Args:
             has_work: whether this rank has sequences that it could go on with; what waits for its reader has none.
         """
-        is_first = self.phase is WavePhase.PAUSED
-        self._take(WaveEvent.WORK)
         self.step += 1
-        if is_first:
+        if self.phase is not WavePhase.RUNNING:
+            self._take(WaveEvent.WORK)
             self._started = self.wave
             return WaveDuty.REPORT
         return self._on_boundary(has_work) if self.step % self._every == 0 else WaveDuty.NOTHING
