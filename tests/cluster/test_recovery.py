@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aioengine.cluster import recovery
+from aioengine.core.listener import UNLIMITED
 from aioengine.core.protocol import Orphan
 from aioengine.errors import AioEngineError
 from aioengine.scheduler.sequence import Sequence
@@ -35,7 +37,7 @@ class Modelled:
     has_ended: bool = False
     error: AioEngineError | None = None
     num_deaths: int = 0
-    listener: object = True
+    listener: object = field(default_factory=lambda: SimpleNamespace(num_allowed=UNLIMITED))
     request: object = field(default_factory=object)
 
 
@@ -169,3 +171,26 @@ def test_attempts_are_bounded_whatever_kills(data: st.DataObject) -> None:
             cluster.step(number)
     assert all(each.num_deaths <= max_attempts + 1 for each in sequences)
     assert all(each.num_deaths >= 2 for each in sequences if each.error is not None and max_attempts > 1)
+
+
+def test_what_is_not_computed_since_its_reader_is_behind_is_not_to_blame() -> None:
+    unread = Modelled(output_ids=[7, 7], listener=SimpleNamespace(num_allowed=2))
+    verdicts = [
+        recovery.on_death(
+            [Orphan(_of(unread), has_started=number == 0)], recovery.Death(REASON, number), max_attempts=8
+        )
+        for number in range(5)
+    ]
+    assert verdicts == [[(unread, None)]] * 5
+    assert not recovery.needs_solitude(_of(unread))
+
+
+def test_what_came_when_the_replica_was_silent_is_not_to_blame() -> None:
+    late = Modelled()
+    for number in range(5):
+        verdicts = recovery.on_death(
+            [Orphan(_of(late), has_started=False)], recovery.Death(REASON, number, silent_since=10.0), max_attempts=8
+        )
+        assert verdicts == [(late, None)]
+        recovery.note_sent(_of(late), 11.0)
+    assert not recovery.needs_solitude(_of(late))

@@ -241,11 +241,11 @@ class ClusterCore:
     def _finish_in_limbo(
         self, head: Sequence, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None
     ) -> None:
-        until = self.placing.limbo.pop(head)
+        since = self.placing.limbo.pop(head)
         leaving = (head, *head.children) if sequence is head else (sequence,)
         for member in (head, *head.children):
             if member not in leaving:  # each is on its own from now on
-                self.placing.limbo[member] = until
+                self.placing.limbo[member] = since
         head.children = ()
         for member in leaving:
             member.core = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
@@ -43,7 +44,7 @@ class Placing:
         config: of each replica.
         end: ends a sequence that no replica has, by the error.
     Attributes:
-        limbo: with the time until when each waits; those that came first go first.
+        limbo: with the time since when each waits; those that came first go first.
         balancer: which of several replicas is the best one.
         solitude: how a replica is had for this front end alone; None: there is no other one.
     """
@@ -67,6 +68,8 @@ class Placing:
         self._end = end
         self._max_silence_s = MAX_SILENT_BEATS * config.heartbeat_interval_s
         self._has_limbo = asyncio.Event()
+        self._served_at = -math.inf
+        """When a replica served last, while there was something in limbo."""
 
     @property
     def num_never_run(self) -> int:
@@ -81,12 +84,12 @@ class Placing:
     def add(self, sequence: Sequence) -> None:
         """Give a new sequence to a replica; where none takes it now, it waits for one."""
         if self.limbo or not self._place(sequence):
-            self.limbo[sequence] = self._until()
+            self.limbo[sequence] = self._clock()
             self.dispatch()
 
     def add_again(self, sequences: Iterable[Sequence]) -> None:
         """Sequences of a replica that is lost wait for another one."""
-        self.limbo.update((sequence, self._until()) for sequence in sequences)
+        self.limbo.update((sequence, self._clock()) for sequence in sequences)
         self.limbo = dict(sorted(self.limbo.items(), key=lambda item: item[0].arrived_at))
         self.dispatch()
 
@@ -108,25 +111,23 @@ class Placing:
             self._has_limbo.set()
 
     async def watch(self) -> None:
-        """End what has waited too long for a replica; and look whether one takes it now, where no step tells."""
+        """End what has waited too long while no replica serves; and look whether one takes it, where no step tells."""
+        timeout_s = self._options.recover_timeout_s
         while True:
             await self._has_limbo.wait()
             self._has_limbo.clear()
             while self.limbo:
                 now = self._clock()
-                for sequence in [sequence for sequence, until in self.limbo.items() if until <= now]:
+                if any(each.is_serving for each in self._replicas.values()):
+                    self._served_at = now
+                waiting = [(sequence, now - max(since, self._served_at)) for sequence, since in self.limbo.items()]
+                for sequence in [sequence for sequence, waited_s in waiting if waited_s >= timeout_s]:
                     del self.limbo[sequence]
                     reasons = "; ".join(sorted({each.reason for each in self._replicas.values() if each.reason}))
-                    waited_s = self._options.recover_timeout_s
-                    self._end(
-                        sequence,
-                        EngineDead(f"no replica took this request for {waited_s:g} s (recover_timeout_s): {reasons}"),
-                    )
+                    told = f"no replica has served for {timeout_s:g} s (recover_timeout_s): {reasons}"
+                    self._end(sequence, EngineDead(told))
                 self.dispatch()
-                await anyio.sleep(min(max(min(self.limbo.values(), default=0.0) - now, 0.01), LOOK_S))
-
-    def _until(self) -> float:
-        return self._clock() + self._options.recover_timeout_s
+                await anyio.sleep(LOOK_S)
 
     def _place(self, sequence: Sequence) -> bool:
         """Add a sequence to a replica; False if there is none that takes it now."""
@@ -168,7 +169,7 @@ class Placing:
         is_placed = self._send(sequence, replica)
         if is_placed:
             replica.loner = sequence
-        self.limbo.update((orphan.sequence, self._until()) for orphan in moved)
+        self.limbo.update((orphan.sequence, self._clock()) for orphan in moved)
         asyncio.get_running_loop().call_soon(self.dispatch)
         return is_placed
 

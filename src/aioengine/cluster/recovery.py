@@ -75,8 +75,8 @@ def is_suspect(sequence: Sequence) -> bool:
 
 
 def needs_solitude(sequence: Sequence) -> bool:
-    """Whether it may only go on where nothing else is."""
-    return is_suspect(sequence) and sequence.breaks.is_to_be_alone
+    """Whether it may only go on where nothing else is; not while it is not computed, since its reader is behind."""
+    return is_suspect(sequence) and sequence.breaks.is_to_be_alone and not _waits_for_reader(sequence)
 
 
 def note_sent(sequence: Sequence, now: float) -> None:
@@ -100,12 +100,12 @@ def on_death(
     for orphan in orphans:
         sequence = orphan.sequence
         breaks = sequence.breaks = sequence.breaks or Breaks()
-        _note(orphan, breaks, death, had_row=orphan.has_started or not is_any_known, is_alone=is_alone)
+        _note(orphan, breaks, death, is_any_known=is_any_known, is_alone=is_alone)
         verdicts.append((sequence, _judge(breaks, death, max_attempts)))
     return verdicts
 
 
-def _note(orphan: Orphan, breaks: Breaks, death: Death, *, had_row: bool, is_alone: bool) -> None:
+def _note(orphan: Orphan, breaks: Breaks, death: Death, *, is_any_known: bool, is_alone: bool) -> None:
     """Take in a death."""
     breaks.reasons.append(death.reason)
     if not _has_stood_still(orphan.sequence, breaks):
@@ -114,10 +114,13 @@ def _note(orphan: Orphan, breaks: Breaks, death: Death, *, had_row: bool, is_alo
     breaks.num_tokens = len(orphan.sequence.output_ids)
     if orphan.is_innocent or breaks.sent_at > death.silent_since:
         return
-    # A crash in the very moment in which it takes its row is faster than the news of that.
-    if not had_row and breaks.num_without_row < STRIKES:
-        breaks.num_without_row += 1
-        return
+    if not orphan.has_started:
+        if _waits_for_reader(orphan.sequence):
+            return
+        # A crash in the very moment in which it takes its row is faster than the news of that.
+        if is_any_known and breaks.num_without_row < STRIKES:
+            breaks.num_without_row += 1
+            return
     if not breaks.strikes:
         breaks.first_death = death.number
     breaks.strikes += 1
@@ -139,6 +142,10 @@ def _judge(breaks: Breaks, death: Death, max_attempts: int) -> AioEngineError | 
             f"{death.reason}"
         )
     return None
+
+
+def _waits_for_reader(sequence: Sequence) -> bool:
+    return sequence.listener is not None and len(sequence.output_ids) >= sequence.listener.num_allowed
 
 
 def _has_stood_still(sequence: Sequence, breaks: Breaks) -> bool:
