@@ -152,8 +152,8 @@ async def test_a_control_call_that_its_caller_cancels_stops_in_the_engine(runtim
 
 @pytest.mark.parametrize("what", ["it is cut", "it goes silent"])
 async def test_a_connection_by_tcp(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioengine.transport.peers.TCP_HEARTBEAT_MS", 100)
-    monkeypatch.setattr("aioengine.transport.peers.TCP_TIMEOUT_MS", 400)
+    monkeypatch.setattr("aioengine.transport.entrance.TCP_HEARTBEAT_MS", 100)
+    monkeypatch.setattr("aioengine.transport.entrance.TCP_TIMEOUT_MS", 400)
     beats = {"heartbeat_interval_s": 0.05, "heartbeat_timeout_s": 0.3}
     async with (
         served("tcp://127.0.0.1:*", front_end_executor(), **beats) as server,
