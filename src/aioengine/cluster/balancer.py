@@ -19,7 +19,7 @@ BalancePolicy = Literal["prefix", "load", "round_robin"]
 MAX_AFFINITY_BLOCKS = 1024
 """First blocks of a prompt that are looked at: prompts which are alike up to there are one and the same here."""
 MAX_HASHES, MAX_SESSIONS = 1 << 18, 1 << 16
-"""What a balancer remembers of all replicas together, about 0.25 KB each; then the least recently used is forgotten."""
+"""What a balancer remembers of all replicas together, about 0.15 KB each; then the least recently used is forgotten."""
 WAITING_WEIGHT = 4
 """A waiting request is as much load as this many running ones (vLLM's DPLBAsyncMPClient)."""
 SPARE_BLOCKS = 0.25
