@@ -91,6 +91,22 @@ async def test_a_group_is_restarted_as_one_and_stays_as_large_as_it_is() -> None
 
 
 @pytest.mark.nightly
+async def test_a_group_falls_asleep_as_one_whatever_its_ranks_are_about_to_compute() -> None:
+    async with cluster(2, balance="round_robin", **LOCKSTEP) as group:
+        for number in range(10):
+            aborted, waiting = Reader([11, 12], max_tokens=200), Reader([13, number], max_tokens=20)
+            async with reading(group.engine, [aborted]):
+                if number % 2:
+                    await until_read([aborted], 1)
+                with anyio.fail_after(DEADLINE_S):
+                    await group.engine.sleep(1)
+                async with reading(group.engine, [waiting]):
+                    await group.engine.wake_up()
+            assert outputs_of([waiting]) == await undisturbed([waiting])
+        await check_all_stepped_together(group)
+
+
+@pytest.mark.nightly
 async def test_what_kills_its_rank_fails_and_what_ran_beside_it_or_at_other_ranks_does_not() -> None:
     async with cluster(2, balance="round_robin", **LOCKSTEP) as group:
         poison = Reader([Poison.EXIT, 12], max_tokens=20)

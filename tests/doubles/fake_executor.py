@@ -114,6 +114,11 @@ class FakeExecutor(public.FakeExecutor):
             self._profile.append(step)
         return step
 
+    def launch_dummy(self) -> public.FakeDummy:
+        assert len(self.unfinished) < self.info.max_in_flight, "more steps in flight than the executor takes"
+        assert not self._asleep, f"a dummy was launched while these were asleep: {sorted(self._asleep)}"
+        return super().launch_dummy()
+
     def _complete_later(self, step: public.FakeLaunch) -> None:
         if not self.is_manual:
             super()._complete_later(step)

@@ -22,7 +22,7 @@ from aioengine.cluster.placing import Placing
 from aioengine.cluster.replica import Replica, ReplicaCore, ReplicaState
 from aioengine.cluster.totals import StepTotals
 from aioengine.config import EngineConfig, ReplicaOptions
-from aioengine.core.control import AnyControl
+from aioengine.core.control import AnyControl, Sleep
 from aioengine.core.engine_core import closed_early
 from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.core.health import Health, HealthStatus
@@ -274,6 +274,9 @@ class ClusterCore:
     async def call(self, control: AnyControl) -> Any:
         """Have all replicas perform a control call: see `ClusterControl`."""
         self.check_accepting()
+        if self._options.lockstep and isinstance(control, Sleep) and control.level:
+            # First none may begin a wave any more: one that has given its memory back could not compute in it.
+            await self.control.call(Sleep(0, control.mode), self._cores)
         return await self.control.call(control, self._cores)
 
     def resume(self) -> None:
