@@ -128,6 +128,18 @@ async def test_two_servers_are_one_and_a_death_is_its_clients_affair_alone() -> 
         assert before['vllm:generation_tokens_total{engine="0",model_name="demo"}'] < 7 * 40
         assert before["aioengine:api_servers_serving"] == 2
 
+        # What is asked of one is asked of all.
+        async with AsyncExitStack() as stack:
+            body = {**STORY, "max_tokens": 3000, "stream": True, "request_id": "a-story"}
+            client = await stack.enter_async_context(httpx.AsyncClient(base_url=served.url, timeout=30))
+            response = await stack.enter_async_context(client.stream("POST", "/v1/completions", json=body))
+            lines = response.aiter_lines()
+            await anext(lines)
+            loads = [(await served.ask("GET", "/load")).json()["server_load"] for _ in range(4)]
+            assert loads == [1, 1, 1, 1]
+            assert (await served.ask("POST", "/abort", json={"request_id": "a-story"})).status_code == 200
+            assert '"finish_reason":"abort"' in "".join([line async for line in lines])
+
         async with AsyncExitStack() as stack:
             streams = await one_stream_at_each(served, stack)
             victim = servers()[0]
@@ -138,7 +150,7 @@ async def test_two_servers_are_one_and_a_death_is_its_clients_affair_alone() -> 
         assert {each.status_code for each in answers} == {200}  # others accept at its socket
         await until_async(lambda: is_whole(served))
         after = await served.numbers()
-        assert after[completions] == 6 + 8
+        assert after[completions] == 6 + 1 + 8
         assert all(after[name] >= value for name, value in before.items() if is_counter(name))
         assert after["aioengine:api_server_restarts_total"] == 1
 
@@ -224,6 +236,6 @@ async def is_whole(served: Port) -> bool:
 
 async def test_a_server_that_cannot_serve_ends_all_with_its_reason() -> None:
     with pytest.raises(EngineDead, match=r"an HTTP server could not be started: HTTP server \d .*no engine serves"):
-        async with port(2, engine_address="ipc:///nowhere/engine.sock"):
+        async with port(1, engine_address="ipc:///nowhere/engine.sock"):
             pass
     assert not servers()
