@@ -82,7 +82,7 @@ def by_name(page: Path) -> str:
 
 
 def test_the_pages_have_programs_files_cells_and_commands() -> None:
-    assert sum(len(programs_of(page)) for page in PAGES) == 17
+    assert sum(len(programs_of(page)) for page in PAGES) == 19
     assert sum(len(cells_of(page)) for page in PAGES) >= 11
     assert sum(len(commands_of(page)) for page in PAGES) >= 9
     assert [path for page in PAGES for path in files_of(page)] == ["my_app/workers.py"]
@@ -92,7 +92,7 @@ def test_the_pages_have_programs_files_cells_and_commands() -> None:
 def test_no_block_is_of_another_language(page: Path) -> None:
     languages = re.findall(r"^```(.*)\n(?:(?!```).*\n)*```$", page.read_text(), flags=re.MULTILINE)
     assert set(languages) <= {"python", "sh", "console", "text"}
-    assert all("┌" in picture for picture in blocks_of(page, "text"))
+    assert all(set("┌│") & set(picture) for picture in blocks_of(page, "text"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
