@@ -188,14 +188,16 @@ class Replica:
         """Its load, for the choice of a replica."""
         assert self.core is not None
         stats = self.core.stats()
+        waiting = stats.waiting + stats.blocked
         return Candidate(
             rank=self.rank,
             running=stats.running,
-            waiting=stats.waiting + stats.blocked,
+            waiting=waiting,
             free_blocks=stats.free_blocks,
             num_blocks=stats.num_blocks,
             max_num_seqs=self.core.config.max_num_seqs,
-            num_sent=self.num_sent,
+            # What was on its way when the last report was made is not in that.
+            num_sent=max(self.num_sent, self.core.num_unstarted - waiting),
         )
 
     @property
