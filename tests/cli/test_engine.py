@@ -1,0 +1,27 @@
+"""What `aioengine engine` refuses before it does anything."""
+
+import pytest
+from click.testing import CliRunner
+
+from aioengine.cli.engine import engine
+
+JOIN = ("--join", "tcp://127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "give the ADDRESS to serve at, or --join"),
+        (("ipc:///x", "--join-keys", "k"), "--join-keys is for --join: give both, or neither"),
+        (("ipc:///x", "--replicas-local", "2"), "--replicas-local is for --join"),
+        (("ipc:///x", "--start-rank", "2"), "--start-rank is for --join"),
+        ((*JOIN, "--keys", "k"), "with --join the engine serves by its --join-keys: leave out --keys"),
+        ((*JOIN, "--replicas-local", "0"), "0 is not in the range 1<=x<=1024"),
+        ((*JOIN, "--start-rank", "-1"), "-1 is not in the range 0<=x<=1023"),
+        ((*JOIN, "--block-size", "0"), "block_size=0"),
+    ],
+)
+def test_what_does_not_go_together_is_a_usage_error(arguments: tuple[str, ...], said: str) -> None:
+    result = CliRunner().invoke(engine, arguments)
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.split()), result.output
