@@ -50,8 +50,9 @@ BEHIND_MESSAGES = 64
 that one that is stopped for minutes is not cut off."""
 
 
-LEAVE_TIMEOUT_S = 5.0
-"""For front ends to leave a replica that another one has reserved."""
+LEAVE_TIMEOUT_S = 30.0
+"""For front ends to leave a replica that another one has reserved; it takes them milliseconds. Beyond that one is taken
+for stopped, and to have nothing there that brings it down."""
 
 OWNER = -1
 """In place of the index of a front end: the owner's own."""

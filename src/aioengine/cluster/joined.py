@@ -229,6 +229,7 @@ class JoinedCluster:
             case m.Membership():
                 self._note_members(body)
                 self._follow()
+                self.core.placing.dispatch()
                 self.core.conditions.check()
             case m.Counts():
                 self._counts = body
@@ -243,6 +244,8 @@ class JoinedCluster:
     def _note_members(self, members: m.Membership) -> None:
         self._members = {member.rank: member for member in members.members}
         self._drained &= {member.rank for member in members.members if member.state in AWAY}
+        for rank, replica in self.core.replicas.items():
+            replica.is_lent = self._is_away(rank)
 
     def _follow(self) -> None:
         """Have a replica here for each member, and none that has left; use none that drains. Idempotent."""
@@ -273,7 +276,13 @@ class JoinedCluster:
 
     def _make(self, rank: int) -> Replica:
         shared = Shared(self.core.conditions, self.core.user_code)
-        return Replica(rank, self._make_backend, self._options, self._hooks, shared, self.core, self._clock)
+        replica = Replica(rank, self._make_backend, self._options, self._hooks, shared, self.core, self._clock)
+        replica.is_lent = self._is_away(rank)
+        return replica
+
+    def _is_away(self, rank: int) -> bool:
+        """Whether this side is to leave a replica: it sends nothing there, also where a connection is just made."""
+        return rank not in self._members or self._members[rank].state in AWAY
 
     def _make_backend(self, rank: int, hooks: CoreHooks) -> Backend:
         return _MemberBackend(lambda: self._wait_serving(rank), hooks, self._connect_options, self._options.join_keys)
@@ -293,11 +302,12 @@ class JoinedCluster:
             member = self._serving(rank)
             return member is not None and (member.address, member.num_restarts) != self._tried.get(rank)
 
-        if not is_another():
-            with anyio.move_on_after(SAME_AGAIN_S):
+        with anyio.move_on_after(SAME_AGAIN_S):
+            while not (is_another() or self.core.is_stopped):
                 await self.core.when(is_another)
+        # What was so when the wait ended may be so no more.
+        while (member := self._serving(rank)) is None and not self.core.is_stopped:
             await self.core.when(lambda: self._serving(rank) is not None)
-        member = self._serving(rank)
         if member is None:
             raise EngineDead("this front end has ended")
         self._tried[rank] = (member.address, member.num_restarts)
@@ -316,8 +326,9 @@ class JoinedCluster:
 
     async def _reconnect(self, replica: Replica) -> None:
         """Leave a replica that is about to end, and come back when another one serves in its place."""
-        with contextlib.suppress(EngineDead):  # it was removed
-            await replica.restart()
+        if replica.state is ReplicaState.DRAINING:  # else it has ended meanwhile
+            with contextlib.suppress(EngineDead):  # it was removed
+                await replica.restart()
 
     async def _remove(self, replica: Replica) -> None:
         self.core.move(replica, await replica.drain(0.0))

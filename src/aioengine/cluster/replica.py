@@ -111,7 +111,7 @@ class Replica:
         num_sent: sequences that were sent to it since its last report.
         num_moved: sequences that went on at another replica.
         loner: a sequence that was sent to it to be computed alone; see `recovery`.
-        is_lent: another front end has it for itself.
+        is_lent: it is another front end's alone, or about to end for its owner: it gets no sequences from here.
     """
 
     def __init__(

@@ -10,10 +10,15 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+import anyio
+
 from aioengine.cluster.cluster_core import ClusterCore
 from aioengine.errors import AioEngineError
 
 logger = logging.getLogger("aioengine")
+
+CONNECT_S = 10.0
+"""For a front end to have a connection to the replica that it has reserved."""
 
 
 class Solitude:
@@ -62,12 +67,16 @@ class Solitude:
     async def _use_one(self) -> None:
         core = self._core
         rank = await self._reserve()
+
+        def serves() -> bool:
+            return rank in core.replicas and core.replicas[rank].is_serving
+
+        with anyio.move_on_after(CONNECT_S):  # this side may be just about to connect to it
+            await core.when(lambda: serves() or not core.placing.has_lonely)
         try:
             self._rank = rank
             core.placing.dispatch()
-            await core.when(
-                lambda: not core.placing.has_lonely or rank not in core.replicas or not core.replicas[rank].is_serving
-            )
+            await core.when(lambda: not core.placing.has_lonely or not serves())
         finally:
             self._rank = None
         await self._release(rank)
