@@ -299,6 +299,8 @@ class TestReserving:
             one, other = await here.join(), await here.join()
             async with reading(one, other):
                 first, second = one.ask(m.Reserve()), other.ask(m.Reserve())
+                reserved = m.Membership([state_of(here.cluster.there[0], "reserved"), here.cluster.there[1]])
+                await until(lambda: reserved in other.news)
                 other.say(m.Drained(0))
                 await until(lambda: first in one.returned)
                 assert second not in other.returned
