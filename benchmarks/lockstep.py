@@ -2,8 +2,8 @@
 
     python -m benchmarks.lockstep
 
-- **seam**: CPU time of this thread, in µs a step, of a core with one sequence over a device that takes no time: alone,
-  in a group, and of a dummy step in a group.
+- **seam**: CPU time of this thread, in µs a step, of what a core asks and tells its group, the reductions' beginnings
+  included; and of asking whether there is one.
 - **reduction**: gloo on the loopback between so many processes, in µs: of the loop of one of them (CPU time of its
   thread, begin and result), and from the begin until the result is there, off the loop.
 - **wave**: seconds from a request's arrival at engines in processes of their own, which are idle, until its first
@@ -17,26 +17,22 @@ import multiprocessing
 import statistics
 import tempfile
 import time
+import timeit
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
-import numpy as np
-
-from aioengine import Engine, EngineConfig, ProcessOptions, ReplicaOptions, SamplingParams
+from aioengine import Engine, EngineConfig, ProcessOptions
 from aioengine.cluster.lockstep_group import GlooReducer, LockstepGroup
-from aioengine.core.control import StartWave
+from aioengine.config import ReplicaOptions
 from aioengine.core.engine_core import EngineCore
 from aioengine.core.lockstep_protocol import LockstepPlace
 from aioengine.executor.gloo import Gloo
-from aioengine.scheduler.sequence import Request
 from aioengine.testing import FakeExecutor
 
-NUM_STEPS = 6_400
+NUM_STEPS = 100_000
 NUM_REDUCTIONS = 1_000
 NUM_WAVES = 30
 REPEATS = 7
-PLACE = LockstepPlace(0, 1, "")
 
 
 class Alone:
@@ -46,61 +42,39 @@ class Alone:
         self._on_result = on_result
 
     def begin(self, value: bool, wave: int, step: int) -> None:
-        asyncio.get_running_loop().call_soon(self._on_result, True)
+        self._on_result(True)
 
     def close(self) -> None: ...
 
 
-class Listener:
-    """Ends nothing before `NUM_STEPS` tokens."""
+def cost_of_seam() -> float:
+    """µs a step, as `EngineCore` asks and tells it."""
+    core = EngineCore(FakeExecutor(), EngineConfig())
+    lockstep = LockstepGroup(LockstepPlace(0, 2, ""), core.break_down)
+    lockstep.open(Alone(lockstep.on_result))
+    core.join(lockstep)
 
-    num_allowed = 2**31
+    def step() -> None:
+        if lockstep.may_launch:
+            lockstep.on_launch(core._has_work)
 
-    def __init__(self) -> None:
-        self.ended = asyncio.Event()
-
-    def on_started(self) -> None: ...
-
-    def on_token(self, token_id: int, logprobs: Any) -> None: ...
-
-    def on_end(self) -> None:
-        self.ended.set()
-
-    def on_error(self, error: Exception) -> None:
-        raise error
+    return min(timeit.repeat(step, number=NUM_STEPS, repeat=REPEATS, timer=time.thread_time)) / NUM_STEPS * 1e6
 
 
-async def cpu_of_steps(is_grouped: bool, has_work: bool) -> float:
-    """µs a step."""
-    executor = FakeExecutor(num_blocks=1000, max_model_len=NUM_STEPS + 100, max_in_flight=2, sampler=lambda *_: 5)
-    core = EngineCore(executor, EngineConfig(log_stats_interval_s=0.0))
-    if is_grouped:
-        lockstep = LockstepGroup(PLACE, core.break_down)
-        lockstep.open(Alone(lockstep.on_result))
-        core.join(lockstep)
-    running = asyncio.ensure_future(core.run())  # noqa: TID251 - of a benchmark
-    await asyncio.sleep(0)
-    began = time.thread_time()
-    if has_work:
-        listener = Listener()
-        request = Request(
-            request_id="it",
-            prompt_token_ids=np.arange(5, dtype=np.int32),
-            params=SamplingParams(max_tokens=NUM_STEPS, ignore_eos=True),
-            seed=1,
-            max_total_tokens=NUM_STEPS + 5,
-        )
-        core.add(core.make_sequence(request), [listener])
-        await listener.ended.wait()
-    else:
-        await core.call(StartWave(0))
-        while core.lockstep is not None and core.lockstep._waves.step < NUM_STEPS:  # type: ignore[attr-defined]  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    spent = time.thread_time() - began
-    running.cancel()
-    with suppress(asyncio.CancelledError):
-        await running
-    return spent / NUM_STEPS * 1e6
+def cost_of_no_seam() -> float:
+    """µs a step of an engine in no group, which asks whether it is in one."""
+    lockstep = None
+
+    def step() -> None:
+        if lockstep is not None and not lockstep:
+            return
+        if lockstep is not None:
+            return
+
+    empty = min(timeit.repeat(lambda: None, number=NUM_STEPS, repeat=REPEATS, timer=time.thread_time))
+    return (
+        (min(timeit.repeat(step, number=NUM_STEPS, repeat=REPEATS, timer=time.thread_time)) - empty) / NUM_STEPS * 1e6
+    )
 
 
 def reduce_in_process(place: LockstepPlace, results: Any) -> None:
@@ -159,9 +133,7 @@ async def first_tokens(*, is_lockstep: bool) -> list[float]:
 
 
 def main() -> None:
-    for name, is_grouped, has_work in (("alone", False, True), ("group", True, True), ("dummies", True, False)):
-        each = [asyncio.run(cpu_of_steps(is_grouped, has_work)) for _ in range(REPEATS)]
-        print(f"seam, {name:8} {min(each):7.2f} µs a step (the least of {REPEATS})", flush=True)
+    print(f"seam: {cost_of_seam():.2f} µs a step in a group, {cost_of_no_seam():.3f} µs in none", flush=True)
     for num_ranks in (2, 3):
         cpu, median, p99 = reductions(num_ranks)
         print(

@@ -121,6 +121,16 @@ def _of(modelled: Modelled) -> Sequence:
     return cast(Sequence, modelled)
 
 
+def test_what_ran_in_another_process_than_the_one_that_died_first_is_not_struck() -> None:
+    sequence = Modelled(has_started=True)
+    for number in range(5):
+        orphan = Orphan(_of(sequence), has_started=True, is_innocent=True)
+        assert recovery.on_death([orphan], recovery.Death(REASON, number), max_attempts=5) == [(sequence, None)]
+        assert not recovery.is_suspect(_of(sequence))
+    [(_, error)] = recovery.on_death([orphan], recovery.Death(REASON, 5), max_attempts=5)
+    assert "max_attempts" in str(error)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_innocents_never_fail_and_poisons_always_do(data: st.DataObject) -> None:

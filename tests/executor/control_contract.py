@@ -381,6 +381,16 @@ class ControlContract(abc.ABC):
         with pytest.raises(InvalidRequest, match="asleep"):
             await opened.executor.apply_model(lambda model: 5)
 
+    async def test_a_dummy_is_launched_between_steps_and_ends_in_its_turn(self, opened: Controlled) -> None:
+        expected = await opened.tokens(3)
+        writer, tokens = opened.writer(), []
+        for _ in range(3):
+            dummy = opened.executor.launch_dummy()
+            tokens.append(await opened.step(writer))
+            assert dummy.is_done
+            await dummy.finish()
+        assert tokens == expected
+
     async def test_a_batch_that_is_nobodys_leaves_no_trace(self, opened: Controlled) -> None:
         expected = await opened.tokens(3)
         writer, tokens = opened.writer(), []

@@ -276,9 +276,13 @@ class CoreState:
 
     @property
     def _may_launch_dummy(self) -> bool:
-        """Whether a wave runs whose steps the device can compute. Paused, it still does: the others compute."""
-        is_running = self.lockstep is not None and self.lockstep.is_running
-        return is_running and not self._is_changing_weights and not self.asleep - {"scheduling"}
+        """Whether a wave runs whose steps the device can compute. Paused, it still does: the others compute.
+
+        Work that waits for a launched step is not put behind dummies.
+        """
+        if self.lockstep is None or not self.lockstep.is_running or (self._in_flight and self._has_work):
+            return False
+        return not self._is_changing_weights and not self.asleep - {"scheduling"}
 
     @property
     def _has_work(self) -> bool:
