@@ -71,10 +71,11 @@ def cost_of_no_seam() -> float:
         if lockstep is not None:
             return
 
-    empty = min(timeit.repeat(lambda: None, number=NUM_STEPS, repeat=REPEATS, timer=time.thread_time))
-    return (
-        (min(timeit.repeat(step, number=NUM_STEPS, repeat=REPEATS, timer=time.thread_time)) - empty) / NUM_STEPS * 1e6
+    with_it, without = (
+        min(timeit.repeat(each, number=NUM_STEPS, repeat=REPEATS, timer=time.thread_time))
+        for each in (step, lambda: None)
     )
+    return (with_it - without) / NUM_STEPS * 1e6
 
 
 def reduce_in_process(place: LockstepPlace, results: Any) -> None:
