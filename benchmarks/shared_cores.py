@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from aioengine import Engine, ReplicaOptions
 from aioengine.cluster.devices import NUM_THREADS, count_cores
 
@@ -39,7 +41,8 @@ PROMPT = list(range(20, 84))
 
 
 async def measure(folder: str, num_threads: int | None, num_streams: int, num_tokens: int) -> dict[str, float]:
-    """Tokens a second of all streams, and seconds to the first token of the slowest."""
+    """Tokens a second of all streams; the processor time of the replicas for one of them, which foreign load changes
+    less; and seconds to the first token of the slowest."""
     os.environ.pop(NUM_THREADS, None)
     if num_threads is not None:
         os.environ[NUM_THREADS] = str(num_threads)
@@ -52,9 +55,20 @@ async def measure(folder: str, num_threads: int | None, num_streams: int, num_to
             return output.metrics.time_to_first_token_s or 0.0
 
         await asyncio.gather(*(read(number, 16) for number in range(num_streams)))
-        began = time.perf_counter()
+        began, began_cpu_s = time.perf_counter(), cpu_s()
         firsts = await asyncio.gather(*(read(100 + number, num_tokens) for number in range(num_streams)))
-        return {"tokens_s": num_streams * num_tokens / (time.perf_counter() - began), "first_s": max(firsts)}
+        count = num_streams * num_tokens
+        return {
+            "tokens_s": count / (time.perf_counter() - began),
+            "cpu_ms": 1e3 * (cpu_s() - began_cpu_s) / count,
+            "first_s": max(firsts),
+        }
+
+
+def cpu_s() -> float:
+    """Of all children, so far."""
+    times = [child.cpu_times() for child in psutil.Process().children()]
+    return sum(each.user + each.system for each in times)
 
 
 def main() -> None:
@@ -71,9 +85,10 @@ def main() -> None:
             for way, num_threads in zip(rounds, (None, cores), strict=True):
                 rounds[way].append(asyncio.run(measure(folder, num_threads, args.streams, args.tokens)))
     for way, figures in rounds.items():
-        rates, firsts = ([each[name] for each in figures] for name in ("tokens_s", "first_s"))
+        rates, costs, firsts = ([each[name] for each in figures] for name in ("tokens_s", "cpu_ms", "first_s"))
         print(
             f"{way:>15}: {statistics.median(rates):6.1f} tokens/s ({min(rates):.1f} to {max(rates):.1f}), "
+            f"{statistics.median(costs):.1f} ms of processor time a token ({min(costs):.1f} to {max(costs):.1f}), "
             f"slowest first token {statistics.median(firsts):.2f} s"
         )
 
