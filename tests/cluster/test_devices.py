@@ -68,8 +68,9 @@ def test_a_share_is_told_by_environment_and_config() -> None:
     share = HostShare(num_threads=4, memory=0.5)
     assert share.environment({}) == {"OMP_NUM_THREADS": "4"}
     assert share.environment({"OMP_NUM_THREADS": "3"}) == {}, "what the user has set holds"
-    assert share.apply(EngineConfig(memory_utilization=0.6)) == {"memory_utilization": 0.3}
-    assert HostShare((0,)).environment({}) == HostShare().apply(EngineConfig()) == {}
+    assert share.config(EngineConfig(memory_utilization=0.6)) == EngineConfig(memory_utilization=0.3)
+    assert HostShare((0,)).environment({}) == {}
+    assert HostShare((0,)).config(EngineConfig()) == EngineConfig()
 
 
 @pytest.mark.parametrize(

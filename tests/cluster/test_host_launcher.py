@@ -9,6 +9,7 @@ import pytest
 from aioengine import ConfigError, EngineConfig, ProcessOptions, ReplicaOptions
 from aioengine.cluster.host import address_of
 from aioengine.cluster.host_launcher import HostLauncher
+from aioengine.cluster.lockstep_launcher import LockstepLauncher
 from aioengine.cluster.remote import OnHost
 from aioengine.core.protocol import CoreHooks
 from aioengine.text.worker import TextWorker
@@ -36,7 +37,7 @@ async def test_the_first_ranks_are_children_and_the_others_join() -> None:
 
 
 async def test_children_share_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioengine.cluster.host_launcher.count_cores", lambda: 8)
+    monkeypatch.setattr("aioengine.cluster.devices.count_cores", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     options = ReplicaOptions(replicas=2)
     backends = await backends_of([0, 1, 2], ProcessOptions(), options, device="cpu", memory_utilization=0.6)
@@ -53,6 +54,25 @@ async def test_children_get_a_gpu_each() -> None:
     assert [each._engine._env for each in backends] == [{}, {}, {}]
     with pytest.raises(ConfigError, match=r"replica 2 needs a GPU of its own, and this machine shows 2 \(3, 5\)"):
         await backends_of([0, 1, 2], process, options)
+
+
+async def test_ranks_in_lockstep_share_a_machine_as_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioengine.cluster.devices.count_cores", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    worker = TextWorker()
+    hooks = CoreHooks(worker, worker, lambda: None)
+    try:
+        on_cores = LockstepLauncher(EngineConfig(device="cpu", memory_utilization=0.6), ProcessOptions(), 2)
+        on_gpus = LockstepLauncher(EngineConfig(), ProcessOptions(visible_devices=(3, 5)), 2)
+        for launcher in (on_cores, on_gpus):
+            await launcher.open(worker, find_rank=lambda _: None, on_join=lambda _: None)
+        members = [on_cores(rank, hooks) for rank in range(2)]
+        assert [each._env for each in members] == [{"OMP_NUM_THREADS": "4"}] * 2
+        assert [each._config.memory_utilization for each in members] == pytest.approx([0.3, 0.3])
+        again = [on_gpus(rank, hooks)._process.visible_devices for rank in (0, 1, 0, 1)]
+        assert again == [(3,), (5,), (3,), (5,)]
+    finally:
+        await worker.aclose()
 
 
 @pytest.mark.parametrize(

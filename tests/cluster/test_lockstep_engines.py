@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -116,6 +117,19 @@ async def test_what_kills_its_rank_fails_and_what_ran_beside_it_or_at_other_rank
             async with reading(group.engine, [poison]):
                 pass
         assert isinstance(poison.error, StepFailed)
+    assert outputs_of(readers) == await undisturbed(readers)
+
+
+@pytest.mark.nightly
+async def test_a_request_of_a_further_front_end_wakes_the_group(runtime: Path) -> None:
+    address = f"ipc://{runtime}/cluster"
+    async with cluster(2, balance="round_robin", cluster_address=address, **LOCKSTEP) as group:
+        readers = [Reader([11, 12], max_tokens=40), Reader([13], max_tokens=90)]
+        with anyio.fail_after(DEADLINE_S):
+            other = await Engine.connect(f"cluster+{address}")
+        async with other, reading(other, readers):
+            pass
+        await check_all_stepped_together(group)
     assert outputs_of(readers) == await undisturbed(readers)
 
 

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from aioengine.config import EngineConfig, ProcessOptions
 from aioengine.errors import ConfigError
 from aioengine.threads import CGROUPS, OWN_CGROUP, processor_quota
@@ -37,13 +39,17 @@ class HostShare(NamedTuple):
         """What is added to a process's environment; a number of threads that is set there holds."""
         return {NUM_THREADS: str(self.num_threads)} if self.num_threads and NUM_THREADS not in environ else {}
 
-    def apply(self, config: EngineConfig) -> dict[str, float]:
-        """The fields of a config that are other ones for this replica."""
-        return {} if self.memory == 1.0 else {"memory_utilization": config.memory_utilization * self.memory}
+    def config(self, config: EngineConfig) -> EngineConfig:
+        """This replica's, of what is one for all."""
+        return replace(config, memory_utilization=config.memory_utilization * self.memory)
+
+    def options(self, options: ProcessOptions) -> ProcessOptions:
+        """Those of this replica's process, of what is one for all."""
+        return options if self.visible_devices is None else replace(options, visible_devices=self.visible_devices)
 
 
 class HostSlots:
-    """The shares of one host, each taken by one rank: pure.
+    """The shares of one host, each taken by one rank.
 
     Args:
         devices: the GPUs, in the order in which they are handed out; None: none are, and cores are shared.
@@ -54,6 +60,15 @@ class HostSlots:
         self._devices = devices
         self._num_cores = num_cores
         self._slot_of: dict[int, int] = {}
+
+    @classmethod
+    def find(cls, config: EngineConfig, options: ProcessOptions, num_local: int) -> HostSlots:
+        """Those of this host, which reads files.
+
+        Raises:
+            ConfigError: as `find_devices`.
+        """
+        return cls(find_devices(config, options, num_local, os.environ), count_cores())
 
     def take(self, rank: int, num_local: int) -> HostShare:
         """The share of a rank, which keeps its GPU until `free`.

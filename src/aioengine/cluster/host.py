@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import anyio
-import msgspec
 
-from aioengine.cluster.devices import HostSlots, count_cores, find_devices
+from aioengine.cluster.devices import HostSlots
 from aioengine.config import EngineConfig, ProcessOptions
 from aioengine.errors import AioEngineError, ConfigError, EngineDead
 from aioengine.own_process import asked_by_signals
@@ -141,23 +140,20 @@ class EngineHost:
 
     def _make(self, nth: int) -> ChildEngine:
         share = self._slots.take(nth, self._num_engines)
-        options = self._options
-        if share.visible_devices is not None:
-            options = msgspec.structs.replace(options, visible_devices=share.visible_devices)
         rank = self._start_rank + nth if self._start_rank >= 0 else -1
         init = Init(
             version=PROTOCOL_VERSION,
             index=0,
             num_engines=self._num_engines,
             address=address_of(self._address, nth),
-            plugins=options.plugins,
+            plugins=self._options.plugins,
             own_fields=self._own_fields,
             memory=share.memory,
         )
         more = [*self._more, "--rank", str(rank)]
         return ChildEngine(
             self._name(nth),
-            options,
+            share.options(self._options),
             self._worker,
             lambda: init,
             more=more,
@@ -170,7 +166,7 @@ class EngineHost:
 
     def _find_slots(self) -> HostSlots:
         config = EngineConfig(**{name: value for name, value in self._own_fields.items() if name == "device"})
-        return HostSlots(find_devices(config, self._options, self._num_engines, os.environ), count_cores())
+        return HostSlots.find(config, self._options, self._num_engines)
 
 
 def address_of(address: str | None, nth: int) -> str | None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-import msgspec
-
-from aioengine.cluster.devices import HostSlots, count_cores, find_devices
+from aioengine.cluster.devices import HostSlots
 from aioengine.cluster.launcher import Launcher
 from aioengine.cluster.remote import JoinDesk, OnHost
 from aioengine.config import EngineConfig, ProcessOptions, ReplicaOptions
@@ -29,7 +27,9 @@ class HostLauncher(Launcher):
     async def open(
         self, worker: TextWorker, *, find_rank: Callable[[int], int | None], on_join: Callable[[int], None]
     ) -> None:
-        self._slots = await worker.run(self._find_slots, None)
+        self._slots = await worker.run(
+            lambda: HostSlots.find(self._config, self._process, self._options.num_local), None
+        )
         if self._options.join_address is not None:
             ranks = range(self._options.num_local, self._options.replicas)
             self._desk = JoinDesk(
@@ -49,10 +49,7 @@ class HostLauncher(Launcher):
         num_local = max(self._options.num_local, len(self._local | {rank}))
         share = self._slots.take(rank, num_local)
         self._local.add(rank)
-        process = self._process
-        if share.visible_devices is not None:
-            process = msgspec.structs.replace(process, visible_devices=share.visible_devices)
-        config = msgspec.structs.replace(self._config, **share.apply(self._config))
+        config, process = share.config(self._config), share.options(self._process)
         return InChild(config, process, hooks, rank=rank, env=share.environment(os.environ))
 
     async def run(self) -> None:
@@ -80,6 +77,3 @@ class HostLauncher(Launcher):
     def abandon(self) -> None:
         if self._desk is not None:
             self._desk.abandon()
-
-    def _find_slots(self) -> HostSlots:
-        return HostSlots(find_devices(self._config, self._process, self._options.num_local, os.environ), count_cores())

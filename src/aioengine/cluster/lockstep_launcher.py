@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
+from aioengine.cluster.devices import HostSlots
 from aioengine.cluster.launcher import Launcher
 from aioengine.cluster.lockstep import WaveCoordinator, WaveReport
 from aioengine.config import EngineConfig, ProcessOptions
@@ -18,6 +20,7 @@ from aioengine.core.protocol import CoreHooks, Orphan
 from aioengine.errors import ConfigError, EngineDead, describe
 from aioengine.models.folder import ModelFolder
 from aioengine.progress import OnProgress
+from aioengine.text.worker import TextWorker
 from aioengine.transport.backends import InChild, refuse_function
 from aioengine.transport.client import RemoteCore
 
@@ -38,12 +41,19 @@ class LockstepLauncher(Launcher):
         self._num_ranks = num_ranks
         self._group = LockstepMembers(num_ranks)
 
+    async def open(
+        self, worker: TextWorker, *, find_rank: Callable[[int], int | None], on_join: Callable[[int], None]
+    ) -> None:
+        self._slots = await worker.run(lambda: HostSlots.find(self._config, self._process, self._num_ranks), None)
+
     def __call__(self, rank: int, hooks: CoreHooks) -> LockstepMember:
         if rank in self._group.members:
             self._group.end(rank, "it starts again")
         if self._group.is_over:
             self._group = LockstepMembers(self._num_ranks)
-        return LockstepMember(self._group, rank, self._config, self._process, hooks)
+        share = self._slots.take(rank, self._num_ranks)
+        config, process = share.config(self._config), share.options(self._process)
+        return LockstepMember(self._group, rank, config, process, hooks, share.environment(os.environ))
 
 
 class LockstepMembers:
@@ -129,13 +139,20 @@ class LockstepMember:
     cluster = None
 
     def __init__(
-        self, group: LockstepMembers, rank: int, config: EngineConfig, process: ProcessOptions, hooks: CoreHooks
+        self,
+        group: LockstepMembers,
+        rank: int,
+        config: EngineConfig,
+        process: ProcessOptions,
+        hooks: CoreHooks,
+        env: Mapping[str, str],
     ) -> None:
         self.rank = rank
         self._group = group
         self._config = config
         self._process = process
         self._hooks = hooks
+        self._env = env
         self._child: InChild | None = None
         group.members[rank] = self
 
@@ -158,13 +175,24 @@ class LockstepMember:
     def where(self) -> str:
         return self._child.where if self._child is not None else ""
 
+    @property
+    def shared_address(self) -> str:
+        """As `InChild.shared_address`."""
+        return self._child.shared_address if self._child is not None else ""
+
     async def find_model(self) -> ModelFolder:
         store = await self._hooks.worker.run(self._group.make_store, None)
         place = LockstepPlace(self.rank, self._group.num_ranks, store, self._process.start_timeout_s)
         hooks = self._hooks
         if hooks.cluster is not None:
             hooks = hooks._replace(cluster=hooks.cluster._replace(on_orphaned=partial(self._group.on_orphaned, self)))
-        self._child = InChild(self._config, self._process, hooks, rank=self.rank, module=CHILD_MODULE, lockstep=place)
+        self._child = InChild(
+            *(self._config, self._process, hooks),
+            rank=self.rank,
+            env=self._env,
+            module=CHILD_MODULE,
+            lockstep=place,
+        )
         with self._ending_group():
             return await self._child.find_model()
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import anyio
 from msgspec.structs import replace
 
-from aioengine.cluster.devices import HostSlots, count_cores, find_devices
+from aioengine.cluster.devices import HostSlots
 from aioengine.config import EngineConfig, ProcessOptions
 from aioengine.engine import Engine
 from aioengine.errors import EngineDead
@@ -102,7 +102,7 @@ async def serve_replica_a_port(
     hub = Hub(None, settings.config.metrics_prefix, lambda: ServerGroup(len(listeners), len(servers.serving)))
 
     config, num_engines = settings.engine_config or EngineConfig(), len(listeners)
-    slots = HostSlots(find_devices(config, ProcessOptions(), num_engines, os.environ), count_cores())
+    slots = HostSlots.find(config, ProcessOptions(), num_engines)
     host_shares = [slots.take(index, num_engines) for index in range(num_engines)]
 
     def make(index: int) -> ServerProcess:
@@ -112,7 +112,7 @@ async def serve_replica_a_port(
             index=index,
             shares=shares,
             where=listeners[index].where,
-            engine_config=replace(config, **host.apply(config)),
+            engine_config=host.config(config),
             visible_devices=host.visible_devices,
             environment=host.environment(os.environ),
         )
