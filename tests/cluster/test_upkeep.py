@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 import anyio
+import anyio.lowlevel
 import pytest
 from cluster.harness import Cluster, Reader, cluster, innocents, outputs_of, reading, undisturbed, until_read
 from cluster.mortal import Faults
@@ -136,3 +137,65 @@ async def test_draining_ends_well_though_replicas_die(faults: Faults) -> None:
                 await until_read(readers, 10 + 10 * num_tokens)
                 replicas.kill_pid(pid)
     assert outputs_of(readers) == expected
+
+
+async def test_all_are_restarted_while_one_is_starting_after_its_death(faults: Faults) -> None:
+    readers = innocents(random.Random(9), 6, max_tokens=100)
+    expected = await undisturbed(readers)
+    async with cluster(2) as replicas, reading(replicas.engine, readers), anyio.create_task_group() as tasks:
+        await until_read(readers, 3)
+        faults.hold_starts()
+        replicas.kill(0)
+        await replicas.until_in_state("starting", 1)
+        tasks.start_soon(replicas.engine.restart_replicas)
+        await anyio.lowlevel.checkpoint()
+        faults.release_starts()
+        await replicas.until(lambda: replicas.num_restarts() >= 2 and len(replicas.ranks()) == 2)
+    assert outputs_of(readers) == expected
+
+
+@pytest.mark.nightly
+async def test_a_scaling_that_is_cancelled_can_be_made_again() -> None:
+    async with cluster(2) as replicas:
+        with anyio.CancelScope() as scope:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(replicas.engine.scale, 1)
+                await replicas.until_in_state("draining", 1)
+                scope.cancel()
+        await replicas.engine.scale(2)
+        await replicas.until_serving(2)
+        await replicas.engine.restart_replicas()
+        await replicas.engine.generate([10, 11, 12], max_tokens=2)
+
+
+@pytest.mark.nightly
+async def test_scaling_down_to_one_that_was_given_up_starts_that_again(faults: Faults) -> None:
+    async with cluster(2, max_restarts=0) as replicas:
+        faults.let_no_start_succeed()
+        replicas.kill(0)
+        await replicas.until_in_state("failed", 1)
+        faults.let_starts_succeed()
+        await replicas.engine.scale(1)
+        assert replicas.ranks() == [0]
+        await replicas.engine.generate([10, 11, 12], max_tokens=2)
+
+
+@pytest.mark.nightly
+async def test_what_all_are_asked_waits_for_one_that_lives() -> None:
+    async with cluster(1) as replicas:
+        await replicas.kill_and_wait(0)
+        await replicas.engine.pause()
+        assert replicas.ranks() == [0]
+        await replicas.engine.resume()
+        await replicas.engine.generate([10, 11, 12], max_tokens=2)
+
+
+@pytest.mark.nightly
+async def test_one_that_dies_after_it_was_woken_part_by_part_serves() -> None:
+    async with cluster(1) as replicas:
+        await replicas.engine.sleep(1)
+        await replicas.engine.wake_up(["weights"])
+        await replicas.engine.wake_up(["kv_cache"])
+        replicas.kill(0)
+        await replicas.until_restarted(1, 1)
+        await replicas.engine.generate([10, 11, 12], max_tokens=2)

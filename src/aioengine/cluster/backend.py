@@ -158,7 +158,10 @@ class Replicated:
         return [replica.status() for _, replica in sorted(self._replicas.items())]
 
     async def scale(self, replicas: int) -> None:
-        """Have so many replicas: start further ones, or drain and end those of the highest ranks."""
+        """Have so many replicas: start further ones, or drain and end those of the highest ranks.
+
+        Those of the ranks that stay are started again where they were given up.
+        """
         if isinstance(replicas, bool) or not isinstance(replicas, int) or not 1 <= replicas <= MAX_REPLICAS:
             raise InvalidRequest(f"replicas={replicas!r}: an int from 1 to {MAX_REPLICAS} is needed", param="replicas")
         if self._options.lockstep and replicas != self._options.replicas:
@@ -166,14 +169,15 @@ class Replicated:
                 "replicas in lockstep stay as many as they are: start another engine", param="replicas"
             )
         async with self._turn:
-            new = [rank for rank in range(replicas) if rank not in self._replicas]
-            await for_each(new, self._start)
+            self._forget_stopped()
+            await for_each(range(replicas), self._have)
             leaving = [replica for rank, replica in self._replicas.items() if rank >= replicas]
             await for_each(leaving, self._remove)
 
     async def restart(self) -> None:
         """Start all replicas again, one after the other; those in lockstep at once."""
         async with self._turn:
+            self._forget_stopped()
             if self._options.lockstep:
                 replicas = list(self._replicas.values())
                 await for_each(replicas, self._drain)
@@ -182,6 +186,14 @@ class Replicated:
             for replica in list(self._replicas.values()):
                 await self._drain(replica)
                 await replica.restart()
+
+    async def _have(self, rank: int) -> None:
+        """Have this replica serve, or on its way to that."""
+        replica = self._replicas.get(rank)
+        if replica is None:
+            await self._start(rank)
+        elif replica.state is ReplicaState.DRAINING or not replica.is_coming:
+            await replica.restart()
 
     async def _start(self, rank: int) -> None:
         replica = self._make(rank)
@@ -201,17 +213,25 @@ class Replicated:
         await self._drain(replica)
         self._launcher.leave(replica.rank)
         await replica.stop()
-        if replica.state is ReplicaState.STOPPED:
-            self._replicas.pop(replica.rank, None)
+        self._forget_stopped()
+
+    def _forget_stopped(self) -> None:
+        """Also one that ended behind a call that was cancelled."""
+        for replica in [each for each in self._replicas.values() if each.state is ReplicaState.STOPPED]:
+            del self._replicas[replica.rank]
             self.core.remove_replica(replica)
 
     async def _drain(self, replica: Replica) -> None:
         """Have no request at a replica any more, of this front end and all others."""
         timeout_s = self._options.drain_timeout_s
-        async with anyio.create_task_group() as tasks:
-            if self._sharing is not None:
-                tasks.start_soon(self._sharing.wait_drained, replica.rank, timeout_s)
-            self.core.move(replica, await replica.drain(timeout_s))
+        try:
+            async with anyio.create_task_group() as tasks:
+                if self._sharing is not None:
+                    tasks.start_soon(self._sharing.wait_drained, replica.rank, timeout_s)
+                self.core.move(replica, await replica.drain(timeout_s))
+        except BaseException:  # a change of mind
+            replica.serve_again()
+            raise
 
     def _add(self, replica: Replica) -> None:
         try:
@@ -244,6 +264,7 @@ class Replicated:
             while self._come:
                 rank = self._come.pop()
                 async with self._turn:
+                    self._forget_stopped()
                     try:
                         if rank not in self._replicas:
                             await self._start(rank)

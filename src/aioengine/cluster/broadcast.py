@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import anyio
@@ -27,19 +27,42 @@ class ClusterControl:
     def __init__(self) -> None:
         self._pause: c.Pause | None = None
         self._sleep: c.Sleep | None = None
+        self._woken: set[c.WakeTag] = set()
+        """What was brought back since that."""
         self._weights: c.UpdateWeights | None = None
         self._has_sent_weights = False
         """Whether weights came as tensors, which are not kept here."""
+        self._weights_turn = anyio.Lock(fast_acquire=True)
+        """Of changes of weights, and of replicas that get those of the others: none gets what was so before."""
 
-    async def call(self, control: c.AnyControl, cores: Sequence[ReplicaCore]) -> Any:
-        """Perform a call at these, and return what they say together.
+    async def call(self, control: c.AnyControl, get_cores: Callable[[], Sequence[ReplicaCore]]) -> Any:
+        """Perform a call at all that live, and return what they say together.
 
         A replica that dies meanwhile is passed over, since it will be brought to the state of the others. So is one
         that cannot take weights which others have taken: it is to die.
 
+        Args:
+            get_cores: those that live; at least one, unless all die now.
         Raises:
             Exception: what went wrong at one of them, the first in order.
         """
+        if isinstance(control, OF_WEIGHTS):
+            async with self._weights_turn:
+                result = await self._call(control, get_cores())
+                self._weights = control if isinstance(control, c.UpdateWeights) else None
+                self._has_sent_weights = self._weights is None
+                return result
+        # At once: a replica that enters before all others have answered is to be paused, or awake, like them.
+        before = self._sleep, set(self._woken)
+        self._note(control)
+        try:
+            return await self._call(control, get_cores())
+        except Exception:
+            if isinstance(control, c.Sleep | c.WakeUp):
+                self._sleep, self._woken = before
+            raise
+
+    async def _call(self, control: c.AnyControl, cores: Sequence[ReplicaCore]) -> Any:
         if isinstance(control, AT_ONE):
             cores = cores[:1]
         outcomes: list[Any] = [None] * len(cores)
@@ -62,21 +85,33 @@ class ClusterControl:
         for outcome in there or outcomes:
             if isinstance(outcome, Exception):
                 raise outcome
-        self._note(control)
         return _together(control, there)
 
     def note_resume(self) -> None:
         """Pauses are over."""
         self._pause = None
 
-    async def restore(self, core: ReplicaCore, others: Sequence[ReplicaCore]) -> None:
+    async def restore(self, core: ReplicaCore, get_others: Callable[[], Sequence[ReplicaCore]]) -> None:
         """Bring a replica that was started anew to the state of the others.
 
         Weights that came as tensors are not kept here: another replica writes them to a folder, for both to see.
 
+        Args:
+            get_others: those that have that state.
         Raises:
             ModelLoadError: the weights that the others have cannot be had again.
         """
+        async with self._weights_turn:
+            await self._restore_weights(core, get_others())
+        if self._pause is not None:
+            await core.call(c.Pause("wait"))
+        if self._sleep is not None:
+            woken = tuple(self._woken)
+            await core.call(self._sleep)
+            if woken:
+                await core.call(c.WakeUp(woken))
+
+    async def _restore_weights(self, core: ReplicaCore, others: Sequence[ReplicaCore]) -> None:
         if self._has_sent_weights:
             if not others:
                 raise ModelLoadError(
@@ -88,10 +123,6 @@ class ClusterControl:
                 await core.call(c.UpdateWeights(folder))
         elif self._weights is not None:
             await core.call(self._weights)
-        if self._pause is not None:
-            await core.call(c.Pause("wait"))
-        if self._sleep is not None:
-            await core.call(self._sleep)
 
     def _note(self, control: c.AnyControl) -> None:
         match control:
@@ -99,14 +130,13 @@ class ClusterControl:
                 self._pause = control
             case c.Resume():
                 self._pause = None
-            case c.Sleep():
-                self._sleep = control
-            case c.WakeUp() if set(control.tags) >= set(c.WAKE_TAGS):
-                self._sleep = None
-            case c.UpdateWeights():
-                self._weights, self._has_sent_weights = control, False
-            case c.CommitWeights():
-                self._has_sent_weights = True
+            case c.Sleep() if self._sleep is None or control.level >= self._sleep.level:
+                self._sleep, self._woken = control, set()
+            case c.WakeUp() if self._sleep is not None:
+                self._woken.update(control.tags)
+                needed = {"weights", "kv_cache"} if self._sleep.level else {"scheduling"}
+                if self._woken >= needed:
+                    self._sleep, self._woken = None, set()
 
 
 def _for_place(control: c.AnyControl, place: int) -> c.AnyControl:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from typing import Any
 
 import anyio
@@ -22,7 +22,7 @@ from aioengine.cluster.placing import Placing
 from aioengine.cluster.replica import Replica, ReplicaCore, ReplicaState
 from aioengine.cluster.totals import StepTotals
 from aioengine.config import EngineConfig, ReplicaOptions
-from aioengine.core.control import AnyControl, Sleep
+from aioengine.core.control import AnyControl, CommitWeights, ResetPrefixCache, Sleep, UpdateWeights
 from aioengine.core.engine_core import closed_early
 from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.core.health import Health, HealthStatus
@@ -37,6 +37,12 @@ from aioengine.scheduler.scheduler import SchedulerStats
 from aioengine.scheduler.sequence import Request, Sequence, make_choices
 
 logger = logging.getLogger("aioengine")
+
+SERVES = (ReplicaState.SERVING, ReplicaState.DRAINING)
+"""States of a replica that is like all others: with their weights."""
+
+CLEAR_CACHES = (ResetPrefixCache, Sleep, UpdateWeights, CommitWeights)
+"""Calls after which no replica has a prefix in its cache."""
 
 
 class ClusterCore:
@@ -161,7 +167,7 @@ class ClusterCore:
 
     async def restore(self, core: ReplicaCore) -> None:
         """As `Members.restore`."""
-        await self.control.restore(core, [other for other in self._cores if other is not core])
+        await self.control.restore(core, lambda: self._cores_of(SERVES))
 
     def _send_to_limbo(self, replica: Replica, sequences: Iterable[Sequence]) -> None:
         """Sequences of a replica that is lost wait for another one, the oldest first."""
@@ -199,7 +205,12 @@ class ClusterCore:
     @property
     def _cores(self) -> list[ReplicaCore]:
         """Those that live."""
-        return [each.core for each in self.replicas.values() if each.core is not None and each.core.death is None]
+        return self._cores_of(tuple(ReplicaState))
+
+    def _cores_of(self, states: Collection[ReplicaState]) -> list[ReplicaCore]:
+        """Those that live, of replicas in these states."""
+        here = [each.core for each in self.replicas.values() if each.state in states]
+        return [core for core in here if core is not None and core.death is None]
 
     def make_sequence(self, request: Request) -> Sequence:
         prompt = request.prompt_token_ids[: MAX_AFFINITY_BLOCKS * self.info.block_size]
@@ -272,12 +283,19 @@ class ClusterCore:
             sequence.core.unblock(sequence)
 
     async def call(self, control: AnyControl) -> Any:
-        """Have all replicas perform a control call: see `ClusterControl`."""
+        """Have all replicas perform a control call, once there is one: see `ClusterControl`."""
         self.check_accepting()
+        if not self._cores:
+            await self.when(lambda: bool(self._cores))
+            self.check_accepting()
         if self._options.lockstep and isinstance(control, Sleep) and control.level:
             # First none may begin a wave any more: one that has given its memory back could not compute in it.
-            await self.control.call(Sleep(0, control.mode), self._cores)
-        return await self.control.call(control, self._cores)
+            await self.control.call(Sleep(0, control.mode), lambda: self._cores)
+        result = await self.control.call(control, lambda: self._cores)
+        if isinstance(control, CLEAR_CACHES):
+            for rank in self.replicas:
+                self.placing.balancer.forget(rank)
+        return result
 
     def resume(self) -> None:
         self.control.note_resume()

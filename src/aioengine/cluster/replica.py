@@ -46,7 +46,7 @@ class ReplicaState(enum.Enum):
 
 S = ReplicaState
 TRANSITIONS: dict[ReplicaState, set[ReplicaState]] = {
-    S.STARTING: {S.SERVING, S.BACKING_OFF, S.FAILED, S.STOPPED},
+    S.STARTING: {S.STARTING, S.SERVING, S.BACKING_OFF, S.FAILED, S.STOPPED},
     S.SERVING: {S.DRAINING, S.BACKING_OFF, S.STOPPED},
     S.DRAINING: {S.SERVING, S.STARTING, S.BACKING_OFF, S.STOPPED},
     S.BACKING_OFF: {S.STARTING, S.STOPPED},
@@ -87,6 +87,9 @@ class Members(Protocol):
 
     def on_orphaned(self, replica: Replica, orphans: list[Orphan], reason: str) -> None:
         """It has died, and had these."""
+
+    def move(self, replica: Replica, orphans: list[Orphan]) -> None:
+        """It lives, and these are to go on elsewhere."""
 
     async def restore(self, core: ReplicaCore) -> None:
         """Bring a replica that was started again to the state of the others: pauses, weights.
@@ -280,26 +283,28 @@ class Replica:
         if core is None or not self.is_serving:
             return []
         self._become(ReplicaState.DRAINING)
-        try:
-            with anyio.move_on_after(timeout_s):
-                await core.when(lambda: core.is_drained)
-        except BaseException:  # a change of mind
-            if self.state is ReplicaState.DRAINING:
-                self._become(ReplicaState.SERVING)
-            raise
+        with anyio.move_on_after(timeout_s):
+            await core.when(lambda: core.is_drained)
         return core.take_back() if self.state is ReplicaState.DRAINING else []
 
+    def serve_again(self) -> None:
+        """After `drain`, or after that was cancelled."""
+        if self.state is ReplicaState.DRAINING:
+            self._become(ReplicaState.SERVING)
+
     async def stop(self) -> None:
-        """End for good; wait until it is closed. What it still has goes to `Members.on_orphaned` never: drain it."""
+        """End for good; wait until it is closed. What it still has is moved."""
         self._tell_to_become(ReplicaState.STOPPED)
         await self._shared.conditions.add(lambda: self.state is ReplicaState.STOPPED)
 
     async def restart(self) -> None:
-        """End, and start again; wait until it serves.
+        """End, and start again; wait until it serves. What it still has is moved.
 
         Raises:
-            EngineDead: it could not be started again, for the time being or for good.
+            EngineDead: it could not be started again, for the time being or for good; or it was stopped.
         """
+        if self.state is ReplicaState.STOPPED:
+            raise EngineDead(f"replica {self.rank} was stopped")
         self._tell_to_become(ReplicaState.STARTING)
         self.core = None
         await self.wait_until_serving()
@@ -320,6 +325,10 @@ class Replica:
             self._backend.abandon()
 
     def _tell_to_become(self, state: ReplicaState) -> None:
+        if self.is_serving:  # it died while it was drained, and is back
+            assert self.core is not None
+            self._become(ReplicaState.DRAINING)
+            self._members.move(self, self.core.take_back())
         self._next_state = state
         self._scope.cancel()
 

@@ -207,12 +207,14 @@ class EngineControl:
     async def scale(self, replicas: int) -> None:
         """Have so many replicas from now on, of an engine that was made with ``replicas``.
 
-        Further ones are started, and take requests once they serve. Those that are too many, of the highest ranks,
-        take no more; their requests have ``drain_timeout_s`` to end there, then go on at others. Returns when it is so.
+        Further ones are started, and those that were given up; they take requests once they serve. Those that are too
+        many, of the highest ranks, take no more; their requests have ``drain_timeout_s`` to end there, then go on at
+        others. Returns when it is so.
 
         Raises:
             InvalidRequest: the engine has no replicas; or ``replicas`` is no number from 1 to 1024.
-            ModelLoadError, ConfigError, EngineDead: one of them could not be started; those that could serve.
+            ModelLoadError, ConfigError, EngineDead: one of them could not be started; further ones that did not
+                serve by then are ended, too.
         """
         await self._cluster().scale(replicas)
 

@@ -1,0 +1,105 @@
+"""What is asked of all replicas, and what one that starts anew is asked again: over cores that note it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+
+from aioengine.cluster.broadcast import ClusterControl
+from aioengine.cluster.replica import ReplicaCore
+from aioengine.core import control as c
+from aioengine.errors import EngineDead, InvalidRequest
+
+
+class Noting:
+    """A core that notes what it is asked.
+
+    Attributes:
+        error: raised by each call.
+        may_answer: calls wait for it.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[c.Control] = []
+        self.error: Exception | None = None
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.death: EngineDead | None = None
+
+    async def call(self, control: c.Control) -> None:
+        self.asked.append(control)
+        await self.may_answer.wait()
+        if self.error is not None:
+            raise self.error
+
+    def die(self, death: EngineDead) -> None:
+        self.death = death
+
+
+def given(*cores: Noting) -> Any:
+    return lambda: cast(Sequence[ReplicaCore], cores)
+
+
+async def restored(control: ClusterControl, *others: Noting) -> list[c.Control]:
+    """What a replica is asked when it has started anew."""
+    core = Noting()
+    await control.restore(cast(ReplicaCore, core), given(*others))
+    return core.asked
+
+
+@pytest.mark.parametrize("tags", [("weights", "kv_cache"), ("kv_cache", "scheduling", "weights")])
+async def test_what_was_woken_part_by_part_is_awake(tags: tuple[c.WakeTag, ...]) -> None:
+    control, core = ClusterControl(), Noting()
+    await control.call(c.Sleep(1), given(core))
+    assert await restored(control) == [c.Sleep(1)]
+    *first, last = tags
+    await control.call(c.WakeUp(first), given(core))
+    asleep = await restored(control)
+    assert asleep[0] == c.Sleep(1)
+    assert [set(each.tags) for each in asleep[1:] if isinstance(each, c.WakeUp)] == [set(first)]
+    await control.call(c.WakeUp(last), given(core))
+    assert await restored(control) == []
+
+
+async def test_a_sleep_that_is_refused_is_none_of_one_that_starts() -> None:
+    control, core = ClusterControl(), Noting()
+    await control.call(c.Sleep(1), given(core))
+    core.error = InvalidRequest("the weights came as tensors")
+    with pytest.raises(InvalidRequest):
+        await control.call(c.Sleep(2), given(core))
+    assert await restored(control) == [c.Sleep(1)]
+
+
+async def test_one_that_starts_while_all_pause_is_paused() -> None:
+    control, core = ClusterControl(), Noting()
+    core.may_answer.clear()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(control.call(c.Pause("wait"), given(core)))
+        await asyncio.sleep(0)
+        assert await restored(control) == [c.Pause("wait")]
+        core.may_answer.set()
+
+
+async def test_one_that_starts_while_weights_change_has_the_new_ones() -> None:
+    control, core = ClusterControl(), Noting()
+    core.may_answer.clear()
+    newer = c.UpdateWeights("/newer")
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(control.call(newer, given(core)))
+        await asyncio.sleep(0)
+        restoring = tasks.create_task(restored(control, core))
+        await asyncio.sleep(0)
+        assert not restoring.done()
+        core.may_answer.set()
+    assert restoring.result() == [newer]
+
+
+async def test_one_that_does_not_take_what_others_take_dies() -> None:
+    control, taking, refusing = ClusterControl(), Noting(), Noting()
+    refusing.error = InvalidRequest("no")
+    await control.call(c.UpdateWeights("/newer"), given(taking, refusing))
+    assert taking.death is None
+    assert "did not take the weights" in str(refusing.death)
