@@ -20,9 +20,9 @@ from aioengine.text.worker import run_abandonable
 
 logger = logging.getLogger("aioengine")
 
-GRACE_S = 5.0
-"""What has lost its group waits so long to be ended from outside, where it is known which rank died first. Then it ends
-itself."""
+GRACE_S = 2.0
+"""What has lost its group, or its device, waits so long to be ended from outside, where it is known which rank died first.
+Then it ends itself."""
 
 
 class LockstepBroken(Exception):
@@ -84,6 +84,7 @@ class LockstepGroup:
     """
 
     def __init__(self, place: LockstepPlace, on_broken: Callable[[Exception], None]) -> None:
+        self.grace_s = GRACE_S
         self.on_news: Callable[[], None] = lambda: None
         self.on_report: Callable[[], None] = lambda: None
         self._waves = RankWaves(place.rank)

@@ -137,10 +137,13 @@ class EngineCore(CoreState):
             await asyncio.sleep(0)  # `finish` may then return without a pause, and a fast device would hold the loop
         try:
             result = await step.pending.finish()
-        except DeviceLost:
-            raise
         except Exception as exc:
-            if step.plan is None or self.lockstep is not None:  # the others wait in it, or have gone past it
+            if (
+                self.lockstep is not None
+            ):  # the others wait in it, or have gone past it; or one is gone, and ends this one
+                await asyncio.sleep(self.lockstep.grace_s)
+                raise
+            if step.plan is None or isinstance(exc, DeviceLost):
                 raise
             self._fail(step.plan, exc)
             return
