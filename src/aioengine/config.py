@@ -429,7 +429,12 @@ class ReplicaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         int, Meta(ge=0, le=1000, description="starts of one in a row that may fail before it is given up")
     ] = 5
     max_attempts: Annotated[
-        int, Meta(ge=1, le=1000, description="replicas that a request may lose before it fails")
+        int,
+        Meta(
+            ge=1,
+            le=1000,
+            description="replicas that a request may lose while it runs; four times as many while it waits",
+        ),
     ] = 8
     recover_timeout_s: Annotated[
         Seconds, Meta(description="seconds that a request waits for a replica when all are gone")

@@ -2,14 +2,15 @@
 
 A sequence goes on elsewhere, from the tokens that were handed out. One that has brought its replica down would bring
 down the next one, too, so that blame is found by elimination: a *strike* is a death with the sequence on a row, and a
-token that comes later clears it. What has a strike that no token has cleared is a *suspect*. With the second strike in
-a row a sequence goes on *alone*: nothing else is where it is computed until it is cleared. With the second death in a
-row at which nothing else was there it fails. So what merely ran beside a poisonous request is never taken for it, and
-what ran where a replica was killed from outside would have to be alone, twice in a row and for the moment that its
-first token takes.
+token that comes later clears it. With the second strike in a row a sequence goes on *alone*: nothing else is where it
+is computed until it is cleared. With the second death in a row at which nothing else was there it fails. So what merely
+ran beside a poisonous request is never taken for it, and what ran where a replica was killed from outside would have
+to be alone, twice in a row and for the moment that its first token takes.
 
-Where replicas without it have died, too, since its first strike, another cause is likelier, and to compute many
-suspects one by one would take long: it goes on alone with the fourth strike only.
+Where replicas without it have died, too, another cause is likelier, and to compute many sequences one by one would take
+long: it goes on alone with the fourth strike only, and fails with the third death alone. A crash in the very moment in
+which a sequence takes its row is faster than the news of that: what was not heard to have one goes on alone two deaths
+later than what was.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ STRIKES = 2
 """In a row, with which a sequence goes on alone; and those alone with which it fails."""
 MAX_STRIKES = 4
 """The first of these where replicas die without it."""
+WAITING_FACTOR = 4
+"""So many times ``max_attempts`` may a sequence lose its replica in all, also where it only waited."""
 
 
 class Death(NamedTuple):
@@ -51,32 +54,31 @@ class Breaks:
 
     reasons: list[str] = field(default_factory=list)
     """Of all deaths."""
+    num_with_row: int = 0
+    """Those before which it had a row."""
     sent_at: float = -math.inf
     """When it was sent to where it is; in the time of `Death.silent_since`."""
     num_tokens: int = 0
     """Output tokens that it had at the last death."""
     # Of deaths in a row, without a token in between:
+    num_in_row: int = 0
+    first_death: int = 0
+    """The number of the first one of them."""
     strikes: int = 0
-    """With it on a row, as far as is known."""
+    """With it on a row, or with nothing else there that could have brought it down."""
     num_alone: int = 0
     """Strikes with nothing else there."""
-    num_without_row: int = 0
-    """Deaths before which it was not heard to have a row."""
-    first_death: int = 0
-    """The number of the first one that struck it."""
     is_to_be_alone: bool = False
-
-
-def is_suspect(sequence: Sequence) -> bool:
-    """Whether it lives, had a row when its replica died, and no token has come since."""
-    breaks: Breaks | None = sequence.breaks
-    is_live = sequence.listener is not None
-    return is_live and breaks is not None and breaks.strikes > 0 and _has_stood_still(sequence, breaks)
+    is_to_blame: bool = False
 
 
 def needs_solitude(sequence: Sequence) -> bool:
     """Whether it may only go on where nothing else is; not while it is not computed, since its reader is behind."""
-    return is_suspect(sequence) and sequence.breaks.is_to_be_alone and not _waits_for_reader(sequence)
+    breaks: Breaks | None = sequence.breaks
+    if breaks is None or not breaks.is_to_be_alone:
+        return False
+    is_live = sequence.listener is not None
+    return is_live and _has_stood_still(sequence, breaks) and not _waits_for_reader(sequence)
 
 
 def note_sent(sequence: Sequence, now: float) -> None:
@@ -107,36 +109,36 @@ def on_death(
 
 def _note(orphan: Orphan, breaks: Breaks, death: Death, *, is_any_known: bool, is_alone: bool) -> None:
     """Take in a death."""
+    sequence = orphan.sequence
     breaks.reasons.append(death.reason)
-    if not _has_stood_still(orphan.sequence, breaks):
-        breaks.strikes = breaks.num_alone = breaks.num_without_row = 0
+    if not _has_stood_still(sequence, breaks):
+        breaks.num_in_row = breaks.strikes = breaks.num_alone = 0
         breaks.is_to_be_alone = False
-    breaks.num_tokens = len(orphan.sequence.output_ids)
-    if orphan.is_innocent or breaks.sent_at > death.silent_since:
+    breaks.num_tokens = len(sequence.output_ids)
+    breaks.num_with_row += orphan.has_started
+    is_computed = orphan.has_started or not _waits_for_reader(sequence)
+    if orphan.is_innocent or breaks.sent_at > death.silent_since or not is_computed:
         return
-    if not orphan.has_started:
-        if _waits_for_reader(orphan.sequence):
-            return
-        # A crash in the very moment in which it takes its row is faster than the news of that.
-        if is_any_known and breaks.num_without_row < STRIKES:
-            breaks.num_without_row += 1
-            return
-    if not breaks.strikes:
+    if not breaks.num_in_row:
         breaks.first_death = death.number
-    breaks.strikes += 1
-    breaks.num_alone += is_alone
-    num_without_it = death.number - breaks.first_death + 1 - breaks.strikes
-    breaks.is_to_be_alone = breaks.strikes >= (MAX_STRIKES if num_without_it else STRIKES)
+    breaks.num_in_row += 1
+    if orphan.has_started or not is_any_known:
+        breaks.strikes += 1
+        breaks.num_alone += is_alone
+    has_other_cause = death.number - breaks.first_death + 1 > breaks.num_in_row
+    most = MAX_STRIKES if has_other_cause else STRIKES
+    breaks.is_to_be_alone = breaks.strikes >= most or breaks.num_in_row >= most + STRIKES
+    breaks.is_to_blame = breaks.num_alone >= STRIKES + has_other_cause
 
 
 def _judge(breaks: Breaks, death: Death, max_attempts: int) -> AioEngineError | None:
     """The error that ends a sequence, if one does."""
-    if breaks.num_alone >= STRIKES:
+    if breaks.is_to_blame:
         return StepFailed(
             f"this request brings down what computes it, {breaks.strikes} replicas in a row, and is not tried again: "
             f"{'; '.join(breaks.reasons[-breaks.strikes :])}"
         )
-    if len(breaks.reasons) > max_attempts:
+    if breaks.num_with_row > max_attempts or len(breaks.reasons) > WAITING_FACTOR * max_attempts:
         return StepFailed(
             f"{len(breaks.reasons)} replicas in turn ended before this request did (max_attempts), the last one: "
             f"{death.reason}"

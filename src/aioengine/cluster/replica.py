@@ -391,7 +391,7 @@ class Replica:
                 failure = error
                 tasks.cancel_scope.cancel()
             else:
-                if core.death is None:
+                if core.death is None and self._next_state is None:  # else it was just told to end
                     self._num_failures = 0
                     self._become(ReplicaState.SERVING)
 
