@@ -21,8 +21,8 @@ from aioengine.text.worker import run_abandonable
 logger = logging.getLogger("aioengine")
 
 GRACE_S = 2.0
-"""What has lost its group, or its device, waits so long to be ended from outside, where it is known which rank died first.
-Then it ends itself."""
+"""What has lost its group, or its device, waits so long to be ended from outside, where it is known which rank died
+first. Then it ends itself."""
 
 
 class LockstepBroken(Exception):

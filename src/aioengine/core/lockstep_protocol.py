@@ -28,8 +28,8 @@ class Lockstep(Protocol):
     """Says when a step may be launched, and when one without work must be: see `cluster.lockstep`.
 
     Attributes:
-        grace_s: a core whose step has failed waits so long before it ends: where another engine's death is the cause, it
-            is ended from outside, where that is known.
+        grace_s: a core whose step has failed waits so long before it ends: where another engine's death is the cause,
+            it is ended from outside, where that is known.
         on_news: called on the loop when `may_launch` or `is_running` may be another.
         on_report: called on the loop when the group is to hear ``wave`` and ``is_running``, which each beat has.
     """
