@@ -100,7 +100,7 @@ class HostSlots:
 def share_cores(num_cores: int, num_local: int) -> HostShare:
     """An equal share of cores and memory for each of so many replicas; a single one takes what it takes by itself.
 
-    Threads are counted and not bound to cores: a replica without work leaves those to others. With all cores' threads in
+    Threads are counted and not bound to cores: a replica without work leaves those to others. With all threads in
     each of two replicas a token takes 6 % more processor time (benchmarks/README.md).
     """
     return HostShare(num_threads=max(1, num_cores // num_local), memory=1 / num_local) if num_local > 1 else HostShare()
