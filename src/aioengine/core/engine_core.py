@@ -138,9 +138,8 @@ class EngineCore(CoreState):
         try:
             result = await step.pending.finish()
         except Exception as exc:
-            if (
-                self.lockstep is not None
-            ):  # the others wait in it, or have gone past it; or one is gone, and ends this one
+            if self.lockstep is not None:
+                # The others wait in this step, or have gone past it; or one of them is gone, and this one ends with it.
                 await asyncio.sleep(self.lockstep.grace_s)
                 raise
             if step.plan is None or isinstance(exc, DeviceLost):
