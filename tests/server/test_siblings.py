@@ -190,10 +190,23 @@ async def test_a_response_is_found_at_whichever_server_it_is_asked_for() -> None
         assert (caught.value.code, caught.value.param) == ("previous_response_not_found", "previous_response_id")
 
 
-@pytest.mark.parametrize("response_id", ["resp_", "resp_ff" + 38 * "0", "resp_zz", "", "resp_-1", "x" * 1000])
+@pytest.mark.parametrize(
+    "response_id",
+    ["resp_", "resp_ff" + 38 * "0", "resp_zz", "", "resp_+2" + 38 * "0", "resp_02", "resp_02" + "0" * 1000],
+)
 async def test_ids_of_no_server_are_found_nowhere_and_nothing_is_asked(response_id: str) -> None:
     port = Port()
     with pytest.raises(ApiError) as caught:
         await port.servers[1].retrieve(response_id)
     assert caught.value.status == 404
     assert port.num_asked == 0
+
+
+async def test_what_an_ended_server_had_is_to_go_on_with_as_little_as_what_was_never_stored() -> None:
+    async def ask(asked: AskStored) -> bytes:
+        raise ApiError(404, "not_found", "the server that had it has ended", param="id")
+
+    server = SharedResponses(3, 10_000, server=0, num_servers=3, ask=ask)
+    with pytest.raises(ApiError) as caught:
+        await server.conversation("resp_02" + 38 * "0")
+    assert (caught.value.status, caught.value.param) == (400, "previous_response_id")

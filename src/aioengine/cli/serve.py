@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
 import click
@@ -25,6 +25,7 @@ from aioengine.server.http_server import SPARE_FILES, StopRequest, serve
 from aioengine.transport.addresses import PrivateFolder
 
 if TYPE_CHECKING:
+    from aioengine.server.access_log import LogFormat
     from aioengine.server.api import Api
     from aioengine.server.siblings import ServerSettings
 
@@ -71,7 +72,7 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 def serve_command(
     model_argument: str | None,
     drain_timeout_s: float,
-    log_format: Literal["text", "json"],
+    log_format: LogFormat,
     process: bool,
     connect: str | None,
     keys: str | None,
@@ -168,7 +169,7 @@ class Service(NamedTuple):
     config: ServerConfig
     limits: HttpLimits
     drain_timeout_s: float
-    log_format: str
+    log_format: LogFormat
 
 
 class _Plan:

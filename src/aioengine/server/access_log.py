@@ -277,12 +277,15 @@ class OffLoopHandler(logging.Handler):
 
 @contextmanager
 def logging_off_loop(
-    log_format: str = "text", level: int = logging.INFO, stream: TextIO | None = None, *, server: int | None = None
+    log_format: LogFormat = "text",
+    level: int = logging.INFO,
+    stream: TextIO | None = None,
+    *,
+    server: int | None = None,
 ) -> Iterator[OffLoopHandler]:
     """All of this process's log records go through an `OffLoopHandler` while the block runs; for the command line.
 
     Args:
-        log_format: "text" or "json".
         server: the number of this HTTP server among several, which each record then tells.
     """
     root = logging.getLogger()

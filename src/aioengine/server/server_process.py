@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 from collections.abc import Callable, Iterable
 
@@ -52,8 +53,8 @@ class ServerProcess:
         self._hub = hub
         self._child: Child | None = None
         self._peer: Peer | None = None
-        self._alive = anyio.CancelScope()
-        """Its deadline is when the server must have said something next."""
+        self._heard_at = math.inf
+        """When it has said something last; it need say nothing before the first time."""
         self._failure: str | None = None
         self._on_serving: Callable[[], None] = lambda: None
 
@@ -100,18 +101,29 @@ class ServerProcess:
             await peer.run()
             ended.set()
 
-        with self._alive:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(hear)
-                await child.wait()
-                with anyio.move_on_after(LAST_WORDS_S):
-                    await ended.wait()
-                tasks.cancel_scope.cancel()
-        if self._alive.cancelled_caught:
-            self._failure = f"{self.name} has said nothing for {STALL_TIMEOUT_S:g} s, and was killed"
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(hear)
+            tasks.start_soon(self._watch, tasks.cancel_scope)
+            await child.wait()
+            with anyio.move_on_after(LAST_WORDS_S):
+                await ended.wait()
+            tasks.cancel_scope.cancel()
+
+    async def _watch(self, scope: anyio.CancelScope) -> None:
+        """Give it up when it says nothing any more."""
+        while True:
+            began = anyio.current_time()
+            await anyio.sleep(STALL_TIMEOUT_S / 4)
+            now = anyio.current_time()
+            if now - began > STALL_TIMEOUT_S / 2:
+                continue  # this process stood still, and what has come meanwhile is not read yet
+            if now - self._heard_at > STALL_TIMEOUT_S:
+                self._failure = f"{self.name} has said nothing for {STALL_TIMEOUT_S:g} s, and was killed"
+                scope.cancel()
+                return
 
     def _take(self, message: Message) -> None:
-        self._alive.deadline = anyio.current_time() + STALL_TIMEOUT_S
+        self._heard_at = anyio.current_time()
         if isinstance(message, Serving):
             self.serving = message
             self._hub.model_name = message.model
@@ -180,8 +192,10 @@ class Hub:
         return b""
 
     async def _read_numbers(self) -> list[MetricFamily]:
-        for index, body in (await self._ask_each(self.peers, ReadNumbers())).items():
-            self.numbers.note(index, decode_families(body))
+        asked = dict(self.peers)
+        for index, body in (await self._ask_each(asked, ReadNumbers())).items():
+            if self.peers.get(index) is asked[index]:  # else it has ended, and what it had counted is counted
+                self.numbers.note(index, decode_families(body))
         own: list[MetricFamily] = []
         if self._engine is not None:
             families = read_families(self._engine, HttpMetrics(), self._prefix, self.model_name)

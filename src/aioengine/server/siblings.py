@@ -14,6 +14,7 @@ import io
 import itertools
 import socket
 from collections.abc import Awaitable, Callable
+from typing import Literal
 
 import anyio
 import msgspec
@@ -21,6 +22,7 @@ from anyio.abc import TaskGroup
 
 from aioengine.config import EngineConfig
 from aioengine.errors import ConfigError
+from aioengine.server.access_log import LogFormat
 from aioengine.server.config import HttpLimits, ServerConfig
 from aioengine.server.errors import ApiError, unavailable
 from aioengine.server.http_listener import ServerAddress
@@ -53,7 +55,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, tag="settings"):
     config: ServerConfig
     limits: HttpLimits
     drain_timeout_s: float
-    log_format: str
+    log_format: LogFormat
     log_descriptor: int
     engine_address: str | None = None
     engine_model: str | None = None
@@ -118,7 +120,7 @@ class AskStored(msgspec.Struct, frozen=True, tag="stored"):
     """
 
     server: int
-    do: str
+    do: Literal["retrieve", "cancel", "delete", "copy"]
     response_id: str
 
 

@@ -6,6 +6,7 @@ Of several servers of one port each keeps its own, and an id names the server th
 from __future__ import annotations
 
 import contextlib
+import re
 import secrets
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
@@ -20,6 +21,8 @@ from aioengine.server.responses import InputItem, ResponseAnswer
 from aioengine.server.siblings import AskStored
 from aioengine.server.stream_group import StreamGroup
 
+SHARED_ID = re.compile("resp_([0-9a-f]{2})[0-9a-f]{38}")
+"""Of a response of one of several servers: its number."""
 MAX_REFERRED_BYTES = 4 * 2**20
 """Of responses whose items a request names by their ids: reading them takes 15 ms."""
 OVERHEAD_BYTES = 512
@@ -246,7 +249,13 @@ class SharedResponses(StoredResponses):
     async def look_up(self, response_id: str) -> Found:
         if (owner := self._owner(response_id)) is None:
             return await super().look_up(response_id)
-        return msgspec.msgpack.decode(await self._ask(AskStored(owner, "copy", response_id)), type=Found)
+        try:
+            copy = await self._ask(AskStored(owner, "copy", response_id))
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            return Found(None, is_running=False)  # its server has ended
+        return msgspec.msgpack.decode(copy, type=Found)
 
     async def retrieve(self, response_id: str) -> bytes:
         if (owner := self._owner(response_id)) is None:
@@ -281,8 +290,6 @@ class SharedResponses(StoredResponses):
 
     def _owner(self, response_id: str) -> int | None:
         """The server that has it, if that is another one."""
-        try:
-            owner = int(response_id[5:7], 16)
-        except ValueError:
-            return None
-        return owner if owner != self._server and 0 <= owner < self._num_servers else None
+        found = SHARED_ID.fullmatch(response_id)
+        owner = self._server if found is None else int(found[1], 16)
+        return owner if owner != self._server and owner < self._num_servers else None
