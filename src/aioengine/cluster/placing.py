@@ -68,6 +68,8 @@ class Placing:
         self._end = end
         self._max_silence_s = MAX_SILENT_BEATS * config.heartbeat_interval_s
         self._has_limbo = asyncio.Event()
+        self._is_full = False
+        """Whether, at the last look, no replica took what may be anywhere."""
         self._served_at = -math.inf
         """When a replica served last, while there was something in limbo."""
 
@@ -85,7 +87,8 @@ class Placing:
         """Give a new sequence to a replica; where none takes it now, it waits for one."""
         if self.limbo or not self._place(sequence):
             self.limbo[sequence] = self._clock()
-            self.dispatch()
+            if not self._is_full or len(self.limbo) == 1:  # else it waits behind others, however many come
+                self.dispatch()
 
     def add_again(self, sequences: Iterable[Sequence]) -> None:
         """Sequences of a replica that is lost wait for another one."""
@@ -96,7 +99,10 @@ class Placing:
     def dispatch(self) -> None:
         """Give what is in limbo to replicas, as far as they take it."""
         # Those that must be alone go first: what they drive out comes behind.
+        self._is_full = False
         for sequence in sorted(self.limbo, key=recovery.needs_solitude, reverse=True):
+            if sequence not in self.limbo:  # it has ended meanwhile
+                continue
             try:
                 is_placed = self._place(sequence)
             except AioEngineError as error:  # what no replica can be sent
@@ -106,7 +112,8 @@ class Placing:
             if is_placed:
                 self.limbo.pop(sequence)
             elif not recovery.needs_solitude(sequence):
-                break  # none takes what comes after it, either
+                self._is_full = True  # none takes what comes after it, either
+                break
         if self.limbo:
             self._has_limbo.set()
 
