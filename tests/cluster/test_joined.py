@@ -121,6 +121,9 @@ class TestMembers:
                 await agree([one, other], lambda each: 1 not in each.ranks())
                 await agree([owner, one, other], lambda each: each.num_restarts() == 1 and len(each.ranks()) == 2)
             await agree([one, other], lambda each: each.core.replicas[1].is_serving)
+            moved = [[status.num_moved for status in each.engine.replicas()] for each in (owner, one, other)]
+            assert moved[0] == [0, 0]  # each counts its own
+            assert sum(map(sum, moved)) > 0
             more = [Reader([10 + place], max_tokens=20) for place in range(4)]
             async with reading(one.engine, more):  # and it is used again
                 await until_read(more, 1)

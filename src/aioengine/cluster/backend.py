@@ -13,6 +13,7 @@ from aioengine.cluster.cluster_core import ClusterCore
 from aioengine.cluster.host_launcher import HostLauncher
 from aioengine.cluster.launcher import Launcher
 from aioengine.cluster.lockstep_launcher import LockstepLauncher
+from aioengine.cluster.messages import MAX_REPLICAS
 from aioengine.cluster.replica import Replica, ReplicaState, Shared
 from aioengine.cluster.sharing import Sharing
 from aioengine.config import EngineConfig, ProcessOptions, ReplicaOptions
@@ -27,8 +28,6 @@ A = TypeVar("A")
 T = TypeVar("T")
 
 logger = logging.getLogger("aioengine")
-
-MAX_REPLICAS = 1024
 
 
 def launcher_of(config: EngineConfig, process: ProcessOptions, options: ReplicaOptions) -> Launcher:

@@ -168,8 +168,12 @@ class JoinedCluster:
     # As a cluster
 
     def statuses(self) -> list[ReplicaStatus]:
-        """As their owner sees them; what they have to do is that of all front ends."""
-        return [member.status(self._counts) for _, member in sorted(self._members.items())]
+        """As their owner sees them: what they have to do is that of all front ends, what was moved this one's."""
+        replicas = self.core.replicas
+        return [
+            member.status(self._counts, num_moved=replicas[rank].num_moved if rank in replicas else 0)
+            for rank, member in sorted(self._members.items())
+        ]
 
     async def scale(self, replicas: int) -> None:
         await self._call(m.Scale(replicas))

@@ -38,7 +38,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     num_blocks: Number = 0
     key_name: Annotated[str, Meta(max_length=256)] = ""
 
-    def status(self, counts: Counts) -> ReplicaStatus:
+    def status(self, counts: Counts, *, num_moved: int) -> ReplicaStatus:
         """With what it has to do, as far as ``counts`` tells."""
         place = counts.ranks.index(self.rank) if self.rank in counts.ranks else None
         return ReplicaStatus(
@@ -51,6 +51,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
             waiting=0 if place is None else counts.waiting[place] + counts.blocked[place],
             free_blocks=0 if place is None else counts.free_blocks[place],
             num_blocks=self.num_blocks,
+            num_moved=num_moved,
         )
 
 

@@ -193,7 +193,7 @@ class ReplicaStatus(PlainStruct, frozen=True, kw_only=True):
         where: its process or address, for a person.
         running, waiting: sequences, of all front ends.
         free_blocks, num_blocks: of its KV cache.
-        num_moved: sequences that were here, and went on at another one.
+        num_moved: sequences of this front end that were here, and went on at another one.
     """
 
     rank: int

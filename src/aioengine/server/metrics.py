@@ -119,6 +119,8 @@ class HttpMetrics:
                 self.params_max_tokens.observe(record.max_tokens)
 
 
+MOVED = "replica_moved"
+"""Of replicas' metrics the one that each front end counts of its own requests; of the others all hear the same."""
 REPLICA_METRICS: tuple[tuple[str, Kind, str, Callable[[ReplicaStatus], float]], ...] = (
     ("replica_serving", "gauge", "1 while the replica serves.", lambda r: r.state == "serving"),
     ("replica_num_requests_running", "gauge", "Sequences that the replica computes.", lambda r: r.running),
@@ -128,7 +130,7 @@ REPLICA_METRICS: tuple[tuple[str, Kind, str, Callable[[ReplicaStatus], float]], 
         lambda r: 1 - r.free_blocks / r.num_blocks if r.num_blocks else 0.0,
     ),
     ("replica_restarts", "counter", "How often the replica was started again.", lambda r: r.num_restarts),
-    ("replica_moved", "counter", "Sequences that were at the replica and went on at another.", lambda r: r.num_moved),
+    (MOVED, "counter", "Sequences that were at the replica and went on at another.", lambda r: r.num_moved),
 )
 """Of each replica, where there are several; labelled by its rank."""
 
@@ -175,7 +177,7 @@ def read_families(engine: Engine, http: HttpMetrics, prefix: str, model_name: st
             suffix = "_total" if kind == "counter" else ""
             samples = [Sample(suffix, (("rank", str(each.rank)),), float(value(each))) for each in replicas]
             if samples:
-                add(OWN_PREFIX + name, kind, documentation, samples)
+                add(OWN_PREFIX + name, kind, documentation, samples, is_of_engine=name != MOVED)
 
     try:
         health, metrics = engine.health(), engine.metrics
