@@ -105,7 +105,7 @@ def reductions(num_ranks: int) -> tuple[float, float, float]:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     folder = tempfile.mkdtemp()
-    places = [LockstepPlace(rank, num_ranks, f"file://{folder}/store", 120.0) for rank in range(num_ranks)]
+    places = [LockstepPlace(rank, num_ranks, f"{folder}/store", 120.0) for rank in range(num_ranks)]
     ranks = [context.Process(target=reduce_in_process, args=(place, results)) for place in places]
     for rank in ranks:
         rank.start()

@@ -67,6 +67,6 @@ def counts(worker: Worker) -> tuple[int, int, int]:
 def make(config: EngineConfig, place: LockstepPlace) -> Collective:
     # In a folder of its own, which goes when all have met.
     folder, _, name = place.store.rpartition("/")
-    os.makedirs(f"{folder}-device".removeprefix("file://"), exist_ok=True)
+    os.makedirs(f"{folder}-device", exist_ok=True)
     of_device = LockstepPlace(place.rank, place.num_ranks, f"{folder}-device/{name}", place.timeout_s)
     return Collective(config, of_device, step_time_s=float(os.environ.get(STEP_TIME, "0"))).listen()

@@ -230,7 +230,7 @@ HANDSHAKE_TO_ENGINE: tuple[Sample, ...] = (
     Sample("init_in_lockstep", msgspec.structs.replace(INIT, lockstep=LockstepPlace(2, 3, "file:///tmp/store", 4.5))),
 )
 
-FROM_MEMBER: tuple[Sample, ...] = (
+TO_COORDINATOR: tuple[Sample, ...] = (
     Sample("attach", wire.Attach(version=1, name="a further front end")),
     Sample("call", wire.CallControl(1, wire.pack_control(cluster.Scale(replicas=2)))),
     Sample("drained", cluster.Drained(rank=4)),
@@ -265,7 +265,7 @@ DIRECTIONS: dict[str, tuple[Any, tuple[Sample, ...]]] = {
     "from_engine": (wire.FromEngine, FROM_ENGINE),
     "handshake_from_engine": (handshake.FromEngine, HANDSHAKE_FROM_ENGINE),
     "handshake_to_engine": (handshake.ToEngine, HANDSHAKE_TO_ENGINE),
-    "from_member": (cluster.FromMember, FROM_MEMBER),
+    "to_coordinator": (cluster.ToCoordinator, TO_COORDINATOR),
     "from_coordinator": (cluster.FromCoordinator, FROM_COORDINATOR),
 }
 """By name: the union of a direction's messages, and its samples."""

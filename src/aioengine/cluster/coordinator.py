@@ -17,7 +17,6 @@ from aioengine.cluster.messages import (
     ClusterCall,
     Counts,
     Drained,
-    FromMember,
     Joined,
     Member,
     Membership,
@@ -25,6 +24,7 @@ from aioengine.cluster.messages import (
     Reserve,
     RestartReplicas,
     Scale,
+    ToCoordinator,
     unpack_call,
 )
 from aioengine.config import EngineConfig, ReplicaOptions
@@ -87,7 +87,7 @@ class Coordinated(Protocol):
         """Why it has ended."""
 
 
-class MemberSession(PeerSession):
+class FrontEndSession(PeerSession):
     """A front end that is attached to a coordinator."""
 
     def __init__(self, arrival: Arrival, members: Membership, counts: Counts) -> None:
@@ -118,18 +118,18 @@ class Coordinator:
         self, cluster: Coordinated, address: str, *, worker: TextWorker, keys: ServerKeys | None = None
     ) -> None:
         self._cluster = cluster
-        self.peers: PeerServer[MemberSession] = PeerServer(
+        self.peers: PeerServer[FrontEndSession] = PeerServer(
             address,
             what="coordinator",
             keys=keys,
             worker=worker,
-            kinds=FromMember,
+            kinds=ToCoordinator,
             begin=self._begin,
             act=self._act,
             on_left=self._on_left,
             max_unsent=3 * MAX_UNREAD_MESSAGES,
         )
-        self._calls: ServedCalls[MemberSession, ClusterCall] = ServedCalls(unpack_call, self._perform)
+        self._calls: ServedCalls[FrontEndSession, ClusterCall] = ServedCalls(unpack_call, self._perform)
         self._members: list[Member] = []
         self._counts = Counts([], [], [], [], [])
         self._has_front_ends = asyncio.Event()
@@ -264,7 +264,7 @@ class Coordinator:
 
     # Front ends
 
-    def _begin(self, arrival: Arrival) -> tuple[MemberSession, Joined]:
+    def _begin(self, arrival: Arrival) -> tuple[FrontEndSession, Joined]:
         self.announce()
         self._look()
         self._has_front_ends.set()
@@ -278,9 +278,9 @@ class Coordinator:
             members=members,
             counts=self._counts,
         )
-        return MemberSession(arrival, members, self._counts), joined
+        return FrontEndSession(arrival, members, self._counts), joined
 
-    async def _act(self, session: MemberSession, body: Any) -> None:
+    async def _act(self, session: FrontEndSession, body: Any) -> None:
         match body:
             case wire.CallControl():
                 self._calls.begin(self._tasks, session, body)
@@ -292,12 +292,12 @@ class Coordinator:
             case _:
                 raise WireError(f"a {type(body).__name__} in the middle of a session")
 
-    def _on_left(self, session: MemberSession) -> None:
+    def _on_left(self, session: FrontEndSession) -> None:
         for rank in [rank for rank, holder in self._reserved.items() if holder == session.index]:
             self.release(rank, session.index)
         self._note_change()
 
-    async def _perform(self, session: MemberSession, call: ClusterCall) -> Any:
+    async def _perform(self, session: FrontEndSession, call: ClusterCall) -> Any:
         match call:
             case Scale():
                 await self._cluster.scale(call.replicas)
@@ -309,7 +309,7 @@ class Coordinator:
                 self.release(call.rank, session.index)
         return None
 
-    async def _reserve(self, session: MemberSession) -> int:
+    async def _reserve(self, session: FrontEndSession) -> int:
         rank = await self.reserve(session.index)
         if session.is_over:
             self.release(rank, session.index)

@@ -90,7 +90,7 @@ class LockstepMembers:
                 self._folder = tempfile.mkdtemp(prefix="aioengine-lockstep-")
             except OSError as error:
                 raise ConfigError(f"no folder can be made for engines in lockstep to meet: {error}") from error
-        return f"file://{self._folder}/store"
+        return f"{self._folder}/store"
 
     def remove_store(self) -> None:
         """Idempotent; for the worker's thread."""

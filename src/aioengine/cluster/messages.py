@@ -89,7 +89,7 @@ class Drained(WireMessage, frozen=True, tag=21):
     rank: Number
 
 
-FromMember = wire.Attach | wire.CallControl | wire.Acknowledge | wire.Detach | wire.CancelCall | Drained
+ToCoordinator = wire.Attach | wire.CallControl | wire.Acknowledge | wire.Detach | wire.CancelCall | Drained
 
 
 class Scale(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -13,8 +13,7 @@ class LockstepPlace(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         rank: from 0 up to ``num_ranks``.
-        store: where the ranks meet: ``file:///a/path`` of a file that is not there yet, which all of them reach, or
-            ``tcp://host:port`` that rank 0 listens at.
+        store: path of a file that is not there yet, where the ranks meet; alone in its folder, which goes then.
         timeout_s: for all to come there.
     """
 

@@ -6,7 +6,6 @@ import shutil
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 from torch import distributed
@@ -25,7 +24,7 @@ class RanksApart(Exception):
 class Gloo:
     """A rank's connections to the others; nothing of the default group of ``torch.distributed``.
 
-    Making it blocks until all are there. Ranks that meet at a file are connected over their machine's loopback.
+    Making it blocks until all are there. They are connected over their machine's loopback.
 
     Raises:
         RuntimeError: they did not come in time, or cannot be reached.
@@ -33,25 +32,17 @@ class Gloo:
 
     def __init__(self, place: LockstepPlace) -> None:
         make: Any = distributed.ProcessGroupGloo  # whose stubs have the constructor alone
-        where = urlsplit(place.store)
         timeout = timedelta(seconds=place.timeout_s)
         options = make._Options()
         options._timeout = timeout
-        self._store: Any
+        options._devices = [make.create_device(hostname="127.0.0.1")]
+        self._store: Any = distributed.FileStore(place.store, place.num_ranks)  # type: ignore[attr-defined]
         """Lives as long as the group."""
-        if where.scheme == "file":
-            self._store = distributed.FileStore(where.path, place.num_ranks)  # type: ignore[attr-defined]
-            self._store.set_timeout(timeout)
-            options._devices = [make.create_device(hostname="127.0.0.1")]
-        else:
-            self._store = distributed.TCPStore(  # type: ignore[attr-defined]
-                where.hostname or "", where.port or 0, place.num_ranks, place.rank == 0, timeout, wait_for_workers=False
-            )
-            options._devices = [make.create_default_device()]
+        self._store.set_timeout(timeout)
         self._group = make(self._store, place.rank, place.num_ranks, options)
         self.reduce_or(False, 0, 0, timeout)  # then all have read what they need to know
-        if where.scheme == "file" and place.rank == 0:  # should the parent be killed, no file is left
-            shutil.rmtree(Path(where.path).parent, ignore_errors=True)
+        if place.rank == 0:  # should the parent be killed, no file is left
+            shutil.rmtree(Path(place.store).parent, ignore_errors=True)
 
     def reduce_or(self, value: bool, wave: int, step: int, timeout: timedelta = REDUCTION_TIMEOUT) -> bool:
         """Whether any rank gives True; blocks until all have given theirs, without the GIL.
