@@ -74,11 +74,11 @@ async def test_several_poisons_at_once_fail_each() -> None:
 
 @pytest.mark.nightly
 async def test_a_poison_that_gets_on_between_its_deaths_is_bounded_by_attempts() -> None:
-    reader = Reader([Poison.CREEPING, 4, 100, 101], max_tokens=200)
+    reader = Reader([Poison.CREEPING, 40, 100, 101], max_tokens=400)
     async with cluster(2, max_attempts=3) as replicas, reading(replicas.engine, [reader]):
         pass
     assert "max_attempts" in str(reader.error)
-    assert 0 < reader.num_tokens < 200
+    assert 0 < reader.num_tokens < 400
 
 
 @pytest.mark.nightly
