@@ -108,7 +108,8 @@ def spread(tmp_path_factory: pytest.TempPathFactory, ear: Ear) -> Spread:
 
 async def test_a_host_s_engine_serves_dies_comes_back_and_ends_with_the_front_end(spread: Spread) -> None:
     readers = [Reader(prompt) for prompt in prompts(random.Random(1), 6)]
-    async with spread("--replicas-local", "1", "--start-rank", "1") as (here, (host,)):
+    ended: list[tuple[int, str]] = []
+    async with spread("--replicas-local", "1", "--start-rank", "1", ended=ended) as (here, (host,)):
         assert here.ranks() == [0, 1]
         async with reading(here.engine, readers):
             await until_read(readers, 5)
@@ -120,7 +121,7 @@ async def test_a_host_s_engine_serves_dies_comes_back_and_ends_with_the_front_en
         assert host.engine_pid() != killed
         (status,) = [each for each in here.engine.replicas() if each.rank == 1]
         assert status.where.startswith("hostb tcp://127.0.0.1:")
-    code, said = await host.ends()
+    ((code, said),) = ended
     assert (code, "all engines have ended as the front end has" in said) == (0, True), said
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import anyio
@@ -16,6 +16,7 @@ from aioengine.cluster.lockstep_launcher import LockstepLauncher
 from aioengine.cluster.messages import MAX_REPLICAS
 from aioengine.cluster.replica import Replica, ReplicaState, Shared
 from aioengine.cluster.sharing import Sharing
+from aioengine.cluster.side_by_side import for_each
 from aioengine.config import EngineConfig, ProcessOptions, ReplicaOptions
 from aioengine.core.protocol import Cluster, CoreHooks, ReplicaStatus
 from aioengine.errors import AioEngineError, ConfigError, InvalidRequest, describe
@@ -24,7 +25,6 @@ from aioengine.models.folder import ModelFolder
 from aioengine.progress import OnProgress
 from aioengine.transport.backends import refuse_function
 
-A = TypeVar("A")
 T = TypeVar("T")
 
 logger = logging.getLogger("aioengine")
@@ -278,25 +278,3 @@ class Replicated:
         replica = Replica(rank, self._launcher, self._options, self._hooks, shared, self.core, self._clock)
         self._replicas[rank] = replica
         return replica
-
-
-async def for_each(items: Iterable[A], function: Callable[[A], Awaitable[T]]) -> list[T]:
-    """Await ``function`` of all side by side; returns the results in order. What one raises ends the others."""
-    items = list(items)
-    results: dict[int, T] = {}
-    error: Exception | None = None
-
-    async def run(place: int) -> None:
-        nonlocal error
-        try:
-            results[place] = await function(items[place])
-        except Exception as raised:
-            error = error or raised
-            tasks.cancel_scope.cancel()
-
-    async with anyio.create_task_group() as tasks:
-        for place in range(len(items)):
-            tasks.start_soon(run, place)
-    if error is not None:
-        raise error
-    return [results[place] for place in range(len(items))]

@@ -10,8 +10,9 @@ from typing import Any
 import anyio
 
 from aioengine.cluster.devices import HostSlots
+from aioengine.cluster.side_by_side import for_each
 from aioengine.config import EngineConfig, ProcessOptions
-from aioengine.errors import AioEngineError, ConfigError, EngineDead
+from aioengine.errors import ConfigError, EngineDead
 from aioengine.own_process import asked_by_signals
 from aioengine.text.worker import TextWorker
 from aioengine.transport.child import AGAIN, BAD_CONFIG, NO_FRONT_END
@@ -73,27 +74,13 @@ class EngineHost:
         Raises:
             ConfigError, ModelLoadError, EngineDead: one of them cannot start, or fails too often.
         """
-        failure: AioEngineError | None = None
-
-        async def keep(nth: int) -> None:
-            nonlocal failure
-            try:
-                await self._keep(nth)
-            except AioEngineError as error:
-                failure = failure or error
-                tasks.cancel_scope.cancel()
-
         with anyio.CancelScope() as scope, asked_by_signals(lambda _: scope.cancel()):
             try:
                 self._slots = await self._worker.run(self._find_slots, None)
-                async with anyio.create_task_group() as tasks:
-                    for nth in range(self._num_engines):
-                        tasks.start_soon(keep, nth)
+                await for_each(range(self._num_engines), self._keep)
             finally:
                 with anyio.CancelScope(shield=True):
                     await self._worker.aclose()
-        if failure is not None:
-            raise failure
         logger.info("all engines have ended as %s", "they were told" if scope.cancel_called else "the front end has")
 
     async def _keep(self, nth: int) -> None:

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import anyio
 
 from aioengine.cluster import messages as m
-from aioengine.cluster.backend import for_each
 from aioengine.cluster.cluster_core import ClusterCore
 from aioengine.cluster.replica import Replica, ReplicaState, Shared
+from aioengine.cluster.side_by_side import for_each
 from aioengine.cluster.solitude import Solitude
 from aioengine.config import EngineConfig, ReplicaOptions
 from aioengine.core.protocol import Backend, Cluster, CoreHooks, ReplicaStatus
