@@ -91,6 +91,8 @@ class TestCounts:
                 for front_end in front_ends:
                     await stack.enter_async_context(reading(front_end.engine, readers[front_end]))
                 await agree(front_ends, lambda each: sum(map(sum, loads_of(each.engine))) == 6)
+                with pytest.raises(InvalidRequest, match="by the program that owns the replicas"):
+                    await front_ends[1].engine.update_weights(runtime)
                 for front_end in front_ends:
                     front_end.engine.abort_all()
             await agree(front_ends, lambda each: loads_of(each.engine) == [(0, 0)] * 2)

@@ -17,19 +17,19 @@ import anyio
 from aioengine.cluster import recovery
 from aioengine.cluster.agreement import agree
 from aioengine.cluster.balancer import MAX_AFFINITY_BLOCKS
-from aioengine.cluster.broadcast import ClusterControl
+from aioengine.cluster.broadcast import OF_WEIGHTS, ClusterControl
 from aioengine.cluster.placing import Placing
 from aioengine.cluster.replica import Replica, ReplicaCore, ReplicaState
 from aioengine.cluster.totals import StepTotals
 from aioengine.config import EngineConfig, ReplicaOptions
-from aioengine.core.control import AnyControl, CommitWeights, ResetPrefixCache, Sleep, UpdateWeights
+from aioengine.core.control import AnyControl, CommitWeights, ResetPrefixCache, Sleep, StageWeights, UpdateWeights
 from aioengine.core.engine_core import closed_early
 from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.core.health import Health, HealthStatus
 from aioengine.core.listener import Conditions, Endings, Listener
 from aioengine.core.observers import Observers, UserCode
 from aioengine.core.protocol import CoreHooks, Orphan
-from aioengine.errors import AioEngineError, EngineClosed, EngineDead
+from aioengine.errors import AioEngineError, EngineClosed, EngineDead, InvalidRequest
 from aioengine.metrics import StepRecord
 from aioengine.outputs import FinishReason
 from aioengine.scheduler.prefix_cache import hash_prompt, root_of
@@ -51,7 +51,7 @@ class ClusterCore:
     Args:
         config: of each replica.
         hooks: of the caller's side.
-        is_owner: whether this side logs the load.
+        is_owner: whether this side has started the replicas: then it logs the load, and may change their weights.
     Attributes:
         replicas: by rank.
         on_change: called when the state of a replica is another one.
@@ -71,6 +71,7 @@ class ClusterCore:
     ) -> None:
         self.config = config
         self.clock = clock
+        self.is_owner = is_owner
         self.user_code = UserCode()
         self.observers = Observers(
             self.user_code, log_interval_s=config.log_stats_interval_s if is_owner else 0.0, now_s=clock()
@@ -285,6 +286,11 @@ class ClusterCore:
     async def call(self, control: AnyControl) -> Any:
         """Have all replicas perform a control call, once there is one: see `ClusterControl`."""
         self.check_accepting()
+        if not self.is_owner and isinstance(control, (*OF_WEIGHTS, StageWeights)):
+            raise InvalidRequest(
+                "weights are changed by the program that owns the replicas, which gives them to those that it starts "
+                "anew, too: call update_weights there"
+            )
         if not self._cores:
             await self.when(lambda: bool(self._cores))
             self.check_accepting()
