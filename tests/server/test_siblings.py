@@ -103,11 +103,11 @@ async def test_each_question_has_its_answer_and_messages_come_in_order() -> None
         questions = [ReadNumbers(), CountOpen(), AbortNamed(["a"]), AskStored(1, "copy", "resp_01"), CountOpen()]
         asked = [tasks.start((one if place % 2 else other).peer.ask(each)) for place, each in enumerate(questions)]
         large = Counted(bytes(2**20))
-        for message in (Serving("demo", "http://x"), large, ServerGroup(2, 1, [0])):
+        for message in (Serving("demo"), large, ServerGroup(2, 1, [0])):
             one.peer.tell(message)
         assert await tasks.end(*asked) == [msgspec.msgpack.encode(each).upper() for each in questions]
         await until(lambda: len(other.heard) == 3)
-        assert other.heard == [Serving("demo", "http://x"), large, ServerGroup(2, 1, [0])]
+        assert other.heard == [Serving("demo"), large, ServerGroup(2, 1, [0])]
 
 
 @both_loops

@@ -117,7 +117,7 @@ class ApiServer:
 
             def on_serving(server: HttpServer) -> None:
                 tasks.start_soon(self._follow_group, server)
-                peer.tell(Serving(api.models.names[0], server.url))
+                peer.tell(Serving(api.models.names[0]))
 
             prepare_interpreter()
             try:

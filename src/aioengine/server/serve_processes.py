@@ -16,7 +16,7 @@ from aioengine.server.api_servers import ApiServers
 from aioengine.server.http_listener import HttpListener
 from aioengine.server.http_server import StopRequest
 from aioengine.server.server_process import Hub, ServerProcess
-from aioengine.server.siblings import ServerGroup, ServerSettings
+from aioengine.server.siblings import ServerSettings
 
 HEALTH_EVERY_S = 1.0
 """How often the process looks at its engine's health, as a server does."""
@@ -99,7 +99,7 @@ async def serve_replica_a_port(
         EngineDead: they could not be kept running (`ApiServers`).
     """
     shares = [[each.fileno() for each in listener.sockets] for listener in listeners]
-    hub = Hub(None, settings.config.metrics_prefix, lambda: ServerGroup(len(listeners), len(servers.serving)))
+    hub = Hub(None, settings.config.metrics_prefix, lambda: servers.group)
 
     config, num_engines = settings.engine_config or EngineConfig(), len(listeners)
     slots = HostSlots.find(config, ProcessOptions(), num_engines)

@@ -48,7 +48,6 @@ class ServerProcess:
 
     def __init__(self, settings: ServerSettings, hub: Hub) -> None:
         self.name = f"HTTP server {settings.index}"
-        self.serving: Serving | None = None
         self._settings = settings
         self._hub = hub
         self._child: Child | None = None
@@ -125,7 +124,6 @@ class ServerProcess:
     def _take(self, message: Message) -> None:
         self._heard_at = anyio.current_time()
         if isinstance(message, Serving):
-            self.serving = message
             self._hub.model_name = message.model
             self._on_serving()
         elif isinstance(message, Counted):

@@ -71,11 +71,9 @@ class Serving(msgspec.Struct, frozen=True, tag="serving"):
 
     Attributes:
         model: the name that it calls its model by.
-        url: where.
     """
 
     model: str
-    url: str
 
 
 class Counted(msgspec.Struct, frozen=True, tag="counted"):
