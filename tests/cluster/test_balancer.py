@@ -207,3 +207,19 @@ def test_a_replica_that_has_none_of_a_prompt_is_not_better_for_having_had_it() -
     balancer.forget(3)
     assert balancer.num_hashes == 0
     assert balancer.choose([idle(2), idle(3, running=1)], prompt("a", 40)) == 2
+
+
+def test_one_that_waits_is_as_much_load_as_four_that_run() -> None:
+    for num_running, expected in ((7, 0), (9, 1)):
+        candidates = [idle(0, running=num_running), idle(1, waiting=2)]
+        assert Balancer("load").choose(candidates) == expected
+
+
+def test_what_is_remembered_of_many_prompts_is_bounded_and_of_the_newest() -> None:
+    balancer = Balancer(max_hashes=50)
+    candidates = [idle(rank) for rank in range(4)]
+    for number in range(100):
+        balancer.choose(candidates, prompt(f"p{number}", 20))
+    assert 25 <= balancer.num_hashes == sum(len(cache.widths) for cache in balancer._caches.values()) <= 50
+    assert len(balancer._holders) <= 50
+    assert prompt("p99", 20)[-1] in balancer._holders

@@ -206,3 +206,24 @@ def test_what_came_when_the_replica_was_silent_is_not_to_blame() -> None:
         assert verdicts == [(late, None)]
         recovery.note_sent(_of(late), 11.0)
     assert not recovery.needs_solitude(_of(late))
+
+
+def test_one_in_a_crowd_goes_on_alone_after_two_deaths_on_a_row() -> None:
+    """Seen by all the deaths that there were; where replicas die without it, too, after four."""
+    for numbers, expected in (([0, 1], 2), ([0, 2, 4, 6], 4)):
+        crowd = [Modelled() for _ in range(3)]
+        for number in numbers:
+            assert not any(recovery.needs_solitude(_of(each)) for each in crowd)
+            orphans = [Orphan(_of(each), has_started=True) for each in crowd]
+            verdicts = recovery.on_death(orphans, recovery.Death(REASON, number), max_attempts=8)
+            assert [error for _, error in verdicts] == [None] * 3
+        assert all(recovery.needs_solitude(_of(each)) for each in crowd)
+        assert all(each.breaks.strikes == expected for each in crowd)
+
+
+def test_none_is_blamed_where_others_had_requests_too() -> None:
+    one = Modelled()
+    for number in range(5):
+        death = recovery.Death(REASON, number, is_shared=True)
+        assert recovery.on_death([Orphan(_of(one), has_started=True)], death, max_attempts=8) == [(one, None)]
+    assert recovery.needs_solitude(_of(one))
