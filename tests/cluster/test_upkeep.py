@@ -199,3 +199,13 @@ async def test_one_that_dies_after_it_was_woken_part_by_part_serves() -> None:
         replicas.kill(0)
         await replicas.until_restarted(1, 1)
         await replicas.engine.generate([10, 11, 12], max_tokens=2)
+
+
+@pytest.mark.nightly
+async def test_prefixes_and_sessions_are_forgotten_with_the_caches() -> None:
+    async with cluster(2) as replicas:
+        balancer = replicas.engine._runtime.core.placing.balancer  # type: ignore[union-attr, attr-defined]
+        await replicas.engine.generate([*range(10, 100)], max_tokens=2, session="one")
+        assert (balancer.num_hashes > 0, balancer.num_sessions) == (True, 1)
+        await replicas.engine.reset_prefix_cache()
+        assert (balancer.num_hashes, balancer.num_sessions) == (0, 0)

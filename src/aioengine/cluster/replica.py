@@ -439,6 +439,8 @@ class Replica:
                 await backend.aclose()
 
     def _on_record(self, record: StepRecord) -> None:
+        if self.core is None or self.core.death is not None:
+            return  # it came with the end, and what it had is counted no more
         self.num_sent = 0
         self._members.on_record(self, record)
 
