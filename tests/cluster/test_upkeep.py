@@ -10,7 +10,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 from cluster.harness import Cluster, Reader, cluster, innocents, outputs_of, reading, undisturbed, until_read
-from cluster.mortal import Faults
+from cluster.mortal import NUM_BLOCKS, Faults
 from nightly import nightly
 
 pytestmark = pytest.mark.usefixtures("faults", "quiet_log")
@@ -43,11 +43,13 @@ async def test_replicas_are_added_and_removed_under_load() -> None:
         await until_read(readers, 3)
         await replicas.engine.scale(3)
         assert len(replicas.ranks()) == 3
+        assert replicas.engine.info.num_blocks == 3 * NUM_BLOCKS
         late = innocents(random.Random(4), 12, max_tokens=100)
         async with reading(replicas.engine, late):
             await until_read(late, 3)
             await replicas.engine.scale(1)
         assert len(replicas.ranks()) == 1
+        assert replicas.engine.info.num_blocks == NUM_BLOCKS
     assert outputs_of(readers) == expected
     assert outputs_of(late) == await undisturbed(late)
 

@@ -103,12 +103,7 @@ class ClusterCore:
         Raises:
             ConfigError: it cannot stand in for the others.
         """
-        cores = {each.rank: each.core for each in (*self.replicas.values(), replica) if each.core is not None}
-        if cores:  # else all are just starting
-            self.info: ExecutorInfo = agree(
-                {rank: core.info for rank, core in cores.items()}, {rank: core.config for rank, core in cores.items()}
-            )
-            self.eos_token_ids = cores[min(cores)].eos_token_ids
+        self._agree((*self.replicas.values(), replica))
         self.replicas[replica.rank] = replica
         if self._tasks is not None:
             self._tasks.start_soon(replica.run)
@@ -117,9 +112,19 @@ class ClusterCore:
     def remove_replica(self, replica: Replica) -> None:
         """It has been stopped."""
         del self.replicas[replica.rank]
+        self._agree(self.replicas.values())
         self._totals.forget(replica.rank)
         self.placing.balancer.forget(replica.rank)
         self.on_state(replica)
+
+    def _agree(self, replicas: Iterable[Replica]) -> None:
+        """Note what these offer together; `ConfigError` as `add_replica`."""
+        cores = {each.rank: each.core for each in replicas if each.core is not None}
+        if cores:  # else all are just starting
+            self.info: ExecutorInfo = agree(
+                {rank: core.info for rank, core in cores.items()}, {rank: core.config for rank, core in cores.items()}
+            )
+            self.eos_token_ids = cores[min(cores)].eos_token_ids
 
     def move(self, replica: Replica, orphans: Iterable[Orphan]) -> None:
         """Sequences that were taken back from a replica that lives go on elsewhere."""
