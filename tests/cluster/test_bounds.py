@@ -16,6 +16,7 @@ from aioengine import EngineDead, EngineOverloaded
 pytestmark = pytest.mark.usefixtures("faults", "quiet_log")
 
 
+@pytest.mark.nightly
 async def test_a_replica_that_cannot_restart_is_given_up_and_others_go_on(faults: Faults) -> None:
     readers = innocents(random.Random(1), 12, max_tokens=100)
     expected = await undisturbed(readers)

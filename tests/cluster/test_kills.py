@@ -79,6 +79,7 @@ async def test_a_request_goes_on_behind_each_of_its_tokens(kind: str) -> None:
     await all_end_as_undisturbed_one_by_one(readers)
 
 
+@pytest.mark.nightly
 async def test_a_stop_string_is_cut_by_the_break() -> None:
     plain = [Reader([Poison.ONCE, position, 500, 600], seed=3, max_tokens=30) for position in (9, 10, 11)]
     readers = []

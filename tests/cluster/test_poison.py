@@ -48,7 +48,8 @@ async def test_a_poison_alone_kills_two_and_fails_with_what_they_died_of(name: s
     assert outputs_of(late) == await undisturbed(late)
 
 
-@pytest.mark.parametrize("name", few(["LATE"], of=KILLERS))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", KILLERS)
 async def test_a_poison_among_fifty_fails_and_they_do_not(name: str) -> None:
     crowd = innocents(random.Random(name), 50, max_tokens=120)
     expected = await undisturbed(crowd)

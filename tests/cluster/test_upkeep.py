@@ -96,6 +96,7 @@ async def test_one_that_dies_asleep_wakes_up_with_the_others() -> None:
     assert outputs_of(readers) == expected
 
 
+@pytest.mark.nightly
 async def test_one_that_restarts_has_the_weights_of_the_others(tmp_path: Path) -> None:
     folder = tmp_path / "newer"
     folder.mkdir()
@@ -141,6 +142,7 @@ async def test_draining_ends_well_though_replicas_die(faults: Faults) -> None:
     assert outputs_of(readers) == expected
 
 
+@pytest.mark.nightly
 async def test_all_are_restarted_while_one_is_starting_after_its_death(faults: Faults) -> None:
     readers = innocents(random.Random(9), 6, max_tokens=100)
     expected = await undisturbed(readers)

@@ -133,7 +133,7 @@ class Replicated:
     async def aclose(self) -> None:
         self._launcher.say_goodbye(self._reason)
         try:
-            await for_each(self._replicas.values(), Replica.aclose)
+            await for_each(self._replicas.values(), _close)
         finally:
             self._replicas.clear()
             if self._sharing is not None:
@@ -278,3 +278,11 @@ class Replicated:
         replica = Replica(rank, self._launcher, self._options, self._hooks, shared, self.core, self._clock)
         self._replicas[rank] = replica
         return replica
+
+
+async def _close(replica: Replica) -> None:
+    """Close a replica; what it raises keeps no other one from being closed."""
+    try:
+        await replica.aclose()
+    except Exception:
+        logger.exception("replica %d could not be closed in order", replica.rank)
