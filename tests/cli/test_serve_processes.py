@@ -170,6 +170,8 @@ def test_a_replica_a_port_is_each_a_server_alone(tmp_path: Path) -> None:
             except httpx.TransportError:
                 return False
 
+        ports = [int(url.rpartition(":")[2]) for url in urls]
+        wait_until(lambda: sum(map(refuses, ports)) == 1, server)  # the dead one's, which a balancer is to hear
         psutil.wait_procs([victim], timeout=DEADLINE_S)
         wait_until(is_back, server)
         server.process.send_signal(signal.SIGTERM)

@@ -158,6 +158,53 @@ async def test_it_accepts_for_another_server_while_it_is_told_to() -> None:
 
 
 @both_loops
+async def test_a_socket_that_is_being_opened_when_it_stops_listening_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    may_go_on = asyncio.Event()
+    opened: list[asyncio.Server] = []
+    accept_at = HttpServer._accept_at
+
+    async def accept_slowly(server: HttpServer, listening: socket.socket) -> asyncio.Server:
+        opened.append(await accept_at(server, listening))
+        await may_go_on.wait()
+        return opened[0]
+
+    stop, engine = StopRequest(), SmallEngine()
+    began: asyncio.Future[HttpServer] = asyncio.get_running_loop().create_future()
+    with await listener_at(ServerAddress(port=0)) as others, await listener_at(ServerAddress(port=0)) as listener:
+        others.listen()
+        async with Tasks() as tasks:
+            serving: Any = {"engine": engine, "listener": listener, "stop": stop, "on_serving": began.set_result}
+            task = tasks.start(serve(SmallApp(engine), **serving))
+            server = await began
+            monkeypatch.setattr(HttpServer, "_accept_at", accept_slowly)
+            accepting = tasks.start(server.accept_for_others([others.sockets[0].fileno()]))
+            await until(lambda: bool(opened))
+            stop.ask()
+            await task
+            may_go_on.set()
+            await accepting
+            assert not opened[0].is_serving()
+
+
+def test_a_port_that_refuses_stays_bound_and_may_be_served_at_again() -> None:
+    with HttpListener(ServerAddress(port=0)) as listener:
+        listener.refuse()  # nothing: it does not listen yet
+        address = listener.sockets[0].getsockname()
+        for _ in range(2):
+            with HttpListener.inherited(listener.where, [os.dup(listener.sockets[0].fileno())]) as inherited:
+                inherited.listen()
+                listener.listen()
+                socket.create_connection(address).close()
+                inherited.refuse()
+                with pytest.raises(ConnectionRefusedError):
+                    socket.create_connection(address)
+            assert listener.sockets[0].getsockname() == address
+    listener.refuse()  # nothing: it is closed
+
+
+@both_loops
 async def test_a_unix_socket_is_its_owners_alone_and_removed_at_the_end(folder: Path) -> None:
     path = folder / "a.sock"
     with socket.socket(socket.AF_UNIX) as left:  # by a server that was killed: it is replaced

@@ -159,11 +159,19 @@ async def test_two_servers_are_one_and_a_death_is_its_clients_affair_alone() -> 
         assert all(after[name] >= value for name, value in before.items() if is_counter(name))
         assert after["aioengine:api_server_restarts_total"] == 1
 
-        served.stop.ask()
-        await served.task
+        # Draining, all refuse at once: no copy of another one's socket accepts.
+        async with AsyncExitStack() as stack:
+            streams = await one_stream_at_each(served, stack)
+            served.stop.ask()
+            with anyio.fail_after(5):
+                await until_async(lambda: refuses(served))
+            for _ in range(20):
+                with pytest.raises(httpx.ConnectError):
+                    await served.ask("GET", "/health")
+            assert [await outcome_of(stream) for stream in streams] == ["goes on", "goes on"]
+            served.stop.ask()
+            await served.task
         assert not servers()
-        with pytest.raises(httpx.ConnectError):
-            await served.ask("GET", "/health")
 
 
 @pytest.mark.nightly

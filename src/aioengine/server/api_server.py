@@ -129,7 +129,7 @@ class ApiServer:
                     drain_timeout_s=self._settings.drain_timeout_s,
                     limits=self._settings.limits,
                     on_serving=on_serving,
-                    on_drain=api.drain,
+                    on_drain=lambda: self._on_drain(api, listener),
                 )
             except AioEngineError as error:  # a group of tasks would wrap it
                 failure = error
@@ -138,6 +138,17 @@ class ApiServer:
             tasks.cancel_scope.cancel()
         if failure is not None:
             raise failure
+
+    def _on_drain(self, api: Api, listener: HttpListener) -> None:
+        """Have no socket go on accepting clients because this process holds it."""
+        api.drain()
+        shares, own = self._settings.shares, self._settings.index % len(self._settings.shares)
+        if self._stop.num_asked or len(shares) == 1:
+            listener.refuse()  # else, as the engine has died, others accept there until this server is back
+        for index, share in enumerate(shares):
+            if index != own:
+                for each in share:
+                    os.close(each)
 
     def _take(self, message: Message) -> None:
         if isinstance(message, ServerGroup):

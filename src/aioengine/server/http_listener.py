@@ -15,7 +15,7 @@ import os
 import socket
 import ssl
 from collections.abc import Sequence
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 import msgspec
 from msgspec import Meta
@@ -130,6 +130,17 @@ class HttpListener:
         except OSError as error:
             raise self._not_served(error) from None
 
+    def refuse(self) -> None:
+        """Refuse clients at the ports from now on, whichever processes hold them, until one of these listens again.
+
+        The sockets stay bound. What was not accepted yet is reset. Unix sockets go on as they are.
+        """
+        for share in self.shares:
+            for each in share:
+                if each.family != socket.AF_UNIX:
+                    with contextlib.suppress(OSError):  # it does not listen, or is closed
+                        each.shutdown(socket.SHUT_RD)
+
     def let_go(self) -> None:
         """Close the sockets here, without a wait: clients are refused once servers that have inherited them do so, too.
 
@@ -207,12 +218,23 @@ def _bind_tcp(host: str, port: int, *, is_shared: bool) -> list[socket.socket]:
                 address = (address[0], sockets[0].getsockname()[1], *address[2:])
             if is_shared:
                 made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            made.bind(address)
+            if address[1] == 0:
+                _bind_to_free_port(made, address)
+            else:
+                made.bind(address)
     except BaseException:
         for made in sockets:
             made.close()
         raise
     return sockets
+
+
+def _bind_to_free_port(made: socket.socket, address: Any) -> None:
+    """A port that Linux has chosen it takes away again as the socket stops listening; one that was named it leaves."""
+    with socket.socket(made.family, made.type, made.proto) as finder:
+        finder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # both may be bound while neither listens
+        finder.bind(address)
+        made.bind((address[0], finder.getsockname()[1], *address[2:]))
 
 
 def _find_the_dead(made: socket.socket) -> None:

@@ -229,9 +229,16 @@ class HttpServer:
         """
         for number in self._others.keys() - set(descriptors):
             self._others.pop(number).close()
-        if self._is_listening:
+        if not self._has_stopped():
             for number in set(descriptors) - self._others.keys():
-                self._others[number] = await self._accept_at(socket.socket(fileno=os.dup(number)))
+                server = await self._accept_at(socket.socket(fileno=os.dup(number)))
+                if self._has_stopped():  # meanwhile, and the descriptors may be others' now
+                    server.close()
+                    return
+                self._others[number] = server
+
+    def _has_stopped(self) -> bool:
+        return not self._is_listening
 
     async def _drain_and_end(self, drain_timeout_s: float) -> None:
         try:

@@ -89,7 +89,7 @@ async def serve_replica_a_port(
     """Serve several engines, each by a process of its own at a port of its own, for a balancer outside.
 
     Each process is what `serve` makes of one engine: it knows nothing of the others, and its ``/metrics`` and
-    ``/health`` are its own. One that ends is started again.
+    ``/health`` are its own. One that ends is started again; its port refuses clients meanwhile.
 
     Args:
         settings: of all; ``engine_config`` is that of each engine.
@@ -98,7 +98,6 @@ async def serve_replica_a_port(
         ConfigError: this machine has not so many GPUs.
         EngineDead: they could not be kept running (`ApiServers`).
     """
-    shares = [[each.fileno() for each in listener.sockets] for listener in listeners]
     hub = Hub(None, settings.config.metrics_prefix, lambda: servers.group)
 
     config, num_engines = settings.engine_config or EngineConfig(), len(listeners)
@@ -110,13 +109,17 @@ async def serve_replica_a_port(
         own = replace(
             settings,
             index=index,
-            shares=shares,
+            shares=[[each.fileno() for each in listeners[index].sockets]],
             where=listeners[index].where,
             engine_config=host.config(config),
             visible_devices=host.visible_devices,
             environment=host.environment(os.environ),
         )
         return ServerProcess(own, hub)
+
+    def on_exit(index: int, is_again: bool) -> None:
+        listeners[index].refuse()  # a balancer is to hear at once that none serves there
+        hub.on_exit(index, is_again)
 
     def let_go() -> None:
         for listener in listeners:
@@ -129,7 +132,7 @@ async def serve_replica_a_port(
         shares_port=False,
         start_timeout_s=ProcessOptions().start_timeout_s,  # of an engine, with its model
         on_all_serving=lambda: on_serving(hub.model_name, [listener.url for listener in listeners]),
-        on_exit=hub.on_exit,
+        on_exit=on_exit,
         on_stopping=let_go,
     )
     await servers.run(stop)
