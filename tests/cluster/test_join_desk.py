@@ -181,7 +181,9 @@ async def test_an_engine_without_the_right_keys_is_not_admitted(who: str | None,
 
 async def test_an_address_of_other_machines_needs_keys() -> None:
     worker = TextWorker()
-    with pytest.raises(ConfigError, match=r"'tcp://0.0.0.0:5570' can be reached from other machines, and needs keys"):
+    with pytest.raises(
+        ConfigError, match=r"'tcp://0.0.0.0:5570' can be reached from other machines, and needs keys.*--join-keys"
+    ):
         await Desk(worker, "tcp://0.0.0.0:5570").open()
     await worker.aclose()
 

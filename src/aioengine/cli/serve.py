@@ -204,12 +204,16 @@ class _Plan:
         elif here := [*["process"] * process, *[name for name in config if name != "model"], *replicas]:
             flag = here[0].replace("_", "-")
             raise click.UsageError(f"--{flag} is for an engine that is started here, and not for --connect")
+        if connect is None and api_servers > 1 and self.replicas.launcher == "ray":
+            raise click.UsageError("--api-servers is not for replicas of --launcher ray: leave one of them out")
         if not external_lb:
             return
         if connect is not None:
             raise click.UsageError("--external-lb starts its engines itself: leave --connect out")
         if api_servers > 1:
             raise click.UsageError("--external-lb has one server for each replica: leave --api-servers out")
+        if "replicas" not in replicas:
+            raise click.UsageError("--external-lb serves each replica at a port of its own: say in --replicas how many")
         if others := sorted(replicas.keys() - {"replicas"}):
             flag = others[0].replace("_", "-")
             raise click.UsageError(f"--{flag} is for replicas behind one port: leave it out with --external-lb")

@@ -189,8 +189,9 @@ def _parse_tcp(address: str, rest: str, *, has_keys: bool) -> Address:
         raise ConfigError(f"{address!r}: {host!r} is neither an IP address nor a name")
     if not has_keys and (ip is None or not _is_loopback(ip)):
         raise ConfigError(
-            f"{address!r} can be reached from other machines, and needs keys: make them with `aioengine keys FOLDER`; "
-            "without keys use ipc:// or tcp://127.0.0.1:PORT"
+            f"{address!r} can be reached from other machines, and needs keys: make them with `aioengine keys FOLDER`, "
+            "and give FOLDER as --keys (where engines join: as --join-keys); without keys use ipc:// or "
+            "tcp://127.0.0.1:PORT"
         )
     return Address(scheme="tcp", host=str(ip or host), port=0 if port == "*" else int(port), is_ipv6=is_bracketed)
 
