@@ -36,7 +36,7 @@ async def test_a_replica_that_cannot_restart_is_given_up_and_others_go_on(faults
         assert outputs_of(late) == await undisturbed(late)
 
 
-async def test_requests_hear_why_none_is_left(faults: Faults) -> None:
+async def test_requests_hear_why_none_is_left(faults: Faults, caplog: pytest.LogCaptureFixture) -> None:
     readers = innocents(random.Random(1), 12, max_tokens=100)
     async with cluster(2, max_restarts=1) as replicas:
         faults.let_no_start_succeed()
@@ -50,6 +50,12 @@ async def test_requests_hear_why_none_is_left(faults: Faults) -> None:
         with pytest.raises(EngineDead, match="shard 3 of 7 is damaged"):
             await replicas.engine.generate([10, 11, 12])
         assert replicas.engine.health().status == "DEAD"
+        statuses = replicas.engine.replicas()
+        assert [status.state for status in statuses] == ["failed", "failed"]
+        assert all("shard 3 of 7 is damaged" in status.reason for status in statuses)
+    deaths = [message for message in caplog.messages if "was killed by SIGKILL" in message]
+    assert sorted(message[:9] for message in deaths) == ["engine 0 ", "engine 1 ", "replica 0", "replica 1"]
+    assert not any("last words" in message for message in deaths)
 
 
 @pytest.mark.nightly

@@ -109,6 +109,8 @@ TRACEBACK = ["Traceback (most recent call last):", '  File "a.py", line 1', "   
         ([*TRACEBACK, "KeyError: 1", "Fatal Python error: Aborted", "", "  File x"], "Fatal Python error: Aborted"),
         (["ERROR aioengine: the device is lost", "INFO aioengine: bye"], "the device is lost"),
         ([f"ERROR aioengine: {line}" for line in [*TRACEBACK, "ValueError: x"]] + ["bye"], "ValueError: x"),
+        (["INFO aioengine: loading", "WARNING x.y: slow", "INFO aioengine: ready"], ""),
+        (["INFO aioengine: loading", "terminating", "INFO aioengine: ready"], "terminating"),
         (["RuntimeError: CUDA out of memory", "terminating"], "RuntimeError: CUDA out of memory"),
     ],
 )

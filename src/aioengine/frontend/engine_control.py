@@ -200,8 +200,15 @@ class EngineControl:
         return max(1, self._runtime.admission.capacity // self.config.max_waiting)
 
     def replicas(self) -> list[ReplicaStatus]:
-        """The engines behind this one, by rank; empty unless it was made with ``replicas``."""
-        cluster = self._running().backend.cluster
+        """The engines behind this one, by rank; empty unless it was made with ``replicas``.
+
+        Also of an engine that has died: with the reason of each.
+        """
+        if self._runtime is None:
+            raise _not_started()
+        if self._runtime.state != "dead":
+            self._runtime.check_running()
+        cluster = self._runtime.backend.cluster
         return [] if cluster is None else cluster.statuses()
 
     async def scale(self, replicas: int) -> None:

@@ -277,7 +277,8 @@ class RemoteCore:
                 self._cluster.on_orphaned(self._mirrors.let_go())
                 self._on_capacity()
             self._end_all(self.copy_death)
-            logger.error("%s", death)  # last: a filter of the program's may raise, and nothing may wait for that
+            if self._cluster is None:  # else that says it, with what becomes of the sequences
+                logger.error("%s", death)  # last: a filter of the program's may raise, and nothing may wait for that
 
     # The loop
 

@@ -47,6 +47,9 @@ MAX_LINES_PER_READ = 100
 MAX_LINE_BYTES = 4096
 MAX_LAST_LINES = 64
 
+_ORDINARY = re.compile(r"(DEBUG|INFO|WARNING) [\w.-]+: ")
+"""As `log_to_parent` writes it."""
+
 _TELLING = re.compile(r"\b(\w*(Error|Exception|Dead|Failed)|ERROR|CRITICAL|Fatal \w+)\b")
 
 
@@ -366,9 +369,11 @@ def _as_text(line: bytes) -> str:
 
 
 def telling_line(lines: Iterable[str]) -> str:
-    """The line that says best why a process ended: its last one that names an error, else its last one."""
+    """The line that says best why a process ended: its last one that names an error, else its last one that is not
+    of its log; empty: none."""
     said = [line for line in lines if line.strip()]
-    telling = [line for line in said if _TELLING.search(line)] or said or [""]
+    telling = [line for line in said if _TELLING.search(line)]
+    telling = telling or [line for line in said if not _ORDINARY.match(line)] or [""]
     return read_log_line(telling[-1])[1].strip()
 
 
