@@ -472,6 +472,11 @@ class ReplicaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 "cluster_address: further front ends connect to replicas that are processes of this machine, and those "
                 "of launcher='ray' are not: leave one of them out"
             )
+        if self.launcher != "ray" and self.ray_placement_group is not None:
+            raise ConfigError(
+                f"ray_placement_group={self.ray_placement_group!r} is for replicas on Ray: add launcher='ray', or "
+                "leave it out"
+            )
         if self.join_keys is not None and self.join_address is None:
             raise ConfigError("join_keys are for engines of other machines: say in join_address where they join")
         if self.num_remote and self.join_address is None:

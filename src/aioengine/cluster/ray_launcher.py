@@ -423,8 +423,13 @@ def _check_head(address: str) -> None:
         raise ConfigError(
             "ray_address='local': start a cluster with `ray start --head`, or by ray.init() in the program"
         )
+    if address.startswith("ray://"):
+        raise ConfigError(
+            f"ray_address={address!r}: Ray's client cannot be used, since replicas are reached from inside of the "
+            "cluster: run this as a job, or on one of its machines, with the address host:port"
+        )
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():  # "auto", "ray://..."
+    if not host or not port.isdecimal():  # "auto"
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), HEAD_TIMEOUT_S).close()
