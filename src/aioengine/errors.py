@@ -71,7 +71,7 @@ class ModelLoadError(AioEngineError):
 
 
 class EngineOverloaded(AioEngineError):
-    """Too many requests wait already (HTTP 503).
+    """Too many requests wait already (HTTP 503); or all replicas ended while they performed a control call.
 
     Attributes:
         retry_after_s: a guess at when there will be room, in seconds.

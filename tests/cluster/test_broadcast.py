@@ -11,7 +11,7 @@ import pytest
 from aioengine.cluster.broadcast import ClusterControl
 from aioengine.cluster.replica import ReplicaCore
 from aioengine.core import control as c
-from aioengine.errors import EngineDead, InvalidRequest
+from aioengine.errors import EngineClosed, EngineDead, InvalidRequest
 
 
 class Noting:
@@ -81,6 +81,24 @@ async def test_one_that_starts_while_all_pause_is_paused() -> None:
         await asyncio.sleep(0)
         assert await restored(control) == [c.Pause("wait")]
         core.may_answer.set()
+
+
+async def test_a_pause_that_all_die_over_is_none_of_one_that_starts() -> None:
+    control, core = ClusterControl(), Noting()
+    core.error = EngineDead("killed")
+    for cores in ([core], []):
+        with pytest.raises(EngineDead):
+            await control.call(c.Pause("wait"), given(*cores))
+    assert await restored(control) == []
+
+
+@pytest.mark.parametrize("gone", [EngineDead("killed"), EngineClosed("it was restarted")])
+@pytest.mark.parametrize("call", [c.SupportedTasks(), c.SaveShardedState("/saved", 1), c.Pause("wait")])
+async def test_what_one_that_ends_does_not_answer_the_next_one_does(call: c.Control, gone: Exception) -> None:
+    control, ended, living = ClusterControl(), Noting(), Noting()
+    ended.error = gone
+    await control.call(cast(c.AnyControl, call), given(ended, living))
+    assert (ended.asked, living.asked) == ([call], [call])
 
 
 async def test_one_that_starts_while_weights_change_has_the_new_ones() -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -152,8 +152,9 @@ class TestMembers:
                 await one.engine.scale(2)
                 await other.engine.restart_replicas()
                 await agree(front_ends, lambda each: each.ranks() == [0, 1] and each.num_restarts() == 2)
-            with pytest.raises(InvalidRequest, match="replicas"):
-                await one.engine.scale(0)
+            for bad in (0, "x", 1.5):
+                with pytest.raises(InvalidRequest, match="an int from 1 to 1024 is needed"):
+                    await one.engine.scale(cast(int, bad))
         assert outputs_of(readers) == await undisturbed(readers)
 
     @pytest.mark.nightly

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
 import anyio
@@ -13,13 +14,13 @@ from aioengine.cluster.cluster_core import ClusterCore
 from aioengine.cluster.host_launcher import HostLauncher
 from aioengine.cluster.launcher import Launcher
 from aioengine.cluster.lockstep_launcher import LockstepLauncher
-from aioengine.cluster.messages import MAX_REPLICAS
+from aioengine.cluster.messages import MAX_REPLICAS, check_count
 from aioengine.cluster.replica import Replica, ReplicaState, Shared
 from aioengine.cluster.sharing import Sharing
 from aioengine.cluster.side_by_side import for_each
 from aioengine.config import EngineConfig, ProcessOptions, ReplicaOptions
 from aioengine.core.protocol import Cluster, CoreHooks, ReplicaStatus
-from aioengine.errors import AioEngineError, ConfigError, InvalidRequest, describe
+from aioengine.errors import AioEngineError, ConfigError, EngineDead, InvalidRequest, describe
 from aioengine.executor.in_process import clock_of
 from aioengine.models.folder import ModelFolder
 from aioengine.progress import OnProgress
@@ -154,29 +155,27 @@ class Replicated:
     # As a cluster
 
     def statuses(self) -> list[ReplicaStatus]:
-        return [replica.status() for _, replica in sorted(self._replicas.items())]
+        # Closed, a cluster that has died still says why.
+        return [replica.status() for _, replica in sorted((self._replicas or self.core.replicas).items())]
 
     async def scale(self, replicas: int) -> None:
         """Have so many replicas: start further ones, or drain and end those of the highest ranks.
 
         Those of the ranks that stay are started again where they were given up.
         """
-        if isinstance(replicas, bool) or not isinstance(replicas, int) or not 1 <= replicas <= MAX_REPLICAS:
-            raise InvalidRequest(f"replicas={replicas!r}: an int from 1 to {MAX_REPLICAS} is needed", param="replicas")
+        check_count(replicas)
         if self._options.lockstep and replicas != self._options.replicas:
             raise InvalidRequest(
                 "replicas in lockstep stay as many as they are: start another engine", param="replicas"
             )
-        async with self._turn:
-            self._forget_stopped()
+        async with self._change():
             await for_each(range(replicas), self._have)
             leaving = [replica for rank, replica in self._replicas.items() if rank >= replicas]
             await for_each(leaving, self._remove)
 
     async def restart(self) -> None:
         """Start all replicas again, one after the other; those in lockstep at once."""
-        async with self._turn:
-            self._forget_stopped()
+        async with self._change():
             if self._options.lockstep:
                 replicas = list(self._replicas.values())
                 await for_each(replicas, self._drain)
@@ -185,6 +184,19 @@ class Replicated:
             for replica in list(self._replicas.values()):
                 await self._drain(replica)
                 await replica.restart()
+
+    @contextlib.asynccontextmanager
+    async def _change(self) -> AsyncIterator[None]:
+        """The turn of a call that changes which replicas there are; closing the engine ends it as `EngineClosed`."""
+        async with self._turn:
+            self.core.check_accepting()
+            self._forget_stopped()
+            try:
+                yield
+            except EngineDead:
+                if self.core.is_stopped and self.core.death is None:
+                    self.core.check_accepting()
+                raise
 
     async def _have(self, rank: int) -> None:
         """Have this replica serve, or on its way to that."""
@@ -199,9 +211,10 @@ class Replicated:
         try:
             await replica.find_model()
             await replica.open()
+            self.core.check_accepting()
             self._add(replica)
         except BaseException:
-            del self._replicas[rank]
+            self._replicas.pop(rank, None)  # closing has forgotten all
             self._launcher.leave(rank)
             with anyio.CancelScope(shield=True):
                 await replica.aclose()

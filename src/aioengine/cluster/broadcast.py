@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import anyio
@@ -12,13 +12,18 @@ import msgspec
 
 from aioengine.cluster.replica import ReplicaCore
 from aioengine.core import control as c
-from aioengine.errors import EngineDead, ModelLoadError, describe
+from aioengine.errors import EngineClosed, EngineDead, EngineOverloaded, ModelLoadError, describe
 
 AT_ONE = (c.SaveShardedState, c.SupportedTasks)
 """Calls whose answer is any replica's."""
 OF_WEIGHTS = (c.UpdateWeights, c.CommitWeights)
 """Calls after which replicas give other answers than one that has not performed them."""
 SHARD_BYTES = 5 * 2**30
+ONCE = (c.CollectiveRpc, c.StageWeights, c.CommitWeights, c.StopProfile)
+"""Calls that no other replica is asked instead: what they need is gone with the one that died, or has been done."""
+MAX_TRIES = 4
+GONE = (EngineDead, EngineClosed)
+"""What the calls of a replica raise that has died, or was ended while others go on."""
 
 
 class ClusterControl:
@@ -35,6 +40,36 @@ class ClusterControl:
         self._weights_turn = anyio.Lock(fast_acquire=True)
         """Of changes of weights, and of replicas that get those of the others: none gets what was so before."""
 
+    async def perform(
+        self,
+        control: c.AnyControl,
+        get_cores: Callable[[], Sequence[ReplicaCore]],
+        until_some: Callable[[], Awaitable[bool]],
+    ) -> Any:
+        """As `call`, once a replica serves; and again at those that come when all have died over it.
+
+        Args:
+            until_some: waits for a replica that serves, and returns whether it had to; raises where none will.
+        Raises:
+            EngineOverloaded: all died each time, or may have done what is not to be done twice; the engine goes on.
+            Exception: as `call`.
+        """
+        for num_tries in range(1, MAX_TRIES + 1):
+            if await until_some() or num_tries > 1:
+                control = _without_abort(control)
+            try:
+                return await self.call(control, get_cores)
+            except EngineDead as error:
+                death = error
+            if isinstance(control, ONCE):
+                break
+        await until_some()  # which tells the end of all, and of the engine, from that of some
+        raise EngineOverloaded(
+            f"{type(control).__name__}: all replicas ended while they did it ({num_tries} tries): {death}; others "
+            "serve now: call it again",
+            retry_after_s=0.0,
+        ) from death
+
     async def call(self, control: c.AnyControl, get_cores: Callable[[], Sequence[ReplicaCore]]) -> Any:
         """Perform a call at all that live, and return what they say together.
 
@@ -42,8 +77,9 @@ class ClusterControl:
         that cannot take weights which others have taken: it is to die.
 
         Args:
-            get_cores: those that live; at least one, unless all die now.
+            get_cores: those that live.
         Raises:
+            EngineDead: all have died, or none was there.
             Exception: what went wrong at one of them, the first in order.
         """
         if isinstance(control, OF_WEIGHTS):
@@ -53,18 +89,20 @@ class ClusterControl:
                 self._has_sent_weights = self._weights is None
                 return result
         # At once: a replica that enters before all others have answered is to be paused, or awake, like them.
-        before = self._sleep, set(self._woken)
+        before, paused = (self._sleep, set(self._woken)), self._pause
         self._note(control)
         try:
             return await self._call(control, get_cores())
         except Exception:
             if isinstance(control, c.Sleep | c.WakeUp):
                 self._sleep, self._woken = before
+            elif self._pause is control:  # else another one came meanwhile
+                self._pause = paused
             raise
 
     async def _call(self, control: c.AnyControl, cores: Sequence[ReplicaCore]) -> Any:
         if isinstance(control, AT_ONE):
-            cores = cores[:1]
+            return await self._call_one(control, cores)
         outcomes: list[Any] = [None] * len(cores)
 
         async def call(place: int) -> None:
@@ -81,11 +119,23 @@ class ClusterControl:
                 if isinstance(outcome, Exception):
                     cores[place].die(EngineDead(f"it did not take the weights that others took: {describe(outcome)}"))
                     outcomes[place] = cores[place].death
-        there = [outcome for outcome in outcomes if not isinstance(outcome, EngineDead)]
-        for outcome in there or outcomes:
+        there = [outcome for outcome in outcomes if not isinstance(outcome, GONE)]
+        if not there:
+            raise _death(outcomes)
+        for outcome in there:
             if isinstance(outcome, Exception):
                 raise outcome
         return _together(control, there)
+
+    async def _call_one(self, control: c.AnyControl, cores: Sequence[ReplicaCore]) -> Any:
+        """Ask the first one; where that dies, the next."""
+        deaths: list[Any] = []
+        for core in cores:
+            try:
+                return await core.call(control)
+            except GONE as error:
+                deaths.append(error)
+        raise _death(deaths)
 
     def note_resume(self) -> None:
         """Pauses are over."""
@@ -137,6 +187,20 @@ class ClusterControl:
                 needed = {"weights", "kv_cache"} if self._sleep.level else {"scheduling"}
                 if self._woken >= needed:
                     self._sleep, self._woken = None, set()
+
+
+def _without_abort(control: c.AnyControl) -> c.AnyControl:
+    """The same, of a call that began earlier: what it was to abort has been, and what came since is not to be."""
+    if isinstance(control, c.Pause | c.Sleep) and control.mode == "abort":
+        return msgspec.structs.replace(control, mode="keep")
+    return control
+
+
+def _death(outcomes: list[Any]) -> EngineDead:
+    """What none has done, since all are gone."""
+    if outcomes and isinstance(outcomes[0], EngineDead):
+        return outcomes[0]
+    return EngineDead(str(outcomes[0]) if outcomes else "no replica was there")
 
 
 def _for_place(control: c.AnyControl, place: int) -> c.AnyControl:

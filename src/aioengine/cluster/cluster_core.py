@@ -22,7 +22,15 @@ from aioengine.cluster.placing import Placing
 from aioengine.cluster.replica import Replica, ReplicaCore, ReplicaState
 from aioengine.cluster.totals import StepTotals
 from aioengine.config import EngineConfig, ReplicaOptions
-from aioengine.core.control import AnyControl, CommitWeights, ResetPrefixCache, Sleep, StageWeights, UpdateWeights
+from aioengine.core.control import (
+    AnyControl,
+    CommitWeights,
+    Pause,
+    ResetPrefixCache,
+    Sleep,
+    StageWeights,
+    UpdateWeights,
+)
 from aioengine.core.engine_core import closed_early
 from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.core.health import Health, HealthStatus
@@ -166,7 +174,7 @@ class ClusterCore:
             if error is not None:
                 self._end(sequence, error)
         going_on = [sequence for sequence, error in verdicts if error is None]
-        if verdicts:
+        if verdicts or replica.state is ReplicaState.BACKING_OFF:
             logger.warning("%s; %d of its sequences go on elsewhere", reason, len(going_on))
         self._send_to_limbo(replica, going_on)
         self._endings.tell_some()
@@ -296,17 +304,26 @@ class ClusterCore:
                 "weights are changed by the program that owns the replicas, which gives them to those that it starts "
                 "anew, too: call update_weights there"
             )
-        if not self._cores:
-            await self.when(lambda: bool(self._cores))
-            self.check_accepting()
+        if isinstance(control, Pause | Sleep) and control.mode == "abort":
+            self.placing.hold()  # what comes from now on is behind this call, and not aborted
         if self._options.lockstep and isinstance(control, Sleep) and control.level:
             # First none may begin a wave any more: one that has given its memory back could not compute in it.
-            await self.control.call(Sleep(0, control.mode), lambda: self._cores)
-        result = await self.control.call(control, lambda: self._cores)
+            await self.control.perform(Sleep(0, control.mode), lambda: self._cores, self._until_some)
+            control = Sleep(control.level, "keep")
+        result = await self.control.perform(control, lambda: self._cores, self._until_some)
         if isinstance(control, CLEAR_CACHES):
             for rank in self.replicas:
                 self.placing.balancer.forget(rank)
         return result
+
+    async def _until_some(self) -> bool:
+        """As `ClusterControl.perform` wants it: one that serves has what waited for it."""
+        has_waited = False
+        while not self._cores_of(SERVES):
+            has_waited = True
+            await self.when(lambda: bool(self._cores_of(SERVES)))
+            self.check_accepting()
+        return has_waited
 
     def resume(self) -> None:
         self.control.note_resume()

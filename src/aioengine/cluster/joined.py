@@ -18,7 +18,7 @@ from aioengine.cluster.side_by_side import for_each
 from aioengine.cluster.solitude import Solitude
 from aioengine.config import EngineConfig, ReplicaOptions
 from aioengine.core.protocol import Backend, Cluster, CoreHooks, ReplicaStatus
-from aioengine.errors import AioEngineError, EngineDead, WireError
+from aioengine.errors import AioEngineError, EngineClosed, EngineDead, WireError
 from aioengine.executor.in_process import clock_of
 from aioengine.models.folder import ModelFolder
 from aioengine.progress import OnProgress
@@ -176,6 +176,7 @@ class JoinedCluster:
         ]
 
     async def scale(self, replicas: int) -> None:
+        m.check_count(replicas)
         await self._call(m.Scale(replicas))
 
     async def restart(self) -> None:
@@ -209,7 +210,7 @@ class JoinedCluster:
         self._link.channel.wake()  # what came before the end is read first
 
     def _end_error(self) -> AioEngineError:
-        return self.core.death.anew() if self.core.death is not None else EngineDead("this front end has ended")
+        return self.core.death.anew() if self.core.death is not None else EngineClosed("the engine is closed")
 
     def _die(self, death: EngineDead) -> None:
         self.core.die(death)

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from aioengine.core.protocol import ReplicaStatus
-from aioengine.errors import WireError
+from aioengine.errors import InvalidRequest, WireError
 from aioengine.transport import wire
 from aioengine.transport.wire import Number, WireMessage
 
@@ -18,6 +18,12 @@ MAX_REASON_CHARS = 1_000
 """Of a replica's last death: those of all are to fit into one message."""
 
 ShortText = Annotated[str, Meta(max_length=64)]
+
+
+def check_count(replicas: object) -> None:
+    """Raise InvalidRequest unless a cluster can have so many replicas."""
+    if isinstance(replicas, bool) or not isinstance(replicas, int) or not 1 <= replicas <= MAX_REPLICAS:
+        raise InvalidRequest(f"replicas={replicas!r}: an int from 1 to {MAX_REPLICAS} is needed", param="replicas")
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):

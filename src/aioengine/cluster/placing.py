@@ -68,6 +68,7 @@ class Placing:
         self._end = end
         self._max_silence_s = MAX_SILENT_BEATS * config.heartbeat_interval_s
         self._has_limbo = asyncio.Event()
+        self._is_held = False
         self._is_full = False
         """Whether, at the last look, no replica took what may be anywhere."""
         self._served_at = -math.inf
@@ -116,6 +117,17 @@ class Placing:
                 break
         if self.limbo:
             self._has_limbo.set()
+
+    def hold(self) -> None:
+        """Give nothing to a replica until what is sent to all in this turn of the loop and the next is on its way."""
+        loop = asyncio.get_running_loop()
+
+        def release() -> None:
+            self._is_held = False
+            self.dispatch()
+
+        self._is_held = True
+        loop.call_soon(loop.call_soon, release)
 
     async def watch(self) -> None:
         """End what has waited too long while no replica serves; and look whether one takes it, where no step tells."""
@@ -192,6 +204,8 @@ class Placing:
 
     def _open_replicas(self) -> list[Replica]:
         """Those that take sequences, but for those that compute a suspect alone."""
+        if self._is_held:
+            return []
         return [each for each in self._replicas.values() if each.is_serving and each.core and not each.is_reserved]
 
     def _send(self, sequence: Sequence, replica: Replica) -> bool:
