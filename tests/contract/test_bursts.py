@@ -19,6 +19,8 @@ from turn_probe import LONGEST_S, PIECES_A_TURN, TurnProbe, few_a_turn
 from waiting import until
 
 from aioengine import Engine, EngineClosed, InvalidRequest
+from aioengine.core.engine_core import EngineCore
+from aioengine.scheduler.sequence import Sequence
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -78,6 +80,12 @@ async def test_refusals_are_spread_too(make_engine: MakeEngine) -> None:
     assert max(probe.cpu_s) < LONGEST_S
 
 
+def live_in(core: Any) -> dict[int, Sequence]:
+    """The sequences that a core has, in this process or another."""
+    live: dict[int, Sequence] = core._live if isinstance(core, EngineCore) else core._mirrors.live
+    return live
+
+
 async def test_they_are_taken_in_order_a_few_a_turn(make_engine: MakeEngine) -> None:
     engine = await make_engine(**ROOMY)
     await engine.pause()
@@ -88,8 +96,7 @@ async def test_they_are_taken_in_order_a_few_a_turn(make_engine: MakeEngine) -> 
         while core.num_unstarted < 60:
             await asyncio.sleep(0)
             counts.append(core.num_unstarted)
-        live: Any = core._live  # type: ignore[attr-defined]
-        assert [sequence.request.seed for sequence in live.values()] == list(range(60))
+        assert [sequence.request.seed for sequence in live_in(core).values()] == list(range(60))
         assert max(after - before for before, after in itertools.pairwise(counts)) <= PIECES_A_TURN
         engine.abort_all()
         await asyncio.gather(*tasks)
@@ -106,7 +113,7 @@ async def test_abort_all_ends_all_at_once_and_tells_them_a_few_a_turn(make_engin
             engine.abort_all()
             engine.abort_all()
             assert core.num_unstarted == 0
-            assert not core._live
+            assert not live_in(core)
             assert 0 < len(core._endings._untold) < 61
             stream.abort()
             assert stream.result.finished, "whoever asks for the end of one hears it at once"
