@@ -57,7 +57,7 @@ class Collective(Mortal):
             self._loop.call_soon_threadsafe(super()._complete_later, step)
 
 
-@worker_function("collective.counts")
+@worker_function("lockstep.counts")
 def counts(worker: Worker) -> tuple[int, int, int]:
     """(steps, dummies, collectives) so far."""
     executor: Collective = worker.model

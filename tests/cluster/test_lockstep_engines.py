@@ -34,7 +34,7 @@ async def check_all_stepped_together(group: Cluster) -> list[Any]:
     """At the end of the wave; returns by rank: steps, dummies, collectives."""
     with anyio.fail_after(DEADLINE_S):
         await group.engine.pause()
-        found = await group.engine.collective_rpc("collective.counts")
+        found = await group.engine.collective_rpc("lockstep.counts")
         await group.engine.resume()
     num_collectives = {num_steps + num_dummies for num_steps, num_dummies, _ in found}
     assert num_collectives == {collectives for _, _, collectives in found}
