@@ -172,13 +172,13 @@ class InChild:
     async def aclose(self) -> None:
         self._engine.expect_exit()
         try:
-            await self._link.aclose()
-        finally:
             try:
+                await self._link.aclose()
+            finally:
                 await self._engine.aclose()
-            except asyncio.CancelledError:
-                self.abandon()
-                raise
+        except asyncio.CancelledError:  # of either: a deadline, where something else holds the worker
+            self.abandon()
+            raise
 
     @property
     def shared_address(self) -> str:
@@ -199,8 +199,8 @@ class InChild:
         self._engine.kill()
 
     def abandon(self) -> None:
-        self._engine.abandon()
         self._link.abandon()
+        self._engine.abandon()  # last: it removes files
 
     def _on_exit(self, description: str) -> None:
         if hasattr(self, "core"):
