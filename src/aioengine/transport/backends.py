@@ -176,7 +176,7 @@ class InChild:
                 await self._link.aclose()
             finally:
                 await self._engine.aclose()
-        except asyncio.CancelledError:  # of either: a deadline, where something else holds the worker
+        except BaseException:  # such as the deadline of closing, where something else holds the worker
             self.abandon()
             raise
 
