@@ -11,7 +11,7 @@ from typing import Protocol
 import anyio
 
 from aioengine.cluster import recovery
-from aioengine.cluster.balancer import Balancer
+from aioengine.cluster.balancer import Balancer, Candidate
 from aioengine.cluster.replica import Replica
 from aioengine.config import EngineConfig, ReplicaOptions
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead
@@ -152,18 +152,18 @@ class Placing:
         """Add a sequence to a replica; False if there is none that takes it now."""
         if recovery.needs_solitude(sequence):
             return self._place_alone(sequence)
-        num_sequences = 1 + len(sequence.children)
-        fitting = [
-            replica
-            for replica in self._open_replicas()
-            if replica.core is not None
-            and replica.core.num_unstarted + num_sequences <= replica.core.config.max_waiting
-        ]
+        num_sequences, oldest_heard_at = 1 + len(sequence.children), self._clock() - self._max_silence_s
+        fitting: list[Candidate] = []
+        heard: list[Candidate] = []
+        for replica in self._open_replicas():  # one pass: it costs each request some µs a replica
+            core = replica.core
+            if core is not None and core.num_unstarted + num_sequences <= core.capacity:
+                fitting.append(replica.candidate())
+                if core.heard_at >= oldest_heard_at:
+                    heard.append(fitting[-1])
         if not fitting:
             return False
-        heard = [replica for replica in fitting if not self._is_silent(replica)]
-        candidates = [replica.candidate() for replica in heard or fitting]
-        rank = self.balancer.choose(candidates, sequence.block_hashes, sequence.request.session)
+        rank = self.balancer.choose(heard or fitting, sequence.block_hashes, sequence.request.session)
         return self._send(sequence, self._replicas[rank])
 
     def _place_alone(self, sequence: Sequence) -> bool:

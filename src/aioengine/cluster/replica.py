@@ -20,6 +20,7 @@ from aioengine.errors import AioEngineError, EngineDead, describe
 from aioengine.metrics import StepRecord
 from aioengine.models.folder import ModelFolder
 from aioengine.progress import OnProgress
+from aioengine.scheduler.scheduler import SchedulerStats
 from aioengine.scheduler.sequence import Sequence
 
 logger = logging.getLogger("aioengine")
@@ -150,6 +151,10 @@ class Replica:
                 folder=shared.folder,
             )
         )
+        self._candidate: Candidate | None = None
+        self._told: SchedulerStats | None = None
+        self._counts = (0, 0)
+        """What the candidate was made of: the last report, sequences sent since, and those without a row."""
         self._backend: Backend | None = None
         self._is_open = False
         """Whether an engine is there that `_serve` can serve."""
@@ -188,20 +193,24 @@ class Replica:
         return self.state not in (ReplicaState.FAILED, ReplicaState.STOPPED)
 
     def candidate(self) -> Candidate:
-        """Its load, for the choice of a replica."""
+        """Its load, for the choice of a replica: made once for each report and each sequence that is sent there."""
         assert self.core is not None
-        stats = self.core.stats()
-        waiting = stats.waiting + stats.blocked
-        return Candidate(
-            rank=self.rank,
-            running=stats.running,
-            waiting=waiting,
-            free_blocks=stats.free_blocks,
-            num_blocks=stats.num_blocks,
-            max_num_seqs=self.core.config.max_num_seqs,
-            # What was on its way when the last report was made is not in that.
-            num_sent=max(self.num_sent, self.core.num_unstarted - waiting),
-        )
+        stats, num_unstarted = self.core.stats(), self.core.num_unstarted
+        counts = (self.num_sent, num_unstarted)
+        if self._candidate is None or stats is not self._told or counts != self._counts:
+            waiting = stats.waiting + stats.blocked
+            self._told, self._counts = stats, counts
+            self._candidate = Candidate(
+                rank=self.rank,
+                running=stats.running,
+                waiting=waiting,
+                free_blocks=stats.free_blocks,
+                num_blocks=stats.num_blocks,
+                max_num_seqs=self.core.config.max_num_seqs,
+                # What was on its way when the last report was made is not in that.
+                num_sent=max(self.num_sent, num_unstarted - waiting),
+            )
+        return self._candidate
 
     @property
     def shared_address(self) -> str:
