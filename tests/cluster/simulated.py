@@ -110,6 +110,7 @@ class SimulatedCore:
         self.is_silent = False
         """It is stopped: nothing is computed, and nothing heard."""
         self._cluster = hooks.cluster
+        self.capacity = self.config.max_waiting
         self._on_capacity = hooks.on_capacity
         self._rng = rng
         self._live: dict[int, Sequence] = {}
