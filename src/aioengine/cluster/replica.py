@@ -258,6 +258,9 @@ class Replica:
 
     def begin_serving(self) -> None:
         """One of the first, whose state is that of all: take requests at once, which `run` will serve."""
+        assert self.core is not None
+        # Nothing was read while others were still starting, which is no silence of its own.
+        self.core.heard_at = self._clock()
         self._become(ReplicaState.SERVING)
 
     async def wait_until_serving(self) -> None:
