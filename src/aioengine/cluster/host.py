@@ -9,6 +9,7 @@ from typing import Any
 
 import anyio
 
+from aioengine.backoff import Backoff
 from aioengine.cluster.devices import HostSlots
 from aioengine.cluster.side_by_side import for_each
 from aioengine.config import EngineConfig, ProcessOptions
@@ -85,7 +86,7 @@ class EngineHost:
 
     async def _keep(self, nth: int) -> None:
         """Have an engine until it is not wanted any more."""
-        num_failures, backoff_s, name = 0, BACKOFF_S, f"engine {self._name(nth)}"
+        backoff, name = Backoff(BACKOFF_S, MAX_BACKOFF_S, steady_s=QUIET_S), f"engine {self._name(nth)}"
         while True:
             engine = self._make(nth)
             began = anyio.current_time()
@@ -100,14 +101,11 @@ class EngineHost:
                 continue
             if engine.returncode == BAD_CONFIG:
                 raise ConfigError(reason)
-            if anyio.current_time() - began > QUIET_S:
-                num_failures, backoff_s = 0, BACKOFF_S
-            num_failures += 1
+            pause_s, num_failures = backoff.failed(anyio.current_time() - began), backoff.num_failures
             if engine.returncode == NO_FRONT_END or num_failures > MAX_RESTARTS:
                 raise EngineDead(f"{reason} ({num_failures} failures in a row)" if num_failures > 1 else reason)
-            logger.warning("%s is started again in %g s: %s", name, backoff_s, reason)
-            await anyio.sleep(backoff_s)
-            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+            logger.warning("%s is started again in %g s: %s", name, pause_s, reason)
+            await anyio.sleep(pause_s)
 
     async def _serve(self, engine: ChildEngine, name: str) -> str:
         """Start an engine and wait for its end; returns how that was.

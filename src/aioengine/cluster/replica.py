@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol, cast
 
 import anyio
 
+from aioengine.backoff import Backoff
 from aioengine.cluster.balancer import Candidate
 from aioengine.cluster.recovery import needs_solitude
 from aioengine.config import ReplicaOptions
@@ -26,8 +27,6 @@ from aioengine.scheduler.sequence import Sequence
 logger = logging.getLogger("aioengine")
 
 MAX_BACKOFF_S = 30.0
-QUIET_FACTOR = 10
-"""One that has served for so many times its back-off is taken to die for the first time."""
 
 MakeBackend = Callable[[int, CoreHooks], Backend]
 """Makes the backend of the replica of a rank, which is not opened yet: what a launcher is."""
@@ -163,7 +162,9 @@ class Replica:
         self._scope = anyio.CancelScope()
         self._serving_since = math.nan
         self._num_failures = 0
-        self._backoff_s = options.restart_backoff_s
+        self._backoff = Backoff(options.restart_backoff_s, MAX_BACKOFF_S)
+        self._pause_s = 0.0
+        """Before its next start."""
 
     def __repr__(self) -> str:
         return f"<Replica {self.rank} {self.state.value}>"
@@ -355,8 +356,7 @@ class Replica:
     async def _go_on(self) -> None:
         """Do what its state asks for, up to the next state."""
         if self.state is ReplicaState.BACKING_OFF:
-            await anyio.sleep(self._backoff_s)
-            self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
+            await anyio.sleep(self._pause_s)
             self._become(ReplicaState.STARTING)
         elif self.state is ReplicaState.STARTING:
             await (self._serve() if self._is_open else self._start())
@@ -376,6 +376,7 @@ class Replica:
 
     async def _on_failed(self, error: AioEngineError) -> None:
         self.reason = describe(error)
+        self._pause_s = self._backoff.failed(0.0)
         self._num_failures += 1
         is_last = self._num_failures > self._options.max_restarts
         logger.error(
@@ -418,8 +419,7 @@ class Replica:
         if failure is not None:
             await self._on_failed(failure)
             return
-        if self._clock() - self._serving_since > QUIET_FACTOR * self._backoff_s:
-            self._backoff_s = self._options.restart_backoff_s
+        self._pause_s = self._backoff.failed(self._clock() - self._serving_since)
         await self._end(is_dead=True)
 
     async def _watch(self, core: ReplicaCore) -> None:

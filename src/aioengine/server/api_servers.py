@@ -11,6 +11,7 @@ from typing import Protocol
 
 import anyio
 
+from aioengine.backoff import Backoff
 from aioengine.errors import EngineDead
 from aioengine.server.http_server import ABORT_GRACE_S, CONNECTIONS_END_S, TASKS_END_S, StopRequest
 from aioengine.server.siblings import ServerGroup
@@ -123,20 +124,19 @@ class ApiServers:
         return ServerGroup(self._num_servers, len(self.serving))
 
     async def _keep(self, index: int) -> None:
-        num_failures = 0
+        backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S, steady_s=STEADY_S)
         while not self._is_ending():
             served_s, reason = await self._run_once(index)
             if self._is_ending():
                 return
-            num_failures = 1 if served_s > STEADY_S else num_failures + 1
+            pause_s = backoff.failed(served_s)
             if index not in self._have_served:
                 self.fail(f"an HTTP server could not be started: {reason}")
-            elif num_failures >= MAX_FAILURES:
-                self.fail(f"an HTTP server failed {num_failures} times in a row; the last time: {reason}")
+            elif backoff.num_failures >= MAX_FAILURES:
+                self.fail(f"an HTTP server failed {backoff.num_failures} times in a row; the last time: {reason}")
             else:
-                backoff_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (num_failures - 1))
-                logger.warning("%s; started again in %g s", reason, backoff_s)
-                with anyio.move_on_after(backoff_s):
+                logger.warning("%s; started again in %g s", reason, pause_s)
+                with anyio.move_on_after(pause_s):
                     await self._stopping.wait()
 
     async def _run_once(self, index: int) -> tuple[float, str]:
