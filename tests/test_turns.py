@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from aioengine.testing import VirtualClockLoop
-from aioengine.turns import Turns, turns_here
+from aioengine.turns import Turns, sleep_on_time, turns_here
 
 BUDGET_S = 3.0
 
@@ -137,3 +137,11 @@ async def test_on_a_virtual_clock_no_turn_is_ever_spent() -> None:
     turns = turns_here()
     assert turns is turns_here(), "a loop has one budget"
     assert not any(turns.is_spent for _ in range(1_000))
+
+
+@pytest.mark.virtual_clock(seeds=1)
+@pytest.mark.parametrize(("stood_still_s", "is_on_time"), [(0.0, True), (0.2, True), (0.3, False)])
+async def test_a_sleep_is_late_where_the_loop_stood_still(stood_still_s: float, is_on_time: bool) -> None:
+    now = asyncio.get_running_loop().time
+    readings = iter([now(), now() + 1.0 + stood_still_s])
+    assert await sleep_on_time(1.0, 0.25, lambda: next(readings)) is is_on_time

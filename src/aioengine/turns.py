@@ -1,4 +1,5 @@
-"""A budget of loop time: what arrives together is worked off over several turns of the loop, in order."""
+"""A budget of loop time: what arrives together is worked off over several turns of the loop, in order; and whether
+the loop stood still."""
 
 from __future__ import annotations
 
@@ -87,6 +88,17 @@ class Turns:
                 if not woken.done():  # else it was cancelled
                     woken.set_result(None)
             self._num_passed = 0
+
+
+async def sleep_on_time(seconds: float, slack_s: float, clock: Callable[[], float]) -> bool:
+    """Sleep; returns whether the loop woke this task within ``slack_s`` seconds.
+
+    Where it did not, the loop stood still, and what has come meanwhile is not read yet: nothing that is judged by how
+    long it was silent may be judged now.
+    """
+    began = clock()
+    await asyncio.sleep(seconds)
+    return clock() - began <= seconds + slack_s
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:

@@ -257,6 +257,8 @@ class SimulatedLauncher(Launcher):
 
 
 class SimulatedBackend:
+    where = shared_address = shared_key = ""
+
     def __init__(self, launcher: SimulatedLauncher, rank: int, hooks: CoreHooks) -> None:
         self._launcher = launcher
         self._rank = rank

@@ -17,6 +17,8 @@ from aioengine.metrics import StepRecord
 class Backend:
     """A backend that is there at once."""
 
+    where = shared_address = shared_key = ""
+
     def __init__(self) -> None:
         self.core = SimpleNamespace(death=None, heard_at=0.0)
 

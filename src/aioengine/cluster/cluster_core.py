@@ -331,13 +331,10 @@ class ClusterCore:
             core.resume()
 
     def when(self, is_so: Callable[[], bool]) -> asyncio.Future[None]:
-        future = self.conditions.add(is_so)
-        asyncio.get_running_loop().call_soon(self.conditions.check)
-        return future
+        return self.conditions.add_soon(is_so)
 
     def recheck(self) -> None:
-        if self.conditions:
-            asyncio.get_running_loop().call_soon(self.conditions.check)
+        self.conditions.check_soon()
 
     def last_token_at(self, sequence: Sequence) -> float:
         return sequence.last_token_at

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from aioengine.cluster.devices import HostSlots
 from aioengine.cluster.launcher import Launcher
 from aioengine.cluster.remote import JoinDesk, OnHost
+from aioengine.cluster.replica import ReplicaBackend
 from aioengine.config import EngineConfig, ProcessOptions, ReplicaOptions
-from aioengine.core.protocol import Backend, CoreHooks
+from aioengine.core.protocol import CoreHooks
 from aioengine.text.worker import TextWorker
 from aioengine.transport.backends import InChild
 
@@ -43,7 +44,7 @@ class HostLauncher(Launcher):
             )
             await self._desk.open()
 
-    def __call__(self, rank: int, hooks: CoreHooks) -> Backend:
+    def __call__(self, rank: int, hooks: CoreHooks) -> ReplicaBackend:
         if self._desk is not None and self._desk.has_place(rank):
             return OnHost(rank, self._desk, self._config, hooks, start_timeout_s=self._process.start_timeout_s)
         num_local = max(self._options.num_local, len(self._local | {rank}))

@@ -17,7 +17,7 @@ from aioengine.cluster.replica import Replica, ReplicaState, Shared
 from aioengine.cluster.side_by_side import for_each
 from aioengine.cluster.solitude import Solitude
 from aioengine.config import EngineConfig, ReplicaOptions
-from aioengine.core.protocol import Backend, Cluster, CoreHooks, ReplicaStatus
+from aioengine.core.protocol import Cluster, CoreHooks, ReplicaStatus
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, WireError
 from aioengine.executor.in_process import clock_of
 from aioengine.models.folder import ModelFolder
@@ -289,7 +289,7 @@ class JoinedCluster:
         """Whether this side is to leave a replica: it sends nothing there, also where a connection is just made."""
         return rank not in self._members or self._members[rank].state in AWAY
 
-    def _make_backend(self, rank: int, hooks: CoreHooks) -> Backend:
+    def _make_backend(self, rank: int, hooks: CoreHooks) -> _MemberBackend:
         return _MemberBackend(lambda: self._wait_serving(rank), hooks, self._connect_options, self._options.join_keys)
 
     def _serving(self, rank: int) -> m.Member | None:
@@ -342,7 +342,7 @@ class JoinedCluster:
 
 
 class _MemberBackend:
-    """A `Backend` of a replica that its owner starts: it waits until that serves, and connects.
+    """A `ReplicaBackend` of a replica that its owner starts: it waits until that serves, and connects.
 
     Args:
         wait_serving: returns it.
@@ -352,6 +352,8 @@ class _MemberBackend:
 
     core: RemoteCore
     cluster = None
+    where = shared_address = shared_key = ""
+    """Its owner tells of these."""
 
     def __init__(
         self,

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from aioengine.core.protocol import Backend, CoreHooks
+from aioengine.cluster.replica import ReplicaBackend
+from aioengine.core.protocol import CoreHooks
 from aioengine.text.worker import TextWorker
 
 
 class Launcher:
     """Makes the backend of each rank: a `MakeBackend` that may hold something for all of them."""
 
-    def __call__(self, rank: int, hooks: CoreHooks) -> Backend:
+    def __call__(self, rank: int, hooks: CoreHooks) -> ReplicaBackend:
         """The backend of the replica of a rank, unopened; called again for each start.
 
         Raises:

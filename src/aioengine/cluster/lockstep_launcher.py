@@ -134,9 +134,10 @@ class LockstepMembers:
 
 
 class LockstepMember:
-    """A `Backend` of one rank."""
+    """A `ReplicaBackend` of one rank."""
 
     cluster = None
+    shared_key = ""
 
     def __init__(
         self,

@@ -133,7 +133,7 @@ class RayLauncher(Launcher):
 
 
 class InActor:
-    """A `Backend` whose core is in an actor of a Ray cluster.
+    """A `ReplicaBackend` whose core is in an actor of a Ray cluster.
 
     Attributes:
         address, keys: where the engine serves and the keys to connect to it with (None for ipc), once it is open.
@@ -142,6 +142,7 @@ class InActor:
     core: RemoteCore
     address: str
     cluster = None
+    shared_address = shared_key = ""
 
     def __init__(self, rank: int, launcher: RayLauncher, hooks: CoreHooks) -> None:
         self.keys: ClientKeys | None = None

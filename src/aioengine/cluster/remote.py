@@ -292,7 +292,7 @@ def _describe(engine: EngineRecord | None) -> str:
 
 
 class OnHost:
-    """A `Backend` whose core is in an engine of another machine, which joins.
+    """A `ReplicaBackend` whose core is in an engine of another machine, which joins.
 
     Attributes:
         address, keys: where the engine serves and the keys to connect to it with, once it is open.
@@ -343,12 +343,12 @@ class OnHost:
 
     @property
     def shared_address(self) -> str:
-        """As `Replica.shared_address`: further front ends connect with the keys of the first."""
+        """As `ReplicaBackend.shared_address`: further front ends connect with the keys of the first."""
         return self.address
 
     @property
     def shared_key(self) -> str:
-        """As `Replica.shared_key`."""
+        """As `ReplicaBackend.shared_key`."""
         return self._engine.key_name if self._engine is not None else ""
 
     def kill(self) -> None:

@@ -23,12 +23,30 @@ from aioengine.models.folder import ModelFolder
 from aioengine.progress import OnProgress
 from aioengine.scheduler.scheduler import SchedulerStats
 from aioengine.scheduler.sequence import Sequence
+from aioengine.turns import sleep_on_time
 
 logger = logging.getLogger("aioengine")
 
 MAX_BACKOFF_S = 30.0
 
-MakeBackend = Callable[[int, CoreHooks], Backend]
+
+class ReplicaBackend(Backend, Protocol):
+    """Where the engine of a replica comes from."""
+
+    @property
+    def where(self) -> str:
+        """Its process or address, for a person; empty: not known yet."""
+
+    @property
+    def shared_address(self) -> str:
+        """Where further front ends can connect; empty: nowhere."""
+
+    @property
+    def shared_key(self) -> str:
+        """Name of the key that it serves by there; empty: none."""
+
+
+MakeBackend = Callable[[int, CoreHooks], ReplicaBackend]
 """Makes the backend of the replica of a rank, which is not opened yet: what a launcher is."""
 
 
@@ -154,7 +172,7 @@ class Replica:
         self._told: SchedulerStats | None = None
         self._counts = (0, 0)
         """What the candidate was made of: the last report, sequences sent since, and those without a row."""
-        self._backend: Backend | None = None
+        self._backend: ReplicaBackend | None = None
         self._is_open = False
         """Whether an engine is there that `_serve` can serve."""
         self._next_state: ReplicaState | None = None
@@ -217,12 +235,12 @@ class Replica:
     def shared_address(self) -> str:
         """Where further front ends can connect; empty: nowhere, or not now."""
         serves = self.state in (ReplicaState.SERVING, ReplicaState.DRAINING)
-        return getattr(self._backend, "shared_address", "") if serves else ""
+        return self._backend.shared_address if serves and self._backend is not None else ""
 
     @property
     def shared_key(self) -> str:
-        """Name of the key that it serves by there; empty: none."""
-        return getattr(self._backend, "shared_key", "")
+        """As `ReplicaBackend.shared_key`."""
+        return self._backend.shared_key if self._backend is not None else ""
 
     def status(self) -> ReplicaStatus:
         stats = self.core.stats() if self.core is not None and self.core.death is None else None
@@ -231,7 +249,7 @@ class Replica:
             state=self.state.value,
             reason="" if self.is_serving else self.reason,
             num_restarts=self.num_restarts,
-            where=getattr(self._backend, "where", ""),
+            where=self._backend.where if self._backend is not None else "",
             running=stats.running if stats else 0,
             waiting=stats.waiting + stats.blocked if stats else 0,
             free_blocks=stats.free_blocks if stats else 0,
@@ -426,10 +444,8 @@ class Replica:
         """Kill it when it does not get on."""
         timeout_s = self._options.stall_timeout_s
         while True:
-            began = self._clock()
-            await anyio.sleep(timeout_s / 4)
-            if self._clock() - began > timeout_s / 2:
-                continue  # this loop stood still, and what has come meanwhile is not read yet
+            if not await sleep_on_time(timeout_s / 4, timeout_s / 4, self._clock):
+                continue
             health = core.health()
             if health.status != "DEAD" and max(health.beat_age_s, health.step_age_s) > timeout_s:
                 assert self._backend is not None

@@ -138,12 +138,23 @@ class Conditions:
             self.check()
         return future
 
+    def add_soon(self, is_so: Callable[[], bool]) -> asyncio.Future[None]:
+        """As `add`; its first check is in the next turn of the loop."""
+        future = self.add(is_so)
+        self.check_soon()
+        return future
+
     def check(self) -> None:
         """Set the futures whose conditions hold."""
         for is_so, future in self._awaited:
             if not future.done() and (self._is_over or is_so()):  # it is done if its caller was cancelled
                 future.set_result(None)
         self._awaited = [(is_so, future) for is_so, future in self._awaited if not future.done()]
+
+    def check_soon(self) -> None:
+        """`check` in the next turn of the loop."""
+        if self._awaited:
+            asyncio.get_running_loop().call_soon(self.check)
 
     def end_all(self) -> None:
         """Nothing will change any more: set all futures, and later ones, whether their conditions hold or not."""

@@ -31,6 +31,7 @@ from aioengine.server.siblings import (
     encode_families,
 )
 from aioengine.transport.process import Child
+from aioengine.turns import sleep_on_time
 
 CHILD_MODULE = "aioengine.server.child"
 NUMBERS_TIMEOUT_S = 1.0
@@ -111,12 +112,8 @@ class ServerProcess:
     async def _watch(self, scope: anyio.CancelScope) -> None:
         """Give it up when it says nothing any more."""
         while True:
-            began = anyio.current_time()
-            await anyio.sleep(STALL_TIMEOUT_S / 4)
-            now = anyio.current_time()
-            if now - began > STALL_TIMEOUT_S / 2:
-                continue  # this process stood still, and what has come meanwhile is not read yet
-            if now - self._heard_at > STALL_TIMEOUT_S:
+            is_on_time = await sleep_on_time(STALL_TIMEOUT_S / 4, STALL_TIMEOUT_S / 4, anyio.current_time)
+            if is_on_time and anyio.current_time() - self._heard_at > STALL_TIMEOUT_S:
                 self._failure = f"{self.name} has said nothing for {STALL_TIMEOUT_S:g} s, and was killed"
                 scope.cancel()
                 return

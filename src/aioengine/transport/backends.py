@@ -111,6 +111,8 @@ class InChild:
 
     core: RemoteCore
     cluster = None
+    shared_key = ""
+    """Further front ends need none: they are of this machine."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ from aioengine.scheduler.sequence import Request, Sequence, make_choices
 from aioengine.transport import wire
 from aioengine.transport.link import ControlCalls, Link, death_of
 from aioengine.transport.mirrors import Mirrors
-from aioengine.turns import turns_here
+from aioengine.turns import sleep_on_time, turns_here
 
 logger = logging.getLogger("aioengine")
 
@@ -232,13 +232,10 @@ class RemoteCore:
             self._calls.send(Resume())
 
     def when(self, is_so: Callable[[], bool]) -> asyncio.Future[None]:
-        future = self._conditions.add(is_so)
-        asyncio.get_running_loop().call_soon(self._conditions.check)
-        return future
+        return self._conditions.add_soon(is_so)
 
     def recheck(self) -> None:
-        if self._conditions:
-            asyncio.get_running_loop().call_soon(self._conditions.check)
+        self._conditions.check_soon()
 
     def last_token_at(self, sequence: Sequence) -> float:
         return sequence.last_token_at
@@ -325,12 +322,9 @@ class RemoteCore:
         """Note how far this loop has listened; an engine that is far is dead when it has said nothing for long."""
         interval_s, timeout_s = self.config.heartbeat_interval_s, self.config.heartbeat_timeout_s
         while True:
-            began = self.clock()
-            await anyio.sleep(interval_s)
-            now = self.clock()
-            if now - began > interval_s + timeout_s / 2:
-                continue  # this loop stood still, and what has come meanwhile is not read yet
-            self._listened_until = now
+            if not await sleep_on_time(interval_s, timeout_s / 2, self.clock):
+                continue
+            self._listened_until = self.clock()
             if self._is_far and self._silent_s > timeout_s:
                 self.die(EngineDead(f"the engine has not been heard of for {self._silent_s:.1f} s"))
 
