@@ -57,7 +57,7 @@ LOADS = {
         },
     ),
 }
-SERVER, REPLICA = "aioengine.server.child", "aioengine.transport.child"
+SERVER, REPLICA = "aioengine.server.group.child", "aioengine.transport.child"
 
 
 # The program that serves
@@ -70,10 +70,10 @@ async def serve_here(num_servers: int, is_demo: bool) -> None:
     from aioengine.own_process import asked_by_signals, prepare_interpreter
     from aioengine.server import HttpLimits, ServerConfig, create_app
     from aioengine.server.access_log import logging_off_loop
+    from aioengine.server.group.serving import serve_with_servers
+    from aioengine.server.group.siblings import ServerSettings
     from aioengine.server.http_listener import HttpListener, ServerAddress
     from aioengine.server.http_server import StopRequest, serve
-    from aioengine.server.serve_processes import serve_with_servers
-    from aioengine.server.siblings import ServerSettings
 
     stop = StopRequest()
     with (

@@ -17,7 +17,7 @@ from cli.test_serve import Command, ending_of, refuses, serve, story
 
 pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("no_stray_process")]
 
-SERVER, REPLICA = "aioengine.server.child", "aioengine.transport.child"
+SERVER, REPLICA = "aioengine.server.group.child", "aioengine.transport.child"
 
 
 def descendants(command: Command, module: str) -> list[psutil.Process]:

@@ -10,9 +10,9 @@ import pytest
 from waiting import Tasks, turns
 
 from aioengine.errors import EngineDead
-from aioengine.server.api_servers import END_GRACE_S, MAX_FAILURES, STEADY_S, ApiServers, stand_ins_of
+from aioengine.server.group.api_servers import END_GRACE_S, MAX_FAILURES, STEADY_S, ApiServers, stand_ins_of
+from aioengine.server.group.siblings import ServerGroup
 from aioengine.server.http_server import StopRequest
-from aioengine.server.siblings import ServerGroup
 
 pytestmark = pytest.mark.virtual_clock
 

@@ -6,9 +6,9 @@ import pytest
 from transport.wire_samples import RECORD
 
 from aioengine.metrics import OF_REQUESTS, EngineMetrics, RequestMetrics, Sample
-from aioengine.server.group_numbers import GroupNumbers, add_up
+from aioengine.server.group.numbers import GroupNumbers, add_up
+from aioengine.server.group.siblings import decode_families, encode_families
 from aioengine.server.metrics import MetricFamily
-from aioengine.server.siblings import decode_families, encode_families
 
 
 def counter(name: str, value: float, *, is_of_engine: bool = False, **labels: str) -> MetricFamily:

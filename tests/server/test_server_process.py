@@ -12,8 +12,15 @@ from server.test_group_numbers import counter
 from server.test_siblings import SETTINGS
 from waiting import Tasks, turns
 
-from aioengine.server.server_process import STALL_TIMEOUT_S, Hub, ServerProcess
-from aioengine.server.siblings import Counted, Question, ReadNumbers, ServerGroup, decode_families, encode_families
+from aioengine.server.group.server_process import STALL_TIMEOUT_S, Hub, ServerProcess
+from aioengine.server.group.siblings import (
+    Counted,
+    Question,
+    ReadNumbers,
+    ServerGroup,
+    decode_families,
+    encode_families,
+)
 
 pytestmark = pytest.mark.virtual_clock
 

@@ -19,10 +19,10 @@ from waiting import Tasks, until
 from aioengine import Engine
 from aioengine.errors import EngineDead
 from aioengine.server.config import HttpLimits, ServerConfig
+from aioengine.server.group.serving import serve_with_servers
+from aioengine.server.group.siblings import ServerSettings
 from aioengine.server.http_listener import HttpListener, ServerAddress
 from aioengine.server.http_server import StopRequest
-from aioengine.server.serve_processes import serve_with_servers
-from aioengine.server.siblings import ServerSettings
 
 pytestmark = [
     pytest.mark.asyncio(loop_factories=["uvloop"]),
@@ -106,7 +106,7 @@ def servers() -> list[psutil.Process]:
     found = []
     for each in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):  # it ends now
-            if "aioengine.server.child" in each.cmdline():
+            if "aioengine.server.group.child" in each.cmdline():
                 found.append(each)
     return found
 
@@ -189,7 +189,7 @@ async def test_asked_to_stop_streams_go_on_and_asked_again_they_are_aborted() ->
 
 @pytest.mark.nightly
 async def test_a_server_that_is_stuck_holds_up_no_scrape_and_is_killed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioengine.server.server_process.STALL_TIMEOUT_S", 10.0)
+    monkeypatch.setattr("aioengine.server.group.server_process.STALL_TIMEOUT_S", 10.0)
     async with port(2) as served:
         for _ in range(10):
             assert (await served.ask("POST", "/v1/completions", json=STORY)).status_code == 200

@@ -15,8 +15,7 @@ from aioengine.config import EngineConfig
 from aioengine.errors import ConfigError
 from aioengine.server.config import HttpLimits, ServerConfig
 from aioengine.server.errors import ApiError
-from aioengine.server.http_listener import ServerAddress
-from aioengine.server.siblings import (
+from aioengine.server.group.siblings import (
     AbortNamed,
     AskStored,
     Counted,
@@ -31,6 +30,7 @@ from aioengine.server.siblings import (
     frame_of,
     receive_settings,
 )
+from aioengine.server.http_listener import ServerAddress
 from aioengine.server.stored_responses import SharedResponses
 
 SETTINGS = ServerSettings(

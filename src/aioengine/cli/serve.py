@@ -27,7 +27,7 @@ from aioengine.transport.addresses import PrivateFolder
 if TYPE_CHECKING:
     from aioengine.server.access_log import LogFormat
     from aioengine.server.api import Api
-    from aioengine.server.siblings import ServerSettings
+    from aioengine.server.group.siblings import ServerSettings
 
 logger = logging.getLogger("aioengine")
 
@@ -328,7 +328,7 @@ async def _serve_here(
 
 
 def _settings(service: Service, where: ServerAddress, num_servers: int, **engine: Any) -> ServerSettings:
-    from aioengine.server.siblings import ServerSettings
+    from aioengine.server.group.siblings import ServerSettings
 
     return ServerSettings(
         index=0,
@@ -353,7 +353,7 @@ async def _serve_by_processes(
     stop: StopRequest,
     say_where: SayWhere,
 ) -> None:
-    from aioengine.server.serve_processes import serve_with_servers
+    from aioengine.server.group.serving import serve_with_servers
 
     where = {"engine_address": address, "engine_model": plan.model if plan.connect is not None else None}
     keys = {"engine_keys": plan.keys, "engine_client": plan.client}
@@ -364,7 +364,7 @@ async def _serve_by_processes(
 async def _serve_replica_a_port(
     plan: _Plan, listeners: list[HttpListener], service: Service, stop: StopRequest, say_where: SayWhere
 ) -> None:
-    from aioengine.server.serve_processes import serve_replica_a_port
+    from aioengine.server.group.serving import serve_replica_a_port
 
     settings = _settings(service, listeners[0].where, len(listeners), engine_config=plan.config)
     await serve_replica_a_port(settings, listeners, stop, on_serving=say_where)

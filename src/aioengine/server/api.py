@@ -42,6 +42,16 @@ from aioengine.server.exchange import (
     run_while_connected,
 )
 from aioengine.server.generation import GenerationCall, check_request
+from aioengine.server.group.siblings import (
+    AbortNamed,
+    AskStored,
+    CountOpen,
+    Question,
+    ReadNumbers,
+    Siblings,
+    decode_families,
+    encode_families,
+)
 from aioengine.server.messages import MessageRequest, error_response
 from aioengine.server.metrics import HttpMetrics, MetricFamily, read_families, read_process, render
 from aioengine.server.page import PAGE
@@ -59,16 +69,6 @@ from aioengine.server.schema import (
     template_kwargs,
 )
 from aioengine.server.security import ApiKeys, check_host
-from aioengine.server.siblings import (
-    AbortNamed,
-    AskStored,
-    CountOpen,
-    Question,
-    ReadNumbers,
-    Siblings,
-    decode_families,
-    encode_families,
-)
 from aioengine.server.stored_responses import SharedResponses, StoredResponses
 from aioengine.server.tracing import Tracing
 from aioengine.turns import turns_here

@@ -17,8 +17,8 @@ import msgspec
 from aioengine.outputs import CompletionOutput
 from aioengine.server.answers import message_of
 from aioengine.server.errors import ApiError
+from aioengine.server.group.siblings import AskStored
 from aioengine.server.responses import InputItem, ResponseAnswer
-from aioengine.server.siblings import AskStored
 from aioengine.server.stream_group import StreamGroup
 
 SHARED_ID = re.compile("resp_([0-9a-f]{2})[0-9a-f]{38}")

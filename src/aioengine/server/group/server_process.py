@@ -13,9 +13,8 @@ from anyio import CapacityLimiter
 from aioengine.engine import Engine
 from aioengine.errors import ConfigError
 from aioengine.server.errors import ApiError
-from aioengine.server.group_numbers import GroupNumbers
-from aioengine.server.metrics import HttpMetrics, MetricFamily, read_families, read_process
-from aioengine.server.siblings import (
+from aioengine.server.group.numbers import GroupNumbers
+from aioengine.server.group.siblings import (
     AbortNamed,
     AskStored,
     Counted,
@@ -30,10 +29,11 @@ from aioengine.server.siblings import (
     decode_families,
     encode_families,
 )
+from aioengine.server.metrics import HttpMetrics, MetricFamily, read_families, read_process
 from aioengine.transport.process import Child
 from aioengine.turns import sleep_on_time
 
-CHILD_MODULE = "aioengine.server.child"
+CHILD_MODULE = "aioengine.server.group.child"
 NUMBERS_TIMEOUT_S = 1.0
 """For a server's numbers in a scrape: one that is stuck is shown as it was."""
 LAST_WORDS_S = 1.0

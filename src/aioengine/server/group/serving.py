@@ -12,11 +12,11 @@ from aioengine.cluster.devices import HostSlots
 from aioengine.config import EngineConfig, ProcessOptions
 from aioengine.engine import Engine
 from aioengine.errors import EngineDead
-from aioengine.server.api_servers import ApiServers
+from aioengine.server.group.api_servers import ApiServers
+from aioengine.server.group.server_process import Hub, ServerProcess
+from aioengine.server.group.siblings import ServerSettings
 from aioengine.server.http_listener import HttpListener
 from aioengine.server.http_server import StopRequest
-from aioengine.server.server_process import Hub, ServerProcess
-from aioengine.server.siblings import ServerSettings
 
 HEALTH_EVERY_S = 1.0
 """How often the process looks at its engine's health, as a server does."""

@@ -1,4 +1,4 @@
-"""An HTTP server as a child process: ``python -m aioengine.server.child``, started by `ServerProcess`.
+"""An HTTP server as a child process: ``python -m aioengine.server.group.child``, started by `ServerProcess`.
 
 It is bound to its parent before anything slow begins. How it is set up it hears through a socket that it has inherited;
 the command line has nothing but that one's number.
@@ -15,10 +15,10 @@ from aioengine.transport.child import die_with_parent
 
 def main() -> int:
     """Serve until it is told to end; 0 if it was, 1 if it could not start or its engine has died."""
-    parser = argparse.ArgumentParser(prog="python -m aioengine.server.child")
+    parser = argparse.ArgumentParser(prog="python -m aioengine.server.group.child")
     parser.add_argument("--channel", type=int, required=True, help="descriptor of the socket to the process above")
     arguments = parser.parse_args()
-    from aioengine.server.api_server import run_server
+    from aioengine.server.group.child_server import run_server
 
     return run_server(socket.socket(fileno=arguments.channel))
 

@@ -13,8 +13,8 @@ import anyio
 
 from aioengine.backoff import Backoff
 from aioengine.errors import EngineDead
+from aioengine.server.group.siblings import ServerGroup
 from aioengine.server.http_server import ABORT_GRACE_S, CONNECTIONS_END_S, TASKS_END_S, StopRequest
-from aioengine.server.siblings import ServerGroup
 
 logger = logging.getLogger("aioengine")
 

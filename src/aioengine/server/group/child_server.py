@@ -18,9 +18,7 @@ from aioengine.own_process import allow_files, asked_by_signals, limit_spinning,
 from aioengine.server.access_log import logging_off_loop
 from aioengine.server.api import Api
 from aioengine.server.asgi import create_app
-from aioengine.server.http_listener import HttpListener
-from aioengine.server.http_server import SPARE_FILES, HttpServer, StopRequest, serve
-from aioengine.server.siblings import (
+from aioengine.server.group.siblings import (
     Counted,
     Message,
     Peer,
@@ -31,6 +29,8 @@ from aioengine.server.siblings import (
     Siblings,
     receive_settings,
 )
+from aioengine.server.http_listener import HttpListener
+from aioengine.server.http_server import SPARE_FILES, HttpServer, StopRequest, serve
 
 logger = logging.getLogger("aioengine")
 
@@ -49,7 +49,7 @@ def run_server(end: socket.socket) -> int:
     ):
         allow_files(settings.limits.max_connections + SPARE_FILES)
         try:
-            uvloop.run(ApiServer(settings, end).run())
+            uvloop.run(ChildServer(settings, end).run())
         except AioEngineError as error:
             # For the process above, which reads this process's stderr for its last words and shows them.
             os.write(sys.stderr.fileno(), f"ERROR aioengine: {type(error).__name__}: {error}\n".encode())
@@ -57,7 +57,7 @@ def run_server(end: socket.socket) -> int:
     return 0
 
 
-class ApiServer:
+class ChildServer:
     """One of several HTTP servers.
 
     Args:
