@@ -52,7 +52,7 @@ def cost_of_seam() -> float:
     core = EngineCore(FakeExecutor(), EngineConfig())
     lockstep = LockstepGroup(LockstepPlace(0, 2, ""), core.break_down)
     lockstep.open(Alone(lockstep.on_result))
-    core.join(lockstep)
+    core.enter_group(lockstep)
 
     def step() -> None:
         if lockstep.may_launch:

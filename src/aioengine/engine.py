@@ -506,9 +506,9 @@ def _connected(address: str, options: dict[str, Any]) -> Callable[[CoreHooks], B
         from aioengine.transport.backends import Connected
 
         return lambda hooks: Connected(address, hooks, **options)
-    from aioengine.cluster.joined import JoinedCluster
+    from aioengine.cluster.connected import ConnectedCluster
 
-    return lambda hooks: JoinedCluster(address.removeprefix(CLUSTER_PREFIX), hooks, **options)
+    return lambda hooks: ConnectedCluster(address.removeprefix(CLUSTER_PREFIX), hooks, **options)
 
 
 def _refuse_another(*_args: object, **_kwargs: object) -> Never:

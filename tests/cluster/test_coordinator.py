@@ -78,11 +78,11 @@ class FrontEnd(Peer):
         super().__init__(address, kinds=m.FromCoordinator, **options)
         self.num_calls = 0
 
-    async def join_cluster(self) -> m.Joined:
+    async def attach_to_cluster(self) -> m.AttachedToCluster:
         self.say(wire.Attach(wire.PROTOCOL_VERSION, self.name))
-        joined = await self.answer()
-        assert isinstance(joined, m.Joined), joined
-        return joined
+        attached = await self.answer()
+        assert isinstance(attached, m.AttachedToCluster), attached
+        return attached
 
     async def hears(self, expected: wire.WireMessage) -> None:
         await self.read_until(lambda: expected in self.news)
@@ -114,9 +114,9 @@ class Served:
         self.front_ends.append(FrontEnd(self.coordinator.peers.address, **options))
         return self.front_ends[-1]
 
-    async def join(self, **options: Any) -> FrontEnd:
+    async def attach(self, **options: Any) -> FrontEnd:
         front_end = self.new(**options)
-        await front_end.join_cluster()
+        await front_end.attach_to_cluster()
         return front_end
 
     @property
@@ -161,14 +161,14 @@ class TestTelling:
         async with served(address) as here:
             here.cluster.running = [3, 4]
             for index in range(2):
-                joined = await here.new().join_cluster()
-                assert (joined.index, joined.members.members) == (index, here.cluster.there)
-                assert joined.counts == counts_of(3, 4)
-                assert (joined.config["max_num_seqs"], joined.options["balance"]) == (7, "load")
+                attached = await here.new().attach_to_cluster()
+                assert (attached.index, attached.members.members) == (index, here.cluster.there)
+                assert attached.counts == counts_of(3, 4)
+                assert (attached.config["max_num_seqs"], attached.options["balance"]) == (7, "load")
 
     async def test_several_hear_the_same(self, address: str, often: None) -> None:
         async with served(address) as here:
-            front_ends = [await here.join() for _ in range(3)]
+            front_ends = [await here.attach() for _ in range(3)]
             for running in ([1, 0], [1, 5], [0, 0]):
                 here.cluster.running = running
                 here.cluster.change(running[0], state=f"state {running[1]}")
@@ -181,7 +181,7 @@ class TestTelling:
 
     async def test_what_has_not_changed_is_not_told(self, address: str, often: None) -> None:
         async with served(address) as here:
-            front_end = await here.join()
+            front_end = await here.attach()
             for _ in range(10):
                 here.coordinator.announce()
             looks = here.cluster.num_looks
@@ -191,7 +191,7 @@ class TestTelling:
 
     async def test_nothing_is_looked_at_while_no_front_end_is_there(self, address: str, often: None) -> None:
         async with served(address) as here:
-            front_end = await here.join()
+            front_end = await here.attach()
             front_end.say(wire.Detach())
             await until(lambda: not here.num_attached)
             await turns(20)
@@ -199,13 +199,13 @@ class TestTelling:
             await turns(200)
             assert here.cluster.num_looks == looks
             here.cluster.running = [9, 9]
-            front_end = await here.join()
+            front_end = await here.attach()
             here.cluster.running = [8, 8]
             await front_end.hears(counts_of(8, 8))
 
     async def test_they_hear_the_end_and_why(self, address: str) -> None:
         async with served(address) as here:
-            front_ends = [await here.join() for _ in range(2)]
+            front_ends = [await here.attach() for _ in range(2)]
             async with anyio.create_task_group() as tasks:
                 for front_end in front_ends:
                     tasks.start_soon(front_end.hears_the_end)
@@ -245,10 +245,10 @@ async def test_counts_are_told_at_most_every_100_ms() -> None:
 class TestDraining:
     async def test_waits_for_the_front_ends_that_were_told(self, address: str) -> None:
         async with served(address) as here, Tasks() as tasks:
-            leaving, staying = await here.join(), await here.join()
+            leaving, staying = await here.attach(), await here.attach()
             here.cluster.change(1, state="draining")
             here.coordinator.announce()
-            late = await here.join()
+            late = await here.attach()
             waiting = tasks.start(here.coordinator.wait_drained(1))
             for front_end in (leaving, staying):
                 await front_end.hears(m.Membership(here.cluster.there))
@@ -264,7 +264,7 @@ class TestDraining:
 
     async def test_is_over_for_one_that_drains_no_more(self, address: str) -> None:
         async with served(address) as here:
-            await here.join()
+            await here.attach()
             here.cluster.change(1, state="draining")
             here.coordinator.announce()
             here.cluster.change(1, state="backing off")
@@ -276,13 +276,13 @@ class TestDraining:
 class TestReserving:
     async def test_is_done_when_the_others_have_left(self, address: str) -> None:
         async with served(address) as here:
-            holder, other = await here.join(), await here.join()
+            holder, other = await here.attach(), await here.attach()
             here.cluster.running = [3, 1]  # the second one has less to do
             asked = holder.ask(m.Reserve())
             reserved = m.Membership([here.cluster.there[0], state_of(here.cluster.there[1], "reserved")])
             await other.hears(reserved)
             late = here.new()
-            assert (await late.join_cluster()).members == reserved
+            assert (await late.attach_to_cluster()).members == reserved
             assert asked not in holder.returned
             other.say(m.Drained(1))
             await holder.read_until(lambda: asked in holder.returned)
@@ -296,7 +296,7 @@ class TestReserving:
 
     async def test_leaves_the_last_one_of_several_to_all(self, address: str) -> None:
         async with served(address) as here:
-            one, other = await here.join(), await here.join()
+            one, other = await here.attach(), await here.attach()
             async with reading(one, other):
                 first = one.ask(m.Reserve())
                 reserved = m.Membership([state_of(here.cluster.there[0], "reserved"), here.cluster.there[1]])
@@ -310,7 +310,7 @@ class TestReserving:
 
     async def test_ends_with_the_replica(self, address: str) -> None:
         async with served(address) as here:
-            holder, other = await here.join(), await here.join()
+            holder, other = await here.attach(), await here.attach()
             asked = holder.ask(m.Reserve())
             await other.hears(m.Membership([state_of(here.cluster.there[0], "reserved"), here.cluster.there[1]]))
             here.cluster.change(0, state="backing off")
@@ -323,7 +323,7 @@ class TestReserving:
 
     async def test_of_the_owner_s_is_of_all_others_alike(self, address: str) -> None:
         async with served(address) as here, Tasks() as tasks:
-            front_end = await here.join()
+            front_end = await here.attach()
             reserving = tasks.start(here.coordinator.reserve(coordinator_module.OWNER))
             await front_end.hears(m.Membership([state_of(here.cluster.there[0], "reserved"), here.cluster.there[1]]))
             reserving.cancel()
@@ -338,7 +338,7 @@ def state_of(member: m.Member, state: str) -> m.Member:
 class TestCalls:
     async def test_are_the_cluster_s(self, address: str) -> None:
         async with served(address) as here:
-            front_end = await here.join()
+            front_end = await here.attach()
             assert await front_end.call(m.Scale(3)) is None
             assert await front_end.call(m.RestartReplicas()) is None
             assert here.cluster.asked == ["scale 3", "restart"]
@@ -357,7 +357,7 @@ class TestCalls:
     )
     async def test_that_are_none_fail_their_caller(self, address: str, raw: bytes) -> None:
         async with served(address) as here:
-            front_end = await here.join()
+            front_end = await here.attach()
             front_end.say(wire.CallControl(77, msgspec.Raw(raw)))
             await front_end.read_until(lambda: 77 in front_end.returned)
             fault = front_end.returned[77].fault
@@ -388,7 +388,7 @@ class TestOneThatDoesNotRead:
     ) -> None:
         monkeypatch.setattr(coordinator_module, "BEHIND_MESSAGES", 8)
         async with served(address) as here:
-            stopped, other = await here.join(), await here.join()
+            stopped, other = await here.attach(), await here.attach()
             async with reading(other):
                 (session, _) = here.coordinator.peers.attached
                 for running in range(100):
@@ -406,7 +406,7 @@ class TestOneThatDoesNotRead:
     async def test_is_cut_off_when_it_leaves_too_much(self, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(coordinator_module, "MAX_UNREAD_MESSAGES", 40)
         async with served(address) as here:
-            stopped, other = await here.join(), await here.join()
+            stopped, other = await here.attach(), await here.attach()
             async with reading(other):
                 for number in range(60):
                     here.cluster.change(0, num_restarts=number + 1)
@@ -445,7 +445,7 @@ class TestHostile:
     async def test_what_is_no_message_is_refused_and_changes_nothing(self, address: str, seed: int) -> None:
         """Neither of one that is attached, nor of one that is not."""
         async with served(address) as here:
-            good, stranger = await here.join(), here.new()
+            good, stranger = await here.attach(), here.new()
             members, before = here.cluster.members(), here.num_refused
             for frames in strange_frames(seed):
                 stranger.say_raw(frames or [b""])
@@ -454,12 +454,12 @@ class TestHostile:
             assert here.num_attached == 1
             assert here.cluster.members() == members
             assert here.num_refused > before
-            await stranger.join_cluster()
+            await stranger.attach_to_cluster()
             await stranger.is_answered()
 
     async def test_replayed_messages_are_refused_and_lost_ones_end_the_session(self, address: str) -> None:
         async with served(address) as here:
-            front_end = await here.join()
+            front_end = await here.attach()
             frame = [front_end.writer.write(wire.CallControl(99, wire.pack_control(m.Scale(4))))]
             for _ in range(5):
                 front_end.say_raw(frame)
@@ -477,7 +477,7 @@ class TestHostile:
             front_end = here.new()
             front_end.say(wire.Attach(wire.PROTOCOL_VERSION + 1))
             assert isinstance(await front_end.answer(), wire.Refused)
-            await (await here.join()).is_answered()
+            await (await here.attach()).is_answered()
 
     async def test_calls_are_bounded(self, address: str) -> None:
         async with served(address) as here:
@@ -489,7 +489,7 @@ class TestHostile:
                 await ends.wait()
 
             here.cluster.scale = scale  # type: ignore[method-assign]
-            front_end = await here.join()
+            front_end = await here.attach()
             numbers = [front_end.ask(m.Scale(2)) for _ in range(70)]
             await front_end.read_until(lambda: len(front_end.returned) == 6)
             assert all(each.fault is not None for each in front_end.returned.values())
@@ -509,7 +509,7 @@ async def test_only_clients_that_are_known_can_join(keys: tuple[ServerKeys, Clie
     of_server, of_client = keys
     async with served("tcp://127.0.0.1:*", of_server) as here:
         if is_known:
-            await here.join(keys=of_client)
+            await here.attach(keys=of_client)
         else:
             public, secret = zmq.curve_keypair()
             stranger = here.new(keys=msgspec.structs.replace(of_client, pair=KeyPair(public=public, secret=secret)))

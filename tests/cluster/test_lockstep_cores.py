@@ -157,7 +157,7 @@ async def stepping(num_ranks: int, *, seed: int = 0, depth: int = 2, loss: float
         lockstep = LockstepGroup(LockstepPlace(rank, num_ranks, ""), core.break_down)
         lockstep.open(FakeReducer(together, rank))
         together.on_result.append(lockstep.on_result)
-        core.join(lockstep)
+        core.enter_group(lockstep)
         lockstep.on_report = partial(together.report, rank)
         together.cores.append(core)
     async with Tasks() as tasks:

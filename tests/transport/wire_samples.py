@@ -245,13 +245,13 @@ MEMBER = cluster.Member(
 )  # fmt: skip
 COUNTS = cluster.Counts(ranks=[1, 5], running=[6, 7], waiting=[8, 9], blocked=[10, 11], free_blocks=[12, 13])
 
-JOINED = cluster.Joined(
+ATTACHED_TO_CLUSTER = cluster.AttachedToCluster(
     version=1, index=2, config={"max_num_seqs": 3}, options={"replicas": 4}, members=cluster.Membership([MEMBER]),
     counts=COUNTS,
 )  # fmt: skip
 
 FROM_COORDINATOR: tuple[Sample, ...] = (
-    Sample("joined", JOINED),
+    Sample("attached to cluster", ATTACHED_TO_CLUSTER),
     Sample("refused", wire.Refused(version=1, reason="no room")),
     Sample("members_none", cluster.Membership([])),
     Sample("members", cluster.Membership([MEMBER, cluster.Member(5, "starting", 0)])),

@@ -106,7 +106,7 @@ class ClusterCore:
     # Replicas
 
     def add_replica(self, replica: Replica) -> None:
-        """A replica that has been opened joins.
+        """A replica that has been opened is one of these from now on.
 
         Raises:
             ConfigError: it cannot stand in for the others.

@@ -14,10 +14,10 @@ import anyio
 import msgspec
 
 from aioengine.cluster.messages import (
+    AttachedToCluster,
     ClusterCall,
     Counts,
     Drained,
-    Joined,
     Member,
     Membership,
     Release,
@@ -108,7 +108,7 @@ class Coordinator:
 
     Args:
         cluster: whose members are told; it calls `announce` when they change.
-        address: where front ends may join: ``ipc:///path`` or ``tcp://host:port``; port 0 is any.
+        address: where front ends may connect: ``ipc:///path`` or ``tcp://host:port``; port 0 is any.
         keys: of the clients that may connect, for addresses that other machines can reach.
     Attributes:
         peers: its front ends; its ``address`` is as it is reached, once `open` has returned.
@@ -264,13 +264,13 @@ class Coordinator:
 
     # Front ends
 
-    def _begin(self, arrival: Arrival) -> tuple[FrontEndSession, Joined]:
+    def _begin(self, arrival: Arrival) -> tuple[FrontEndSession, AttachedToCluster]:
         self.announce()
         self._look()
         self._has_front_ends.set()
         members = self._members_for(arrival.number)
         cluster, asdict = self._cluster, msgspec.structs.asdict
-        joined = Joined(
+        attached = AttachedToCluster(
             version=wire.PROTOCOL_VERSION,
             index=arrival.number,
             config=asdict(cluster.config),
@@ -278,7 +278,7 @@ class Coordinator:
             members=members,
             counts=self._counts,
         )
-        return FrontEndSession(arrival, members, self._counts), joined
+        return FrontEndSession(arrival, members, self._counts), attached
 
     async def _act(self, session: FrontEndSession, body: Any) -> None:
         match body:

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def enter_group(place: LockstepPlace, core: EngineCore) -> AbstractAsyncContextManager[None]:
-    from aioengine.cluster.lockstep_group import joined  # slow; first the process is bound to its parent
+    from aioengine.cluster.lockstep_group import in_lockstep  # slow; first the process is bound to its parent
 
-    return joined(place, core)
+    return in_lockstep(place, core)
 
 
 if __name__ == "__main__":

@@ -146,7 +146,7 @@ class LockstepGroup:
 
 
 @asynccontextmanager
-async def joined(place: LockstepPlace, core: EngineCore) -> AsyncIterator[None]:
+async def in_lockstep(place: LockstepPlace, core: EngineCore) -> AsyncIterator[None]:
     """Have a core step with its group, as a `serving.EnterGroup`.
 
     Raises:
@@ -160,7 +160,7 @@ async def joined(place: LockstepPlace, core: EngineCore) -> AsyncIterator[None]:
             f"rank {place.rank} of {place.num_ranks} in lockstep did not meet the others at {place.store}: {error}"
         ) from error
     lockstep.open(GlooReducer(gloo, lockstep.on_result))
-    core.join(lockstep)
+    core.enter_group(lockstep)
     try:
         yield
     finally:

@@ -131,12 +131,12 @@ def unpack_call(raw: msgspec.Raw) -> ClusterCall:
 # From the coordinator
 
 
-class Joined(WireMessage, frozen=True, tag=30):
+class AttachedToCluster(WireMessage, frozen=True, tag=30):
     """The answer to `Attach`: the first message of a coordinator's side of a session."""
 
     version: int
     index: Number
-    """How many front ends have joined before."""
+    """How many front ends have attached before."""
     config: dict[str, Any]
     """The replicas' `EngineConfig`, of a version that may have other settings."""
     options: dict[str, Any]
@@ -145,4 +145,4 @@ class Joined(WireMessage, frozen=True, tag=30):
     counts: Counts
 
 
-FromCoordinator = Joined | wire.Refused | Membership | Counts | wire.Returned | wire.Shutdown
+FromCoordinator = AttachedToCluster | wire.Refused | Membership | Counts | wire.Returned | wire.Shutdown

@@ -129,7 +129,7 @@ class CoreState:
         self._device_turn = anyio.Lock(fast_acquire=True)
         """Of calls that change the device's memory: they go one after the other."""
 
-    def join(self, lockstep: Lockstep) -> None:
+    def enter_group(self, lockstep: Lockstep) -> None:
         """Step together with a group from now on; before `run`."""
         self.lockstep = lockstep
         lockstep.on_news = self._has_news.set

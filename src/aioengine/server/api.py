@@ -233,7 +233,7 @@ class Api:
         self._num_open = 0
         self._has_warned = False
 
-    def join(self, siblings: Siblings) -> None:
+    def enter_group(self, siblings: Siblings) -> None:
         """Be one of several servers of a port, before anything is served: what is asked of this one is asked of all."""
         self._siblings = siblings
         self._responses = SharedResponses(

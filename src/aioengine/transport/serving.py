@@ -221,7 +221,7 @@ async def _serve(
             await worker.run(lambda: folders.append(PrivateFolder()), None)
             address = str(folders[0].address(ENGINE_SOCKET))
         server = EngineServer(backend.core, address, model_path=files.path, keys=keys)
-        async with _joined(init.lockstep, backend.core, enter_group):
+        async with _in_lockstep(init.lockstep, backend.core, enter_group):
             await server.open()
             tell(Ready(server.address, backend.core.info, TASKS))
             on_serving(server)
@@ -237,7 +237,7 @@ async def _serve(
         raise EngineDead(str(backend.core.death), dump=backend.core.death.dump)
 
 
-def _joined(
+def _in_lockstep(
     place: LockstepPlace | None, core: EngineCore, enter_group: EnterGroup | None
 ) -> AbstractAsyncContextManager[None]:
     if place is None:

@@ -31,7 +31,7 @@ from transport.life_scripts.serving import served
 
 from aioengine import ConfigError, Engine, EngineClosed, EngineDead, InvalidRequest, StepFailed
 from aioengine.cluster.cluster_core import ClusterCore
-from aioengine.cluster.joined import JoinedCluster
+from aioengine.cluster.connected import ConnectedCluster
 from aioengine.testing import FakeExecutor
 from aioengine.transport.addresses import PrivateFolder, remove_stale
 
@@ -45,13 +45,13 @@ def start_owner(address: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, OWNER, address], stdout=subprocess.PIPE)
 
 
-class Joined(Cluster):
+class Further(Cluster):
     """A further front end."""
 
     @property
-    def backend(self) -> JoinedCluster:
+    def backend(self) -> ConnectedCluster:
         assert self.engine._runtime is not None
-        assert isinstance(self.engine._runtime.backend, JoinedCluster)
+        assert isinstance(self.engine._runtime.backend, ConnectedCluster)
         return self.engine._runtime.backend
 
     @property
@@ -65,14 +65,14 @@ def loads_of(engine: Engine) -> list[tuple[int, int]]:
 
 
 @contextlib.asynccontextmanager
-async def joined(folder: Path, count: int, num_replicas: int = 2, **given: Any) -> AsyncIterator[list[Any]]:
+async def connected(folder: Path, count: int, num_replicas: int = 2, **given: Any) -> AsyncIterator[list[Any]]:
     """A cluster, and so many front ends beside the one of its owner: [the owner's, further ones...]."""
     address = f"ipc://{folder}/cluster"
     async with cluster(num_replicas, cluster_address=address, **given) as owner, contextlib.AsyncExitStack() as stack:
         front_ends: list[Cluster] = [owner]
         for _ in range(count):
             engine = await stack.enter_async_context(await Engine.connect(f"cluster+{address}"))
-            front_ends.append(Joined(engine))
+            front_ends.append(Further(engine))
         yield front_ends
 
 
@@ -84,7 +84,7 @@ async def agree(front_ends: Iterable[Cluster], is_so: Callable[[Any], bool]) -> 
 
 class TestCounts:
     async def test_are_those_of_all_front_ends_and_the_same_for_all(self, runtime: Path) -> None:
-        async with joined(runtime, 2) as front_ends:
+        async with connected(runtime, 2) as front_ends:
             counts = {front_end: 1 + place for place, front_end in enumerate(front_ends)}
             readers = {each: [Reader([20 + place], max_tokens=900) for place in range(n)] for each, n in counts.items()}
             async with contextlib.AsyncExitStack() as stack:
@@ -99,7 +99,7 @@ class TestCounts:
 
     @pytest.mark.nightly
     async def test_of_another_front_end_keep_requests_away(self, runtime: Path) -> None:
-        async with joined(runtime, 2, balance="load") as (owner, one, other):
+        async with connected(runtime, 2, balance="load") as (owner, one, other):
             at_one = [Reader([10 + place], max_tokens=900, session="the same") for place in range(4)]
             async with reading(one.engine, at_one):
                 await until_read(at_one, 1)
@@ -116,7 +116,7 @@ class TestMembers:
     async def test_one_that_is_killed_loses_no_front_end_s_request(self, runtime: Path) -> None:
         rng = random.Random(1)
         at_one, at_other = innocents(rng, 6, max_tokens=200), innocents(rng, 6, max_tokens=200)
-        async with joined(runtime, 2) as (owner, one, other):
+        async with connected(runtime, 2) as (owner, one, other):
             async with reading(one.engine, at_one), reading(other.engine, at_other):
                 await until_read([*at_one, *at_other], 5)
                 await owner.kill_and_wait(1)
@@ -138,7 +138,7 @@ class TestMembers:
     @pytest.mark.nightly
     async def test_are_scaled_and_restarted_by_any_front_end_and_no_request_is_lost(self, runtime: Path) -> None:
         rng = random.Random(2)
-        async with joined(runtime, 2, drain_timeout_s=0.2) as front_ends:
+        async with connected(runtime, 2, drain_timeout_s=0.2) as front_ends:
             _, one, other = front_ends
             readers = innocents(rng, 8, max_tokens=900)
             async with reading(one.engine, readers[:4]), reading(other.engine, readers[4:]):
@@ -160,7 +160,7 @@ class TestMembers:
     @pytest.mark.nightly
     async def test_one_that_drains_ends_when_no_front_end_has_a_request_there(self, runtime: Path) -> None:
         """None is moved, though the owner itself has none, and would end it at once."""
-        async with joined(runtime, 1, drain_timeout_s=60.0) as (owner, one):
+        async with connected(runtime, 1, drain_timeout_s=60.0) as (owner, one):
             readers = [Reader([10 + place], max_tokens=300) for place in range(4)]
             async with reading(one.engine, readers):
                 await until_read(readers, 1)
@@ -176,7 +176,7 @@ class TestSuspects:
 
     @pytest.mark.parametrize("num_replicas", [2, *nightly(1, 3)])
     async def test_of_one_front_end_do_not_cost_another_one_its_request(self, runtime: Path, num_replicas: int) -> None:
-        async with joined(runtime, 2, num_replicas=num_replicas) as (_, one, other):
+        async with connected(runtime, 2, num_replicas=num_replicas) as (_, one, other):
             for _ in range(3 if num_replicas == 3 else 1):  # with each death a replica is started later
                 innocent = Reader([10, 11], max_tokens=100)
                 killer = Reader([Poison.EXIT, 3], max_tokens=20)
@@ -189,7 +189,7 @@ class TestSuspects:
     @pytest.mark.nightly
     async def test_of_the_owner_and_of_others_are_found_each(self, runtime: Path) -> None:
         rng = random.Random(3)
-        async with joined(runtime, 2) as front_ends:
+        async with connected(runtime, 2) as front_ends:
             innocents_of = [innocents(rng, 5, max_tokens=100) for _ in front_ends]
             killers = [Reader([Poison.EXIT, 3 + place], max_tokens=20) for place in range(3)]
             async with contextlib.AsyncExitStack() as stack:
@@ -204,7 +204,7 @@ class TestSuspects:
 class TestEnds:
     @pytest.mark.nightly
     async def test_of_a_front_end_end_its_requests_alone(self, runtime: Path) -> None:
-        async with joined(runtime, 2) as (owner, one, other):
+        async with connected(runtime, 2) as (owner, one, other):
             at_one, at_other = Reader([10], max_tokens=900), Reader([11], max_tokens=100)
             async with reading(one.engine, [at_one]), reading(other.engine, [at_other]):
                 await until_read([at_one, at_other], 1)
@@ -214,7 +214,7 @@ class TestEnds:
             await agree([owner], lambda each: loads_of(each.engine) == [(0, 0)] * 2)
 
     async def test_of_the_owner_is_heard_by_all(self, runtime: Path) -> None:
-        async with joined(runtime, 2) as (owner, one, other):
+        async with connected(runtime, 2) as (owner, one, other):
             readers = [Reader([10], max_tokens=900), Reader([11], max_tokens=900)]
             async with reading(one.engine, readers[:1]), reading(other.engine, readers[1:]):
                 await until_read(readers, 1)
@@ -262,7 +262,7 @@ class TestAddresses:
 
     @pytest.mark.nightly
     async def test_of_a_cluster_that_is_connected_to_as_an_engine(self, runtime: Path) -> None:
-        async with joined(runtime, 0, num_replicas=1):
+        async with connected(runtime, 0, num_replicas=1):
             with pytest.raises(EngineDead, match="no engine of this version"):
                 await Engine.connect(f"ipc://{runtime}/cluster")
 

@@ -1,4 +1,4 @@
-"""`JoinedCluster`: the replicas of a cluster that another process owns, for a further front end."""
+"""`ConnectedCluster`: the replicas of a cluster that another process owns, for a further front end."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SAME_AGAIN_S = 5.0
 """After so long a replica that serves on, and to which the connection was lost, is connected to again."""
 
 
-class JoinedCluster:
+class ConnectedCluster:
     """A `Backend` over replicas that another process owns, and a `Cluster` that asks their owner.
 
     Args:
@@ -94,20 +94,20 @@ class JoinedCluster:
         keys, folder = None, self._keys_folder
         if folder is not None:
             keys = await self._hooks.worker.run(lambda: ClientKeys.load(folder, self._client), None)
-        joined = await self._link.attach(
-            self._address, keys, m.Joined, name="a front end of a cluster", timeout_s=self._timeout_s
+        attached = await self._link.attach(
+            self._address, keys, m.AttachedToCluster, name="a front end of a cluster", timeout_s=self._timeout_s
         )
         self._options = ReplicaOptions(
-            **known_fields(ReplicaOptions, joined.options)
+            **known_fields(ReplicaOptions, attached.options)
             | {"max_restarts": 1000, "restart_backoff_s": RECONNECT_S}  # its owner gives it up, not this side
         )
         self._clock = clock_of(asyncio.get_running_loop())
-        config = EngineConfig(**known_fields(EngineConfig, joined.config))
+        config = EngineConfig(**known_fields(EngineConfig, attached.config))
         self.core = ClusterCore(
-            *(config, self._options, self._hooks, self._clock), is_owner=False, offset=1 + joined.index
+            *(config, self._options, self._hooks, self._clock), is_owner=False, offset=1 + attached.index
         )
-        self._counts = joined.counts
-        self._note_members(joined.members)
+        self._counts = attached.counts
+        self._note_members(attached.members)
         with anyio.move_on_after(self._timeout_s):
             return await self._find_any()
         raise EngineDead(f"no replica of the cluster at {self._address} serves within {self._timeout_s:g} s")
