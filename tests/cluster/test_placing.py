@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
+from aioengine.cluster.balancer import Candidate
 from aioengine.cluster.placing import Placing
 from aioengine.cluster.replica import Replica
 from aioengine.config import EngineConfig, ReplicaOptions
@@ -27,6 +31,11 @@ class Waiting:
     breaks = None
     has_run = False
     arrived_at = 0.0
+    block_hashes = ()
+
+    def __init__(self, priority: int = 0) -> None:
+        self.request = SimpleNamespace(priority=priority, session=None)
+        self.listener = None
 
 
 async def test_a_crowd_that_comes_while_none_serves_costs_each_the_same() -> None:
@@ -37,3 +46,22 @@ async def test_a_crowd_that_comes_while_none_serves_costs_each_the_same() -> Non
         placing.add(cast(Sequence, Waiting()))
     assert len(placing.limbo) == 1000
     assert replicas.num_looks < 10, "for each all are looked at again"
+
+
+@pytest.mark.parametrize(("scheduler", "order"), [("priority", [1, 4, 0, 2, 3]), ("fcfs", [0, 1, 2, 3, 4])])
+async def test_what_waits_goes_by_its_priority_then_by_its_age(scheduler: str, order: list[int]) -> None:
+    replicas: dict[int, Replica] = {}
+    config, waiting = EngineConfig(scheduler=scheduler), [Waiting(priority) for priority in (0, -1, 0, 5, -1)]
+    placing = Placing(replicas, ReplicaOptions(replicas=2), lambda: 0.0, lambda *_: None, config=config, offset=0)
+    for sequence in waiting:
+        placing.add(cast(Sequence, sequence))
+    sent: list[int] = []
+    core = SimpleNamespace(
+        num_unstarted=0, capacity=10, heard_at=0.0, add=lambda sequence, *_, **__: sent.append(waiting.index(sequence))
+    )
+    replica = SimpleNamespace(core=core, rank=0, is_serving=True, is_reserved=False, num_sent=0)
+    replica.candidate = lambda: Candidate(0, 0, 0, 10, 10, 8, 0)
+    replicas[0] = cast(Replica, replica)
+    placing.dispatch()
+    assert sent == order
+    assert not placing.limbo

@@ -44,7 +44,8 @@ class Placing:
         config: of each replica.
         end: ends a sequence that no replica has, by the error.
     Attributes:
-        limbo: with the time since when each waits; those that came first go first.
+        limbo: with the time since when each waits; by the requests' priorities, unless the scheduler is ``fcfs``, and
+            of equal ones those that came first go first.
         balancer: which of several replicas is the best one.
         solitude: how a replica is had for this front end alone; None: there is no other one.
     """
@@ -66,6 +67,7 @@ class Placing:
         self._options = options
         self._clock = clock
         self._end = end
+        self._has_priorities = config.scheduler != "fcfs"
         self._max_silence_s = MAX_SILENT_BEATS * config.heartbeat_interval_s
         self._has_limbo = asyncio.Event()
         self._is_held = False
@@ -99,9 +101,8 @@ class Placing:
 
     def dispatch(self) -> None:
         """Give what is in limbo to replicas, as far as they take it."""
-        # Those that must be alone go first: what they drive out comes behind.
         self._is_full = False
-        for sequence in sorted(self.limbo, key=recovery.needs_solitude, reverse=True):
+        for sequence in sorted(self.limbo, key=self._turn_of):
             if sequence not in self.limbo:  # it has ended meanwhile
                 continue
             try:
@@ -117,6 +118,11 @@ class Placing:
                 break
         if self.limbo:
             self._has_limbo.set()
+
+    def _turn_of(self, sequence: Sequence) -> tuple[bool, int]:
+        """Its place in limbo, before its age: smaller goes first."""
+        # Those that must be alone are first of all: what they drive out comes behind.
+        return not recovery.needs_solitude(sequence), sequence.request.priority if self._has_priorities else 0
 
     def hold(self) -> None:
         """Give nothing to a replica until what is sent to all in this turn of the loop and the next is on its way."""
