@@ -408,7 +408,7 @@ class ReplicaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     cluster_address: Annotated[
         Name | None,
         Meta(
-            description="where further front ends may join, such as ipc:///run/user/1000/aioengine/cluster; absent: "
+            description="where further front ends may connect, such as ipc:///run/user/1000/aioengine/cluster; absent: "
             "none"
         ),
     ] = None
@@ -467,10 +467,10 @@ class ReplicaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ConfigError(
                 f"replicas_local={self.replicas_local} of replicas={self.replicas}: at most all can be local"
             )
-        if self.launcher == "ray" and self.cluster_address is not None:
+        if self.launcher == "ray" and self.join_address is not None:
             raise ConfigError(
-                "cluster_address: further front ends connect to replicas that are processes of this machine, and those "
-                "of launcher='ray' are not: leave one of them out"
+                "join_address: engines of other machines join replicas that are processes; those of launcher='ray' are "
+                "where Ray has room: leave one of them out"
             )
         if self.launcher != "ray" and self.ray_placement_group is not None:
             raise ConfigError(

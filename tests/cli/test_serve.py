@@ -261,7 +261,6 @@ def invoke(*args: str) -> Result:
         (("--connect", "ipc:///x", "--external-lb"), "--external-lb starts its engines itself"),
         (("--external-lb", "--api-servers", "2"), "one server for each replica: leave --api-servers out"),
         (("--external-lb",), "say in --replicas how many"),
-        (("--launcher", "ray", "--api-servers", "2"), "--api-servers is not for replicas of --launcher ray"),
         (("--external-lb", "--replicas", "2", "--uds", "/x.sock"), "--external-lb serves at ports: leave --uds out"),
         (("--external-lb", "--replicas", "2", "--balance", "load"), "--balance is for replicas behind one port"),
         (("--external-lb", "--replicas", "2", "--port", "65535"), "--external-lb needs ports up to 65536"),

@@ -8,10 +8,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
+from cli.test_serve import serve
+from cli.test_serve_processes import ask
 
 from aioengine import ConfigError, Engine, EngineDead, ModelLoadError
 from aioengine.cluster.ray_launcher import RayLauncher
@@ -195,6 +198,53 @@ async def test_a_killed_actor_is_started_again_and_its_requests_go_on(nodes: Two
         assert status.num_restarts == 1
         assert pid_of(engine, 0) != killed
         assert await outputs_of(engine) == expected
+    await nothing_is_left(nodes)
+
+
+@pytest.mark.nightly
+async def test_further_front_ends_reach_replicas_of_both_nodes_and_those_that_come_in_their_place(
+    nodes: TwoNodes, tmp_path: Path
+) -> None:
+    async with Engine(dtype="float32") as engine:
+        expected = await outputs_of(engine)
+    address = f"ipc://{tmp_path}/c"
+    in_turn = options(nodes, balance="round_robin", cluster_address=address)
+    async with Engine(dtype="float32", replicas=in_turn) as engine:
+        async with await Engine.connect(f"cluster+{address}") as other:
+            assert await outputs_of(other) == expected
+            cores = [replica.core for replica in other._runtime.core.replicas.values()]
+            assert sorted(core._is_far for core in cores) == [False, True], "one is on another node"
+            for rank in range(2):
+                os.kill(pid_of(engine, rank), signal.SIGKILL)
+                with anyio.fail_after(PATIENCE_S):
+                    for each in (engine, other):
+                        await each._runtime.core.when(lambda each=each, rank=rank: has_come_back(each, rank))
+                assert await outputs_of(other) == expected
+        assert await outputs_of(engine) == expected
+    await nothing_is_left(nodes)
+
+
+def has_come_back(engine: Engine, rank: int) -> bool:
+    status = engine.replicas()[rank]
+    return status.num_restarts == 1 and status.state == "serving" and engine._runtime.core.replicas[rank].is_serving
+
+
+@pytest.mark.nightly
+async def test_several_http_servers_before_replicas_on_ray(nodes: TwoNodes, tmp_path: Path) -> None:
+    def serve_and_ask() -> tuple[set[str], str]:
+        args = ("--port", "0", "--api-servers", "2", "--replicas", "2", "--launcher", "ray")
+        with serve(tmp_path, *args, RAY_ADDRESS=nodes.address, RAY_AUTH_MODE="disabled") as server:
+            url, body = server.serves(), {"model": "demo", "prompt": PROMPTS[0], "max_tokens": 8, "temperature": 0}
+            texts = {ask(url, "POST", "/v1/completions", json=body).json()["choices"][0]["text"] for _ in range(8)}
+            metrics = ask(url, "GET", "/metrics").text
+            server.process.send_signal(signal.SIGTERM)
+            assert server.end() == 0
+            return texts, metrics
+
+    texts, metrics = await anyio.to_thread.run_sync(serve_and_ask)
+    assert len(texts) == 1
+    assert "\naioengine:api_servers 2.0\n" in metrics
+    assert metrics.count("\naioengine:replica_serving{") == 2
     await nothing_is_left(nodes)
 
 

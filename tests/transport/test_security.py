@@ -17,7 +17,7 @@ from zmq.utils import z85
 
 from aioengine.errors import ConfigError
 from aioengine.transport.channel import Channel, Monitor
-from aioengine.transport.security import ZAP_ENDPOINT, ClientKeys, KeyPair, ServerKeys, make_keys
+from aioengine.transport.security import ZAP_ENDPOINT, ClientKeys, KeyPair, ServerKeys, make_keys, pair_toward
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
 
@@ -64,6 +64,19 @@ def test_secrets_are_their_owners_whatever_the_umask_and_nothing_else_is_left(tm
     assert sorted(written) == sorted(path for path in found.values() if path.is_file())
     secret = ServerKeys.load(tmp_path / "deep/keys").pair.secret
     assert secret not in found["server.key"].read_bytes()
+
+
+def test_peers_are_noted_and_the_newest_of_a_name_is_connected_to(tmp_path: Path) -> None:
+    folder = tmp_path / "keys"
+    make_keys(folder, ())
+    old, new, other = (KeyPair.make() for _ in range(3))
+    pair = pair_toward(folder, "replica-0", old.public)
+    for name, peer in (("replica-1", other), ("replica-0", new)):
+        assert pair_toward(folder, name, peer.public) == pair, "one for all"
+    for name, peer in (("replica-0", new), ("replica-1", other)):
+        assert ServerKeys.load(folder).toward(name) == ClientKeys(server=peer.public, pair=pair)
+    with pytest.raises(ConfigError, match="cannot write keys to"):
+        pair_toward(tmp_path / "elsewhere", "replica-0", old.public)
 
 
 def test_one_more_client_changes_nobody_elses_key(folder: Path) -> None:

@@ -204,8 +204,6 @@ class _Plan:
         elif here := [*["process"] * process, *[name for name in config if name != "model"], *replicas]:
             flag = here[0].replace("_", "-")
             raise click.UsageError(f"--{flag} is for an engine that is started here, and not for --connect")
-        if connect is None and api_servers > 1 and self.replicas.launcher == "ray":
-            raise click.UsageError("--api-servers is not for replicas of --launcher ray: leave one of them out")
         if not external_lb:
             return
         if connect is not None:

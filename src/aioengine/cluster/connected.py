@@ -107,6 +107,7 @@ class ConnectedCluster:
             *(config, self._options, self._hooks, self._clock), is_owner=False, offset=1 + attached.index
         )
         self._counts = attached.counts
+        self._member_keys = attached.keys_folder
         self._note_members(attached.members)
         with anyio.move_on_after(self._timeout_s):
             return await self._find_any()
@@ -290,7 +291,7 @@ class ConnectedCluster:
         return rank not in self._members or self._members[rank].state in AWAY
 
     def _make_backend(self, rank: int, hooks: CoreHooks) -> _MemberBackend:
-        return _MemberBackend(lambda: self._wait_serving(rank), hooks, self._connect_options, self._options.join_keys)
+        return _MemberBackend(lambda: self._wait_serving(rank), hooks, self._connect_options, self._member_keys)
 
     def _serving(self, rank: int) -> m.Member | None:
         member = self._members.get(rank)
@@ -347,7 +348,7 @@ class _MemberBackend:
     Args:
         wait_serving: returns it.
         options: of `Connected`.
-        join_keys: folder of the keys of replicas that have one.
+        keys_folder: of the keys of replicas that have one.
     """
 
     core: RemoteCore
@@ -360,18 +361,18 @@ class _MemberBackend:
         wait_serving: Callable[[], Awaitable[m.Member]],
         hooks: CoreHooks,
         options: dict[str, Any],
-        join_keys: str | None,
+        keys_folder: str,
     ) -> None:
         self._wait_serving = wait_serving
         self._hooks = hooks
         self._options = options
-        self._join_keys = join_keys
+        self._keys_folder = keys_folder
         self._connected: Connected | None = None
 
     async def find_model(self) -> ModelFolder:
         member, options = await self._wait_serving(), self._options
-        if member.key_name and self._join_keys is not None:
-            load = partial(ServerKeys.load, self._join_keys)
+        if member.key_name:
+            load = partial(ServerKeys.load, self._keys_folder)
             keys = await self._hooks.worker.run(load, None)
             options = {**options, "keys": keys.toward(member.key_name)}
         self._connected = Connected(member.address, self._hooks, **options)

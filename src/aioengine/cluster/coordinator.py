@@ -68,6 +68,10 @@ class Coordinated(Protocol):
     @property
     def options(self) -> ReplicaOptions: ...
 
+    @property
+    def keys_folder(self) -> str:
+        """Of the keys that `Member.key_name` names, on this machine."""
+
     def members(self) -> list[Member]:
         """The replicas, by rank."""
 
@@ -277,6 +281,7 @@ class Coordinator:
             options=asdict(cluster.options),
             members=members,
             counts=self._counts,
+            keys_folder=cluster.keys_folder,
         )
         return FrontEndSession(arrival, members, self._counts), attached
 

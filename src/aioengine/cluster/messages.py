@@ -32,7 +32,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         state: a `ReplicaStatus`'s; or "reserved": it serves another front end alone, for now.
         address: where it serves; empty unless it serves or drains. Each start has another one, or other restarts.
-        key_name: of the key that it serves by, in the folder of the owner's ``join_keys``; empty: by none.
+        key_name: of the key that it serves by, in the cluster's folder of keys; empty: by none.
     """
 
     rank: Number
@@ -143,6 +143,8 @@ class AttachedToCluster(WireMessage, frozen=True, tag=30):
     """Likewise their `ReplicaOptions`."""
     members: Membership
     counts: Counts
+    keys_folder: Annotated[str, Meta(max_length=4096)] = ""
+    """Of the keys that members serve by, on the owner's machine: a `ServerKeys`'s."""
 
 
 FromCoordinator = AttachedToCluster | wire.Refused | Membership | Counts | wire.Returned | wire.Shutdown

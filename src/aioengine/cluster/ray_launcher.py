@@ -29,13 +29,13 @@ from aioengine.executor.in_process import find
 from aioengine.models.folder import ModelFolder
 from aioengine.progress import OnProgress
 from aioengine.text.worker import run_abandonable
-from aioengine.transport.addresses import remove_private
+from aioengine.transport.addresses import keys_in, remove_private
 from aioengine.transport.backends import ATTACH_TIMEOUT_S, refuse_function
 from aioengine.transport.child_engine import EXIT_NEWS_S
 from aioengine.transport.client import RemoteCore
 from aioengine.transport.handshake import Failing, Init, Loading, Ready, start_error
 from aioengine.transport.link import Link
-from aioengine.transport.security import ClientKeys, KeyPair
+from aioengine.transport.security import ClientKeys, KeyPair, pair_toward
 from aioengine.transport.wire import PROTOCOL_VERSION
 from aioengine.transport.wire_errors import Fault, to_error
 
@@ -137,19 +137,22 @@ class InActor:
 
     Attributes:
         address, keys: where the engine serves and the keys to connect to it with (None for ipc), once it is open.
+        shared_key: as `ReplicaBackend.shared_key`.
     """
 
     core: RemoteCore
     address: str
     cluster = None
-    shared_address = shared_key = ""
 
     def __init__(self, rank: int, launcher: RayLauncher, hooks: CoreHooks) -> None:
         self.keys: ClientKeys | None = None
+        self.shared_key = ""
         self._rank = rank
         self._where = ""
         self._launcher = launcher
         self._hooks = hooks
+        self._folder = None if hooks.cluster is None else hooks.cluster.folder
+        """For further front ends."""
         self._link = Link(hooks.worker)
         self._lock = threading.Lock()
         self._is_released = False
@@ -195,7 +198,7 @@ class InActor:
         )
         if self._end_news is not None:  # meanwhile
             self.core.die(EngineDead(self._end_news))
-        if self.keys is None:  # no other peer is to connect, and what is killed from now on leaves no file
+        if self._has_own_folder:  # no other peer is to connect, and what is killed from now on leaves no file
             await self._hooks.worker.run(remove_private, None, self.address)
 
     apply_model = refuse_function
@@ -204,6 +207,16 @@ class InActor:
     def where(self) -> str:
         """Its node and process, for a person."""
         return self._where
+
+    @property
+    def shared_address(self) -> str:
+        """As `ReplicaBackend.shared_address`."""
+        return self.address if self._folder is not None and hasattr(self, "address") else ""
+
+    @property
+    def _has_own_folder(self) -> bool:
+        """Whether it serves in a folder that it has made itself."""
+        return hasattr(self, "address") and self.keys is None and self._folder is None
 
     async def aclose(self) -> None:
         """Ask it to end, and kill it where it does not within ``stop_timeout_s``; its placement group goes with it."""
@@ -303,7 +316,7 @@ class InActor:
                 with contextlib.suppress(ray.exceptions.RayError, ValueError):
                     if group is not None:
                         remove_placement_group(group)
-            if hasattr(self, "address") and self.keys is None:
+            if self._has_own_folder:
                 remove_private(self.address)
 
     # The start
@@ -321,10 +334,11 @@ class InActor:
         """Have it load and serve, where this process can reach it."""
         node_id, ip, pid, uid, key = introduction
         self._where = f"pid {pid} at {ip}, on Ray"
-        address = client_key = None
+        address = None if self._hooks.cluster is None else self._hooks.cluster.shared_address(self._rank)
+        client_key = None
         # A socket in a folder is another user's where Ray was started by one.
         if node_id != self._driver_node or uid != os.geteuid():
-            pair = KeyPair.make()
+            pair = await self._pair_toward(key)
             self.keys, client_key = ClientKeys(server=key, pair=pair), pair.public
             address = f"tcp://[{ip}]:0" if ":" in ip else f"tcp://{ip}:0"
         init = Init(
@@ -340,6 +354,14 @@ class InActor:
         run = self._actor.run.remote(init, client_key)
         self._has_begun = True
         asyncio.wrap_future(run.future()).add_done_callback(self._on_end)
+
+    async def _pair_toward(self, key: bytes) -> KeyPair:
+        """By which front ends connect to an actor of this key: this one alone, or all of the cluster."""
+        folder = self._folder
+        if folder is None:
+            return KeyPair.make()
+        self.shared_key = f"replica-{self._rank}"
+        return await self._hooks.worker.run(lambda: pair_toward(keys_in(folder), self.shared_key, key), None)
 
     async def _loaded(self, on_progress: OnProgress | None) -> None:
         """Wait until it serves."""

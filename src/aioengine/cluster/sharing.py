@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import anyio
 
@@ -15,7 +16,8 @@ from aioengine.config import EngineConfig, ReplicaOptions
 from aioengine.core.protocol import Cluster
 from aioengine.errors import AioEngineError, EngineClosed
 from aioengine.text.worker import TextWorker
-from aioengine.transport.addresses import PrivateFolder
+from aioengine.transport.addresses import PrivateFolder, keys_in
+from aioengine.transport.security import make_keys
 from aioengine.transport.wire_errors import cut
 
 OTHERS_GRACE_S = 5.0
@@ -65,6 +67,11 @@ class Sharing:
         assert self._folder is not None
         return self._folder.path
 
+    @property
+    def keys_folder(self) -> str:
+        """As `Coordinated.keys_folder`: of engines that join, or of those that this side makes keys for."""
+        return str(Path(self.options.join_keys or keys_in(self.folder)).absolute())
+
     async def open(self) -> None:
         """Bind, before anything is loaded, since the address may be in use; front ends are served with the core.
 
@@ -95,6 +102,7 @@ class Sharing:
 
     def _make_folder(self) -> None:
         self._folder = PrivateFolder()
+        make_keys(keys_in(self._folder.path), ())
 
     def _remove_folder(self) -> None:
         if self._folder is not None:

@@ -15,6 +15,7 @@ import ipaddress
 import os
 import re
 import resource
+import shutil
 import socket
 import stat
 import tempfile
@@ -293,7 +294,7 @@ class PrivateFolder:
         return _parse_ipc(f"ipc://{self.path}/{name}", f"{self.path}/{name}")
 
     def remove(self) -> None:
-        """Remove the sockets in it, and the folder unless other files lie there. Idempotent."""
+        """Remove the sockets and keys in it, and the folder unless other files lie there. Idempotent."""
         _remove_folder(self.path)
         lock, self._lock = self._lock, None
         if lock is not None:
@@ -304,6 +305,11 @@ class PrivateFolder:
 
     def __exit__(self, *_: object) -> None:
         self.remove()
+
+
+def keys_in(folder: str) -> str:
+    """Where a `PrivateFolder` has the keys of those that meet in it: a folder of `make_keys`."""
+    return f"{folder}/keys"
 
 
 def remove_private(address: str) -> None:
@@ -363,12 +369,13 @@ def _remove_unlocked(folder: str) -> None:
 
 
 def _remove_folder(folder: str) -> None:
-    """Remove the sockets in it, and then the folder, if it is there and was left empty."""
+    """Remove the sockets and keys in it, and then the folder, if it is there and was left empty."""
     with contextlib.suppress(OSError):  # other files lie in it, or it is gone
         for entry in os.listdir(folder):
             with contextlib.suppress(FileNotFoundError):  # its socket was closed meanwhile
                 if stat.S_ISSOCK(os.lstat(f"{folder}/{entry}").st_mode):
                     os.unlink(f"{folder}/{entry}")
+        shutil.rmtree(keys_in(folder), ignore_errors=True)
         os.rmdir(folder)
 
 

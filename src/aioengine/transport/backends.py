@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -130,8 +129,7 @@ class InChild:
         self._rank = rank
         self._options = options
         self._hooks = hooks
-        folder = None if hooks.cluster is None else hooks.cluster.folder
-        self._address = None if folder is None else f"ipc://{folder}/{rank}-{secrets.token_hex(3)}"
+        self._address = None if hooks.cluster is None else hooks.cluster.shared_address(rank)
         self._engine = ChildEngine(
             *(rank, options, hooks.worker, self._make_init),
             module=module,

@@ -189,6 +189,32 @@ def make_keys(folder: str | os.PathLike[str], clients: Sequence[str]) -> list[Pa
         raise ConfigError(f"cannot write keys to {root}: {error.strerror} ({error.filename})") from None
 
 
+def pair_toward(folder: str | os.PathLike[str], name: str, public: bytes) -> KeyPair:
+    """The server's pair of a folder of keys, and a peer noted there that is connected to by it: `ServerKeys.toward`.
+
+    Args:
+        folder: of `make_keys`.
+        public: 40 characters; what was noted by this name is replaced.
+    Raises:
+        ConfigError: the folder cannot be read or written to.
+    """
+    root = Path(folder)
+    path = root / CLIENTS / f"{name}{PUBLIC}"
+    fresh = path.with_suffix(".new")
+    try:
+        fresh.write_text(_certificate(public.decode()))
+        fresh.chmod(0o600)
+        fresh.replace(path)  # at once: others may be reading it
+    except OSError as error:
+        raise ConfigError(f"cannot write keys to {root}: {error.strerror} ({error.filename})") from None
+    return _read_pair(root / f"{SERVER}{SECRET}")
+
+
+def _certificate(public: str) -> str:
+    """As zmq.auth reads it."""
+    return f'metadata\ncurve\n    public-key = "{public}"\n'
+
+
 def _files(folder: Path, name: str) -> tuple[Path, Path]:
     """Of a pair: with the secret, and without it."""
     return folder / f"{name}{SECRET}", folder / f"{name}{PUBLIC}"
@@ -203,7 +229,7 @@ def _make_pair(folder: Path, name: str) -> list[Path]:
     pair = KeyPair.make()
     public, secret = pair.public.decode(), pair.secret.decode()
     files = _files(folder, name)
-    certificate = f'metadata\ncurve\n    public-key = "{public}"\n'  # as zmq.auth reads it
+    certificate = _certificate(public)
     contents = f'{certificate}    secret-key = "{secret}"\n', certificate
     for path, content, mode in zip(files, contents, (0o600, 0o644), strict=True):
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
