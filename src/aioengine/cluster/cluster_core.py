@@ -37,7 +37,7 @@ from aioengine.core.health import Health, HealthStatus
 from aioengine.core.listener import Conditions, Endings, Listener
 from aioengine.core.observers import Observers, UserCode
 from aioengine.core.protocol import CoreHooks, Orphan
-from aioengine.errors import AioEngineError, EngineClosed, EngineDead, InvalidRequest
+from aioengine.errors import AioEngineError, EngineClosed, EngineDead, InvalidRequest, describe
 from aioengine.metrics import StepRecord
 from aioengine.outputs import FinishReason
 from aioengine.scheduler.prefix_cache import hash_prompt, root_of
@@ -396,27 +396,23 @@ class ClusterCore:
 
     async def run(self) -> None:
         """Serve with all replicas, until cancelled or until none is left."""
-        try:
-            async with anyio.create_task_group() as self._tasks:
-                for replica in self.replicas.values():
-                    self._tasks.start_soon(replica.run)
-                self._tasks.start_soon(self.placing.watch)
-                for task in self.beside:
-                    self._tasks.start_soon(task)
-                await self._over.wait()
-                self._tasks.cancel_scope.cancel()
-        except GeneratorExit:  # the loop is gone
-            raise
-        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
-            self._end_all(closed_early)
-            await self._endings.tell_all()
-            raise
-        except BaseException as error:
-            death = EngineDead(f"what looks after the replicas broke: {error}")
-            death.__cause__ = error
-            self.die(death)
-            logger.error("a bug in the cluster", exc_info=error)
-        await self._endings.tell_all()
+        await self._endings.after(self._run(), lambda: self._end_all(closed_early), self._die_of)
+
+    def _die_of(self, bug: BaseException) -> None:
+        death = EngineDead(f"what looks after the replicas broke: {describe(bug)}")
+        death.__cause__ = bug
+        self.die(death)
+        logger.error("a bug in the cluster", exc_info=bug)
+
+    async def _run(self) -> None:
+        async with anyio.create_task_group() as self._tasks:
+            for replica in self.replicas.values():
+                self._tasks.start_soon(replica.run)
+            self._tasks.start_soon(self.placing.watch)
+            for task in self.beside:
+                self._tasks.start_soon(task)
+            await self._over.wait()
+            self._tasks.cancel_scope.cancel()
 
     # Ends
 

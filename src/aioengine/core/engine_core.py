@@ -78,19 +78,12 @@ class EngineCore(CoreState):
         On the way out every sequence that has not ended hears `EngineClosed`, or `EngineDead` with the cause.
         Cancelling stops the loop; the launched steps still complete on the device.
         """
-        try:
-            await self._run()
-        except GeneratorExit:  # the loop is gone
-            raise
-        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
-            self._end_all(closed_early)
-            await self._endings.tell_all()
-            raise
-        except BaseException as exc:  # a panic of a library's in Rust is no Exception
-            self.death = self._make_death(exc)
-            self._end_all(self.copy_death)
-            self._write_dump(self.death.dump)
-            await self._endings.tell_all()
+        await self._endings.after(self._run(), lambda: self._end_all(closed_early), self._die_of)
+
+    def _die_of(self, cause: BaseException) -> None:
+        self.death = self._make_death(cause)
+        self._end_all(self.copy_death)
+        self._write_dump(self.death.dump)
 
     async def _run(self) -> None:
         while True:

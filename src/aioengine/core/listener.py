@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 import msgspec
@@ -108,6 +108,27 @@ class Endings:
         finally:
             while self._untold:
                 self._tell_first()
+
+    async def after(
+        self, run: Awaitable[None], on_close: Callable[[], None], on_failure: Callable[[BaseException], None]
+    ) -> None:
+        """Run a core's loop, and tell of all ends however that ends.
+
+        Args:
+            on_close: called when it is cancelled: adds the ends of all sequences.
+            on_failure: likewise with what it raises, which goes no further.
+        """
+        try:
+            await run
+        except GeneratorExit:  # the loop is gone
+            raise
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+            on_close()
+            await self.tell_all()
+            raise
+        except BaseException as error:  # a panic of a library's in Rust is no Exception
+            on_failure(error)
+        await self.tell_all()
 
     def _tell_first(self) -> None:
         self._tell(*self._untold.popitem(last=False)[1])

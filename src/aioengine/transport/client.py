@@ -281,25 +281,21 @@ class RemoteCore:
 
     async def run(self) -> None:
         """Take in what the engine sends, until cancelled or until it is gone."""
-        try:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._receive)
-                tasks.start_soon(self._watch_beats)
-                tasks.start_soon(self._watch_connection)
-                await self._over.wait()
-                tasks.cancel_scope.cancel()
-        except GeneratorExit:  # the loop is gone
-            raise
-        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
-            self._end_all(closed_early)
-            await self._endings.tell_all()
-            raise
-        except BaseException as error:
-            death = EngineDead(f"the connection to the engine broke: {describe(error)}")
-            death.__cause__ = error
-            self.die(death)
-            logger.error("a bug in the connection to the engine", exc_info=error)
-        await self._endings.tell_all()
+        await self._endings.after(self._run(), lambda: self._end_all(closed_early), self._die_of)
+
+    def _die_of(self, bug: BaseException) -> None:
+        death = EngineDead(f"the connection to the engine broke: {describe(bug)}")
+        death.__cause__ = bug
+        self.die(death)
+        logger.error("a bug in the connection to the engine", exc_info=bug)
+
+    async def _run(self) -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._receive)
+            tasks.start_soon(self._watch_beats)
+            tasks.start_soon(self._watch_connection)
+            await self._over.wait()
+            tasks.cancel_scope.cancel()
 
     async def _receive(self) -> None:
         while True:
