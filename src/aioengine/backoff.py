@@ -10,7 +10,7 @@ class Backoff:
     """The pause before a start: doubled with each short life in a row, up to a longest one.
 
     Args:
-        first_s, longest_s: pauses, in seconds.
+        first_s, longest_s: pauses, in seconds; where the first is longer it is the longest.
         steady_s: a life of more seconds is a long one, behind which all begins anew; absent: by the pause,
             `STEADY_PAUSES` of them.
     Attributes:
@@ -29,5 +29,5 @@ class Backoff:
         if lived_s > (self._steady_s or STEADY_PAUSES * self._next_s):
             self.num_failures, self._next_s = 0, self._first_s
         self.num_failures += 1
-        pause_s, self._next_s = self._next_s, min(2 * self._next_s, self._longest_s)
+        pause_s, self._next_s = self._next_s, min(2 * self._next_s, max(self._longest_s, self._first_s))
         return pause_s

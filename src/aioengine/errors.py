@@ -154,7 +154,9 @@ def text_of(error: BaseException) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """``Type: text``."""
+    """``Type: text``; of a group, that of its first error."""
+    while isinstance(error, BaseExceptionGroup):
+        error = _EXCEPTIONS.__get__(error)[0]
     return f"{type(error).__name__}: {text_of(error)}"
 
 

@@ -48,6 +48,8 @@ def test_blocks_and_bytes_are_summed_and_the_rest_is_the_lowest_rank_s() -> None
         ({}, {"logits_processors": ["a:b"]}, "logits_processors is ('a:b',) there and () here"),
         ({}, {"max_logprobs": 5}, "max_logprobs is 5 there and 20 here"),
         ({}, {"max_n": 5}, "max_n is 5 there and 128 here"),
+        ({}, {"max_waiting": 256}, "max_waiting is 256 there and 1024 here"),
+        ({}, {"heartbeat_interval_s": 5.0}, "heartbeat_interval_s is 5.0 there and 1.0 here"),
     ],
     ids=[*SAME_OFFER, *SAME_CONFIG],
 )

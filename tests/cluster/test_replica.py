@@ -5,8 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from aioengine.cluster.replica import Replica, Shared
+import anyio
+import pytest
+
+from aioengine.cluster.replica import Replica, Shared, stall_of
 from aioengine.config import ReplicaOptions
+from aioengine.core.health import Health
 from aioengine.core.listener import Conditions
 from aioengine.core.observers import UserCode
 from aioengine.core.protocol import ClusterHooks, CoreHooks
@@ -23,12 +27,14 @@ class Backend:
         self.core = SimpleNamespace(death=None, heard_at=0.0)
 
     async def find_model(self) -> None: ...
-    async def open(self, _: Any) -> None: ...
+    async def open(self, _: Any = None) -> None: ...
+    async def aclose(self) -> None: ...
+    def kill(self) -> None: ...
 
 
 async def opened(now: float, on_record: Any = None) -> tuple[Replica, Backend, ClusterHooks]:
     """A replica that has been opened, at ``now`` by its clock; its backend, and what that was given."""
-    members = cast(Any, SimpleNamespace(on_record=on_record, on_state=lambda _: None))
+    members = cast(Any, SimpleNamespace(on_record=on_record, on_state=lambda _: None, on_orphaned=lambda *_: None))
     hooks = CoreHooks(cast(Any, None), cast(Any, None), lambda: None)
     given: list[ClusterHooks] = []
     backend = Backend()
@@ -59,3 +65,41 @@ async def test_the_first_ones_are_not_silent_for_having_waited_for_others_to_sta
     replica, backend, _ = await opened(100.0)
     replica.begin_serving()
     assert backend.core.heard_at == 100.0
+
+
+@pytest.mark.parametrize(
+    ("health", "reason"),
+    [
+        ({}, ""),
+        ({"beat_age_s": 2.1}, "has not beaten for 2.1 s"),
+        ({"step_age_s": 2.1}, "has a device that has been at one step for 2.1 s"),
+        ({"call": "save_sharded_state", "call_age_s": 19.0}, ""),
+        ({"call": "sleep", "call_age_s": 21.0}, "has a device that has been at sleep for 21.0 s"),
+        ({"status": "DEAD", "beat_age_s": 99.0}, ""),
+    ],
+)
+def test_a_step_is_late_sooner_than_a_call(health: dict[str, Any], reason: str) -> None:
+    assert stall_of(Health(**{"status": "ALIVE", **health}), 2.0) == reason
+
+
+@pytest.mark.virtual_clock(seeds=1)
+async def test_any_error_at_a_start_is_this_replica_s_alone() -> None:
+    replica, backend, hooks = await opened(0.0)
+    replica.begin_serving()
+
+    async def no_space() -> None:
+        raise OSError(28, "No space left on device")
+
+    async def dies() -> None:
+        backend.core.death = EngineDead("it was killed")
+        hooks.on_orphaned([])
+
+    backend.core.run, backend.core.death, backend.core.health = dies, None, lambda: Health(status="ALIVE")
+    backend.find_model = no_space
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(replica.run)
+        await anyio.sleep(3.0)
+        assert replica.is_coming
+        assert replica.num_restarts == 2, "by its back-off"
+        assert replica.reason == "OSError: [Errno 28] No space left on device"
+        tasks.cancel_scope.cancel()

@@ -13,7 +13,11 @@ from aioengine.errors import ConfigError
 SAME_OFFER = ("vocab_size", "block_size", "max_model_len", "dtype", "windows")
 """Fields of `ExecutorInfo` without which a request cannot go on at another replica, or would go on otherwise."""
 
-SAME_CONFIG = ("model", "revision", "quantization", "kv_cache_dtype", "logits_processors", "max_logprobs", "max_n")
+SAME_CONFIG = (
+    *("model", "revision", "quantization", "kv_cache_dtype", "logits_processors", "max_logprobs", "max_n"),
+    "max_waiting",  # else a request of more choices than that would wait for ever
+    "heartbeat_interval_s",  # by which the front end knows what has stopped
+)
 """Likewise of `EngineConfig`. What else differs (memory, batch sizes, threads) changes speed and no answer."""
 
 

@@ -364,10 +364,13 @@ class ClusterCore:
         ]
         missing += [f"replica {rank}: {health.reason}" for rank, health in of_rank.items() if health.reason]
         stats, steps = self.stats(), [health.step for health in of_rank.values()]
+        call_age_s, call = max(((each.call_age_s, each.call) for each in of_rank.values()), default=(0.0, ""))
         return Health(
             status=status,
             reason=str(self.death) if self.death else "; ".join(missing),
             step=sum(steps),
+            call=call,
+            call_age_s=call_age_s,
             step_age_s=max((health.step_age_s for health in of_rank.values()), default=0.0),
             running=stats.running,
             waiting=stats.waiting + stats.blocked,

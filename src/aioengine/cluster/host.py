@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,7 +32,7 @@ BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 """Before one that failed is started again; doubles."""
 
 QUIET_S = 60.0
-"""With so long a life behind it a failure is taken for the first one."""
+"""One that has served for so long is taken to fail for the first time."""
 
 LONGEST_START_S = 86400.0
 """An engine has deadlines of its own for what it waits for."""
@@ -89,9 +90,8 @@ class EngineHost:
         backoff, name = Backoff(BACKOFF_S, MAX_BACKOFF_S, steady_s=QUIET_S), f"engine {self._name(nth)}"
         while True:
             engine = self._make(nth)
-            began = anyio.current_time()
             try:
-                reason = await self._serve(engine, name)
+                served_s, reason = await self._serve(engine, name)
             finally:
                 with anyio.CancelScope(shield=True):  # which has deadlines of its own
                     await engine.aclose()
@@ -101,27 +101,30 @@ class EngineHost:
                 continue
             if engine.returncode == BAD_CONFIG:
                 raise ConfigError(reason)
-            pause_s, num_failures = backoff.failed(anyio.current_time() - began), backoff.num_failures
+            pause_s, num_failures = backoff.failed(served_s), backoff.num_failures
             if engine.returncode == NO_FRONT_END or num_failures > MAX_RESTARTS:
                 raise EngineDead(f"{reason} ({num_failures} failures in a row)" if num_failures > 1 else reason)
             logger.warning("%s is started again in %g s: %s", name, pause_s, reason)
             await anyio.sleep(pause_s)
 
-    async def _serve(self, engine: ChildEngine, name: str) -> str:
-        """Start an engine and wait for its end; returns how that was.
+    async def _serve(self, engine: ChildEngine, name: str) -> tuple[float, str]:
+        """Start an engine and wait for its end; returns how long it served, in seconds, and how it has ended.
 
         Raises:
             ConfigError, ModelLoadError: it cannot start, and will not.
         """
+        serves_since = math.inf
         try:
             await engine.begin()
             ready = await engine.wait_ready()
+            serves_since = anyio.current_time()
             logger.info("%s serves at %s", name, ready.address)
-            return await engine.wait()
+            reason = await engine.wait()
         except EngineDead as error:
+            reason = str(error)
             with anyio.move_on_after(self._options.stop_timeout_s):  # it has said why it ends, and does
                 await engine.wait()
-            return str(error)
+        return max(0.0, anyio.current_time() - serves_since), reason
 
     def _make(self, nth: int) -> ChildEngine:
         share = self._slots.take(nth, self._num_engines)

@@ -14,6 +14,7 @@ from aioengine.backoff import Backoff
 from aioengine.cluster.balancer import Candidate
 from aioengine.cluster.recovery import needs_solitude
 from aioengine.config import ReplicaOptions
+from aioengine.core.health import Health
 from aioengine.core.listener import Conditions
 from aioengine.core.observers import UserCode
 from aioengine.core.protocol import Backend, ClusterHooks, Core, CoreHooks, Orphan, ReplicaStatus
@@ -28,6 +29,8 @@ from aioengine.turns import sleep_on_time
 logger = logging.getLogger("aioengine")
 
 MAX_BACKOFF_S = 30.0
+CALL_FACTOR = 10
+"""A control call may hold the device for so many times ``stall_timeout_s``."""
 
 
 class ReplicaBackend(Backend, Protocol):
@@ -83,6 +86,22 @@ class ReplicaCore(Core, Protocol):
 
     def take_back(self) -> list[Orphan]:
         """Let go of all that it has: it ends there, and its listeners hear nothing."""
+
+
+def stall_of(health: Health, timeout_s: float) -> str:
+    """Why a replica is taken to have stalled; empty: it is not.
+
+    A call, such as saving weights, may rightly be long, and is given ten times as long as a step.
+    """
+    if health.status == "DEAD":
+        return ""
+    if health.beat_age_s > timeout_s:
+        return f"has not beaten for {health.beat_age_s:.1f} s"
+    if health.step_age_s > timeout_s:
+        return f"has a device that has been at one step for {health.step_age_s:.1f} s"
+    if health.call_age_s > CALL_FACTOR * timeout_s:
+        return f"has a device that has been at {health.call} for {health.call_age_s:.1f} s"
+    return ""
 
 
 class Shared(NamedTuple):
@@ -389,10 +408,11 @@ class Replica:
         try:
             await self.find_model()
             await self.open()
-        except AioEngineError as error:
+        except Exception as error:
             await self._on_failed(error)
 
-    async def _on_failed(self, error: AioEngineError) -> None:
+    async def _on_failed(self, error: Exception) -> None:
+        """It did not start. Of files and plugins the error may be any; it is this replica's alone."""
         self.reason = describe(error)
         self._pause_s = self._backoff.failed(0.0)
         self._num_failures += 1
@@ -403,6 +423,7 @@ class Replica:
             self._num_failures,
             ", given up" if is_last else "",
             self.reason,
+            exc_info=None if isinstance(error, AioEngineError) else error,
         )
         await self._end(is_dead=True)
         self._become(ReplicaState.FAILED if is_last else ReplicaState.BACKING_OFF)
@@ -412,13 +433,13 @@ class Replica:
         core = self.core
         assert core is not None
         self._serving_since = self._clock()
-        failure: AioEngineError | None = None
+        failure: Exception | None = None
 
         async def enter() -> None:
             nonlocal failure
             try:
                 await self._members.restore(core)
-            except AioEngineError as error:
+            except Exception as error:
                 failure = error
                 tasks.cancel_scope.cancel()
             else:
@@ -446,15 +467,9 @@ class Replica:
         while True:
             if not await sleep_on_time(timeout_s / 4, timeout_s / 4, self._clock):
                 continue
-            health = core.health()
-            if health.status != "DEAD" and max(health.beat_age_s, health.step_age_s) > timeout_s:
-                assert self._backend is not None
-                core.die(
-                    EngineDead(
-                        f"replica {self.rank} has not beaten for {health.beat_age_s:.1f} s, its device has been at one "
-                        f"step for {health.step_age_s:.1f} s: it is killed (stall_timeout_s)"
-                    )
-                )
+            reason = stall_of(core.health(), timeout_s)
+            if reason:
+                core.die(EngineDead(f"replica {self.rank} {reason}: it is killed (stall_timeout_s)"))
                 return
 
     async def _end(self, *, is_dead: bool) -> None:
@@ -463,8 +478,11 @@ class Replica:
         if backend is not None:
             if is_dead:  # it may not answer, and is not asked to end
                 backend.kill()
-            with anyio.CancelScope(shield=True):  # which has deadlines of its own
-                await backend.aclose()
+            try:
+                with anyio.CancelScope(shield=True):  # which has deadlines of its own
+                    await backend.aclose()
+            except Exception:
+                logger.exception("replica %d could not be closed in order", self.rank)
 
     def _on_record(self, record: StepRecord) -> None:
         if self.core is None or self.core.death is not None:

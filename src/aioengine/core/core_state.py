@@ -366,6 +366,8 @@ class CoreState:
             return await call
         finally:
             del self._device_calls[call]
+            if self._in_flight:  # the device gets to it now, or has been at it before this call
+                self._step_began_at = self.clock()
 
     async def _sleep(self, call: c.Sleep) -> None:
         self.asleep.add("scheduling")
@@ -454,9 +456,11 @@ class CoreState:
         """How far this core has come."""
         now = self.clock()
         call, asked_at = next(iter(self._device_calls.values()), ("", now))
+        # The device works in order: a step that was launched behind a call has not begun.
+        is_at_step = bool(self._in_flight) and not (call and asked_at <= self._in_flight[0].launched_at)
         return Beat(
             step=self._num_steps,
-            step_age_s=now - self._step_began_at if self._in_flight else 0.0,
+            step_age_s=now - self._step_began_at if is_at_step else 0.0,
             call=call,
             call_age_s=now - asked_at,
             running=self.scheduler.num_running,

@@ -16,7 +16,7 @@ class Beat(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         step: steps that have ended so far.
-        step_age_s: how long the device has been at its present step; 0 if it has none.
+        step_age_s: how long the device has been at its present step; 0 if it has none, or is at a call before it.
         running, waiting: sequences of all front ends.
         is_sleeping: whether `Engine.sleep` has taken something that is not back yet.
         num_refused: frames of the wire that were refused as malformed or foreign; 0 in process.
@@ -50,7 +50,7 @@ class Health(PlainStruct, frozen=True, kw_only=True):
         status: "STARTING": requests wait for that; "ALIVE"; "STALLED": it is there and does not get on; "DEAD": it will
             not come back.
         reason: why it is not alive, for a person; empty if it is.
-        step, step_age_s, running, waiting: as in the last beat; the age counted up to now.
+        step, step_age_s, call, call_age_s, running, waiting: as in the last beat; ages counted up to now.
         beat_age_s: how old that beat is; 0 in process.
         num_refused: frames that the engine has refused as malformed, foreign or out of turn; 0 in process.
         is_paused, is_sleeping: whether it was paused or put to sleep, by any front end: requests wait until
@@ -61,6 +61,8 @@ class Health(PlainStruct, frozen=True, kw_only=True):
     reason: str = ""
     step: int = 0
     step_age_s: float = 0.0
+    call: str = ""
+    call_age_s: float = 0.0
     running: int = 0
     waiting: int = 0
     beat_age_s: float = 0.0
@@ -83,6 +85,8 @@ def judge(beat: Beat, *, stall_after_s: float, beat_age_s: float = 0.0) -> Healt
         reason=reason if is_stalled else "",
         step=beat.step,
         step_age_s=beat.step_age_s + beat_age_s if beat.step_age_s else 0.0,
+        call=beat.call,
+        call_age_s=beat.call_age_s + beat_age_s if beat.call else 0.0,
         running=beat.running,
         waiting=beat.waiting,
         beat_age_s=beat_age_s,
