@@ -30,10 +30,10 @@ class Waiting:
     children: tuple[Sequence, ...] = ()
     breaks = None
     has_run = False
-    arrived_at = 0.0
     block_hashes = ()
 
-    def __init__(self, priority: int = 0) -> None:
+    def __init__(self, priority: int = 0, arrived_at: float = 0.0) -> None:
+        self.arrived_at = arrived_at
         self.request = SimpleNamespace(priority=priority, session=None)
         self.listener = None
 
@@ -51,10 +51,12 @@ async def test_a_crowd_that_comes_while_none_serves_costs_each_the_same() -> Non
 @pytest.mark.parametrize(("scheduler", "order"), [("priority", [1, 4, 0, 2, 3]), ("fcfs", [0, 1, 2, 3, 4])])
 async def test_what_waits_goes_by_its_priority_then_by_its_age(scheduler: str, order: list[int]) -> None:
     replicas: dict[int, Replica] = {}
-    config, waiting = EngineConfig(scheduler=scheduler), [Waiting(priority) for priority in (0, -1, 0, 5, -1)]
+    config = EngineConfig(scheduler=scheduler)
+    waiting = [Waiting(priority, arrived_at) for arrived_at, priority in enumerate((0, -1, 0, 5, -1))]
     placing = Placing(replicas, ReplicaOptions(replicas=2), lambda: 0.0, lambda *_: None, config=config, offset=0)
-    for sequence in waiting:
+    for sequence in waiting[1:]:
         placing.add(cast(Sequence, sequence))
+    placing.add_again([cast(Sequence, waiting[0])])  # whose replica has died, and which is the oldest
     sent: list[int] = []
     core = SimpleNamespace(
         num_unstarted=0, capacity=10, heard_at=0.0, add=lambda sequence, *_, **__: sent.append(waiting.index(sequence))

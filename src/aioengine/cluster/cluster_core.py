@@ -156,7 +156,8 @@ class ClusterCore:
     def on_record(self, replica: Replica, record: StepRecord) -> None:
         """As `Members.on_record`: observers hear of each step as one of the whole cluster's."""
         self.observers.on_step(self._totals.take(replica.rank, record), self.clock())
-        if self.placing.limbo:
+        core = replica.core
+        if self.placing.limbo and core is not None and core.num_unstarted < core.capacity:
             self.placing.dispatch()
 
     def on_orphaned(self, replica: Replica, orphans: list[Orphan], reason: str) -> None:
@@ -268,9 +269,8 @@ class ClusterCore:
     ) -> None:
         since = self.placing.limbo.pop(head)
         leaving = (head, *head.children) if sequence is head else (sequence,)
-        for member in (head, *head.children):
-            if member not in leaving:  # each is on its own from now on
-                self.placing.limbo[member] = since
+        # Each is on its own from now on.
+        self.placing.put((member for member in (head, *head.children) if member not in leaving), since)
         head.children = ()
         for member in leaving:
             member.core = None
@@ -285,7 +285,7 @@ class ClusterCore:
         for sequence in list(self.placing.limbo):
             sequence.finish_reason = "abort"
             self._end(sequence)
-        self.placing.limbo.clear()
+        self.placing.clear()
         self._endings.tell_some()
         self._hooks.on_capacity()
 
@@ -445,6 +445,6 @@ class ClusterCore:
         self.user_code.keep()
         for sequence in self.placing.limbo:
             self._end(sequence, error())
-        self.placing.limbo.clear()
+        self.placing.clear()
         self._endings.tell_some()
         self.conditions.end_all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
@@ -44,8 +45,8 @@ class Placing:
         config: of each replica.
         end: ends a sequence that no replica has, by the error.
     Attributes:
-        limbo: with the time since when each waits; by the requests' priorities, unless the scheduler is ``fcfs``, and
-            of equal ones those that came first go first.
+        limbo: with the time since when each waits. It is left by the requests' priorities, unless the scheduler is
+            ``fcfs``, and of equal ones by those that arrived first.
         balancer: which of several replicas is the best one.
         solitude: how a replica is had for this front end alone; None: there is no other one.
     """
@@ -69,6 +70,11 @@ class Placing:
         self._end = end
         self._has_priorities = config.scheduler != "fcfs"
         self._max_silence_s = MAX_SILENT_BEATS * config.heartbeat_interval_s
+        self._queue: deque[Sequence] = deque()
+        """All that are in limbo, and some that have left it, in the order in which they are to leave."""
+        self._is_sorted = True
+        self._suspects: list[Sequence] = []
+        """Likewise those that may have to be alone."""
         self._has_limbo = asyncio.Event()
         self._is_held = False
         self._is_full = False
@@ -84,45 +90,79 @@ class Placing:
     @property
     def has_lonely(self) -> bool:
         """Whether there are sequences that must be alone."""
-        return any(map(recovery.needs_solitude, self.limbo)) or any(each.has_loner for each in self._replicas.values())
+        return bool(self._lonely()) or any(each.has_loner for each in self._replicas.values())
 
     def add(self, sequence: Sequence) -> None:
         """Give a new sequence to a replica; where none takes it now, it waits for one."""
         if self.limbo or not self._place(sequence):
-            self.limbo[sequence] = self._clock()
+            self.put([sequence])
             if not self._is_full or len(self.limbo) == 1:  # else it waits behind others, however many come
                 self.dispatch()
 
     def add_again(self, sequences: Iterable[Sequence]) -> None:
         """Sequences of a replica that is lost wait for another one."""
-        self.limbo.update((sequence, self._clock()) for sequence in sequences)
-        self.limbo = dict(sorted(self.limbo.items(), key=lambda item: item[0].arrived_at))
+        self.put(sequences)
         self.dispatch()
+
+    def put(self, sequences: Iterable[Sequence], since: float | None = None) -> None:
+        """Have these wait in limbo, since now or that time; `dispatch` is to follow."""
+        since = self._clock() if since is None else since
+        for sequence in sequences:
+            self.limbo[sequence] = since
+            self._is_sorted &= not self._queue or self._turn_of(self._queue[-1]) <= self._turn_of(sequence)
+            self._queue.append(sequence)
+            if sequence.breaks is not None and sequence.breaks.is_to_be_alone:
+                self._suspects.append(sequence)
+
+    def clear(self) -> None:
+        """All that is in limbo has ended."""
+        self.limbo.clear()
+        self._queue.clear()
+        self._suspects.clear()
 
     def dispatch(self) -> None:
         """Give what is in limbo to replicas, as far as they take it."""
         self._is_full = False
-        for sequence in sorted(self.limbo, key=self._turn_of):
-            if sequence not in self.limbo:  # it has ended meanwhile
+        for sequence in self._lonely():  # first: what they drive out comes behind
+            if sequence in self.limbo:
+                self._take_out(sequence)
+        if not self._is_sorted:
+            self._queue, self._is_sorted = deque(sorted(self.limbo, key=self._turn_of)), True
+        lonely: list[Sequence] = []
+        while self._queue:
+            sequence = self._queue.popleft()
+            if sequence not in self.limbo:  # it has left meanwhile
                 continue
-            try:
-                is_placed = self._place(sequence)
-            except AioEngineError as error:  # what no replica can be sent
-                self.limbo.pop(sequence)
-                self._end(sequence, error)
-                continue
-            if is_placed:
-                self.limbo.pop(sequence)
-            elif not recovery.needs_solitude(sequence):
+            if recovery.needs_solitude(sequence):
+                lonely.append(sequence)
+            elif not self._take_out(sequence):
                 self._is_full = True  # none takes what comes after it, either
+                self._queue.appendleft(sequence)
                 break
+        self._queue.extendleft(reversed(lonely))
         if self.limbo:
             self._has_limbo.set()
 
-    def _turn_of(self, sequence: Sequence) -> tuple[bool, int]:
-        """Its place in limbo, before its age: smaller goes first."""
-        # Those that must be alone are first of all: what they drive out comes behind.
-        return not recovery.needs_solitude(sequence), sequence.request.priority if self._has_priorities else 0
+    def _take_out(self, sequence: Sequence) -> bool:
+        """Give it to a replica, or end what none can be sent; False if it stays in limbo."""
+        try:
+            if not self._place(sequence):
+                return False
+        except AioEngineError as error:
+            del self.limbo[sequence]
+            self._end(sequence, error)
+        else:
+            del self.limbo[sequence]
+        return True
+
+    def _lonely(self) -> list[Sequence]:
+        """Those in limbo that must be alone now, by their turn."""
+        self._suspects = [sequence for sequence in self._suspects if sequence in self.limbo]
+        return sorted(filter(recovery.needs_solitude, self._suspects), key=self._turn_of)
+
+    def _turn_of(self, sequence: Sequence) -> tuple[int, float]:
+        """Its place among all in limbo; the smaller goes first."""
+        return sequence.request.priority if self._has_priorities else 0, sequence.arrived_at
 
     def hold(self) -> None:
         """Give nothing to a replica until what is sent to all in this turn of the loop and the next is on its way."""
@@ -194,7 +234,7 @@ class Placing:
         is_placed = self._send(sequence, replica)
         if is_placed:
             replica.loner = sequence
-        self.limbo.update((orphan.sequence, self._clock()) for orphan in moved)
+        self.put(orphan.sequence for orphan in moved)
         asyncio.get_running_loop().call_soon(self.dispatch)
         return is_placed
 
