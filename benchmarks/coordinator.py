@@ -39,6 +39,7 @@ class Loaded:
 
     config = EngineConfig()
     options = ReplicaOptions()
+    keys_folder = ""
 
     def __init__(self, num_replicas: int) -> None:
         stats = SchedulerStats(
@@ -79,7 +80,7 @@ async def measure(num_replicas: int, address: str) -> dict[str, Any]:
     receiving = asyncio.ensure_future(coordinator.peers.receive())  # noqa: TID251 - of a benchmark
     links = [Link(worker, m.FromCoordinator) for _ in range(NUM_FRONT_ENDS)]
     for link in links:
-        await link.attach(coordinator.peers.address, None, m.Joined, name="benchmark", timeout_s=10.0)
+        await link.attach(coordinator.peers.address, None, m.AttachedToCluster, name="benchmark", timeout_s=10.0)
     looks, sends, reads = [], [], []
     num_bytes = 0
     for _ in range(REPEATS):
