@@ -214,7 +214,7 @@ LIMITS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(
     ("enable_prefix_caching", "depth"),
-    [(True, 2), (False, 4), *nightly((True, 1), (False, 1), (False, 2), (True, 4))],
+    [(True, 2), *nightly((False, 4), (True, 1), (False, 1), (False, 2), (True, 4))],
 )
 async def test_choices_cost_the_prompt_once_and_their_own_tokens(
     runs: Runs, enable_prefix_caching: bool, depth: int

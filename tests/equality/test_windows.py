@@ -16,6 +16,7 @@ from checkpoints import make_checkpoint
 from equality.conftest import MAX_MODEL_LEN, SEED, Oracle, bytes_a_token, random_ids, starting
 from executor.late_device import start_late
 from integrity import check_integrity
+from nightly import nightly
 
 from aioengine import Engine
 from aioengine.metrics import RequestMetrics, StepRecord
@@ -89,7 +90,7 @@ async def check(engine: Engine, case: Case) -> None:
 
 
 @pytest.mark.parametrize("family", WINDOWS)
-@pytest.mark.parametrize(("device", "depth"), [("cpu", 1), ("cpu", 2), ("late", 2)])
+@pytest.mark.parametrize(("device", "depth"), [*nightly(("cpu", 1)), ("cpu", 2), *nightly(("late", 2))])
 async def test_prompts_of_many_windows_in_a_pool_that_is_tight(
     checkpoint: Any, family: str, device: str, depth: int
 ) -> None:

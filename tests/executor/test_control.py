@@ -121,7 +121,7 @@ class TestContractOnUvloop(TestContract):
     """On the other loop."""
 
 
-ALL_FAMILIES = [*FAMILIES, ("qwen2", torch.float32)]
+ALL_FAMILIES = [*FAMILIES, *nightly(("qwen2", torch.float32))]
 
 
 # From a folder
@@ -176,11 +176,11 @@ OTHER_ROTATION = {"rope_type": "default", "rope_theta": 5000.0}
 
 MISFITS: list[tuple[Callable[[Path], None], str]] = [
     (without_a_tensor, "lacks tensor"),
-    (with_another_shape, "has shape"),
-    (cut_short, "cut short"),
+    *nightly((with_another_shape, "has shape"), (cut_short, "cut short")),
     (with_config(rope_parameters=OTHER_ROTATION), "another model than the one that runs: ropes"),
-    (with_shorter_texts, "max_model_len=256"),
-    (with_config(rms_norm_eps=1e-3), "rms_norm_eps 0.001 instead of"),
+    *nightly(
+        (with_shorter_texts, "max_model_len=256"), (with_config(rms_norm_eps=1e-3), "rms_norm_eps 0.001 instead of")
+    ),
 ]
 
 
@@ -292,7 +292,7 @@ async def test_a_commit_that_fails_halfway_changes_nothing(
         await assert_same(executor, checkpoint("llama2"))
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", [*nightly("int8"), "int4"])
 @pytest.mark.parametrize(("family", "dtype"), FAMILIES)
 async def test_quantised_weights_are_replaced_saved_and_come_back_without_a_further_error(
     checkpoint: Checkpoint, tmp_path: Path, family: str, dtype: torch.dtype, quantization: str
@@ -318,7 +318,7 @@ async def test_quantised_weights_are_replaced_saved_and_come_back_without_a_furt
             await assert_same(executor, tmp_path / "saved", **fields)
 
 
-@pytest.mark.parametrize("way", ["cpu", "late"])
+@pytest.mark.parametrize("way", [*nightly("cpu"), "late"])
 async def test_codes_of_a_checkpoint_are_replaced_by_such_codes_and_saved_dense(
     checkpoint: Checkpoint, tmp_path: Path, way: str
 ) -> None:

@@ -10,6 +10,7 @@ import torch
 from executor.late_device import start_late
 from executor.plans import greedy_tokens
 from executor.weight_changes import QUERY, Checkpoint, addresses, drawn, keeping_graphs, send
+from nightly import nightly
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -156,7 +157,7 @@ async def test_the_weights_go_to_page_locked_memory_and_back_to_the_device(check
         assert await greedy_tokens(executor) == expected
 
 
-@pytest.mark.parametrize("num_tensors", [0, 5])
+@pytest.mark.parametrize("num_tensors", [*nightly(0), 5])
 async def test_a_host_without_room_refuses_a_light_sleep_and_all_is_as_it_was(
     checkpoint: Checkpoint, num_tensors: int
 ) -> None:

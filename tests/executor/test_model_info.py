@@ -17,7 +17,7 @@ from gguf_checkpoints import q4_k_m, write_gguf
 from kernels.harness import native
 from models.test_formats import FORMATS
 from models.test_gguf import SIZES as GGUF_SIZES
-from nightly import few
+from nightly import few, nightly
 
 from aioengine import Engine
 from aioengine.config import EngineConfig
@@ -68,7 +68,7 @@ def test_gguf_files_take_as_many_bytes_as_is_said(checkpoint: Callable[..., Path
     assert_quantised_weights_are_as_said(file)
 
 
-@pytest.mark.parametrize(("family", "kind"), [("llama3", q4_k_m), ("gpt-oss", Type.MXFP4)])
+@pytest.mark.parametrize(("family", "kind"), [("llama3", q4_k_m), *nightly(("gpt-oss", Type.MXFP4))])
 def test_gguf_files_of_several_types_and_of_stacks_take_as_many_bytes_as_is_said(
     checkpoint: Callable[..., Path], tmp_path: Path, family: str, kind: Any
 ) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from nightly import nightly
 
 from aioengine import ConfigError, Engine
 
 
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", [*nightly("float32"), "bfloat16", *nightly("float16")])
 async def test_a_model_finds_all_its_kernels(dtype: str, quantization: str | None) -> None:
     config = {"dtype": dtype, "quantization": quantization, "kv_cache_memory_bytes": 2**22, "max_model_len": 128}
     async with Engine(**config) as engine:

@@ -21,6 +21,7 @@ import uvloop
 from executor.contract import ExecutorContract, Opened, spans, step_names
 from executor.plans import PlanWriter, tokens_by_row
 from executor.tiny_decoder import HookedOperations, tiny_config, tiny_decoder
+from nightly import nightly
 
 from aioengine.config import EngineConfig
 from aioengine.core.control import StartProfile, StopProfile
@@ -439,7 +440,7 @@ async def test_dropping_the_executor_loses_a_step_that_someone_waits_for_and_fre
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
-@pytest.mark.parametrize("is_step_running", [False, True])
+@pytest.mark.parametrize("is_step_running", [*nightly(False), True])
 def test_closing_the_loop_ends_the_thread_and_frees_the_model(
     run: Callable[[Any], Any], is_step_running: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:

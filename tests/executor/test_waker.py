@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import uvloop
+from nightly import nightly
 
 from aioengine.executor.completion_thread import Waker
 
@@ -54,7 +55,7 @@ async def test_calls_of_several_threads_all_come_each_ones_in_order() -> None:
     waker.release()
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", [*nightly("asyncio"), "uvloop"])
 def test_a_closed_loop_is_told_of_and_its_descriptor_is_given_back(loop: str) -> None:
     before = num_descriptors()
     kept: list[Waker] = []

@@ -108,7 +108,10 @@ def extras_of(heads: int, *names: str) -> dict[str, Any]:
     return {name: values[name] for name in names}
 
 
-WITH_EXTRAS = pytest.mark.parametrize("extras", [*((name,) for name in EXTRAS), EXTRAS], ids="-".join)
+WITH_EXTRAS = pytest.mark.parametrize(
+    "extras", [*(pytest.param((name,), marks=pytest.mark.nightly) for name in EXTRAS), EXTRAS], ids="-".join
+)
+"""All at once, and at night each alone."""
 
 
 def as_cached(x: Tensor, dtype: torch.dtype) -> Tensor:

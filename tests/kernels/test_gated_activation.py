@@ -6,6 +6,7 @@ from typing import get_args
 import pytest
 import torch
 from kernels.harness import DEVICE, TOLERANCES, assert_close, normal, quiet_numpy
+from nightly import nightly
 
 from aioengine.kernels.layers.gated_activation import BLOCK, FEW_ROWS, FEW_ROWS_BLOCK, gated_activation
 from aioengine.kernels.operations import Activation
@@ -17,8 +18,8 @@ ACTIVATIONS = pytest.mark.parametrize("activation", get_args(Activation))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("width", [1, 7, 123, FEW_ROWS_BLOCK, FEW_ROWS_BLOCK + 1])
-@pytest.mark.parametrize("num_rows", [1, 7])
+@pytest.mark.parametrize("width", [1, FEW_ROWS_BLOCK + 1, *nightly(7, 123, FEW_ROWS_BLOCK)])
+@pytest.mark.parametrize("num_rows", [*nightly(1), 7])
 @ACTIVATIONS
 def test_activates_the_gate_and_multiplies(
     num_rows: int, width: int, dtype: torch.dtype, activation: Activation

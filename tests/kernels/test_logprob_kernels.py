@@ -9,6 +9,7 @@ import pytest
 import torch
 from kernels.harness import ALL, assert_same
 from kernels.rule_batch import PADDING, make_samples, run, strange_logits
+from nightly import nightly
 from sampler.batch import random_logits
 from torch import Tensor
 
@@ -41,7 +42,13 @@ def one_sample_a_line(num_logits_rows: int) -> Tensor:
 @ALL
 @pytest.mark.parametrize(
     ("vocab", "k"),
-    [(1, 0), (1, 1), (7, 5), (123, 1), (37, 37), (128, 8), (129, 9), (1000, 20), (4097, 20), (9001, 40), (9001, 0)],
+    [
+        (1, 0),
+        (7, 5),
+        (129, 9),
+        (4097, 20),
+        *nightly((1, 1), (123, 1), (37, 37), (128, 8), (1000, 20), (9001, 40), (9001, 0)),
+    ],
 )
 def test_the_likeliest_tokens_are_those_of_a_sorted_log_softmax(ops: Any, vocab: int, k: int) -> None:
     logits = random_logits(3, vocab, seed=vocab + k, spread=5)
@@ -57,7 +64,7 @@ def test_the_likeliest_tokens_are_those_of_a_sorted_log_softmax(ops: Any, vocab:
 
 
 @ALL
-@pytest.mark.parametrize(("vocab", "k", "seed"), [(300, 5, 0), (300, 20, 1), (40, 40, 2), (4200, 33, 3)])
+@pytest.mark.parametrize(("vocab", "k", "seed"), [(40, 40, 2), (4200, 33, 3), *nightly((300, 5, 0), (300, 20, 1))])
 def test_nan_is_the_highest_and_infinities_make_what_torch_makes(ops: Any, vocab: int, k: int, seed: int) -> None:
     logits = strange_logits(7, vocab, seed=seed)
     logits[0].nan_to_num_(nan=0.0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernels.harness import BOTH, DEVICE, TOLERANCES, assert_same, int32, make_conversions_right, quiet_numpy
 from kernels.paged_cases import assert_close, paged_case
-from nightly import few
+from nightly import few, nightly
 from torch import Tensor
 
 from aioengine.kernels.attention.paged import KVCacheShape, PagedAttention
@@ -102,7 +102,7 @@ class Case:
 @pytest.mark.parametrize("dtype", few([torch.bfloat16], of=TOLERANCES), ids=str)
 @pytest.mark.parametrize(
     ("decodes", "chunks", "num_groups"),
-    [(DECODES, [], 1), ([], CHUNKS, 1), (DECODES, CHUNKS, 1), (DECODES, CHUNKS, 2)],
+    [*nightly((DECODES, [], 1), ([], CHUNKS, 1), (DECODES, CHUNKS, 1)), (DECODES, CHUNKS, 2)],
     ids=["decodes", "chunks", "mixed", "two groups"],
 )
 def test_a_step_is_the_oracles_in_layers_of_any_window_and_leaves_its_keys_in_their_slots(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from kernels.harness import DEVICE, FLOAT8, int32, make_conversions_right, quiet_numpy
 from kernels.paged_cases import WITH_EXTRAS, PagedCase, assert_close, attend, extras_of, paged_case
+from nightly import nightly
 from torch import Tensor
 
 from aioengine.kernels.attention.paged import choose_num_splits
@@ -59,17 +60,19 @@ def assert_is_the_oracles(case: PagedCase, decodes: Tensor, **keywords: Any) -> 
     ("heads", "kv_heads", "head_dim", "block_size", "dtype", "num_splits"),
     [
         (4, 2, 64, 16, FP32, 1),
-        (4, 2, 64, 16, FP32, 3),
         (3, 1, 80, 7, FP32, 2),
-        (2, 2, 96, 1, FP16, 1),
-        (2, 1, 96, 48, FP16, 2),
         (5, 1, 128, 256, FP16, 1),
-        (4, 2, 128, 16, BF16, 1),
         (2, 1, 128, 16, BF16, 3),
-        (17, 1, 64, 24, FP16, 1),
-        (2, 1, 256, 32, FP32, 1),
-        (1, 1, 256, 100, FP16, 2),
-        (71, 1, 64, 64, BF16, 1),
+        *nightly(
+            (4, 2, 64, 16, FP32, 3),
+            (2, 2, 96, 1, FP16, 1),
+            (2, 1, 96, 48, FP16, 2),
+            (4, 2, 128, 16, BF16, 1),
+            (17, 1, 64, 24, FP16, 1),
+            (2, 1, 256, 32, FP32, 1),
+            (1, 1, 256, 100, FP16, 2),
+            (71, 1, 64, 64, BF16, 1),
+        ),
     ],
     ids=str,
 )
@@ -106,7 +109,7 @@ def test_every_float8_is_read_as_what_it_is() -> None:
     assert torch.equal(case.out[1].cpu(), codes.view(FLOAT8).float().expand(4, 256))
 
 
-@pytest.mark.parametrize("num_splits", [2, 5, 40])
+@pytest.mark.parametrize("num_splits", [*nightly(2), 5, *nightly(40)])
 def test_any_number_of_splits_serves_any_context(num_splits: int) -> None:
     """As in a CUDA graph, where it is fixed: contexts shorter than the splits leave some empty."""
     case, decodes = case_of(num_splits, [1, 33, 600], heads=1, kv_heads=1, head_dim=128)
@@ -146,7 +149,7 @@ def test_a_cache_may_have_more_than_2_31_values() -> None:
 
 @WITH_EXTRAS
 @pytest.mark.parametrize("window", [None, 33])
-@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("num_splits", [*nightly(1), 3])
 def test_scores_are_capped_sloped_and_summed_with_sinks(
     num_splits: int, window: int | None, extras: tuple[str, ...]
 ) -> None:
@@ -155,7 +158,7 @@ def test_scores_are_capped_sloped_and_summed_with_sinks(
     assert_is_the_oracles(case, decodes, window=window, num_splits=num_splits, **extras_of(6, *extras))
 
 
-@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("num_splits", [*nightly(1), 3])
 @pytest.mark.parametrize("sink", [-1e4, 200.0, -torch.inf])
 def test_a_sink_may_be_far_from_all_scores(num_splits: int, sink: float) -> None:
     case, decodes = case_of(5, [200, 1])

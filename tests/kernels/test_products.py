@@ -16,7 +16,7 @@ from kernels.harness import (
     normal,
     quiet_numpy,
 )
-from nightly import seeds
+from nightly import few, seeds
 from torch import Tensor
 
 from aioengine.kernels import triton_operations
@@ -130,7 +130,7 @@ def with_outlier_channels(num_rows: int, num_columns: int, factor: float) -> Ten
 
 @BOTH
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", few([torch.bfloat16], of=DTYPES), ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_quantised_product_is_that_of_the_unpacked_weight(
     ops: ModuleType, quantization: Quantization, dtype: torch.dtype, shape: tuple[int, int]

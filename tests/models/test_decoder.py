@@ -25,6 +25,7 @@ CASES = [
     *((family, {}) for family in FAMILIES),
     *itertools.product(("llama2", "qwen2", "qwen3", "gemma3-images"), HEADS),
 ]
+OF_CHECK = ("mistral", "qwen3", "gemma3", "phi3", "olmo2", "gpt-oss")
 
 
 @pytest.mark.parametrize(("family", "overrides"), CASES)
@@ -35,7 +36,7 @@ def test_logprobs_equal_those_of_transformers(checkpoint: Checkpoint, family: st
     torch.testing.assert_close(logprobs(decoder, ids), reference(folder, ids), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few(OF_CHECK, of=FAMILIES))
 @pytest.mark.parametrize("chunks", [[3, 1, 60, 1, 7, 28], *nightly([1] * NUM_TOKENS)])
 def test_a_prompt_in_chunks_gives_the_same_as_in_one(checkpoint: Checkpoint, family: str, chunks: list[int]) -> None:
     decoder, ids = load(checkpoint(family)), token_ids(1)
@@ -188,7 +189,7 @@ def assert_close(computed: list[Tensor], expected: list[Tensor], atol: float = 1
         torch.testing.assert_close(ours, theirs, atol=atol, rtol=0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few(OF_CHECK, of=FAMILIES))
 def test_rows_that_share_steps_get_what_each_gets_alone(checkpoint: Checkpoint, family: str) -> None:
     decoder, history = load(checkpoint(family)), sequences()
     assert_close(logprobs_in_steps(decoder, history), logprobs_alone(decoder, history))
@@ -201,7 +202,7 @@ def on_device(decoder: Decoder) -> Decoder:
     return decoder
 
 
-@pytest.mark.parametrize("family", few(["llama2", "qwen2", "qwen3", "gemma3", "olmo2", "granite"], of=FAMILIES))
+@pytest.mark.parametrize("family", few(["qwen3", "gemma3", "olmo2"], of=FAMILIES))
 def test_the_kernels_give_the_same(checkpoint: Checkpoint, family: str) -> None:
     decoder, history = load(checkpoint(family, num_hidden_layers=2)), sequences(1)
     expected = logprobs_alone(decoder, history)

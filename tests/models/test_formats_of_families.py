@@ -36,7 +36,7 @@ KINDS_OF: dict[str, tuple[str, ...]] = {
 }
 """Of each family the kinds of files, beside safetensors, that it is tested with."""
 
-OF_CHECK = [("qwen3", ".bin"), ("phi3", "GPTQ"), ("gemma2", "FP8"), ("opt", ".bin"), ("stablelm", "GPTQ")]
+OF_CHECK = [("phi3", "GPTQ"), ("gemma2", "FP8"), ("opt", ".bin")]
 MATRIX_OF_LAYER = re.compile(r"(?:.+\.)?(?:layers|h|blocks)\.\d+\..+(?<!gate)(?<!router)\.weight")
 NUM_TOKENS, MAX_TOKENS = 24, 8
 

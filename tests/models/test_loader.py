@@ -61,6 +61,7 @@ def copied(checkpoint: Checkpoint, tmp_path: Path) -> Callable[..., Path]:
 Copied = Callable[..., Path]
 
 
+@pytest.mark.nightly
 def test_loading_needs_no_transformers(checkpoint: Checkpoint) -> None:
     code = (
         "import sys; from pathlib import Path\n"

@@ -40,7 +40,8 @@ def perplexity(texts: list[Tensor], computed: list[Tensor]) -> float:
 @pytest.mark.parametrize("operations", [native, *nightly(reference)])
 @pytest.mark.parametrize("dtype", ["float32", *nightly("bfloat16")])
 @pytest.mark.parametrize(
-    ("quantization", "loss", "agreement", "divergence"), [("int8", 0.004, 0.975, 0.002), ("int4", 0.03, 0.92, 0.08)]
+    ("quantization", "loss", "agreement", "divergence"),
+    [*nightly(("int8", 0.004, 0.975, 0.002)), ("int4", 0.03, 0.92, 0.08)],
 )
 def test_perplexity_and_greedy_tokens_stay(
     texts: list[Tensor],

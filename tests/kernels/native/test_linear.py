@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from nightly import nightly
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -241,8 +242,8 @@ class Made(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
-@pytest.mark.parametrize("inputs", [512, 520])
+@pytest.mark.parametrize("quantization", [*nightly("int8"), "int4"])
+@pytest.mark.parametrize("inputs", [*nightly(512), 520])
 def test_a_large_weight_is_packed_and_unpacked_in_blocks(team: Team, quantization: Quantization, inputs: int) -> None:
     linear = Linear(inputs, 8200, bias=False, dtype=torch.bfloat16, quantization=quantization)
     linear.weight.copy_(made(8200, inputs))
