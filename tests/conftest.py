@@ -4,7 +4,7 @@
 
 - ``@pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])``: once on each. Plain asyncio alone is the default since
   running each test twice doubles the suite for the few that touch sockets, threads or timers.
-- ``@pytest.mark.virtual_clock``: on `aioengine.testing.clock.VirtualClockLoop`, under ``--clock-seeds`` seeds (2; 50
+- ``@pytest.mark.virtual_clock``: on `aioengine.testing.clock.VirtualClockLoop`, under ``--clock-seeds`` seeds (1; 50
   in ``make nightly``); ``virtual_clock(seeds=50)`` takes the seeds 0 to 49, ``virtual_clock(seeds=[17])`` takes those
   given. A failure shows its seed.
 - ``loop_factories=["asyncio", "virtual-17"]``: a virtual clock with that seed beside a real one.
@@ -59,7 +59,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 LoopScope = Literal["function", "class", "module", "session"]
 
-_DEFAULT_CLOCK_SEEDS = 2
+_DEFAULT_CLOCK_SEEDS = 1
 # A thread that was told to end needs real time to do so. Not a sleep: joining a thread that ends returns at once.
 _THREAD_END_TIMEOUT_S = 2.0
 _CALL_PASSED = pytest.StashKey[bool]()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
+from nightly import nightly
 
 from demo_model.evaluate import STRANGE_TOOLS, UNSEEN_TOOLS, story_faults
 from demo_model.grammar import Document, corpus_hash, documents
@@ -107,7 +108,7 @@ def allows(schema: dict[str, Any], value: Any) -> bool:
     return bool(Draft202012Validator(relaxed).is_valid(value))
 
 
-@pytest.mark.parametrize("shares", [{}, COPIES, ANY_COPIES], ids=str)
+@pytest.mark.parametrize("shares", [*nightly({}, COPIES), ANY_COPIES], ids=str)
 def test_each_call_fits_a_tool_of_its_request_and_gets_a_result(shares: dict[str, float]) -> None:
     corpus = documents("calls", 1800, **shares)
     with_tools = [document for document in corpus if document.tools]

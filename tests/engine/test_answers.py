@@ -12,6 +12,7 @@ import jsonschema
 import msgspec
 import pytest
 from engine.conftest import Serve, Served
+from nightly import nightly
 
 from aioengine import ConfigError, Engine, EngineConfig, InvalidRequest, Json, SamplingParams
 from aioengine.frontend.answer_format import AnswerFormats, AnswerOptions, template_variables
@@ -177,8 +178,8 @@ async def test_each_choice_has_an_answer_of_its_own(serve: Serve) -> None:
 
 
 @pytest.mark.virtual_clock
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("depth", [*nightly(1), 2])
+@pytest.mark.parametrize("seed", [0, *nightly(1, 2, 3)])
 async def test_a_call_that_is_required_comes_whatever_the_model_would_say(serve: Serve, depth: int, seed: int) -> None:
     schemas = {"clock": CLOCK["function"]["parameters"], "add": {"required": ["a", "b"]}}
     async with serve(depth=depth, config=FORMATS, num_blocks=400, max_model_len=512) as served:
@@ -212,7 +213,7 @@ async def test_with_a_schema_the_answer_is_of_it_or_a_call(serve: Serve, seed: i
 
 
 @pytest.mark.virtual_clock
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *nightly(1, 2, 3)])
 async def test_strict_arguments_are_held_to_in_calls_that_the_model_begins(serve: Serve, seed: int) -> None:
     strict = Tool("clock", CLOCK["function"]["parameters"], strict=True)
     async with serve(config=FORMATS, num_blocks=400, max_model_len=512) as served:

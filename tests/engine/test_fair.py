@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from nightly import nightly
 
 from aioengine import ConfigError, Engine, EngineConfig, EngineOverloaded, InvalidRequest, RequestOutput
 from aioengine.scheduler.policy import ByPriority, Fair, Incoming, Policy
@@ -107,7 +108,7 @@ async def test_ten_times_the_requests_get_no_more_tokens(serve: Any, tasks: Any,
 
 
 @pytest.mark.virtual_clock(seeds=1)
-@pytest.mark.parametrize("on_full", ["raise", "wait"])
+@pytest.mark.parametrize("on_full", [*nightly("raise"), "wait"])
 async def test_loud_ones_shut_no_quiet_one_out(serve: Any, tasks: Any, on_full: str) -> None:
     """Three tenants of twenty clients each, and two of one client, on eight places and one row."""
     async with serve(config={**FEW_ROWS, "max_num_seqs": 1, "scheduler": "fair", "max_waiting": 8}) as served:
@@ -125,7 +126,7 @@ async def test_loud_ones_shut_no_quiet_one_out(serve: Any, tasks: Any, on_full: 
 
 
 @pytest.mark.virtual_clock(seeds=1)
-@pytest.mark.parametrize("on_full", ["raise", "wait"])
+@pytest.mark.parametrize("on_full", ["raise", *nightly("wait")])
 async def test_weights_count_however_many_are_refused(serve: Any, tasks: Any, on_full: str) -> None:
     config = {**FEW_ROWS, "scheduler": f"{__name__}:GoldCountsTwice", "max_waiting": 16}
     async with serve(config=config) as served:

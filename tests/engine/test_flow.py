@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from engine.oracle import as_ids, continuation, tokens_of
+from nightly import nightly
 
 from aioengine import CompletionDelta, Stream
 
@@ -270,7 +271,7 @@ async def run_fast_ones(served: Any) -> tuple[list[float], list[set[int]]]:
 
 
 @pytest.mark.virtual_clock(seeds=1)
-@pytest.mark.parametrize("kind", ["slow", "stalled", "vanished"])
+@pytest.mark.parametrize("kind", [*nightly("slow"), "stalled", *nightly("vanished")])
 async def test_fast_readers_lose_nothing_to_others(serve: Any, tasks: Any, depth: int, kind: str) -> None:
     """There are rows for the fast ones alone. The others come first and hold some of them until they are blocked: the
     fast ones are at most as many steps later as it takes to compute what one of them may leave unread, what was read,

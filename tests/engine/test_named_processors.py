@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
+from nightly import nightly
 
 from aioengine import ConfigError, Engine, EngineConfig, InvalidRequest, LogitsProcessor, SamplingParams
 from aioengine.server import create_app
@@ -56,7 +57,7 @@ def broken(_: Any) -> LogitsProcessor:
     return process
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[False, True], ids=["here", "child"])
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[*nightly(False), True], ids=["here", "child"])
 async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent.parent), prepend=":")

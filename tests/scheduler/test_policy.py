@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from nightly import nightly
 from scheduler.harness import Core
 
 from aioengine.errors import ConfigError
@@ -106,7 +107,7 @@ def test_ten_times_the_load_gets_no_more_service() -> None:
     assert 0.9 < served["loud"] / served["quiet"] < 1.1
 
 
-@pytest.mark.parametrize("policy", [Policy, ByPriority])
+@pytest.mark.parametrize("policy", [*nightly(Policy), ByPriority])
 def test_by_age_it_gets_ten_times_the_service(policy: type[Policy]) -> None:
     served, _ = share_under(policy())
     assert served["loud"] > 5 * served["quiet"]
@@ -131,7 +132,7 @@ def test_one_with_a_thousand_requests_delays_another_by_a_row() -> None:
     assert late.has_run
 
 
-@pytest.mark.parametrize("rests", [1, 100])
+@pytest.mark.parametrize("rests", [*nightly(1), 100])
 def test_idle_time_saves_up_no_credit(rests: int) -> None:
     """However long a tenant asked for nothing, it gets half from then on, and no more."""
     load = Load(Fair())

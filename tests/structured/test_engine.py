@@ -109,7 +109,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.virtual_clock
 @pytest.mark.parametrize("seed", few([0], of=range(6)))
-@pytest.mark.parametrize("name", few(["depth 2", "preempted at depth 4"], of=SETTINGS))
+@pytest.mark.parametrize("name", few(["preempted at depth 4"], of=SETTINGS))
 async def test_tokens_do_not_depend_on_company_depth_chunks_or_preemption(name: str, seed: int) -> None:
     asked = requests(21, seed)
     wanted = await alone(asked)
@@ -269,7 +269,7 @@ async def test_greedy_answers_are_those_of_transformers_under_the_same_masks(way
             assert dict(zip(wanted, texts, strict=True)) == wanted, params
 
 
-@pytest.mark.parametrize("way", ["depth 2", "late device", *nightly("process")])
+@pytest.mark.parametrize("way", ["depth 2", *nightly("late device", "process")])
 async def test_processed_log_probabilities_are_of_the_admitted_tokens_alone(way: str) -> None:
     constraint = CONSTRAINTS["gbnf"]
     grammar = await asyncio.to_thread(compile_grammar, constraint)
@@ -465,6 +465,7 @@ WEARING = Regex("[a-z ]*[aeious][a-z ]{30}[xyz]")
 """Its lexer is full after 180 tokens of any requests."""
 
 
+@pytest.mark.nightly
 async def test_a_grammar_lasts_for_any_number_of_requests_and_choices() -> None:
     async with Engine(dtype="float32") as engine:
 

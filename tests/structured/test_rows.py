@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from nightly import seeds
+from nightly import nightly, seeds
 from structured.conftest import (
     ANIMAL,
     NUM_TOKENS,
@@ -401,12 +401,13 @@ def test_rows_go_on_when_their_lexer_is_full_and_are_what_they_are_alone() -> No
         assert random_rows(grammar, 3, 40, seed=100) == random_rows(compile_grammar(WEARING), 3, 40, seed=100)
 
 
-def test_forced_tokens_are_the_same_where_a_lexer_becomes_full() -> None:
+@pytest.mark.parametrize("numbers", [range(0, 120, 35), *nightly(range(0, 120, 7))], ids=["some", "all"])
+def test_forced_tokens_are_the_same_where_a_lexer_becomes_full(numbers: range) -> None:
     """Each mask is made by a lexer that is full since the one before, whichever part of a step has filled it."""
     text = Regex('([a-z]*[aeious][a-z]{30}<"and then some text that follows">)+')
     grammar = compile_grammar(text)
     wanted = run(grammar, 3)
-    for num_begun in range(0, 120, 7):
+    for num_begun in numbers:
         grammar = compile_grammar(text)
         random_rows(grammar, 1, num_begun, seed=5)
         assert run(grammar, 3) == wanted

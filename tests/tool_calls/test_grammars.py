@@ -347,7 +347,7 @@ def text_of(name: str, tokens: list[int], special: bool) -> str:
 
 
 @SPECIAL
-@pytest.mark.parametrize("mode", ["auto", "tool", *nightly("required")])
+@pytest.mark.parametrize("mode", [*nightly("auto"), "tool", *nightly("required")])
 @pytest.mark.parametrize("name", FORMATS)
 def test_walks_through_a_grammar_end_in_calls_that_the_parser_reads(name: str, mode: Any, special: bool) -> None:
     choice = ToolChoice(mode, ("plan",) if mode == "tool" else None)
