@@ -138,6 +138,7 @@ async def test_closing_in_limbo_ends_all_with_a_word(faults: Faults) -> None:
     assert [type(reader.error).__name__ for reader in readers] == ["EngineClosed"] * 6
 
 
+@pytest.mark.nightly
 async def test_draining_waits_for_those_in_limbo(faults: Faults) -> None:
     readers = innocents(random.Random(6), 6, max_tokens=100)
     expected = await undisturbed(readers)

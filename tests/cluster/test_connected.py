@@ -174,6 +174,7 @@ class TestMembers:
 class TestSuspects:
     """Each front end knows its own requests: what only it had at two deaths may have died with another one's."""
 
+    @pytest.mark.nightly
     @pytest.mark.parametrize("num_replicas", [2, *nightly(1, 3)])
     async def test_of_one_front_end_do_not_cost_another_one_its_request(self, runtime: Path, num_replicas: int) -> None:
         async with connected(runtime, 2, num_replicas=num_replicas) as (_, one, other):
@@ -227,6 +228,7 @@ class TestEnds:
             with pytest.raises(EngineDead, match="no engine serves"):
                 await Engine.connect(f"cluster+ipc://{runtime}/cluster")
 
+    @pytest.mark.nightly
     async def test_of_an_owner_that_is_killed_leave_nothing(self, runtime: Path) -> None:
         """Neither a process nor, after the next start, a file; front ends hear it."""
         address = f"ipc://{runtime}/cluster"

@@ -71,6 +71,7 @@ async def test_a_replica_dies_under_load_and_each_kind_of_request_ends_as_if_it_
         await replicas.until_restarted(1, 3)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", few(["json of choices"], of=KINDS))
 async def test_a_request_goes_on_behind_each_of_its_tokens(kind: str) -> None:
     """Its replica exits when a certain token is to be sampled, those before just handed out or on their way."""

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from cluster.mortal import Faults
-from nightly import nightly
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,7 +20,8 @@ def kills(monkeypatch: pytest.MonkeyPatch, faults: Faults, quiet_log: None) -> A
     return importlib.import_module("benchmarks.kills")
 
 
-@pytest.mark.parametrize(("num_kills", "seed"), [(2, 1), *nightly((200, 2))])
+@pytest.mark.nightly
+@pytest.mark.parametrize(("num_kills", "seed"), [(2, 1), (200, 2)])
 async def test_random_kills_under_load_lose_nothing(kills: Any, num_kills: int, seed: int) -> None:
     setting = kills.Setting(
         num_kills=num_kills, num_clients=12, num_rolling=1, pause_s=0.3, stall_timeout_s=2.0, seed=seed

@@ -36,6 +36,7 @@ async def test_a_rolling_restart_under_load_disturbs_no_request(drain_timeout_s:
     assert outputs_of(late) == await undisturbed(late)
 
 
+@pytest.mark.nightly
 async def test_replicas_are_added_and_removed_under_load() -> None:
     readers = innocents(random.Random(3), 30, max_tokens=200)
     expected = await undisturbed(readers)

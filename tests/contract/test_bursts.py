@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from contract.conftest import MakeEngine
 from contract.ways import error_of, has_load
-from nightly import few
+from nightly import few, nightly
 from turn_probe import LONGEST_S, PIECES_A_TURN, TurnProbe, few_a_turn
 from waiting import until
 
@@ -25,7 +25,7 @@ from aioengine.scheduler.sequence import Sequence
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest.fixture(scope="module", params=["in_process", "served", pytest.param("child", marks=pytest.mark.nightly)])
+@pytest.fixture(scope="module", params=[*nightly("in_process"), "served", *nightly("child")])
 def way(request: pytest.FixtureRequest) -> str:
     return request.param
 

@@ -11,6 +11,7 @@ import anyio
 import pytest
 from contract.ways import BOTH_LOOPS, DEADLINE_S, error_of, has_load, reasons_of, same_error, told
 from hostile_errors import HOSTILE
+from nightly import nightly
 from waiting import until
 
 from aioengine import (
@@ -147,7 +148,7 @@ async def test_an_error_that_breaks_those_who_look_at_it_is_heard_like_any_other
     assert engine.health().status == "ALIVE"
 
 
-@pytest.mark.parametrize("what", ["its own cause", "its text raises"])
+@pytest.mark.parametrize("what", ["its own cause", *nightly("its text raises")])
 async def test_a_device_that_is_lost_by_such_an_error_is_everyones_end(
     make_engine: Any, what: str, quiet_log: None
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from contract.ways import described, error_of, ids_of, told
+from nightly import few
 
 from aioengine import Engine, InvalidRequest
 
@@ -48,7 +49,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", few(["greedy with logprobs", "chat", "penalties", "choices"], of=CASES))
 async def test_a_process_of_its_own_brings_what_this_one_brings(here: Engine, there: Engine, case: str) -> None:
     prompt, sampling = CASES[case]
     sampling = {"max_tokens": 20, **sampling}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from contract.ways import BOTH_LOOPS, has_load
 from engine.oracle import Witness
+from nightly import nightly
 from waiting import until
 
 from aioengine import Engine
@@ -110,9 +111,9 @@ async def test_an_engine_is_described_as_it_is_in_process(engine: Engine, refere
 @pytest.mark.parametrize(
     ("config", "is_logged", "has_prompt"),
     [
-        ({}, False, False),
+        *nightly(({}, False, False)),
         ({"log_prompts": True}, False, False),
-        ({"log_requests": True}, True, False),
+        *nightly(({"log_requests": True}, True, False)),
         ({"log_requests": True, "log_prompts": True}, True, True),
     ],
     ids=["off", "no requests, so no prompts", "requests", "requests and prompts"],

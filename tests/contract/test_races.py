@@ -25,7 +25,7 @@ async def say(engine: Engine) -> Any:
 
 
 @pytest.mark.parametrize("level", [1, *nightly(0, 2)])
-@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+@pytest.mark.parametrize("mode", [*nightly("abort"), "wait", "keep"])
 async def test_waking_up_at_any_moment_of_falling_asleep_wakes(
     engine: Engine, tasks: Any, level: Any, mode: Any
 ) -> None:
@@ -41,7 +41,7 @@ async def test_waking_up_at_any_moment_of_falling_asleep_wakes(
         assert await say(engine) == before
 
 
-@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("level", [*nightly(0), 1, *nightly(2)])
 async def test_a_sleep_that_is_cancelled_at_any_moment_is_undone_by_waking_up(
     engine: Engine, tasks: Any, level: Any
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from contract.ways import BOTH_LOOPS, has_load, ids_of, reasons_of, same_error, told
+from nightly import nightly
 from waiting import until
 
 from aioengine import Engine, EngineClosed
@@ -123,7 +124,7 @@ async def test_a_running_request_that_computes_its_cache_anew_brings_the_same(
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
-@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("level", [*nightly(0), 1, *nightly(2)])
 async def test_after_sleep_equal_requests_bring_equal_outputs(
     engine: Engine, tasks: Any, level: Any, mode: Any
 ) -> None:
@@ -206,7 +207,7 @@ async def test_what_a_sleeping_engine_cannot_do_it_says(engine: Engine, referenc
 
 
 @BOTH_LOOPS
-@pytest.mark.parametrize("is_drained", [False, True], ids=["closed", "drained"])
+@pytest.mark.parametrize("is_drained", [*nightly(False), True], ids=["closed", "drained"])
 async def test_a_sleeping_engine_can_be_closed(make_engine: Any, tasks: Any, is_drained: bool) -> None:
     engine = await make_engine()
     await engine.sleep(1)

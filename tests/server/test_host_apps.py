@@ -16,6 +16,7 @@ import msgspec
 import pytest
 from aiohttp import web
 from fastapi import FastAPI
+from nightly import nightly
 from pydantic import BaseModel
 from server.conftest import plain_client, serving_app
 from starlette.applications import Starlette
@@ -323,7 +324,7 @@ async def main():
 """
 
 
-@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("loop", ["asyncio", *nightly("uvloop")])
 def test_a_server_that_was_not_closed_ends_with_its_loop_and_a_word_about_it(loop: str) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "default::ResourceWarning", "-c", UNCLOSED, loop],

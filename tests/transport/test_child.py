@@ -19,6 +19,7 @@ from typing import Any
 import anyio
 import psutil
 import pytest
+from nightly import nightly
 from transport.life_scripts.watching import DEADLINE_S, Ear, is_dead, until_stopped
 from waiting import until
 
@@ -120,7 +121,7 @@ async def test_devices_are_given_explicitly(ear: Ear, monkeypatch: pytest.Monkey
 
 
 @both_loops
-@pytest.mark.parametrize("end", ["exit", "SIGTERM", "SIGKILL", "SIGSEGV"])
+@pytest.mark.parametrize("end", ["exit", "SIGSEGV", *nightly("SIGTERM", "SIGKILL")])
 async def test_an_exit_is_known_within_100_ms_and_told(ear: Ear, end: str) -> None:
     took_ms = []
     acts = ("exit", "3") if end == "exit" else ("serve",)
@@ -265,7 +266,7 @@ class Owner:
 
 
 @both_loops
-@pytest.mark.parametrize("where", ["on the loop", "in a thread", "in a finalizer"])
+@pytest.mark.parametrize("where", ["on the loop", *nightly("in a thread"), "in a finalizer"])
 async def test_an_abandoned_child_is_killed_with_all_its_descendants(
     ear: Ear, no_stray_process: list[int], where: str
 ) -> None:
@@ -325,13 +326,15 @@ def _run_parent(stage: str, module: str, *args: str) -> "subprocess.Popen[str]":
 @pytest.mark.parametrize(
     ("stage", "child"),
     [
-        ("at once", ["children.actor", "silent"]),
         ("importing", ["children.importing", "{fifo}"]),
-        ("importing, stopped", ["children.importing", "stop"]),
-        ("serving", ["children.actor", "serve"]),
-        ("serving, deaf to SIGTERM", ["children.actor", "ignore"]),
         ("serving, stopped", ["children.actor", "stop"]),
-        ("serving, busy in C", ["children.actor", "busy"]),
+        *nightly(
+            ("at once", ["children.actor", "silent"]),
+            ("importing, stopped", ["children.importing", "stop"]),
+            ("serving", ["children.actor", "serve"]),
+            ("serving, deaf to SIGTERM", ["children.actor", "ignore"]),
+            ("serving, busy in C", ["children.actor", "busy"]),
+        ),
         ("serving, with a child of its own", ["children.parent", "serving", "children.actor", "serve"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -14,7 +14,7 @@ import anyio
 import psutil
 import pytest
 import zmq
-from nightly import nightly
+from nightly import few, nightly
 
 from aioengine import AioEngineError, ConfigError, Engine, EngineClosed, EngineDead, ProcessOptions
 from aioengine.config import EngineConfig
@@ -41,7 +41,8 @@ def open_files() -> set[str]:
 # File descriptors
 
 
-@pytest.mark.parametrize("counts", [[0, 1, 3, 10, 30, 47, 64], *nightly([*range(80)])], ids=["some", "all"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("counts", [[0, 1, 3, 10, 30, 47, 64], [*range(80)]], ids=["some", "all"])
 def test_a_start_with_few_file_descriptors_works_or_says_so_at_once(counts: list[int]) -> None:
     script = [sys.executable, "-m", "transport.life_scripts.few_descriptors", *map(str, counts)]
     lines = subprocess.run(script, check=True, stdout=subprocess.PIPE, text=True, timeout=600).stdout.splitlines()
@@ -95,7 +96,7 @@ FAILURES: dict[str, tuple[Any, str, int, Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", FAILURES)
+@pytest.mark.parametrize("what", few(["the first socket", "a process", "it connects"], of=FAILURES))
 async def test_whatever_cannot_be_had_ends_the_start_and_leaves_nothing(
     what: str, monkeypatch: pytest.MonkeyPatch, runtime: Path
 ) -> None:
@@ -157,7 +158,7 @@ async def test_a_folder_that_cannot_be_written_to(number: int, monkeypatch: pyte
     assert os.listdir(runtime) == []
 
 
-@pytest.mark.parametrize("is_missing", [True, False])
+@pytest.mark.parametrize("is_missing", [*nightly(True), False])
 async def test_a_folder_that_is_missing_or_too_long_is_passed_over(
     is_missing: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

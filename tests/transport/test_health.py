@@ -15,6 +15,7 @@ from typing import Any
 import anyio
 import psutil
 import pytest
+from nightly import nightly
 from transport.life_scripts.devices import FIFO, GO, HANG, ToldExecutor
 from transport.life_scripts.watching import engine_command, health_is
 from waiting import until
@@ -90,7 +91,7 @@ async def by_tcp(**config: Any) -> AsyncIterator[Watched]:
                 yield Watched(engine, script.process.pid, let_go_on)
 
 
-everywhere = pytest.mark.parametrize("start", [in_process, in_child, by_tcp])
+everywhere = pytest.mark.parametrize("start", [in_process, in_child, *nightly(by_tcp)])
 
 
 @everywhere

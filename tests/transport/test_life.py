@@ -25,7 +25,7 @@ SIGNALS = {name: signal.Signals[name] for name in ("SIGTERM", "SIGINT", "SIGKILL
 
 # The child
 
-EACH_STAGE = few(["ready", "busy"], of=STAGES)
+EACH_STAGE = few(["busy"], of=STAGES)
 EACH_SIGNAL = few(["SIGTERM", "SIGKILL"], of=SIGNALS)
 
 KILLED = r"EngineDead: .*engine 0 \(pid \d+\) was killed by SIGKILL.*"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import anyio
 import pytest
+from nightly import few, nightly
 from transport.life_scripts.devices import HANG, VOCAB_SIZE, ToldExecutor
 from transport.life_scripts.serving import Forwarder, served
 from transport.life_scripts.watching import DEADLINE_S, Script, ends_of, engine_command, health_is
@@ -28,7 +29,7 @@ BEATS = {"heartbeat_interval_s": 0.05, "heartbeat_timeout_s": 0.2}
 # An engine that serves others
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", few(["SIGKILL"], of=SIGNALS))
 async def test_an_engine_command_with_two_front_ends_gets(number: str, runtime: Path) -> None:
     address = f"ipc://{runtime}/engine.sock"
     ends: list[str] = []
@@ -97,7 +98,7 @@ async def until_running(server: EngineServer, number: int) -> None:
     await until(lambda: server.core.scheduler.num_running == number)
 
 
-@pytest.mark.parametrize("number", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("number", ["SIGKILL", *nightly("SIGSTOP")])
 async def test_a_front_end_with_requests_gets(number: str, runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioengine.transport.session.MAX_UNREAD_MESSAGES", 200)
     monkeypatch.setattr("aioengine.transport.session.BEHIND_MESSAGES", 100)
@@ -150,7 +151,7 @@ async def test_a_control_call_that_its_caller_cancels_stops_in_the_engine(runtim
         await until(lambda: not session.calls)
 
 
-@pytest.mark.parametrize("what", ["it is cut", "it goes silent"])
+@pytest.mark.parametrize("what", [*nightly("it is cut"), "it goes silent"])
 async def test_a_connection_by_tcp(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioengine.transport.entrance.TCP_HEARTBEAT_MS", 100)
     monkeypatch.setattr("aioengine.transport.entrance.TCP_TIMEOUT_MS", 400)

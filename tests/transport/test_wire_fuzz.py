@@ -21,6 +21,7 @@ def test_broken_messages_do_no_harm(seed: int) -> None:
     assert "harm: none" in done.stdout
 
 
+@pytest.mark.nightly
 def test_harm_is_seen(tmp_path: Path) -> None:
     """A reader that lets one kind of error through is found by a short run."""
     broken = tmp_path / "broken.py"
