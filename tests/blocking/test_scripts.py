@@ -140,6 +140,7 @@ for is_here in (True, False, True, False):
 }  # fmt: skip
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("what", few(["generates and just ends"], of=SCRIPTS))
 def test_a_script_that(what: str) -> None:
     script, output = SCRIPTS[what]

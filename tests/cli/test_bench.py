@@ -17,6 +17,7 @@ import msgspec
 import pytest
 from cli.conftest import Terminal, run
 from click.testing import CliRunner
+from nightly import nightly
 
 from aioengine import Engine, StepFailed
 from aioengine.cli import load
@@ -202,7 +203,7 @@ def test_a_table_says_what_others_used_meanwhile_where_it_is_much_and_known(caps
     assert "other programs" not in shown(None, None)
 
 
-@pytest.mark.parametrize("benchmark", ["latency", "throughput"])
+@pytest.mark.parametrize("benchmark", ["latency", *nightly("throughput")])
 def test_one_token_each_has_no_time_between_tokens(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], benchmark: str
 ) -> None:

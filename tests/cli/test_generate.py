@@ -114,6 +114,7 @@ def test_a_shape_that_cannot_be_is_said(call_main: CallMain, tmp_path: Path) -> 
     assert (code, "the answer was cut" in stderr) == (2, True)
 
 
+@pytest.mark.nightly
 def test_ctrl_c_ends_it_quietly_with_the_shells_code(open_terminal: Callable[..., Terminal]) -> None:
     terminal = open_terminal("generate", "Once upon a time", "--ignore-eos", "--max-model-len", "1000")
     terminal.wait_for("Once upon a time.{20}")  # it is generating by now

@@ -23,6 +23,7 @@ import psutil
 import pytest
 from cli.conftest import COMMAND, DEADLINE_S, ENVIRONMENT, CallMain
 from click.testing import CliRunner, Result
+from nightly import nightly
 
 from aioengine.cli.serve import Service, serve_command
 
@@ -298,11 +299,13 @@ BAD_KEY = "aioengine: api_keys: each key needs at least 8 characters\n"
     ("args", "variable", "code", "says"),
     [
         (("/nowhere/model",), None, 1, "/nowhere/model"),
-        (NO_ENGINE, None, 1, "no engine serves"),
-        (("--host", "192.0.2.1"), None, 2, "cannot serve"),
-        (("--api-keys", "tooshrt"), None, 2, BAD_KEY),
+        *nightly(
+            (NO_ENGINE, None, 1, "no engine serves"),
+            (("--host", "192.0.2.1"), None, 2, "cannot serve"),
+            (("--api-keys", "tooshrt"), None, 2, BAD_KEY),
+        ),
         ((), "tooshrt", 2, BAD_KEY),
-        ((), " , ", 2, "AIOENGINE_API_KEY is set, and holds no key: give one, or unset it"),
+        *nightly(((), " , ", 2, "AIOENGINE_API_KEY is set, and holds no key: give one, or unset it")),
     ],
 )
 def test_it_ends_with_the_code_that_its_help_tells_and_shows_no_key(

@@ -18,11 +18,13 @@ async def test_pydantic_ai(capsys: pytest.CaptureFixture[str]) -> None:
     assert await told_by("pydantic_ai_agents", capsys) == [*sums, FOX, FOX, sums[0]]
 
 
+@pytest.mark.nightly
 async def test_langchain(capsys: pytest.CaptureFixture[str]) -> None:
     told = await told_by("langchain_chat", capsys)
     assert told == ["[('add', {'a': 123, 'b': 45})]", "123 + 45 = 168.", FOX, FOX, "8 + 7 = 15."]
 
 
+@pytest.mark.nightly
 async def test_openai_agents(capsys: pytest.CaptureFixture[str]) -> None:
     told = await told_by("openai_agents_tools", capsys)
     called = "['tool_call_item', 'tool_call_output_item', 'message_output_item'] 123 + 45 = 168."

@@ -152,6 +152,7 @@ async def test_an_interrupted_cell_leaves_the_engine_and_the_server_well(kernel:
     await kernel.run(stop)
 
 
+@pytest.mark.nightly
 async def test_an_interrupted_start_leaves_nothing(kernel: Kernel) -> None:
     waiting = "print('loading', flush=True)\nwhile True:\n    await (await Engine.start()).aclose()"
     await kernel.run("from aioengine import Engine")

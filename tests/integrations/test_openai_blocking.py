@@ -105,6 +105,7 @@ def test_breaking_out_of_a_dropped_stream_aborts_it(open_llm: Open) -> None:
     assert stats_of(llm) == (0, 0.0)
 
 
+@pytest.mark.nightly
 def test_threads_share_a_client_and_are_computed_together(open_llm: Open) -> None:
     llm = open_llm(step_time_s=0.002)
     client = llm.openai_client()

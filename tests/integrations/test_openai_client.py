@@ -134,7 +134,7 @@ async def test_a_time_limit_around_a_request_leaves_nothing() -> None:
 
 
 @both_loops
-@pytest.mark.parametrize("num_read", [0, 1])
+@pytest.mark.parametrize("num_read", [*nightly(0), 1])
 async def test_a_stream_that_is_dropped_is_aborted(num_read: int) -> None:
     async with in_process(is_manual=True) as at, Tasks() as tasks:
         asked = tasks.start(at.client.completions.create(model="demo", **completion(), stream=True))
