@@ -219,9 +219,19 @@ def test_no_value_is_anything_but_refused_by_name_or_made_plain(name: str) -> No
         check(name, value)
 
 
-@settings(max_examples=1000, deadline=None)
-@given(name=st.sampled_from(FIELDS), value=JUNK)
+some_junk = given(name=st.sampled_from(FIELDS), value=JUNK)
+
+
+@settings(max_examples=100, deadline=None)
+@some_junk
 def test_junk_is_refused_by_name(name: str, value: Any) -> None:
+    check(name, value)
+
+
+@pytest.mark.nightly
+@settings(max_examples=1000, deadline=None)
+@some_junk
+def test_much_junk_is_refused_by_name(name: str, value: Any) -> None:
     check(name, value)
 
 

@@ -108,6 +108,7 @@ async def all_end_as_undisturbed_one_by_one(readers: list[Reader]) -> list[dict[
     return expected
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["with a bound", *nightly("choices with a bound")])
 async def test_a_stream_that_is_not_read_survives_unread(kind: str) -> None:
     reader, num_choices = Reader([*range(100, 140)], **KINDS[kind]), KINDS[kind].get("n", 1)

@@ -102,7 +102,7 @@ DETERMINISTIC = settings(
 
 
 class TestGroup(GroupMachine.TestCase):
-    settings = settings(DETERMINISTIC, max_examples=30)
+    settings = settings(DETERMINISTIC, max_examples=10)
 
 
 @pytest.mark.nightly

@@ -48,7 +48,7 @@ def begun(engine: Engine, calls: list[tuple[Any, dict[str, Any]]]) -> list[async
     return [loop.create_task(engine.generate(prompt, **params)) for prompt, params in calls]
 
 
-@pytest.mark.parametrize("name", few(["stop strings", "chats"], of=BURSTS))
+@pytest.mark.parametrize("name", few(["stop strings"], of=BURSTS))
 async def test_no_turn_is_long_however_many_come_and_end(
     name: str, make_engine: MakeEngine, record_property: Callable[[str, object], None]
 ) -> None:

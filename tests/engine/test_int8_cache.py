@@ -29,6 +29,7 @@ async def greedy(engine: Engine, prompt: Any, max_tokens: int = 32) -> list[int]
     return output.outputs[0].token_ids
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("dtype", "times_the_blocks"), [("bfloat16", 1.85), *nightly(("float32", 3.7))])
 async def test_greedy_texts_are_nearly_those_of_the_cache_that_is_not_rounded(
     dtype: str, times_the_blocks: float

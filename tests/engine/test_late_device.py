@@ -35,7 +35,7 @@ NEAR = 2e-3
 SETTINGS = list(itertools.product((1, 2, 4), ("off", "lazy", "start")))
 """(depth, graphs)"""
 STORMS = [
-    pytest.param(family, setting, marks=() if family in ("mistral", "gpt2") else pytest.mark.nightly)
+    pytest.param(family, setting, marks=() if family == "mistral" else pytest.mark.nightly)
     for family, setting in zip((*FAMILIES, "demo", *OTHERS), itertools.cycle(SETTINGS))
 ]
 

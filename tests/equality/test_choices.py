@@ -41,8 +41,9 @@ BIASES = dict.fromkeys(range(10, 200, 7), 2.0)
 BOUNDARY_LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 48, 49)
 """Around the ends of blocks of 16."""
 RUNS = few(
-    (("qwen3", name, 2) for name in ("alone", "prefix hits", "preempted", "all at once")),
+    (("qwen3", name, 2) for name in ("prefix hits", "preempted")),
     of=[
+        ("qwen3", "alone", 2),
         *(("qwen3", name, depth) for name in ("batched", "chunked", "all at once") for depth in (1, 2, 4)),
         *((family, name, 2) for family in ("llama3", "mistral") for name in ("alone", "all at once")),
     ],

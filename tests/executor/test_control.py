@@ -122,12 +122,14 @@ class TestContractOnUvloop(TestContract):
 
 
 ALL_FAMILIES = [*FAMILIES, *nightly(("qwen2", torch.float32))]
+ONE_FAMILY = [*nightly(FAMILIES[0]), *ALL_FAMILIES[1:]]
+"""In `make check` one with a tied head, in bfloat16."""
 
 
 # From a folder
 
 
-@pytest.mark.parametrize(("family", "dtype"), ALL_FAMILIES)
+@pytest.mark.parametrize(("family", "dtype"), ONE_FAMILY)
 async def test_the_weights_of_a_folder_are_those_of_an_executor_started_there(
     checkpoint: Checkpoint, way: str, family: str, dtype: torch.dtype
 ) -> None:
@@ -224,7 +226,7 @@ async def test_a_loading_that_fails_halfway_changes_nothing(
 
 
 @pytest.mark.parametrize("pieces", [5, *nightly(1)])
-@pytest.mark.parametrize(("family", "dtype"), ALL_FAMILIES)
+@pytest.mark.parametrize(("family", "dtype"), ONE_FAMILY)
 async def test_any_tensors_of_any_dtype_make_the_checkpoint_that_has_them(
     checkpoint: Checkpoint, tmp_path: Path, way: str, family: str, dtype: torch.dtype, pieces: int
 ) -> None:

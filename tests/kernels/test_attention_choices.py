@@ -11,6 +11,7 @@ import pytest
 import torch
 from kernels.harness import DEVICE, int32, quiet_numpy
 from kernels.paged_cases import PagedCase, assert_close, attend, paged_case
+from nightly import few
 
 from aioengine.kernels import triton_operations
 from aioengine.kernels.attention import paged_decode, paged_prefill
@@ -91,9 +92,12 @@ def attended(kernel: str, operations: Any) -> torch.Tensor:
     return case.out
 
 
+OF_SERVED = [(kernel, choice) for kernel in ATTENTION_KERNELS for choice in candidates(kernel, SERVED, 90)]
+
+
 @pytest.mark.parametrize(
     ("kernel", "choice"),
-    [(kernel, choice) for kernel in ATTENTION_KERNELS for choice in candidates(kernel, SERVED, 90)],
+    few(OF_SERVED[::4], of=OF_SERVED),
     ids=str,
 )
 def test_attention_is_right_by_every_choice_over_the_same_tiles(kernel: str, choice: LaunchChoice) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from checkpoints import NUM_SPECIAL, OTHERS, load_reference, save_byte_tokenizer
-from nightly import few
+from nightly import few, nightly
 
 from aioengine import ConfigError, Engine, ModelLoadError
 from aioengine.config import EngineConfig
@@ -59,7 +59,7 @@ def greedy(folder: Path, prompt: list[int], count: int = 12) -> list[int]:
     return ids[len(prompt) :]
 
 
-@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.parametrize("family", few(["gpt2", "falcon-alibi", "cohere2", "mpt", "deepseek-v3"], of=OTHERS))
 def test_the_way_and_the_shape_are_found_without_weights(checkpoint: Checkpoint, family: str) -> None:
     folder = checkpoint(family)
     found = read(folder)
@@ -148,20 +148,26 @@ def test_loading_tells_how_far_it_is_and_stops(checkpoint: Checkpoint) -> None:
         load_model(folder, EngineConfig(), should_stop=lambda: True)
 
 
-def test_the_default_dtype_changes_in_a_load_at_a_time(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is that of all threads, which compute meanwhile."""
+@pytest.mark.parametrize("most", [1, *nightly(1000)])
+def test_the_default_dtype_changes_in_a_load_at_a_time(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """It is that of all threads, which compute meanwhile. So many others are loaded, one behind each tensor."""
     folder, config, seen = ModelFolder.read(checkpoint("gpt2")), EngineConfig(dtype="bfloat16"), []
+    others: list[int] = []
     set_dtype = torch.set_default_dtype
     monkeypatch.setattr(torch, "set_default_dtype", lambda dtype: (seen.append(dtype), set_dtype(dtype)))
     read_model_config(folder, config)
     assert seen == []
 
     def load_another(done: int, _: int) -> None:
-        if done:
+        if done and len(others) < most:
+            others.append(done)
             with pytest.raises(LoadStopped):
                 load_model(folder, config, should_stop=lambda: True)
 
     load_model(folder, config, on_progress=load_another)
+    assert others
     assert seen == [torch.bfloat16, torch.float32]
 
 

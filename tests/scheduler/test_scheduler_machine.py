@@ -215,7 +215,7 @@ DETERMINISTIC = settings(
 
 
 class TestCore(CoreMachine.TestCase):
-    settings = settings(DETERMINISTIC, max_examples=20)
+    settings = settings(DETERMINISTIC, max_examples=10)
 
 
 class FirstComeMachine(CoreMachine):
@@ -231,7 +231,7 @@ class TestFirstComeCore(FirstComeMachine.TestCase):
 
 
 class TestFairCore(FairMachine.TestCase):
-    settings = settings(DETERMINISTIC, max_examples=20)
+    settings = settings(DETERMINISTIC, max_examples=10)
 
 
 @pytest.mark.nightly

@@ -10,7 +10,6 @@ import threading
 from typing import Any
 
 import pytest
-from nightly import nightly
 from server.conftest import each_adapter, texts_of
 from server.hostile import GONE, Adapter, Client, Leaving, Target, chat, completion, request_of, served
 from waiting import Tasks, turns
@@ -165,7 +164,7 @@ async def test_others_streams_do_not_notice_who_leaves(adapter: Adapter) -> None
 # Hundreds
 
 
-@pytest.mark.parametrize("adapter", ["serve", *nightly("aiohttp", "uvicorn")])
+@each_adapter
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.nightly)])
 async def test_a_storm_of_clients_that_leave_leaves_nothing(adapter: Adapter, seed: int) -> None:
     rng = random.Random(seed)

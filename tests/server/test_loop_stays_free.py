@@ -333,6 +333,7 @@ async def test_no_turn_is_long_however_many_ask(
     assert max(probe.cpu_s) < LONGEST_S
 
 
+@pytest.mark.nightly
 async def test_no_turn_is_long_however_many_leave() -> None:
     count = 600
     async with served("serve", MANY, **ROOMY) as target:

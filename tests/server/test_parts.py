@@ -9,6 +9,7 @@ import random
 from typing import Any
 
 import pytest
+from nightly import seeds
 from server.scripted import CALL, LOOKS_UP, WEATHER, sse_events
 
 from aioengine.outputs import CompletionDelta, CompletionOutput, RequestOutput
@@ -100,7 +101,7 @@ def test_what_is_open_goes_on_first() -> None:
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(30))
 def test_a_responses_events_are_in_order(text: str, seed: int) -> None:
     output, deltas = read(text, random.Random(seed))
     kept: list[bytes] = []
@@ -148,7 +149,7 @@ def test_a_responses_events_are_in_order(text: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(30))
 def test_a_messages_events_are_in_order(text: str, seed: int) -> None:
     output, deltas = read(text, random.Random(seed))
     events = streamed(MessageAnswer({"id": "msg-1", "model": "demo"}, token_bytes), output, deltas)

@@ -36,7 +36,7 @@ async def stalled(target: Target, body: dict[str, Any]) -> Client:
 # Readers that stop
 
 
-@pytest.mark.parametrize("adapter", ["serve", *nightly("aiohttp", "uvicorn")])
+@each_adapter
 @pytest.mark.parametrize(
     "body",
     [completion(stream=True, **LONG), completion(n=64, temperature=1.0, max_tokens=200, logprobs=10)],
@@ -72,7 +72,7 @@ async def test_a_reader_that_stops_costs_a_bounded_buffer_and_is_cut_off(
                 assert len(await client.read_to_end()) < 2**18
 
 
-@pytest.mark.parametrize("adapter", ["serve", *nightly("aiohttp", "uvicorn")])
+@each_adapter
 @pytest.mark.parametrize("is_stream", [True, *nightly(False)])
 async def test_a_reader_that_comes_back_in_time_gets_everything_and_others_get_on_meanwhile(
     adapter: Adapter, is_stream: bool

@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 from jsonschema.validators import validator_for
-from nightly import seeds
+from nightly import few, nightly, seeds
 from structured.conftest import vocabulary
 from structured.schema_sample import COUNTS, SAMPLE, SchemaCase
 from structured.soundness import UNSOUND, Unsound
@@ -84,7 +84,7 @@ def test_the_sample_is_large_and_without_twins() -> None:
     assert {case.name for case in SAMPLE if case.tags & {"refused", "unsound"}} == REFUSED.keys()
 
 
-@pytest.mark.parametrize("case", SAMPLE, ids=name_of)
+@pytest.mark.parametrize("case", few(SAMPLE[::4], of=SAMPLE), ids=name_of)
 def test_its_examples_are_for_and_against_the_schema(case: SchemaCase) -> None:
     validator_for(case.schema, jsonschema.Draft202012Validator).check_schema(case.schema)
     exact = ExactValidator(case.schema)
@@ -94,7 +94,7 @@ def test_its_examples_are_for_and_against_the_schema(case: SchemaCase) -> None:
         assert exact.faults(json.dumps(instance)), instance
 
 
-@pytest.mark.parametrize("whitespace", [False, True])
+@pytest.mark.parametrize("whitespace", [*nightly(False), True])
 @pytest.mark.parametrize("case", TAKEN, ids=name_of)
 def test_a_grammar_admits_the_examples_for_its_schema_and_no_others(case: SchemaCase, whitespace: bool) -> None:
     grammar = grammar_of(case, whitespace=whitespace)

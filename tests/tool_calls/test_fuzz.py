@@ -37,7 +37,7 @@ def scraps(draw: st.DrawFn, name: str) -> str:
     return "".join(draw(st.lists(st.one_of(st.sampled_from(BITS), st.sampled_from(BITS), begun, whole), max_size=12)))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", few(["harmony", "hermes", "mistral"], of=FORMATS))
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_scraps_are_read_the_same_however_they_are_cut(name: str, data: st.DataObject) -> None:
@@ -50,7 +50,7 @@ def test_scraps_are_read_the_same_however_they_are_cut(name: str, data: st.DataO
         assert whole.is_cut or whole.content == text
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", few(["harmony", "hermes", "mistral"], of=FORMATS))
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_nothing_between_scraps_is_lost(name: str, data: st.DataObject) -> None:

@@ -32,18 +32,44 @@ def by_python(text: str) -> bool:
     return True
 
 
-@settings(max_examples=1500, deadline=None)
-@given(bits=st.lists(st.sampled_from(BITS), max_size=8))
+some_bits = given(bits=st.lists(st.sampled_from(BITS), max_size=8))
+some_values = given(
+    value=values, indent=st.sampled_from([None, 1]), rest=st.sampled_from(["", "x", " ,", "}"]), at=st.integers(0, 50)
+)
+
+
+@settings(max_examples=200, deadline=None)
+@some_bits
 def test_what_is_json_is_what_python_reads(bits: list[str]) -> None:
+    check_bits(bits)
+
+
+@pytest.mark.nightly
+@settings(max_examples=1500, deadline=None)
+@some_bits
+def test_what_is_json_is_what_python_reads_of_much(bits: list[str]) -> None:
+    check_bits(bits)
+
+
+def check_bits(bits: list[str]) -> None:
     text = "".join(bits)
     assert is_json(text) == by_python(text)
 
 
-@settings(max_examples=300, deadline=None)
-@given(
-    value=values, indent=st.sampled_from([None, 1]), rest=st.sampled_from(["", "x", " ,", "}"]), at=st.integers(0, 50)
-)
+@settings(max_examples=40, deadline=None)
+@some_values
 def test_a_value_ends_where_it_ends_in_two_pieces(value: object, indent: int | None, rest: str, at: int) -> None:
+    check_two_pieces(value, indent, rest, at)
+
+
+@pytest.mark.nightly
+@settings(max_examples=300, deadline=None)
+@some_values
+def test_many_values_end_where_they_end_in_two_pieces(value: object, indent: int | None, rest: str, at: int) -> None:
+    check_two_pieces(value, indent, rest, at)
+
+
+def check_two_pieces(value: object, indent: int | None, rest: str, at: int) -> None:
     text = json.dumps([value], indent=indent)
     at %= len(text)
     scanner = JsonScanner()
