@@ -69,7 +69,7 @@ STATES: list[Callable[[Engine], Awaitable[None]]] = [serving, paused, asleep, dr
 KILLED: list[Callable[[Engine], Awaitable[None]]] = [killed, killed_asleep, dead_asleep]
 
 
-@pytest.mark.parametrize("drain", [False, True])
+@pytest.mark.parametrize("drain", [*nightly(False), True])
 @pytest.mark.parametrize(
     ("way", "bring"),
     few(

@@ -84,6 +84,7 @@ async def test_experts_serve_each_token_as_if_it_was_alone(tmp_path: Path, famil
         assert await together(engine, make_requests()) == expected
 
 
+@pytest.mark.nightly
 async def test_two_engines_of_one_process_at_once() -> None:
     requests = make_requests()
     async with (

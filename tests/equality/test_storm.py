@@ -62,6 +62,7 @@ async def request(engine: Engine, rng: random.Random, shared: list[int], ends: C
         ends[f"invalid {error.param}"] += 1
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("depth", "seed"), [(2, 1), *nightly((1, 1), (1, 2), (2, 2))])
 async def test_a_thousand_requests_end_once_each_and_leave_nothing(tmp_path: Path, depth: int, seed: int) -> None:
     rng = random.Random(seed)

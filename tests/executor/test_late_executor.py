@@ -25,6 +25,7 @@ class TestContract(ExecutorContract):
         return Opened(executor, let_steps_fail(executor).add)
 
 
+@pytest.mark.nightly
 class TestControlContract(ControlContract):
     @pytest.fixture(autouse=True)
     def _checkpoint(self, checkpoint: Checkpoint) -> None:

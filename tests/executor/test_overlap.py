@@ -463,6 +463,7 @@ async def test_nothing_of_it_is_alive_after_it_is_closed(folder: Path, ends: str
 # Weights and sleep
 
 
+@pytest.mark.nightly
 async def test_sleep_and_weights_in_any_order_bring_what_they_bring_on_the_cpu(checkpoint: Checkpoint) -> None:
     """Outcomes of random calls, tokens in between."""
     folders = [checkpoint("llama2", num_hidden_layers=1, vocab_size=VOCAB_SIZE, seed=seed) for seed in range(3)]

@@ -12,6 +12,7 @@ from typing import Any
 
 import anyio
 import pytest
+from nightly import nightly
 from server.conftest import both_loops, listening
 from server.hostile import Answer, Client
 from server.small_app import SmallApp, SmallEngine
@@ -247,7 +248,7 @@ async def test_a_body_that_goes_bad_once_the_answer_has_begun_cuts_the_connectio
 
 @virtual_time
 @pytest.mark.parametrize("begun", [b"", b"\r\n", b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 50])
-@pytest.mark.parametrize("before", [b"", GET])
+@pytest.mark.parametrize("before", [*nightly(b""), GET])
 async def test_a_connection_without_a_request_is_closed_and_headers_that_come_too_slowly_are_refused(
     before: bytes, begun: bytes
 ) -> None:

@@ -241,6 +241,7 @@ async def check_taken_or_refused(path: str, bodies: Iterable[bytes]) -> None:
                 assert_refused(answer)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("path", few(["/v1/chat/completions"], of=PATHS))
 async def test_no_value_of_any_field_is_more_than_a_4xx(path: str) -> None:
     good = BODIES[path]

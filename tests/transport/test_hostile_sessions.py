@@ -32,6 +32,7 @@ both_ways = pytest.mark.parametrize("scheme", ["ipc", *nightly("tcp")])
 
 @both_ways
 class TestAttaching:
+    @pytest.mark.nightly
     async def test_more_than_are_possible(self, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """They are bounded while they are there, those that were let go included."""
         monkeypatch.setattr(peers_module, "MAX_SESSIONS", 16)
