@@ -234,6 +234,7 @@ ENDED_BY_CTRL_C = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("word", few(["running"], of=ENDED_BY_CTRL_C))
 def test_ctrl_c_ends_a_script_like_any_other_also_while_the_model_is_loaded(
     word: str, started: list[subprocess.Popen[str]]

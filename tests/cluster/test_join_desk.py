@@ -281,6 +281,7 @@ async def test_an_engine_waits_for_a_front_end_and_joins_its_successor_with_its_
     assert [(each.state, each.ready) for each in joined] == [(HandshakeState.READY, READY)] * 3
 
 
+@pytest.mark.nightly
 async def test_an_engine_whose_front_end_stays_away_ends(free_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "RETRY_S", 0.001)
     with pytest.raises(NoFrontEnd, match=f"no front end was at {free_address} within 0.01 s"):

@@ -27,7 +27,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "int8 of float32": {"dtype": "float32", "quantization": "int8"},
 }
 INT8_CACHE = {"kv_cache_dtype": "int8"}
-CASES = few([("bf16", False), ("int4", True)], of=[(name, is_int8) for name in MODELS for is_int8 in (0, 1)])
+CASES = few([("int4", True)], of=[(name, is_int8) for name in MODELS for is_int8 in (False, True)])
 LENGTHS = (1, 200, 17, 64, 3, 65, 128, 40)
 SAMPLED = {"temperature": 1.1, "top_p": 0.95, "seed": 5}
 

@@ -107,6 +107,7 @@ async def test_ten_times_the_requests_get_no_more_tokens(serve: Any, tasks: Any,
     assert 0.75 < served_to["loud"] / served_to["quiet"] < 1.35
 
 
+@pytest.mark.nightly
 @pytest.mark.virtual_clock(seeds=1)
 @pytest.mark.parametrize("on_full", [*nightly("raise"), "wait"])
 async def test_loud_ones_shut_no_quiet_one_out(serve: Any, tasks: Any, on_full: str) -> None:

@@ -34,6 +34,7 @@ def tight_cache(folder: Path) -> int:
     return int(num_blocks * BLOCK_SIZE * bytes_a_token(folder) / len(windows))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", few(["gpt-oss"], of=FAMILIES))
 async def test_a_storm_on_a_late_device_brings_the_tokens_of_transformers(family: str, tmp_path: Path) -> None:
     folder = await asyncio.to_thread(make_checkpoint, tmp_path / family, family)

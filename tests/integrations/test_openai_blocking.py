@@ -94,6 +94,7 @@ def test_a_stream_is_read_while_it_is_computed(open_llm: Open) -> None:
     assert num_tasks(llm) == 0
 
 
+@pytest.mark.nightly
 def test_breaking_out_of_a_dropped_stream_aborts_it(open_llm: Open) -> None:
     llm = open_llm()
     for _ in llm.openai_client().completions.create(model="demo", **endless()):

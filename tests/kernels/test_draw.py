@@ -100,7 +100,7 @@ def test_the_oracle_draws_the_highest_score_of_what_filters_keep(vocab: int, see
 # The kernels
 
 
-@pytest.mark.parametrize(("vocab", "seed"), [*nightly((1, 0)), (7, 1), *nightly((123, 2)), (1000, 3)])
+@pytest.mark.parametrize(("vocab", "seed"), [(123, 2), *nightly((1, 0), (7, 1), (1000, 3))])
 def test_any_rows_with_filters_and_without(vocab: int, seed: int) -> None:
     plain = make_rows(7, temperature=[0, 1, 0.2, 2, 1, 0, 1], seed=[0, -1, 2**40, 5, 5, 5, 5], positions=np.arange(7))
     check(random_logits(7, vocab, seed=vocab), plain)

@@ -64,7 +64,7 @@ def test_the_likeliest_tokens_are_those_of_a_sorted_log_softmax(ops: Any, vocab:
 
 
 @ALL
-@pytest.mark.parametrize(("vocab", "k", "seed"), [(40, 40, 2), (4200, 33, 3), *nightly((300, 5, 0), (300, 20, 1))])
+@pytest.mark.parametrize(("vocab", "k", "seed"), [(40, 40, 2), *nightly((300, 5, 0), (300, 20, 1), (4200, 33, 3))])
 def test_nan_is_the_highest_and_infinities_make_what_torch_makes(ops: Any, vocab: int, k: int, seed: int) -> None:
     logits = strange_logits(7, vocab, seed=seed)
     logits[0].nan_to_num_(nan=0.0)

@@ -116,6 +116,7 @@ def test_any_number_of_splits_serves_any_context(num_splits: int) -> None:
     assert_is_the_oracles(case, decodes, num_splits=num_splits, max_context=2048)
 
 
+@pytest.mark.nightly
 def test_the_highest_score_may_be_in_any_split() -> None:
     """More splits than are combined at once, and one key that outweighs the others: in the last, and in the first."""
     case, decodes = case_of(9, [600, 600], heads=1, kv_heads=1, head_dim=128)

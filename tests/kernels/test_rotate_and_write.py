@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernels import harness
 from kernels.harness import DEVICE, FLOAT8, TOLERANCES, make_conversions_right, quiet_numpy
-from nightly import nightly
+from nightly import few, nightly
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from aioengine.kernels.layers.rotate_and_write import rotate_and_write
@@ -114,7 +114,7 @@ SIZES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("has_norm", [*nightly(False), True])
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("sizes", few(SIZES[::3], of=SIZES), ids=str)
 def test_rotates_and_writes_each_token(sizes: dict[str, Any], has_norm: bool) -> None:
     Case(**sizes, has_norm=has_norm).check()
 

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from nightly import nightly
 from openai import AsyncOpenAI
 from server.conftest import events_of, on_both_adapters, read
 
@@ -123,26 +124,28 @@ async def test_without_a_limit_a_text_has_sixteen_tokens_and_a_chat_its_own_end(
 @pytest.mark.parametrize(
     "sampling",
     [
-        {"top_k": 1},
-        {"top_k": -1},
         {"min_p": 0.4},
-        {"ignore_eos": True},
         {"ignore_eos": True, "skip_special_tokens": False},
-        {"min_tokens": 10},
-        {"stop_token_ids": list(range(3, 400))},
         {"stop": ["."], "include_stop_str_in_output": True},
-        {"stop": " a"},
-        {"repetition_penalty": 1.5},
         {"presence_penalty": 1.5, "frequency_penalty": -0.5},
-        {"bad_words": [" fox", " Ruby"]},
-        {"allowed_token_ids": [20, 40, 60, 80]},
         {"logit_bias": {40: 100.0}},
-        {"top_p": 0.3, "temperature": 1.9},
-        {"temperature": 0, "n": 2},
         {"temperature": 1.0, "n": 3},
-        {"spaces_between_special_tokens": False, "skip_special_tokens": False},
-        {"cache_salt": "mine"},
-        {"priority": -3},
+        *nightly(
+            {"top_k": 1},
+            {"top_k": -1},
+            {"ignore_eos": True},
+            {"min_tokens": 10},
+            {"stop_token_ids": list(range(3, 400))},
+            {"stop": " a"},
+            {"repetition_penalty": 1.5},
+            {"bad_words": [" fox", " Ruby"]},
+            {"allowed_token_ids": [20, 40, 60, 80]},
+            {"top_p": 0.3, "temperature": 1.9},
+            {"temperature": 0, "n": 2},
+            {"spaces_between_special_tokens": False, "skip_special_tokens": False},
+            {"cache_salt": "mine"},
+            {"priority": -3},
+        ),
     ],
     ids=",".join,
 )

@@ -39,7 +39,7 @@ async def stalled(target: Target, body: dict[str, Any]) -> Client:
 @each_adapter
 @pytest.mark.parametrize(
     "body",
-    [completion(stream=True, **LONG), completion(n=64, temperature=1.0, max_tokens=200, logprobs=10)],
+    [*nightly(completion(stream=True, **LONG)), completion(n=64, temperature=1.0, max_tokens=200, logprobs=10)],
     ids=["stream", "whole"],
 )
 async def test_a_reader_that_stops_costs_a_bounded_buffer_and_is_cut_off(

@@ -111,7 +111,7 @@ async def test_a_hung_device_is_stalled_until_it_goes_on(start: Any) -> None:
         assert watched.engine.health().reason == ""
 
 
-@everywhere
+@pytest.mark.parametrize("start", [in_process, *nightly(in_child, by_tcp)])
 async def test_a_device_that_hangs_at_a_control_call_is_stalled_until_it_goes_on(start: Any) -> None:
     async with start() as watched:
         await watched.tell(HANG)
@@ -149,7 +149,7 @@ async def test_a_killed_child_is_dead_though_a_descendant_holds_its_connections(
         await health_is(watched.engine, "DEAD", "was killed by SIGKILL")
 
 
-@everywhere
+@pytest.mark.parametrize("start", [in_process, *nightly(in_child, by_tcp)])
 async def test_beats_count_what_runs_and_what_waits(start: Any) -> None:
     async with start(max_num_seqs=2) as watched:
         await watched.tell(HANG)

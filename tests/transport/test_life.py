@@ -141,6 +141,7 @@ def check_files(cell: tuple[str, str], runtime: Path) -> None:
     assert os.listdir(runtime) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", ["busy", *nightly("ready", "loading", "closing")])
 def test_a_script_is_killed_while_its_child_is_stopped(stage: str, runtime: Path) -> None:
     script, child_pid = family_at(stage)
