@@ -110,6 +110,7 @@ class TestGroupAtNight(GroupMachine.TestCase):
     settings = settings(DETERMINISTIC, max_examples=1500)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", [0, *nightly(*range(1, 50))])
 def test_long_lives_in_trouble(seed: int) -> None:
     """What the machine above comes to by chance alone: many waves, and most of what can befall their messages."""

@@ -379,7 +379,7 @@ RULES = few(
 )
 """(family, setting, depth)"""
 PLAIN = few(
-    [("qwen3", "prefix hits", 2), ("gpt2", "all at once", 2)],
+    [("qwen3", "prefix hits", 2)],
     of=itertools.product((*FAMILIES, *OTHERS), SETTINGS, (1, 2)),
 )
 BOTH = [
