@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any, cast
 
+import anyio
 import psutil
 import pytest
 from cluster.harness import (
@@ -227,6 +228,30 @@ class TestEnds:
                 await one.engine.scale(1)
             with pytest.raises(EngineDead, match="no engine serves"):
                 await Engine.connect(f"cluster+ipc://{runtime}/cluster")
+
+    async def test_of_the_owner_is_heard_by_one_that_waits_for_a_replica(
+        self, runtime: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        waits, hear = asyncio.Event(), ConnectedCluster._hear
+
+        async def note_and_hear(self: ConnectedCluster) -> None:
+            waits.set()
+            await hear(self)
+
+        monkeypatch.setattr(ConnectedCluster, "_hear", note_and_hear)
+        address = f"ipc://{runtime}/cluster"
+
+        async def connect() -> None:
+            with pytest.raises(EngineDead, match="its owner has closed it"):
+                await Engine.connect(f"cluster+{address}", timeout_s=DEADLINE_S)
+
+        async with cluster(1, cluster_address=address, restart_backoff_s=DEADLINE_S) as owner:
+            await owner.kill_and_wait(0)
+            with anyio.fail_after(DEADLINE_S / 2):
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(connect)
+                    await waits.wait()
+                    await owner.engine.aclose()
 
     @pytest.mark.nightly
     async def test_of_an_owner_that_is_killed_leave_nothing(self, runtime: Path) -> None:

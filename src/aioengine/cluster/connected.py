@@ -130,9 +130,9 @@ class ConnectedCluster:
             await for_each([rank for rank in self._members if self._serving(rank)], find)
             if found:
                 return found[0]
-            self._take_batch(await self._link.channel.receive())
-            if self._link.monitor.is_gone:
-                raise EngineDead(f"the process that owns the replicas ({self._address}) is gone")
+            await self._hear()
+            if self.core.death is not None:
+                raise self.core.death.anew()
 
     async def open(self, on_progress: OnProgress | None = None) -> None:
         for replica in self._opened.values():
@@ -193,17 +193,23 @@ class ConnectedCluster:
         """Follow the members until this side ends, or the coordinator does; all requests hear that."""
         try:
             async with anyio.create_task_group() as self._tasks:
-                self._tasks.start_soon(self._watch_connection)
                 self._follow()
                 while not self.core.is_stopped:
-                    messages = await self._link.channel.receive()
-                    self._take_batch(messages)
-                    if self._link.monitor.is_gone and not messages:
-                        self._die(EngineDead(f"the process that owns the replicas ({self._address}) is gone"))
+                    await self._hear()
                 self._tasks.cancel_scope.cancel()
         finally:
             self._tasks = None
             self._calls.end_all(self._end_error)
+
+    async def _hear(self) -> None:
+        """Wait for what the coordinator tells next, or its end, and act on that."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._watch_connection)
+            messages = await self._link.channel.receive()
+            self._take_batch(messages)
+            if self._link.monitor.is_gone and not messages:
+                self._die(EngineDead(f"the process that owns the replicas ({self._address}) is gone"))
+            tasks.cancel_scope.cancel()
 
     async def _watch_connection(self) -> None:
         while not self._link.monitor.is_gone:
