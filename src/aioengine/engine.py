@@ -128,14 +128,15 @@ class Engine(EngineControl):
         engine or the connection breaks, each request hears `EngineDead` once; connect anew then.
 
         Args:
-            address: ``ipc:///path`` or ``tcp://host:port``; with ``cluster+`` before it the ``cluster_address`` of an
-                engine with replicas, of which this is a further front end then.
+            address: ``ipc:///path`` or ``tcp://host:port``; or ``cluster+ipc:///path``, with the ``cluster_address`` of
+                an engine with replicas, of which this is a further front end then.
             model: where to find the tokenizer here, if that is elsewhere than on the engine's machine.
-            keys: the folder that ``aioengine keys`` made; for addresses that are not this machine's own.
+            keys: the folder that ``aioengine keys`` made; for addresses that are not this machine's own. A further
+                front end takes none: it gets the keys of replicas from their owner.
             client: whose keys of the folder to use; may be left out where there are one client's.
             timeout_s: for the engine to answer; where nothing listens at the address, that is known at once.
         Raises:
-            ConfigError: the address is not allowed, or lacks keys; or fields of `EngineConfig` were given.
+            ConfigError: the address is not allowed, lacks keys or takes none; or fields of `EngineConfig` were given.
             EngineDead: no answer came, or what answered is no engine of this version.
         """
         if config:
@@ -506,9 +507,20 @@ def _connected(address: str, options: dict[str, Any]) -> Callable[[CoreHooks], B
         from aioengine.transport.backends import Connected
 
         return lambda hooks: Connected(address, hooks, **options)
+    owner = address.removeprefix(CLUSTER_PREFIX)
+    if not owner.startswith("ipc://"):
+        raise ConfigError(
+            f"{shorten(address)}: further front ends are of the owner's machine and user: give cluster+ipc:///path, "
+            "with the path of its cluster_address"
+        )
+    if given := [name for name in ("keys", "client") if options[name] is not None]:
+        raise ConfigError(
+            f"{given[0]}: a further front end ({CLUSTER_PREFIX}) gets the keys of replicas from their owner: leave "
+            f"{' and '.join(given)} out"
+        )
     from aioengine.cluster.connected import ConnectedCluster
 
-    return lambda hooks: ConnectedCluster(address.removeprefix(CLUSTER_PREFIX), hooks, **options)
+    return lambda hooks: ConnectedCluster(owner, hooks, **options)
 
 
 def _refuse_another(*_args: object, **_kwargs: object) -> Never:

@@ -294,7 +294,6 @@ class TestAddresses:
                 await Engine.connect(f"ipc://{runtime}/cluster")
 
     async def test_that_cannot_be_had_are_refused_before_anything_is_loaded(self, runtime: Path) -> None:
-        for address in ("ipc://relative", "tcp://0.0.0.0:0"):
-            with pytest.raises(ConfigError):
-                async with cluster(2, cluster_address=address):
-                    pass
+        with pytest.raises(ConfigError, match="the absolute path of a socket is needed"):
+            async with cluster(2, cluster_address="ipc://relative"):
+                pass

@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import anyio
 import msgspec
 import pytest
-import zmq
 from nightly import nightly
-from transport.siege import Peer, look_until
+from transport.siege import Peer
 from transport.wire_samples import BEAT
 from waiting import Tasks, turns, until
 
@@ -24,9 +22,6 @@ from aioengine.config import EngineConfig, ReplicaOptions
 from aioengine.errors import AioEngineError, EngineClosed, InvalidRequest
 from aioengine.text.worker import TextWorker
 from aioengine.transport import wire
-from aioengine.transport.security import ClientKeys, KeyPair, ServerKeys, make_keys
-
-both_ways = pytest.mark.parametrize("scheme", ["ipc", *nightly("tcp")])
 
 
 def counts_of(*running: int) -> m.Counts:
@@ -130,9 +125,9 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def served(address: str, keys: ServerKeys | None = None) -> AsyncIterator[Served]:
+async def served(address: str) -> AsyncIterator[Served]:
     cluster, worker = FakeCluster(), TextWorker()
-    here = Served(cluster, Coordinator(cluster, address, worker=worker, keys=keys))
+    here = Served(cluster, Coordinator(cluster, address, worker=worker))
     try:
         await here.coordinator.open()
         async with anyio.create_task_group() as tasks:
@@ -146,8 +141,8 @@ async def served(address: str, keys: ServerKeys | None = None) -> AsyncIterator[
 
 
 @pytest.fixture
-def address(tmp_path_factory: pytest.TempPathFactory, scheme: str) -> str:
-    return f"ipc://{tmp_path_factory.mktemp('c')}/cluster" if scheme == "ipc" else "tcp://127.0.0.1:*"
+def address(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"ipc://{tmp_path_factory.mktemp('c')}/cluster"
 
 
 @pytest.fixture
@@ -156,7 +151,6 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coordinator_module, "PUBLISH_INTERVAL_S", 0.0)
 
 
-@both_ways
 class TestTelling:
     async def test_a_front_end_is_told_at_once_who_is_there(self, address: str) -> None:
         async with served(address) as here:
@@ -243,7 +237,6 @@ async def test_counts_are_told_at_most_every_100_ms() -> None:
     assert [round(each - begin, 6) for each in told] == pytest.approx([0.1 * place for place in range(len(told))])
 
 
-@both_ways
 class TestDraining:
     async def test_waits_for_the_front_ends_that_were_told(self, address: str) -> None:
         async with served(address) as here, Tasks() as tasks:
@@ -274,7 +267,6 @@ class TestDraining:
             await here.coordinator.wait_drained(1)
 
 
-@both_ways
 class TestReserving:
     async def test_is_done_when_the_others_have_left(self, address: str) -> None:
         async with served(address) as here:
@@ -336,7 +328,6 @@ def state_of(member: m.Member, state: str) -> m.Member:
     return msgspec.structs.replace(member, state=state)
 
 
-@both_ways
 class TestCalls:
     async def test_are_the_cluster_s(self, address: str) -> None:
         async with served(address) as here:
@@ -383,7 +374,6 @@ async def reading(*front_ends: FrontEnd) -> AsyncIterator[None]:
         tasks.cancel_scope.cancel()
 
 
-@both_ways
 class TestOneThatDoesNotRead:
     async def test_is_told_no_more_counts_and_then_what_is_so(
         self, address: str, often: None, monkeypatch: pytest.MonkeyPatch
@@ -441,7 +431,6 @@ def strange_frames(seed: int) -> list[list[bytes]]:
     return frames
 
 
-@both_ways
 class TestHostile:
     @pytest.mark.parametrize("seed", [1, *nightly(2, 3)])
     async def test_what_is_no_message_is_refused_and_changes_nothing(self, address: str, seed: int) -> None:
@@ -497,23 +486,3 @@ class TestHostile:
             assert all(each.fault is not None for each in front_end.returned.values())
             ends.set()
             await front_end.read_until(lambda: len(front_end.returned) == len(numbers))
-
-
-@pytest.fixture
-def keys(tmp_path: Path) -> tuple[ServerKeys, ClientKeys]:
-    """Of a server, and of a client that it knows."""
-    make_keys(tmp_path, ["one"])
-    return ServerKeys.load(tmp_path), ClientKeys.load(tmp_path)
-
-
-@pytest.mark.parametrize("is_known", [True, False])
-async def test_only_clients_that_are_known_can_join(keys: tuple[ServerKeys, ClientKeys], is_known: bool) -> None:
-    of_server, of_client = keys
-    async with served("tcp://127.0.0.1:*", of_server) as here:
-        if is_known:
-            await here.attach(keys=of_client)
-        else:
-            public, secret = zmq.curve_keypair()
-            stranger = here.new(keys=msgspec.structs.replace(of_client, pair=KeyPair(public=public, secret=secret)))
-            await look_until(stranger.monitor, lambda: stranger.monitor.is_refused)
-        assert here.num_attached == is_known

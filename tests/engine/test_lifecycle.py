@@ -473,6 +473,27 @@ async def test_who_connects_hears_where_the_config_is_given() -> None:
         await Engine.connect("ipc:///tmp/none", max_num_seqs=3, block_size=8)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("address", "given", "message"),
+    [
+        (
+            "cluster+ipc:///nowhere/c",
+            {"keys": "keys"},
+            "^keys: a further front end .* from their owner: leave keys out",
+        ),
+        ("cluster+ipc:///nowhere/c", {"client": "hostb"}, "^client: .* leave client out"),
+        ("cluster+ipc:///nowhere/c", {"keys": "keys", "client": "hostb"}, "leave keys and client out"),
+        ("cluster+tcp://127.0.0.1:5570", {}, r"give cluster\+ipc:///path"),
+        ("cluster+tcp://127.0.0.1:5570", {"keys": "keys"}, r"give cluster\+ipc:///path"),
+    ],
+)
+async def test_a_further_front_end_connects_by_ipc_and_without_keys(
+    address: str, given: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        await Engine.connect(address, **given)  # type: ignore[arg-type]
+
+
 async def test_a_model_that_is_no_name_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="model"):
         Engine(7)  # type: ignore[arg-type]

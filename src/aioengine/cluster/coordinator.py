@@ -34,7 +34,6 @@ from aioengine.transport import wire
 from aioengine.transport.calls import ServedCalls
 from aioengine.transport.entrance import LINGER_S
 from aioengine.transport.peers import Arrival, PeerServer, PeerSession
-from aioengine.transport.security import ServerKeys
 
 logger = logging.getLogger("aioengine")
 
@@ -112,20 +111,18 @@ class Coordinator:
 
     Args:
         cluster: whose members are told; it calls `announce` when they change.
-        address: where front ends may connect: ``ipc:///path`` or ``tcp://host:port``; port 0 is any.
-        keys: of the clients that may connect, for addresses that other machines can reach.
+        address: where front ends may connect: ``ipc:///path``, in a folder that only this user can enter. All that can
+            connect may do what the cluster's owner may.
     Attributes:
-        peers: its front ends; its ``address`` is as it is reached, once `open` has returned.
+        peers: its front ends.
     """
 
-    def __init__(
-        self, cluster: Coordinated, address: str, *, worker: TextWorker, keys: ServerKeys | None = None
-    ) -> None:
+    def __init__(self, cluster: Coordinated, address: str, *, worker: TextWorker) -> None:
         self._cluster = cluster
         self.peers: PeerServer[FrontEndSession] = PeerServer(
             address,
             what="coordinator",
-            keys=keys,
+            keys=None,
             worker=worker,
             kinds=ToCoordinator,
             begin=self._begin,
