@@ -386,6 +386,10 @@ class ProcessOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         check_fields(self, _refused)
 
 
+OF_MACHINES = ("replicas_local", "join_address", "join_keys")
+"""Options that say which replicas are on which machine."""
+
+
 class ReplicaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How `Engine` runs its model several times with ``replicas=ReplicaOptions(...)``; ``replicas=4`` takes these
     defaults.
@@ -404,12 +408,12 @@ class ReplicaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     join_address: Annotated[
         Name | None, Meta(description="where engines of other machines join, such as tcp://0.0.0.0:5570")
     ] = None
-    join_keys: Annotated[Name | None, Meta(description="folder of keys for that, made by `aioengine keys`")] = None
+    join_keys: Annotated[Name | None, Meta(description="folder of keys for tcp, made by `aioengine keys`")] = None
     cluster_address: Annotated[
         Name | None,
         Meta(
-            description="where further front ends may connect, such as ipc:///run/user/1000/aioengine/cluster; absent: "
-            "none"
+            description="where further front ends of this user may connect, an ipc:///path such as "
+            "ipc:///run/user/1000/aioengine/cluster; absent: none"
         ),
     ] = None
     balance: Annotated[
@@ -419,11 +423,19 @@ class ReplicaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ),
     ] = "prefix"
     stall_timeout_s: Annotated[
-        Seconds, Meta(description="seconds without a beat, or at one step, after which one is killed and replaced")
+        Seconds,
+        Meta(
+            description="seconds without a beat, or at one step, after which one is killed and replaced; two beats "
+            "(heartbeat_interval_s) or more"
+        ),
     ] = 60.0
     restart_backoff_s: Annotated[
         float,
-        Meta(ge=0.01, le=3600.0, description="seconds before one that died is started again; doubles to 30"),
+        Meta(
+            ge=0.01,
+            le=3600.0,
+            description="seconds before one that died is started again; doubles, to 30 at most unless this is more",
+        ),
     ] = 0.5
     max_restarts: Annotated[
         int, Meta(ge=0, le=1000, description="starts of one in a row that may fail before it is given up")
@@ -463,22 +475,32 @@ class ReplicaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def __post_init__(self) -> None:
         check_fields(self, _refused)
+        if self.cluster_address is not None and not self.cluster_address.startswith("ipc://"):
+            # By tcp, on loopback too, any user of the machine would reach it.
+            raise ConfigError(
+                f"cluster_address={self.cluster_address!r}: what connects there may scale and restart the replicas: "
+                "give an ipc:///path in a folder that only you can enter"
+            )
+        of_machines = [name for name in OF_MACHINES if getattr(self, name) is not None]
+        if self.launcher == "ray" and of_machines:
+            raise ConfigError(
+                f"{of_machines[0]} is for replicas that are processes, here and on other machines; those of "
+                "launcher='ray' are where Ray has room: leave one of them out"
+            )
+        defaults = zip(self.__struct_fields__, self.__struct_defaults__, strict=True)
+        of_ray = [name for name, default in defaults if name.startswith("ray_") and getattr(self, name) != default]
+        if self.launcher != "ray" and of_ray:
+            raise ConfigError(f"{of_ray[0]} is for replicas on Ray: add launcher='ray', or leave it out")
         if self.replicas_local is not None and self.replicas_local > self.replicas:
             raise ConfigError(
                 f"replicas_local={self.replicas_local} of replicas={self.replicas}: at most all can be local"
             )
-        if self.launcher == "ray" and self.join_address is not None:
-            raise ConfigError(
-                "join_address: engines of other machines join replicas that are processes; those of launcher='ray' are "
-                "where Ray has room: leave one of them out"
-            )
-        if self.launcher != "ray" and self.ray_placement_group is not None:
-            raise ConfigError(
-                f"ray_placement_group={self.ray_placement_group!r} is for replicas on Ray: add launcher='ray', or "
-                "leave it out"
-            )
         if self.join_keys is not None and self.join_address is None:
             raise ConfigError("join_keys are for engines of other machines: say in join_address where they join")
+        if self.join_keys is not None and self.join_address is not None and self.join_address.startswith("ipc://"):
+            raise ConfigError(
+                f"join_keys are for tcp: at join_address={self.join_address!r} only you can join: leave join_keys out"
+            )
         if self.num_remote and self.join_address is None:
             raise ConfigError(
                 f"{self.num_remote} of {self.replicas} replicas are to join from other machines: say where in "

@@ -1,19 +1,41 @@
 """What is refused of Ray's options, without Ray."""
 
+from typing import Any
+
 import pytest
 
 from aioengine import ConfigError, ReplicaOptions
 from aioengine.cluster.ray_launcher import _check_head
 
 
-def test_a_placement_group_is_rays() -> None:
-    with pytest.raises(ConfigError, match="launcher='ray'"):
-        ReplicaOptions(ray_placement_group="gang")
+@pytest.mark.parametrize(
+    "of_ray",
+    [
+        {"ray_address": "head:6379"},
+        {"ray_num_cpus": 2.0},
+        {"ray_num_gpus": 0.0},
+        {"ray_placement_group": "gang"},
+    ],
+)
+def test_options_of_ray_are_for_its_replicas(of_ray: dict[str, Any]) -> None:
+    (name,) = of_ray
+    with pytest.raises(ConfigError, match=f"^{name} is for replicas on Ray: add launcher='ray', or leave it out"):
+        ReplicaOptions(**of_ray)
+    assert getattr(ReplicaOptions(launcher="ray", **of_ray), name) == of_ray[name]
 
 
-def test_no_engine_joins_replicas_of_ray() -> None:
-    with pytest.raises(ConfigError, match="where Ray has room"):
-        ReplicaOptions(launcher="ray", join_address="tcp://127.0.0.1:5570")
+@pytest.mark.parametrize(
+    ("of_machines", "named"),
+    [
+        ({"replicas": 2, "replicas_local": 1}, "replicas_local"),
+        ({"replicas": 2, "replicas_local": 3}, "replicas_local"),
+        ({"join_address": "tcp://127.0.0.1:5570"}, "join_address"),
+        ({"join_keys": "keys/"}, "join_keys"),
+    ],
+)
+def test_which_machine_has_replicas_of_ray_is_rays_to_say(of_machines: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{named} is for replicas that are processes, .* where Ray has room"):
+        ReplicaOptions(launcher="ray", **of_machines)
 
 
 def test_rays_client_is_refused() -> None:

@@ -37,6 +37,13 @@ def launcher_of(config: EngineConfig, process: ProcessOptions, options: ReplicaO
     Raises:
         ConfigError: an option does not go with it.
     """
+    if options.stall_timeout_s < 2 * config.heartbeat_interval_s:
+        raise ConfigError(
+            f"stall_timeout_s={options.stall_timeout_s:g} is less than two beats, "
+            f"heartbeat_interval_s={config.heartbeat_interval_s:g} each, and would kill replicas that have nothing to "
+            f"do: give a stall_timeout_s of {2 * config.heartbeat_interval_s:g} or more, or a lower "
+            "heartbeat_interval_s"
+        )
     if options.lockstep:
         if options.launcher != "process" or options.join_address is not None:
             raise ConfigError(
