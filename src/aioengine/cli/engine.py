@@ -12,6 +12,7 @@ import click
 
 from aioengine.cli.command import given, options_of, run
 from aioengine.cluster.host import EngineHost
+from aioengine.cluster.messages import MAX_REPLICAS
 from aioengine.config import EngineConfig
 from aioengine.transport.child import AGAIN
 from aioengine.transport.joining import JOIN_TIMEOUT_S, Endpoint
@@ -31,16 +32,16 @@ DEFAULT_CLIENT = "client"
 @click.option(
     "--join-timeout-s",
     type=click.FloatRange(1.0, 86400.0),
-    default=JOIN_TIMEOUT_S,
-    show_default=True,
-    help="seconds to wait for the front end, at first and when it is lost",
+    help=f"seconds to wait for the front end, at first and when it is lost [default: {JOIN_TIMEOUT_S:g}]",
 )
 @click.option(
     "--replicas-local",
-    type=click.IntRange(1, 1024),
+    type=click.IntRange(1, MAX_REPLICAS),
     help="join with so many engines, a process each, which are started again when they die [default: this process]",
 )
-@click.option("--start-rank", type=click.IntRange(0, 1023), help="of the first of them [default: any that is free]")
+@click.option(
+    "--start-rank", type=click.IntRange(0, MAX_REPLICAS - 1), help="of the first of them [default: any that is free]"
+)
 @options_of(EngineConfig)
 def engine(
     address: str | None,
@@ -48,7 +49,7 @@ def engine(
     plugins: tuple[str, ...],
     join: str | None,
     join_keys: str | None,
-    join_timeout_s: float,
+    join_timeout_s: float | None,
     replicas_local: int | None,
     start_rank: int | None,
     **flags: Any,
@@ -68,12 +69,23 @@ def engine(
     if join is not None:
         if keys is not None:
             raise click.UsageError("with --join the engine serves by its --join-keys: leave out --keys")
+        if join_keys is not None and join.startswith("ipc://"):
+            raise click.UsageError(f"--join-keys are for tcp: at {join} only you can join: leave them out")
         rank = -1 if start_rank is None else start_rank
-        _join(
-            Endpoint(join, rank, "", False, None, join_timeout_s), join_keys, replicas_local, address, fields, plugins
-        )
+        if (last := rank + (replicas_local or 1) - 1) >= MAX_REPLICAS:
+            raise click.UsageError(
+                f"--start-rank {rank} and --replicas-local {replicas_local} take ranks up to {last}; the last "
+                f"that there can be is {MAX_REPLICAS - 1}: give a lower one of them"
+            )
+        timeout_s = JOIN_TIMEOUT_S if join_timeout_s is None else join_timeout_s
+        _join(Endpoint(join, rank, "", False, None, timeout_s), join_keys, replicas_local, address, fields, plugins)
         return
-    for flag, value in (("join-keys", join_keys), ("replicas-local", replicas_local), ("start-rank", start_rank)):
+    for flag, value in (
+        ("join-keys", join_keys),
+        ("join-timeout-s", join_timeout_s),
+        ("replicas-local", replicas_local),
+        ("start-rank", start_rank),
+    ):
         if value is not None:
             raise click.UsageError(f"--{flag} is for --join: give both, or neither")
     if address is None:
@@ -109,7 +121,9 @@ def _say_where(server: EngineServer) -> None:
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--client", "clients", multiple=True, metavar="NAME", help=f"For whom; repeatable. [{DEFAULT_CLIENT}]")
+@click.option(
+    "--client", "clients", multiple=True, metavar="NAME", help=f"of a client; repeatable [default: {DEFAULT_CLIENT}]"
+)
 def keys(folder: Path, clients: tuple[str, ...]) -> None:
     """Make keys for serving beyond this machine, in FOLDER: the server's, and one for each client.
 

@@ -196,6 +196,8 @@ class _Plan:
         self.connect, self.keys, self.client = connect, keys, client
         self.process = process
         self.model = config.get("model")
+        if external_lb:
+            _check_external_lb(replicas, process=process, connect=connect, api_servers=api_servers)
         if connect is None:
             if keys is not None or client is not None:
                 raise click.UsageError("--keys and --client are for --connect")
@@ -204,17 +206,6 @@ class _Plan:
         elif here := [*["process"] * process, *[name for name in config if name != "model"], *replicas]:
             flag = here[0].replace("_", "-")
             raise click.UsageError(f"--{flag} is for an engine that is started here, and not for --connect")
-        if not external_lb:
-            return
-        if connect is not None:
-            raise click.UsageError("--external-lb starts its engines itself: leave --connect out")
-        if api_servers > 1:
-            raise click.UsageError("--external-lb has one server for each replica: leave --api-servers out")
-        if "replicas" not in replicas:
-            raise click.UsageError("--external-lb serves each replica at a port of its own: say in --replicas how many")
-        if others := sorted(replicas.keys() - {"replicas"}):
-            flag = others[0].replace("_", "-")
-            raise click.UsageError(f"--{flag} is for replicas behind one port: leave it out with --external-lb")
 
     def listeners(self, where: ServerAddress) -> list[HttpListener]:
         """Of each port that is served at."""
@@ -265,6 +256,21 @@ class _Plan:
             finally:
                 with anyio.CancelScope(shield=True):
                     await anyio.to_thread.run_sync(folder.remove)
+
+
+def _check_external_lb(replicas: dict[str, Any], *, process: bool, connect: str | None, api_servers: int) -> None:
+    """Refuse what does not go with --external-lb, before `ReplicaOptions` does by its own rules."""
+    if connect is not None:
+        raise click.UsageError("--external-lb starts its engines itself: leave --connect out")
+    if api_servers > 1:
+        raise click.UsageError("--external-lb has one server for each replica: leave --api-servers out")
+    if process:
+        raise click.UsageError("--external-lb has a process for each replica, engine and server: leave --process out")
+    if others := sorted(replicas.keys() - {"replicas"}):
+        flag = others[0].replace("_", "-")
+        raise click.UsageError(f"--{flag} is for replicas behind one port: leave it out with --external-lb")
+    if "replicas" not in replicas:
+        raise click.UsageError("--external-lb serves each replica at a port of its own: say in --replicas how many")
 
 
 def _server_config(config: dict[str, Any]) -> ServerConfig:
