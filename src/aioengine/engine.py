@@ -223,7 +223,7 @@ class Engine(EngineControl):
             request_id: your name for it; it may repeat. One is made up when absent.
             priority: smaller goes first, and preempts larger ones that run; equal ones go by age.
             cache_salt: share cached prefixes only with requests of the same salt.
-            tenant: for whom it is, where ``scheduler="fair"``: tenants share the engine alike, however much each asks.
+            tenant: its account, where ``scheduler="fair"``: tenants share the engine alike, however much each asks.
             session: requests of the same one, such as the turns of a chat, go to the same of several replicas, which
                 has their prefixes in its cache, while it serves; any name of up to 256 characters.
             trace_headers: ``traceparent`` and ``tracestate`` of the OpenTelemetry span that its own is to be inside of;
@@ -520,7 +520,7 @@ def _connected(address: str, options: dict[str, Any]) -> Callable[[CoreHooks], B
         )
     from aioengine.cluster.connected import ConnectedCluster
 
-    return lambda hooks: ConnectedCluster(owner, hooks, **options)
+    return lambda hooks: ConnectedCluster(owner, hooks, model=options["model"], timeout_s=options["timeout_s"])
 
 
 def _refuse_another(*_args: object, **_kwargs: object) -> Never:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import psutil
@@ -21,6 +21,10 @@ from cluster.harness import DEADLINE_S, Cluster, Reader, cluster, outputs_of, pr
 from transport.life_scripts.watching import Ear
 
 from aioengine import ConfigError, Engine
+from aioengine.cluster.backend import Replicated
+from aioengine.cluster.launcher import Launcher
+from aioengine.config import EngineConfig, ReplicaOptions
+from aioengine.core.protocol import CoreHooks
 from aioengine.transport.security import make_keys
 
 pytestmark = pytest.mark.usefixtures("faults", "quiet_log")
@@ -225,3 +229,8 @@ async def test_a_host_outlives_a_front_end_that_was_killed_and_ends_when_none_co
         assert re.search(r"the front end at ipc://.* has been gone for 3 s: no ", said), said
     finally:
         await anyio.to_thread.run_sync(host.close)
+
+
+def test_one_that_comes_while_the_front_end_starts_is_taken_in_behind_its_first_ranks() -> None:
+    starting = Replicated(EngineConfig(), ReplicaOptions(replicas=2), Launcher(), CoreHooks(*[cast(Any, None)] * 3))
+    assert [starting._find_rank(asked_for) for asked_for in (-1, 0, 1, 2, 7, 1024)] == [2, None, None, 2, 7, None]

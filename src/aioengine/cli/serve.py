@@ -56,7 +56,11 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 @click.option("--process/--no-process", help="run the engine in a process of its own  [default: no]")
 @click.option("--connect", metavar="ADDRESS", help="serve an engine that runs elsewhere (`aioengine engine ADDRESS`)")
 @click.option("--keys", metavar="FOLDER", help="keys for --connect, made by `aioengine keys`")
-@click.option("--client", metavar="NAME", help="whose of them; may be left out where there are one client's")
+@click.option(
+    "--client",
+    metavar="NAME",
+    help="name of the client that the keys are of; may be left out where they are one client's",
+)
 @click.option(
     "--api-servers",
     type=click.IntRange(1, MAX_API_SERVERS),

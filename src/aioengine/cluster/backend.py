@@ -263,11 +263,10 @@ class Replicated:
 
     def _find_rank(self, asked_for: int) -> int | None:
         """As `Launcher.open`: the rank that an engine asks for, or any, unless there is a replica."""
-        if not self._takes_in:
-            return None
-        free = (rank for rank in range(MAX_REPLICAS) if rank not in self._replicas)
-        rank = next(free, None) if asked_for < 0 else asked_for
-        return None if rank is None or rank >= MAX_REPLICAS or rank in self._replicas else rank
+        # While this starts the first ranks are its own; what comes by itself then is taken in behind them.
+        taken = self._replicas.keys() | set(() if self._takes_in else range(self._options.replicas))
+        rank = next((rank for rank in range(MAX_REPLICAS) if rank not in taken), None) if asked_for < 0 else asked_for
+        return None if rank is None or rank >= MAX_REPLICAS or rank in taken else rank
 
     def _on_join(self, rank: int) -> None:
         if rank not in self._replicas or not self._replicas[rank].is_coming:

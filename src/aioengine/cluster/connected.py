@@ -26,7 +26,7 @@ from aioengine.transport import wire
 from aioengine.transport.backends import Connected, known_fields, refuse_function
 from aioengine.transport.client import RemoteCore
 from aioengine.transport.link import ControlCalls, Link, death_of
-from aioengine.transport.security import ClientKeys, ServerKeys
+from aioengine.transport.security import ServerKeys
 
 T = TypeVar("T")
 
@@ -50,26 +50,15 @@ class ConnectedCluster:
 
     Args:
         address: of the owner's coordinator.
-        model, keys, client, timeout_s: as for `Engine.connect`.
+        model, timeout_s: as for `Engine.connect`.
     """
 
     core: ClusterCore
 
-    def __init__(
-        self,
-        address: str,
-        hooks: CoreHooks,
-        *,
-        model: str | None,
-        keys: str | None,
-        client: str | None,
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, address: str, hooks: CoreHooks, *, model: str | None, timeout_s: float) -> None:
         self._address = address
         self._hooks = hooks
-        self._keys_folder = keys
-        self._client = client
-        self._connect_options: dict[str, Any] = {"model": model, "keys": keys, "client": client, "timeout_s": timeout_s}
+        self._connect_options: dict[str, Any] = {"model": model, "keys": None, "client": None, "timeout_s": timeout_s}
         self._timeout_s = timeout_s
         self._link = Link(hooks.worker, m.FromCoordinator)
         self._calls = ControlCalls(self._link)
@@ -91,11 +80,8 @@ class ConnectedCluster:
     # As a backend
 
     async def find_model(self) -> ModelFolder:
-        keys, folder = None, self._keys_folder
-        if folder is not None:
-            keys = await self._hooks.worker.run(lambda: ClientKeys.load(folder, self._client), None)
         attached = await self._link.attach(
-            self._address, keys, m.AttachedToCluster, name="a front end of a cluster", timeout_s=self._timeout_s
+            self._address, None, m.AttachedToCluster, name="a front end of a cluster", timeout_s=self._timeout_s
         )
         self._options = ReplicaOptions(
             **known_fields(ReplicaOptions, attached.options)

@@ -78,7 +78,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             str,
             Meta(
                 pattern=r"^[A-Za-z][A-Za-z0-9-]*$",
-                description="header that says for whom a request is (fair scheduling), as a proxy sets it; absent: the"
+                description="header that names a request's tenant (fair scheduling), as a proxy sets it; absent: the"
                 " body's tenant",
             ),
         ]
