@@ -104,7 +104,7 @@ class SimulatedCore:
         self.config, self.info, self.eos_token_ids = CONFIG, INFO, ()
         self.clock = clock
         self.death: EngineDead | None = None
-        self.is_stopped = self.is_sleeping = False
+        self.is_stopped = self.is_sleeping = self.is_far = False
         self.user_code = UserCode()
         self.heard_at = clock()
         self.is_silent = False

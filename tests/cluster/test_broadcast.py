@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -28,6 +29,7 @@ class Noting:
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.death: EngineDead | None = None
+        self.is_far = False
 
     async def call(self, control: c.Control) -> None:
         self.asked.append(control)
@@ -71,6 +73,20 @@ async def test_a_sleep_that_is_refused_is_none_of_one_that_starts() -> None:
     with pytest.raises(InvalidRequest):
         await control.call(c.Sleep(2), given(core))
     assert await restored(control) == [c.Sleep(1)]
+
+
+async def test_weights_that_came_as_tensors_are_had_from_one_of_the_same_place() -> None:
+    control, (far, near) = ClusterControl(), (Noting(), Noting())
+    control._has_sent_weights = far.is_far = True
+    given_to = await restored(control, far, near)
+    assert far.asked == []
+    (save,), (update,) = near.asked, given_to
+    assert isinstance(save, c.SaveShardedState)
+    assert update == c.UpdateWeights(save.folder)
+    assert not await asyncio.to_thread(Path(save.folder).exists)
+    near.error = OSError(28, "No space left on device")
+    with pytest.raises(OSError, match="No space"):
+        await restored(control, near)
 
 
 async def test_one_that_starts_while_all_pause_is_paused() -> None:

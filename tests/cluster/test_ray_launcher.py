@@ -213,7 +213,7 @@ async def test_further_front_ends_reach_replicas_of_both_nodes_and_those_that_co
         async with await Engine.connect(f"cluster+{address}") as other:
             assert await outputs_of(other) == expected
             cores = [replica.core for replica in other._runtime.core.replicas.values()]
-            assert sorted(core._is_far for core in cores) == [False, True], "one is on another node"
+            assert sorted(core.is_far for core in cores) == [False, True], "one is on another node"
             for rank in range(2):
                 os.kill(pid_of(engine, rank), signal.SIGKILL)
                 with anyio.fail_after(PATIENCE_S):

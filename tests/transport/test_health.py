@@ -120,7 +120,10 @@ async def test_a_device_that_hangs_at_a_control_call_is_stalled_until_it_goes_on
             await health_is(watched.engine, "STALLED", "the device has been at execute_dummy_batch for")
             assert watched.engine.health().step_age_s == 0
             async with watched.asking() as answers:  # what comes behind the call is not to blame
-                await health_is(watched.engine, "STALLED", "the device has been at execute_dummy_batch for")
+                await until(lambda: watched.engine.health().running == 1)
+                health = watched.engine.health()
+                assert (health.status, health.call, health.step_age_s) == ("STALLED", "execute_dummy_batch", 0)
+                assert health.call_age_s > STALL_AFTER_S
                 watched.let_go_on()
         assert len(answers) == 1
         await health_is(watched.engine, "ALIVE", "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -168,9 +169,14 @@ class ClusterControl:
                     "the weights came as tensors, and no replica that has them is left: send them again to an engine "
                     "that is started anew"
                 )
-            with tempfile.TemporaryDirectory(prefix="aioengine-weights-") as folder:
-                await others[0].call(c.SaveShardedState(folder, SHARD_BYTES))
+            giver = next((other for other in others if other.is_far == core.is_far), others[0])
+            folder = await anyio.to_thread.run_sync(lambda: tempfile.mkdtemp(prefix="aioengine-weights-"))
+            try:
+                await giver.call(c.SaveShardedState(folder, SHARD_BYTES))
                 await core.call(c.UpdateWeights(folder))
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await anyio.to_thread.run_sync(lambda: shutil.rmtree(folder, ignore_errors=True))
         elif self._weights is not None:
             await core.call(self._weights)
 

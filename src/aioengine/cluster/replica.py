@@ -80,6 +80,8 @@ class ReplicaCore(Core, Protocol):
     """The core of a replica: `RemoteCore`."""
 
     heard_at: float
+    is_far: bool
+    """Whether it may be another machine's."""
 
     def die(self, death: EngineDead) -> None:
         """It is gone, or to be taken for that; what it had goes to `ClusterHooks.on_orphaned`."""

@@ -89,7 +89,7 @@ class RemoteCore:
         self.is_sleeping = attached.first_beat.is_sleeping
         self._link = link
         self._on_capacity = hooks.on_capacity
-        self._is_far = is_far
+        self.is_far = is_far
         self._describe_cut = describe_cut
         self._conditions = Conditions() if cluster is None else cluster.conditions
         self._endings = Endings(self.user_code, self._conditions.check)
@@ -321,7 +321,7 @@ class RemoteCore:
             if not await sleep_on_time(interval_s, timeout_s / 2, self.clock):
                 continue
             self._listened_until = self.clock()
-            if self._is_far and self._silent_s > timeout_s:
+            if self.is_far and self._silent_s > timeout_s:
                 self.die(EngineDead(f"the engine has not been heard of for {self._silent_s:.1f} s"))
 
     @property
