@@ -17,7 +17,6 @@ from aioengine.core.protocol import Cluster
 from aioengine.errors import AioEngineError, EngineClosed
 from aioengine.text.worker import TextWorker
 from aioengine.transport.addresses import PrivateFolder, keys_in
-from aioengine.transport.security import make_keys
 from aioengine.transport.wire_errors import cut
 
 OTHERS_GRACE_S = 5.0
@@ -69,7 +68,8 @@ class Sharing:
 
     @property
     def keys_folder(self) -> str:
-        """As `Coordinated.keys_folder`: of engines that join, or of those that this side makes keys for."""
+        """As `Coordinated.keys_folder`: of engines that join, or of those that this side makes keys for, with the first
+        of which the folder comes."""
         return str(Path(self.options.join_keys or keys_in(self.folder)).absolute())
 
     async def open(self) -> None:
@@ -102,7 +102,6 @@ class Sharing:
 
     def _make_folder(self) -> None:
         self._folder = PrivateFolder()
-        make_keys(keys_in(self._folder.path), ())
 
     def _remove_folder(self) -> None:
         if self._folder is not None:

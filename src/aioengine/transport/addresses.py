@@ -308,7 +308,7 @@ class PrivateFolder:
 
 
 def keys_in(folder: str) -> str:
-    """Where a `PrivateFolder` has the keys of those that meet in it: a folder of `make_keys`."""
+    """Where a `PrivateFolder` has the keys of those that meet in it, if any do by keys: a folder of `pair_toward`."""
     return f"{folder}/keys"
 
 

@@ -10,9 +10,11 @@ The keys of an engine are a folder, made by `aioengine keys`::
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
@@ -192,22 +194,33 @@ def make_keys(folder: str | os.PathLike[str], clients: Sequence[str]) -> list[Pa
 def pair_toward(folder: str | os.PathLike[str], name: str, public: bytes) -> KeyPair:
     """The server's pair of a folder of keys, and a peer noted there that is connected to by it: `ServerKeys.toward`.
 
+    Folder and pair are made with the first peer. Several threads or processes may do so at once: the first pair holds.
+
     Args:
-        folder: of `make_keys`.
+        folder: as of `make_keys`; the one around it is there.
         public: 40 characters; what was noted by this name is replaced.
     Raises:
         ConfigError: the folder cannot be read or written to.
     """
     root = Path(folder)
-    path = root / CLIENTS / f"{name}{PUBLIC}"
-    fresh = path.with_suffix(".new")
+    secret, peer = root / f"{SERVER}{SECRET}", root / CLIENTS / f"{name}{PUBLIC}"
     try:
-        fresh.write_text(_certificate(public.decode()))
-        fresh.chmod(0o600)
-        fresh.replace(path)  # at once: others may be reading it
+        # Without its parents: what a late thread made anew after all was removed would stay.
+        _make_private(root, parents=False)
+        _make_private(root / CLIENTS, parents=False)
+        # What is linked or moved is there as a whole, since others may be reading.
+        with tempfile.TemporaryDirectory(dir=root) as fresh:
+            if not secret.exists():
+                with contextlib.suppress(FileExistsError):  # another one was faster; the secret comes first
+                    for path in _make_pair(Path(fresh), SERVER):
+                        os.link(path, root / path.name)
+            note = Path(fresh, peer.name)
+            note.write_text(_certificate(public.decode()))
+            note.chmod(0o600)
+            note.replace(peer)
     except OSError as error:
         raise ConfigError(f"cannot write keys to {root}: {error.strerror} ({error.filename})") from None
-    return _read_pair(root / f"{SERVER}{SECRET}")
+    return _read_pair(secret)
 
 
 def _certificate(public: str) -> str:
@@ -220,8 +233,8 @@ def _files(folder: Path, name: str) -> tuple[Path, Path]:
     return folder / f"{name}{SECRET}", folder / f"{name}{PUBLIC}"
 
 
-def _make_private(folder: Path) -> None:
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+def _make_private(folder: Path, *, parents: bool = True) -> None:
+    folder.mkdir(mode=0o700, parents=parents, exist_ok=True)
     _check_mode(folder, 0o077, "can be entered by others", "chmod 700")
 
 
