@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import re
 import signal
 import threading
 import time
@@ -12,13 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import httpx
 import pytest
-from cli.test_serve import serve
+from cli.test_serve import ending_of, serve, story
 from cli.test_serve_processes import ask
 
 from aioengine import ConfigError, Engine, EngineDead, ModelLoadError
 from aioengine.cluster.ray_launcher import RayLauncher
 from aioengine.config import EngineConfig, ProcessOptions, ReplicaOptions
+from aioengine.core.protocol import CoreHooks
+from aioengine.text.worker import TextWorker
 
 PROMPTS = [f"Once upon a time there were {count} children who" for count in range(2, 8)]
 SAMPLING: dict[str, Any] = {"max_tokens": 60, "temperature": 0.0, "ignore_eos": True}
@@ -141,6 +146,18 @@ def test_what_does_not_go_with_ray_is_refused(
         RayLauncher(EngineConfig(**config), ProcessOptions(**process), ReplicaOptions(launcher="ray", **replicas))
 
 
+async def test_what_was_killed_before_it_was_there_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    launcher = RayLauncher(EngineConfig(), ProcessOptions(), ReplicaOptions(launcher="ray"))
+    worker = TextWorker()
+    backend = launcher(0, CoreHooks(worker, worker, on_capacity=lambda: None))
+    backend.kill()
+    with pytest.raises(EngineDead, match=r"replica 0 \(on Ray\) was killed while it started"):
+        await backend.open()
+    await backend.aclose()
+    await worker.aclose()
+
+
 # On it
 
 
@@ -214,14 +231,28 @@ async def test_further_front_ends_reach_replicas_of_both_nodes_and_those_that_co
             assert await outputs_of(other) == expected
             cores = [replica.core for replica in other._runtime.core.replicas.values()]
             assert sorted(core.is_far for core in cores) == [False, True], "one is on another node"
+            assert addresses_in_folder(engine) == shared_addresses(engine, "ipc")
             for rank in range(2):
                 os.kill(pid_of(engine, rank), signal.SIGKILL)
                 with anyio.fail_after(PATIENCE_S):
                     for each in (engine, other):
                         await each._runtime.core.when(lambda each=each, rank=rank: has_come_back(each, rank))
                 assert await outputs_of(other) == expected
+                assert addresses_in_folder(engine) == shared_addresses(engine, "ipc"), "none is of one that was killed"
         assert await outputs_of(engine) == expected
+        assert [len(shared_addresses(engine, scheme)) for scheme in ("ipc", "tcp")] == [1, 1]
     await nothing_is_left(nodes)
+
+
+def addresses_in_folder(engine: Engine) -> list[str]:
+    """Of the sockets in the folder of an engine's cluster."""
+    folder = Path(engine._runtime.backend._sharing.folder)
+    return [f"ipc://{path}" for path in folder.iterdir() if path.is_socket()]
+
+
+def shared_addresses(engine: Engine, scheme: str) -> list[str]:
+    replicas = engine._runtime.backend._replicas.values()
+    return [each.shared_address for each in replicas if each.shared_address.startswith(scheme)]
 
 
 def has_come_back(engine: Engine, rank: int) -> bool:
@@ -232,11 +263,20 @@ def has_come_back(engine: Engine, rank: int) -> bool:
 @pytest.mark.nightly
 async def test_several_http_servers_before_replicas_on_ray(nodes: TwoNodes, tmp_path: Path) -> None:
     def serve_and_ask() -> tuple[set[str], str]:
-        args = ("--port", "0", "--api-servers", "2", "--replicas", "2", "--launcher", "ray")
+        args = ("--port", "0", "--api-servers", "2", "--replicas", "2", "--launcher", "ray", "--balance", "round_robin")
         with serve(tmp_path, *args, RAY_ADDRESS=nodes.address, RAY_AUTH_MODE="disabled") as server:
-            url, body = server.serves(), {"model": "demo", "prompt": PROMPTS[0], "max_tokens": 8, "temperature": 0}
+            url = server.serves()
+            with httpx.Client(base_url=url, timeout=PATIENCE_S) as client, contextlib.ExitStack() as stack:
+                # Of three streams one server has two, and sends them to both replicas, each on a node of its own.
+                stories = [stack.enter_context(story(client, 900)) for _ in range(3)]
+                metrics = ask(url, "GET", "/metrics").text
+                deadline = time.monotonic() + PATIENCE_S
+                while computing_ranks(metrics) != {"0", "1"}:
+                    assert time.monotonic() < deadline, metrics
+                    metrics = ask(url, "GET", "/metrics").text
+                assert [ending_of(pieces)[1] for pieces in stories] == ["length"] * 3
+            body = {"model": "demo", "prompt": PROMPTS[0], "max_tokens": 8, "temperature": 0}
             texts = {ask(url, "POST", "/v1/completions", json=body).json()["choices"][0]["text"] for _ in range(8)}
-            metrics = ask(url, "GET", "/metrics").text
             server.process.send_signal(signal.SIGTERM)
             assert server.end() == 0
             return texts, metrics
@@ -246,6 +286,11 @@ async def test_several_http_servers_before_replicas_on_ray(nodes: TwoNodes, tmp_
     assert "\naioengine:api_servers 2.0\n" in metrics
     assert metrics.count("\naioengine:replica_serving{") == 2
     await nothing_is_left(nodes)
+
+
+def computing_ranks(metrics: str) -> set[str]:
+    """Of the replicas that have requests running."""
+    return set(re.findall(r'^aioengine:replica_num_requests_running{.*rank="(\d+)"} [1-9]', metrics, re.MULTILINE))
 
 
 @pytest.mark.nightly
@@ -297,6 +342,8 @@ async def test_when_a_node_goes_requests_go_on_elsewhere_and_its_replica_comes_b
         ({"executor": "cluster.ray_devices:failing"}, {}, ModelLoadError, "no such weights"),
         ({"executor": "cluster.ray_devices:crashing"}, {}, EngineDead, "its process was killed or has crashed"),
         ({"start_timeout_s": 1.0}, {"ray_num_cpus": 7.0}, EngineDead, r"no room \(CPU 7 on one node\) within 1 s"),
+        ({}, {"ray_num_cpus": 0.0}, ConfigError, "the cluster has no GPU: a replica takes room of some kind"),
+        ({"start_timeout_s": 5.0}, {"ray_num_cpus": 1e-5}, ConfigError, "on Ray"),
         ({}, {"ray_placement_group": "elsewhere"}, ConfigError, "elsewhere"),
         ({}, {"ray_address": "127.0.0.1:1"}, ConfigError, "no Ray cluster answers"),
         ({}, {"ray_address": "local"}, ConfigError, "ray start --head"),
@@ -368,6 +415,15 @@ async def _states_inside_a_group() -> tuple[list[str], int]:
 
 def states_inside_a_group() -> tuple[list[str], int]:
     return anyio.run(_states_inside_a_group)
+
+
+@pytest.mark.nightly
+async def test_a_program_that_disconnects_from_ray_first_closes_its_engine_all_the_same(nodes: TwoNodes) -> None:
+    import ray
+
+    async with Engine(process=ProcessOptions(executor="contract.fakes:make"), replicas=options(nodes)):
+        await anyio.to_thread.run_sync(ray.shutdown)
+    await nothing_is_left(nodes)
 
 
 @pytest.mark.nightly

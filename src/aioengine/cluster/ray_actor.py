@@ -64,7 +64,8 @@ class ReplicaActor:
         """Load the model and serve it until `end`; or until it dies, and return what of.
 
         Args:
-            client_key: public, of the front end that may connect over tcp.
+            client_key: public, of those that may connect over tcp: this actor's driver, and further front ends that
+                have its pair. None: it serves where its driver is, by ipc.
         """
         keys = None if client_key is None else ServerKeys.admitting(self._pair, "driver", client_key)
         try:

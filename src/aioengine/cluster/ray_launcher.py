@@ -2,7 +2,8 @@
 
 Ray finds a replica its place, starts its process, and tells of its end; an actor's calls carry what a handshake's
 socket carries elsewhere. Requests and tokens never go through Ray: they have the engine's own connection, which is ipc
-where the actor runs beside this process, and tcp with keys made for this one replica where it does not.
+where the actor runs beside this process, and tcp with keys where it does not. The actor makes its pair in memory, and
+so does this side for each replica; with further front ends there is one pair for all of them, in the cluster's folder.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class RayLauncher(Launcher):
         _check_head(address)
         try:
             ray.init(address=address)
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
             why = str(error).rstrip(".")
             raise ConfigError(
                 f"cannot connect to a Ray cluster ({address}): {why}; start one with `ray start --head`, say where it "
@@ -113,15 +114,26 @@ class RayLauncher(Launcher):
         self._is_connected_here = True
 
     def resources(self) -> dict[str, float]:
-        """CPUs and GPUs that a replica asks for; to be called in a thread."""
+        """CPUs and GPUs that a replica asks for; to be called in a thread.
+
+        Raises:
+            ConfigError: it asks for neither.
+        """
         import ray
 
         num_gpus = self.options.ray_num_gpus
+        may_use_gpu = self.config.device != "cpu" and self.process.executor is None
         if num_gpus is None:
-            may_use_gpu = self.config.device != "cpu" and self.process.executor is None
             num_gpus = float(may_use_gpu and ray.cluster_resources().get("GPU", 0.0) >= 1.0)
         wanted = {"CPU": self.options.ray_num_cpus, "GPU": num_gpus}
-        return {name: amount for name, amount in wanted.items() if amount}
+        resources = {name: amount for name, amount in wanted.items() if amount}
+        if not resources:  # Ray makes no group of nothing
+            why_no_gpu = "the cluster has no GPU" if may_use_gpu else "it computes on no GPU"
+            raise ConfigError(
+                f"ray_num_cpus=0, and {why_no_gpu}: a replica takes room of some kind; ask for ray_num_cpus or "
+                "ray_num_gpus"
+            )
+        return resources
 
     async def aclose(self) -> None:
         """Disconnect this process from Ray if it was connected here; after all backends are closed. Idempotent."""
@@ -149,6 +161,8 @@ class InActor:
         self.shared_key = ""
         self._rank = rank
         self._where = ""
+        self._shared_socket = ""
+        """The file that it serves at for further front ends, too."""
         self._launcher = launcher
         self._hooks = hooks
         self._folder = None if hooks.cluster is None else hooks.cluster.folder
@@ -252,30 +266,42 @@ class InActor:
     # In threads: Ray's calls may wait for its head
 
     def _create(self) -> None:
-        """Have Ray begin to look for a place and to start the actor there."""
+        """Have Ray begin to look for a place and to start the actor there.
+
+        Raises:
+            ConfigError: there is no such cluster or group, or no place could do.
+            EngineDead: Ray fails.
+        """
         self._launcher.connect()
         import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         with self._lock:
             if self._is_released:
                 return
-            self._driver_node = ray.get_runtime_context().get_node_id()
-            self._resources = self._launcher.resources()
-            group = self._given_group() or self._make_group()
             try:
-                self._actor = (
-                    ray.remote(ReplicaActor)
-                    .options(
-                        num_cpus=self._resources.get("CPU", 0),
-                        num_gpus=self._resources.get("GPU", 0),
-                        # Any bundle with room: this process may have one of a given group.
-                        scheduling_strategy=PlacementGroupSchedulingStrategy(group, -1, True),
-                    )
-                    .remote(logging.getLogger("aioengine").getEffectiveLevel())
-                )
-            except ValueError as error:  # no bundle of it can hold a replica
+                self._place()
+            except ValueError as error:  # no bundle of the group can hold a replica, or Ray has no such amounts
                 raise ConfigError(f"{self._name}: {error}") from error
+            except ray.exceptions.RayError as error:
+                raise EngineDead(f"{self._name} cannot start: {_reason(error)}") from error
+
+    def _place(self) -> None:
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        self._driver_node = ray.get_runtime_context().get_node_id()
+        self._resources = self._launcher.resources()
+        group = self._given_group() or self._make_group()
+        self._actor = (
+            ray.remote(ReplicaActor)
+            .options(
+                num_cpus=self._resources.get("CPU", 0),
+                num_gpus=self._resources.get("GPU", 0),
+                # Any bundle with room: this process may have one of a given group.
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, -1, True),
+            )
+            .remote(logging.getLogger("aioengine").getEffectiveLevel())
+        )
 
     def _given_group(self) -> Any:
         """The placement group that was named, or the one around this process; or None."""
@@ -299,25 +325,21 @@ class InActor:
         return self._group
 
     def _release(self) -> None:
-        """Kill the actor and remove the group that was made for it. Idempotent; once Ray is gone, so are they."""
+        """Kill the actor, remove the group that was made for it and what a killed one leaves. Idempotent; once Ray is
+        gone, so are they."""
         with self._lock:
             self._is_released = True
             actor, self._actor = self._actor, None
             group, self._group = self._group, None
-            if actor is None and group is None:
-                return
-            import ray
-            from ray.util.placement_group import remove_placement_group
-
-            if ray.is_initialized():
-                with contextlib.suppress(ray.exceptions.RayError, ValueError):
-                    if actor is not None:
-                        ray.kill(actor)
-                with contextlib.suppress(ray.exceptions.RayError, ValueError):
-                    if group is not None:
-                        remove_placement_group(group)
+            if actor is not None or group is not None:
+                _give_back(actor, group)
+            # Each time: since it was killed before, the start may have learnt where it serves.
             if self._has_own_folder:
                 remove_private(self.address)
+            elif self._shared_socket:
+                # Also where it still listens: its end comes a little after it is killed, and the name is its alone.
+                with contextlib.suppress(OSError):
+                    os.unlink(self._shared_socket)
 
     # The start
 
@@ -325,7 +347,7 @@ class InActor:
         """Wait until the actor is there."""
         pending = asyncio.get_running_loop().call_later(PENDING_AFTER_S, self._log_pending)
         try:
-            introduction: Introduction = await self._answer(self._actor.introduce.remote())
+            introduction: Introduction = await self._answer(self._call("introduce"))
         finally:
             pending.cancel()
         return introduction
@@ -341,6 +363,8 @@ class InActor:
             pair = await self._pair_toward(key)
             self.keys, client_key = ClientKeys(server=key, pair=pair), pair.public
             address = f"tcp://[{ip}]:0" if ":" in ip else f"tcp://{ip}:0"
+        elif address is not None:
+            self._shared_socket = address.removeprefix("ipc://")
         init = Init(
             version=PROTOCOL_VERSION,
             index=self._rank,
@@ -351,7 +375,7 @@ class InActor:
             plugins=self._launcher.process.plugins,
             executor=self._launcher.process.executor,
         )
-        run = self._actor.run.remote(init, client_key)
+        run = self._call("run", init, client_key)
         self._has_begun = True
         asyncio.wrap_future(run.future()).add_done_callback(self._on_end)
 
@@ -366,7 +390,7 @@ class InActor:
     async def _loaded(self, on_progress: OnProgress | None) -> None:
         """Wait until it serves."""
         while True:
-            news = await self._answer(self._actor.next_news.remote())
+            news = await self._answer(self._call("next_news"))
             match news:
                 case Loading() if on_progress is not None and news.total:
                     on_progress(news.done, news.total)
@@ -375,6 +399,24 @@ class InActor:
                     return
                 case Failing():
                     raise start_error(to_error(news.fault))
+
+    def _call(self, method: str, *args: Any) -> Any:
+        """Begin a call of the actor. → Ray's reference to what it returns.
+
+        Raises:
+            EngineDead: it was killed by a thread, or the program has disconnected from Ray.
+        """
+        actor = self._actor
+        if actor is None:
+            raise EngineDead(f"{self._name} was killed while it started")
+        import ray
+
+        if not ray.is_initialized():  # the call would connect to some cluster, or start one
+            raise EngineDead(f"{self._name} is gone: this process was disconnected from Ray")
+        try:
+            return getattr(actor, method).remote(*args)
+        except Exception as error:  # a bare one, where this process was connected anew and the actor is not known
+            raise EngineDead(f"{self._name} cannot be reached by Ray: {_reason(error)}") from error
 
     async def _answer(self, ref: Any) -> Any:
         """What the actor answers.
@@ -398,11 +440,14 @@ class InActor:
     # The end
 
     async def _ask_to_end(self) -> None:
-        actor = self._actor  # None once it was killed
-        if actor is not None and self._has_begun and not self._has_ended.is_set():
-            actor.end.remote()
-            with anyio.move_on_after(self._launcher.process.stop_timeout_s):
-                await self._has_ended.wait()
+        if not self._has_begun or self._has_ended.is_set():
+            return
+        try:
+            self._call("end")
+        except EngineDead:  # it was killed, or has ended with this process's connection to Ray
+            return
+        with anyio.move_on_after(self._launcher.process.stop_timeout_s):
+            await self._has_ended.wait()
 
     def _on_end(self, run: asyncio.Future[Fault | None]) -> None:
         if run.cancelled():
@@ -435,6 +480,20 @@ def _group_around() -> Any:
         return None
     context = ray.get_runtime_context()
     return ray.util.get_current_placement_group() if context.should_capture_child_tasks_in_placement_group else None
+
+
+def _give_back(actor: Any, group: Any) -> None:
+    """Kill an actor and remove a group, where they are not None and Ray is there; in a thread."""
+    import ray
+    from ray.util.placement_group import remove_placement_group
+
+    if ray.is_initialized():
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):
+            if actor is not None:
+                ray.kill(actor)
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):
+            if group is not None:
+                remove_placement_group(group)
 
 
 def _check_head(address: str) -> None:
