@@ -101,7 +101,7 @@ async def serve_replica_a_port(
     hub = Hub(None, settings.config.metrics_prefix, lambda: servers.group)
 
     config, num_engines = settings.engine_config or EngineConfig(), len(listeners)
-    slots = HostSlots.find(config, ProcessOptions(), num_engines)
+    slots = await anyio.to_thread.run_sync(lambda: HostSlots.find(config, ProcessOptions(), num_engines))
     host_shares = [slots.take(index, num_engines) for index in range(num_engines)]
 
     def make(index: int) -> ServerProcess:
