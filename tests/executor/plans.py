@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ class PlannedRow:
     block_ids: list[list[int]]
     num_computed: int = 0
     epoch: int = 0
+    num_kept: int | float = math.inf
+    """Where its other choices begin, which see what a window before that has."""
 
     @property
     def num_known(self) -> int:
@@ -79,7 +82,10 @@ class PlanWriter:
         num_blocks = num_blocks if max_blocks is None else min(num_blocks, max_blocks)
         blocks = [[self._take() for _ in range(num_blocks)] for _ in self.windows]
         num_prompt_tokens = len(token_ids) if num_prompt_tokens is None else num_prompt_tokens
-        self._add(row, PlannedRow(list(token_ids), num_prompt_tokens, blocks), token_ids, sampling)
+        state = PlannedRow(list(token_ids), num_prompt_tokens, blocks)
+        if sampling.get("num_choices", 1) > 1:
+            state.num_kept = num_prompt_tokens
+        self._add(row, state, token_ids, sampling)
 
     def fork(self, parent: int, row: int, first_token: int, **sampling: Any) -> None:
         """Let a sequence with the prompt of ``parent``, whose KV is computed, go on with another token in ``row``.
@@ -131,7 +137,8 @@ class PlanWriter:
         """Free what later tokens of a row do not see: steps in flight that read it come before its next owner's."""
         for block_ids, window in zip(state.block_ids, self.windows, strict=True):
             if window is not None:
-                passed = max(state.num_computed + 1 - window, 0) // self.block_size
+                num_read = min(state.num_computed, state.num_kept)
+                passed = int(max(num_read + 1 - window, 0)) // self.block_size
                 self._release(block_ids[:passed], is_reused_next=True)
                 block_ids[:passed] = [-1] * passed
 

@@ -118,8 +118,10 @@ def logprobs(
 
 
 @torch.inference_mode()
-def reference(folder: Path, ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    model = load_reference(folder, dtype=dtype, attn_implementation="eager")
+def reference(
+    folder: Path, ids: Tensor, dtype: torch.dtype = torch.float32, *, attn_implementation: str = "eager"
+) -> Tensor:
+    model = load_reference(folder, dtype=dtype, attn_implementation=attn_implementation)
     return model(ids[None].long()).logits[0].float().log_softmax(-1)
 
 
