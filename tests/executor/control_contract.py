@@ -386,9 +386,13 @@ class ControlContract(abc.ABC):
         writer, tokens = opened.writer(), []
         for _ in range(3):
             dummy = opened.executor.launch_dummy()
+            has_room = opened.executor.info.max_in_flight > 1
+            if not has_room:
+                await dummy.finish()
             tokens.append(await opened.step(writer))
             assert dummy.is_done
-            await dummy.finish()
+            if has_room:
+                await dummy.finish()
         assert tokens == expected
 
     async def test_a_batch_that_is_nobodys_leaves_no_trace(self, opened: Controlled) -> None:
