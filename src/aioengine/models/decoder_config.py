@@ -255,6 +255,10 @@ def _read(folder: ModelFolder, dtype: str, max_model_len: int | None) -> Decoder
     )
 
 
+NUM_EXPERTS = ("num_experts", "num_local_experts")
+"""Spellings of one field: nothing in one of them hides what the other says."""
+
+
 def known_fields(config: dict[str, Any], family: Family) -> ConfigFields | None:
     """Read a config.json as `transformers.AutoConfig` would.
 
@@ -272,6 +276,7 @@ def known_fields(config: dict[str, Any], family: Family) -> ConfigFields | None:
         or config.get("model_type") != family.model_type
         or not UNREAD_FIELDS.isdisjoint(config)
         or any(config.get(name, default) is None is not default for name, default in family.defaults.items())
+        or any(name in config and not config[name] for name in NUM_EXPERTS)
         or not isinstance(rope, dict)
     ):
         return None

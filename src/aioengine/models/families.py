@@ -266,7 +266,7 @@ WRAPPERS = (
 def native_architecture(config: dict[str, Any]) -> str | None:
     """Of `ARCHITECTURES`, what this config.json describes: it, or the text part of one of `WRAPPERS`; None: neither."""
     names, text = config.get("architectures"), config.get("text_config")
-    if not isinstance(names, list) or len(names) != 1:
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         return None
     if names[0] in WRAPPERS and isinstance(text, dict):
         of_text = (name for name, family in ARCHITECTURES.items() if family.model_type == text.get("model_type"))
