@@ -98,11 +98,11 @@ def stall_of(health: Health, timeout_s: float) -> str:
     if health.status == "DEAD":
         return ""
     if health.beat_age_s > timeout_s:
-        return f"has not beaten for {health.beat_age_s:.1f} s"
+        return f"it has not beaten for {health.beat_age_s:.1f} s"
     if health.step_age_s > timeout_s:
-        return f"has a device that has been at one step for {health.step_age_s:.1f} s"
+        return f"its device has been at one step for {health.step_age_s:.1f} s"
     if health.call_age_s > CALL_FACTOR * timeout_s:
-        return f"has a device that has been at {health.call} for {health.call_age_s:.1f} s"
+        return f"its device has been at {health.call} for {health.call_age_s:.1f} s"
     return ""
 
 
@@ -471,7 +471,7 @@ class Replica:
                 continue
             reason = stall_of(core.health(), timeout_s)
             if reason:
-                core.die(EngineDead(f"replica {self.rank} {reason}: it is killed (stall_timeout_s)"))
+                core.die(EngineDead(f"replica {self.rank} is killed (stall_timeout_s): {reason}"))
                 return
 
     async def _end(self, *, is_dead: bool) -> None:
