@@ -221,9 +221,13 @@ async def test_also_where_it_breaks_at_a_readers_message(opener: Opener) -> None
     engine = await opener.open(scheduler="contract.fakes:Unfit")
     async with engine.stream(PROMPT, seed=1, max_tokens=200, max_unread_tokens=2, tenant="again") as stream:
         await anext(stream)  # it runs: it waited for its first turn, too
-        await until(has_load(engine, waiting=1))
-        with pytest.raises(EngineDead, match="LookupError: an unknown place"):
+
+        async def read_what_waits() -> None:
+            await until(has_load(engine, waiting=1))  # unless what was just read was enough
             await stream.finish()
+
+        with pytest.raises(EngineDead, match="LookupError: an unknown place"):
+            await read_what_waits()
     assert engine.health().status == "DEAD"
 
 
