@@ -267,6 +267,85 @@ async def test_enter_sends_shift_enter_makes_a_line_and_html_is_text_from_both_s
         assert tab.asked()[0]["messages"] == [{"role": "user", "content": f"{html}\nTwo"}]
 
 
+MARKDOWN = """# Foxes
+
+A **red** fox, `x = "<b>"`, a [page](https://example.org/a_(b)), snake_case_name, 2 * 3 * 4, ***both***.
+- one
+  1. inner
+
+     ```python
+     def fox():
+         return "<script>"
+     ```
+- two
+
+| a | b |
+|---|---|
+| 1 | *2* |
+
+> quoted"""
+HOSTILE = (
+    "<img src=x onerror='document.title=1'> [a](javascript:document.title=1) [b](data:text/html,x) ![c](//evil/x.png)"
+)
+
+
+async def test_an_answers_markdown_is_shown_and_can_be_copied_and_asked_for_again(browser: Browser) -> None:
+    async with page_of(browser, Talker(MARKDOWN), permissions=["clipboard-read", "clipboard-write"]) as tab:
+        await tab.ask("Talk")
+        await expect(tab.notes).to_have_count(1)
+        answer = tab.answers
+        await expect(answer.locator("h3")).to_have_text("Foxes")
+        await expect(answer.locator("strong")).to_have_text(["red", "both"])
+        await expect(answer.locator("p code")).to_have_text('x = "<b>"')
+        await expect(answer.locator("a")).to_have_attribute("href", "https://example.org/a_(b)")
+        await expect(answer.locator("a")).to_have_attribute("rel", "noopener noreferrer")
+        await expect(answer.locator("p").first).to_contain_text("snake_case_name, 2 * 3 * 4, both.")
+        await expect(answer.locator("ul > li > ol > li > pre[data-language=python]")).to_have_text(
+            'def fox():\n    return "<script>"'
+        )
+        await expect(answer.locator("ul > li")).to_have_count(2)
+        await expect(answer.locator("td em")).to_have_text("2")
+        await expect(answer.locator("blockquote")).to_have_text("quoted")
+        copied = "navigator.clipboard.readText()"
+        await tab.page.get_by_role("button", name="Copy the code").click()
+        await until_equal(tab, copied, 'def fox():\n    return "<script>"')
+        await tab.page.get_by_role("button", name="Copy the answer").click()
+        await until_equal(tab, copied, MARKDOWN)
+        await tab.page.get_by_role("button", name="Try again").click()
+        await expect(tab.notes).to_have_count(1)
+        await expect(tab.answers).to_have_count(1)
+        await tab.ask("And?")
+        await expect(tab.notes).to_have_count(2)
+        contents = [[message["content"] for message in asked["messages"]] for asked in tab.asked()]
+        assert contents == [["Talk"], ["Talk"], ["Talk", MARKDOWN, "And?"]]
+        await expect(tab.page.get_by_role("button", name="Try again")).to_have_count(1)
+
+
+async def until_equal(tab: Tab, expression: str, value: str) -> None:
+    """Wait until an expression of the page's has this value."""
+    await tab.page.wait_for_function(f"async (value) => (await {expression}) === value", arg=value)
+
+
+@in_depth
+@pytest.mark.parametrize(
+    "text", [HOSTILE, "**" * 3000, "[" * 5000, "x" + "`" * 999, "> " * 500 + "x", "- " * 500 + "x"]
+)
+async def test_no_text_of_a_model_runs_or_loads_anything_or_holds_the_page(browser: Browser, text: str) -> None:
+    pieces = [event(text[start : start + 100]) for start in range(0, len(text), 100)]
+
+    async def say() -> AsyncIterator[bytes]:
+        for piece in [*pieces, "[DONE]"]:
+            yield f"data: {piece}\n\n".encode()
+
+    async with page_of(browser, app_that_says(say)) as tab:
+        await tab.ask("Talk")
+        await expect(tab.page.locator(".assistant[aria-busy=false]")).to_have_count(1)
+        await expect(tab.answers.locator("img, script, a")).to_have_count(0)
+        shown = re.sub(r"\W", "", await tab.answers.inner_text())
+        assert shown == re.sub(r"\W", "", text)
+        assert await tab.page.title() == "fox · aioengine"
+
+
 # what goes wrong
 
 
