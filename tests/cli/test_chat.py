@@ -20,6 +20,7 @@ from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.plan import RowSampling
 from aioengine.testing import FakeExecutor
 from aioengine.text.tokenizer import Tokenizer
+from aioengine.tool_calls.calls import ToolCall
 
 # Commands
 
@@ -101,6 +102,9 @@ def test_each_setting_is_shown_set_and_taken_back(name: str) -> None:
         ("/wizard", "there is no command /wizard; /help lists them"),
         ("/", "there is no command /; /help lists them"),
         ("/save", "needs the name of a file"),
+        ("/load", "needs the name of a file"),
+        ("/load /no/where", "there is no file"),
+        ("/retry", "no question"),
     ],
 )
 def test_what_is_wrong_is_one_clear_line_and_changes_nothing(line: str, says: str) -> None:
@@ -130,6 +134,40 @@ def test_saving_writes_the_messages_as_json_and_leaves_files_that_exist_alone_un
     assert conversation.take(f"/save! {path}") == f"2 messages saved in {path}"
     assert json.loads(path.read_text()) == saved[1:]
     assert str(conversation.take(f"/save {tmp_path}/no/where")).startswith("not saved: ")
+
+
+def test_a_saved_conversation_is_loaded_and_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "chat.json"
+    saved = Conversation(system="Be brief.")
+    saved.take("What is 8 + 7?")
+    saved.called("I add.", [ToolCall(id="1", name="add", arguments='{"a": 8}')])
+    saved.returned(ToolCall(id="1", name="add", arguments='{"a": 8}'), "15")
+    saved.answered("15", TurnEnd.MAX_TOKENS)
+    saved.take(f"/save {path}")
+    conversation = Conversation()
+    conversation.take("Another one")
+    assert conversation.take(f"/load {path}") == f"5 messages loaded from {path}"
+    assert conversation.messages == saved.messages
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[1]", '[{"role": "user"}]', '[{"role": "fox", "content": ""}]', "[" * 99999]
+)
+def test_a_file_that_holds_no_conversation_changes_nothing(text: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.json").write_text(text)
+    conversation = Conversation(system="Be brief.")
+    conversation.take("Hi")
+    assert str(conversation.take(f"/load {tmp_path}/bad.json")).startswith("not loaded: ")
+    assert [message["content"] for message in conversation.messages] == ["Be brief.", "Hi"]
+
+
+def test_the_last_question_is_asked_again_without_its_answer() -> None:
+    conversation = Conversation()
+    for text in ("One", "Two"):
+        conversation.take(text)
+        conversation.answered(f"{text}!", TurnEnd.WHOLE)
+    assert conversation.take("/retry") is Todo.ASK
+    assert [message["content"] for message in conversation.prompt()] == ["One", "One!", "Two"]
 
 
 def test_help_names_every_command_and_exit_leaves() -> None:
