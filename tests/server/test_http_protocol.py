@@ -139,6 +139,47 @@ async def test_a_request_that_asks_for_another_protocol_is_answered_in_this_one_
 # What it may not
 
 
+@both_loops
+@pytest.mark.parametrize("is_bytewise", [False, True])
+async def test_a_trailer_field_is_no_header(is_bytewise: bool) -> None:
+    head = HEAD_OF_POST + b"x-tenant: poor\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n"
+    trailers = b"x-tenant: rich\r\nhost: y\r\nAuthorization: Bearer k\r\nexpect: 100-continue\r\n\r\n"
+    request = head + trailers + GET
+    async with served() as server, client_of(server) as client:
+        for piece in [request[at : at + 1] for at in range(len(request))] if is_bytewise else [request]:
+            await client.send(piece)
+        assert (await client.answer()).json()["body"] == "hello"
+        assert (await client.answer()).status == 200
+        told, next_one = ({name: value for name, value in scope["headers"]} for scope in server.app.scopes)
+        assert told == {b"host": b"x", b"x-tenant": b"poor", b"transfer-encoding": b"chunked"}
+        assert next_one == {b"host": b"x"}
+
+
+@both_loops
+@pytest.mark.parametrize("trailers", [b"a:\r\n" * 200, b"a: " + b"b" * 40_000 + b"\r\n", b"a: " + b"b" * 500_000])
+async def test_trailer_fields_count_among_the_headers(trailers: bytes) -> None:
+    async with served() as server, client_of(server) as client:
+        await client.send(HEAD_OF_POST + b"transfer-encoding: chunked\r\n\r\n0\r\n" + trailers + b"\r\n")
+        assert (await refusal(client)).status == 431
+
+
+@both_loops
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET / HTTP/1.1\r\nhost: localhost\r\nHost: evil\r\n\r\n", 400),
+        (b"GET / HTTP/1.0\r\nhost: localhost\r\nhost: localhost\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\na: b\r\n\r\n", 400),
+        (b"GET / HTTP/1.0\r\n\r\n", 200),
+        (b"GET / HTTP/1.1\r\nhost:\r\n\r\n", 200),
+    ],
+)
+async def test_a_request_has_one_host(head: bytes, status: int) -> None:
+    async with served() as server, client_of(server) as client:
+        assert (await ask(client, head)).status == status
+        assert server.statuses == [status] * (status == 400)
+
+
 MANY_HEADERS = b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 101 + b"\r\n"
 HEADER_LIMITS = ["headers_too_large", "100 (max_headers)", "32,768 bytes in all (max_header_bytes)"]
 
@@ -176,8 +217,8 @@ async def test_what_is_no_request_is_refused_in_json_and_the_connection_closed(
 async def test_a_head_may_be_as_large_as_the_limits() -> None:
     async with served() as server, client_of(server) as client:
         path = b"/" + b"p" * 8191
-        headers = b"".join(b"h%02d: %s\r\n" % (number, b"v" * 320) for number in range(100))
-        await client.send(b"GET " + path + b" HTTP/1.1\r\n" + headers + b"\r\n")
+        headers = b"".join(b"h%02d: %s\r\n" % (number, b"v" * 320) for number in range(99))
+        await client.send(b"GET " + path + b" HTTP/1.1\r\nhost: x\r\n" + headers + b"\r\n")
         assert (await client.answer()).status == 200
         await client.send(HEAD_OF_POST + b"content-length: 200000\r\n\r\n" + b"x" * 200_000 + GET)
         assert len((await client.answer()).body) > 200_000
@@ -236,7 +277,7 @@ async def test_rubbish_behind_a_whole_request_does_not_cost_the_request_its_answ
 
 async def test_a_body_that_goes_bad_once_the_answer_has_begun_cuts_the_connection() -> None:
     async with served() as server, client_of(server) as client:
-        await client.send(b"GET /flood HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n")
+        await client.send(b"GET /flood HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
         await client.read_until(b"x" * 1000)
         await client.send(b"zz\r\n")
         assert not (await client.read_to_end()).endswith(b"0\r\n\r\n")
@@ -299,7 +340,7 @@ async def test_an_idle_connection_is_closed_and_one_that_waits_for_its_answer_is
 @virtual_time
 async def test_the_rest_of_a_body_that_is_not_wanted_is_read_for_a_while_so_that_the_answer_is() -> None:
     async with served(header_timeout_s=10.0) as server, client_of(server) as client:
-        await client.send(b"POST /early HTTP/1.1\r\ncontent-length: 100000000\r\n\r\n")
+        await client.send(b"POST /early HTTP/1.1\r\nhost: x\r\ncontent-length: 100000000\r\n\r\n")
         assert (await client.answer()).status == 413
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(drip, client, b"x" * 1000)

@@ -136,9 +136,10 @@ class HttpProtocol(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._is_in_head = False
         self._head_bytes = 0
-        """Of a head that is not complete, without the piece that it began in."""
-        self._header_bytes = 0
-        """Of the headers that are complete."""
+        """Of what is neither body nor complete: a head, trailers, a chunk's extensions; without the piece that it began
+        in."""
+        self._num_fields = self._header_bytes = 0
+        """Of the headers and trailers that are complete."""
         self._num_deferred = 0
         """Pieces of this connection that are deferred. While there are any, no timer ends the connection."""
         self._is_discarding = False
@@ -184,8 +185,7 @@ class HttpProtocol(HttpToolsProtocol):
                 self.transport.abort()
             return
         self._unset_keepalive_if_required()
-        if self._is_in_head:
-            self._head_bytes += len(data)
+        self._head_bytes += len(data)
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -198,7 +198,8 @@ class HttpProtocol(HttpToolsProtocol):
             malformed = ApiError(400, "malformed_request", "this is no HTTP/1.1 request")
             self._refuse(cause if isinstance(cause, ApiError) else malformed)
         else:
-            if self._is_in_head and self._head_bytes > self._limits.max_header_bytes + self._limits.max_url_bytes:
+            is_coming = self._is_in_head or (not self._is_idle and self.cycle.more_body)
+            if is_coming and self._head_bytes > self._limits.max_header_bytes + self._limits.max_url_bytes:
                 self._refuse(_head_too_large(self._limits))
             elif self._head_timer is None and (self._is_in_head or self._is_idle):
                 # Also after newlines alone, or the rest of a body that was not read: neither is a request.
@@ -228,7 +229,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self.scope["extensions"] = self._extensions
         self._is_in_head = True
-        self._head_bytes = self._header_bytes = 0
+        self._head_bytes = self._num_fields = self._header_bytes = 0
 
     def on_url(self, url: bytes) -> None:
         self.url += url
@@ -238,17 +239,27 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         # Counted here: a piece of 256 KiB may hold 60,000 of them, and take 20 ms.
+        self._num_fields += 1
         self._header_bytes += len(name) + len(value)
-        if len(self.headers) >= self._limits.max_headers or self._header_bytes > self._limits.max_header_bytes:
+        if self._num_fields > self._limits.max_headers or self._header_bytes > self._limits.max_header_bytes:
             raise _head_too_large(self._limits)
+        if not self._is_in_head:
+            return  # A trailer field, behind a chunked body: never a header (RFC 9110, section 6.5.1).
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
             self.expect_100_continue = True
         self.headers.append((name, value))
 
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
+        super().on_body(body)
+
     def on_headers_complete(self) -> None:
         self._is_in_head = False
         self._stop_head_timer()
+        num_hosts = sum(name == b"host" for name, _ in self.headers)
+        if num_hosts > 1 or (num_hosts == 0 and self.parser.get_http_version() == "1.1"):  # RFC 9112, section 3.2
+            raise ApiError(400, "malformed_request", f"the request has {num_hosts} Host headers; send one")
         if len(self.pipeline) >= MAX_PIPELINED:
             raise ApiError(400, "too_many_requests", "too many requests were sent ahead of their turn")
         super().on_headers_complete()
