@@ -297,6 +297,9 @@ async def test_a_server_comes_back_serving_and_is_closed_by_hand() -> None:
         limits = HttpLimits(max_connections=5)
         async with await start_server(engine, port=0, limits=limits) as again, plain_client(again.url) as client:
             assert (await client.get("/health")).status_code == 200
+            assert (await client.get("/version")).status_code == 200
+            for name in ("evil.example", "[::1].evil.example"):  # no page of another origin reaches it
+                assert (await client.get("/version", headers={"host": name})).status_code in (400, 403)
             with pytest.raises(AioEngineError, match="in use"):
                 await start_server(engine, port=int(again.url.rpartition(":")[2]))
     for ended in (engine, quick_engine()):

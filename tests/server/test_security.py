@@ -23,7 +23,8 @@ from server.conftest import (
 
 from aioengine.server import ServerConfig
 from aioengine.server.errors import ApiError
-from aioengine.server.security import ApiKeys
+from aioengine.server.exchange import read_headers
+from aioengine.server.security import ApiKeys, host_name
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -160,7 +161,31 @@ async def test_a_name_that_is_not_ours_is_refused_where_ours_are_known(adapter: 
     async with serving_fake(adapter, config) as (*_, client):
         for ours in ("localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000"):
             assert (await client.get("/v1/models", headers={"host": ours})).status_code == 200
-        for other in ("evil.example", "127.0.0.1.evil.example:80", "localhost.evil"):
+        for other in ("evil.example", "127.0.0.1.evil.example:80", "localhost.evil", "[::2]", "localhost.."):
             refused = await client.post("/v1/completions", json={"prompt": "a"}, headers={"host": other})
             assert (refused.status_code, refused.json()["error"]["code"]) == (403, "host_not_allowed")
             assert (await client.get("/health", headers={"host": other})).status_code == 200
+        refused = await client.get("/v1/models", headers={"host": "[::1].evil.example"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "malformed_request")
+
+
+@pytest.mark.parametrize(
+    ("header", "name"),
+    [
+        ("localhost", "localhost"), ("LocalHost.:8000", "localhost"), ("127.0.0.1:", "127.0.0.1"),
+        ("[::1]", "::1"), ("[0:0:0:0:0:0:0:1]:80", "::1"), (" a-b_c.example ", "a-b_c.example"),
+        ("[::1].evil.example", None), ("[::1]evil", None), ("[::1", None), ("::1", None), ("[127.0.0.1]", None),
+        ("[::1%25lo]", None), ("localhost@evil.example", None), ("evil@localhost", None), ("localhost:80:80", None),
+        ("localhost:evil", None), ("localhost:8\u00b2", None), ("localhost:123456", None), ("localhost, evil", None),
+        ("localhost/evil", None), ("http://localhost", None), ("localhost evil", None), ("", None), (":80", None),
+    ],
+)  # fmt: skip
+async def test_a_host_header_is_read_whole_or_not_at_all(header: str, name: str | None) -> None:
+    assert host_name(header) == name
+
+
+async def test_of_a_header_that_comes_twice_neither_value_counts_alone() -> None:
+    headers = read_headers([(b"X-Api-Key", b"first-secret-key"), (b"a", b"1"), (b"x-api-key", b"first-secret-key")])
+    assert headers == {"x-api-key": "first-secret-key, first-secret-key", "a": "1"}
+    with pytest.raises(ApiError):
+        ApiKeys(KEYS).check(headers)

@@ -37,7 +37,6 @@ CLUSTER_SOCKET = "cluster.sock"
 MAX_PORT = 65535
 REPLICA_FLAGS = frozenset(ReplicaOptions.__struct_fields__) - {"drain_timeout_s"}
 """The time that requests have when a replica is drained is no flag: here that name is the servers'."""
-LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
 @click.command(name="serve")
@@ -147,10 +146,7 @@ def _protected(config: ServerConfig, listener: HttpListener) -> ServerConfig:
         logger.warning("%s can be reached from other machines, and asks for no key: see --api-keys", listener.url)
     else:
         logger.info("no API key is asked for")
-        if config.allowed_hosts is None and listener.where.uds is None:
-            # Any page in a browser here could reach us, by a name of its own that it lets point to this machine.
-            config = replace(config, allowed_hosts=tuple(dict.fromkeys((*LOCAL_HOSTS, listener.where.host))))
-    return config
+    return listener.with_names(config)
 
 
 class SignalStop(StopRequest):

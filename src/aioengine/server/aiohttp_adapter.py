@@ -14,7 +14,7 @@ from aioengine.errors import AioEngineError
 from aioengine.server.api import Api
 from aioengine.server.config import ServerConfig
 from aioengine.server.errors import ApiError, api_error_of
-from aioengine.server.exchange import ClientGone, PerLoop, Response
+from aioengine.server.exchange import ClientGone, PerLoop, Response, read_headers
 
 
 def aiohttp_routes(
@@ -152,9 +152,7 @@ class AiohttpExchange:
         self.path = "/" + request.match_info[PATH_BELOW]
         self.query = request.rel_url.raw_query_string
         # Not as aiohttp decodes them: a key's bytes are then the same in both adapters.
-        self.headers: Mapping[str, str] = {
-            name.decode("latin-1").lower(): value.decode("latin-1") for name, value in request.raw_headers
-        }
+        self.headers: Mapping[str, str] = read_headers(request.raw_headers)
         self.client = request.remote or ""
         self.response: web.StreamResponse | None = None
         self._request = request

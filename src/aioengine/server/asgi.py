@@ -23,7 +23,14 @@ from aioengine.outputs import CompletionDelta
 from aioengine.server.api import Api
 from aioengine.server.config import ServerConfig
 from aioengine.server.errors import api_error_of
-from aioengine.server.exchange import CUT_EXTENSION, ClientGone, Response, WriteMonitor, run_while_connected
+from aioengine.server.exchange import (
+    CUT_EXTENSION,
+    ClientGone,
+    Response,
+    WriteMonitor,
+    read_headers,
+    run_while_connected,
+)
 
 T = TypeVar("T")
 
@@ -102,9 +109,7 @@ class AsgiExchange:
         self.method: str = scope["method"]
         self.path = _path_below(scope)
         self.query = scope.get("query_string", b"").decode("latin-1")
-        self.headers: Mapping[str, str] = {
-            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
-        }
+        self.headers: Mapping[str, str] = read_headers(scope["headers"])
         client = scope.get("client")
         self.client = client[0] if client else ""
         self._receive = receive

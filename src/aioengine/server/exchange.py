@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Generic, Protocol, Self, TypeVar
 
 import anyio
@@ -49,7 +49,7 @@ class Exchange(Protocol):
         method: in capitals.
         path: below where the handlers are mounted; begins with "/". The handlers take a slash off its end.
         query: of the target, behind "?", as it was sent.
-        headers: by names in lower case; of one that came twice the last.
+        headers: see `read_headers`.
         client: the peer's address, for the log.
     """
 
@@ -94,6 +94,19 @@ class Exchange(Protocol):
         Where the server offers no way to, the connection ends when its owner closes it.
         """
         ...
+
+
+def read_headers(raw: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
+    """Headers by their names in lower case; the values of a name that came several times are joined by commas.
+
+    RFC 9110, section 5.3, joins them so. Neither the first nor the last of two Hosts, keys or tenants counts then: a
+    client and a proxy in front of us could read different ones.
+    """
+    headers: dict[str, str] = {}
+    for raw_name, raw_value in raw:
+        name, value = raw_name.decode("latin-1").lower(), raw_value.decode("latin-1")
+        headers[name] = f"{headers[name]}, {value}" if name in headers else value
+    return headers
 
 
 async def run_while_connected(exchange: Exchange, work: Callable[[Callable[[], None]], Awaitable[T]]) -> T:

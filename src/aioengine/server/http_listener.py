@@ -19,11 +19,14 @@ from typing import Annotated, Any, Self
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import replace
 
 from aioengine.errors import ConfigError
+from aioengine.server.config import ServerConfig
 from aioengine.transport.addresses import MAX_SOCKET_PATH_BYTES, check_free, remove_stale
 
 BACKLOG = 2048
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 KEYFILE_PASSWORD_VARIABLE = "AIOENGINE_SSL_KEYFILE_PASSWORD"
 
 
@@ -104,6 +107,15 @@ class HttpListener:
             each.family == socket.AF_UNIX or ipaddress.ip_address(each.getsockname()[0]).is_loopback
             for each in self.sockets
         )
+
+    def with_names(self, config: ServerConfig) -> ServerConfig:
+        """The config with the names of this machine as its allowed hosts, where no key is asked for and none are set.
+
+        Else any page in a browser here could reach the server, by a name of its own that it lets point to this machine.
+        """
+        if config.api_keys or config.allowed_hosts is not None or self.where.uds is not None or not self.is_local:
+            return config
+        return replace(config, allowed_hosts=tuple(dict.fromkeys((*LOCAL_HOSTS, self.where.host))))
 
     def bind(self) -> None:
         """Make the Unix socket, if it is to be one: all sockets are there then, for other processes to listen on.

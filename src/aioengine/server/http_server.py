@@ -112,7 +112,8 @@ async def start_server(
     logging set up. Close it before the engine.
 
     Args:
-        config: limits, API keys and names; absent: the defaults.
+        config: limits, API keys and names; absent: the defaults. Without keys and ``allowed_hosts`` a server of this
+            machine alone answers to localhost and ``host`` only.
         host, port: where; 0 leaves the port to the system. See `HttpServer.url`.
         uds: the path of a Unix socket, instead of host and port.
         limits: of connections.
@@ -125,7 +126,7 @@ async def start_server(
     if engine.health().status != "STARTING":
         engine.describe()  # raises where it is not running
     listener = await anyio.to_thread.run_sync(HttpListener, ServerAddress(host=host, port=port, uds=uds))
-    app = create_app(engine, config)
+    app = create_app(engine, listener.with_names(config or ServerConfig()))
     server = HttpServer(app, engine, listener, limits, on_drain=app.state.api.drain)
     try:
         await server._start()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
+import ipaddress
+import re
 from collections.abc import Mapping, Sequence
 
 from aioengine.server.errors import ApiError
@@ -14,6 +16,26 @@ ASK_A_PERSON = {"www-authenticate": 'Basic realm="aioengine", charset="UTF-8"'}
 ASK_A_PROGRAM = {"www-authenticate": "Bearer"}
 
 
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]{0,5})?")
+
+
+def host_name(header: str) -> str | None:
+    """The name or address that a Host header holds (RFC 9110, section 7.2), in lower case and without brackets.
+
+    Returns:
+        None: the header is malformed, such as by a user's name, or by anything behind the brackets but a port.
+    """
+    found = _HOST.fullmatch(header.strip().lower())
+    if found is None:
+        return None
+    if not found[1].startswith("["):
+        return found[1].removesuffix(".")
+    try:
+        return str(ipaddress.IPv6Address(found[1][1:-1]))
+    except ValueError:
+        return None
+
+
 def check_host(headers: Mapping[str, str], allowed: Sequence[str] | None) -> None:
     """Raise for a name that is not ours, where ours are known.
 
@@ -21,15 +43,19 @@ def check_host(headers: Mapping[str, str], allowed: Sequence[str] | None) -> Non
     rebinding); but it sends that name along.
 
     Raises:
-        ApiError: 403.
+        ApiError: 403; or 400: the header is malformed.
     """
     if allowed is None or "*" in allowed:
         return
-    host = headers.get("host", "").strip().lower()
-    name = host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
-    if name.rstrip(".") not in allowed:
-        what_to_do = "allow the name with --allowed-hosts, or ask for keys with --api-keys"
-        raise ApiError(403, "host_not_allowed", f"this server is not called {name[:100]!r}: {what_to_do}")
+    given = headers.get("host", "")
+    name = host_name(given)
+    if given and name is None:
+        raise ApiError(
+            400, "malformed_request", f"the Host header {given[:100]!r} is no name with a port or without one"
+        )
+    if name not in allowed:
+        what_to_do = "the server's owner can allow the name (allowed_hosts), or ask for keys (api_keys)"
+        raise ApiError(403, "host_not_allowed", f"this server is not called {name or ''!r}: {what_to_do}")
 
 
 class ApiKeys:
@@ -43,16 +69,18 @@ class ApiKeys:
         # Hashed, so that all are of one length, and comparing tells nothing of that either.
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
-    def check(self, headers: Mapping[str, str], *, is_page: bool = False) -> None:
+    def check(self, headers: Mapping[str, str], *, is_page: bool = False) -> str:
         """Raise where the request has none of the keys.
 
         Args:
             is_page: it is a person that looks at a page, and may be asked.
+        Returns:
+            the number of its key, as a text; empty where no key is asked for.
         Raises:
             ApiError: 401.
         """
         if not self._digests:
-            return
+            return ""
         keys = (_key_of(headers.get("authorization", "")), headers.get("x-api-key", "").encode("latin-1", "replace"))
         given = [hashlib.sha256(key).digest() for key in keys]
         # All of them, always: how long it takes does not tell which one it was.
@@ -60,6 +88,7 @@ class ApiKeys:
         if True not in matches:
             message = "a valid API key is needed: send it as `Authorization: Bearer KEY`, or as `X-Api-Key: KEY`"
             raise ApiError(401, "invalid_api_key", message, headers=ASK_A_PERSON if is_page else ASK_A_PROGRAM)
+        return str(matches.index(True) % len(self._digests))
 
 
 def _key_of(header: str) -> bytes:
