@@ -183,6 +183,35 @@ async def test_what_is_not_stored_cannot_be_found(client: AsyncOpenAI) -> None:
         assert (caught.value.code, caught.value.param) == ("previous_response_not_found", "previous_response_id")
 
 
+@both_adapters
+async def test_a_response_is_found_by_its_owner_alone(folder: Path, adapter: Adapter) -> None:
+    config = ServerConfig(api_keys=("first-key", "second-key"), tenant_header="X-Tenant", served_model_name=("demo",))
+    async with scripted(folder, "A", "B", "C", adapter=adapter, config=config) as served:
+        mine = served.openai.with_options(api_key="first-key", default_headers={"x-tenant": "red"})
+        others = [
+            served.openai.with_options(api_key="second-key", default_headers={"x-tenant": "red"}),
+            served.openai.with_options(api_key="first-key", default_headers={"x-tenant": "blue"}),
+        ]
+        first = await mine.responses.create(model="demo", input="Hi")
+        for other in others:
+            for ask in (other.responses.retrieve, other.responses.cancel, other.responses.delete):
+                with pytest.raises(openai.NotFoundError) as missing:
+                    await ask(first.id)
+                with pytest.raises(openai.NotFoundError) as unknown:
+                    await ask("resp_none")
+                assert missing.value.message.replace(first.id, "resp_none") == unknown.value.message
+            with pytest.raises(openai.BadRequestError, match="there is no response"):
+                await other.responses.create(model="demo", input="Hi", previous_response_id=first.id)
+            with pytest.raises(openai.NotFoundError, match="there is no item"):
+                item: Any = {"type": "item_reference", "id": first.output[0].id}
+                await other.responses.create(model="demo", input=[item])
+        by_header = mine.with_options(api_key="none", default_headers={"x-tenant": "red", "x-api-key": "first-key"})
+        assert await by_header.responses.retrieve(first.id) == first
+        second = await mine.responses.create(model="demo", input="Go on", previous_response_id=first.id)
+        assert second.output_text == "B"
+        await mine.responses.delete(first.id)
+
+
 async def test_the_client_in_the_same_process_has_responses(engine: Engine) -> None:
     client = engine.openai_client()
     first = await client.responses.create(model="demo", input=HELLO, temperature=0)

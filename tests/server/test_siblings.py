@@ -31,7 +31,7 @@ from aioengine.server.group.siblings import (
     receive_settings,
 )
 from aioengine.server.http_listener import ServerAddress
-from aioengine.server.stored_responses import SharedResponses
+from aioengine.server.stored_responses import OwnedId, SharedResponses
 
 SETTINGS = ServerSettings(
     index=1,
@@ -171,22 +171,28 @@ async def test_a_response_is_found_at_whichever_server_it_is_asked_for() -> None
     assert response_id.startswith("resp_02")
     assert len(response_id) == len("resp_") + 40
     item_id = f"msg_{response_id.removeprefix('resp_')}00"
-    port.servers[2].keep(response_id, body_of(item_id), [{"role": "user", "content": "Hi"}], None)
+    owned = OwnedId(response_id, "0 red")
+    port.servers[2].keep(owned, body_of(item_id), [{"role": "user", "content": "Hi"}], None)
     for server in port.servers:
-        assert await server.retrieve(response_id) == body_of(item_id)
-        assert await server.conversation(response_id) == [{"role": "user", "content": "Hi"}]
-        item = await server.item_finder()(item_id)
+        assert await server.retrieve(owned) == body_of(item_id)
+        assert await server.conversation(owned) == [{"role": "user", "content": "Hi"}]
+        item = await server.item_finder(owned.owner)(item_id)
         assert (item.role, item.content) == ("assistant", "Hello")
         with pytest.raises(ApiError, match="has ended, and cannot be cancelled"):
-            await server.cancel(response_id)
-    assert port.num_asked == 2 * 4
-    await port.servers[0].delete(response_id)
+            await server.cancel(owned)
+        other = OwnedId(response_id, "1 red")
+        for ask in (server.retrieve, server.cancel, server.delete):
+            with pytest.raises(ApiError, match="there is no response"):
+                await ask(other)
+        assert (await server.look_up(other)).stored is None
+    assert port.num_asked == 2 * 8
+    await port.servers[0].delete(owned)
     for server in port.servers:
         with pytest.raises(ApiError) as caught:
-            await server.retrieve(response_id)
+            await server.retrieve(owned)
         assert (caught.value.status, caught.value.param) == (404, "id")
         with pytest.raises(ApiError) as caught:
-            await server.conversation(response_id)
+            await server.conversation(owned)
         assert (caught.value.code, caught.value.param) == ("previous_response_not_found", "previous_response_id")
 
 
@@ -197,7 +203,7 @@ async def test_a_response_is_found_at_whichever_server_it_is_asked_for() -> None
 async def test_ids_of_no_server_are_found_nowhere_and_nothing_is_asked(response_id: str) -> None:
     port = Port()
     with pytest.raises(ApiError) as caught:
-        await port.servers[1].retrieve(response_id)
+        await port.servers[1].retrieve(OwnedId(response_id, ""))
     assert caught.value.status == 404
     assert port.num_asked == 0
 
@@ -208,5 +214,5 @@ async def test_what_an_ended_server_had_is_to_go_on_with_as_little_as_what_was_n
 
     server = SharedResponses(3, 10_000, server=0, num_servers=3, ask=ask)
     with pytest.raises(ApiError) as caught:
-        await server.conversation("resp_02" + 38 * "0")
+        await server.conversation(OwnedId("resp_02" + 38 * "0", ""))
     assert (caught.value.status, caught.value.param) == (400, "previous_response_id")

@@ -69,7 +69,7 @@ from aioengine.server.schema import (
     template_kwargs,
 )
 from aioengine.server.security import ApiKeys, check_host
-from aioengine.server.stored_responses import SharedResponses, StoredResponses
+from aioengine.server.stored_responses import OwnedId, SharedResponses, StoredResponses
 from aioengine.server.tracing import Tracing
 from aioengine.turns import turns_here
 from aioengine.validation import shorten
@@ -329,7 +329,8 @@ class Api:
         try:
             if exchange.path != "/health":
                 check_host(exchange.headers, self.config.allowed_hosts)
-                self._keys.check(exchange.headers, is_page=exchange.path == "/")
+                key = self._keys.check(exchange.headers, is_page=exchange.path == "/")
+                record.owner = f"{key} {exchange.headers.get((self.config.tenant_header or '').lower(), '')}"
             if routes is None:
                 raise self._nothing_at(exchange.path)
             route = routes.get("GET" if exchange.method == "HEAD" else exchange.method)
@@ -453,15 +454,15 @@ class Api:
     async def _get_response(self, exchange: Exchange, record: RequestRecord) -> Response:
         if dict(parse_qsl(exchange.query)).get("stream") == "true":
             raise unsupported("stream", "is not for responses that are retrieved; leave it out, and ask again")
-        return Response(200, await self._responses.retrieve(_response_id(exchange)), JSON_HEADERS)
+        return Response(200, await self._responses.retrieve(_owned_id(exchange, record)), JSON_HEADERS)
 
     async def _cancel_response(self, exchange: Exchange, record: RequestRecord) -> Response:
-        return Response(200, await self._responses.cancel(_response_id(exchange)), JSON_HEADERS)
+        return Response(200, await self._responses.cancel(_owned_id(exchange, record)), JSON_HEADERS)
 
     async def _delete_response(self, exchange: Exchange, record: RequestRecord) -> Response:
-        response_id = _response_id(exchange)
-        await self._responses.delete(response_id)
-        return _json({"id": response_id, "object": "response", "deleted": True})
+        owned = _owned_id(exchange, record)
+        await self._responses.delete(owned)
+        return _json({"id": owned.id, "object": "response", "deleted": True})
 
     async def _read_generation(self, exchange: Exchange, record: RequestRecord, kind: type[G]) -> G:
         self.engine.check_accepting()  # before the body is read
@@ -613,8 +614,8 @@ def _template_of(path: str) -> str:
     return path
 
 
-def _response_id(exchange: Exchange) -> str:
-    return exchange.path.removeprefix(RESPONSE_PREFIX).partition("/")[0]
+def _owned_id(exchange: Exchange, record: RequestRecord) -> OwnedId:
+    return OwnedId(exchange.path.removeprefix(RESPONSE_PREFIX).partition("/")[0], record.owner)
 
 
 def _json(value: Any, status: int = 200) -> Response:

@@ -35,7 +35,7 @@ from aioengine.server.messages import MESSAGE_NAMES, MessageAnswer, MessageReque
 from aioengine.server.record import RequestRecord
 from aioengine.server.responses import RESPONSE_NAMES, ResponseAnswer, ResponseRequest, read_input, with_instructions
 from aioengine.server.schema import ChatGeneration, ChatRequest, CompletionRequest, Generation, template_kwargs
-from aioengine.server.stored_responses import RunningResponse, StoredResponses
+from aioengine.server.stored_responses import OwnedId, RunningResponse, StoredResponses
 from aioengine.server.stream_group import StreamGroup
 from aioengine.tool_calls.calls import forces_call
 from aioengine.turns import turns_here
@@ -136,22 +136,22 @@ class GenerationCall:
     async def respond(self, request: ResponseRequest, stored: StoredResponses) -> Response | None:
         """Answer by a response; None when that was a stream, which has been written."""
         conversation = await self._conversation(request, stored)
-        response_id = stored.make_id()
+        owned = OwnedId(stored.make_id(), self._record.owner)
 
         def keep(body: bytes, choice: CompletionOutput | None) -> None:
             if request.store is not False:
-                stored.keep(response_id, body, conversation, choice)
+                stored.keep(owned, body, conversation, choice)
 
         try:
             options = {"chat_template_kwargs": request.chat_template_kwargs, **self._answer_options(request)}
             group = StreamGroup(await self._streams(request, [with_instructions(request, conversation)], **options))
             answer = ResponseAnswer(
-                request.head(response_id, self._record.model, group.streams[0].params, read_tools(request.tools)),
+                request.head(owned.id, self._record.model, group.streams[0].params, read_tools(request.tools)),
                 self._engine.token_bytes,
                 top_logprobs=request.num_top_logprobs,
                 keep=keep,
             )
-            running = stored.running(response_id, RunningResponse(group, answer))
+            running = stored.running(owned, RunningResponse(group, answer))
             if request.background:
                 return await self._begin_in_background(group, answer, running)
             with running:
@@ -162,8 +162,9 @@ class GenerationCall:
     async def _conversation(self, request: ResponseRequest, stored: StoredResponses) -> list[dict[str, Any]]:
         """The messages that a response answers, without its own instructions."""
         previous_id, max_messages = request.previous_response_id, self._config.max_messages
-        conversation = await stored.conversation(previous_id) if previous_id is not None else []
-        conversation += await read_input(request, max_messages, stored.item_finder())
+        owner = self._record.owner
+        conversation = await stored.conversation(OwnedId(previous_id, owner)) if previous_id is not None else []
+        conversation += await read_input(request, max_messages, stored.item_finder(owner))
         if len(conversation) > max_messages:
             raise too_many("messages", max_messages)
         return conversation

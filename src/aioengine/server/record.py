@@ -33,6 +33,7 @@ class RequestRecord(msgspec.Struct, kw_only=True, weakref=True):
     It holds no prompt, no key, no header but the id and the trace, and nothing after a path's question mark.
 
     Attributes:
+        owner: whose stored responses it may use: the number of its key, and the tenant that a proxy says. Never logged.
         request_id: the client's own if `access_log.request_id_of` found it fit, else made.
         path: below the mount, without the query.
         route: the path's template, such as ``/v1/models/{id}``: what metrics and spans are named by.
@@ -57,6 +58,7 @@ class RequestRecord(msgspec.Struct, kw_only=True, weakref=True):
     method: str
     path: str
     started_at: float
+    owner: str = ""
     route: str = OTHER_ROUTE
     client: str = ""
     ended_at: float | None = None

@@ -51,6 +51,13 @@ class StoredResponse(NamedTuple):
         return len(self.body) + len(self.messages) + OVERHEAD_BYTES
 
 
+class OwnedId(NamedTuple):
+    """What a response is found by: another owner that knows its id finds none."""
+
+    id: str
+    owner: str
+
+
 class Found(NamedTuple):
     """What there is of a response."""
 
@@ -88,24 +95,24 @@ class StoredResponses:
         self._max_num = max_num
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
-        self._running: dict[str, RunningResponse] = {}
+        self._stored: OrderedDict[OwnedId, StoredResponse] = OrderedDict()
+        self._running: dict[OwnedId, RunningResponse] = {}
 
     def make_id(self) -> str:
         """One that cannot be guessed, since with it a response may be read."""
         return f"resp_{secrets.token_hex(20)}"
 
     @contextlib.contextmanager
-    def running(self, response_id: str, response: RunningResponse) -> Iterator[None]:
+    def running(self, owned: OwnedId, response: RunningResponse) -> Iterator[None]:
         """While a response is being generated it can be found, and cancelled."""
-        self._running[response_id] = response
+        self._running[owned] = response
         try:
             yield
         finally:
-            del self._running[response_id]
+            del self._running[owned]
 
     def keep(
-        self, response_id: str, body: bytes, messages: list[dict[str, Any]], choice: CompletionOutput | None
+        self, owned: OwnedId, body: bytes, messages: list[dict[str, Any]], choice: CompletionOutput | None
     ) -> None:
         """A response has ended.
 
@@ -120,35 +127,35 @@ class StoredResponses:
         stored = StoredResponse(body, msgspec.json.encode(answered), is_cancelled)
         if stored.num_bytes > self._max_bytes:  # it would drive out all others, and then go itself
             return
-        self._stored[response_id] = stored
+        self._stored[owned] = stored
         self._num_bytes += stored.num_bytes
         while len(self._stored) > self._max_num or self._num_bytes > self._max_bytes:
             _, oldest = self._stored.popitem(last=False)
             self._num_bytes -= oldest.num_bytes
 
-    async def look_up(self, response_id: str) -> Found:
+    async def look_up(self, owned: OwnedId) -> Found:
         """A response to go on with."""
-        if (stored := self._stored.get(response_id)) is not None:
-            self._stored.move_to_end(response_id)
-        return Found(stored, response_id in self._running)
+        if (stored := self._stored.get(owned)) is not None:
+            self._stored.move_to_end(owned)
+        return Found(stored, owned in self._running)
 
-    async def conversation(self, response_id: str) -> list[dict[str, Any]]:
+    async def conversation(self, owned: OwnedId) -> list[dict[str, Any]]:
         """The messages up to a response, and with it.
 
         Raises:
             ApiError: 400.
         """
-        stored, is_running = await self.look_up(response_id)
+        stored, is_running = await self.look_up(owned)
         if is_running:
             message = "the response is still being generated: wait for its end, or cancel it"
             raise ApiError(400, "response_running", message, param="previous_response_id")
         if stored is None:
-            message = f"there is no response {response_id[:100]!r}: it was not stored, or has given way to others"
+            message = f"there is no response {owned.id[:100]!r}: it was not stored, or has given way to others"
             raise ApiError(400, "previous_response_not_found", message, param="previous_response_id")
         messages: list[dict[str, Any]] = msgspec.json.decode(stored.messages)
         return messages
 
-    def item_finder(self) -> Callable[[str], Awaitable[InputItem]]:
+    def item_finder(self, owner: str) -> Callable[[str], Awaitable[InputItem]]:
         """What finds stored items by their ids, for one request: each of them once, as a client would send it back.
 
         Raises (what is returned):
@@ -160,7 +167,10 @@ class StoredResponses:
         async def find(item_id: str) -> InputItem:
             nonlocal num_bytes
             response_id = f"resp_{item_id.partition('_')[2][:-2]}"  # see `ResponseAnswer`
-            if response_id not in found and (stored := (await self.look_up(response_id)).stored) is not None:
+            if (
+                response_id not in found
+                and (stored := (await self.look_up(OwnedId(response_id, owner))).stored) is not None
+            ):
                 num_bytes += len(stored.body)
                 if num_bytes > MAX_REFERRED_BYTES:
                     told = f"input refers to responses of more than {MAX_REFERRED_BYTES:,} bytes; give their items"
@@ -174,51 +184,51 @@ class StoredResponses:
 
         return find
 
-    async def retrieve(self, response_id: str) -> bytes:
+    async def retrieve(self, owned: OwnedId) -> bytes:
         """A response's body, also of one that is running.
 
         Raises:
             ApiError: 404.
         """
-        if (running := self._running.get(response_id)) is not None:
+        if (running := self._running.get(owned)) is not None:
             return await running.body()
-        body = self._find(response_id).body
-        self._stored.move_to_end(response_id)
+        body = self._find(owned).body
+        self._stored.move_to_end(owned)
         return body
 
-    async def cancel(self, response_id: str) -> bytes:
+    async def cancel(self, owned: OwnedId) -> bytes:
         """End a running response; returns its body.
 
         Raises:
             ApiError: 404; or 400: it has ended otherwise.
         """
-        if (running := self._running.get(response_id)) is not None:
+        if (running := self._running.get(owned)) is not None:
             return await running.cancel()
-        stored = self._find(response_id)
+        stored = self._find(owned)
         if not stored.is_cancelled:
             raise ApiError(
                 400, "response_ended", "the response has ended, and cannot be cancelled any more", param="id"
             )
         return stored.body
 
-    async def delete(self, response_id: str) -> None:
+    async def delete(self, owned: OwnedId) -> None:
         """Forget a response.
 
         Raises:
             ApiError: 404; or 400: it is running.
         """
-        if response_id in self._running:
+        if owned in self._running:
             raise ApiError(
                 400, "response_running", "the response is still being generated; cancel it first", param="id"
             )
-        self._num_bytes -= self._find(response_id).num_bytes
-        del self._stored[response_id]
+        self._num_bytes -= self._find(owned).num_bytes
+        del self._stored[owned]
 
-    def _find(self, response_id: str) -> StoredResponse:
-        if response_id not in self._stored:
-            message = f"there is no response {response_id[:100]!r}: it was not stored, or has given way to others"
+    def _find(self, owned: OwnedId) -> StoredResponse:
+        if owned not in self._stored:
+            message = f"there is no response {owned.id[:100]!r}: it was not stored, or has given way to others"
             raise ApiError(404, "not_found", message, param="id")
-        return self._stored[response_id]
+        return self._stored[owned]
 
 
 class SharedResponses(StoredResponses):
@@ -246,32 +256,32 @@ class SharedResponses(StoredResponses):
     def make_id(self) -> str:
         return f"resp_{self._server:02x}{secrets.token_hex(19)}"
 
-    async def look_up(self, response_id: str) -> Found:
-        if (owner := self._owner(response_id)) is None:
-            return await super().look_up(response_id)
+    async def look_up(self, owned: OwnedId) -> Found:
+        if (server := self._server_of(owned)) is None:
+            return await super().look_up(owned)
         try:
-            copy = await self._ask(AskStored(owner, "copy", response_id))
+            copy = await self._ask(AskStored(server, "copy", *owned))
         except ApiError as error:
             if error.status != 404:
                 raise
             return Found(None, is_running=False)  # its server has ended
         return msgspec.msgpack.decode(copy, type=Found)
 
-    async def retrieve(self, response_id: str) -> bytes:
-        if (owner := self._owner(response_id)) is None:
-            return await super().retrieve(response_id)
-        return await self._ask(AskStored(owner, "retrieve", response_id))
+    async def retrieve(self, owned: OwnedId) -> bytes:
+        if (server := self._server_of(owned)) is None:
+            return await super().retrieve(owned)
+        return await self._ask(AskStored(server, "retrieve", *owned))
 
-    async def cancel(self, response_id: str) -> bytes:
-        if (owner := self._owner(response_id)) is None:
-            return await super().cancel(response_id)
-        return await self._ask(AskStored(owner, "cancel", response_id))
+    async def cancel(self, owned: OwnedId) -> bytes:
+        if (server := self._server_of(owned)) is None:
+            return await super().cancel(owned)
+        return await self._ask(AskStored(server, "cancel", *owned))
 
-    async def delete(self, response_id: str) -> None:
-        if (owner := self._owner(response_id)) is None:
-            await super().delete(response_id)
+    async def delete(self, owned: OwnedId) -> None:
+        if (server := self._server_of(owned)) is None:
+            await super().delete(owned)
         else:
-            await self._ask(AskStored(owner, "delete", response_id))
+            await self._ask(AskStored(server, "delete", *owned))
 
     async def answer(self, asked: AskStored) -> bytes:
         """What another server asks of a response here.
@@ -279,17 +289,18 @@ class SharedResponses(StoredResponses):
         Raises:
             ApiError: as it would be here.
         """
+        owned = OwnedId(asked.response_id, asked.owner)
         if asked.do == "copy":
-            return msgspec.msgpack.encode(await super().look_up(asked.response_id))
+            return msgspec.msgpack.encode(await super().look_up(owned))
         if asked.do == "retrieve":
-            return await super().retrieve(asked.response_id)
+            return await super().retrieve(owned)
         if asked.do == "cancel":
-            return await super().cancel(asked.response_id)
-        await super().delete(asked.response_id)
+            return await super().cancel(owned)
+        await super().delete(owned)
         return b""
 
-    def _owner(self, response_id: str) -> int | None:
+    def _server_of(self, owned: OwnedId) -> int | None:
         """The server that has it, if that is another one."""
-        found = SHARED_ID.fullmatch(response_id)
-        owner = self._server if found is None else int(found[1], 16)
-        return owner if owner != self._server and owner < self._num_servers else None
+        found = SHARED_ID.fullmatch(owned.id)
+        server = self._server if found is None else int(found[1], 16)
+        return server if server != self._server and server < self._num_servers else None

@@ -115,11 +115,13 @@ class AskStored(msgspec.Struct, frozen=True, tag="stored"):
 
     Attributes:
         do: "retrieve", "cancel" and "delete" are as over HTTP, "copy" gives a `StoredResponse` to go on with.
+        owner: of the response.
     """
 
     server: int
     do: Literal["retrieve", "cancel", "delete", "copy"]
     response_id: str
+    owner: str = ""
 
 
 Question = ReadNumbers | CountOpen | AbortNamed | AskStored
