@@ -150,7 +150,7 @@ async def test_a_trailer_field_is_no_header(is_bytewise: bool) -> None:
             await client.send(piece)
         assert (await client.answer()).json()["body"] == "hello"
         assert (await client.answer()).status == 200
-        told, next_one = ({name: value for name, value in scope["headers"]} for scope in server.app.scopes)
+        told, next_one = (dict(scope["headers"]) for scope in server.app.scopes)
         assert told == {b"host": b"x", b"x-tenant": b"poor", b"transfer-encoding": b"chunked"}
         assert next_one == {b"host": b"x"}
 

@@ -202,8 +202,8 @@ async def test_a_response_is_found_by_its_owner_alone(folder: Path, adapter: Ada
                 assert missing.value.message.replace(first.id, "resp_none") == unknown.value.message
             with pytest.raises(openai.BadRequestError, match="there is no response"):
                 await other.responses.create(model="demo", input="Hi", previous_response_id=first.id)
+            item: Any = {"type": "item_reference", "id": first.output[0].id}
             with pytest.raises(openai.NotFoundError, match="there is no item"):
-                item: Any = {"type": "item_reference", "id": first.output[0].id}
                 await other.responses.create(model="demo", input=[item])
         by_header = mine.with_options(api_key="none", default_headers={"x-tenant": "red", "x-api-key": "first-key"})
         assert await by_header.responses.retrieve(first.id) == first
