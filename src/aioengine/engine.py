@@ -240,7 +240,8 @@ class Engine(EngineControl):
                 and Anthropic's spellings, too. A tool that is ``strict`` gets arguments that its schema admits alone.
             parallel_tool_calls: whether one answer may ask for several calls.
             reasoning_effort: for models that can be told: "none" lets them answer without reasoning.
-            chat_template: a Jinja text to render the chat by in place of the model's, with the same bounds.
+            chat_template: the name of one of the model's templates, or a Jinja text to use in place of them, with the
+                same bounds. Absent: "tool_use" for tools where the model has it, else "default".
             add_special_tokens: to a text or a chat those that the tokenizer adds by itself, such as a BOS; absent: to a
                 text, and not to a chat, whose template writes them.
             output_type: a type, such as a pydantic model: the answer is JSON of its schema, and ``parsed`` a value.

@@ -361,6 +361,16 @@ async def test_a_requests_template_has_the_bounds_of_a_models(template: str, sai
         assert (await http.post(CHAT, json={"messages": HELLO, "max_tokens": 1})).status_code == 200
 
 
+async def test_a_models_own_template_is_asked_for_by_its_name(engine: Engine) -> None:
+    async with serving(engine, "starlette") as served, plain_client(served.url) as http:
+        named = {"messages": HELLO, "max_tokens": 1, "chat_template": "default"}
+        assert (await http.post(CHAT, json=named)).status_code == 200
+        error = await refused(http, CHAT, chat_template="rag")
+        assert error["param"] == "chat_template"
+        assert "no chat template 'rag'" in error["message"]
+        assert "'default'" in error["message"]
+
+
 async def test_a_template_is_for_chats(engine: Engine) -> None:
     for prompt in (FOX, [5, 6]):
         with pytest.raises(InvalidRequest, match="for the messages of a chat"):

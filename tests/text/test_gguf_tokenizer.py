@@ -108,7 +108,7 @@ def test_the_chat_template_and_the_named_tokens_are_there(tmp_path: Path) -> Non
     tokenizer = TOKENIZERS["gpt-2"]()
     tokenizer.add_special_tokens(SPECIAL)
     found = Ours.load(save(tokenizer, tmp_path, "gpt-2"))
-    assert found.chat_template == "{{ messages }}"
+    assert found.chat_templates == {"default": "{{ messages }}"}
     assert found.bos_token_id == tokenizer.token_to_id("<|begin|>")
     assert set(found.special_tokens.values()) == set(SPECIAL)
 

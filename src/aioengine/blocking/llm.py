@@ -108,7 +108,7 @@ class LLM(Facade):
             messages: a conversation, a list of ``{"role": ..., "content": ...}``; or a list of conversations.
             add_generation_prompt, continue_final_message: short for these two of ``chat_template_kwargs``.
             chat_template_kwargs: variables for the template, such as ``enable_thinking``; as in `Engine.generate`.
-            chat_template: to use in place of the model's.
+            chat_template: as in `Engine.generate`.
             tools, tool_choice, parallel_tool_calls, reasoning_effort, output_type: as there, for all conversations.
         """
         make_params(None, {}, sampling)

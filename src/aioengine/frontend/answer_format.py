@@ -20,6 +20,7 @@ from aioengine.structured.constraints import Constraint, Either, Grammar
 from aioengine.structured.grammar import Thinking
 from aioengine.structured.json_schema import unsound_keywords
 from aioengine.structured.normalize import normalized
+from aioengine.text.template_files import DEFAULT, WITH_TOOLS
 from aioengine.text.tokenizer import Tokenizer
 from aioengine.tool_calls.calls import AnswerParser, Tool, ToolChoice, read_tool_choice, read_tools
 from aioengine.tool_calls.formats import ToolFormat, detect_tool_format, find_tool_format
@@ -96,13 +97,15 @@ class AnswerFormats:
     """
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
-        template = (tokenizer.chat_template if tokenizer is not None else None) or ""
+        templates = tokenizer.chat_templates if tokenizer is not None else {}
+        template = templates.get(DEFAULT, "")
+        with_tools = templates.get(WITH_TOOLS, template)
         self._tokenizer = tokenizer
         tool_name, reasoning_name = config.tool_format, config.reasoning_format
         if tool_name == "auto":
-            tool_name = detect_tool_format(template) or "none"
+            tool_name = detect_tool_format(with_tools) or "none"
         if reasoning_name == "auto":
-            reasoning_name = detect_reasoning_format(template) or "none"
+            reasoning_name = detect_reasoning_format(with_tools) or detect_reasoning_format(template) or "none"
         self._tools: ToolFormat | None = None if tool_name == "none" else find_tool_format(tool_name)
         self._reasoning = None if reasoning_name == "none" else find_reasoning_format(reasoning_name)
 

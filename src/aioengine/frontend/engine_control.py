@@ -253,6 +253,7 @@ class EngineControl:
         *,
         add_special_tokens: bool | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
         tools: Any = None,
     ) -> list[int]:
         """The token ids of a text or a chat, however long: more than the model takes may be counted, too.
@@ -262,7 +263,7 @@ class EngineControl:
         Args:
             add_special_tokens: those that the tokenizer adds by itself, such as a BOS. Absent: as `generate` does, with
                 a text and not with a chat, whose template writes them.
-            chat_template_kwargs, tools: as in `generate`.
+            chat_template_kwargs, chat_template, tools: as in `generate`.
         Raises:
             InvalidRequest: a value is bad, or the model has no tokenizer.
         """
@@ -279,6 +280,8 @@ class EngineControl:
         kwargs = take_template_kwargs(chat_template_kwargs, is_chat=is_chat)
         if told := [tool.as_openai() for tool in read_tools(tools)]:
             kwargs["tools"] = told
+        if chat_template is not None:
+            kwargs["chat_template"] = chat_template
         if isinstance(prompt, str):
             text = prompt
         else:  # apart from the encoding: a long chat is encoded by the worker for its size

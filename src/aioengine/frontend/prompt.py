@@ -29,7 +29,7 @@ from aioengine.scheduler.plan import int32
 from aioengine.scheduler.policy import Incoming
 from aioengine.scheduler.sequence import Request, Sequence, make_choices
 from aioengine.text.chat_input import copy_messages, take_template_kwargs
-from aioengine.text.loading import MAX_TEMPLATE_BYTES
+from aioengine.text.template_files import MAX_TEMPLATE_BYTES
 from aioengine.validation import check_fields, invalid, is_utf8, shorten, typed
 
 ChatMessage = dict[str, Any]

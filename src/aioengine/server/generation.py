@@ -109,7 +109,8 @@ class GenerationCall:
         Raises:
             ApiError: it has a template of its own that is too long, or this server takes none.
         """
-        if request.chat_template is not None and not self._config.trust_request_chat_template:
+        is_program = "{" in (request.chat_template or "")  # else it is the name of one of the model's own
+        if is_program and not self._config.trust_request_chat_template:
             told = "of a request is a program, and this server runs none (--trust-request-chat-template); leave it out"
             raise unsupported("chat_template", told)
         if len(request.chat_template or "") > MAX_TEMPLATE_CHARS:
@@ -242,7 +243,9 @@ class GenerationCall:
             engine = self._engine
             token_ids = await run_while_connected(
                 self._exchange,
-                lambda _: engine.tokenize(messages, chat_template_kwargs=told, tools=asked.tools),
+                lambda _: engine.tokenize(
+                    messages, chat_template=options["chat_template"], chat_template_kwargs=told, tools=asked.tools
+                ),
             )
             return len(token_ids)
         except InvalidRequest as error:

@@ -19,6 +19,7 @@ from aioengine.errors import AioEngineError, ModelLoadError
 from aioengine.models.folder import check_files, is_gguf, read_json
 from aioengine.models.formats.gguf_file import GgufFile
 from aioengine.text.gguf_tokenizer import build_tokenizer, has_vocabulary, named_tokens_of
+from aioengine.text.template_files import DEFAULT, templates_of_folder, templates_of_gguf
 
 VOCABULARY_FILES = (
     "tokenizer.json",
@@ -60,9 +61,6 @@ MAX_TOKEN_IDS = 2**22
 TOKEN_IDS_MARGIN = 2**16
 """Ids that a tokenizer may have beyond its model's."""
 
-MAX_TEMPLATE_BYTES = 2**20
-"""Of chat_template.jinja: thirty times the largest."""
-
 MAX_SHOWN_CHARS = 500
 
 
@@ -72,14 +70,14 @@ class LoadedTokenizer(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         backend: a ``tokenizers.Tokenizer`` with neither truncation nor padding; None if it does not do the decoding.
         slow: a transformers tokenizer, only where it encodes otherwise than ``backend`` or there is no backend.
-        chat_template: None if the model has none.
+        chat_templates: by name.
         named_tokens: "bos_token", "eos_token" and so on, as far as they are set.
         max_ids: its ids are below this.
     """
 
     backend: Any = None
     slow: Any = None
-    chat_template: str | None = None
+    chat_templates: dict[str, str] = {}
     named_tokens: dict[str, str] = {}
     max_ids: int = MAX_TOKEN_IDS
 
@@ -106,9 +104,7 @@ def load_tokenizer(folder: Path) -> LoadedTokenizer:
     settings, config = (read_json(file) if file.is_file() else {} for file in files)
     if settings.get("tokenizer_class") not in WITHOUT_VOCABULARY:
         _check_vocabulary(folder)
-    template_file = folder / "chat_template.jinja"
-    if template_file.is_file() and template_file.stat().st_size > MAX_TEMPLATE_BYTES:
-        raise ModelLoadError(f"{template_file} has more than {MAX_TEMPLATE_BYTES} bytes, which no chat template has")
+    templates = templates_of_folder(folder, settings)
     _check_normalizer(folder / "tokenizer.json")
     is_cut = (folder / "vocab.json").is_file() and not any(
         (folder / name).is_file() for name in ("merges.txt", "tokenizer.json")
@@ -118,19 +114,18 @@ def load_tokenizer(folder: Path) -> LoadedTokenizer:
         loaded = _load_plain(folder, settings, config.get("model_type")) or _load_with_transformers(folder)
     num_ids = config.get("vocab_size")
     max_ids = min(num_ids + TOKEN_IDS_MARGIN, MAX_TOKEN_IDS) if type(num_ids) is int else MAX_TOKEN_IDS
-    return msgspec.structs.replace(loaded, max_ids=max_ids)
+    return msgspec.structs.replace(loaded, chat_templates=templates or loaded.chat_templates, max_ids=max_ids)
 
 
 def _load_from_gguf(path: Path) -> LoadedTokenizer:
     file = GgufFile.read(path)
     if not has_vocabulary(file):
         raise ModelLoadError(f"{path} has no tokenizer; give prompts as token ids")
-    template = file.get("tokenizer.chat_template", str)
-    if template is not None and len(template) > MAX_TEMPLATE_BYTES:
-        raise ModelLoadError(f"{path}: the chat template has more than {MAX_TEMPLATE_BYTES} characters, which none has")
+    templates = templates_of_gguf(file, path)
     with failures_as(lambda problem: ModelLoadError(f"{path}: the tokenizer could not be loaded: {problem}")):
-        loaded = _with_backend(build_tokenizer(file), template, named_tokens_of(file))
-    return msgspec.structs.replace(loaded, max_ids=len(file.get("tokenizer.ggml.tokens", list)))
+        loaded = _with_backend(build_tokenizer(file), named_tokens_of(file))
+    max_ids = len(file.get("tokenizer.ggml.tokens", list))
+    return msgspec.structs.replace(loaded, chat_templates=templates, max_ids=max_ids)
 
 
 def _check_vocabulary(folder: Path) -> None:
@@ -230,7 +225,6 @@ def _load_plain(folder: Path, config: dict[str, Any], model_type: object) -> Loa
         not (is_plain or is_qwens)
         or any(config.get(name) for name in _UNPLAIN_SETTINGS)
         or not (folder / "tokenizer.json").is_file()
-        or (folder / "additional_chat_templates").exists()
     ):
         return None
     from tokenizers import Tokenizer as Backend
@@ -238,12 +232,8 @@ def _load_plain(folder: Path, config: dict[str, Any], model_type: object) -> Loa
     backend = Backend.from_file(str(folder / "tokenizer.json"))
     if not _adds_nothing(folder, config, backend) or (is_qwens and not _is_as_qwens_class_makes(config, backend)):
         return None
-    template_file = folder / "chat_template.jinja"
-    chat_template = template_file.read_text("utf-8") if template_file.is_file() else config.get("chat_template")
-    if not (chat_template is None or isinstance(chat_template, str)):
-        return None
     named_tokens = {name: _content(config[name]) for name in NAMED_TOKENS if config.get(name) is not None}
-    return _with_backend(backend, chat_template, named_tokens)
+    return _with_backend(backend, named_tokens)
 
 
 def _adds_nothing(folder: Path, config: dict[str, Any], backend: Any) -> bool:
@@ -323,23 +313,22 @@ def _load_with_transformers(folder: Path) -> LoadedTokenizer:
                     f"{folder / 'config.json'}: transformers does not understand it: {problem}"
                 ) from error
         raise
-    template = getattr(tokenizer, "chat_template", None)
-    if isinstance(template, dict):
-        template = template.get("default")
+    own = getattr(tokenizer, "chat_template", None)  # of a class that brings one
+    templates = {DEFAULT: own} if isinstance(own, str) else {}
     named_tokens = {name: text for name, text in tokenizer.special_tokens_map.items() if isinstance(text, str)}
 
     def is_own(*methods: str) -> bool:
         return any(getattr(type(tokenizer), name) is not getattr(PreTrainedTokenizerFast, name) for name in methods)
 
     if not isinstance(tokenizer, PreTrainedTokenizerFast) or is_own("_decode"):
-        return LoadedTokenizer(slow=tokenizer, chat_template=template, named_tokens=named_tokens)
-    encodes_itself = is_own("__call__", "_encode_plus")
-    loaded = _with_backend(tokenizer.backend_tokenizer, template, named_tokens)
-    return msgspec.structs.replace(loaded, slow=tokenizer) if encodes_itself else loaded
+        return LoadedTokenizer(slow=tokenizer, chat_templates=templates, named_tokens=named_tokens)
+    slow = tokenizer if is_own("__call__", "_encode_plus") else None
+    loaded = _with_backend(tokenizer.backend_tokenizer, named_tokens)
+    return msgspec.structs.replace(loaded, chat_templates=templates, slow=slow)
 
 
-def _with_backend(backend: Any, chat_template: str | None, named_tokens: dict[str, str]) -> LoadedTokenizer:
+def _with_backend(backend: Any, named_tokens: dict[str, str]) -> LoadedTokenizer:
     # Some tokenizer.json files bring a truncation length from training; transformers ignores it unless asked, too.
     backend.no_truncation()
     backend.no_padding()
-    return LoadedTokenizer(backend=backend, chat_template=chat_template, named_tokens=named_tokens)
+    return LoadedTokenizer(backend=backend, named_tokens=named_tokens)

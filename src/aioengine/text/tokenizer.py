@@ -12,8 +12,9 @@ from aioengine.text.chat_input import check_messages, copy_messages, take_templa
 from aioengine.text.chat_template import render_template
 from aioengine.text.lanes import Lanes
 from aioengine.text.loading import NAMED_TOKENS, LoadedTokenizer, failures_as, load_tokenizer
+from aioengine.text.template_files import DEFAULT, WITH_TOOLS
 from aioengine.text.token_table import TokenTable, WindowTable, build_slow_token_tables, build_token_tables, decoding
-from aioengine.validation import NOT_YET, Neutral, invalid, is_utf8, without_neutral
+from aioengine.validation import NOT_YET, Neutral, invalid, is_utf8, shorten, without_neutral
 
 # A longer text goes through the library's batch call, which lets go of the GIL; the single call holds it throughout,
 # and a prompt of a megabyte then stops every thread for more than a second. Up to here that is under a millisecond.
@@ -21,7 +22,6 @@ MAX_CHARS_HOLDING_GIL = 1000
 
 _ONE_RESULT = "the result is a list of ids or a text"
 NEUTRAL_OF_TEMPLATES = {
-    "chat_template": Neutral((None,), "put a chat_template.jinja into the model's folder"),
     "truncation": Neutral((None, False), "cut the ids yourself"),
     **dict.fromkeys(("tools", "documents"), Neutral((None,), NOT_YET)),
     **dict.fromkeys(("return_dict", "padding"), Neutral((None, False), _ONE_RESULT)),
@@ -41,7 +41,7 @@ class Tokenizer:
 
     Attributes:
         backend: what is behind it: a `tokenizers.Tokenizer`, or transformers' own Python one where there is no other.
-        chat_template: the model's, a Jinja text; None without one.
+        chat_templates: the model's, Jinja texts by name.
         template_lanes: in which its chats are rendered, with their deadline.
     """
 
@@ -51,7 +51,7 @@ class Tokenizer:
         self._slow = loaded.slow
         self._named_tokens = loaded.named_tokens
         self.backend: Any = loaded.backend if loaded.backend is not None else loaded.slow
-        self.chat_template = loaded.chat_template
+        self.chat_templates = loaded.chat_templates
         self.template_lanes = Lanes()
         if self._fast is not None:
             self._tables = build_token_tables(self._fast, max_ids=loaded.max_ids)
@@ -152,21 +152,49 @@ class Tokenizer:
         `render_template`, as `take_template_kwargs` gives them; absent, ``add_generation_prompt`` is True.
 
         Args:
-            chat_template: one to use in place of the model's.
+            chat_template: as in `find_template`.
 
         Raises:
             InvalidRequest: malformed messages, no template, or the template does not take these messages.
         """
         checked = check_messages(messages)
-        template = self.chat_template if chat_template is None else chat_template
-        if template is None:
+        template = self.find_template(chat_template, has_tools=bool(variables.get("tools")))
+        keywords = {"add_generation_prompt": True, **self._named_tokens, **variables}
+        return render_template(template, checked, self.template_lanes, **keywords)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The model's template for chats without tools; None where it has none. Setting it replaces all of them."""
+        return self.chat_templates.get(DEFAULT)
+
+    @chat_template.setter
+    def chat_template(self, template: str) -> None:
+        self.chat_templates = {DEFAULT: template}
+
+    def find_template(self, chat_template: str | None = None, *, has_tools: bool = False) -> str:
+        """The template of a chat, as transformers takes it: by its name, or by whether there are tools.
+
+        Args:
+            chat_template: the name of one of the model's, or a Jinja text to use in place of them.
+        Raises:
+            InvalidRequest: there is none, or none of that name.
+        """
+        templates = self.chat_templates
+        if chat_template is not None and not isinstance(chat_template, str):
+            raise invalid("chat_template", f"chat_template={shorten(chat_template)}: a name or a Jinja text is needed")
+        if chat_template is not None and "{" in chat_template and chat_template not in templates:
+            return chat_template
+        if not templates:
             raise InvalidRequest(
                 "this model has no chat template: give the prompt as one text or as token ids, "
                 "or put a chat_template.jinja into the model's folder",
-                param="prompt",
+                param="prompt" if chat_template is None else "chat_template",
             )
-        keywords = {"add_generation_prompt": True, **self._named_tokens, **variables}
-        return render_template(template, checked, self.template_lanes, **keywords)
+        name = chat_template or (WITH_TOOLS if has_tools and WITH_TOOLS in templates else DEFAULT)
+        if name not in templates:
+            told = f"this model has no chat template {shorten(name)}: give a Jinja text, or one of these names"
+            raise invalid("chat_template", f"{told}: {', '.join(map(shorten, sorted(templates)))}")
+        return templates[name]
 
     @overload
     def apply_chat_template(
@@ -177,7 +205,13 @@ class Tokenizer:
     def apply_chat_template(self, conversation: Any, *, tokenize: Literal[False], **variables: Any) -> str: ...
 
     def apply_chat_template(
-        self, conversation: Any, *, tokenize: bool = True, add_generation_prompt: bool = False, **variables: Any
+        self,
+        conversation: Any,
+        *,
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        chat_template: str | None = None,
+        **variables: Any,
     ) -> list[int] | str:
         """The prompt of a chat, as `Engine.generate` makes it but for the default of ``add_generation_prompt``.
 
@@ -186,6 +220,7 @@ class Tokenizer:
         Args:
             tokenize: give token ids; else the text.
             add_generation_prompt: end with what begins an answer.
+            chat_template: as in `find_template`.
             variables: for the template, among them ``continue_final_message``; as ``chat_template_kwargs``. Further
                 arguments of transformers' are taken where they ask for nothing (``tools=None``).
         Raises:
@@ -193,7 +228,8 @@ class Tokenizer:
         """
         variables = without_neutral(NEUTRAL_OF_TEMPLATES, variables, invalid)
         kwargs = {"add_generation_prompt": add_generation_prompt, **variables}
-        text = self.render_chat(copy_messages(conversation), **take_template_kwargs(kwargs, is_chat=True))
+        taken = take_template_kwargs(kwargs, is_chat=True)
+        text = self.render_chat(copy_messages(conversation), chat_template=chat_template, **taken)
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def get_vocab(self) -> dict[str, int]:

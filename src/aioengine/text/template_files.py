@@ -1,0 +1,88 @@
+"""The chat templates of a model by name: where its folder, or its GGUF file, has them.
+
+A folder has them in one of several places, in the order in which transformers looks: files of their own, the settings
+of the tokenizer, and those of the processor that belongs to a model of images.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from aioengine.errors import ModelLoadError
+from aioengine.models.folder import check_files, read_json
+from aioengine.models.formats.gguf_file import GgufFile
+
+DEFAULT = "default"
+"""Name of the template that is taken where no other is asked for."""
+
+WITH_TOOLS = "tool_use"
+"""Name of the template that transformers takes by itself where there are tools."""
+
+FOLDER_OF_NAMED = "additional_chat_templates"
+PROCESSOR_FILES = ("chat_template.json", "processor_config.json")
+GGUF_KEY = "tokenizer.chat_template"
+
+MAX_TEMPLATES = 64
+MAX_TEMPLATE_BYTES = 2**20
+"""Of one template: thirty times the largest."""
+
+
+def templates_of_folder(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
+    """Read the templates of a model's folder; empty where it has none.
+
+    Args:
+        settings: tokenizer_config.json.
+    Raises:
+        ModelLoadError: one is too large, or is no text, or a file of them cannot be read.
+    """
+    named = folder / FOLDER_OF_NAMED
+    if named.is_dir():
+        check_files(named)
+    files = {DEFAULT: folder / "chat_template.jinja", **{file.stem: file for file in sorted(named.glob("*.jinja"))}}
+    if found := {name: _read(file) for name, file in files.items() if file.is_file()}:
+        return _checked(found, folder)
+    if found := _by_name(settings.get("chat_template"), folder / "tokenizer_config.json"):
+        return found
+    for file in (folder / name for name in PROCESSOR_FILES):
+        if file.is_file() and (found := _by_name(read_json(file).get("chat_template"), file)):
+            return found
+    return {}
+
+
+def templates_of_gguf(file: GgufFile, path: Path) -> dict[str, str]:
+    """As `templates_of_folder`, of a GGUF file."""
+    keys = [key for key in file.metadata if key == GGUF_KEY or key.startswith(f"{GGUF_KEY}.")]
+    found = {key.removeprefix(GGUF_KEY).removeprefix(".") or DEFAULT: file.get(key, str) for key in keys}
+    return _checked({name: text for name, text in found.items() if text is not None}, path)
+
+
+def _read(file: Path) -> str:
+    if file.stat().st_size > MAX_TEMPLATE_BYTES:
+        raise _too_large(file)
+    try:
+        return file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelLoadError(f"{file} cannot be read as a chat template: {error}") from error
+
+
+def _by_name(given: Any, source: Path) -> dict[str, str]:
+    """The templates of a JSON file: one text, texts by name, or a list of names and texts."""
+    if isinstance(given, list) and all(isinstance(one, dict) for one in given):
+        given = {str(one.get("name")): one.get("template") for one in given}
+    by_name = {} if given is None else {DEFAULT: given} if isinstance(given, str) else given
+    if not isinstance(by_name, dict) or not all(isinstance(text, str) for text in by_name.values()):
+        raise ModelLoadError(f"{source}: chat_template is neither a text nor texts by name")
+    return _checked(by_name, source)
+
+
+def _checked(found: dict[str, str], source: Path) -> dict[str, str]:
+    if len(found) > MAX_TEMPLATES:
+        raise ModelLoadError(f"{source} has {len(found)} chat templates; at most {MAX_TEMPLATES} are read")
+    if any(len(text) > MAX_TEMPLATE_BYTES for text in found.values()):
+        raise _too_large(source)
+    return found
+
+
+def _too_large(source: Path) -> ModelLoadError:
+    return ModelLoadError(f"{source}: the chat template has more than {MAX_TEMPLATE_BYTES} bytes, which none has")
