@@ -17,7 +17,7 @@ from server.conftest import ADAPTERS, Adapter, events_of, openai_client, plain_c
 
 from aioengine import Engine
 from aioengine.outputs import CompletionDelta, CompletionOutput, FinishReason, Logprob, RequestOutput, TokenLogprobs
-from aioengine.server.answers import ChatAnswer, CompletionAnswer, usage_of
+from aioengine.server.answers import ChatAnswer, CompletionAnswer, TextPlace, usage_of
 from aioengine.testing import FakeExecutor
 
 HEAD: dict[str, object] = {"id": "cmpl-1", "created": 1_700_000_000, "model": 'a "model"\n'}
@@ -107,7 +107,6 @@ def runs(draw: st.DrawFn, max_prompts: int = 1) -> Run:
 
 
 def token_bytes(token_ids: list[int], *, is_start: bool, skip_special_tokens: bool) -> list[bytes]:
-    assert not skip_special_tokens
     return [bytes([token_id, is_start]) for token_id in token_ids]
 
 
@@ -230,18 +229,86 @@ def test_a_completions_events_add_up_to_its_answer(run: Run, top: int | None, ha
 
 
 def check_columns(logprobs: Any) -> None:
-    """Offsets are where the tokens' texts begin when they are put together; no number is out of JSON's reach."""
+    """All columns are of one length; no number is out of JSON's reach."""
     assert len({len(column) for column in logprobs.values()}) == 1
-    offset = 0
-    for token, begin, score, top in zip(
-        logprobs["tokens"], logprobs["text_offset"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
-    ):
-        assert begin == offset
-        offset += len(token)
+    for token, score, top in zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True):
         assert (score is None) == (top is None)
         if score is not None:
             assert -9999.0 <= score <= 0.0
             assert top[token] == score
+
+
+BOS, EOS = 0, 1
+
+
+@st.composite
+def cut_texts(draw: st.DrawFn) -> tuple[str, list[bytes]]:
+    """A text, and its UTF-8 cut anywhere: most tokens hold whole characters, some begin or end within one."""
+    text = draw(st.text(st.sampled_from("ab ,é日😊"), max_size=8))
+    data = text.encode()
+    cuts = sorted(draw(st.sets(st.integers(0, len(data)))))
+    return text, [data[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(data)], strict=True) if begin < end]
+
+
+@unhurried
+@given(cut_texts(), cut_texts(), st.booleans(), st.booleans())
+def test_text_offsets_are_where_tokens_begin_in_the_text(
+    prompt: tuple[str, list[bytes]], said: tuple[str, list[bytes]], echo: bool, skips_special: bool
+) -> None:
+    """In characters of the choice's text; a token that goes on with a character has the place of that."""
+    vocabulary = [b"<s>", b"</s>", *prompt[1], *said[1]]
+
+    def bytes_of(token_ids: list[int], *, is_start: bool, skip_special_tokens: bool) -> list[bytes]:
+        return [b"" if skip_special_tokens and i in (BOS, EOS) else vocabulary[i] for i in token_ids]
+
+    prompt_ids = [BOS, *range(2, 2 + len(prompt[1]))]
+    ids = [EOS, *range(2 + len(prompt[1]), len(vocabulary)), EOS]
+    text = said[0] if skips_special else f"</s>{said[0]}</s>"
+    lines: list[TokenLogprobs] = [{i: Logprob(-1.0, 1, "?")} for i in ids]
+    choice = CompletionOutput(index=0, text=text, token_ids=ids, logprobs=lines, finish_reason="stop")
+    output = RequestOutput(
+        request_id="1",
+        prompt=prompt[0],
+        prompt_token_ids=prompt_ids,
+        outputs=[choice],
+        finished=True,
+        prompt_logprobs=[None, *({i: Logprob(-1.0, 1, "?")} for i in prompt_ids[1:])],
+    )
+
+    def answer() -> CompletionAnswer:
+        texts = [prompt[0]] if echo else []
+        options: dict[str, Any] = {"num_choices": 1, "prompt_texts": texts, "skips_special": skips_special}
+        return CompletionAnswer(HEAD, bytes_of, top_logprobs=0, has_usage=False, **options)
+
+    def places(begin: int, pieces: list[bytes]) -> list[int]:
+        """By the text alone: so many whole characters are before each piece."""
+        return [begin + len(b"".join(pieces[:end]).decode(errors="ignore")) for end in range(len(pieces))]
+
+    special = 0 if skips_special else len("</s>")
+    begin = len(prompt[0]) if echo else 0
+    expected = [begin, *places(begin + special, said[1]), begin + special + len(said[0])]
+    if echo:
+        expected = [0, *places(0, prompt[1]), *expected]
+    whole = json.loads(asyncio.run(answer().whole([output])))["choices"][0]
+    assert whole["text"] == (prompt[0] if echo else "") + text
+    assert whole["logprobs"]["text_offset"] == expected
+    deltas = [
+        (0, CompletionDelta(index=0, text="", token_ids=[i], logprobs=[line]))
+        for i, line in zip(ids, lines, strict=True)
+    ]
+    deltas.append((0, CompletionDelta(index=0, text=text, token_ids=[], logprobs=[], finish_reason="stop")))
+    events = streamed(answer(), Run([prompt[0]], [output], deltas, 1))
+    told = [event["choices"][0]["logprobs"]["text_offset"] for event in events]
+    assert [offset for part in told for offset in part] == expected
+
+
+def test_half_a_character_is_one_of_the_text_where_nothing_completes_it() -> None:
+    pieces = [b"a", b"\xf0\x9f", b"b", b"\xe6", b"\xe6\x97\xa5", b"c"]
+    place = TextPlace(lambda ids, **_: [pieces[i] for i in ids])
+    text = b"".join(pieces).decode(errors="replace")
+    offsets = [place.move(i) for i in range(len(pieces))]
+    assert offsets == [0, 1, 2, 3, 4, 5]
+    assert [text[at] for at in offsets] == ["a", "\ufffd", "b", "\ufffd", "日", "c"]
 
 
 # Any text at all, over a socket

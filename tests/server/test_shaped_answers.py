@@ -442,12 +442,14 @@ async def test_reasoning_is_told_apart_whole_and_streamed() -> None:
         chunks = await read(await client.chat.completions.create(**CHAT, stream=True))
     message: Any = whole.choices[0].message
     assert (message.reasoning_content, message.content) == ("Is it two? It is two.", "Two.")
+    assert message.reasoning == message.reasoning_content
     assert whole.usage.completion_tokens_details.reasoning_tokens > 0
     assert whole.usage.completion_tokens_details.reasoning_tokens < whole.usage.completion_tokens
     deltas: list[Any] = [choice.delta for chunk in chunks for choice in chunk.choices]
     assert "".join(delta.content or "" for delta in deltas) == message.content
     pieces = [piece for delta in deltas if (piece := getattr(delta, "reasoning_content", None))]
     assert "".join(pieces) == message.reasoning_content
+    assert [piece for delta in deltas if (piece := getattr(delta, "reasoning", None))] == pieces
     assert len(pieces) > 3
     assert [choice.finish_reason for chunk in chunks for choice in chunk.choices][-1] == "stop"
 

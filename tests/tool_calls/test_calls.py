@@ -76,7 +76,7 @@ def test_what_a_chat_template_gets() -> None:
         ([{"name": "a b"}], "name"),
         ([{"name": "a\n"}], "name"),
         ([{"name": ""}], "name"),
-        ([{"name": "a" * 65}], "name"),
+        ([{"name": "a" * 129}], "name"),
         ([{"name": 1}], "name"),
         ([{"name": "f", "description": 1}], "description"),
         ([{"name": "f", "parameters": []}], "parameters"),
@@ -87,7 +87,7 @@ def test_what_a_chat_template_gets() -> None:
         ([{"type": "web_search", "name": "f"}], "'web_search' are not supported"),
         ([{"type": "custom", "name": "f", "description": "Any text."}], "'custom' are not supported"),
         ([{"type": "custom", "custom": {"name": "f"}}], "'custom' are not supported"),
-        ([lambda x: x], "'<lambda>' is no name: 1 to 64 of A-Z"),
+        ([lambda x: x], "'<lambda>' is no name: 1 to 128 of A-Z"),
         ([Tool("a b")], "'a b' is no name"),
         ([{"name": f"f{n}"} for n in range(MAX_TOOLS + 1)], "at most 128"),
         ([{"name": "f", "description": "x" * MAX_TOOLS_BYTES}], "at most 1,000,000"),
@@ -243,7 +243,7 @@ def test_a_default_without_a_json_form_is_passed_over_in_silence() -> None:
 def test_a_function_is_refused_for_its_name_by_what_names_are() -> None:
     def naïve(x: int) -> None: ...
 
-    with pytest.raises(InvalidRequest, match="'naïve' is no name: 1 to 64 of A-Z"):
+    with pytest.raises(InvalidRequest, match="'naïve' is no name: 1 to 128 of A-Z"):
         read_tools([naïve])
 
 

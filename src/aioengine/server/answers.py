@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import bisect
+import codecs
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -422,7 +423,7 @@ class ChatAnswer(ChoicesAnswer):
             self._calling.add(choice)
         told: dict[str, Any] = {"content": delta.text} if delta.text else {}
         if reasoning:
-            told["reasoning_content"] = reasoning
+            told |= _reasoning_fields(reasoning)
         if delta.tool_calls:
             told["tool_calls"] = [_call_delta(call) for call in delta.tool_calls]
         if not told and delta.finish_reason is None and not self._tells_of_each_token:
@@ -452,6 +453,7 @@ class CompletionAnswer(ChoicesAnswer):
         num_choices: of each prompt.
         prompt_texts: with which each prompt's choices begin; empty where they do not.
         is_echo_alone: nothing but the prompts is wanted.
+        skips_special: the choices' texts are without special tokens.
     """
 
     WHOLE = PART = "text_completion"
@@ -468,6 +470,7 @@ class CompletionAnswer(ChoicesAnswer):
         num_choices: int,
         prompt_texts: Sequence[str] = (),
         is_echo_alone: bool = False,
+        skips_special: bool = True,
         extras: Extras = NO_EXTRAS,
     ) -> None:
         super().__init__(head, top_logprobs=top_logprobs, has_usage=has_usage, extras=extras)
@@ -476,17 +479,19 @@ class CompletionAnswer(ChoicesAnswer):
         self._prompt_texts = prompt_texts
         self.has_echo = bool(prompt_texts)
         self.is_echo_alone = is_echo_alone
-        self._offsets: dict[int, int] = {}
-        """Characters of a choice so far, as its tokens have them."""
+        self._skips_special = skips_special
+        self._places: dict[int, TextPlace] = {}
+        """Where each choice's next token begins in its text."""
 
     async def _choice(self, number: int, output: RequestOutput, choice: CompletionOutput) -> bytes:
         if self.is_echo_alone:
             choice = _without_tokens(choice)
-        text = choice.text
-        columns = self._columns(0)
+        prompt = self._prompt_texts[number // self._num_choices] if self.has_echo else ""
+        text = prompt + choice.text
+        columns = self._columns(TextPlace(self._token_bytes, prompt))
         if self.has_echo:
-            text = self._prompt_texts[number // self._num_choices] + text
             await self._add_prompt(columns, output)
+        columns.place = self._place_behind(prompt)
         await self._add_all(choice.logprobs or (), columns.add)
         logprobs = b"null" if self._top_logprobs is None else columns.encoded()
         ending = _ending(choice.finish_reason, choice.stop_reason) + self._ids_of(choice)
@@ -501,16 +506,21 @@ class CompletionAnswer(ChoicesAnswer):
         events = [self._event(place, content + prompt_ids[place // self._num_choices], usage) for place in places]
         return b"".join(events)
 
-    def _columns(self, offset: int) -> _Columns:
-        return _Columns(offset, self._top_logprobs or 0, is_by_ids=self._extras.is_by_ids)
+    def _columns(self, place: TextPlace) -> _Columns:
+        return _Columns(place, self._top_logprobs or 0, is_by_ids=self._extras.is_by_ids)
+
+    def _place_behind(self, prompt: str) -> TextPlace:
+        """Where a choice's own tokens begin."""
+        return TextPlace(self._token_bytes, offset=len(prompt), skips_special=self._skips_special)
 
     async def echo(self, choice: int, output: RequestOutput, usage: Usage | None) -> bytes:
-        columns = self._columns(0)
+        prompt = self._prompt_texts[choice // self._num_choices]
+        columns = self._columns(TextPlace(self._token_bytes, prompt))
         await self._add_prompt(columns, output)
-        self._offsets[choice] = columns.offset
+        self._places[choice] = self._place_behind(prompt)
         logprobs = b"null" if self._top_logprobs is None else columns.encoded()
-        text = encode(self._prompt_texts[choice // self._num_choices])
-        return self._event(choice, b'"text":%b,"logprobs":%b,"finish_reason":null' % (text, logprobs), usage)
+        content = b'"text":%b,"logprobs":%b,"finish_reason":null' % (encode(prompt), logprobs)
+        return self._event(choice, content, usage)
 
     def event(self, choice: int, delta: CompletionDelta, usage: Usage | None = None) -> bytes:
         if not self.is_echo_alone:
@@ -520,10 +530,11 @@ class CompletionAnswer(ChoicesAnswer):
         return super().event(choice, _without_tokens(delta), usage)
 
     def _logprobs(self, choice: int, positions: Sequence[TokenLogprobs]) -> bytes:
-        columns = self._columns(self._offsets.get(choice, 0))
+        if choice not in self._places:
+            self._places[choice] = self._place_behind("")
+        columns = self._columns(self._places[choice])
         for position in positions:
             columns.add(position)
-        self._offsets[choice] = columns.offset
         return columns.encoded()
 
     async def _add_prompt(self, columns: _Columns, output: RequestOutput) -> None:
@@ -544,16 +555,61 @@ def _without_tokens(choice: C) -> C:
     return msgspec.structs.replace(choice, text="", token_ids=[], logprobs=None, finish_reason=reason, stop_reason=None)
 
 
+class TextPlace:
+    """A place in a text, in characters, that moves on token by token.
+
+    Args:
+        prompt: the text, where it is known: tokens that are not in it, as the beginning's, move nothing.
+        offset: the place of the first token.
+        skips_special: the text is without special tokens.
+    """
+
+    def __init__(
+        self, token_bytes: TokenBytes, prompt: str | None = None, *, offset: int = 0, skips_special: bool = False
+    ) -> None:
+        self._token_bytes = token_bytes
+        self._prompt = prompt
+        self._offset = offset
+        self._skips_special = skips_special
+        self._is_start = prompt is None
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        """Holds the bytes of a character that is not complete."""
+
+    def move(self, token_id: int) -> int:
+        """Move behind a token; returns where it begins, or where the character begins that it goes on with."""
+        (data,) = self._token_bytes([token_id], is_start=self._is_start, skip_special_tokens=self._skips_special)
+        self._is_start = False
+        is_open = bool(self._decoder.getstate()[0])
+        if is_open and data and data[0] & 0xC0 != 0x80:  # nothing completes it, and the text has U+FFFD
+            self._offset += len(self._decoder.decode(b"", True))
+            is_open = False
+        begin = self._offset
+        if self._prompt is not None and not is_open:
+            data = self._found(data)
+        self._offset += len(self._decoder.decode(data))
+        return begin
+
+    def _found(self, data: bytes) -> bytes:
+        """A token's bytes as the prompt has them."""
+        assert self._prompt is not None
+        text, place = data.decode(errors="ignore"), self._offset
+        if self._prompt.startswith(text, place):
+            return data
+        if text[:1] == " " and self._prompt.startswith(text[1:], place):  # some tokenizers put it before a text
+            return data[1:]
+        return b"" if place == 0 else data
+
+
 class _Columns:
     """Tokens with their log-probabilities in the completions' layout, as JSON: four lists of the same length.
 
     Args:
-        offset: characters before the first token.
+        place: of the first token.
         num_top: likeliest tokens that are told of. is_by_ids: tokens are named by their ids.
     """
 
-    def __init__(self, offset: int, num_top: int, *, is_by_ids: bool) -> None:
-        self.offset = offset
+    def __init__(self, place: TextPlace, num_top: int, *, is_by_ids: bool) -> None:
+        self.place = place
         self._num_top = num_top
         self._is_by_ids = is_by_ids
         self._rows: list[tuple[bytes, bytes, bytes, bytes]] = []
@@ -569,8 +625,7 @@ class _Columns:
 
     def add_token(self, token_id: int, text: str, logprob: float | None, top: dict[str, float] | None) -> None:
         name = self._name_of(token_id, text)
-        self._rows.append((encode(name), encode(logprob), encode(top), b"%d" % self.offset))
-        self.offset += len(text)
+        self._rows.append((encode(name), encode(logprob), encode(top), b"%d" % self.place.move(token_id)))
 
     def _name_of(self, token_id: int, text: str) -> str:
         return _id_name(token_id) if self._is_by_ids else text
@@ -616,7 +671,7 @@ def message_of(choice: CompletionOutput, *, has_reasoning: bool = True) -> dict[
     """A chat's answer as a message, also without its reasoning."""
     message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
     if choice.reasoning is not None and has_reasoning:
-        message["reasoning_content"] = choice.reasoning
+        message |= _reasoning_fields(choice.reasoning)
     if choice.tool_calls:
         message["content"] = choice.text or None
         message["tool_calls"] = [
@@ -624,6 +679,11 @@ def message_of(choice: CompletionOutput, *, has_reasoning: bool = True) -> dict[
             for call in choice.tool_calls
         ]
     return message
+
+
+def _reasoning_fields(text: str) -> dict[str, str]:
+    """Reasoning by both names that clients read: DeepSeek's, and the one that vLLM and OpenRouter have instead."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def finish_reason_of(choice: CompletionOutput | CompletionDelta, has_calls: bool) -> str | None:

@@ -308,7 +308,7 @@ class TextPart(msgspec.Struct):
 class ChatMessage(msgspec.Struct):
     """A message of a chat, also as clients send an answer's message back, with keys of their own, which are ignored."""
 
-    TEMPLATE_TEXTS: ClassVar[tuple[str, ...]] = ("name", "tool_call_id", "reasoning_content", "refusal")
+    TEMPLATE_TEXTS: ClassVar[tuple[str, ...]] = ("name", "tool_call_id", "reasoning_content", "reasoning", "refusal")
 
     role: str
     content: str | list[TextPart] | None = None
@@ -316,6 +316,7 @@ class ChatMessage(msgspec.Struct):
     tool_calls: msgspec.Raw = msgspec.Raw()
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     refusal: str | None = None
     audio: msgspec.Raw = msgspec.Raw()
     function_call: msgspec.Raw = msgspec.Raw()

@@ -17,7 +17,8 @@ from aioengine.validation import invalid, nearest, shorten, typed
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 1_000_000
 """Of all tools together, as JSON."""
-MAX_NAME_CHARS = 64
+MAX_NAME_CHARS = 128
+"""As Anthropic's API: clients put the names of plugins and servers before those of tools."""
 
 NO_TOKENS: Mapping[str, int] = {}
 
