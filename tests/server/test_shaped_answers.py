@@ -449,7 +449,7 @@ async def test_reasoning_is_told_apart_whole_and_streamed() -> None:
     assert "".join(delta.content or "" for delta in deltas) == message.content
     pieces = [piece for delta in deltas if (piece := getattr(delta, "reasoning_content", None))]
     assert "".join(pieces) == message.reasoning_content
-    assert [piece for delta in deltas if (piece := getattr(delta, "reasoning", None))] == pieces
+    assert [delta.reasoning for delta in deltas if getattr(delta, "reasoning", None)] == pieces
     assert len(pieces) > 3
     assert [choice.finish_reason for chunk in chunks for choice in chunk.choices][-1] == "stop"
 

@@ -190,6 +190,15 @@ def test_an_end_is_ignored_while_there_is_more_to_come() -> None:
     assert set(allowed(row, len(ids))) == set(ending_ids())
 
 
+def test_an_end_comes_late_while_there_is_more_to_come() -> None:
+    grammar = compile_grammar(Choice(["yes", "yes please"]))
+    for text in ("yes", "yes please"):
+        ids = tokenizer().encode(text).ids
+        for num_late in (0, len(ids), len(ids) + 1, 100):
+            row = Row(grammar, 0, ids, is_forcing=False, late_ids=ending_ids(), num_late=num_late)
+            assert (ending_ids()[0] in allowed(row, len(ids))) == (text == "yes please" or num_late <= len(ids))
+
+
 def test_other_rules_of_a_request_take_tokens_away() -> None:
     grammar = compile_grammar(Regex("[ab]+"))
     (a,) = tokenizer().encode("a").ids

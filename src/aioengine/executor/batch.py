@@ -250,7 +250,8 @@ class Batch:
             column[row] = getattr(sampling, name)
         self._seed[row], self._choice[row] = sampling.seed, sampling.choice
         self._logprobs[row], self._prompt_logprobs[row] = sampling.logprobs, sampling.prompt_logprobs
-        self._min_tokens[row] = sampling.min_tokens if sampling.stop_ids else 0  # else nothing to mask until then
+        has_late = sampling.stop_ids and sampling.grammar is None
+        self._min_tokens[row] = sampling.min_tokens if has_late else 0  # else nothing to mask until then
         if sampling.num_choices > 1:
             self._num_choices[row] = sampling.num_choices
         if sampling.logprob_token_ids:

@@ -83,7 +83,7 @@ class RowSampling(RowParams, frozen=True, kw_only=True, gc=False):
     """At output position 0 a token is sampled for each choice from ``choice`` on; the row itself goes on with the first
     one's."""
     min_tokens: int = 0
-    """``stop_ids`` cannot be sampled at output positions below this."""
+    """``stop_ids`` cannot be sampled at output positions below this, unless a grammar leaves no other."""
     stop_ids: tuple[int, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token id, what is added to its logit) each."""
@@ -140,6 +140,8 @@ class RowAdded(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             jumps=sampling.logprobs < 0,
             is_forcing=not (has_rules or sampling.ignores_end),
             ignores_end=sampling.ignores_end,
+            late_ids=sampling.stop_ids,
+            num_late=sampling.min_tokens if sampling.stop_ids else 0,
             allowed=allowed,
         )
 

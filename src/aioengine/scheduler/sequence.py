@@ -208,14 +208,15 @@ class Sequence:
         """Why it ends with ``token_id``, its newest token, if it does: (finish reason, stop reason).
 
         The order is vLLM's: nothing before ``min_tokens`` but the length; then EOS, then the request's stop tokens (the
-        stop reason is the id), then the length. The sampler masks stop tokens until then, unless a row has no other.
+        stop reason is the id), then the length. The sampler masks stop tokens until then. Where a grammar leaves no
+        other token than EOS the text is complete, and ends.
         """
         params = self.request.params
-        if len(self.output_ids) >= params.min_tokens:
-            if token_id in eos_token_ids and (not params.ignore_eos or self.sampling.grammar is not None):
-                return "stop", None
-            if token_id in self.stop_token_ids:
-                return "stop", token_id
+        has_min, has_grammar = len(self.output_ids) >= params.min_tokens, self.sampling.grammar is not None
+        if token_id in eos_token_ids and (has_grammar or (has_min and not params.ignore_eos)):
+            return "stop", None
+        if has_min and token_id in self.stop_token_ids:
+            return "stop", token_id
         if self.num_tokens >= self.limit:
             return "length", None
         return None, None

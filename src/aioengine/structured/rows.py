@@ -45,6 +45,9 @@ class GrammarRow:
         """Its row of the table of masks."""
         self.allowed: Mask | None = None
         """The only tokens that may come, besides what the grammar says; None: any."""
+        self.late_ids: Sequence[int] = ()
+        self.late_from = 0
+        """The position before which ``late_ids`` come only where nothing else can."""
         self.is_forcing = is_forcing
         self.is_masked = False
         """Its mask in the table is that of the token at ``num_tokens``."""
@@ -81,10 +84,12 @@ class GrammarRow:
 
     def restrict(self, mask: Mask) -> None:
         """Take out what the request's own rules forbid."""
-        if self._ignores_end:
-            keep_going(mask, self.matcher.ending_ids)
         if self.allowed is not None:
             mask &= self.allowed
+        if self._ignores_end:
+            keep_going(mask, self.matcher.ending_ids)
+        if self.num_tokens < self.late_from:
+            keep_going(mask, self.late_ids)
 
     def tell(self) -> list[int]:
         """The forced tokens that the caller was not told of, if the row jumps over them."""
@@ -123,6 +128,8 @@ class GrammarRows:
         jumps: bool = True,
         is_forcing: bool = True,
         ignores_end: bool = False,
+        late_ids: Sequence[int] = (),
+        num_late: int = 0,
         allowed: Mask | None = None,
     ) -> GrammarRow:
         """Take in a row.
@@ -133,10 +140,12 @@ class GrammarRows:
             jumps: as above.
             is_forcing: no rule of the request forbids tokens; with such rules it samples what mask and rules leave.
             ignores_end: what ends the output comes only where nothing else can.
+            late_ids: these come only where nothing else can among the first ``num_late`` output tokens.
             allowed: the only tokens that may come, besides what the grammar says; None: any.
         """
         row = GrammarRow(grammar, num_prompt_tokens, jumps=jumps, is_forcing=is_forcing, ignores_end=ignores_end)
-        row.allowed, row.has_rules = allowed, ignores_end or allowed is not None
+        row.allowed, row.late_ids, row.late_from = allowed, late_ids, num_prompt_tokens + num_late
+        row.has_rules = ignores_end or num_late > 0 or allowed is not None
         with self._lock:
             if not self._free_slots:
                 size = len(self._masks)

@@ -403,7 +403,8 @@ def loop_time() -> float:
 def _masked(output: list[int], sampling: RowSampling) -> set[int]:
     """The ids that ``bad_words`` and ``min_tokens`` forbid behind this output."""
     masked = {word[-1] for word in sampling.bad_words if output[len(output) - len(word) + 1 :] == list(word[:-1])}
-    return masked.union(sampling.stop_ids) if len(output) < sampling.min_tokens else masked
+    is_late = len(output) < sampling.min_tokens and sampling.grammar is None
+    return masked.union(sampling.stop_ids) if is_late else masked
 
 
 # Log-probabilities that are made up
