@@ -360,7 +360,7 @@ LLAMA3_JSON = [
     Answer("llama3_json", "one call", _LLAMA, "", (PARIS,)),
     Answer("llama3_json", "one call with a tag", f"<|python_tag|>{_LLAMA}", "", (PARIS,)),
     Answer("llama3_json", "text, then a call", f"Let me see. <|python_tag|>{_LLAMA}", "Let me see.", (PARIS,)),
-    Answer("llama3_json", "text, then a call without a tag", f"Let me see. {_LLAMA}", f"Let me see. {_LLAMA}"),
+    Answer("llama3_json", "text, then a call without a tag", f"Let me see. {_LLAMA}", "Let me see.", (PARIS,)),
     Answer("llama3_json", "two calls", f"\n{_LLAMA}; {_LLAMA_CLOCK}\n", "", (PARIS, NOW)),
     Answer("llama3_json", "two calls on two lines", f"{_LLAMA}\n{_LLAMA_CLOCK}", "", (PARIS, NOW)),
     Answer("llama3_json", "JSON after a call", f'{_LLAMA}\n{{"a": 1}}', '\n{"a": 1}', (PARIS,)),
@@ -632,4 +632,63 @@ HARMONY = [
     Answer("harmony", "beginnings", "<|chan <|start| <<|", "<|chan <|start| <<|"),
 ]
 
-ANSWERS = [*HERMES, *QWEN3_CODER, *LLAMA3_JSON, *PYTHONIC, *MISTRAL, *DEEPSEEK, *HARMONY]
+_FENCED = f"```json\n{_WEATHER}\n```"
+_INNER = '{"id": "1", "type": "function", "function": ' + _WEATHER + "}"
+_TEXTED = _object("weather", json.dumps('{"city": "Paris"}'))
+SLIPS = [
+    answer
+    for name, begin, end in (
+        ("hermes", "<tool_call>\n", "\n</tool_call>"),
+        ("mistral", "[TOOL_CALLS]", ""),
+        ("llama3_json", "<|python_tag|>", ""),
+        ("granite", "<|tool_call|>", ""),
+        ("phi4_mini", "<|tool_call|>", "<|/tool_call|>"),
+        ("nemotron", "<TOOLCALL>", "</TOOLCALL>"),
+        ("cohere", "<|START_ACTION|>", "<|END_ACTION|>"),
+        ("xlam", "", ""),
+    )
+    for answer in (
+        Answer(name, "a list", f"{begin}[{_WEATHER},\n {_CLOCK}]{end}", "", (PARIS, NOW)),
+        Answer(name, "an object", f"{begin}{_WEATHER}{end}", "", (PARIS,)),
+        Answer(name, "in a fence", f"{begin}{_FENCED}{end}", "", (PARIS,)),
+        Answer(name, "in a fence that does not end", f"{begin}{_FENCED[:-3]}", "", (PARIS,)),
+        Answer(name, "OpenAI's spelling", f"{begin}{_INNER}{end}", "", (PARIS,)),
+        Answer(name, "another key for the name", f"{begin}{_WEATHER.replace('name', 'function')}{end}", "", (PARIS,)),
+        Answer(name, "another key for arguments", f"{begin}{_LLAMA}{end}", "", (PARIS,)),
+        Answer(name, "arguments as a text", f"{begin}{_TEXTED}{end}", "", (PARIS,)),
+        Answer(name, "no arguments as a text", f"{begin}{_object('clock', json.dumps(''))}{end}", "", (NOW,)),
+        Answer(name, "a text that is no object", f'{begin}{_object("clock", json.dumps("[1]"))}{end}',
+               f'{begin}{_object("clock", json.dumps("[1]"))}{end}'),
+        Answer(name, "text, and a fence without a marker", f"I look:\n{_FENCED}\n", "I look:", (PARIS,)),
+        Answer(name, "text, and a list without a marker", f"I look: [{_WEATHER}] so", "I look: so", (PARIS,)),
+        Answer(name, "text between calls without markers", f"{_WEATHER}\nand\n{_CLOCK}", "\nand", (PARIS, NOW)),
+        Answer(name, "JSON of another kind", f'See {{"a": {_WEATHER}, "b": [{_CLOCK}]}}',
+               f'See {{"a": {_WEATHER}, "b": [{_CLOCK}]}}'),
+        Answer(name, "an unknown name, and a call in its arguments", f"See {_object('launch', _CLOCK)}",
+               f"See {_object('launch', _CLOCK)}"),
+        Answer(name, "a fence with a program", "```python\nx = {1: [2, {}]}\n```", "```python\nx = {1: [2, {}]}\n```"),
+        Answer(name, "brackets", "[ ] one {two} [x](y) ``` {{a}} [\n1] [{", "[ ] one {two} [x](y) ``` {{a}} [\n1] [{"),
+        Answer(name, "cut before it is begun", 'See {"name": "clo', 'See {"name": "clo'),
+        Answer(name, "cut when it is begun", 'See {"name": "clock", "arguments": {"a', "See", (), is_cut=True,
+               cut_call=("clock", '{"a')),
+    )
+]  # fmt: skip
+
+COHERE_CALL = '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "weather", "parameters": {"city": "Paris"}},\n'
+COHERE_CALL += '    {"tool_call_id": "1", "tool_name": "clock", "parameters": {}}\n]<|END_ACTION|>'
+MARKED_JSON = [
+    Answer("granite", "two calls", f"So. <|tool_call|>[{_WEATHER}, {_CLOCK}]", "So.", (PARIS, NOW)),
+    Answer("granite", "the marker of others", f"<tool_call>[{_WEATHER}]", "", (PARIS,)),
+    Answer("phi4_mini", "two calls", f"<|tool_call|>[{_WEATHER}, {_CLOCK}]<|/tool_call|>", "", (PARIS, NOW)),
+    Answer("phi4_mini", "functools", f"So. functools[{_WEATHER}, {_CLOCK}] ok", "So. ok", (PARIS, NOW)),
+    Answer("phi4_mini", "no call", "import functools; functools[1]", "import functools; functools[1]"),
+    Answer("nemotron", "two calls", f"<TOOLCALL>[{_WEATHER}, {_CLOCK}]</TOOLCALL>", "", (PARIS, NOW)),
+    Answer("nemotron", "cut in the end", f"<TOOLCALL>[{_WEATHER}]</TOOL", "", (PARIS,)),
+    Answer("cohere", "two calls", COHERE_CALL, "", (PARIS, NOW)),
+    Answer("cohere", "a response", "<|START_RESPONSE|>It rains.<|END_RESPONSE|>", "It rains."),
+    Answer("cohere", "a text, and a call", f"<|START_TEXT|>So.<|END_TEXT|>{COHERE_CALL}", "So.", (PARIS, NOW)),
+    Answer("xlam", "two calls", f"[{_WEATHER}, {_CLOCK}]\n", "", (PARIS, NOW)),
+    Answer("xlam", "no call", "[1, 2] and [a(b)]", "[1, 2] and [a(b)]"),
+]
+
+ANSWERS = [*SLIPS, *MARKED_JSON, *HERMES, *QWEN3_CODER, *LLAMA3_JSON, *PYTHONIC, *MISTRAL, *DEEPSEEK, *HARMONY]

@@ -12,9 +12,14 @@ from aioengine.errors import ConfigError
 from aioengine.tool_calls import formats
 from aioengine.tool_calls.calls import Tool
 from aioengine.tool_calls.formats import detect_tool_format, find_tool_format, register_tool_format
-from aioengine.tool_calls.hermes import HERMES
+from aioengine.tool_calls.marked_json import HERMES
 
 TEMPLATES = {
+    "granite": "When a tool is required, respond only with <|tool_call|> followed by a JSON list of tools used.",
+    "phi4_mini": "{{ '<|tool|>' + (tool['function'] | tojson) + '<|/tool|>' }}",
+    "nemotron": "{{ '<TOOLCALL>[' }}{{ '{\"name\": \"' + call.name + '\", \"arguments\": ' }}{{ ']</TOOLCALL>' }}",
+    "cohere": '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "{{ call.name }}", "parameters": {}}]',
+    "xlam": '<|start_header_id|>[{"name": "tool_call_name", "arguments": {"arg1": "value1"}}, ...] "parameters": ',
     "hermes": "{{ '<tool_call>\\n{\"name\": \"' + call.name + '\", \"arguments\": ' + args + '}\\n</tool_call>' }}",
     "qwen3_coder": "{{ '<tool_call>\\n<function=' + name + '>\\n<parameter=' + key + '>' }} arguments",
     "llama3_json": "{{ '<|start_header_id|>assistant<|end_header_id|>' }}"
@@ -44,6 +49,7 @@ def test_a_template_tells_its_format(name: str) -> None:
         "{{ '<tool_call>' + name + '\\n<arg_key>' + key + '</arg_key></tool_call>' }} arguments",
         "{{ '<|start_header_id|>' }}{{ message.content }}",
         "{{ '<tool_calls><tool_call>' }}{{ '</tool_call>' }} arguments",
+        "{{ ']<]minimax[>[' + '<tool_call>' }}{{ '</tool_call>' }} arguments",
     ],
 )
 def test_a_template_that_leaves_a_doubt_tells_none(template: str) -> None:
@@ -60,7 +66,7 @@ def test_ids_of_mistrals_calls_are_nine_letters_and_digits() -> None:
 
 
 def test_an_unknown_format_is_refused_with_the_nearest_one() -> None:
-    with pytest.raises(ConfigError, match=r"did you mean 'hermes'\?; known: deepseek_v3"):
+    with pytest.raises(ConfigError, match=r"did you mean 'hermes'\?; known: cohere, deepseek_v3"):
         find_tool_format("herms")
 
 
@@ -80,7 +86,7 @@ def test_what_is_no_format_is_refused_where_it_is_made_known(monkeypatch: pytest
 
 
 def test_a_format_may_be_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = EntryPoints([EntryPoint("theirs", "aioengine.tool_calls.hermes:HERMES", formats.ENTRY_POINT_GROUP)])
+    known = EntryPoints([EntryPoint("theirs", "aioengine.tool_calls.marked_json:HERMES", formats.ENTRY_POINT_GROUP)])
 
     def entry_points(**wanted: Any) -> EntryPoints:
         return known.select(**wanted)

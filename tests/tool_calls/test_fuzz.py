@@ -25,6 +25,8 @@ BITS = (
     "function", "```json\n", "\n```", "<|start|>", "assistant", "<|channel|>", "analysis", "final", "<|message|>",
     "commentary to=functions.clock ", "<|constrain|>json", "<|end|>", "<|call|>", '{"name": "clock"', '"name"', ":",
     '"arguments"', '"parameters"', '"weather"', "{", "}", ",", ";", '"', "'", "\\", "\\u12", "-1.5e", "true", "None",
+    "<|tool_call|>", "<|/tool_call|>", "functools[", "<TOOLCALL>", "</TOOLCALL>", "<|START_ACTION|>", "<|END_ACTION|>",
+    "<|START_TEXT|>", '"tool_call_id"', '"tool_name"', '"function"', "```", "[{", '"{}"',
     "=", " ", "\n", "\n\n", "tool", "<", "|", "é", "\ud800", "\x00", "clock(", "{}",
 )  # fmt: skip
 
@@ -61,7 +63,7 @@ def test_nothing_between_scraps_is_lost(name: str, data: st.DataObject) -> None:
     seen = read(make_parser(name), ["".join(text + end + word for text, word in zip(texts, words, strict=True))])
     found = seen.content + seen.reasoning + "".join(arguments for _, arguments in seen.deltas)
     lost = [word for word in words if word not in found]
-    markup = seen.calls and any(key in text for text in texts for key in ('"id"', '"type"', "[CALL_ID]"))
+    markup = seen.calls and any(key in text for text in texts for key in ('"id"', '"type"', "_id", "[CALL_ID]", "```"))
     # What is left over when the text is over inside a call is that call's.
     assert not lost or seen.is_cut or markup
 

@@ -24,6 +24,11 @@ NUM_TOKENS = 2048
 EOS = 2
 MARKERS = {
     "hermes": ("<tool_call>", "</tool_call>"),
+    "granite": ("<|tool_call|>",),
+    "phi4_mini": ("<|tool_call|>", "<|/tool_call|>"),
+    "nemotron": ("<TOOLCALL>", "</TOOLCALL>"),
+    "cohere": ("<|START_ACTION|>", "<|END_ACTION|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    "xlam": ("<|python_tag|>",),
     "qwen3_coder": ("<tool_call>", "</tool_call>"),
     "llama3_json": ("<|python_tag|>",),
     "pythonic": ("<|python_start|>", "<|python_end|>"),
@@ -110,12 +115,28 @@ def calls(name: str, *pairs: tuple[str, dict[str, Any]]) -> str:
     def value(given: Any) -> str:
         return given if isinstance(given, str) else json.dumps(given)
 
-    if name in ("hermes", "mistral", "llama3_json"):
+    lists = {
+        "mistral": ("[TOOL_CALLS]", ""),
+        "granite": ("<|tool_call|>", ""),
+        "phi4_mini": ("<|tool_call|>", "<|/tool_call|>"),
+        "nemotron": ("<TOOLCALL>", "</TOOLCALL>"),
+        "xlam": ("", ""),
+    }
+    if name == "cohere":
+        objects = [
+            f'    {{"tool_call_id": "{number}", "tool_name": "{tool}", "parameters": {dumped(arguments)}}}'
+            for number, (tool, arguments) in enumerate(pairs)
+        ]
+        return "<|START_ACTION|>[\n" + ",\n".join(objects) + "\n]<|END_ACTION|>"
+    if name in ("hermes", "llama3_json", *lists):
         key = "parameters" if name == "llama3_json" else "arguments"
         objects = [f'{{"name": "{tool}", "{key}": {dumped(arguments)}}}' for tool, arguments in pairs]
         if name == "hermes":
             return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in objects)
-        return f"[TOOL_CALLS][{', '.join(objects)}]" if name == "mistral" else "; ".join(objects)
+        if name in lists:
+            begin, end = lists[name]
+            return f"{begin}[{', '.join(objects)}]{end}"
+        return "; ".join(objects)
     if name == "qwen3_coder":
         return "\n".join(
             f"<tool_call>\n<function={tool}>\n"
@@ -209,6 +230,7 @@ def test_text_may_come_before_a_call_that_is_free(name: str, special: bool) -> N
     call = calls(name, PARIS)
     before = {
         "llama3_json": "Hm. <|python_tag|>",
+        "xlam": "Hm. <|python_tag|>",
         "pythonic": "Hm. <|python_start|>",
         "harmony": "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant",
     }.get(name, "Hm. ")
@@ -356,7 +378,7 @@ def test_walks_through_a_grammar_end_in_calls_that_the_parser_reads(name: str, m
     num_calls = 0
     for seed in SEEDS:
         text = walk(made.deep_copy(), name, special, random.Random(seed))
-        seen = read(find_tool_format(name).make_parser(WALKED, counted_ids()), [text])
+        seen = read(find_tool_format(name).make_strict_parser(WALKED, counted_ids()), [text])
         assert not seen.is_cut, (seed, text)
         for tool, arguments in seen.calls:
             jsonschema.validate(json.loads(arguments), schemas[tool])

@@ -164,8 +164,12 @@ class AnswerFormats:
         if reasoning is not None:
             keeps = keeps or self._keeps(reasoning.keeps_special_tokens or (reasoning.begin, reasoning.end))
 
+        make_tools_parser = None if tools is None else tools.make_parser
+        if constraint is not None:  # what its grammar admits as text must not be read as a call that it would refuse
+            make_tools_parser = getattr(tools, "make_strict_parser", make_tools_parser)
+
         def make_parser() -> AnswerParser:
-            inner = tools.make_parser(options.tools, make_call_id) if tools is not None else None
+            inner = make_tools_parser(options.tools, make_call_id) if make_tools_parser is not None else None
             if reasoning is None:
                 assert inner is not None
                 return inner

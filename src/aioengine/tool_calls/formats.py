@@ -10,8 +10,8 @@ from aioengine.errors import ConfigError
 from aioengine.tool_calls.calls import NO_TOKENS, AnswerParser, Tool, ToolChoice
 from aioengine.tool_calls.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
 from aioengine.tool_calls.harmony import HARMONY
-from aioengine.tool_calls.hermes import HERMES
-from aioengine.tool_calls.llama3_json import LLAMA3_JSON
+from aioengine.tool_calls.llama3_json import LLAMA3_JSON, XLAM
+from aioengine.tool_calls.marked_json import COHERE, GRANITE, HERMES, NEMOTRON, PHI4_MINI
 from aioengine.tool_calls.mistral import MISTRAL, MISTRAL_ARGS
 from aioengine.tool_calls.pythonic import PYTHONIC
 from aioengine.tool_calls.qwen3_coder import QWEN3_CODER
@@ -59,7 +59,8 @@ class ToolFormat(Protocol):
 _formats: dict[str, ToolFormat] = {
     format.name: format
     for format in (  # noqa: A001
-        HERMES, QWEN3_CODER, LLAMA3_JSON, PYTHONIC, MISTRAL, MISTRAL_ARGS, DEEPSEEK_V3, DEEPSEEK_V31, HARMONY,
+        HERMES, GRANITE, PHI4_MINI, NEMOTRON, COHERE, LLAMA3_JSON, XLAM, QWEN3_CODER, PYTHONIC,
+        MISTRAL, MISTRAL_ARGS, DEEPSEEK_V3, DEEPSEEK_V31, HARMONY,
     )
 }  # fmt: skip
 
@@ -99,13 +100,20 @@ def detect_tool_format(chat_template: str) -> str | None:
     def has(*parts: str) -> bool:
         return all(part in chat_template for part in parts)
 
-    # GLM, Hunyuan, Nemotron: other calls between the same markers.
-    is_other = any(map(has, ("<arg_key>", "<tool_sep>", "<tool_calls>", "<TOOLCALL>")))
+    # Hunyuan: other calls between the same markers. MiniMax M3: tags with a namespace.
+    is_other = has("<arg_key>") or has("<tool_sep>") or has("<tool_calls>") or has("]<]minimax[>[")
     is_listed = has("[func_name1(") or has("[func_name(")
+    is_xlam = has('[{"name": "tool_call_name", "arguments"')
     found = {
-        "hermes": has("<tool_call>", "</tool_call>", "arguments") and not has("<function=") and not is_other,
+        "hermes": has("<tool_call>", "</tool_call>", "arguments") and not (has("<function=") or is_other or is_xlam),
+        "granite": has("<|tool_call|>", "JSON list"),
+        "phi4_mini": has("<|tool|>", "<|/tool|>") or has("functools["),
+        "nemotron": has("<TOOLCALL>[", "</TOOLCALL>"),
+        "cohere": has("<|START_ACTION|>", "tool_name"),
         "qwen3_coder": has("<tool_call>", "<function=", "<parameter="),
-        "llama3_json": has("<|start_header_id|>", '"parameters": ', '{"name": ') and not is_listed and not is_other,
+        "llama3_json": has("<|start_header_id|>", '"parameters": ', '{"name": ')
+        and not (is_listed or is_other or is_xlam or has("<TOOLCALL>")),
+        "xlam": is_xlam,
         "pythonic": is_listed,
         "mistral": has("[TOOL_CALLS]") and not has("[ARGS]"),
         "mistral_args": has("[TOOL_CALLS]", "[ARGS]"),

@@ -82,6 +82,11 @@ class GrammarWriter:
         head = f'{{"name": "{tool.name}", "{arguments_key}": '
         return f"{quoted(head)} {self.json(tool.parameters, tool)} {quoted('}')}"
 
+    def json_list(self, arguments_key: str) -> str:
+        """A list of such calls."""
+        call = self.one_of(self.json_call(tool, arguments_key) for tool in self.tools)
+        return self.rule(f"{quoted('[')} {self.several(call, quoted(', '))} {quoted(']')}")
+
     def text_without(self, *markers: str, beginning: str = "") -> str:
         """Any text without these in it; its first character is no space and no ``beginning`` where that is given."""
         name = f"T{len(self._rules)}"
@@ -152,6 +157,10 @@ class StepFormat:
         self._write = write
 
     def make_parser(self, tools: Iterable[Tool], make_id: Callable[[], str]) -> AnswerParser:
+        return StepParser(self._read, tools, make_id, is_loose=True)
+
+    def make_strict_parser(self, tools: Iterable[Tool], make_id: Callable[[], str]) -> AnswerParser:
+        """A parser of an answer that a grammar constrains: without its markers there are no calls."""
         return StepParser(self._read, tools, make_id)
 
     def grammar(

@@ -20,28 +20,23 @@ _BEGINS, _NAME_ENDS = Markers(BEGIN), Markers(ARGS, "{")
 
 
 def _read(reading: Reading) -> Steps[None]:
-    while (yield from reading.show_until(_BEGINS)):
+    while (yield from reading.find_call(_BEGINS)):
         yield from reading.attempt(_read_calls(reading))
 
 
 def _read_calls(reading: Reading) -> Steps[None]:
-    if (yield from reading.skip_space()) != "[":
-        head = yield from reading.read_until(_NAME_ENDS, longest=MAX_KEYWORD_CHARS)
-        if reading.marker != ARGS:
-            reading.put_back()
-        if (yield from reading.skip_space()) != "{":
-            raise NotACall
-        reading.begin_call(head.partition(CALL_ID)[0].strip())
-        yield from reading.json_value(reading.add_arguments)
-        reading.end_call()
-        yield from reading.close()
+    if (first := (yield from reading.skip_space())) and first in "[{`":
+        yield from reading.json_calls()
         return
-    separator = "["
-    while (yield from reading.literal(separator)):
-        yield from reading.json_call()
-        yield from reading.close()
-        separator = ","
-    yield from reading.close("]")
+    head = yield from reading.read_until(_NAME_ENDS, longest=MAX_KEYWORD_CHARS)
+    if reading.marker != ARGS:
+        reading.put_back()
+    if (yield from reading.skip_space()) != "{":
+        raise NotACall
+    reading.begin_call(head.partition(CALL_ID)[0].strip())
+    yield from reading.json_value(reading.add_arguments)
+    reading.end_call()
+    yield from reading.close()
 
 
 def _with_short_ids(reading: Reading) -> Steps[None]:
@@ -57,9 +52,7 @@ def _with_short_ids(reading: Reading) -> Steps[None]:
 
 
 def _write_list(writer: GrammarWriter) -> str:
-    call = writer.one_of(writer.json_call(tool, "arguments") for tool in writer.tools)
-    calls = writer.several(call, quoted(", "))
-    return writer.finish_marked(BEGIN, f"{quoted('[')} {calls} {quoted(']')}", between=None)
+    return writer.finish_marked(BEGIN, writer.json_list("arguments"), between=None)
 
 
 def _write_args(writer: GrammarWriter) -> str:

@@ -6,19 +6,25 @@ What it takes of the text is held until it is known what that was: `drop` makes 
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Generator, Iterable
 from typing import TypeVar
 
 from aioengine.tool_calls.calls import Piece, Tool, ToolCall, ToolCallDelta
-from aioengine.tool_calls.json_scanner import JsonScanner
+from aioengine.tool_calls.json_scanner import JsonScanner, is_json
 
 MAX_KEYWORD_CHARS = 256
 """Of what stands between two markers and is no value: a name, a key, a header."""
 
 SPACE, NEWLINES = re.compile(r"\s*"), re.compile(r"\n*")
-_NAME_KEY, _ARGUMENT_KEYS, _OTHER_KEYS = "name", ("arguments", "parameters"), ("id", "type")
+LOOSE = ("{", "[{", "[ ", "[\n", "```")
+"""Texts with which JSON may begin that nothing marks as calls: an object, a list, and either in a fence."""
+
+_LANGUAGE, _SURROGATES = re.compile("[a-z_]*"), re.compile("[\ud800-\udfff]")
+_NAME_KEYS, _ARGUMENT_KEYS, _FUNCTION_KEY = ("name", "function", "tool_name"), ("arguments", "parameters"), "function"
+_OTHER_KEYS = ("id", "type", "tool_call_id")
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
@@ -36,6 +42,11 @@ class Markers:
         self._pattern = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
         self._first_chars = re.compile("[" + "".join(re.escape(text[0]) for text in texts) + "]")
         self._longest = max(map(len, texts))
+
+    @functools.cached_property
+    def loose(self) -> Markers:
+        """These, and `LOOSE`."""
+        return Markers(*self.texts, *LOOSE)
 
     def find(self, text: str, at: int) -> re.Match[str] | None:
         return self._pattern.search(text, at)
@@ -65,9 +76,11 @@ class Reading:
         is_over: no more will come.
         marker: the one that `read_until` has found last.
         shown: where text goes that is no call: ``content`` or ``reasoning``.
+        is_loose: calls in JSON are read that no marker begins. An object that is no call ends this: the answer is data.
     """
 
-    def __init__(self, tools: Iterable[Tool], make_id: Callable[[], str]) -> None:
+    def __init__(self, tools: Iterable[Tool], make_id: Callable[[], str], *, is_loose: bool = False) -> None:
+        self.is_loose = is_loose
         self.tools = {tool.name: tool for tool in tools}
         self.text, self.at, self.is_over = "", 0, False
         self.marker = ""
@@ -265,15 +278,48 @@ class Reading:
 
     # What several formats have
 
+    def find_call(self, begins: Markers) -> Steps[str]:
+        """Show text up to a marker, which is returned, as `show_until`; on the way read calls in JSON without one."""
+        while (marker := (yield from self.show_until(begins.loose if self.is_loose else begins))) in LOOSE:
+            self.put_back()
+            yield from self.attempt(self.json_calls(needs_arguments=True), is_marked=False)
+        return marker
+
+    def json_calls(self, *, needs_arguments: bool = False) -> Steps[None]:
+        """A call that is an object, or a list of these; models put either into a fence."""
+        yield from self.skip_space()
+        if is_fenced := (yield from self.literal("```")):
+            yield from self.skip_space(_LANGUAGE)
+            yield from self.skip_space()
+        separator = "["
+        while (yield from self.literal(separator)):
+            yield from self.json_call(needs_arguments=needs_arguments)
+            yield from self.close()
+            separator = ","
+        if separator == "[":
+            yield from self.json_call(needs_arguments=needs_arguments)
+        else:
+            yield from self.close("]")
+        yield from self.close(*(["```"] if is_fenced else []))
+
     def json_call(self, *, needs_arguments: bool = False) -> Steps[None]:
-        """A call that is an object, with a name and arguments in any order.
+        """A call that is an object, with a name and arguments in any order, or with these under "function".
 
         Args:
             needs_arguments: an object with a tool's name alone is no call; else it is one without arguments.
         """
+        yield from self.skip_space()
+        name, arguments = yield from self._json_fields()
+        if name is None or (needs_arguments and arguments is None):
+            raise NotACall
+        if not self.is_in_call:
+            self.begin_call(name, arguments or "{}")
+        self.end_call()
+
+    def _json_fields(self, *, is_inner: bool = False) -> Steps[tuple[str | None, str | None]]:
+        """Take a call's object; returns its name and arguments, None where it has none. Begins the call with both."""
         name: str | None = None
         arguments: str | None = None
-        yield from self.skip_space()
         yield from self.expect("{")
         is_more = True
         while is_more:
@@ -283,36 +329,33 @@ class Reading:
             yield from self.skip_space()
             yield from self.expect(":")
             first = yield from self.skip_space()
-            if key == _NAME_KEY and name is None and first == '"':
+            if key in _NAME_KEYS and name is None and first == '"':
                 name = json.loads((yield from self.json_value()))
                 if name not in self.tools:
+                    self.is_loose = False
                     raise NotACall
                 if arguments is not None:
                     self.begin_call(name, arguments)
-            elif key in _ARGUMENT_KEYS and arguments is None and first in ("{", "n"):
-                if first == "n":  # models write null for none
-                    yield from self.expect("null")
-                    arguments = "{}"
-                    if name is not None:
-                        self.begin_call(name, arguments)
-                elif name is not None:
+            elif key == _FUNCTION_KEY and name is None and first == "{" and not is_inner:
+                name, arguments = yield from self._json_fields(is_inner=True)
+            elif key in _ARGUMENT_KEYS and arguments is None and first in ("{", "n", '"'):
+                if first == "{" and name is not None:
                     self.begin_call(name)
                     arguments = ""
                     yield from self.json_value(self.add_arguments)
                 else:
-                    arguments = yield from self.json_value()
+                    arguments = _as_object((yield from self.json_value()))
+                    if name is not None:
+                        self.begin_call(name, arguments)
             elif key in _OTHER_KEYS or self.is_in_call:
                 yield from self.json_value()
             else:
+                self.is_loose = False
                 raise NotACall
             yield from self.skip_space()
             is_more = yield from self.literal(",")
-        if name is None or (needs_arguments and not self.is_in_call):
-            raise NotACall
         yield from self.expect("}")
-        if not self.is_in_call:
-            self.begin_call(name, "{}")
-        self.end_call()
+        return name, arguments
 
     def close(self, *markers: str) -> Steps[None]:
         """After a complete call: these markers are markup where they are there, and so is white space at the end."""
@@ -326,18 +369,38 @@ class Reading:
             self.drop()
 
 
+def _as_object(value: str) -> str:
+    """The JSON object of arguments that are written as one, as a JSON text of one, or as null for none.
+
+    Raises:
+        NotACall: they are no object.
+    """
+    text = str(json.loads(value)).strip() if value[0] == '"' else value
+    if text in ("", "null"):
+        return "{}"
+    if text[0] != "{" or not is_json(text) or _SURROGATES.search(text):
+        raise NotACall
+    return text
+
+
 class StepParser:
     """An `AnswerParser` that goes through a format's steps.
 
     Args:
         make_steps: the format: goes on until the text is over.
         make_id: an id for each call that begins.
+        is_loose: calls in JSON are read that no marker begins, in formats that are JSON or near to it.
     """
 
     def __init__(
-        self, make_steps: Callable[[Reading], Steps[None]], tools: Iterable[Tool], make_id: Callable[[], str]
+        self,
+        make_steps: Callable[[Reading], Steps[None]],
+        tools: Iterable[Tool],
+        make_id: Callable[[], str],
+        *,
+        is_loose: bool = False,
     ) -> None:
-        self._reading = Reading(tools, make_id)
+        self._reading = Reading(tools, make_id, is_loose=is_loose)
         self._steps = make_steps(self._reading)
         next(self._steps)
 

@@ -1,0 +1,94 @@
+"""Calls that are JSON between two markers: an object each, or a list of all.
+
+Hermes 2 Pro, Qwen2.5, Qwen3, Granite 4, SmolLM3:
+
+    Let me look.
+    <tool_call>
+    {"name": "get_weather", "arguments": {"city": "Paris"}}
+    </tool_call>
+    <tool_call>
+    {"name": "get_time", "arguments": {}}
+    </tool_call>
+
+Granite 3 (which has no second marker), Phi-4-mini, Nemotron Nano 2, and Command R7B and A:
+
+    <|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris"}}, {"name": "get_time", "arguments": {}}]
+    <|tool_call|>[{"name": "get_time", "arguments": {}}]<|/tool_call|>
+    <TOOLCALL>[{"name": "get_time", "arguments": {}}]</TOOLCALL>
+    <|START_ACTION|>[
+        {"tool_call_id": "0", "tool_name": "get_time", "parameters": {}}
+    ]<|END_ACTION|>
+
+Each is read whether it is an object or a list. The ids that Command writes are passed over: its template counts anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from aioengine.tool_calls.grammars import GrammarWriter, StepFormat, quoted
+from aioengine.tool_calls.reading import Markers, Reading, Steps
+
+BEGIN, END = "<tool_call>", "</tool_call>"
+COHERE_TEXT = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")
+"""The markers that Command's models write around content."""
+
+
+def _reader(begins: tuple[str, ...], end: str, markup: tuple[str, ...] = ()) -> Callable[[Reading], Steps[None]]:
+    markers = Markers(*begins, *markup)
+
+    def read_call(reading: Reading) -> Steps[None]:
+        yield from reading.json_calls()
+        yield from reading.close(*([end] if end else []))
+
+    def read(reading: Reading) -> Steps[None]:
+        while marker := (yield from reading.find_call(markers)):
+            if marker in markup:
+                reading.drop()
+                continue
+            if marker.endswith("["):  # the list's own
+                reading.put_back()
+                reading.take(reading.at + len(marker) - 1)
+            yield from reading.attempt(read_call(reading))
+
+    return read
+
+
+def _write_each(writer: GrammarWriter) -> str:
+    newline = quoted("\n")
+    call = writer.one_of(writer.json_call(tool, "arguments") for tool in writer.tools)
+    return writer.finish_marked(BEGIN, f"{newline} {call} {newline} {writer.marker(END)}", between=newline)
+
+
+def _list_writer(begins: tuple[str, ...], end: str) -> Callable[[GrammarWriter], str]:
+    def write(writer: GrammarWriter) -> str:
+        calls = f"{writer.json_list('arguments')} {writer.marker(end)}"
+        return writer.finish_marked(*begins[:1], calls, *begins[1:], between=None)
+
+    return write
+
+
+def _write_cohere(writer: GrammarWriter) -> str:
+    head, item = quoted('{"tool_call_id": "'), quoted("\n    ")
+    names = [(tool, quoted(f'", "tool_name": "{tool.name}", "parameters": ')) for tool in writer.tools]
+    call = writer.one_of(
+        f"{head} /[0-9]{{1,3}}/ {name} {writer.json(tool.parameters, tool)} {quoted('}')}" for tool, name in names
+    )
+    calls = writer.several(f"{item} {call}", quoted(","))
+    newline = quoted("\n]")
+    listed = f"{quoted('[')} {calls} {newline} {writer.marker('<|END_ACTION|>')}"
+    return writer.finish_marked("<|START_ACTION|>", listed, *COHERE_TEXT, between=None)
+
+
+HERMES = StepFormat("hermes", _reader((BEGIN,), END), _write_each, keeps_special_tokens=(BEGIN, END))
+GRANITE, PHI4_MINI, NEMOTRON = (
+    StepFormat(name, _reader(begins, end), _list_writer(begins, end), keeps_special_tokens=True)
+    for name, begins, end in (
+        ("granite", ("<|tool_call|>", BEGIN), ""),
+        ("phi4_mini", ("<|tool_call|>", "functools["), "<|/tool_call|>"),
+        ("nemotron", ("<TOOLCALL>",), "</TOOLCALL>"),
+    )
+)
+COHERE = StepFormat(
+    "cohere", _reader(("<|START_ACTION|>",), "<|END_ACTION|>", COHERE_TEXT), _write_cohere, keeps_special_tokens=True
+)
