@@ -28,8 +28,7 @@ from aioengine.models.decoder import Linear
 from aioengine.models.decoder_config import read_decoder_config
 from aioengine.models.folder import DEMO_MODEL, ModelFolder
 from aioengine.models.formats.gguf_blocks import BLOCK_FORMATS
-from aioengine.models.formats.gguf_families import generation_config_of
-from aioengine.models.formats.gguf_file import BLOCKS, GgufFile
+from aioengine.models.formats.gguf_file import BLOCKS
 from aioengine.models.formats.gguf_tensors import read_gguf
 from aioengine.models.formats.safetensors import read_header
 from aioengine.models.formats.stored import Files
@@ -322,10 +321,3 @@ def test_vectors_that_are_quantised_are_refused(
     file = write_gguf(checkpoint("llama2"), tmp_path / "model.gguf")
     with pytest.raises(ModelLoadError, match=r"norm\.weight is GGUF Q8_0, in which no vectors can be"):
         read_gguf(file)
-
-
-def test_a_call_of_gpt_oss_ends_its_text() -> None:
-    tokens = {"tokenizer.ggml.eos_token_id": 1, "tokenizer.ggml.tokens": ["a", "<|return|>", "<|call|>"]}
-    for architecture, ends in (("gpt-oss", [1, 2]), ("llama", [1])):
-        file = GgufFile(Path("model.gguf"), {"general.architecture": architecture, **tokens}, {})
-        assert generation_config_of(file) == {"eos_token_id": ends}

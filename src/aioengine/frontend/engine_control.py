@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Any, TypeVar
 
 import anyio
@@ -274,7 +275,7 @@ class EngineControl:
                 f"prompt={shorten(prompt)}: a text or a list of chat messages is needed, with one message at least",
                 param="prompt",
             )
-        add = not is_chat if add_special_tokens is None else add_special_tokens
+        add = True if add_special_tokens is None else add_special_tokens
         calls.check_flag("add_special_tokens", add)
         tokenizer = _tokenizer_of(runtime, "prompt")
         kwargs = take_template_kwargs(chat_template_kwargs, is_chat=is_chat)
@@ -283,11 +284,12 @@ class EngineControl:
         if chat_template is not None:
             kwargs["chat_template"] = chat_template
         if isinstance(prompt, str):
-            text = prompt
+            text, encode = prompt, partial(tokenizer.encode, add_special_tokens=add)
         else:  # apart from the encoding: a long chat is encoded by the worker for its size
             messages = copy_messages(prompt)
             text = await runtime.open_worker_for(None).run(tokenizer.render_chat, None, messages, **kwargs)
-        return await runtime.open_worker_for(len(text)).run(tokenizer.encode, len(text), text, add_special_tokens=add)
+            encode = partial(tokenizer.encode_chat, add_special_tokens=add_special_tokens)
+        return await runtime.open_worker_for(len(text)).run(encode, len(text), text)
 
     async def detokenize(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids, however many, as the tokenizer's own decode gives it.

@@ -279,9 +279,10 @@ def _tokenize(runtime: Runtime, call: Call, checked: Checked) -> tuple[str | Non
         at_least = len(text) // (MAX_NORMALIZED_CHARS * runtime.longest_token_chars)
         if at_least > limit:  # megabytes that cannot fit are refused before they are tokenized
             raise PromptTooLong(at_least, limit, is_lower_bound=True)
-    # A chat template writes the special tokens itself; the tokenizer would add a second BOS.
-    adds = isinstance(prompt, str) if call.add_special_tokens is None else call.add_special_tokens
-    ids = tokenizer.encode(text, add_special_tokens=adds)
+    if isinstance(prompt, str):
+        ids = tokenizer.encode(text, add_special_tokens=call.add_special_tokens is not False)
+    else:
+        ids = tokenizer.encode_chat(text, add_special_tokens=call.add_special_tokens)
     if num_kept is not None:
         ids = ids[-num_kept:]
     if not ids:

@@ -1,6 +1,6 @@
-"""The tokenizer that a GGUF file describes, built anew: such a file has a vocabulary and no tokenizer.json.
+"""The tokenizer of a GGUF file, made of its vocabulary: such a file has no tokenizer.json.
 
-What llama.cpp knows of each kind by name (its src/llama-vocab.cpp) is here what the models' own tokenizer.json says.
+llama.cpp knows each kind by name (its src/llama-vocab.cpp). The patterns here are those of the models' tokenizer.json.
 """
 
 from __future__ import annotations
@@ -10,43 +10,98 @@ from typing import Any
 
 from aioengine.errors import ModelLoadError
 from aioengine.models.formats.gguf_file import GgufFile
+from aioengine.models.formats.gguf_vocabulary import (
+    CONTROL,
+    NORMAL,
+    ROLES,
+    SENTENCEPIECE,
+    UNKNOWN,
+    USER_DEFINED,
+    ending_ids,
+    id_of_role,
+    token_types,
+)
 from aioengine.validation import shorten
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
-"""Types of tokens, as llama.cpp numbers them."""
-
 SPACE = "▁"
-"""What sentencepiece writes for one."""
+"""Sentencepiece writes it for a space."""
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LINES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_LINE = _LINES.replace("]+", "]")
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _LINES
+_REST_WITH_SLASH = _REST.replace(r"[\r\n]*|", r"[\r\n/]*|", 1)
 _LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST
 _QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST
+_QWEN35 = _QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _WORDS = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*")
-_REST_WITH_SLASH = _REST.replace(r"[\r\n]*|", r"[\r\n/]*|", 1)
 _TEKKEN = "|".join(_WORDS) + r"|\p{N}" + _REST_WITH_SLASH
-_GPT4O = "|".join(f"{word}{_CONTRACTIONS}?" for word in _WORDS) + r"|\p{N}{1,3}" + _REST_WITH_SLASH
+_WORDS_WITH_ENDS = "|".join(f"{word}{_CONTRACTIONS}?" for word in _WORDS)
+_GPT4O = _WORDS_WITH_ENDS + r"|\p{N}{1,3}" + _REST_WITH_SLASH
+_KIMI = r"\p{Han}+|" + _GPT4O.replace("/", "").replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]")
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LATE_SCRIPTS = (
+    "\u0560-\u0588\u10c6-\u10ff\u1c80-\u1c8a\u2d00-\u2d2d\ua790-\ua7fa\uab30-\uab68\U00010570-\U000105bc"
+    "\U00016e40-\U00016e7f\U0001d400-\U0001df2a"
+)
+_CASED = rf"[[\p{{Lu}}\p{{Ll}}\p{{Lt}}]&&[^{_LATE_SCRIPTS}]]"
+_ASIAN = "[一-龥ࠀ-一가-퟿]+"
+_DEEPSEEK3 = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
+    + _LINES
+)
+_BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
+_SEED = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|" + _LINES
+_BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|" + _LINE
+_LETTERS_AND_SPACES = r"(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+"
+_EXAONE_MOE = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?{_LETTERS_AND_SPACES}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]?|" + _LINE
+)
+_PUNCTUATION = r"[\p{P}\$\+<=>\^~\|`]+"
 
-GPT2, DIGITS = "gpt2", "digits"
-"""Split as GPT-2 does, by the library's own pattern; the same, each digit apart before."""
+
+def _all(names: str, *patterns: str) -> dict[str, tuple[str, ...]]:
+    return dict.fromkeys(names.split(), patterns)
+
 
 PATTERNS = {
-    **dict.fromkeys(("default", "gpt-2", "mpt", "olmo", "jais", "exaone4"), GPT2),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), DIGITS),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "dbrx", "smaug-bpe", "glm4"), _LLAMA3),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), _QWEN2),
-    **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
-    "tekken": _TEKKEN,
+    **_all(
+        "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 dbrx smaug-bpe glm4 chatglm-bpe", _LLAMA3
+    ),
+    **_all("qwen2 deepseek-r1-qwen kormo megrez stablelm2 hunyuan solar-open grok-2", _QWEN2),
+    **_all("qwen35", _QWEN35),
+    **_all("gpt-2 phi-2 mpt olmo jais trillion granite-docling exaone4 gigachat a.x-4.0 mellum", _GPT2),
+    **_all("smollm starcoder refact command-r codeshell exaone minerva-7b mellum2", r"\p{N}", _GPT2),
+    **_all("gpt-4o llama4 kanana2 minimax-m2", _GPT4O),
+    **_all("tekken", _TEKKEN),
+    **_all("kimi-k2", _KIMI),
+    **_all("deepseek-v3 hunyuan-dense joyai-llm", r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3),
+    **_all("deepseek-llm", r"[\r\n]", rf"\s?{_CASED}+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", _ASIAN, r"\p{N}+"),
+    **_all("deepseek-coder", r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _ASIAN, r"\p{N}"),
+    **_all("seed-coder", _SEED),
+    **_all("bailingmoe bailingmoe2 llada-moe", _BAILING),
+    **_all("exaone-moe", _EXAONE_MOE),
+    **_all("minicpm5", r"\p{N}{1,3}", _LLAMA3.replace("{1,3}", "+")),
+    **_all("superbpe", r"\p{N}+", r"(?=(\d{3})+(?!\d))"),
+    **_all("bloom poro-chat gpt3-finnish", _BLOOM),
+    **_all("viking", _BLOOM, r"\p{N}"),
+    **_all("falcon", _PUNCTUATION, _GPT2, "[0-9][0-9][0-9]"),
+    **_all("default", _PUNCTUATION.replace("`", ""), _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
 }
-"""tokenizer.ggml.pre: into what a text is split before tokens are merged."""
+"""tokenizer.ggml.pre: into what a text is split before tokens are merged, each pattern in what the last one left."""
 
-IGNORES_MERGES = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken"})
-"""A piece that is a token is not merged from smaller ones. They have the beginning's token before each text, too, where
-the file does not say otherwise."""
+ADDS_BOS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken"}
+"""Vocabularies that put a BOS before each text where the file lacks add_bos_token."""
 
-NORMALIZED = frozenset({"qwen2", "deepseek-r1-qwen"})
-"""Their texts are composed (NFC)."""
+IGNORES_MERGES = {*ADDS_BOS, "minicpm5"}
+"""A piece that is a token is not merged from smaller ones."""
+
+NORMALIZED = {"qwen2", "deepseek-r1-qwen", "qwen35", "olmo", "mpt", "command-r"}
+"""Their texts are composed (NFC), as transformers' classes for these models do."""
+
+NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
+"""The tokens of Phi-3's families that leave white space after them as it is."""
 
 
 def has_vocabulary(file: GgufFile) -> bool:
@@ -61,20 +116,22 @@ def build_tokenizer(file: GgufFile) -> Any:
     """
     from tokenizers import AddedToken
 
-    kind = file.get("tokenizer.ggml.model", str)
+    kind, added_tokens = file.get("tokenizer.ggml.model", str), []
     if kind not in BUILDERS:
         raise ModelLoadError(f"{file.path}: tokenizer.ggml.model={shorten(kind)}; supported: {', '.join(BUILDERS)}")
-    tokens = file.get("tokenizer.ggml.tokens", list)
-    types = file.metadata.get("tokenizer.ggml.token_type")
-    types = [NORMAL] * len(tokens) if types is None else list(map(int, types))
-    if len(types) != len(tokens):
-        raise ModelLoadError(f"{file.path}: {len(tokens)} tokens and {len(types)} types of tokens")
-    tokenizer, adds_bos = BUILDERS[kind](file, tokens, types)
-    of_types = {each: [token for token, of in zip(tokens, types, strict=True) if of == each] for each in set(types)}
-    special = [*of_types.get(CONTROL, []), *of_types.get(UNKNOWN, [])]
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in of_types.get(USER_DEFINED, [])])
-    _add_ends(file, tokenizer, adds_bos)
+    types = token_types(file)
+    tokens = _tokens(file)
+    if kind == SENTENCEPIECE:
+        tokens = [_spelled(token, each == USER_DEFINED) for token, each in zip(tokens, types, strict=True)]
+    tokenizer = BUILDERS[kind](file, tokens, types)
+    ends, strips = set(ending_ids(file)), _strips(file)
+    for token_id, (token, each) in enumerate(zip(tokens, types, strict=True)):
+        if each in (CONTROL, UNKNOWN, USER_DEFINED) or token_id in ends:
+            is_special = each != USER_DEFINED or token_id in ends
+            its_space = strips and token not in NOT_STRIPPED
+            added_tokens.append(AddedToken(token, normalized=False, special=is_special, rstrip=its_space))
+    tokenizer.add_tokens(added_tokens)
+    _add_ends(file, tokenizer)
     return tokenizer
 
 
@@ -84,28 +141,36 @@ def named_tokens_of(file: GgufFile) -> dict[str, str]:
     Raises:
         ModelLoadError: one is none of the vocabulary.
     """
-    ids = {name: file.get(f"tokenizer.ggml.{key}_token_id", int) for name, key in NAMED_IDS.items()}
-    return {name: _token(file, token_id) for name, token_id in ids.items() if token_id is not None}
+    ids = {name: id_of_role(file, role) for name, role in ROLES.items()}
+    return {name: _tokens(file)[token_id] for name, token_id in ids.items() if token_id is not None}
 
 
-NAMED_IDS = {
-    "bos_token": "bos",
-    "eos_token": "eos",
-    "unk_token": "unknown",
-    "sep_token": "seperator",
-    "pad_token": "padding",
-    "mask_token": "mask",
-}
+def bos_id_of(file: GgufFile) -> int | None:
+    """The token that begins each text, chats included; None where the file adds none."""
+    pre = file.get("tokenizer.ggml.pre", str, "default")
+    is_default = pre in ADDS_BOS or file.metadata["tokenizer.ggml.model"] == SENTENCEPIECE
+    return id_of_role(file, "bos") if file.get("tokenizer.ggml.add_bos_token", bool, is_default) else None
 
 
-def _token(file: GgufFile, token_id: int) -> str:
+def _tokens(file: GgufFile) -> list[str]:
     tokens: list[str] = file.get("tokenizer.ggml.tokens", list)
-    if not 0 <= token_id < len(tokens):
-        raise ModelLoadError(f"{file.path} names token {token_id}, and has {len(tokens)}")
-    return tokens[token_id]
+    return tokens
 
 
-def _byte_level(file: GgufFile, tokens: list[str], types: list[int]) -> tuple[Any, bool]:
+def _strips(file: GgufFile) -> bool:
+    """Whether white space after added tokens belongs to them. Phi-3's does, and GGUF has no key for it."""
+    name = file.get("general.name", str, "").lower()
+    return "phi-3" in name or "phi3" in name or file.metadata.get("general.architecture") == "phi3"
+
+
+def _spelled(token: str, is_added: bool) -> str:
+    """A token as the tokenizer finds it: in the text itself, or with `SPACE` for a space in what is merged."""
+    if is_added:
+        return token.replace(SPACE, " ")
+    return SPACE * len(token) if token and not token.strip(" ") else token
+
+
+def _byte_level(file: GgufFile, tokens: list[str], types: list[int]) -> Any:
     """BPE of bytes, GPT-2's and that of most models since (Sennrich et al., 2016, arXiv:1508.07909)."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -113,45 +178,38 @@ def _byte_level(file: GgufFile, tokens: list[str], types: list[int]) -> tuple[An
     if split not in PATTERNS:
         raise ModelLoadError(f"{file.path}: tokenizer.ggml.pre={shorten(split)}; supported: {', '.join(PATTERNS)}")
     merges = [tuple(merge.split(" ", 1)) for merge in file.get("tokenizer.ggml.merges", list, [])]
-    ignores_merges = split in IGNORES_MERGES
-    tokenizer = Tokenizer(models.BPE(vocab=_ids(tokens), merges=merges, ignore_merges=ignores_merges))
+    tokenizer = Tokenizer(models.BPE(vocab=_ids(tokens), merges=merges, ignore_merges=split in IGNORES_MERGES))
     if split in NORMALIZED:
         tokenizer.normalizer = normalizers.NFC()
-    pattern = PATTERNS[split]
-    steps: list[Any] = []
-    if pattern == DIGITS:
-        steps = [pre_tokenizers.Digits(individual_digits=True)]
-    elif pattern != GPT2:
-        steps = [pre_tokenizers.Split(Regex(pattern), behavior="isolated")]
-    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern in (GPT2, DIGITS))
+    steps = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in PATTERNS[split]]
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer, ignores_merges
+    return tokenizer
 
 
-def _sentencepiece(file: GgufFile, tokens: list[str], types: list[int]) -> tuple[Any, bool]:
+def _sentencepiece(file: GgufFile, tokens: list[str], types: list[int]) -> Any:
     """BPE of characters by scores, and bytes for what has no token (Kudo and Richardson, 2018, arXiv:1808.06226)."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    # Where a token is spaces alone, llama.cpp writes them as such.
-    tokens = [SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]
     unknown = [token for token, kind in zip(tokens, types, strict=True) if kind == UNKNOWN]
     given = file.get("tokenizer.ggml.merges", list)
+    ids = _ids(tokens)
     merges = _merges(file, tokens, types) if given is None else [tuple(merge.split(" ", 1)) for merge in given]
-    model = models.BPE(
-        vocab=_ids(tokens), merges=merges, unk_token=next(iter(unknown), None), fuse_unk=True, byte_fallback=True
-    )
+    # A file may have merges of spaces, too, whose tokens are found in the text before any are merged.
+    merges = [merge for merge in merges if "".join(merge) in ids and all(token in ids for token in merge)]
+    model = models.BPE(vocab=ids, merges=merges, unk_token=next(iter(unknown), None), fuse_unk=True, byte_fallback=True)
     tokenizer = Tokenizer(model)
     has_prefix = file.get("tokenizer.ggml.add_space_prefix", bool, True)
     spaces = normalizers.Replace(" ", SPACE)
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if has_prefix else spaces
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if has_prefix else steps)
-    return tokenizer, True
+    return tokenizer
 
 
-BUILDERS = {"gpt2": _byte_level, "llama": _sentencepiece}
-"""tokenizer.ggml.model: what makes the tokenizer, and says whether the beginning's token is put before each text."""
+BUILDERS = {"gpt2": _byte_level, SENTENCEPIECE: _sentencepiece}
+"""tokenizer.ggml.model: what makes the tokenizer."""
 
 
 def _ids(tokens: Sequence[str]) -> dict[str, int]:
@@ -168,7 +226,7 @@ def _merges(file: GgufFile, tokens: list[str], types: list[int]) -> list[tuple[s
     ids = _ids(tokens)
     found: list[tuple[float, int, int, int, int]] = []
     for token, kind, score in zip(tokens, types, map(float, scores), strict=True):
-        if kind in (NORMAL, USER_DEFINED):
+        if kind == NORMAL:  # one that was added is found in the text before any are merged
             for at in range(1, len(token)):
                 left, right = ids.get(token[:at]), ids.get(token[at:])
                 if left is not None and right is not None:
@@ -176,15 +234,12 @@ def _merges(file: GgufFile, tokens: list[str], types: list[int]) -> list[tuple[s
     return [(tokens[left], tokens[right]) for *_, left, right in sorted(found)]
 
 
-def _add_ends(file: GgufFile, tokenizer: Any, adds_bos: bool) -> None:
+def _add_ends(file: GgufFile, tokenizer: Any) -> None:
     """Have the tokens of a text's beginning and end put around it, if the file says so."""
     from tokenizers import processors
 
-    ids = {}
-    for name, is_default in (("bos", adds_bos), ("eos", False)):
-        token_id = file.get(f"tokenizer.ggml.{name}_token_id", int)
-        if token_id is not None and file.get(f"tokenizer.ggml.add_{name}_token", bool, is_default):
-            ids[name] = (_token(file, token_id), token_id)
-    if ids:
-        template = [*([ids["bos"][0]] if "bos" in ids else []), "$A", *([ids["eos"][0]] if "eos" in ids else [])]
-        tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=list(ids.values()))
+    eos_id = id_of_role(file, "eos") if file.get("tokenizer.ggml.add_eos_token", bool, False) else None
+    first, last = ([] if i is None else [(_tokens(file)[i], i)] for i in (bos_id_of(file), eos_id))
+    if first or last:
+        template = [*(token for token, _ in first), "$A", *(token for token, _ in last)]
+        tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=[*first, *last])

@@ -18,7 +18,7 @@ import msgspec
 from aioengine.errors import AioEngineError, ModelLoadError
 from aioengine.models.folder import check_files, is_gguf, read_json
 from aioengine.models.formats.gguf_file import GgufFile
-from aioengine.text.gguf_tokenizer import build_tokenizer, has_vocabulary, named_tokens_of
+from aioengine.text.gguf_tokenizer import bos_id_of, build_tokenizer, has_vocabulary, named_tokens_of
 from aioengine.text.template_files import DEFAULT, templates_of_folder, templates_of_gguf
 
 VOCABULARY_FILES = (
@@ -72,6 +72,7 @@ class LoadedTokenizer(msgspec.Struct, frozen=True, kw_only=True):
         slow: a transformers tokenizer, only where it encodes otherwise than ``backend`` or there is no backend.
         chat_templates: by name.
         named_tokens: "bos_token", "eos_token" and so on, as far as they are set.
+        chat_bos_id: a BOS that begins each chat, whether its template writes it or not; None: as the template says.
         max_ids: its ids are below this.
     """
 
@@ -79,6 +80,7 @@ class LoadedTokenizer(msgspec.Struct, frozen=True, kw_only=True):
     slow: Any = None
     chat_templates: dict[str, str] = {}
     named_tokens: dict[str, str] = {}
+    chat_bos_id: int | None = None
     max_ids: int = MAX_TOKEN_IDS
 
 
@@ -125,7 +127,7 @@ def _load_from_gguf(path: Path) -> LoadedTokenizer:
     with failures_as(lambda problem: ModelLoadError(f"{path}: the tokenizer could not be loaded: {problem}")):
         loaded = _with_backend(build_tokenizer(file), named_tokens_of(file))
     max_ids = len(file.get("tokenizer.ggml.tokens", list))
-    return msgspec.structs.replace(loaded, chat_templates=templates, max_ids=max_ids)
+    return msgspec.structs.replace(loaded, chat_templates=templates, chat_bos_id=bos_id_of(file), max_ids=max_ids)
 
 
 def _check_vocabulary(folder: Path) -> None:

@@ -50,6 +50,7 @@ class Tokenizer:
         self._fast = loaded.backend
         self._slow = loaded.slow
         self._named_tokens = loaded.named_tokens
+        self._chat_bos_id = loaded.chat_bos_id
         self.backend: Any = loaded.backend if loaded.backend is not None else loaded.slow
         self.chat_templates = loaded.chat_templates
         self.template_lanes = Lanes()
@@ -95,6 +96,20 @@ class Tokenizer:
                 "the prompt has a lone surrogate, which is no character and has no UTF-8 form; remove it",
                 param="prompt",
             ) from error
+
+    def encode_chat(self, text: str, *, add_special_tokens: bool | None = None) -> list[int]:
+        """The token ids of a rendered chat, whose template writes the special tokens.
+
+        Args:
+            add_special_tokens: as in `encode`. Absent: a BOS alone, where the model's GGUF file says that each text
+                begins with one and the template has not written it.
+        Raises:
+            InvalidRequest: as `encode`.
+        """
+        ids, bos_id = self.encode(text, add_special_tokens=bool(add_special_tokens)), self._chat_bos_id
+        if bos_id is None or add_special_tokens is not None or ids[:1] == [bos_id]:
+            return ids
+        return [bos_id, *ids]
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if self._slow is not None:
@@ -230,7 +245,7 @@ class Tokenizer:
         kwargs = {"add_generation_prompt": add_generation_prompt, **variables}
         taken = take_template_kwargs(kwargs, is_chat=True)
         text = self.render_chat(copy_messages(conversation), chat_template=chat_template, **taken)
-        return self.encode(text, add_special_tokens=False) if tokenize else text
+        return self.encode_chat(text) if tokenize else text
 
     def get_vocab(self) -> dict[str, int]:
         """Each token's id."""

@@ -18,6 +18,7 @@ import numpy as np
 
 from aioengine.errors import ModelLoadError
 from aioengine.models.formats.gguf_file import GgufFile, GgufTensor
+from aioengine.models.formats.gguf_vocabulary import ending_ids
 from aioengine.validation import shorten
 
 Rows = np.ndarray[Any, np.dtype[np.int64]]
@@ -103,7 +104,6 @@ class GgufFamily(msgspec.Struct, frozen=True, kw_only=True):
             keeps them less one.
         stacks: names of a layer's tensors that are of all its experts in transformers' files, too, but transposed, and
             which of llama.cpp's are one there: their outputs in turn.
-        ends: tokens that end a text beside the one that the file names, which llama.cpp knows by their texts.
         more: further fields of the config, of the file and of the config so far.
     """
 
@@ -114,7 +114,6 @@ class GgufFamily(msgspec.Struct, frozen=True, kw_only=True):
     has_pairs: bool = False
     has_one_added: bool = False
     stacks: dict[str, tuple[str, ...]] = {}
-    ends: tuple[str, ...] = ()
     more: Callable[[GgufFile, dict[str, Any]], dict[str, Any]] = lambda file, config: {}
 
     def name_of(self, inner: str) -> str:
@@ -260,7 +259,6 @@ FAMILIES = {
             "num_experts_per_tok": OF_EXPERTS["num_experts_per_tok"],
             "intermediate_size": OF_EXPERTS["moe_intermediate_size"],
         },
-        ends=("<|call|>",),
         more=_gpt_oss,
     ),
     "exaone4": GgufFamily(architecture="Exaone4ForCausalLM", model_type="exaone4", fields=WINDOW, more=_exaone4),
@@ -379,14 +377,11 @@ def generation_config_of(file: GgufFile) -> dict[str, Any]:
     """The model's generation_config.json: which tokens end a text, and how it is to be sampled.
 
     Raises:
-        ModelLoadError: metadata is malformed, or the architecture is not supported.
+        ModelLoadError: metadata is malformed.
     """
-    keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-    ids = dict.fromkeys(file.get(key, int) for key in keys if key in file.metadata)
-    tokens = file.get("tokenizer.ggml.tokens", list, [])
-    ids |= {tokens.index(token): None for token in family_of(file).ends if token in tokens}
+    ids = ending_ids(file)
     sampling = {name: file.get(key, (int, float)) for name, key in SAMPLING.items() if key in file.metadata}
-    return {"eos_token_id": list(ids), **sampling} if ids else sampling
+    return {"eos_token_id": ids, **sampling} if ids else sampling
 
 
 SAMPLING = {

@@ -1,0 +1,92 @@
+"""A GGUF file's vocabulary: types of tokens, tokens with a role, and those that end a text.
+
+The rules are those of llama.cpp (its src/llama-vocab.cpp): files name few of the tokens that end a text, and their
+converters know many by their texts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from aioengine.errors import ModelLoadError
+from aioengine.models.formats.gguf_file import GgufFile
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
+"""Types of tokens, as llama.cpp numbers them."""
+
+ROLES = {
+    "bos_token": "bos",
+    "eos_token": "eos",
+    "unk_token": "unknown",
+    "sep_token": "seperator",
+    "pad_token": "padding",
+    "mask_token": "mask",
+}
+"""Tokens by transformers' name, and how their metadata's keys begin."""
+
+SENTENCEPIECE = "llama"
+DEFAULT_IDS = {"bos": 1, "eos": 2, "unknown": 0}
+"""Roles of a sentencepiece vocabulary whose file does not name them."""
+
+END_ROLES = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+END_TEXTS = {
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
+    "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<end_of_utterance>", "</s>", "<eos>", "<turn|>",
+    "<|tool_response>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "[e~[", "<｜end▁of▁sentence｜>", "<|fim_pad|>",
+    "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>",
+    "<|file_sep|>",
+}  # fmt: skip
+"""Tokens that end a text in any vocabulary that has them, of whatever type: of a turn, a text or a piece of code."""
+
+
+def token_types(file: GgufFile) -> list[int]:
+    """The type of each token; all are normal where the file has no types.
+
+    Raises:
+        ModelLoadError: there are more or fewer than tokens.
+    """
+    tokens, types = file.get("tokenizer.ggml.tokens", list, []), file.metadata.get("tokenizer.ggml.token_type")
+    if types is None:
+        return [NORMAL] * len(tokens)
+    if len(types) != len(tokens):
+        raise ModelLoadError(f"{file.path}: {len(tokens)} tokens and {len(types)} types of tokens")
+    return list(map(int, types))
+
+
+def id_of_role(file: GgufFile, role: str) -> int | None:
+    """The token that the file names for a role, such as "bos"; None without one.
+
+    Raises:
+        ModelLoadError: the vocabulary has no such token.
+    """
+    token_id: int | None = file.get(f"tokenizer.ggml.{role}_token_id", int)
+    num_tokens = len(file.get("tokenizer.ggml.tokens", list, []))
+    if token_id is None and file.metadata.get("tokenizer.ggml.model") == SENTENCEPIECE:
+        default = DEFAULT_IDS.get(role, num_tokens)
+        return default if default < num_tokens else None
+    if token_id is not None and num_tokens and not 0 <= token_id < num_tokens:
+        raise ModelLoadError(f"{file.path} names token {token_id}, and has {num_tokens}")
+    return token_id
+
+
+def ending_ids(file: GgufFile) -> list[int]:
+    """The tokens that end a text: those that the file names, and those of `END_TEXTS`.
+
+    "<|end|>" ends a message of several where a vocabulary has other tokens that end a turn, as harmony's has. "</s>" is
+    HTML where it is no control token, as in Gemma's.
+
+    Raises:
+        ModelLoadError: metadata is malformed.
+    """
+    ids = dict.fromkeys(token_id for role in END_ROLES if (token_id := id_of_role(file, role)) is not None)
+    listed = file.get("tokenizer.ggml.eos_token_ids", (np.ndarray, list), [])
+    ids |= dict.fromkeys(token_id.item() if isinstance(token_id, np.generic) else token_id for token_id in listed)
+    types = token_types(file)
+    known = {
+        token: token_id
+        for token_id, token in enumerate(file.get("tokenizer.ggml.tokens", list, []))
+        if token in END_TEXTS and (token != "</s>" or types[token_id] == CONTROL)
+    }
+    if known.keys() & {"<|call|>", "<|calls|>"} and known.keys() & {"<|return|>", "<|flush|>"}:
+        ids.pop(known.pop("<|end|>", -1), None)
+    return list(ids | dict.fromkeys(known.values()))
