@@ -1,7 +1,8 @@
 """OpenTelemetry spans of generations, where the program has OpenTelemetry at hand.
 
-One is the caller's, from the call to its end; inside it is one of the engine's where that is a process of its own. We
-only ask the API for a tracer: where the program has not imported it there is no provider, and nothing happens. Names
+One is the caller's, from the call to its end; inside it is one of the engine's where that is a process of its own. The
+caller's alone has the numbers of tokens: who adds up ``gen_ai.usage.*`` over spans counts each token once. We only ask
+the API for a tracer: where the program has not imported it there is no provider, and nothing happens. Names
 are those of the semantic conventions for gen_ai; what these do not have is named as vLLM does. Spans hold no prompts
 and no texts.
 """
@@ -10,10 +11,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from aioengine.errors import AioEngineError
 from aioengine.metrics import RequestMetrics
+from aioengine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -23,21 +25,6 @@ MAX_TEXT_CHARS = 1024
 """Of one attribute: model names and ids are the client's."""
 HEADERS = ("traceparent", "tracestate")
 """Of W3C's Trace Context, in lower case."""
-
-
-class Asked(Protocol):
-    """How a generation is sampled: `SamplingParams`, or what is known of them."""
-
-    @property
-    def n(self) -> int | None: ...
-    @property
-    def max_tokens(self) -> int | None: ...
-    @property
-    def temperature(self) -> float | None: ...
-    @property
-    def top_p(self) -> float | None: ...
-    @property
-    def top_k(self) -> int | None: ...
 
 
 def begin_span(name: str, headers: Mapping[str, str] | None = None) -> tuple[Span | None, dict[str, str]]:
@@ -77,48 +64,39 @@ def end_span(span: Span, attributes: Mapping[str, Any], error: BaseException | N
 def gen_ai_attributes(
     *,
     request_id: str,
-    model: str | None,
-    operation: str | None = None,
-    asked: Asked | None = None,
-    num_prompt_tokens: int | None = None,
-    num_output_tokens: int | None = None,
-    finish_reasons: tuple[str, ...] = (),
-    first_token_s: float | None = None,
-    metrics: RequestMetrics | None = None,
+    model: str,
+    operation: str,
+    asked: SamplingParams,
+    finish_reasons: tuple[str, ...],
+    metrics: RequestMetrics | None,
 ) -> dict[str, Any]:
-    """All that is known: what is not is left out. Times are in seconds, and the engine's own but for ``first_token_s``.
+    """All that is known of a generation: what is not is left out. Times are in seconds.
 
     Where there are two names for one thing, one is vLLM's, or that of conventions before 1.27, which vLLM still has.
     """
     told: dict[str, Any] = {
         "gen_ai.request.id": request_id,
-        "gen_ai.usage.input_tokens": num_prompt_tokens,
-        "gen_ai.usage.prompt_tokens": num_prompt_tokens,
-        "gen_ai.usage.output_tokens": num_output_tokens,
-        "gen_ai.usage.completion_tokens": num_output_tokens,
         "gen_ai.response.finish_reasons": finish_reasons or None,
         "gen_ai.usage.num_sequences": len(finish_reasons) or None,
-        "gen_ai.latency.time_to_first_token": first_token_s,
+        "gen_ai.operation.name": operation,
+        "gen_ai.system": SYSTEM,
+        "gen_ai.provider.name": SYSTEM,  # its name since semantic conventions 1.37
+        "gen_ai.request.model": model,
+        "gen_ai.response.model": model,
+        "gen_ai.request.max_tokens": asked.max_tokens,
+        "gen_ai.request.temperature": asked.temperature,
+        "gen_ai.request.top_p": asked.top_p,
+        "gen_ai.request.top_k": asked.top_k,
+        "gen_ai.request.n": asked.n,
+        "gen_ai.request.choice.count": asked.n,
     }
-    if model is not None:
-        told |= {
-            "gen_ai.operation.name": operation,
-            "gen_ai.system": SYSTEM,
-            "gen_ai.provider.name": SYSTEM,  # its name since semantic conventions 1.37
-            "gen_ai.request.model": model,
-            "gen_ai.response.model": model,
-        }
-        if asked is not None:
-            told |= {
-                "gen_ai.request.max_tokens": asked.max_tokens,
-                "gen_ai.request.temperature": asked.temperature,
-                "gen_ai.request.top_p": asked.top_p,
-                "gen_ai.request.top_k": asked.top_k,
-                "gen_ai.request.n": asked.n,
-                "gen_ai.request.choice.count": asked.n,
-            }
     if metrics is not None:
         told |= {
+            "gen_ai.usage.input_tokens": metrics.num_prompt_tokens,
+            "gen_ai.usage.prompt_tokens": metrics.num_prompt_tokens,
+            "gen_ai.usage.output_tokens": metrics.num_generation_tokens,
+            "gen_ai.usage.completion_tokens": metrics.num_generation_tokens,
+            "gen_ai.latency.time_to_first_token": metrics.time_to_first_token_s,
             "gen_ai.usage.cached_tokens": metrics.num_cached_tokens,
             "gen_ai.latency.e2e": metrics.e2e_latency_s,
             "gen_ai.latency.time_in_queue": metrics.queue_time_s,
@@ -134,32 +112,20 @@ def gen_ai_attributes(
 
 
 class PartSpan:
-    """The engine's part of a request that a front end has traced; ends with the last of its choices.
+    """The engine's part of a request that a front end has traced; ends with the last of its choices."""
 
-    Args:
-        num_given: tokens that another engine has sampled, which do not count.
-    """
-
-    def __init__(self, span: Span, request_id: str, model: str, num_choices: int, *, num_given: int = 0) -> None:
+    def __init__(self, span: Span, request_id: str, num_choices: int) -> None:
         self._span = span
-        self._request_id = request_id
-        self._model = model
+        self._request_id = request_id[:MAX_TEXT_CHARS]
         self._num_open = num_choices
-        self._num_tokens = -num_given
         self._finish_reasons: tuple[str, ...] = ()
         self._error: AioEngineError | None = None
 
-    def on_ended(self, num_tokens: int, finish_reason: str, error: AioEngineError | None = None) -> None:
+    def on_ended(self, finish_reason: str, error: AioEngineError | None = None) -> None:
         """One of its choices has ended."""
         self._num_open -= 1
-        self._num_tokens += num_tokens
         self._finish_reasons += (finish_reason,)
         self._error = self._error or error
         if not self._num_open:
-            told = gen_ai_attributes(
-                request_id=self._request_id,
-                model=self._model,
-                num_output_tokens=self._num_tokens,
-                finish_reasons=self._finish_reasons,
-            )
+            told = {"gen_ai.request.id": self._request_id, "gen_ai.response.finish_reasons": self._finish_reasons}
             end_span(self._span, told, self._error)

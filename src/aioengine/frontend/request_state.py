@@ -335,10 +335,7 @@ class RequestState:
                     model=model,
                     operation=operation,
                     asked=params,
-                    num_prompt_tokens=metrics.num_prompt_tokens if metrics else None,
-                    num_output_tokens=metrics.num_generation_tokens if metrics else None,
                     finish_reasons=self._finish_reasons() if metrics else (),
-                    first_token_s=metrics.time_to_first_token_s if metrics else None,
                     metrics=metrics,
                 )
                 end_span(span, told, error)

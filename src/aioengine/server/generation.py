@@ -328,7 +328,6 @@ class GenerationCall:
         params = streams[0].params
         streams[0].check_accepting(sum(stream.params.num_sequences for stream in streams))
         record.n, record.max_tokens = params.n, params.max_tokens
-        record.temperature, record.top_p, record.top_k = params.temperature, params.top_p, params.top_k
         return streams
 
     async def _answer(self, request: Generation, group: StreamGroup, answer: Answer) -> Response | None:

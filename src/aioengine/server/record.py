@@ -45,7 +45,7 @@ class RequestRecord(msgspec.Struct, kw_only=True, weakref=True):
         error_code, error_param: the "code" and "param" of the body that told the client of an error; never its
             message, which may quote the client.
         model: the served name that the request chose.
-        n, max_tokens, temperature, top_p, top_k: as the engine takes them, where the request has them.
+        n, max_tokens: as the engine takes them, where the request has them.
         prompt_tokens, completion_tokens: of all prompts and choices; None for a request that generates nothing.
         max_choice_tokens: of the longest choice.
         finish_reasons: one for each choice.
@@ -70,9 +70,6 @@ class RequestRecord(msgspec.Struct, kw_only=True, weakref=True):
     model: str | None = None
     n: int | None = None
     max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     max_choice_tokens: int | None = None

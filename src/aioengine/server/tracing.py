@@ -2,7 +2,8 @@
 
 We only ask its API for a tracer: which SDK there is, what is sampled and where spans go is the host's affair, and
 without opentelemetry-api, or while no provider is set, nothing happens. Names are those of the semantic conventions for
-HTTP and gen_ai; what these do not have is named as vLLM does. Spans hold no prompts, no texts and no keys.
+HTTP. What is generated, and its numbers of tokens, is told by the spans inside (`core.tracing`). Spans hold no prompts,
+no texts and no keys.
 
 Where the host's framework is instrumented, the request has a SERVER span already. Ours is an INTERNAL one inside it
 then, as the instrumentation of a framework inside another one makes it.
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from aioengine.core.tracing import HEADERS, MAX_TEXT_CHARS, SYSTEM, gen_ai_attributes
+from aioengine.core.tracing import HEADERS, MAX_TEXT_CHARS, SYSTEM
 from aioengine.errors import AioEngineError
 from aioengine.server.metrics import METHODS, UNCOUNTED_HANDLERS
 from aioengine.server.record import OTHER_ROUTE, RequestRecord
@@ -30,8 +31,6 @@ except ImportError:
     is_installed = False
 else:
     is_installed = True
-
-_OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
 
 
 class Tracing:
@@ -116,16 +115,7 @@ def _attributes(record: RequestRecord) -> dict[str, Any]:
         "http.response.status_code": record.status or None,
         "client.address": record.client or None,
         "aioengine.outcome": record.outcome,
+        "gen_ai.request.id": record.request_id,
+        "gen_ai.latency.time_to_first_token": record.first_token_s,
     }
-    about = {name: value for name, value in told.items() if value is not None}
-    return about | gen_ai_attributes(
-        request_id=record.request_id,
-        model=record.model,
-        operation=_OPERATIONS.get(record.route),
-        asked=record,
-        num_prompt_tokens=record.prompt_tokens,
-        num_output_tokens=record.completion_tokens,
-        finish_reasons=record.finish_reasons,
-        first_token_s=record.first_token_s,
-        metrics=record.metrics,
-    )
+    return {name: value for name, value in told.items() if value is not None}

@@ -135,7 +135,7 @@ class Session(PeerSession):
             model = self.core.config.model or "demo"
             span, _ = begin_span(f"engine {model}", headers)
             if span is not None:
-                part = PartSpan(span, body.request_id, model, len(followers), num_given=len(body.output_ids))
+                part = PartSpan(span, body.request_id, len(followers))
                 for follower in followers:
                     follower.span = part
 
@@ -316,7 +316,7 @@ class Follower:
     def _leave(self, finish_reason: str, error: AioEngineError | None = None) -> None:
         session = self._session
         if self.span is not None:
-            self.span.on_ended(self._num_tokens, finish_reason, error)
+            self.span.on_ended(finish_reason, error)
         session.followers.pop(self.number, None)
         session.num_unstarted -= self.is_unstarted
         session.mark()
