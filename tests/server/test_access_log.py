@@ -12,9 +12,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from server.conftest import record_of
+from server.conftest import record_of, serving_fake
 
 from aioengine.metrics import RequestMetrics
+from aioengine.server import ServerConfig
 from aioengine.server.access_log import (
     FIELDS,
     JsonFormatter,
@@ -344,6 +345,22 @@ def test_stderr_is_where_it_goes_by_default(capsys: pytest.CaptureFixture[str]) 
         handler.handle(plain("to stderr"))
     sys.stderr.flush()
     assert "to stderr" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("log_probes", [False, True])
+async def test_probes_and_the_pages_polls_leave_the_log_alone_unless_they_fail(
+    log_probes: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "aioengine.server")
+    probes = ["/health", "/ping", "/metrics", "/load", "/version"]
+    config = ServerConfig(api_keys=("first-key",), log_probes=log_probes)
+    async with serving_fake("starlette", config) as (*_, http):
+        for path in [*probes, "/v1/models"]:
+            answer = await http.get(path, headers={"x-api-key": "first-key"})
+            assert answer.status_code == 200
+        await http.get("/metrics")  # without its key
+    paths = [record.path for record in caplog.records if record.name == "aioengine.server"]  # type: ignore[attr-defined]
+    assert paths == [*(probes if log_probes else []), "/v1/models", "/metrics"]
 
 
 STUCK_AT_EXIT = """

@@ -65,7 +65,7 @@ async def test_what_is_not_here_is_not_found_and_hears_what_is(client: AsyncOpen
         (client.models.retrieve("gpt-9"), "model_not_found", "there is 'demo'"),
         (client.embeddings.create(model="demo", input="Hello!"), "unsupported_endpoint", "embedding model"),
         (client.moderations.create(input="Hello!"), "unsupported_endpoint", "another one for that"),
-        (client.files.list(), "not_found", "nothing at '/v1/files'"),
+        (client.files.list(), "unsupported_endpoint", "send texts and tools"),
     ):
         with pytest.raises(openai.NotFoundError, match=said) as caught:
             await call

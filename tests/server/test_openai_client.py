@@ -14,10 +14,11 @@ import openai
 import pytest
 from nightly import nightly
 from openai import AsyncOpenAI
-from server.conftest import events_of, on_both_adapters, read
+from server.conftest import events_of, on_both_adapters, plain_client, read, serving
 
 from aioengine import Engine
 from aioengine.outputs import CompletionOutput, RequestOutput, TokenLogprobs
+from aioengine.server import ServerConfig
 from aioengine.server.generation import StreamGroup
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -361,11 +362,24 @@ async def test_events_are_one_line_of_json_each(http: httpx.AsyncClient) -> None
     assert {event["id"] for event in [*events, last]} == {f"cmpl-{answer.headers['x-request-id']}"}
 
 
-@pytest.mark.parametrize("options", [None, {}, {"include_usage": False}])
+@pytest.mark.parametrize(
+    "options", [None, {}, {"include_usage": False}, {"include_usage": False, "continuous_usage_stats": True}]
+)
 async def test_events_say_nothing_of_usage_unasked(http: httpx.AsyncClient, options: Any) -> None:
     body = {"prompt": FOX, "max_tokens": 2, "stream": True, "stream_options": options}
     answer = await http.post("/v1/completions", json=body)
     assert all("usage" not in event for event in events_of(answer.content))
+
+
+async def test_a_server_may_add_usage_to_streams_that_do_not_say(engine: Engine) -> None:
+    config = ServerConfig(enable_force_include_usage=True)
+    async with serving(engine, "starlette", config) as served, plain_client(served.url) as http:
+        for path, body in (("/v1/chat/completions", {"messages": HELLO}), ("/v1/completions", {"prompt": FOX})):
+            for options in (None, {}, {"include_usage": True}, {"include_usage": False}):
+                asked = {**body, "max_tokens": 2, "stream": True, "stream_options": options}
+                *events, last = events_of((await http.post(path, json=asked)).content)
+                assert (last["choices"] == []) == (options != {"include_usage": False}), options
+                assert all("usage" in event for event in events) == (options != {"include_usage": False})
 
 
 # Beside the answer

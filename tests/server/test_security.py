@@ -111,7 +111,7 @@ async def test_a_key_is_asked_for_before_anything_is_said_of_a_path(locked: http
 
 async def test_health_is_open(locked: httpx.AsyncClient) -> None:
     for headers in ({}, bearer("wrong-secret-key")):
-        for path in ("/health", "/health/"):
+        for path in ("/health", "/health/", "/ping"):
             assert (await locked.get(path, headers=headers)).status_code == 200
 
 

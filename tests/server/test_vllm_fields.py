@@ -131,6 +131,16 @@ async def test_tokens_may_be_named_by_their_ids(engine: Engine, http: httpx.Asyn
         assert columns["text_offset"] == plain["choices"][0]["logprobs"]["text_offset"]
 
 
+async def test_a_server_may_name_tokens_by_their_ids_unless_a_request_says_otherwise(engine: Engine) -> None:
+    config = ServerConfig(return_tokens_as_token_ids=True)
+    async with serving(engine, "starlette", config) as served, plain_client(served.url) as http:
+        asked: Any = {"max_tokens": 3, "logprobs": 0}
+        by_id = (await ask(http, COMPLETION, **asked))["choices"][0]["logprobs"]["tokens"]
+        by_text = (await ask(http, COMPLETION, **asked, return_tokens_as_token_ids=False))["choices"][0]["logprobs"]
+    assert all(name.startswith("token_id:") for name in by_id)
+    assert not any(name.startswith("token_id:") for name in by_text["tokens"])
+
+
 SHARP: dict[str, Any] = {"seed": 2, "temperature": 0.5, "top_p": 0.8, "max_tokens": 30}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
@@ -53,7 +54,15 @@ from aioengine.server.group.siblings import (
     encode_families,
 )
 from aioengine.server.messages import MessageRequest, error_response
-from aioengine.server.metrics import HttpMetrics, MetricFamily, read_families, read_process, render
+from aioengine.server.metrics import (
+    OPEN_PATHS,
+    UNCOUNTED_HANDLERS,
+    HttpMetrics,
+    MetricFamily,
+    read_families,
+    read_process,
+    render,
+)
 from aioengine.server.page import PAGE
 from aioengine.server.record import MESSAGES, RequestRecord
 from aioengine.server.responses import ResponseRequest
@@ -95,31 +104,37 @@ RESPONSE_PREFIX = "/v1/responses/"
 RESPONSE_PATH = "/v1/responses/{id}"
 CANCEL_PATH = "/v1/responses/{id}/cancel"
 COUNT_PATH = "/v1/responses/input_tokens"
+COMPACT_PATH = "/v1/responses/compact"
+MAX_LOOKED_AT = 256
+"""Characters of a path in which one of another server is looked for."""
 
-NOT_SUPPORTED = {
-    "/api/chat": "use /v1/chat/completions",
-    **dict.fromkeys(("/api/generate", "/generate"), "use /v1/completions"),
-    "/v1/embeddings": (
-        "it needs an embedding model, and this server has a language model, which generates text; use another server, "
-        "of an embedding model"
-    ),
-    **dict.fromkeys(
-        ("/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
-        "it needs a model that scores or classifies, and this server has a language model, which generates text",
-    ),
-    **dict.fromkeys(
-        (
-            "/v1/moderations", "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech",
-            "/v1/images/generations",
-        ),
-        "this server generates text; use another one for that",
-    ),
-    "/v1/responses/compact": "leave messages out of the input instead",
-    "/v1/conversations": "give the previous_response_id of /v1/responses, or the whole conversation",
-    "/v1/messages/batches": "send its requests one by one: the engine computes them together",
-    "/api/tags": "use /v1/models",
-}  # fmt: skip
-"""Paths of other servers and of the OpenAI API, with what to do instead."""
+ELSEWHERE = tuple((re.compile(paths), told) for paths, told in (
+    (r"/api/(chat|ps|show|tags|version|generate|embed|embeddings|pull|create|copy|delete|push)|/api/blobs/.*",
+     "that is Ollama's API, and here is OpenAI's: /v1/chat/completions, /v1/completions and /v1/models"),
+    (r"/v1.*/.+:((streamG|g)enerate|(batchE|e)mbed|count|predict)[A-Za-z]*|/(upload/)?v1(alpha|beta).*",
+     "that is Gemini's API, and here is OpenAI's: use /v1/chat/completions"),
+    (r"/(v1|v2)/chat", "that is Cohere's API, and here is OpenAI's: use /v1/chat/completions"),
+    (r"/model/.+/(converse|invoke).*", "that is Bedrock's API, and here is OpenAI's: use /v1/chat/completions"),
+    (r"/openai(/.*)?", "take /openai and the deployment out of the base URL: /v1/chat/completions is here"),
+    (r"/generate(_stream)?|/completion|/infill|/invocations|/v1/complete|/v1/engines/.+",
+     "use /v1/completions, or /v1/chat/completions"),
+    (r"/info|/props|/slots|/get_model_info|/model_info|/get_server_info|/server_info",
+     "use /v1/models, /load and /metrics"),
+    (r"(/v1|/v2)?/(embed|embeddings?|embed_all)|/v1/engines/.+/embeddings",
+     "it needs an embedding model, and this server has a language model, which generates text; use another server, of"
+     " an embedding model"),
+    (r"(/v1|/v2)?/(pooling|classify|score|rerank)",
+     "it needs a model that scores or classifies, and this server has a language model, which generates text"),
+    (r"/v1/(moderations|audio/.+|images/.+|videos(/.*)?|realtime(/.*)?)",
+     "this server generates text; use another one for that"),
+    (r"/v1/(files|uploads|vector_stores|containers|assistants|threads|evals|fine_tuning)(/.*)?",
+     "nothing is kept here but responses (/v1/responses): send texts and tools with each request"),
+    (r"/v1/(messages/)?batches(/.*)?", "send its requests one by one: the engine computes them together"),
+    (r"/v1/conversations(/.*)?", "give the previous_response_id of /v1/responses, or the whole conversation"),
+    (COMPACT_PATH, "leave messages out of the input instead"),
+    (r"/v1/(un)?load_lora_adapter", "this server has no adapters"),
+))  # fmt: skip
+"""Paths of other servers and of the OpenAI API, with what is here in their place; the first that fits is told."""
 
 
 class Route(NamedTuple):
@@ -212,7 +227,7 @@ class Api:
             Route("POST", "/detokenize", self._detokenize, is_work=True),
             Route("GET", "/tokenizer_info", self._tokenizer_info),
             Route("POST", "/abort", self._abort),
-            Route("GET", "/health", self._health),
+            *(Route("GET", path, self._health) for path in OPEN_PATHS),
             Route("GET", "/metrics", self._metrics),
             Route("GET", "/version", self._version),
             Route("GET", "/load", self._load),
@@ -281,6 +296,8 @@ class Api:
             RuntimeError: the server does not run on asyncio.
         """
         check_asyncio()
+        if f"{exchange.path}/".startswith(f"{self.config.root_path}/"):
+            exchange.path = exchange.path.removeprefix(self.config.root_path)
         exchange.path = exchange.path.removesuffix("/") or "/"  # some hosts' mounts add one
         clock = time.monotonic  # uvloop's own counts milliseconds
         record = RequestRecord(
@@ -316,7 +333,8 @@ class Api:
             record.ended_at = clock()
             self._metrics_of_http.ended(record)
             self._tracing.end(span, record)
-            log_request(record)
+            if self.config.log_probes or record.route not in UNCOUNTED_HANDLERS or record.outcome != "ok":
+                log_request(record)
 
     async def _answer(
         self, exchange: Exchange, record: RequestRecord, routes: dict[str, Route] | None
@@ -327,13 +345,13 @@ class Api:
             routes: of its path, by method.
         """
         try:
-            if exchange.path != "/health":
+            if exchange.path not in OPEN_PATHS:
                 check_host(exchange.headers, self.config.allowed_hosts)
                 key = self._keys.check(exchange.headers, is_page=exchange.path == "/")
                 record.owner = f"{key} {exchange.headers.get((self.config.tenant_header or '').lower(), '')}"
-            if routes is None:
+            route = (routes or {}).get("GET" if exchange.method == "HEAD" else exchange.method)
+            if routes is None or (route is None and _instead_of(exchange.path)):
                 raise self._nothing_at(exchange.path)
-            route = routes.get("GET" if exchange.method == "HEAD" else exchange.method)
             if route is None:
                 methods = ", ".join(routes)
                 message = f"{record.route} takes {methods}"
@@ -359,8 +377,8 @@ class Api:
             return error_response(answer, record.request_id) if is_of_messages else answer.response()
 
     def _nothing_at(self, path: str) -> ApiError:
-        if path in NOT_SUPPORTED:
-            return ApiError(404, "unsupported_endpoint", f"{path} is not supported yet: {NOT_SUPPORTED[path]}")
+        if (told := _instead_of(path)) is not None:
+            return ApiError(404, "unsupported_endpoint", f"there is no {path[:100]} here: {told}")
         near = next((near for near in (f"/v1{path}", path.removeprefix("/v1")) if near in self._routes), None)
         hint = f"; did you mean {near}? (base_url)" if near is not None else ""
         return ApiError(404, "not_found", f"there is nothing at {path[:100]!r}{hint}")
@@ -603,11 +621,16 @@ class Api:
             raise EngineDead("the engine has stopped working")
 
 
+def _instead_of(path: str) -> str | None:
+    """What is here in the place of another server's path."""
+    return next((told for paths, told in ELSEWHERE if paths.fullmatch(path[:MAX_LOOKED_AT])), None)
+
+
 def _template_of(path: str) -> str:
     """The path of the route that a request's path would be for."""
     if path.startswith(MODEL_PREFIX) and path != MODEL_PREFIX:
         return MODEL_PATH
-    if path.startswith(RESPONSE_PREFIX) and path not in (COUNT_PATH, *NOT_SUPPORTED):
+    if path.startswith(RESPONSE_PREFIX) and path not in (COUNT_PATH, COMPACT_PATH):
         response_id, _, rest = path.removeprefix(RESPONSE_PREFIX).partition("/")
         if response_id and rest in ("", "cancel"):
             return CANCEL_PATH if rest else RESPONSE_PATH

@@ -30,7 +30,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     # How long they must be is checked below, where no message shows one.
     api_keys: Annotated[
-        tuple[str, ...], Meta(description="a key that clients must send; every path but /health then asks for one")
+        tuple[str, ...],
+        Meta(description="a key that clients must send; every path but /health and /ping then asks for one"),
     ] = ()
     served_model_name: Annotated[
         tuple[Text, ...],
@@ -84,6 +85,22 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ]
         | None
     ) = None
+    root_path: Annotated[
+        str,
+        Meta(
+            pattern=r"^(/[A-Za-z0-9._~-]+)*$",
+            description="prefix of all paths, such as /ai, behind a proxy, whether the proxy takes it off or not",
+        ),
+    ] = ""
+    enable_force_include_usage: Annotated[
+        bool, Meta(description="streams end with their usage, unless stream_options has include_usage false")
+    ] = False
+    return_tokens_as_token_ids: Annotated[
+        bool, Meta(description="write the tokens of log-probabilities as token_id:ID, unless a request says otherwise")
+    ] = False
+    log_probes: Annotated[
+        bool, Meta(description="log requests of /health, /ping, /load, /metrics and /version, too, that are answered")
+    ] = False
     enable_tokenizer_info_endpoint: Annotated[
         bool, Meta(description="serve /tokenizer_info: the tokenizer's configuration and the chat template")
     ] = False

@@ -90,9 +90,9 @@ class GenerationCall:
                 self._head("chatcmpl", streams),
                 self._engine.token_bytes,
                 top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-                has_usage=request.has_usage,
+                has_usage=request.has_usage(unless_said=self._config.enable_force_include_usage),
                 has_text=not forces_call(options["tool_choice"]),
-                extras=_extras_of(request, has_reasoning=request.include_reasoning is not False),
+                extras=self._extras_of(request, has_reasoning=request.include_reasoning is not False),
             )
             return await self._answer(request, StreamGroup(streams), answer)
         except InvalidRequest as error:
@@ -275,12 +275,12 @@ class GenerationCall:
             self._head("cmpl", streams),
             self._engine.token_bytes,
             top_logprobs=request.logprobs,
-            has_usage=request.has_usage,
+            has_usage=request.has_usage(unless_said=self._config.enable_force_include_usage),
             num_choices=streams[0].params.n,
             prompt_texts=[await self._text_of(prompt) for prompt in prompts] if request.echo else (),
             is_echo_alone=request.is_echo_alone,
             skips_special=streams[0].params.skip_special_tokens,
-            extras=_extras_of(request),
+            extras=self._extras_of(request),
         )
         return await self._answer(request, StreamGroup(streams), answer)
 
@@ -329,6 +329,15 @@ class GenerationCall:
         streams[0].check_accepting(sum(stream.params.num_sequences for stream in streams))
         record.n, record.max_tokens = params.n, params.max_tokens
         return streams
+
+    def _extras_of(self, request: Generation, *, has_reasoning: bool = True) -> Extras:
+        asked = request.return_tokens_as_token_ids
+        return Extras(
+            has_reasoning=has_reasoning,
+            has_token_ids=bool(request.return_token_ids),
+            is_by_ids=self._config.return_tokens_as_token_ids if asked is None else asked,
+            num_prompt_top=request.prompt_logprobs,
+        )
 
     async def _answer(self, request: Generation, group: StreamGroup, answer: Answer) -> Response | None:
         async def work(cut: Callable[[], None]) -> Response | None:
@@ -413,15 +422,6 @@ class GenerationCall:
                 else:
                     events.append(answer.event(choice, delta, usage(delta)))
             await write(events)
-
-
-def _extras_of(request: Generation, *, has_reasoning: bool = True) -> Extras:
-    return Extras(
-        has_reasoning=has_reasoning,
-        has_token_ids=bool(request.return_token_ids),
-        is_by_ids=bool(request.return_tokens_as_token_ids),
-        num_prompt_top=request.prompt_logprobs,
-    )
 
 
 def _note_outputs(record: RequestRecord, outputs: list[RequestOutput]) -> None:

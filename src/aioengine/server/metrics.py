@@ -50,7 +50,9 @@ AT_DOOR = "num_requests_waiting_for_admission"
 NOT_VLLMS = ("step_time_seconds", "device_time_seconds", "loop_lag_seconds", AT_DOOR)
 METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE")
 """Clients may make up as many others as they like: those are "other"."""
-UNCOUNTED_HANDLERS = ("/health", "/metrics", "/version", "/load")
+OPEN_PATHS = ("/health", "/ping")
+"""For probes, which have no key; ``/ping`` is SageMaker's. Both say the same."""
+UNCOUNTED_HANDLERS = (*OPEN_PATHS, "/metrics", "/version", "/load")
 """vLLM leaves probes out of ``http_requests_total``: a scrape a second would be most of it."""
 HANDLER_TIME_S = (0.1, 0.5, 1.0)
 """The bounds that vLLM's server has for ``http_request_duration_seconds``."""

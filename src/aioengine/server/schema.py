@@ -118,15 +118,16 @@ class Generation(RowFields, kw_only=True):
                     raise ApiError(400, "invalid_type", f"{name}: expected `int`, got `float`", param=name)
                 setattr(self, name, int(value))
 
-    @property
-    def has_usage(self) -> bool:
-        """A stream is to tell of its usage, at its end."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+    def has_usage(self, *, unless_said: bool) -> bool:
+        """Whether a stream ends with its usage."""
+        asked = self.stream_options.include_usage if self.stream_options is not None else None
+        return unless_said if asked is None else asked
 
     @property
     def has_usage_all_along(self) -> bool:
         """Each event of a stream is to tell of the usage so far."""
-        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+        options = self.stream_options or StreamOptions()
+        return bool(options.continuous_usage_stats) and options.include_usage is not False
 
     def sampling(self) -> dict[str, Any]:
         """The fields that were given, as keywords of `SamplingParams`."""
