@@ -32,7 +32,7 @@ from starlette.routing import Mount, Route
 from aioengine import Engine
 from aioengine.errors import ConfigError
 from aioengine.server import ServerConfig, aiohttp_routes, create_app
-from aioengine.server.api import _instead_of
+from aioengine.server.elsewhere import instead_of
 from aioengine.testing import FakeExecutor
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -219,7 +219,7 @@ async def test_a_path_of_another_server_hears_what_is_here_in_its_place(
 async def test_paths_of_hostile_lengths_are_looked_at_in_no_time() -> None:
     began = time.process_time()
     for part in ("/v1/", ":generate", "/models/a:", "/openai", "a", "/api/chat"):
-        assert _instead_of("/v1" + part * 20_000) is None
+        assert instead_of("/v1" + part * 20_000) is None
     assert time.process_time() - began < 0.1
 
 

@@ -1,10 +1,10 @@
 """OpenTelemetry spans of generations, where the program has OpenTelemetry at hand.
 
-One is the caller's, from the call to its end; inside it is one of the engine's where that is a process of its own. The
-caller's alone has the numbers of tokens: who adds up ``gen_ai.usage.*`` over spans counts each token once. We only ask
-the API for a tracer: where the program has not imported it there is no provider, and nothing happens. Names
-are those of the semantic conventions for gen_ai; what these do not have is named as vLLM does. Spans hold no prompts
-and no texts.
+One is the caller's, from the call to its end; inside it is one of the engine's where that is a process of its own. Only
+the caller's has the numbers of tokens, so that a sum of ``gen_ai.usage.*`` over spans counts each token once. We only
+ask the API for a tracer: where the program has not imported it there is no provider, and nothing happens. Names are
+those of the semantic conventions for gen_ai; what these do not have is named as vLLM does. Spans hold no prompts and no
+texts.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
@@ -22,6 +21,7 @@ from aioengine.server.access_log import log_request, logger, request_id_of
 from aioengine.server.answers import encode_ids
 from aioengine.server.config import ServerConfig
 from aioengine.server.decoding import BodyReader, read_messages, read_text, read_tokens, read_tools
+from aioengine.server.elsewhere import COMPACT_PATH, instead_of
 from aioengine.server.errors import (
     JSON_HEADERS,
     ApiError,
@@ -104,37 +104,6 @@ RESPONSE_PREFIX = "/v1/responses/"
 RESPONSE_PATH = "/v1/responses/{id}"
 CANCEL_PATH = "/v1/responses/{id}/cancel"
 COUNT_PATH = "/v1/responses/input_tokens"
-COMPACT_PATH = "/v1/responses/compact"
-MAX_LOOKED_AT = 256
-"""Characters of a path in which one of another server is looked for."""
-
-ELSEWHERE = tuple((re.compile(paths), told) for paths, told in (
-    (r"/api/(chat|ps|show|tags|version|generate|embed|embeddings|pull|create|copy|delete|push)|/api/blobs/.*",
-     "that is Ollama's API, and here is OpenAI's: /v1/chat/completions, /v1/completions and /v1/models"),
-    (r"/v1.*/.+:((streamG|g)enerate|(batchE|e)mbed|count|predict)[A-Za-z]*|/(upload/)?v1(alpha|beta).*",
-     "that is Gemini's API, and here is OpenAI's: use /v1/chat/completions"),
-    (r"/(v1|v2)/chat", "that is Cohere's API, and here is OpenAI's: use /v1/chat/completions"),
-    (r"/model/.+/(converse|invoke).*", "that is Bedrock's API, and here is OpenAI's: use /v1/chat/completions"),
-    (r"/openai(/.*)?", "take /openai and the deployment out of the base URL: /v1/chat/completions is here"),
-    (r"/generate(_stream)?|/completion|/infill|/invocations|/v1/complete|/v1/engines/.+",
-     "use /v1/completions, or /v1/chat/completions"),
-    (r"/info|/props|/slots|/get_model_info|/model_info|/get_server_info|/server_info",
-     "use /v1/models, /load and /metrics"),
-    (r"(/v1|/v2)?/(embed|embeddings?|embed_all)|/v1/engines/.+/embeddings",
-     "it needs an embedding model, and this server has a language model, which generates text; use another server, of"
-     " an embedding model"),
-    (r"(/v1|/v2)?/(pooling|classify|score|rerank)",
-     "it needs a model that scores or classifies, and this server has a language model, which generates text"),
-    (r"/v1/(moderations|audio/.+|images/.+|videos(/.*)?|realtime(/.*)?)",
-     "this server generates text; use another one for that"),
-    (r"/v1/(files|uploads|vector_stores|containers|assistants|threads|evals|fine_tuning)(/.*)?",
-     "nothing is kept here but responses (/v1/responses): send texts and tools with each request"),
-    (r"/v1/(messages/)?batches(/.*)?", "send its requests one by one: the engine computes them together"),
-    (r"/v1/conversations(/.*)?", "give the previous_response_id of /v1/responses, or the whole conversation"),
-    (COMPACT_PATH, "leave messages out of the input instead"),
-    (r"/v1/(un)?load_lora_adapter", "this server has no adapters"),
-))  # fmt: skip
-"""Paths of other servers and of the OpenAI API, with what is here in their place; the first that fits is told."""
 
 
 class Route(NamedTuple):
@@ -350,7 +319,7 @@ class Api:
                 key = self._keys.check(exchange.headers, is_page=exchange.path == "/")
                 record.owner = f"{key} {exchange.headers.get((self.config.tenant_header or '').lower(), '')}"
             route = (routes or {}).get("GET" if exchange.method == "HEAD" else exchange.method)
-            if routes is None or (route is None and _instead_of(exchange.path)):
+            if routes is None or (route is None and instead_of(exchange.path)):
                 raise self._nothing_at(exchange.path)
             if route is None:
                 methods = ", ".join(routes)
@@ -377,7 +346,7 @@ class Api:
             return error_response(answer, record.request_id) if is_of_messages else answer.response()
 
     def _nothing_at(self, path: str) -> ApiError:
-        if (told := _instead_of(path)) is not None:
+        if (told := instead_of(path)) is not None:
             return ApiError(404, "unsupported_endpoint", f"there is no {path[:100]} here: {told}")
         near = next((near for near in (f"/v1{path}", path.removeprefix("/v1")) if near in self._routes), None)
         hint = f"; did you mean {near}? (base_url)" if near is not None else ""
@@ -619,11 +588,6 @@ class Api:
         if self.engine.health().status == "DEAD":
             self.engine.check_accepting()  # one that was closed is not broken, and says so here
             raise EngineDead("the engine has stopped working")
-
-
-def _instead_of(path: str) -> str | None:
-    """What is here in the place of another server's path."""
-    return next((told for paths, told in ELSEWHERE if paths.fullmatch(path[:MAX_LOOKED_AT])), None)
 
 
 def _template_of(path: str) -> str:
