@@ -290,7 +290,6 @@ def test_a_tag_is_closed_by_its_first_end(tags: tuple[Tag, ...], triggers: tuple
         (lambda: Grammar('root ::= "\\ud800"'), "half of a surrogate pair"),
         (lambda: Grammar("root ::= nope"), "enforced: Rule 'nope' not found"),
         (lambda: Grammar("start: nope"), 'at 1(8): unknown name: "nope"'),
-        (lambda: Json({"type": "array", "items": {"const": "a" * 99}, "minItems": 200}), "follow without a choice"),
         (lambda: StructuralTags((TAG,), ("<f", "<x")), "the trigger '<x' begins no tag"),
         (lambda: Regex("("), 'enforced: invalid regex "(" (in regex)'),
         (lambda: StructuralTags((Tag("<f>", pattern="("),), ("<",)), 'enforced: invalid regex "(" (in regex)'),

@@ -61,23 +61,6 @@ def allowed(row: Row, position: int) -> list[int]:
     return ids
 
 
-@pytest.mark.parametrize("is_forcing", [True, False])
-@pytest.mark.parametrize("num_rows", [1, 2 * guidance.NUM_SMALL])
-def test_a_row_ends_before_a_text_that_would_be_forced_for_ever(is_forcing: bool, num_rows: int) -> None:
-    long = {"type": "array", "items": {"const": "a fox"}, "minItems": 10_000}
-    grammar = compile_grammar({"anyOf": [{"const": 1}, long]})
-    table = GrammarRows(NUM_TOKENS // 32)
-    rows = [table.add(grammar, 0, [], is_forcing=is_forcing) for _ in range(num_rows)]
-    (begins,) = tokenizer().encode("[").ids
-    assert table.learn([(row, 0, begins) for row in rows]) == [[]] * num_rows
-    assert {row.problem for row in rows} == {
-        "the constraint is too large: too many bytes follow without a choice; at most 16,384 are taken"
-    }
-    masks = np.full((num_rows, NUM_TOKENS // 32), -1, np.int32)
-    table.fill([(row, 1) for row in rows], masks)
-    assert not masks.any()
-
-
 def choose(ids: list[int], output: list[int], seed: int) -> int:
     """What a device samples: it depends on the tokens before, and on nothing else."""
     return random.Random(f"{seed} {output}").choice(sorted(ids))

@@ -17,6 +17,7 @@ from aioengine.config import EngineConfig
 from aioengine.errors import AioEngineError, InvalidRequest
 from aioengine.sampling_params import SamplingParams
 from aioengine.structured.constraints import Constraint, Either, Grammar
+from aioengine.structured.forced import MAX_FORCED_BYTES, longest_text
 from aioengine.structured.grammar import Thinking
 from aioengine.structured.json_schema import unsound_keywords
 from aioengine.structured.normalize import normalized
@@ -24,6 +25,7 @@ from aioengine.text.template_files import DEFAULT, WITH_TOOLS
 from aioengine.text.tokenizer import Tokenizer
 from aioengine.tool_calls.calls import AnswerParser, Tool, ToolChoice, read_tool_choice, read_tools
 from aioengine.tool_calls.formats import ToolFormat, detect_tool_format, find_tool_format
+from aioengine.tool_calls.grammars import StepFormat
 from aioengine.tool_calls.reasoning import (
     ReasoningFormat,
     ReasoningParser,
@@ -194,7 +196,9 @@ class AnswerFormats:
         shape = ToolChoice("required", choice.names) if is_shaped and not is_forced else choice
         may_be_called = tuple(map(_enforceable, may_be_called))
         text = self._tools.grammar(may_be_called, shape, parallel=options.is_parallel, token_ids=self._added_tokens)
-        calls, shaped = Grammar(text), params.structured
+        is_ours = isinstance(self._tools, StepFormat)  # none of these forces text for ever
+        is_forcing = is_ours and all(longest_text(tool.parameters) <= MAX_FORCED_BYTES for tool in may_be_called)
+        calls, shaped = Grammar(text, is_forcing), params.structured
         if shaped is None or is_forced:
             return calls
         assert not isinstance(shaped, Either), "it is made here alone"

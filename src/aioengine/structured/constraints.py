@@ -112,9 +112,16 @@ class Choice(_Constraint, frozen=True, tag="choice"):
 
 class Grammar(_Constraint, frozen=True, tag="grammar"):
     """Text that a context-free grammar admits: Lark's syntax, beginning at ``start``, with llguidance's extensions; or
-    GBNF (``root ::= ...``)."""
+    GBNF (``root ::= ...``).
+
+    Attributes:
+        is_forcing: look for tokens that follow without a choice, to compute them together. With a grammar that forces
+            text for ever (``start: /a+/ "a"``) this search never ends and stops the process. Set it only for grammars
+            that you have written and tried.
+    """
 
     text: Text
+    is_forcing: bool = False
 
 
 class Tag(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -169,6 +176,13 @@ Constraint = Json | Regex | Choice | Grammar | StructuralTags | Either
 """Any of them, as a request holds it."""
 
 _encoder = msgspec.json.Encoder()
+
+
+def unforced(constraint: Constraint) -> Constraint:
+    """The constraint as from a sender who is not trusted: its grammars force nothing."""
+    options = constraint.options if isinstance(constraint, Either) else (constraint,)
+    trusted = tuple(Grammar(one.text) if isinstance(one, Grammar) else one for one in options)
+    return Either(trusted) if isinstance(constraint, Either) else trusted[0]
 
 
 def _depth(value: Any) -> int:

@@ -22,6 +22,7 @@ import numpy as np
 
 from aioengine.errors import InvalidRequest
 from aioengine.structured.constraints import Choice, Constraint, Either, Grammar, Json, Regex, StructuralTags
+from aioengine.structured.forced import MAX_FORCED_BYTES, longest_forced
 from aioengine.structured.grammar import STACK_BYTES, TOO_LARGE, Mask
 from aioengine.structured.json_schema import MAX_PATTERNS, ends_in_backslash, unsound_keywords
 from aioengine.structured.normalize import normalized
@@ -58,12 +59,8 @@ NUM_SMALL = 16
 MIN_FORCED_BYTES = 8
 """Fewer are sampled: finding the tokens of any number of bytes takes 10 µs under the GIL, as long as some masks."""
 
-MAX_FORCED_BYTES = 16 * 1024
-"""Of text that follows without a choice; each mask before it takes a ms for 10 kB of it, and a schema of a hundred
-bytes may ask for megabytes."""
-
-MAX_FORCING_BYTES = 32 * 1024
-"""Of a longer constraint nothing is forced: looking for it may take as long as a mask, some ms, and under the GIL."""
+NOT_FORCING = '%llguidance {"no_forcing": true}\n'
+"""At the head of a grammar that may force long text, or endless text: the library looks for it in each mask else."""
 
 ROWS_OF_LEXER = 32
 """A grammar that so many rows use now is compiled once more: a lexer's lock lets one thread at a time use it."""
@@ -148,7 +145,9 @@ class Vocabulary:
         """
         began = time.perf_counter()
         try:
-            text = self._grammar_of(constraint)
+            is_forcing = longest_forced(constraint) <= MAX_FORCED_BYTES
+            is_one = is_forcing and not isinstance(constraint, Either)
+            text = self._grammar_of(constraint) if is_one else self._one_of(constraint, is_forcing=is_forcing)
             limits = llguidance.LLParserLimits(**LIMITS)
             begin = functools.partial(llguidance.LLMatcher, self.tokenizer, text, log_level=0, limits=limits)
             matcher = begin()
@@ -164,7 +163,6 @@ class Vocabulary:
                 problem = POSITION.sub("", problem)
             raise _refused(_shown(problem) + ("; " + ADVICE if PASSED_OVER.search(problem) else ""))
         compile_s = time.perf_counter() - began
-        is_forcing = len(constraint.content) <= MAX_FORCING_BYTES
         grammar = GuidanceGrammar(self, matcher, begin, compile_s, is_forcing=is_forcing)
         self._try(grammar)
         return grammar
@@ -178,9 +176,7 @@ class Vocabulary:
         matcher = grammar.matcher()
         mask = np.zeros(self.num_words, np.int32)
         for _ in range(2):
-            matcher.raw.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)  # first: it waits without the GIL
-            if not matcher.problem:
-                matcher.fill(mask)
+            matcher.fill(mask)
             if matcher.problem:
                 raise _refused(matcher.problem)
             if not mask.any():
@@ -215,11 +211,15 @@ class Vocabulary:
                 return NAMES_OF_LARK.sub(self._control_token, text)
             case StructuralTags():
                 return self._tags(constraint)
-            case Either(options):
-                names = [f"option_{number}" for number in range(len(options))]
-                rules = "start: " + " | ".join(f"@{name}" for name in names)
-                inner = [self._named(name, option) for name, option in zip(names, options, strict=True)]
-                return json.dumps({"grammars": [{"name": "either", "lark_grammar": rules}, *inner]})
+        raise TypeError(f"{constraint!r} has no grammar of its own")
+
+    def _one_of(self, constraint: Constraint, *, is_forcing: bool) -> str:
+        """A grammar of the options of a constraint, each with a grammar of its own."""
+        options = constraint.options if isinstance(constraint, Either) else (constraint,)
+        names = [f"option_{number}" for number in range(len(options))]
+        rules = ("" if is_forcing else NOT_FORCING) + "start: " + " | ".join(f"@{name}" for name in names)
+        inner = [self._named(name, option) for name, option in zip(names, options, strict=True)]
+        return json.dumps({"grammars": [{"name": "start", "lark_grammar": rules}, *inner]})
 
     def _control_token(self, found: re.Match[str]) -> str:
         """A control token of a grammar by its id; anything else as it is."""
@@ -329,7 +329,7 @@ class GuidanceGrammar:
     Args:
         begun: llguidance's matcher.
         begin: makes another one, with a lexer of its own, in about ``compile_s``.
-        is_forcing: what follows without a choice is looked for.
+        is_forcing: what follows without a choice is looked for, which its size bounds.
 
     Attributes:
         is_spent: a lexer of it is full, and it takes too long to make another one.
@@ -394,9 +394,6 @@ class GuidanceMatcher:
         """Tokens that it had when it got a lexer that no other one had used; -1: it got none."""
         self._limit = ""
         """Why it goes no further, whatever its lexer."""
-        self._num_checked = -1
-        """Tokens that it had when what follows them was looked at last: ``_num_forced_bytes`` without a choice."""
-        self._num_forced_bytes = 0
         lexer.matchers.add(self)
 
     @property
@@ -470,12 +467,6 @@ class GuidanceMatcher:
 
     @property
     def _is_stuck(self) -> bool:
-        """Whether there is a problem, such as more forced text than `MAX_FORCED_BYTES`."""
-        if self._num_checked != len(self._token_ids) and not self.raw.is_error():
-            self._num_checked = len(self._token_ids)
-            self._num_forced_bytes = len(self.raw.compute_ff_bytes())
-            if self._num_forced_bytes > MAX_FORCED_BYTES:
-                self._limit = f"too many bytes follow without a choice; at most {MAX_FORCED_BYTES:,} are taken"
         return bool(self._limit) or self.raw.is_error()
 
     def forced(self) -> list[int]:
@@ -483,9 +474,9 @@ class GuidanceMatcher:
             return []
         if self.raw.is_stopped():
             return [self.ending_ids[0]]
-        forced: list[int] = []
-        if self._grammar.is_forcing and self._num_forced_bytes >= MIN_FORCED_BYTES:
-            forced = self.raw.compute_ff_tokens()
+        if not self._grammar.is_forcing or len(self.raw.compute_ff_bytes()) < MIN_FORCED_BYTES:
+            return []
+        forced: list[int] = self.raw.compute_ff_tokens()
         return forced
 
     def fill(self, mask: Mask) -> None:

@@ -189,7 +189,8 @@ class EngineServer:
             first_beat=core.beat(),
             stats=core.stats(),
         )
-        return Session(core, self._worker, arrival, mark=self._mark), attached
+        is_trusted = not self.peers.is_far
+        return Session(core, self._worker, arrival, mark=self._mark, is_trusted=is_trusted), attached
 
     def _on_left(self, session: Session) -> None:
         """What a front end has running ends."""

@@ -19,6 +19,7 @@ from aioengine.metrics import StepRecord
 from aioengine.sampling_params import MAX_BAD_WORDS, MAX_BAD_WORDS_CHARS, SamplingParams
 from aioengine.scheduler.plan import Int32
 from aioengine.scheduler.sequence import Request, Sequence
+from aioengine.structured.constraints import unforced
 from aioengine.structured.grammar import Thinking
 from aioengine.text.worker import TextWorker
 from aioengine.transport import wire
@@ -58,9 +59,18 @@ class Session(PeerSession):
     Args:
         worker: hashes long prompts.
         mark: called when something is to be sent soon, beside a step's tokens.
+        is_trusted: it is this user's, or has a key.
     """
 
-    def __init__(self, core: EngineCore, worker: TextWorker, arrival: Arrival, *, mark: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        worker: TextWorker,
+        arrival: Arrival,
+        *,
+        mark: Callable[[], None],
+        is_trusted: bool = True,
+    ) -> None:
         super().__init__(arrival, max_unread_messages=MAX_UNREAD_MESSAGES, max_unread_bytes=MAX_UNREAD_BYTES)
         self.core = core
         self.mark = mark
@@ -70,6 +80,7 @@ class Session(PeerSession):
         self.transfers: set[str] = set()
         """Of weights, begun and neither committed nor dropped."""
         self._worker = worker
+        self._is_trusted = is_trusted
         self._reset()
 
     # Its requests
@@ -80,6 +91,8 @@ class Session(PeerSession):
         numbers = range(body.number, body.number + 1)
         try:
             params = wire.unpack_params(body.params)
+            if params.structured is not None and not self._is_trusted:
+                params = msgspec.structs.replace(params, structured=unforced(params.structured))
             check_limits(params, core.config, core.info.vocab_size, core.eos_token_ids)
             if body.choice < 0:
                 numbers = range(body.number, body.number + params.num_sequences)  # not more than may be had
