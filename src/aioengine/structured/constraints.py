@@ -179,7 +179,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def unforced(constraint: Constraint) -> Constraint:
-    """The constraint as from a sender who is not trusted: its grammars force nothing."""
+    """The constraint without what only a trusted sender may ask for: its grammars force nothing."""
     options = constraint.options if isinstance(constraint, Either) else (constraint,)
     trusted = tuple(Grammar(one.text) if isinstance(one, Grammar) else one for one in options)
     return Either(trusted) if isinstance(constraint, Either) else trusted[0]
