@@ -523,6 +523,51 @@ def test_blocks_of_one_who_waits_for_a_row_are_not_out_of_reach(is_elder_parked:
     assert core.num_computed_of(elder) == 12 + 24, "the younger one is preempted, whichever waits"
 
 
+def test_what_gives_way_to_a_higher_priority_gives_enough() -> None:
+    """A parked reader's blocks are not enough for the head: the prompt that runs gives its own, in the same step."""
+    core = Core(num_blocks=20, max_num_batched_tokens=8, caching=False, sampler=sample_nothing_special)
+    slow = core.add(prompt(8), max_tokens=20)
+    core.step()
+    core.scheduler.block(slow, Reason.BACKPRESSURE)
+    low = core.add(prompt(50, 300), priority=5)
+    core.step()
+    head = core.add(prompt(40, 600))
+    assert num_tokens_of(core.launch(), head) == [8]
+    assert (slow.num_blocks, low.num_blocks) == (0, 0)
+    core.scheduler.unblock(slow, Reason.BACKPRESSURE)
+    core.run()
+    assert all(sequence.has_ended for sequence in core.sequences)
+
+
+def test_one_that_waits_with_blocks_makes_lower_priorities_give_way() -> None:
+    """Its own blocks are no room for itself."""
+    core = Core(num_blocks=20, max_num_seqs=2, max_num_batched_tokens=8, caching=False, sampler=sample_nothing_special)
+    high = core.add(prompt(24), max_tokens=20)
+    for _ in range(3):
+        core.step()
+    core.scheduler.block(high, Reason.BACKPRESSURE)
+    low = core.add(prompt(50, 300), priority=5)
+    core.step()
+    core.scheduler.unblock(high, Reason.BACKPRESSURE)
+    assert num_tokens_of(core.launch(), high) == [1]
+    core.run()
+    assert core.num_computed_of(high) == 24 + 19, "nothing of it is computed again"
+    assert low.has_ended
+
+
+def test_tokens_that_nothing_comes_to_take_are_for_those_that_run() -> None:
+    """The head's blocks go to rows that grow in the same step, so that the tokens it was to have are left over."""
+    core = Core(num_blocks=42, max_num_batched_tokens=32, caching=False, sampler=sample_nothing_special)
+    elders = [core.add(prompt(7, first), max_tokens=20, priority=-1) for first in (100, 200, 300)]
+    core.step()
+    low = core.add(prompt(100, 400), priority=5)
+    core.step()
+    head = core.add(prompt(40, 600))
+    assert num_tokens_of(core.launch(), *elders, low, head) == [1, 1, 1, 29, 0]
+    core.run()
+    assert all(sequence.has_ended for sequence in core.sequences)
+
+
 # What callers ask
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from scheduler.harness import EOS, Core, expected_output
 from aioengine.scheduler.kv_groups import most_blocks
 from aioengine.scheduler.plan import StepPlan
 from aioengine.scheduler.policy import ByPriority, Fair, Policy
+from aioengine.scheduler.scheduler import Scheduler
 from aioengine.scheduler.sequence import Reason, Sequence
 from doubles.fake_executor import FakeExecutor
 
@@ -21,7 +23,7 @@ VOCAB = 12
 """So few that outputs soon repeat, and every twelfth token is EOS."""
 INSIDE_REASONS = Reason.PENDING_PREFIX | Reason.FORK
 OUTSIDE_REASONS = [Reason.BACKPRESSURE, Reason.PAUSED]
-PREFIXES = [list(range(start, start + length)) for start in (0, 1, 2) for length in (4, 9, 16)]
+PREFIXES = [list(range(start, start + length)) for start in (0, 1, 2) for length in (4, 9, 16, 36)]
 
 prompts = st.builds(
     lambda prefix, tail: (prefix + tail)[:40] or [0],
@@ -36,7 +38,7 @@ requests = st.fixed_dictionaries(
         "stop_token_ids": st.sampled_from([(), (), (3,), (EOS, 5)]),
         "reason": st.sampled_from([Reason.NONE, Reason.NONE, Reason.NONE, Reason.PAUSED]),
         "n": st.sampled_from([1, 1, 1, 2, 3, 7]),
-        "priority": st.sampled_from([0, 0, 0, -1, 1]),
+        "priority": st.sampled_from([0, 0, 0, -1, 1, 2]),
         "cache_salt": st.sampled_from(["", "", "salt"]),
         "tenant": st.sampled_from(["", "red", "blue"]),
         "prompt_logprobs": st.sampled_from([None, None, None, 1]),
@@ -58,8 +60,9 @@ class CoreMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         block_size=st.sampled_from([1, 3, 4]),
         num_tokens=st.integers(44, 120),
+        num_more_blocks=st.sampled_from([0, 0, 3, 12]),
         max_num_seqs=st.integers(1, 6),
-        budget=st.integers(0, 30),
+        budget=st.sampled_from([0, 0, 1, 2, 4, 8, 30]),
         max_mixed_prefill_tokens=st.integers(1, 30),
         windows=st.sampled_from([(None,), (None,), (None, 5), (None, None, 3, 3), (6,), (9, 4, 1), (None, 17)]),
     )
@@ -69,6 +72,7 @@ class CoreMachine(RuleBasedStateMachine):
         caching: bool,
         block_size: int,
         num_tokens: int,
+        num_more_blocks: int,
         max_num_seqs: int,
         budget: int,
         max_mixed_prefill_tokens: int,
@@ -76,7 +80,8 @@ class CoreMachine(RuleBasedStateMachine):
     ) -> None:
         max_num_batched_tokens = max_num_seqs + budget
         self.core = Core(
-            num_blocks=sum(most_blocks(windows, num_tokens, block_size, depth * max_num_batched_tokens)),
+            num_blocks=num_more_blocks
+            + sum(most_blocks(windows, num_tokens, block_size, depth * max_num_batched_tokens)),
             block_size=block_size,
             max_model_len=num_tokens,
             windows=windows,
@@ -153,20 +158,33 @@ class CoreMachine(RuleBasedStateMachine):
         check_integrity(self.core.scheduler)
 
     @invariant()
+    def there_is_a_step_while_anything_can_be_scheduled(self) -> None:
+        """A sequence can be, if nothing outside holds it back, nor the one whose prompt it shares.
+
+        What waits for a prefix counts, too: another sequence computes that, or it has to itself. While a step is in
+        flight there need not be another one, since its result may be waited for.
+        """
+        scheduler = self.core.scheduler
+        held_back = set(self.blocked_from_outside())
+        held_back |= {child for sequence in held_back for child in sequence.children}
+        if not self.core.launched and not held_back.issuperset(scheduler.sequences()):
+            assert copy_of(scheduler).schedule() is not None, "a sequence can be scheduled, and there is no step"
+
+    @invariant()
     def the_rows_are_what_the_deltas_add_up_to(self) -> None:
         if self.core.launched:
             return
-        copy = FakeExecutor(windows=self.core.kv.windows)
+        fresh = FakeExecutor(windows=self.core.kv.windows)
         occupants = [sequence for sequence in self.core.scheduler.table.occupants if sequence is not None]
-        copy.apply(StepPlan(step=0, added=tuple(sequence.introduce() for sequence in occupants)))
+        fresh.apply(StepPlan(step=0, added=tuple(sequence.introduce() for sequence in occupants)))
         held = self.core.executor.rows()
-        held_now = {number: row for number, row in held.items() if number in copy.rows()}
-        for number, (tokens, tables) in copy.rows().items():
+        held_now = {number: row for number, row in held.items() if number in fresh.rows()}
+        for number, (tokens, tables) in fresh.rows().items():
             assert held_now[number][0] == tokens
             for block_ids, of_device in zip(tables, held_now[number][1], strict=True):
                 passed = block_ids.count(-1)
                 assert block_ids == [-1] * passed + of_device[passed:]
-        leaving = held.keys() - copy.rows().keys()
+        leaving = held.keys() - fresh.rows().keys()
         assert leaving == set(self.core.scheduler.table._removed), "the next plan removes what has no row any more"
 
     def blocked_from_outside(self) -> list[Sequence]:
@@ -190,6 +208,16 @@ class CoreMachine(RuleBasedStateMachine):
         assert self.core.kv.pool.num_free == self.core.kv.pool.num_blocks
         for sequence in self.core.sequences:
             check_output(sequence)
+
+
+def copy_of(scheduler: Scheduler) -> Scheduler:
+    """One that can be asked for a step without a trace in the first. What never changes is shared."""
+    of_all = [member for sequence in scheduler.sequences() for member in (sequence, *sequence.children)]
+    shared = [part for sequence in of_all for part in (sequence.request, sequence.sampling, sequence.prompt)]
+    copied = copy.deepcopy(scheduler, {id(part): part for part in shared})
+    copied.kv.cache.on_wake = lambda sequence: copied.unblock(sequence, Reason.PENDING_PREFIX)
+    copied.kv.pool._on_evict = copied.kv.cache.evict
+    return copied
 
 
 def check_output(sequence: Sequence) -> None:

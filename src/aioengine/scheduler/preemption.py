@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect
 
 from aioengine.scheduler.budget import Claim
-from aioengine.scheduler.kv_manager import KVManager, PrefixMatch
+from aioengine.scheduler.kv_manager import KVManager
 from aioengine.scheduler.row_table import RowTable
 from aioengine.scheduler.sequence import Sequence, by_precedence
 from aioengine.scheduler.waiting_queue import TenantQueues, WaitingQueue
@@ -73,19 +73,17 @@ class Preemption:
             return None
         match = self._kv.lookup(head)
         lower = [sequence for sequence in running if sequence.precedence[0] > head.precedence[0]]
-        num_reachable = self._kv.pool.num_free + sum(s.num_blocks for s in [*lower, *self.parked.values()])
+        others = [s for s in self.parked.values() if s is not head]
+        num_reachable = self._kv.pool.num_free + sum(s.num_blocks for s in [*lower, *others])
         if match.pending is not None or match.num_missing + self.reserve > num_reachable:
             return None
-        while lower and not self._has_room(match):
-            self.preempt(lower.pop())
-        if not self._has_room(match):
-            return None
+        while not (is_roomy := self._kv.can_admit(match, self.reserve)) or not self._table.free_rows:
+            parked = None if is_roomy else self._parked_victim(head)
+            if parked is None and not lower:
+                return None
+            self.preempt(parked or lower.pop())
         num_tokens = head.num_tokens - max(head.num_computed_tokens, match.num_blocks * self._kv.block_size)
         return Claim(num_tokens, bisect(self._table.running, head.precedence, key=by_precedence))
-
-    def _has_room(self, match: PrefixMatch) -> bool:
-        is_roomy = self._kv.can_admit(match, self.reserve) or bool(self.parked)  # those go first, when it is admitted
-        return bool(self._table.free_rows) and is_roomy
 
     def victim(self) -> Sequence:
         """The sequence that gives up its blocks first: a blocked one that holds some, else the last of all."""

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from aioengine.outputs import FinishReason
-from aioengine.scheduler.budget import Budget, join, out_of_blocks, share_budget
+from aioengine.scheduler.budget import Budget, Claim, Work, join, out_of_blocks, share_budget
 from aioengine.scheduler.kv_manager import KVManager
 from aioengine.scheduler.plan import Int32, StepPlan, StepResult, int32
 from aioengine.scheduler.policy import ByPriority, Incoming, Order, Policy, order_of
@@ -176,14 +176,14 @@ class Scheduler:
         """
         self.preemption.park_blocked()
         claim = self.preemption.yield_to_higher()
-        work = share_budget(self.table, self.budget, claim)
-        growing = out_of_blocks(self.table, work)
-        is_tight = False
-        while sum(map(len, growing)) > self.kv.pool.num_free:
-            is_tight = True
-            self.preemption.preempt(self.preemption.victim())
-            work = share_budget(self.table, self.budget, claim)
-            growing = out_of_blocks(self.table, work)
+        while True:
+            work, growing, is_tight = self._share(claim)
+            admitted: list[Sequence] = []
+            if self.waiting and not (is_tight and len(work.rows)):
+                admitted = self._admit(work.num_left, sum(map(len, growing)), now)
+            if admitted or claim is None:
+                break
+            claim = None  # nothing came to take it: the tokens are for those that run
         grown_blocks: list[int] = []
         for group, rows in enumerate(growing):
             if len(rows):
@@ -191,11 +191,8 @@ class Scheduler:
                 grown_blocks += self.kv.grow(group, sequences)
                 num_blocks = [len(sequence.block_ids[group]) for sequence in sequences]
                 self.table.capacity[group][rows] = int32(num_blocks) * self.kv.block_size
-        admitted: list[Sequence] = []
-        if self.waiting and not (is_tight and len(work.rows)):
-            admitted = self._admit(work.num_left, now)
-            if admitted:
-                work = join(self.table, work, self.table.run(admitted))
+        if admitted:
+            work = join(self.table, work, self.table.run(admitted))
         if not len(work.rows):
             return None
         return self._steps.make_plan(work, growing, grown_blocks, self.kv.take_copies(), admitted)
@@ -299,8 +296,27 @@ class Scheduler:
 
     # Sharing out a step
 
-    def _admit(self, num_left: int, now: float) -> list[Sequence]:
-        """Take sequences from the queue while rows, blocks and tokens last; the first that does not fit ends it."""
+    def _share(self, claim: Claim | None) -> tuple[Work, list[Rows], bool]:
+        """Share the budget among the rows, and preempt until there are blocks for what they compute.
+
+        Returns:
+            the step so far; by group, the rows that need a block more; whether any sequence was preempted.
+        """
+        is_tight = False
+        while True:
+            work = share_budget(self.table, self.budget, claim)
+            growing = out_of_blocks(self.table, work)
+            if sum(map(len, growing)) <= self.kv.pool.num_free:
+                return work, growing, is_tight
+            is_tight = True
+            self.preemption.preempt(self.preemption.victim())
+
+    def _admit(self, num_left: int, num_growing: int, now: float) -> list[Sequence]:
+        """Take sequences from the queue while rows, blocks and tokens last; the first that does not fit ends it.
+
+        Args:
+            num_growing: blocks that are kept for the rows.
+        """
         admitted: list[Sequence] = []
         while num_left > 0 and self.table.free_rows and (sequence := self.waiting.peek()) is not None:
             match = self.kv.lookup(sequence)
@@ -309,7 +325,7 @@ class Scheduler:
                 self.block(sequence, Reason.PENDING_PREFIX)
                 continue
             is_alone = not (admitted or self.table.running)
-            if not self.kv.can_admit(match, 0 if is_alone else self.preemption.reserve):
+            if not self.kv.can_admit(match, 0 if is_alone else num_growing + self.preemption.reserve):
                 victim = self.preemption.victim_for(sequence, is_alone=is_alone)
                 if victim is None:
                     break
