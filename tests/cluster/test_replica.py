@@ -73,6 +73,7 @@ async def test_the_first_ones_are_not_silent_for_having_waited_for_others_to_sta
         ({}, ""),
         ({"beat_age_s": 2.1}, "it has not beaten for 2.1 s"),
         ({"step_age_s": 2.1}, "its device has been at one step for 2.1 s"),
+        ({"idle_age_s": 2.1}, "sequences could run there, and it has launched no step for 2.1 s"),
         ({"call": "save_sharded_state", "call_age_s": 19.0}, ""),
         ({"call": "sleep", "call_age_s": 21.0}, "its device has been at sleep for 21.0 s"),
         ({"status": "DEAD", "beat_age_s": 99.0}, ""),

@@ -251,6 +251,47 @@ async def test_a_bug_in_one_listener_is_a_dead_engine_that_all_hear_of(serve: An
 # Things that hang
 
 
+@pytest.mark.virtual_clock(seeds=1)
+async def test_a_scheduler_that_makes_no_step_of_its_work_is_noticed(
+    serve: Any, tasks: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serve() as served:
+        schedule = served.core.scheduler.schedule
+        monkeypatch.setattr(served.core.scheduler, "schedule", lambda now: None)
+        stuck = [tasks.start(served.engine.generate(SECRET_IDS, max_tokens=3, seed=seed)) for seed in range(2)]
+        await served.until(lambda: len(served.core.scheduler.waiting) == 2)
+        await asyncio.sleep(1)
+        assert served.engine.health().status == "ALIVE"
+        await asyncio.sleep(2)
+        health = served.engine.health()
+        assert health.status == "STALLED"
+        assert health.reason.startswith("2 sequences could run, and no step was launched for 3.")
+        assert health.idle_age_s > 3
+        [logged] = [record.getMessage() for record in caplog.records if "makes no step" in record.getMessage()]
+        assert f"tokens={len(SECRET_IDS)}+0" in logged, "what it has to schedule"
+        assert str(SECRET_IDS[0]) not in logged
+        monkeypatch.setattr(served.core.scheduler, "schedule", schedule)
+        await served.engine.generate([1, 2], max_tokens=1)
+        assert served.engine.health().status == "ALIVE"
+        await tasks.end(*stuck)
+
+
+@pytest.mark.virtual_clock(seeds=1)
+async def test_an_engine_that_is_paused_or_waits_for_readers_is_not_stuck(serve: Any, tasks: Any) -> None:
+    async with (
+        serve() as served,
+        served.engine.stream([5] * 9, max_tokens=50, ignore_eos=True, max_unread_tokens=1),
+    ):
+        await asyncio.sleep(9)
+        assert served.engine.health().status == "ALIVE"
+        await served.engine.pause(mode="keep")
+        held = tasks.start(served.engine.generate([6] * 9, max_tokens=3))
+        await asyncio.sleep(9)
+        assert served.engine.health().status == "ALIVE"
+        await served.engine.resume()
+        await held
+
+
 async def test_a_step_that_hangs_does_not_keep_an_engine_from_closing(serve: Any, tasks: Any, depth: int) -> None:
     async with serve(depth=depth, is_manual=True) as served:
         started = [tasks.start(served.engine.generate([10 + i] * 20, max_tokens=5)) for i in range(3)]

@@ -101,6 +101,8 @@ def stall_of(health: Health, timeout_s: float) -> str:
         return f"it has not beaten for {health.beat_age_s:.1f} s"
     if health.step_age_s > timeout_s:
         return f"its device has been at one step for {health.step_age_s:.1f} s"
+    if health.idle_age_s > timeout_s:
+        return f"sequences could run there, and it has launched no step for {health.idle_age_s:.1f} s"
     if health.call_age_s > CALL_FACTOR * timeout_s:
         return f"its device has been at {health.call} for {health.call_age_s:.1f} s"
     return ""

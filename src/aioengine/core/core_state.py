@@ -124,6 +124,8 @@ class CoreState:
         """Steps that have ended."""
         self._step_began_at = math.nan
         """When the device got to the oldest step in flight."""
+        self._idle_since = math.nan
+        """Since when sequences could run and no step is in flight; NaN: that is not so."""
         self._device_calls: dict[object, tuple[str, float]] = {}
         """What the executor was asked beside steps and has not answered, oldest first: (what, when)."""
         self._device_turn = anyio.Lock(fast_acquire=True)
@@ -471,6 +473,7 @@ class CoreState:
             blocked=len(self.scheduler.blocked),
             wave=self.lockstep.wave if self.lockstep is not None else -1,
             is_wave_running=self.lockstep is not None and self.lockstep.is_running,
+            idle_age_s=0.0 if math.isnan(self._idle_since) else now - self._idle_since,
         )
 
     def health(self) -> Health:

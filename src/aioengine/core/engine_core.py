@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
@@ -22,6 +23,7 @@ from aioengine.errors import (
     AioEngineError,
     EngineClosed,
     EngineDead,
+    InternalError,
     InvalidRequest,
     NoTokenLeft,
     StepFailed,
@@ -41,6 +43,9 @@ for several."""
 
 LOGPROBS_A_TOKEN = 8
 """Log-probabilities that cost as much to hand out as a token does."""
+
+MAX_DESCRIBED_SEQUENCES = 64
+"""In the log, of a scheduler that makes no step."""
 
 PROMPT_SLICE = 32
 """Prompt tokens whose log-probabilities are handed out between the loop's turns: with 20 each, below a millisecond."""
@@ -62,6 +67,7 @@ class EngineCore(CoreState):
     _logprobs: OutputLogprobs | None = None
     """Of the tokens in `_unpublished`; None where no request asked for any."""
 
+    _has_logged_idle = False
     _broken: Exception | None = None
     """What ends the loop before its next step."""
 
@@ -91,6 +97,7 @@ class EngineCore(CoreState):
             if self._broken is not None:
                 raise self._broken
             self._launch()
+            self._check_idle()
             await self._publish()
             self._conditions.check()
             if self._in_flight:
@@ -122,6 +129,21 @@ class EngineCore(CoreState):
                 sequence.listener.on_started()
         if self.scheduler.num_unstarted != num_unstarted:
             self._on_capacity()
+
+    def _check_idle(self) -> None:
+        """Note whether sequences could run and no step was launched, which is a bug of the scheduler; log it once."""
+        may_launch = not self._is_frozen and (self.lockstep is None or self.lockstep.may_launch)
+        if self._in_flight or not (may_launch and self._has_work):
+            self._idle_since = math.nan
+        elif math.isnan(self._idle_since):
+            self._idle_since = self.clock()
+            if not self._has_logged_idle:
+                self._has_logged_idle = True
+                bug = InternalError("sequences can run, and the scheduler makes no step of them")
+                dump = self._describe(bug, None)
+                sequences = "\n".join(map(repr, self.scheduler.sequences()[:MAX_DESCRIBED_SEQUENCES]))
+                logger.error("%s; please report this\n%s\n%s", bug, sequences, dump)
+                self._write_dump(dump)
 
     async def _finish_oldest(self) -> None:
         """Wait for the oldest step and apply it; a step that failed takes its sequences with it."""

@@ -10,6 +10,9 @@ from aioengine.plain_struct import PlainStruct
 
 HealthStatus = Literal["STARTING", "ALIVE", "STALLED", "DEAD"]
 
+IDLE_AFTER_S = 2.0
+"""An engine with work that launches no step has a bug, and will not get on by itself."""
+
 
 class Beat(msgspec.Struct, frozen=True, array_like=True):
     """How far an engine core has come.
@@ -26,6 +29,7 @@ class Beat(msgspec.Struct, frozen=True, array_like=True):
         call, call_age_s: what the device was asked for longest beside steps and has not answered, such as
             "save_sharded_state", and how long ago; "" and 0 if there is nothing.
         wave, is_wave_running: of an engine in lockstep: the wave that runs, or would be the next; -1 of another.
+        idle_age_s: how long sequences could have run while no step was in flight; 0 if that is not so.
     """
 
     step: int = 0
@@ -41,6 +45,7 @@ class Beat(msgspec.Struct, frozen=True, array_like=True):
     call_age_s: float = 0.0
     wave: int = -1
     is_wave_running: bool = False
+    idle_age_s: float = 0.0
 
 
 class Health(PlainStruct, frozen=True, kw_only=True):
@@ -50,7 +55,7 @@ class Health(PlainStruct, frozen=True, kw_only=True):
         status: "STARTING": requests wait for that; "ALIVE"; "STALLED": it is there and does not get on; "DEAD": it will
             not come back.
         reason: why it is not alive, for a person; empty if it is.
-        step, step_age_s, call, call_age_s, running, waiting: as in the last beat; ages counted up to now.
+        step, step_age_s, call, call_age_s, idle_age_s, running, waiting: as in the last beat; ages counted up to now.
         beat_age_s: how old that beat is; 0 in process.
         num_refused: frames that the engine has refused as malformed, foreign or out of turn; 0 in process.
         is_paused, is_sleeping: whether it was paused or put to sleep, by any front end: requests wait until
@@ -63,6 +68,7 @@ class Health(PlainStruct, frozen=True, kw_only=True):
     step_age_s: float = 0.0
     call: str = ""
     call_age_s: float = 0.0
+    idle_age_s: float = 0.0
     running: int = 0
     waiting: int = 0
     beat_age_s: float = 0.0
@@ -72,7 +78,8 @@ class Health(PlainStruct, frozen=True, kw_only=True):
 
 
 def judge(beat: Beat, *, stall_after_s: float, beat_age_s: float = 0.0) -> Health:
-    """ALIVE, or STALLED where the device has been at one step, or control call, for longer than ``stall_after_s``.
+    """ALIVE, or STALLED where the device has been at one step, or control call, for longer than ``stall_after_s``, or
+    where sequences could run and no step is launched.
 
     A call may rightly take so long, such as saving weights; only its caller can know.
     """
@@ -80,6 +87,11 @@ def judge(beat: Beat, *, stall_after_s: float, beat_age_s: float = 0.0) -> Healt
     what, at_it_s = (beat.call, beat.call_age_s) if beat.call_age_s > beat.step_age_s else ("one step", beat.step_age_s)
     is_stalled = at_it_s > stall_after_s
     reason = f"the device has been at {what} for {at_it_s + beat_age_s:.1f} s, and the loop goes on"
+    if beat.idle_age_s > min(stall_after_s, IDLE_AFTER_S):
+        is_stalled = True
+        num_able = beat.running + beat.waiting - beat.blocked
+        reason = f"{num_able} sequences could run, and no step was launched for {beat.idle_age_s + beat_age_s:.1f} s: "
+        reason += "a bug of the scheduler, whose state is in the log; please report it"
     return Health(
         status="STALLED" if is_stalled else "ALIVE",
         reason=reason if is_stalled else "",
@@ -87,6 +99,7 @@ def judge(beat: Beat, *, stall_after_s: float, beat_age_s: float = 0.0) -> Healt
         step_age_s=beat.step_age_s + beat_age_s if beat.step_age_s else 0.0,
         call=beat.call,
         call_age_s=beat.call_age_s + beat_age_s if beat.call else 0.0,
+        idle_age_s=beat.idle_age_s + beat_age_s if beat.idle_age_s else 0.0,
         running=beat.running,
         waiting=beat.waiting,
         beat_age_s=beat_age_s,

@@ -333,7 +333,8 @@ class EngineControl:
         """Whether the engine is alive, stalled or dead, and why. Never raises once the engine has been started.
 
         STARTING: it is being loaded. ALIVE: loop and device get on. STALLED: the engine is there, and either its device
-        has been at one step for longer than ``stall_after_s``, or its process does not beat (stopped, say). DEAD: it
+        has been at one step for longer than ``stall_after_s``, or its process does not beat (stopped, say), or
+        sequences could run and no step is launched (a bug, whose state is in the log). DEAD: it
         said so, its process is gone, the connection to it was cut, or beats are missing from another machine.
 
         Raises:
