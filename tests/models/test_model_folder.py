@@ -11,12 +11,15 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+from checkpoints import save_byte_tokenizer
 from huggingface_hub import constants
 
+from aioengine import Engine
 from aioengine.config import EngineConfig
-from aioengine.errors import ModelLoadError
+from aioengine.errors import InvalidRequest, ModelLoadError
 from aioengine.models.folder import ModelFolder
 from aioengine.models.loader import load_decoder
+from aioengine.structured.constraints import Choice
 
 Checkpoint = Callable[..., Path]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -199,6 +202,76 @@ def test_broken_json_is_named(tmp_path: Path, name: str, content: bytes) -> None
 )
 def test_eos_tokens(tmp_path: Path, config: dict[str, Any], generation: Any, expected: tuple[int, ...]) -> None:
     assert folder_with(tmp_path, config=config, generation=generation).eos_token_ids == expected
+
+
+NAMED = {"eos_token": "<|im_end|>"}
+VOCAB = {"a": 0, "<|im_end|>": 5}
+EOS_FILES: dict[str, dict[str, Any]] = {
+    "an added token": {
+        "tokenizer_config.json": NAMED,
+        "tokenizer.json": {"added_tokens": [{"id": 5, "content": "<|im_end|>"}], "model": {"type": "BPE", "vocab": {}}},
+    },
+    "an object": {"tokenizer_config.json": {"eos_token": {"content": "<|im_end|>"}}, "vocab.json": VOCAB},
+    "declared": {"tokenizer_config.json": {**NAMED, "added_tokens_decoder": {"5": {"content": "<|im_end|>"}}}},
+    "of the vocabulary": {"tokenizer_config.json": NAMED, "tokenizer.json": {"model": {"vocab": VOCAB}}},
+    "of pieces with scores": {
+        "tokenizer_config.json": NAMED,
+        "tokenizer.json": {"model": {"vocab": [[piece, -1.5] for piece in [*"abcde", "<|im_end|>"]]}},
+    },
+    "named in a file of its own": {"special_tokens_map.json": NAMED, "vocab.json": VOCAB},
+}
+
+
+@pytest.mark.parametrize("case", EOS_FILES)
+@pytest.mark.parametrize(("generation", "expected"), [({"eos_token_id": [8, 9]}, (8, 9, 5)), ({}, (5,))])
+def test_the_tokenizers_own_eos_ends_a_text_too(
+    case: str, generation: dict[str, Any], expected: tuple[int, ...], tmp_path: Path
+) -> None:
+    for name, content in EOS_FILES[case].items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert folder_with(tmp_path, config={"vocab_size": 10}, generation=generation).eos_token_ids == expected
+    assert folder_with(tmp_path, config={"vocab_size": 5}, generation={}).eos_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config.json": "{"},
+        {"tokenizer_config.json": "[" * 10_000},
+        {"tokenizer_config.json": json.dumps(NAMED), "tokenizer.json": '{"model": {"vocab": 7}}'},
+        {"tokenizer_config.json": json.dumps(NAMED), "vocab.json": json.dumps({"<|im_end|>": -3})},
+        {
+            "tokenizer_config.json": json.dumps(
+                {**NAMED, "added_tokens_decoder": {"9" * 5000: {"content": "<|im_end|>"}}}
+            )
+        },
+        {"tokenizer_config.json": json.dumps({"eos_token": ["a"]})},
+    ],
+)
+def test_a_damaged_tokenizer_names_no_eos(files: dict[str, str], tmp_path: Path) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    assert folder_with(tmp_path, generation={"eos_token_id": 3}).eos_token_ids == (3,)
+
+
+async def test_an_answer_ends_at_the_tokenizers_eos_unless_it_is_ignored(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(checkpoint("llama2"), tmp_path / "model")
+    save_byte_tokenizer(folder)
+    for name in ("config.json", "generation_config.json"):
+        content = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**content, "eos_token_id": None}))
+    async with Engine(str(folder), kv_cache_memory_bytes=2**24, show_progress=False, num_threads=1) as engine:
+        eos_id = engine.get_tokenizer().eos_token_id
+        only_eos: dict[str, Any] = {"allowed_token_ids": [eos_id], "max_tokens": 3}
+        ended, ignored = [await engine.generate("a", ignore_eos=ignores, **only_eos) for ignores in (False, True)]
+        assert (ended.outputs[0].finish_reason, len(ended.outputs[0].token_ids)) == ("stop", 1)
+        assert (ignored.outputs[0].finish_reason, len(ignored.outputs[0].token_ids)) == ("length", 3)
+        with pytest.raises(InvalidRequest, match="holds only tokens that end the output"):
+            await engine.generate("a", min_tokens=2, **only_eos)
+        constrained = await engine.generate("a", max_tokens=9, structured=Choice(["yes"]))
+        assert (constrained.outputs[0].text, constrained.outputs[0].finish_reason) == ("yes", "stop")
 
 
 @pytest.mark.parametrize(

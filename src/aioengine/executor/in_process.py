@@ -62,7 +62,8 @@ class InProcess:
             self._executor = await module.TorchExecutor.start(self._files, self._config, on_progress=on_progress)
             assert self._executor is not None
         _check_room(self._executor.info, self._config)
-        info, eos_token_ids = self._executor.info, self._files.eos_token_ids
+        info = self._executor.info
+        eos_token_ids = await self._hooks.worker.run(lambda: self._files.eos_token_ids, None)
         self._grammars = Grammars(self._files, info.vocab_size, eos_token_ids)
         self.core = EngineCore(
             self._executor,

@@ -12,6 +12,7 @@ import msgspec
 from aioengine.errors import InvalidRequest, ModelLoadError
 from aioengine.models.formats.gguf_families import config_of, generation_config_of
 from aioengine.models.formats.gguf_file import SHARD_NAME, GgufFile, all_shards
+from aioengine.models.tokenizer_eos import tokenizer_eos_id
 from aioengine.sampling_params import SamplingParams
 from aioengine.validation import shorten
 
@@ -114,7 +115,10 @@ class ModelFolder(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end a text: generation_config.json's, else config.json's, which often names fewer.
+        """The tokens that end a text: generation_config.json's, else config.json's, and the tokenizer's EOS.
+
+        A folder's tokenizer often names the end of a turn, and its configs the end of a text. Reads files: not on the
+        event loop.
 
         Raises:
             ModelLoadError: they are not token ids.
@@ -122,14 +126,16 @@ class ModelFolder(msgspec.Struct, frozen=True, kw_only=True):
         name, value = "generation_config.json", self.generation_config.get("eos_token_id")
         if value is None:
             name, value = "config.json", self.config.get("eos_token_id")
-        if value is None:
-            return ()
-        ids = value if isinstance(value, list) else [value]
+        ids = [] if value is None else value if isinstance(value, list) else [value]
         if len(ids) > MAX_EOS_IDS or not all(type(token_id) is int and 0 <= token_id < 2**31 for token_id in ids):
             raise ModelLoadError(
                 f"{self.source_of(name)}: eos_token_id={shorten(value)} is neither a token id nor a list of them"
             )
-        return tuple(ids)
+        of_tokenizer = None if is_gguf(self.path) else tokenizer_eos_id(self.path)
+        num_tokens = self.config.get("vocab_size")
+        if of_tokenizer is not None and (type(num_tokens) is not int or of_tokenizer < num_tokens):
+            ids = [*ids, of_tokenizer]
+        return tuple(dict.fromkeys(ids))
 
     @property
     def sampling_defaults(self) -> dict[str, Any]:
