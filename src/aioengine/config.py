@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from aioengine.errors import ConfigError
 from aioengine.import_path import PATTERN, path_of
-from aioengine.validation import NOT_YET, Neutral, check_fields, check_known_fields, without_neutral
+from aioengine.validation import NOT_YET, Neutral, check_fields, check_known_fields, shorten, without_neutral
 
 TEXT_ALONE = "this engine takes text alone"
 IN_CONFIG = "change it in the config.json of a copy of the folder"
@@ -156,6 +156,7 @@ NEUTRAL_CONFIG = {
 """vLLM's engine arguments that this engine has not, with the values at which they have no effect."""
 
 Name = Annotated[str, Meta(min_length=1)]
+MAX_TEMPLATE_CHARS = 2**20
 Count = Annotated[int, Meta(ge=1)]
 Share = Annotated[float, Meta(gt=0.0, le=1.0)]
 Seconds = Annotated[float, Meta(gt=0.0, le=86400.0)]
@@ -165,6 +166,11 @@ DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9][0-9]?))?")
 
 def _refused(_: str, message: str) -> ConfigError:
     return ConfigError(message)
+
+
+def is_template(text: str) -> bool:
+    """Whether it is a chat template's text, and no file's path."""
+    return any(mark in text for mark in "{}\n")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -243,6 +249,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     reasoning_format: Annotated[
         Name, Meta(description="how the model marks its reasoning; auto: as its chat template tells; none: not at all")
     ] = "auto"
+    chat_template: Annotated[
+        Annotated[str, Meta(min_length=1, max_length=MAX_TEMPLATE_CHARS)] | None,
+        Meta(description="Jinja text, or on the command line its file, in place of the model's own chat template"),
+    ] = None
     max_logprobs: Annotated[int, Meta(ge=0, description="most likeliest tokens that a request may ask for")] = 20
     max_in_flight: Annotated[
         Annotated[int, Meta(ge=1, le=8)] | None, Meta(description="steps queued on the device; absent: its own")
@@ -286,6 +296,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             paths = [path_of(given) if callable(given) else given for given in self.logits_processors]
             msgspec.structs.force_setattr(self, "logits_processors", paths)
         check_fields(self, _refused)
+        if self.chat_template is not None and not is_template(self.chat_template):
+            told = "it is no Jinja text; of a file give the text: Path(...).read_text()"
+            raise ConfigError(f"chat_template={shorten(self.chat_template)}: {told}")
         names = [path.partition(":")[2] for path in self.logits_processors]
         if len(set(names)) < len(names):
             raise ConfigError(f"logits_processors={list(self.logits_processors)}: requests could not tell two apart")
@@ -330,6 +343,7 @@ class ConfigKeywords(TypedDict, total=False):
     enable_prefix_caching: bool
     tool_format: str
     reasoning_format: str
+    chat_template: str | None
     max_logprobs: int
     max_in_flight: int | None
     num_threads: int | None

@@ -6,16 +6,28 @@ import asyncio
 import contextlib
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from contract.ways import Opener
 from tokenizers import Regex
 from tokenizers import Tokenizer as Backend
 from tokenizers.pre_tokenizers import Split
 from waiting import Ticker
 
-from aioengine import CompletionDelta, EngineClosed, EngineOverloaded, InvalidRequest, StepFailed, Stream
+from aioengine import (
+    CompletionDelta,
+    ConfigError,
+    Engine,
+    EngineClosed,
+    EngineOverloaded,
+    InvalidRequest,
+    StepFailed,
+    Stream,
+)
+from aioengine.testing import FakeExecutor
 from aioengine.text.chat_input import MAX_BYTES
 from aioengine.text.token_table import TokenTables, WindowTable
 
@@ -52,6 +64,33 @@ async def test_a_number_of_sequences_is_a_positive_int_that_may_find_room(serve:
         with pytest.raises(InvalidRequest) as refused:
             served.engine.check_accepting(num_sequences)
         assert refused.value.param == "num_sequences"
+
+
+# A chat template of one's own
+
+
+async def test_a_chat_template_may_be_given_in_place_of_the_models() -> None:
+    template = "{% for message in messages %}[{{ message.content }}]{% endfor %}[TOOL_CALLS]"
+    async with Engine(executor=FakeExecutor(vocab_size=2048), chat_template=template) as engine:
+        rendered = await engine.detokenize(await engine.tokenize(CHAT), skip_special_tokens=False)
+        assert rendered == "[Who lives here?][TOOL_CALLS]"
+        assert engine.has_tools, "how calls are written is read from it, too"
+
+
+async def test_those_who_connect_have_the_engines_template() -> None:
+    opener = Opener("served")
+    try:
+        engine = await opener.open(chat_template="{{ messages[0].content }}!")
+        rendered = await engine.detokenize(await engine.tokenize(CHAT), skip_special_tokens=False)
+        assert rendered == "Who lives here?!"
+    finally:
+        await opener.aclose()
+
+
+@pytest.mark.parametrize("given", ["a/file.jinja", "", 3, "x" * 5000, "{" * (2**20 + 1), Path("a")])
+def test_what_is_no_chat_template_is_refused_before_anything_is_loaded(given: Any) -> None:
+    with pytest.raises(ConfigError, match="chat_template"):
+        Engine(chat_template=given)
 
 
 # A stream without waiting

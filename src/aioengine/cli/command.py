@@ -10,11 +10,13 @@ from __future__ import annotations
 import signal
 import types
 from collections.abc import Callable, Collection, Coroutine
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import click
 import msgspec
 
+from aioengine.config import is_template
 from aioengine.errors import AioEngineError, ConfigError, InvalidRequest
 from aioengine.validation import check_field, field_types
 
@@ -73,7 +75,15 @@ def options_of(
 def given(struct_type: type[msgspec.Struct], values: dict[str, Any]) -> dict[str, Any]:
     """The flags of ``struct_type`` that the user gave."""
     names = struct_type.__struct_fields__
-    return {name: value for name, value in values.items() if name in names and value not in (None, ())}
+    fields = {name: value for name, value in values.items() if name in names and value not in (None, ())}
+    if not is_template(file := fields.get("chat_template", "{}")):
+        try:
+            fields["chat_template"] = Path(file).read_text("utf-8")
+        except (OSError, ValueError) as error:
+            raise click.UsageError(
+                f"--chat-template {file}: no Jinja text, and no file that can be read: {error}"
+            ) from None
+    return fields
 
 
 def _option(struct_type: type[msgspec.Struct], name: str, kind: Any, description: str) -> Callable[[Command], Command]:

@@ -282,6 +282,8 @@ class Runtime:
         with loading_bar(f"loading {self.files.path.name}", is_shown=self._given_config.show_progress) as show:
             await self._load(show)
         self.core = self.backend.core
+        if self.tokenizer is not None and self.config.chat_template is not None:
+            self.tokenizer.chat_template = self.config.chat_template
         # A name that is not built in is looked for in files.
         self.answer_formats = await self.worker.run(AnswerFormats, None, self.config, self.tokenizer)
         self.core.observers.num_at_door = lambda: self.admission.num_waiting
