@@ -339,8 +339,7 @@ class Engine(EngineControl):
         """
         runtime = self._here_or_starting()
         prompt, cache_salt = open_prompt(prompt, cache_salt)
-        if effort is not None and isinstance(template, Mapping | None):
-            template = {**template_variables(effort), **(template or {})}
+        template_variables(effort)  # refused at the call
         name = make_id() if request_id is None else request_id
         if isinstance(trace_headers, Mapping):
             trace_headers = {key.lower(): value for key, value in trace_headers.items() if isinstance(key, str)}
@@ -353,7 +352,11 @@ class Engine(EngineControl):
             checked = make_params(params, runtime.sampling_defaults, sampling, alias=sampling_params)
             if seed is not None:
                 checked = msgspec.structs.replace(checked, seed=seed)
-            return check_request(runtime, checked_call, prompt, checked, template, options)
+            variables = template
+            if effort is not None and isinstance(template, Mapping | None):
+                text = checked_call.chat_template or (runtime.tokenizer and runtime.tokenizer.chat_template) or ""
+                variables = {**template_variables(effort, text), **(template or {})}
+            return check_request(runtime, checked_call, prompt, checked, variables, options)
 
         is_later = runtime.is_starting or (may_wait and runtime.turns.is_busy)
         if is_later:  # the caller may go on with what it gave

@@ -278,6 +278,20 @@ async def test_a_shape_comes_behind_reasoning_that_the_template_or_the_model_beg
             assert out.text.startswith("{")
 
 
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("{{ reasoning_effort }}", {"minimal": "low", "low": "low", "high": "high", "xhigh": "high", "max": "high"}),
+        ("{% if reasoning_effort == 'max' %}", {"minimal": "low", "xhigh": "high", "max": "max"}),
+        ('{% if reasoning_effort == "xhigh" %}', {"medium": "medium", "xhigh": "xhigh", "max": "xhigh"}),
+        ("{% set efforts = ['minimal'] %}", {"minimal": "minimal", "max": "high"}),
+    ],
+)
+def test_a_template_is_told_an_effort_that_it_knows(template: str, told: dict[str, str]) -> None:
+    assert {effort: template_variables(effort, template)["reasoning_effort"] for effort in told} == told
+    assert template_variables("none", template) == {"enable_thinking": False, "thinking": False}
+
+
 @pytest.mark.virtual_clock
 async def test_what_cannot_be_is_refused_at_the_call(serve: Serve) -> None:
     async with serve(config=FORMATS) as served:

@@ -645,7 +645,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text", "invalid_value"),
     ({"text": {"format": {"type": "yaml"}}}, "text", "invalid_value"),
     ({"reasoning": {"effort": "most"}}, "reasoning", "invalid_value"),
-    ({"tools": [{"type": "web_search"}]}, "tools", "invalid_value"),
+    ({"tools": [{"type": "zorp"}]}, "tools", "invalid_value"),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice", "invalid_value"),
     ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
     ({"stream_options": {"include_obfuscation": False}}, "stream_options", "invalid_value"),

@@ -385,7 +385,7 @@ async def test_a_call_that_is_not_completed_is_none_whole_and_streamed(
 async def test_tools_of_a_model_that_cannot_call_are_left_out_and_the_log_says_so_once(
     choice: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(GenerationCall, "_has_told", False)
+    monkeypatch.setattr(GenerationCall, "_told", set())
     monkeypatch.setattr(answer_format, "detect_tool_format", lambda template: None)
     async with saying("Hello!", tool_format="auto") as (engine, _, client, _):
         assert not engine.has_tools
@@ -488,14 +488,14 @@ async def test_a_budget_ends_the_reasoning(name: str) -> None:
 
 async def test_an_effort_is_one_of_those_that_there_are() -> None:
     async with saying(THOUGHT, reasoning_format="think") as (_, _, client, _):
-        for effort in ("none", "minimal", "low", "medium", "high", "xhigh"):
+        for effort in ("none", "minimal", "low", "medium", "high", "xhigh", "max"):
             answer = await client.chat.completions.create(**CHAT, extra_body={"reasoning_effort": effort})
             assert answer.choices[0].message.content == "Two."
         for is_streamed in (False, True):
             asked: Any = {**CHAT, "stream": is_streamed, "extra_body": {"reasoning_effort": "much"}}
             error = await refused(client.chat.completions.create(**asked))
             assert error.param == "reasoning_effort"
-            assert "none, minimal, low, medium, high, xhigh" in error.message
+            assert "none, minimal, low, medium, high, xhigh, max" in error.message
 
 
 async def test_reasoning_comes_before_an_answer_with_a_schema_and_before_calls() -> None:

@@ -34,7 +34,9 @@ from aioengine.tool_calls.reasoning import (
 )
 from aioengine.validation import invalid, shorten
 
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+NEARER_EFFORTS = {"minimal": "low", "max": "xhigh", "xhigh": "high"}
+"""What stands for an effort that a template does not name; "low", "medium" and "high" are passed to all."""
 
 HARMONY_ANSWER = "<|channel|>final<|message|>"
 HARMONY_END = "<|end|><|start|>assistant"
@@ -74,9 +76,11 @@ class AnswerOptions(NamedTuple):
 NO_OPTIONS = AnswerOptions()
 
 
-def template_variables(effort: Any) -> dict[str, Any]:
+def template_variables(effort: Any, template: str = "") -> dict[str, Any]:
     """What chat templates read of a ``reasoning_effort``, under the names that they use.
 
+    Args:
+        template: the text of the one that will read them.
     Raises:
         InvalidRequest: it is none.
     """
@@ -86,6 +90,8 @@ def template_variables(effort: Any) -> dict[str, Any]:
         names = ", ".join(ReasoningEffort.__args__)  # type: ignore[attr-defined]
         raise invalid("reasoning_effort", f"reasoning_effort={shorten(effort)}: one of {names} is needed")
     thinks = effort != "none"
+    while effort in NEARER_EFFORTS and f'"{effort}"' not in template and f"'{effort}'" not in template:
+        effort = NEARER_EFFORTS[effort]
     return {"enable_thinking": thinks, "thinking": thinks, **({"reasoning_effort": effort} if thinks else {})}
 
 

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
 
@@ -33,6 +33,7 @@ from aioengine.server.errors import JSON_HEADERS, api_error_of, invalid_value, u
 from aioengine.server.exchange import PIECE_BYTES, Exchange, Response, WriteMonitor, run_while_connected
 from aioengine.server.messages import MESSAGE_NAMES, MessageAnswer, MessageRequest, continues_answer, read_chat
 from aioengine.server.record import RequestRecord
+from aioengine.server.response_tools import ResponseTools, read_response_tools
 from aioengine.server.responses import RESPONSE_NAMES, ResponseAnswer, ResponseRequest, read_input, with_instructions
 from aioengine.server.schema import ChatGeneration, ChatRequest, CompletionRequest, Generation, template_kwargs
 from aioengine.server.stored_responses import OwnedId, RunningResponse, StoredResponses
@@ -71,8 +72,8 @@ def check_request(exchange: Exchange, record: RequestRecord, request: Generation
 class GenerationCall:
     """A request for a generation, from its decoded body to its last event."""
 
-    _has_told = False
-    """Whether the log tells of tools that were left out."""
+    _told: ClassVar[set[str]] = set()
+    """Kinds of tools that the log has told of, which were left out."""
 
     def __init__(self, engine: Engine, config: ServerConfig, exchange: Exchange, record: RequestRecord) -> None:
         self._engine = engine
@@ -103,9 +104,11 @@ class GenerationCall:
                 names["chat_template_kwargs"] = "add_generation_prompt"
             raise api_error_of(error, param_names=names) from error
 
-    def _answer_options(self, request: ChatGeneration) -> dict[str, Any]:
+    def _answer_options(self, request: ChatGeneration, own: ResponseTools | None = None) -> dict[str, Any]:
         """What a chat asks of its answer; tools that may be called, of a model that cannot, are left out.
 
+        Args:
+            own: its tools where they are read already.
         Raises:
             ApiError: it has a template of its own that is too long, or this server takes none.
         """
@@ -116,16 +119,17 @@ class GenerationCall:
         if len(request.chat_template or "") > MAX_TEMPLATE_CHARS:
             told = f"chat_template has more than {MAX_TEMPLATE_CHARS:,} characters, which few have; give a shorter one"
             raise invalid_value("chat_template", told)
-        tools, choice = read_tools(request.tools), request.tool_choice
+        if own is None:
+            own = ResponseTools(read_tools(request.tools), request.tool_choice)
+        tools, choice = own.functions, own.choice
         mode = choice.get("type") if isinstance(choice, dict) else choice
         if tools and not self._engine.has_tools and mode in (None, "auto", "none"):
             tools = None
-            if not GenerationCall._has_told:
-                GenerationCall._has_told = True
-                logger.warning(
-                    "requests have tools, which are left out: the format of this model's calls cannot be told from its "
-                    "chat template (said once); --tool-format names one"
-                )
+            self._leave_out(
+                "",
+                "tools",
+                "the format of this model's calls cannot be told from its chat template (--tool-format names one)",
+            )
         return {
             "tools": tools,
             "tool_choice": choice if tools or mode not in ("auto", "none") else None,
@@ -133,6 +137,18 @@ class GenerationCall:
             "reasoning_effort": request.reasoning_effort,
             "chat_template": request.chat_template,
         }
+
+    def _leave_out(self, kind: str, named: str, why: str) -> None:
+        """Log once that requests have tools of a kind that are left out."""
+        if kind not in self._told:
+            self._told.add(kind)
+            logger.warning("requests have %s, which are left out: %s (said once)", named, why)
+
+    def _response_tools(self, request: ResponseRequest) -> ResponseTools:
+        def leave_out(kind: str) -> None:
+            self._leave_out(kind, f"tools of type {kind}", "a server would have to run them, and this one runs none")
+
+        return read_response_tools(read_tools(request.tools), request.tool_choice, leave_out)
 
     async def respond(self, request: ResponseRequest, stored: StoredResponses) -> Response | None:
         """Answer by a response; None when that was a stream, which has been written."""
@@ -144,12 +160,14 @@ class GenerationCall:
                 stored.keep(owned, body, conversation, choice)
 
         try:
-            options = {"chat_template_kwargs": request.chat_template_kwargs, **self._answer_options(request)}
+            tools = self._response_tools(request)
+            options = {"chat_template_kwargs": request.chat_template_kwargs, **self._answer_options(request, tools)}
             group = StreamGroup(await self._streams(request, [with_instructions(request, conversation)], **options))
             answer = ResponseAnswer(
                 request.head(owned.id, self._record.model, group.streams[0].params, read_tools(request.tools)),
                 self._engine.token_bytes,
                 top_logprobs=request.num_top_logprobs,
+                tools=tools.by_function,
                 keep=keep,
             )
             running = stored.running(owned, RunningResponse(group, answer))
@@ -237,7 +255,8 @@ class GenerationCall:
     ) -> int:
         """Tokens of a chat's prompt; ``names`` are the client's for the engine's parameters."""
         try:
-            options = self._answer_options(request)
+            own = self._response_tools(request) if isinstance(request, ResponseRequest) else None
+            options = self._answer_options(request, own)
             asked = AnswerOptions.of(options["tools"], options["tool_choice"], None)
             told = {**template_variables(options["reasoning_effort"]), **(variables or {})}
             engine = self._engine

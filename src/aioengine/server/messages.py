@@ -106,7 +106,7 @@ class MessageRequest(ChatGeneration, kw_only=True):
         if isinstance(self.tool_choice, dict):
             self.parallel_tool_calls = self.tool_choice.get("disable_parallel_tool_use") is not True
         if self.output_config is not None:
-            self.reasoning_effort = "xhigh" if self.output_config.effort == "max" else self.output_config.effort
+            self.reasoning_effort = self.output_config.effort
 
     def check(self) -> None:
         super().check()

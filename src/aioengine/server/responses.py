@@ -6,7 +6,7 @@ A response is a list of items: reasoning, a message, calls. A stream tells of on
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -28,6 +28,7 @@ from aioengine.server.answers import (
 from aioengine.server.chat_builder import ChatBuilder
 from aioengine.server.decoding import TEMPLATE_ROLES, is_text, read_items, read_text
 from aioengine.server.errors import ApiError, invalid_value, missing, unsupported
+from aioengine.server.response_tools import ClientTool, arguments_of
 from aioengine.server.schema import ChatGeneration, Generation, Integer, is_given, read_response_format
 from aioengine.structured.constraints import Constraint
 from aioengine.tool_calls.calls import ToolCallDelta
@@ -94,7 +95,7 @@ class ResponseRequest(ChatGeneration, kw_only=True):
         "response_format": ({"type": "text"},),
         "truncation": ("disabled", "auto"),  # what is too long is refused by both
     }  # fmt: skip
-    HINTS: ClassVar[tuple[str, ...]] = (*Generation.HINTS, "max_tool_calls")
+    HINTS: ClassVar[tuple[str, ...]] = (*Generation.HINTS, "client_metadata", "max_tool_calls")
 
     input: msgspec.Raw = msgspec.Raw()
     instructions: msgspec.Raw = msgspec.Raw()
@@ -112,7 +113,7 @@ class ResponseRequest(ChatGeneration, kw_only=True):
         super().__post_init__()
         self.max_tokens = self.max_output_tokens
         if self.reasoning is not None:
-            self.reasoning_effort = "xhigh" if self.reasoning.effort == "max" else self.reasoning.effort
+            self.reasoning_effort = self.reasoning.effort
 
     @property
     def num_top_logprobs(self) -> int | None:
@@ -196,7 +197,9 @@ class InputItem(msgspec.Struct):
     summary: list[InputPart] | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
+    input: str | None = None
     output: Content | None = None
 
 
@@ -237,10 +240,14 @@ def _add_item(chat: ChatBuilder, place: str, item: InputItem) -> None:
     elif kind == "reasoning":
         if text := _text_of(f"{place}.content", item.content or item.summary or ""):
             chat.think(text)
-    elif kind == "function_call":
-        call_id, name = _needed(place, "call_id", item.call_id), _needed(place, "name", item.name)
-        chat.call(call_id, name, _needed(place, "arguments", item.arguments))
-    elif kind == "function_call_output":
+    elif kind in ("function_call", "custom_tool_call"):
+        call_id, tool = _needed(place, "call_id", item.call_id), ClientTool(_needed(place, "name", item.name))
+        if kind == "function_call":
+            arguments = _needed(place, "arguments", item.arguments)
+        else:
+            arguments = arguments_of(_needed(place, "input", item.input))
+        chat.call(call_id, tool._replace(namespace=item.namespace).function, arguments)
+    elif kind in ("function_call_output", "custom_tool_call_output"):
         chat.result(_needed(place, "call_id", item.call_id), _text_of(f"{place}.output", item.output))
     else:
         raise unsupported(
@@ -300,6 +307,7 @@ class ResponseAnswer(PartsAnswer):
     Args:
         head: see `ResponseRequest.head`.
         top_logprobs: how many likeliest tokens to tell of at each position; None without log-probabilities.
+        tools: the request's, by the names of their functions.
         keep: is given the body and the choice, before a client hears of them; no choice of a response that has failed.
     """
 
@@ -309,18 +317,20 @@ class ResponseAnswer(PartsAnswer):
         token_bytes: TokenBytes,
         *,
         top_logprobs: int | None,
+        tools: Mapping[str, ClientTool],
         keep: Callable[[bytes, CompletionOutput | None], None],
     ) -> None:
         self._head = line_of(head)[:-1]
         self._suffix = str(head["id"]).partition("_")[2]
         self._token_bytes = token_bytes
         self._top_logprobs = top_logprobs
+        self._tools = tools
         self._keep = keep
         self.max_positions = positions_a_slice(top_logprobs)
         self._num_events = 0
         self._open: _OpenItem | None = None
-        self._done: list[tuple[_OpenItem, str, bytes]] = []
-        """Items that have ended, each with its status and its text as JSON."""
+        self._done: list[tuple[_OpenItem, str, str]] = []
+        """Items that have ended, each with its status and its text."""
         self._writer = PositionWriter(token_bytes, top_logprobs or 0)
         self._untold: list[bytes] = []
         """Log-probabilities that no event has told of: their tokens' text is held back, or not the message's."""
@@ -358,7 +368,7 @@ class ResponseAnswer(PartsAnswer):
             status = STATUSES[None] if reason is None else "incomplete" if is_cut else "completed"
             call = choice.tool_calls[part] if isinstance(part, int) else None
             names = (call.id, call.name) if call is not None else ("", "")
-            items.append(self._item(part, place, status, encode(text), positions, names))
+            items.append(self._item(part, place, status, text, positions, names))
         return self._body(reason, items, self._usage(output), is_cut=choice.has_cut_call)
 
     def empty_body(self, reason: FinishReason | None) -> bytes:
@@ -400,7 +410,7 @@ class ResponseAnswer(PartsAnswer):
         part: Part,
         place: int,
         status: str,
-        text: bytes,
+        text: str,
         positions: Sequence[bytes] = (),
         names: tuple[str, str] = ("", ""),
         *,
@@ -410,21 +420,25 @@ class ResponseAnswer(PartsAnswer):
 
         Args:
             place: of it, among all.
-            text: its text, or its arguments, as JSON.
+            text: its text, or its arguments.
             names: a call's id and name.
             is_begun: it has its part; else that is told of later.
         """
         item_id = encode(self._id_of(part, place))
         if part == "text":
-            content = _output_text(text, positions) if is_begun else b""
+            content = _output_text(line_of(text), positions) if is_begun else b""
             kind, rest = b"message", b'"role":"assistant","content":[%b]' % content
         elif part == "reasoning":
-            content = b'{"type":"reasoning_text","text":%b}' % text if is_begun else b""
+            content = b'{"type":"reasoning_text","text":%b}' % line_of(text) if is_begun else b""
             kind, rest = b"reasoning", b'"summary":[],"content":[%b]' % content
         else:
-            call_id, name = map(encode, names)
-            kind, rest = b"function_call", b'"call_id":%b,"name":%b,"arguments":%b' % (call_id, name, text)
+            tool = self._tool(names[1])
+            kind = b"custom_tool_call" if tool.is_custom else b"function_call"
+            rest = line_of({"call_id": names[0], **tool.fields(text)})[1:-1]
         return b'{"id":%b,"type":"%b","status":"%b",%b}' % (item_id, kind, status.encode(), rest)
+
+    def _tool(self, function: str) -> ClientTool:
+        return self._tools.get(function) or ClientTool(function)
 
     def _id_of(self, part: Part, place: int) -> str:
         """The same however the response is told; but text behind a call comes before it in a whole one."""
@@ -490,7 +504,7 @@ class ResponseAnswer(PartsAnswer):
         head = b'event: %b\ndata: {"type":"%b",%b,"sequence_number":' % (kind, kind, place)
         self._open = _OpenItem(part, index, item_id, head)
         self._open.call = call
-        item = self._item(part, index, "in_progress", b'""', names=_names_of(call), is_begun=False)
+        item = self._item(part, index, "in_progress", "", names=_names_of(call), is_begun=False)
         added = self._event(b"response.output_item.added", b'"output_index":%d,"item":%b' % (index, item))
         if isinstance(part, int):
             return added
@@ -501,6 +515,8 @@ class ResponseAnswer(PartsAnswer):
         opened = self._open
         assert opened is not None
         opened.texts.append(text)
+        if self._is_custom(opened):  # its input is told when all of it is there
+            return b""
         number = self._num_events
         self._num_events += 1
         logprobs = b""
@@ -524,9 +540,7 @@ class ResponseAnswer(PartsAnswer):
         names = _names_of(opened.call)
         if isinstance(opened.part, int):
             status = status or ("completed" if _is_whole(said) else "incomplete")
-            done = self._event(b"response.function_call_arguments.done", b'%b,"name":%b,"arguments":%b' % (
-                place, encode(names[1]), text,
-            ))  # fmt: skip
+            done = self._call_done(self._tool(names[1]), place, said)
         else:
             kind, place = PART_TYPES[opened.part], place + b',"content_index":0'
             logprobs = b',"logprobs":[]' if opened.part == "text" else b""
@@ -534,10 +548,23 @@ class ResponseAnswer(PartsAnswer):
             part = _part_of(opened.part, text)
             done += self._event(b"response.content_part.done", b'%b,"part":%b' % (place, part))
         status = status or "completed"
-        self._done.append((opened, status, text))
+        self._done.append((opened, status, said))
         # Log-probabilities, of which there may be megabytes, are told twice: in deltas, and at the response's end.
-        item = self._item(opened.part, opened.index, status, text, names=names)
+        item = self._item(opened.part, opened.index, status, said, names=names)
         return done + self._event(b"response.output_item.done", b'"output_index":%d,"item":%b' % (opened.index, item))
+
+    def _is_custom(self, opened: _OpenItem) -> bool:
+        return opened.call is not None and self._tool(opened.call.name or "").is_custom
+
+    def _call_done(self, tool: ClientTool, place: bytes, arguments: str) -> bytes:
+        """The events that end a call's arguments."""
+        fields = tool.fields(arguments)
+        if not tool.is_custom:
+            return self._event(b"response.function_call_arguments.done", b"%b,%b" % (place, line_of(fields)[1:-1]))
+        text = line_of(fields["input"])
+        kind = b"response.custom_tool_call_input."
+        delta = self._event(kind + b"delta", b'%b,"delta":%b' % (place, text))
+        return delta + self._event(kind + b"done", b'%b,"input":%b' % (place, text))
 
     def _items(self) -> list[bytes]:
         """Those that have ended; the first message has the log-probabilities of all tokens."""
