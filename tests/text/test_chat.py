@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from aioengine.errors import InvalidRequest
-from aioengine.text.chat_input import check_messages, copy_messages
+from aioengine.text.chat_input import check_messages, copy_messages, parse_arguments
 from aioengine.text.chat_template import render_template
 from aioengine.text.lanes import Lanes
 
@@ -24,7 +24,21 @@ def render(template: str, messages: object = (USER,), **named_tokens: str) -> st
 @pytest.mark.parametrize(
     ("given", "checked"),
     [
-        ({"content": [{"type": "text", "text": text} for text in ("one", "two")]}, {"content": "one\ntwo"}),
+        *(
+            ({"content": given}, {"content": seen})
+            for given, seen in (
+                (["one", {"text": "two"}], [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]),
+                (
+                    [{"type": "input_text", "text": "in"}, {"type": "output_text", "text": "out", "annotations": []}],
+                    [{"type": "text", "text": "in"}, {"type": "text", "text": "out"}],
+                ),
+                ([{"type": "refusal", "refusal": "no"}], [{"type": "text", "text": "no"}]),
+                (None, ""),
+                ([], []),
+            )
+        ),
+        ({"content": None, "refusal": "no"}, {"content": "no", "refusal": "no"}),
+        ({"content": "hi", "tool_calls": []}, {"content": "hi"}),
         ({"content": "hi", "name": "Ada", "tool_calls": None}, {"content": "hi", "name": "Ada"}),
         *(
             ({**content, "tool_calls": [{"function": {"name": "f"}}]}, {"content": "", "tool_calls": ...})
@@ -67,8 +81,22 @@ def calling(arguments: Any, **fields: Any) -> dict[str, Any]:
     return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}], **fields}
 
 
-FILE = {"file": '[{,\\"' * 90_000}
+FILE: Any = {"file": '[{,\\"' * 90_000}
 """One value, full of what stands around values."""
+
+
+@pytest.mark.parametrize("role", ["assistant", "tool"])
+def test_an_answer_or_a_result_needs_no_content(role: str) -> None:
+    assert check_messages([{"role": role}]) == [{"role": role, "content": ""}]
+
+
+def test_thinking_among_an_answers_parts_is_its_reasoning() -> None:
+    text = {"type": "text", "text": "hi"}
+    thoughts: list[Any] = [{"type": "thinking", "thinking": "a"}, {"type": "thinking", "thinking": [text, "b"]}]
+    (checked,) = check_messages([{"role": "assistant", "content": [*thoughts, text]}])
+    assert checked == {"role": "assistant", "content": [text], "reasoning_content": "a\nhi\nb"}
+    (checked,) = check_messages([{"role": "assistant", "content": thoughts[:1], "reasoning": "c"}])
+    assert checked == {"role": "assistant", "content": [], "reasoning": "c"}
 
 
 @pytest.mark.parametrize(
@@ -76,22 +104,18 @@ FILE = {"file": '[{,\\"' * 90_000}
     [
         ('{"city": "Rome"}', {"city": "Rome"}),
         ("", {}),
-        ({"city": "Rome"}, {"city": "Rome"}),
-        ('{"city": "Ro', '{"city": "Ro'),
-        ("[1]", "[1]"),
-        ("[" * 100_000, "[" * 100_000),
+        ('"{\\"city\\": \\"Rome\\"}"', {"city": "Rome"}),
+        ('{"city": "Ro', None),
+        ("[1]", None),
+        ("[" * 100_000, None),
         (json.dumps(FILE), FILE),
-        ('{"a": [%s1]}' % ("1," * 5000), '{"a": [%s1]}' % ("1," * 5000)),
-        ('{"a": "' + '"' * 20_000, '{"a": "' + '"' * 20_000),
-        (None, None),
+        ('{"a": [%s1]}' % ("1," * 5000), None),
+        ('{"a": "' + '"' * 20_000, None),
     ],
     ids=lambda value: str(value)[:12],
 )
-def test_a_calls_arguments_are_what_templates_expect(given: Any, seen: Any) -> None:
-    message = calling(given)
-    (checked,) = check_messages([message])
-    assert checked["tool_calls"] == [{"function": {"name": "f", "arguments": seen}}]
-    assert message == calling(given), "the caller's own stay as they are"
+def test_a_calls_arguments_are_decoded_where_that_is_quick(given: str, seen: Any) -> None:
+    assert parse_arguments(given) == seen
 
 
 @pytest.mark.parametrize("calls", [1, "f", ["f"], [None], [{}], [{"function": "f"}], ({"function": {}},)])
@@ -125,10 +149,12 @@ def test_a_call_is_rendered_as_models_were_trained() -> None:
         ([{"content": "hi"}], "message 0 has no role"),
         ([{"role": 1, "content": "hi"}], "message 0 has no role"),
         ([{"role": "user"}], "message 0 has no content"),
-        ([{"role": "user", "content": None}], "message 0 has no content"),
+        ([{"role": "system"}], "message 0 has no content"),
         ([{"role": "user", "content": 5}], "has an int as content"),
-        ([{"role": "user", "content": ["hi"]}], "content part"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "content part"),
+        ([{"role": "user", "content": [5]}], "content part that is an int"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "content part of type 'image_url'"),
+        ([{"role": "user", "content": [{"type": ["text"], "text": "x"}]}], "content part that is a dict"),
+        ([{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}], "content part of type 'thinking'"),
         ([{"role": "user", "content": [{"type": "text"}]}], "content part"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -12,6 +13,17 @@ import numpy as np
 
 from aioengine.errors import InvalidRequest
 from aioengine.validation import shorten, typed
+
+Message = dict[str, Any]
+
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""Names under which clients give a message's reasoning; templates read the first or the second."""
+
+TEXT_PARTS = {
+    **dict.fromkeys(("text", "input_text", "output_text"), "text"),
+    **{name: name for name in ("refusal", "thinking")},
+}
+"""Types of parts that are texts, in all APIs, and the field of each that has it."""
 
 MAX_LEVELS = 32
 """Levels of lists and dicts, in a message and in the variables."""
@@ -77,17 +89,28 @@ def _opened(value: Any) -> Any:
         return dict(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    langchain = sys.modules.get("langchain_core.messages")
+    if langchain is not None and isinstance(value, langchain.BaseMessage):
+        return langchain.convert_to_openai_messages(value)
     if callable(getattr(value, "model_dump", None)):  # pydantic's
         return value.model_dump()
     return f"<{type(value).__name__}>"
 
 
-def check_messages(messages: object) -> list[dict[str, Any]]:
-    """Return the messages as templates read them: dicts with a role, the content as one text, no keys that are None.
+def open_messages(prompt: Any) -> Any:
+    """A list of message objects, such as pydantic models, as the dicts that they are; anything else as it is."""
+    first = prompt[0] if isinstance(prompt, list | tuple) and prompt else None
+    is_object = isinstance(first, Mapping) or dataclasses.is_dataclass(first) or hasattr(first, "model_dump")
+    return copy_messages(prompt) if is_object and not isinstance(first, dict | type) else prompt
 
-    A content of text parts becomes their texts, joined by newlines: most templates know only texts. A message with
-    ``tool_calls`` needs no content, which is then the empty text. A call's ``arguments`` that are a JSON object as
-    text, as in the OpenAI API, become that object, as templates expect it. Other keys of a message (``name``, …) pass.
+
+def check_messages(messages: object) -> list[Message]:
+    """Return the messages in one form: dicts with a role and a content, no keys that are None.
+
+    A content is a text, or a list of ``{"type": "text", "text": ...}``: parts of other APIs become such, and an
+    assistant's parts of type "thinking" its ``reasoning_content``. A content that is null is the empty text, and so is
+    one that an assistant's message or a result has not; the text of a refusal is a content. Other keys of a message
+    (``name``, …) pass.
 
     Raises:
         InvalidRequest: not a non-empty list of messages; it says which message is wrong and how.
@@ -97,33 +120,63 @@ def check_messages(messages: object) -> list[dict[str, Any]]:
     return [_check_message(index, message) for index, message in enumerate(messages)]
 
 
-def _check_message(index: int, message: object) -> dict[str, Any]:
+def _check_message(index: int, message: object) -> Message:
     if not isinstance(message, Mapping):
         raise _bad_message(index, f"is {typed(message)}; it must be a dict with role and content")
-    if not isinstance(message.get("role"), str):
+    if not isinstance(role := message.get("role"), str):
         raise _bad_message(index, 'has no role; it must be a string like "user"')
-    checked = {str(key): value for key, value in message.items() if value is not None}
-    if "content" in checked:
-        checked["content"] = _text_of(index, checked["content"])
-    elif checked.get("tool_calls"):
-        checked["content"] = ""
-    else:
+    if "content" not in message and role not in ("assistant", "tool") and not message.get("tool_calls"):
         raise _bad_message(index, "has no content; it must be a string or a list of text parts")
-    if isinstance(calls := checked.get("tool_calls"), list | tuple):
-        checked["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
+    checked = {str(key): value for key, value in message.items() if value is not None}
+    if not checked.get("tool_calls", True):  # templates ask whether the key is there
+        del checked["tool_calls"]
+    content, thought = _read_content(index, checked.get("content", checked.get("refusal", "")), role)
+    checked["content"] = content
+    if thought and not any(name in checked for name in REASONING_FIELDS):
+        checked[REASONING_FIELDS[0]] = thought
     return checked
 
 
-def _with_parsed_arguments(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    text = function.get("arguments") if isinstance(function, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(text, str) or not _has_few_values(text):
-        return call
-    try:
-        arguments = json.loads(text or "{}")
-    except (ValueError, RecursionError):  # models write broken JSON, too: the template takes the text, or fails
-        return call
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+def _read_content(index: int, content: object, role: str) -> tuple[str | list[dict[str, str]], str]:
+    """The text, or the parts that are texts, and the reasoning among the parts."""
+    if isinstance(content, str):
+        return content, ""
+    if not isinstance(content, (list, tuple)):
+        raise _bad_message(index, f"has {typed(content)} as content; it must be a string or text parts")
+    texts, thoughts = [], []
+    for part in content:
+        part = {"text": part} if isinstance(part, str) else part
+        kind = part.get("type", "text") if isinstance(part, Mapping) else None
+        value = part.get(TEXT_PARTS[kind]) if isinstance(kind, str) and kind in TEXT_PARTS else None
+        if kind == "thinking" and role == "assistant" and value is not None:
+            thoughts.append(text_of(_read_content(index, value, "")[0]))  # Mistral's are lists of parts
+        elif kind != "thinking" and isinstance(value, str):
+            texts.append({"type": "text", "text": value})
+        else:
+            named = f"of type {shorten(kind)}" if isinstance(kind, str) else f"that is {typed(part)}"
+            raise _bad_message(index, f'has a content part {named}; give texts: {{"type": "text", "text": "..."}}')
+    return texts, "\n".join(thoughts)
+
+
+def text_of(content: str | list[dict[str, str]]) -> str:
+    """A content as one text: parts are joined by newlines, as vLLM joins them."""
+    return content if isinstance(content, str) else "\n".join([part["text"] for part in content])
+
+
+def parse_arguments(text: str) -> dict[str, Any] | None:
+    """The object that a call's arguments are as JSON text, or as a JSON text in a JSON text; "" is an empty one.
+
+    None: they are no object, or a large one.
+    """
+    value: Any = text
+    for _ in range(2):
+        if not isinstance(value, str) or not _has_few_values(value):
+            break
+        try:
+            value = json.loads(value.strip() or "{}")
+        except (ValueError, RecursionError):
+            return None
+    return value if isinstance(value, dict) else None
 
 
 def _has_few_values(text: str) -> bool:
@@ -133,19 +186,6 @@ def _has_few_values(text: str) -> bool:
         return False
     structure = "".join(bare.split('"')[::2])
     return sum(map(structure.count, ",[{")) <= MAX_ARGUMENT_VALUES
-
-
-def _text_of(index: int, content: object) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, (list, tuple)):
-        raise _bad_message(index, f"has {typed(content)} as content; it must be a string or text parts")
-    texts = []
-    for part in content:
-        if not (isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)):
-            raise _bad_message(index, 'has a content part that is not {"type": "text", "text": "..."}')
-        texts.append(part["text"])
-    return "\n".join(texts)
 
 
 def _bad_message(index: int, problem: str) -> InvalidRequest:

@@ -8,13 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 from aioengine.errors import AioEngineError, InvalidRequest
+from aioengine.text.chat_input import REASONING_FIELDS
 from aioengine.text.lanes import Lanes
 
 MAX_SHOWN_CHARS = 500
 """Length of a template's error message: some repeat all that they were given."""
-
-REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-"""Names under which clients give a message's reasoning; templates read the first or the second."""
 
 END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 """Put behind a message that is to be continued, as in transformers; a template that trims drops its space."""
@@ -45,15 +43,18 @@ def render_template(
         EngineOverloaded: it takes long, and too many other renderings do at this moment.
     """
     from aioengine.text.sandbox import compile_template
+    from aioengine.text.template_forms import forms_of
 
     try:
         compiled = compile_template(template)
+        named = {name: text for name, text in variables.items() if name.endswith("_token") and isinstance(text, str)}
+        forms = forms_of(template, tuple(sorted(named.items())))
         chat = [_with_reasoning(message) for message in messages]
         field = "content" if continue_final_message is True else continue_final_message
         ending = _mark_end(chat[-1], field, template) if field else ""
         given = {"tools": None, "documents": None, **variables}
-        num_chars = sum(len(value) for message in chat for value in message.values() if isinstance(value, str))
-        with lanes.run(num_chars):
+        with lanes.run(sum(map(_num_chars, chat))):
+            chat = forms.fit(chat, has_tools=bool(given["tools"]))
             text = compiled.render(messages=chat, add_generation_prompt=add_generation_prompt, **given)
         return _until_mark(text, ending) if field else text
     except AioEngineError:
@@ -75,9 +76,19 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     return {**message} if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
+def _num_chars(message: dict[str, Any]) -> int:
+    texts = [value for value in message.values() if isinstance(value, str)]
+    parts = message["content"] if isinstance(message["content"], list) else []
+    return sum(map(len, texts)) + sum(len(part["text"]) for part in parts)
+
+
 def _mark_end(message: dict[str, Any], field: str, template: str) -> str:
     """Append `END_MARK` to a message's field, reasoning under each of its names; return the field's own text."""
     said = message.get(field)
+    if field == "content" and isinstance(said, list) and said:
+        *before, last = said
+        message["content"] = [*before, {**last, "text": last["text"] + END_MARK}]
+        return str(last["text"])
     if not isinstance(said, str):
         raise ValueError(
             f'continue_final_message is set but the final message has no "{field}" to continue!'

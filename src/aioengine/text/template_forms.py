@@ -1,0 +1,273 @@
+"""Messages in the form that a chat template reads: found out once a template, by small chats that it renders.
+
+Clients and templates know several forms of one message. A content is a text, or a list of parts. A call's arguments
+are an object, or its JSON text; the content beside calls is an empty text, or None. A template that is given another
+form than it reads fails, or leaves the message out without a word. So each question is put to the template itself, in
+chats whose texts are found again in what it writes. A form that the template reads stays as the client has given it:
+the prompt is then what transformers makes of the same messages.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from aioengine.errors import AioEngineError
+from aioengine.text.chat_input import REASONING_FIELDS, Message, parse_arguments, text_of
+from aioengine.text.lanes import TemplateStopped
+from aioengine.text.sandbox import compile_template
+
+MAX_KNOWN = 64
+"""Answers that are kept of one template: a role is any text of a client's."""
+
+# In the small chats. No template has these words, or makes others of them.
+MARKS = ("Qmarka", "Qmarkb")
+NAME, KEY = "qname", "qkey"
+CALL_ID, LONG_ID = "qcall0001", f"call_{'q1' * 12}"
+_USER: Message = {"role": "user", "content": "hi"}
+_TOOL = {
+    "type": "function",
+    "function": {"name": "qtool", "description": "q", "parameters": {"type": "object", "properties": {}}},
+}
+_AS_DATA = re.compile(rf"""text\\?['"]:\s*\\?['"]({"|".join(MARKS)})|'{KEY}'|\\"{KEY}""")
+"""A part that is written as data, in Python's form or in JSON's; or arguments in Python's form, or as JSON in JSON."""
+
+
+_Form = Literal["text", "part", "parts"]
+"""Of a content: a text, a list of one part, or of several, of which some templates read the first alone."""
+
+
+class CallForm(NamedTuple):
+    """How a template reads the calls of a history; by default as most do.
+
+    Attributes:
+        takes_objects, takes_texts: the forms of a call's arguments that it reads.
+        empty: the content of a message that has calls alone.
+        is_alone: it reads one call a message.
+        is_apart: it reads calls or a content, and not both in one message.
+        is_merged: beside calls it reads reasoning or a content, and not both.
+        ids: of calls: any; nine letters and digits alone (Mistral's); or the function's name and the call's number,
+            where the template writes the id in place of the name (Kimi's).
+    """
+
+    takes_objects: bool = True
+    takes_texts: bool = False
+    empty: str | None = ""
+    is_alone: bool = False
+    is_apart: bool = False
+    is_merged: bool = False
+    ids: Literal["any", "short", "named"] = "any"
+
+
+class TemplateForms:
+    """The forms that one template reads; each is found out when it is first needed, within `Lanes.run`.
+
+    Args:
+        named_tokens: ``bos_token`` and so on.
+    """
+
+    def __init__(self, template: str, named_tokens: Mapping[str, str]) -> None:
+        self._template = compile_template(template)
+        self._named_tokens = named_tokens
+        self._knows_developer = "developer" in template
+        self._known: dict[tuple[str, str, bool], bool] = {}
+
+    def fit(self, messages: list[Message], *, has_tools: bool) -> list[Message]:
+        """Make checked messages what the template reads.
+
+        Raises:
+            TemplateStopped, AioEngineError: as `Lanes.run`.
+        """
+        if any("tool_calls" in message for message in messages):
+            messages = fit_calls(messages, self.call_form)
+        return [self._fit_content(message, has_tools) for message in messages]
+
+    def _fit_content(self, message: Message, has_tools: bool) -> Message:
+        role, content = message["role"], message["content"]
+        if role == "developer" and not self._knows_developer:
+            role = "system"
+        if isinstance(content, list):
+            form: _Form = "parts" if len(content) > 1 else "part"
+            content = content if content and self._reads(role, form, has_tools) else text_of(content)
+        if isinstance(content, str) and not self._reads(role, "text", has_tools):
+            content = [{"type": "text", "text": content}] if self._reads(role, "part", has_tools) else content
+        return {**message, "role": role, "content": content}
+
+    def _reads(self, role: str, form: _Form, has_tools: bool) -> bool:
+        """Whether the template writes the contents of a role that are given in a form."""
+        key = (role, form, has_tools)
+        if key not in self._known:
+            if len(self._known) >= MAX_KNOWN:
+                self._known.clear()
+            marks = MARKS if form == "parts" else MARKS[:1]
+            content = marks[0] if form == "text" else [{"type": "text", "text": mark} for mark in marks]
+            message: Message = {"role": role, "content": content}
+            user = message if role == "user" else self._fit_content(_USER, has_tools)
+            chats = {"system": [message, user], "assistant": [user, message, user]}
+            chat = chats.get(role, [message])
+            if role == "tool":
+                asked = [self._fit_content(one, has_tools) for one in fit_calls([_asking({})], self.call_form)]
+                chat = [user, *asked, {**message, "tool_call_id": CALL_ID}]
+            self._known[key] = self._writes(chat, marks, has_tools)
+        return self._known[key]
+
+    @functools.cached_property
+    def call_form(self) -> CallForm:
+        """How the template reads calls."""
+        arguments = {KEY: MARKS[0]}
+        for empty in ("", None):
+            form = CallForm(takes_texts=True, empty=empty)
+            objects, texts = (self._writes_call(_asking(one), form) for one in (arguments, json.dumps(arguments)))
+            if objects or texts:
+                break
+        else:
+            return CallForm()
+        form = form._replace(takes_objects=objects, takes_texts=texts)
+        call, one, both = _asking(arguments), MARKS[:1], MARKS
+        two = {**call, "tool_calls": [*call["tool_calls"], *_asking({KEY: MARKS[1]}, LONG_ID[:9])["tool_calls"]]}
+        thought = {**call, "content": "hi", **dict.fromkeys(REASONING_FIELDS, "hi")}
+        changes: list[tuple[Message, Sequence[str], dict[str, Any], Sequence[str]]] = [
+            (two, both, {"is_alone": True}, both),
+            ({**call, "content": MARKS[1]}, one, {"is_apart": True}, both),
+            (thought, one, {"is_merged": True}, one),
+            (_asking(arguments, LONG_ID), one, {"ids": "short"}, one),
+        ]
+        for message, marks, change, marks_changed in changes:
+            changed = form._replace(**change)
+            if not self._writes_call(message, form, marks) and self._writes_call(message, changed, marks_changed):
+                form = changed
+        writes_name, writes_id = (self._writes_call(call, form, (mark,)) for mark in (NAME, CALL_ID))
+        return form._replace(ids="named") if form.ids == "any" and writes_id and not writes_name else form
+
+    def _writes_call(self, message: Message, form: CallForm, marks: Sequence[str] = MARKS[:1]) -> bool:
+        """Whether the template writes a message with calls, in some chat."""
+        results = [{"role": "tool", "tool_call_id": call["id"], "content": "hi"} for call in message["tool_calls"]]
+        for told, has_tools in itertools.product((results, []), (True, False)):
+            chat = fit_calls([_USER, message, *told], form)
+            chat = [one if one["role"] == "tool" else self._fit_content(one, has_tools) for one in chat]
+            if self._writes(chat, marks, has_tools):
+                return True
+        return False
+
+    def _writes(self, chat: list[Message], marks: Sequence[str], has_tools: bool) -> bool:
+        """Whether what the template makes of a chat has the marks, and has them not as data of a program."""
+        try:
+            text = self._template.render(
+                messages=chat,
+                tools=[_TOOL] if has_tools else None,
+                documents=None,
+                add_generation_prompt=True,
+                **self._named_tokens,
+            )
+        except (AioEngineError, TemplateStopped):
+            raise
+        except Exception:  # whatever a template raises, it does not read this
+            return False
+        return all(mark in text for mark in marks) and _AS_DATA.search(text) is None
+
+
+@functools.lru_cache(maxsize=32)
+def forms_of(template: str, named_tokens: tuple[tuple[str, str], ...]) -> TemplateForms:
+    """The forms that a template reads; the first call with it compiles it.
+
+    Raises:
+        TemplateError: its syntax is wrong.
+    """
+    return TemplateForms(template, dict(named_tokens))
+
+
+def _asking(arguments: Any, call_id: str = CALL_ID) -> Message:
+    call = {"id": call_id, "type": "function", "function": {"name": NAME, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+# Calls in a form
+
+
+def fit_calls(messages: list[Message], form: CallForm) -> list[Message]:
+    """Put the calls of a history, and the ids of their results, into a template's form."""
+    new_ids: dict[str, str] = {}
+    number = itertools.count()
+    fitted: list[Message] = []
+    for message in messages:
+        calls = message.get("tool_calls")
+        if isinstance(calls, list | tuple) and all(_is_call(call) for call in calls):
+            fitted += _fit_asking(message, [_fit_call(call, form, new_ids, next(number)) for call in calls], form)
+        elif (call_id := message.get("tool_call_id")) and isinstance(call_id, str):
+            fitted.append({**message, "tool_call_id": new_ids.get(call_id, call_id)})
+        else:
+            fitted.append(message)
+    return _one_call_each(fitted, form) if form.is_alone else fitted
+
+
+def _is_call(call: Any) -> bool:
+    return isinstance(call, dict) and isinstance(call.get("function"), dict)
+
+
+def _fit_call(call: Message, form: CallForm, new_ids: dict[str, str], number: int) -> Message:
+    function, call_id = call["function"], call.get("id")
+    fitted = {**call, "function": {**function}}
+    if "arguments" in function:
+        fitted["function"]["arguments"] = _fit_arguments(function["arguments"], form)
+    if isinstance(call_id, str) and form.ids != "any":
+        named = f"functions.{function.get('name')}:"
+        is_fit = call_id.startswith(named) if form.ids == "named" else re.fullmatch("[A-Za-z0-9]{9}", call_id)
+        if not is_fit:
+            new = f"{named}{number}" if form.ids == "named" else hashlib.sha256(call_id.encode()).hexdigest()[:9]
+            fitted["id"] = new_ids[call_id] = new
+    return fitted
+
+
+def _fit_arguments(arguments: Any, form: CallForm) -> Any:
+    if isinstance(arguments, str) and (not form.takes_texts or arguments.strip()[:1] in ('"', "")):
+        parsed = parse_arguments(arguments)
+        # Models write broken JSON, too: the template takes that text, or fails.
+        arguments = arguments if parsed is None else parsed
+    if isinstance(arguments, dict) and not form.takes_objects:
+        return json.dumps(arguments, ensure_ascii=False)
+    return arguments
+
+
+def _fit_asking(message: Message, calls: list[Message], form: CallForm) -> list[Message]:
+    """A message with calls, as one or as two."""
+    content = message["content"]
+    said = {name: value for name, value in message.items() if name != "tool_calls"}
+    asked = {"role": message["role"], "content": form.empty, "tool_calls": calls}
+    reasoning = said.get(REASONING_FIELDS[0])
+    if content and reasoning and form.is_merged:
+        names = [name for name in REASONING_FIELDS if said.get(name) == reasoning]
+        return [{**said, **asked, **dict.fromkeys(names, f"{reasoning}\n\n{text_of(content)}")}]
+    if content and form.is_apart:
+        return [said, asked]
+    return [{**said, **asked, "content": content or form.empty}]
+
+
+def _one_call_each(messages: list[Message], form: CallForm) -> list[Message]:
+    """Each call as a message of its own, with its results behind it."""
+    fitted: list[Message] = []
+    waiting = list(reversed(messages))
+    while waiting:
+        message = waiting.pop()
+        calls = message.get("tool_calls")
+        if not isinstance(calls, list) or len(calls) < 2:
+            fitted.append(message)
+            continue
+        places = {call.get("id"): place for place, call in enumerate(calls) if isinstance(call.get("id"), str)}
+        results: list[list[Message]] = [[] for _ in calls]
+        for order in itertools.count():
+            if not waiting or waiting[-1]["role"] != "tool":
+                break
+            result = waiting.pop()
+            given = result.get("tool_call_id")
+            place = places.get(given) if isinstance(given, str) else None
+            results[min(order, len(calls) - 1) if place is None else place].append(result)
+        head = message
+        for call, told in zip(calls, results, strict=True):
+            fitted += [{**head, "tool_calls": [call]}, *told]
+            head = {"role": message["role"], "content": form.empty}
+    return fitted
