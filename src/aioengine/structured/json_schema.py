@@ -74,6 +74,7 @@ def unsound_keywords(schema: Any) -> list[str]:
         found.extend(_unsound_numbers(node))
         found.extend(_unwritable_texts(node))
         found.extend(_unsound_patterns(node))
+    found.extend(_unsound_places(nodes))
     found.extend(_endless_patterns(nodes))
     for together in filter(None, _applied_together(nodes)):
         found.extend(_unsound_multiples(together))
@@ -85,6 +86,16 @@ def _of_draft_3(node: dict[str, Any]) -> Iterator[str]:
     for keyword, kind in _DRAFT_3.items():
         if isinstance(node.get(keyword), kind):
             yield f"{keyword}: it is draft 3's"
+
+
+def _unsound_places(nodes: list[dict[str, Any]]) -> Iterator[str]:
+    """Of references whose places are none that all else here is looked for in."""
+    root, known = nodes[0] if nodes else {}, set(map(id, nodes))
+    if any(isinstance(node.get(keyword), str) for node in nodes[1:] for keyword in ("$id", "id")):
+        yield "$id: within a schema it changes what references mean"
+    places = {node["$ref"]: referred(root, node["$ref"]) for node in nodes if isinstance(node.get("$ref"), str)}
+    if any(isinstance(place, dict) and id(place) not in known for place in places.values()):
+        yield "$ref: it leads to where no schema stands; put that under $defs"
 
 
 def _unsound_counts(node: dict[str, Any]) -> Iterator[str]:
@@ -238,9 +249,9 @@ def listed(node: dict[str, Any], keyword: str) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def referred(root: Any, reference: str) -> Any:
+def referred(root: Any, reference: Any) -> Any:
     """What a ``#/…`` leads to; None where there is nothing."""
-    if reference[:1] != "#" or reference[1:2] not in ("", "/"):
+    if not isinstance(reference, str) or reference[:1] != "#" or reference[1:2] not in ("", "/"):
         return None
     found = root
     for part in unquote(reference).split("/")[1:]:

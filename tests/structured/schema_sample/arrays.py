@@ -204,7 +204,7 @@ CASES: tuple[SchemaCase, ...] = (
     ),
     case(
         "no unevaluated items",
-        "array unevaluatedItems",
+        "array unevaluatedItems refused",
         {"type": "array", "prefixItems": [{"type": "integer"}], "unevaluatedItems": False},
         [[1]],
         [[1, 2]],

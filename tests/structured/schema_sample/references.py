@@ -102,7 +102,7 @@ CASES: tuple[SchemaCase, ...] = (
     ),
     case(
         "identified definition",
-        "$ref $id",
+        "$ref $id refused",
         {
             "$schema": DRAFT_2020,
             "$id": "https://example.org/schemas/order",
