@@ -1,4 +1,4 @@
-"""What zod 4.6 writes is enforced (`z.toJSONSchema`), but for patterns with look-arounds. `schema_sample` has pydantic's."""
+"""What zod 4.6 writes is enforced (`z.toJSONSchema`), but for patterns with look-arounds."""
 
 from __future__ import annotations
 
