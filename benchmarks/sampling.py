@@ -33,8 +33,8 @@ import torch
 
 from aioengine.executor.batch import Batch
 from aioengine.executor.step_words import ExtraWords, FixedWords, num_fixed_words
+from aioengine.kernels.native.compilation import compile_library
 from aioengine.kernels.native.kernels.parts import COMMON
-from aioengine.kernels.native.library import compile_library
 from aioengine.kernels.native.operations import NativeOperations
 from aioengine.kernels.native.team import Team
 from aioengine.kernels.operations import Operations

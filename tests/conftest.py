@@ -41,7 +41,7 @@ import pytest_asyncio
 import uvloop
 from blockbuster import BlockBuster
 
-from aioengine.kernels.native.library import compile_library
+from aioengine.kernels.native.compilation import compile_library
 from aioengine.testing.clock import VirtualClockLoop
 
 # Threads of a tiny operation wait for each other longer than they work, and on a busy machine very much longer.

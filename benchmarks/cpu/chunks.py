@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from aioengine import Engine
-from aioengine.kernels.native.library import compile_library
+from aioengine.kernels.native.compilation import compile_library
 from benchmarks.cpu.runner import WARM_UP, run
 from benchmarks.cpu.workloads import FIRST_ID, MODEL_HELP, find_model, make_jobs, read_shape
 from benchmarks.gpu.command import positive

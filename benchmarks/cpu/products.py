@@ -10,8 +10,8 @@ import argparse
 
 import torch
 
+from aioengine.kernels.native.compilation import compile_library
 from aioengine.kernels.native.kernels.parts import ALL_PARTS
-from aioengine.kernels.native.library import compile_library
 from aioengine.kernels.native.operations import NativeOperations
 from aioengine.kernels.native.team import Team
 from aioengine.kernels.operations import Operations

@@ -10,12 +10,12 @@ async with Engine() as engine:
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
 from aioengine._version import __version__ as __version__
 
+TYPE_CHECKING = False  # not from typing: Ctrl-C while that is imported would show a traceback of a command
 if TYPE_CHECKING:
+    from typing import Any
+
     from aioengine.blocking.llm import LLM as LLM
     from aioengine.blocking.llm_engine import LLMEngine as LLMEngine
     from aioengine.config import EngineConfig as EngineConfig
@@ -97,6 +97,8 @@ __all__ = [name for names in _HOMES.values() for name in names]
 
 def __getattr__(name: str) -> Any:
     """Names are imported when they are first used: programs that only look at the package pay for no numpy."""
+    import importlib
+
     for module, names in _HOMES.items():
         if name in names:
             value = globals()[name] = getattr(importlib.import_module(f"aioengine.{module}"), name)

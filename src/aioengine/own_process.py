@@ -23,6 +23,9 @@ one stream of a 0.6B model is a tenth slower on an idle machine (benchmarks/READ
 OPENMP_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 """How threads of torch's OpenMP runtime, libgomp on Linux, wait for each other; read when torch is imported."""
 
+COMPILER_OUTLIVES = "AIOENGINE_COMPILER_OUTLIVES"
+"""Set in the environment: the compiler of native kernels goes on when the program ends that started it."""
+
 
 def open_standard_files() -> None:
     """Have stdin, stdout and stderr lead nowhere where the process was given none: the next files that are opened
@@ -46,14 +49,32 @@ def limit_spinning() -> None:
         os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
 
 
+def let_compiler_outlive() -> None:
+    """Have the compiler of native kernels go on when this process and its children end, within its bounds.
+
+    For commands: many end before the kernels are there, and would never have them.
+    """
+    os.environ.setdefault(COMPILER_OUTLIVES, "1")
+
+
+received_signals: list[signal.Signals] = []
+"""Of the last `asked_by_signals`, the oldest first: how the process is to end."""
+
+
 @contextlib.contextmanager
 def asked_by_signals(ask: Callable[[signal.Signals], None]) -> Iterator[None]:
     """Call ``ask`` on the running loop for each SIGTERM and SIGINT within the block, for a process of one's own."""
+
+    def receive(number: signal.Signals) -> None:
+        received_signals.append(number)
+        ask(number)
+
+    received_signals.clear()
     loop = asyncio.get_running_loop()
     before = signal.getsignal(signal.SIGINT)
     numbers = (signal.SIGTERM, signal.SIGINT)
     for number in numbers:
-        loop.add_signal_handler(number, ask, number)
+        loop.add_signal_handler(number, receive, number)
     try:
         yield
     finally:

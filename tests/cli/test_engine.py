@@ -1,9 +1,14 @@
-"""What `aioengine engine` refuses before it does anything."""
+"""What `aioengine engine` refuses before it does anything, and how it ends."""
 
+import os
+import signal
+
+import anyio
 import pytest
 from click.testing import CliRunner
 
-from aioengine.cli.engine import engine
+from aioengine.cli.engine import _run, engine
+from aioengine.own_process import asked_by_signals
 
 JOIN = ("--join", "tcp://127.0.0.1:1")
 
@@ -25,9 +30,26 @@ JOIN = ("--join", "tcp://127.0.0.1:1")
         ),
         (("--join", "ipc:///x", "--join-keys", "k"), "--join-keys are for tcp"),
         ((*JOIN, "--block-size", "0"), "block_size=0"),
+        (("ipc:///x", "ipc:///y"), "give one ADDRESS"),
+        (("a", "ipc:///x", "b"), "at most one MODEL"),
+        (("a", "ipc:///x", "--model", "b"), "the argument names the model 'a', and --model 'b'"),
     ],
 )
 def test_what_does_not_go_together_is_a_usage_error(arguments: tuple[str, ...], said: str) -> None:
     result = CliRunner().invoke(engine, arguments)
     assert result.exit_code == 2
     assert said in " ".join(result.output.split()), result.output
+
+
+@pytest.mark.parametrize(("number", "is_interrupt"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
+def test_ctrl_c_is_an_interrupt_of_the_command_and_sigterm_is_not(number: signal.Signals, is_interrupt: bool) -> None:
+    async def serve() -> None:
+        with anyio.CancelScope() as scope, asked_by_signals(lambda _: scope.cancel()):
+            os.kill(os.getpid(), number)
+            await anyio.sleep_forever()
+
+    if is_interrupt:
+        with pytest.raises(KeyboardInterrupt):
+            _run(serve())
+    else:
+        _run(serve())

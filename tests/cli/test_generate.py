@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cli.conftest import CallMain, Terminal, run, shell
+from cli.conftest import DEADLINE_S, CallMain, Terminal, run, shell
 
 import aioengine
 
@@ -46,7 +46,7 @@ def test_a_start_imports_no_large_package_but_torch() -> None:
         "prompt_toolkit", "aiohttp", "starlette", "uvicorn",
     }  # fmt: skip
     code = (
-        "import sys; from aioengine.cli.main import cli\n"
+        "import sys; from aioengine.cli.commands import cli\n"
         "cli(['generate', 'Once', '--max-tokens', '3'], standalone_mode=False)\n"
         f"sys.exit(' '.join({heavy} & set(sys.modules)) or 'torch' not in sys.modules)"
     )
@@ -112,6 +112,40 @@ def test_a_shape_that_cannot_be_is_said(call_main: CallMain, tmp_path: Path) -> 
     assert (code, "stdin holds one thing" in stderr) == (2, True)
     code, _, stderr = call_main("generate", "x", "--regex", "[ab]{50}", "--max-tokens", "5")
     assert (code, "the answer was cut" in stderr) == (2, True)
+
+
+def test_a_model_is_named_by_an_argument_or_an_option(call_main: CallMain, tmp_path: Path) -> None:
+    model = str(tmp_path / "none")
+    for arguments in (
+        *(("generate", model, "x"), ("generate", "--model", model, "x"), ("generate", model, "x", "--model", model)),
+        *(("chat", model), ("chat", "--model", model), ("info", model), ("info", "--model", model)),
+        *(("bench", "latency", model), ("bench", "throughput", "--model", model), ("serve", model, "--port", "0")),
+    ):
+        code, _, stderr = call_main(*arguments)
+        assert (code, model in stderr) == (1, True), (arguments, stderr)
+    for arguments in (("generate", "a", "x"), ("chat", "a"), ("info", "a"), ("bench", "latency", "a")):
+        code, _, stderr = call_main(*arguments, "--model", "b")
+        assert (code, "names the model 'a', and --model 'b'" in stderr) == (2, True), stderr
+    code, _, stderr = call_main("generate", "Once", "upon", "a", "time")
+    assert (code, "in quotes" in stderr) == (2, True)
+
+
+def test_ctrl_c_during_the_imports_ends_a_command_quietly() -> None:
+    for module in ("signal", "click", "aioengine.config", "msgspec"):
+        program = f"""
+import os, sys
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            os.kill(os.getpid(), 2)
+sys.meta_path.insert(0, Interrupt())
+from aioengine.cli import main
+main()
+"""
+        done = subprocess.run(
+            [sys.executable, "-c", program, "info"], capture_output=True, text=True, timeout=DEADLINE_S
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (130, "", ""), module
 
 
 @pytest.mark.nightly

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from aioengine.cli.main import cli
+from aioengine.cli.commands import cli
 from aioengine.errors import ConfigError
 from aioengine.transport.security import ClientKeys, ServerKeys
 

@@ -245,7 +245,7 @@ def invoke(*args: str) -> Result:
     ("args", "says"),
     [
         (("--unknown-fields", "warn"), "'warn' is not one of 'ignore', 'refuse'"),
-        (("a", "--model", "b"), "give the model once"),
+        (("a", "--model", "b"), "the argument names the model 'a', and --model 'b'"),
         (("--keys", "x"), "--keys and --client are for --connect"),
         (("--connect", "ipc:///x", "--max-num-seqs", "3"), "--max-num-seqs is for an engine that is started here"),
         (("--connect", "ipc:///x", "--process"), "--process is for an engine that is started here"),

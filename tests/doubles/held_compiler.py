@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from aioengine.kernels.native import library
+from aioengine.kernels.native import compilation, library
 
 COMPILER = """
 import fcntl, os, signal
@@ -54,7 +54,7 @@ class HeldCompiler:
         if cache_home is None:
             self.cache_home.mkdir()
         program = COMPILER.format(kept=kept, gate=self._gate.name, outcome=outcome)
-        monkeypatch.setattr(library, "_COMPILE", program)
+        monkeypatch.setattr(compilation, "_COMPILE", program)
         monkeypatch.setenv("XDG_CACHE_HOME", str(self.cache_home))
 
     def go_on(self) -> None:

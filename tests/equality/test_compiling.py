@@ -21,7 +21,8 @@ from nightly import nightly
 from waiting import turns, until
 
 from aioengine import Engine, EngineDead, RequestOutput
-from aioengine.kernels.native.library import COMMON, library_path, read_part
+from aioengine.kernels.native.kernels.parts import COMMON
+from aioengine.kernels.native.library import library_path, read_part
 from aioengine.kernels.native.operations import NativeOperations
 from aioengine.kernels.native.team import Program, Team
 from aioengine.models.folder import DEMO_MODEL

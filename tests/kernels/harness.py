@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from aioengine.kernels import triton_operations
-from aioengine.kernels.native.library import compile_library
+from aioengine.kernels.native.compilation import compile_library
 from aioengine.kernels.native.operations import NativeOperations
 from aioengine.kernels.native.team import Team
 from aioengine.kernels.operations import Operations

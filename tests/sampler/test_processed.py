@@ -16,7 +16,7 @@ from sampler.batch import (
     sample_for,
 )
 
-from aioengine.kernels.native.library import compile_library
+from aioengine.kernels.native.compilation import compile_library
 from aioengine.kernels.native.operations import NativeOperations
 from aioengine.kernels.native.team import Team
 from aioengine.kernels.operations import Operations

@@ -1,5 +1,21 @@
 """The command `aioengine`: flags are the fields of the config structs, results go to stdout, all else to stderr."""
 
-from aioengine.cli.main import main
+import os
 
-__all__ = ["main"]
+INTERRUPTED = 130
+
+
+def main() -> None:
+    """Import the commands, and run the one that the command line names.
+
+    Ctrl-C during the imports ends the process at once: an exception could come up anywhere in them.
+    """
+    try:
+        import signal
+
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as a shell has it for what runs in its background
+            signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+        from aioengine.cli.commands import run_command_line
+    except KeyboardInterrupt:
+        os._exit(INTERRUPTED)
+    run_command_line()

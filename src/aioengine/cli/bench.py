@@ -11,7 +11,7 @@ from typing import Any, Literal
 import click
 import msgspec
 
-from aioengine.cli.command import Command, given, options_of, run
+from aioengine.cli.command import Command, given, model_argument, options_of, run
 from aioengine.cli.figures import Report, environment_of, level_of, plot, show
 from aioengine.cli.load import Burst, Job, Jobs, Range, Workload, send
 from aioengine.config import EngineConfig, ReplicaOptions
@@ -76,6 +76,7 @@ def _shared_options(output_len: str) -> Callable[[Command], Command]:
         click.option("--plot", "plot_path", help="draw them as PNG", **file),
         options_of(ReplicaOptions, only=("replicas", "balance")),
         options_of(EngineConfig),
+        model_argument,
     ]  # fmt: skip
 
     def decorate(command: Command) -> Command:
@@ -107,7 +108,7 @@ def bench() -> None:
 )
 @_shared_options(output_len="32")
 def latency(concurrency: list[int], num_requests: int | None, **flags: Any) -> None:
-    """How long requests take, by how many are in flight.
+    """How long MODEL (absent: the bundled one) takes for requests, by how many are in flight.
 
     A closed loop: at each concurrency so many clients each send a request, read it to its end, and send the next.
     Every request runs to its full length, past any end-of-sequence token.
@@ -120,7 +121,7 @@ def latency(concurrency: list[int], num_requests: int | None, **flags: Any) -> N
 @click.option("--num-prompts", type=click.IntRange(1), default=128, show_default=True, help="sent all at once")
 @_shared_options(output_len="64")
 def throughput(num_prompts: int, **flags: Any) -> None:
-    """How much an engine gets done when all requests come at once.
+    """How much MODEL (absent: the bundled one) gets done when all requests come at once.
 
     Every request runs to its full length, past any end-of-sequence token.
     """

@@ -11,7 +11,7 @@ import anyio.to_thread
 import click
 
 from aioengine import Engine, Stream
-from aioengine.cli.command import given, options_of, run
+from aioengine.cli.command import given, model_argument, options_of, run
 from aioengine.cli.conversation import COMMAND_NAMES, Conversation, Todo, TurnEnd
 from aioengine.cli.generate import refuse_what_no_text_shows
 from aioengine.cli.terminal import Interrupts, Lines, PipedLines, Screen, TypedLines
@@ -46,8 +46,9 @@ GREETING = "/help lists the commands, Ctrl-D leaves"
 @click.option("--yes", "is_trusted", is_flag=True, help="make the calls without asking")
 @options_of(SamplingParams, absent="the model's, or {}")
 @options_of(EngineConfig)
+@model_argument
 def chat(system: str | None, history: Path | None, tool_path: Path | None, is_trusted: bool, **flags: Any) -> None:
-    """Talk with the model; the answers stream to stdout.
+    """Talk with MODEL (absent: the bundled one); the answers stream to stdout.
 
     On a terminal, lines are edited and remembered, and reasoning is shown dimmed. From a pipe, each line of stdin is a
     message or a command, and all but the answers goes to stderr. /help lists the commands. With --tools each call that

@@ -7,6 +7,7 @@ each, and so may a dict's: ``--logit-bias 50256=-100``. Fields of types that hav
 
 from __future__ import annotations
 
+import functools
 import signal
 import types
 from collections.abc import Callable, Collection, Coroutine
@@ -44,6 +45,29 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
     result: T = uvloop.run(main)
     return result
+
+
+def model_argument(command: Command) -> Command:
+    """A decorator, the one next to the function: the command's argument MODEL is another way to say --model."""
+
+    @click.argument("model_argument", metavar="[MODEL]", required=False)
+    @functools.wraps(command)
+    def call(*args: Any, model_argument: str | None, **flags: Any) -> Any:
+        flags["model"] = one_model(model_argument, flags["model"])
+        return command(*args, **flags)
+
+    return call
+
+
+def one_model(argument: str | None, option: str | None) -> str | None:
+    """The model that an argument and --model name.
+
+    Raises:
+        click.UsageError: they name two.
+    """
+    if None not in (argument, option) and argument != option:
+        raise click.UsageError(f"the argument names the model {argument!r}, and --model {option!r}: give one of them")
+    return argument or option
 
 
 def options_of(

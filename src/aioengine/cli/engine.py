@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
-from aioengine.cli.command import given, options_of, run
+from aioengine.cli.command import given, one_model, options_of, run
 from aioengine.cluster.host import EngineHost
 from aioengine.cluster.messages import MAX_REPLICAS
 from aioengine.config import EngineConfig
+from aioengine.own_process import received_signals
 from aioengine.transport.child import AGAIN
 from aioengine.transport.joining import JOIN_TIMEOUT_S, Endpoint
 from aioengine.transport.security import CLIENTS, PUBLIC, SECRET, SERVER, ClientKeys, ServerKeys, make_keys
 from aioengine.transport.server import EngineServer
 from aioengine.transport.serving import serve_engine
 
+T = TypeVar("T")
+
 DEFAULT_CLIENT = "client"
 
 
 @click.command()
-@click.argument("address", required=False)
+@click.argument("arguments", nargs=-1, metavar="[MODEL] [ADDRESS]")
 @click.option("--keys", metavar="FOLDER", help="keys of this engine and its clients, made by `aioengine keys`")
 @click.option("--plugin", "plugins", multiple=True, metavar="MODULE", help="import this first; repeatable")
 @click.option("--join", metavar="ADDRESS", help="be a replica of a front end elsewhere, which listens there")
@@ -44,7 +49,7 @@ DEFAULT_CLIENT = "client"
 )
 @options_of(EngineConfig)
 def engine(
-    address: str | None,
+    arguments: tuple[str, ...],
     keys: str | None,
     plugins: tuple[str, ...],
     join: str | None,
@@ -54,13 +59,19 @@ def engine(
     start_rank: int | None,
     **flags: Any,
 ) -> None:
-    """Serve a model at ADDRESS, for `Engine.connect(ADDRESS)`, until Ctrl-C or SIGTERM.
+    """Serve MODEL (absent: the bundled one) at ADDRESS, for `Engine.connect(ADDRESS)`, until Ctrl-C or SIGTERM.
 
     ADDRESS is ipc:///path/of/a.sock, in a folder that only you can enter, or tcp://127.0.0.1:PORT; others need --keys.
 
     With --join it serves the model of a front end as one of its replicas, until that ends, with the front end's config
     but for what is given here; ADDRESS may be left out.
     """
+    addresses = [each for each in arguments if "://" in each]
+    models = [each for each in arguments if each not in addresses]
+    if len(addresses) > 1 or len(models) > 1:
+        raise click.UsageError("give one ADDRESS, ipc://... or tcp://..., and at most one MODEL")
+    address = addresses[0] if addresses else None
+    flags["model"] = one_model(models[0] if models else None, flags["model"])
     logging.basicConfig(format="%(message)s", level=logging.INFO)
     if plugins:
         sys.path.insert(0, os.getcwd())  # an installed command does not look there by itself
@@ -91,7 +102,7 @@ def engine(
     if address is None:
         raise click.UsageError("give the ADDRESS to serve at, or --join")
     server_keys = ServerKeys.load(keys) if keys is not None else None
-    run(serve_engine([], address=address, config=config, keys=server_keys, plugins=plugins, on_serving=_say_where))
+    _run(serve_engine([], address=address, config=config, keys=server_keys, plugins=plugins, on_serving=_say_where))
 
 
 def _join(
@@ -106,12 +117,24 @@ def _join(
     client_keys = ClientKeys.load(keys) if keys is not None else None
     if num_engines is not None:
         host = EngineHost(front_end, keys, num_engines=num_engines, address=address, own_fields=fields, plugins=plugins)
-        run(host.run())
+        _run(host.run())
         return
     endpoints = [front_end._replace(keys=client_keys)]
-    goodbye = run(serve_engine(endpoints, address=address, own_fields=fields, plugins=plugins, on_serving=_say_where))
+    goodbye = _run(serve_engine(endpoints, address=address, own_fields=fields, plugins=plugins, on_serving=_say_where))
     if goodbye is not None and goodbye.is_wanted_again:
         sys.exit(AGAIN)
+
+
+def _run(main: Coroutine[Any, Any, T]) -> T:
+    """Run what ends at SIGTERM and SIGINT.
+
+    Raises:
+        KeyboardInterrupt: it was SIGINT.
+    """
+    outcome = run(main)
+    if received_signals[:1] == [signal.SIGINT]:
+        raise KeyboardInterrupt
+    return outcome
 
 
 def _say_where(server: EngineServer) -> None:

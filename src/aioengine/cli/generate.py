@@ -13,7 +13,7 @@ import click
 import msgspec
 
 from aioengine import Engine
-from aioengine.cli.command import given, options_of, run
+from aioengine.cli.command import given, one_model, options_of, run
 from aioengine.config import EngineConfig
 from aioengine.outputs import CompletionOutput, RequestOutput
 from aioengine.sampling_params import SamplingParams
@@ -21,7 +21,7 @@ from aioengine.structured.constraints import Choice, Constraint, Json, Regex, re
 
 
 @click.command()
-@click.argument("prompt")
+@click.argument("arguments", nargs=-1, metavar="[MODEL] PROMPT")
 @click.option("--chat", "is_chat", is_flag=True, help="take PROMPT as a user's message, by the model's chat template")
 @click.option("--system", help="a system message before it; implies --chat")
 @click.option(
@@ -36,7 +36,7 @@ from aioengine.structured.constraints import Choice, Constraint, Json, Regex, re
 @options_of(SamplingParams, absent="the model's, or {}")
 @options_of(EngineConfig)
 def generate(
-    prompt: str,
+    arguments: tuple[str, ...],
     is_chat: bool,
     system: str | None,
     json_schema: str | None,
@@ -46,12 +46,17 @@ def generate(
     shows_stats: bool,
     **flags: Any,
 ) -> None:
-    """Complete PROMPT ("-": read it from stdin, but for a newline at its end), streaming the text to stdout.
+    """Complete PROMPT ("-": read it from stdin, but for a newline at its end) by MODEL (absent: the bundled one),
+    streaming the text to stdout.
 
     A text is shown with what follows it; of a chat, and where the text has a shape (--json-schema, --regex, --choice),
     what follows is shown alone. With --n, the choices are shown when all have ended, one after the other, each under a
     line with its number.
     """
+    if len(arguments) not in (1, 2):
+        raise click.UsageError("give the PROMPT as one argument, in quotes; a MODEL before it is another one")
+    *models, prompt = arguments
+    flags["model"] = one_model(models[0] if models else None, flags["model"])
     if prompt == json_schema == "-":
         raise click.UsageError("stdin holds one thing: give either the prompt or the schema another way")
     prompt = _decode(sys.stdin.buffer.read()).removesuffix("\n") if prompt == "-" else _decode(os.fsencode(prompt))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from aioengine.cli.command import given, options_of
+from aioengine.cli.command import given, model_argument, options_of
 from aioengine.cli.figures import PLAIN_WIDTH
 from aioengine.config import EngineConfig
 
@@ -19,7 +19,7 @@ UNITS = "KMGT"
 SIZE = re.compile(rf"(\d+(?:\.\d+)?) ?([{UNITS}]?)(i?B|)", re.IGNORECASE)
 
 FIELDS = (
-    *("revision", "model_path", "trust_remote_code", "dtype", "quantization", "device", "max_model_len"),
+    *("model", "revision", "model_path", "trust_remote_code", "dtype", "quantization", "device", "max_model_len"),
     *("max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes", "memory_utilization"),
     *("gpu_memory_utilization", "kv_cache_dtype"),
 )
@@ -40,11 +40,11 @@ class Size(click.ParamType[int]):
 
 
 @click.command()
-@click.argument("model", required=False)
 @click.option("--memory", type=Size(), help="of the device, such as 16GiB; absent: what this machine has available")
 @click.option("--json", "is_json", is_flag=True, help="print all of it as JSON")
 @options_of(EngineConfig, only=FIELDS)
-def info(model: str | None, memory: int | None, is_json: bool, **flags: Any) -> None:
+@model_argument
+def info(memory: int | None, is_json: bool, **flags: Any) -> None:
     """Say what MODEL is, by which path it runs, what its weights and KV cache take and how much fits.
 
     MODEL is a folder, a GGUF file or a hub id that is in the cache; absent: the bundled one. No weights are read, nor
@@ -53,7 +53,7 @@ def info(model: str | None, memory: int | None, is_json: bool, **flags: Any) -> 
     """
     from aioengine.executor.model_info import read_model_info
 
-    found = read_model_info(EngineConfig(model=model, **given(EngineConfig, flags)), memory_bytes=memory)
+    found = read_model_info(EngineConfig(**given(EngineConfig, flags)), memory_bytes=memory)
     if is_json:
         click.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
     else:

@@ -15,7 +15,7 @@ import click
 from msgspec.structs import asdict, replace
 
 from aioengine import Engine
-from aioengine.cli.command import exit_code_of, given, options_of, run
+from aioengine.cli.command import exit_code_of, given, model_argument, options_of, run
 from aioengine.config import EngineConfig, ReplicaOptions
 from aioengine.errors import AioEngineError, ConfigError, EngineDead
 from aioengine.own_process import allow_files, asked_by_signals, prepare_interpreter
@@ -40,7 +40,6 @@ REPLICA_FLAGS = frozenset(ReplicaOptions.__struct_fields__) - {"drain_timeout_s"
 
 
 @click.command(name="serve")
-@click.argument("model_argument", metavar="[MODEL]", required=False)
 @options_of(ServerAddress)
 @click.option(
     "--drain-timeout-s",
@@ -72,8 +71,8 @@ REPLICA_FLAGS = frozenset(ReplicaOptions.__struct_fields__) - {"drain_timeout_s"
 @options_of(ServerConfig)
 @options_of(HttpLimits)
 @options_of(EngineConfig)
+@model_argument
 def serve_command(
-    model_argument: str | None,
     drain_timeout_s: float,
     log_format: LogFormat,
     process: bool,
@@ -94,8 +93,6 @@ def serve_command(
     """
     where = _where(given(ServerAddress, flags))
     engine_config = given(EngineConfig, flags)
-    if model_argument is not None and engine_config.setdefault("model", model_argument) != model_argument:
-        raise click.UsageError("give the model once: as MODEL, or with --model")
     plan = _Plan(
         engine_config,
         given(ReplicaOptions, flags),

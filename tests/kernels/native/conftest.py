@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from aioengine.kernels.native.library import Library, compile_library
+from aioengine.kernels.native.compilation import compile_library
+from aioengine.kernels.native.library import Library
 from aioengine.kernels.native.team import Team
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import os
+import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -13,10 +15,22 @@ import pytest
 import torch
 
 from aioengine.executor.host import HostAccelerator, use_torch_threads
-from aioengine.kernels.native import library as kept
-from aioengine.kernels.native.__main__ import main
-from aioengine.kernels.native.library import Compilation, find_library, library_path, read_part
+from aioengine.kernels.native import compilation as kept
+from aioengine.kernels.native.compilation import Compilation
+from aioengine.kernels.native.library import PACKAGE, find_library, library_path, read_part
+from aioengine.own_process import COMPILER_OUTLIVES
 from doubles.held_compiler import HeldCompiler
+
+
+def _bringing(code: Path) -> str:
+    """A program that has this file in place of what the compiler makes."""
+    return f"""
+import sys, types
+from pathlib import Path
+sys.modules["aioengine.kernels.native.kernels.compiler"] = types.SimpleNamespace(
+    compile_part=lambda *_: Path({str(code)!r}).read_bytes()
+)
+"""
 
 
 @pytest.mark.parametrize("problem", ["no home", "a folder that cannot be", "a file in its place"])
@@ -61,7 +75,7 @@ def test_a_file_that_is_not_whole_is_compiled_again(monkeypatch: pytest.MonkeyPa
 def test_the_compiler_takes_no_module_from_the_working_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "random.py").write_text("raise ImportError('the wrong one')")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", ["", *(path for path in sys.path if path != str(kept.PACKAGE.parent))])
+    monkeypatch.setattr(sys, "path", ["", *(path for path in sys.path if path != str(PACKAGE.parent))])
     with io.FileIO(tmp_path / "errors", "w+") as errors:
         child = kept._start_child((), None, errors)
         child.communicate()
@@ -88,14 +102,7 @@ def test_where_the_compiler_cannot_write_it_compiles_into_a_folder_that_goes(
     code = read_part("common")
     assert code is not None
     (tmp_path / "code").write_bytes(code)
-    brought = f"""
-import sys, types
-from pathlib import Path
-sys.modules["aioengine.kernels.native.kernels.compiler"] = types.SimpleNamespace(
-    compile_part=lambda *_: Path({str(tmp_path / "code")!r}).read_bytes()
-)
-"""
-    monkeypatch.setattr(kept, "_COMPILE", brought + kept._COMPILE)
+    monkeypatch.setattr(kept, "_COMPILE", _bringing(tmp_path / "code") + kept._COMPILE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     library_path("common").with_suffix(".lock").mkdir(parents=True)
@@ -173,43 +180,59 @@ def test_torch_leaves_the_compiler_a_core_once_it_has_begun(monkeypatch: pytest.
         assert pool.submit(counts).result() == [2, 2, 1, 2]
 
 
-def test_kernels_compiled_ahead_are_there_for_the_first_start(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    capsys: pytest.CaptureFixture[str],
+def test_the_compiler_of_a_command_outlives_it_and_the_next_command_starts_no_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "aioengine")
-    HeldCompiler(tmp_path, monkeypatch).go_on()
-    assert main(["bfloat16", "int8"]) is None
-    paths = [library_path(part) for part in ("common", "bfloat16", "bfloat16-int8")]
-    assert capsys.readouterr().out.splitlines() == [str(path) for path in paths]
-    assert all(path.is_file() for path in paths)
-    assert [record.message for record in caplog.records][-1] == "native kernels are compiled"
-    caplog.clear()
-    assert Compilation(["common", "bfloat16", "bfloat16-int8"]).poll() is not None
-    assert not caplog.records
+    compiler = HeldCompiler(tmp_path, monkeypatch)
+    monkeypatch.setenv(COMPILER_OUTLIVES, "1")
+    monkeypatch.setattr(kept, "LOOK_AGAIN_S", 0.0)
+    first, second = Compilation(["common"]), Compilation(["common"])
+    assert "in the background, about 6 s" in caplog.records[0].message
+    first.close()
+    assert len(compiler.processes()) == 1
+    assert second.poll() is None
+    compiler.go_on()
+    library = second.poll()
+    assert library is not None
+    assert library.address("put_spans")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "outcome", "message"),
-    [
-        ([], "works", "usage: "),
-        (["bf16"], "works", "usage: "),
-        (["bfloat16", "int2"], "works", "usage: "),
-        (["bfloat16"], "raises", "numba knows no such processor"),
-        (["bfloat16"], "cannot write", "the folder cannot be written to"),
-    ],
-)
-def test_compiling_ahead_says_what_went_wrong(
-    arguments: list[str], outcome: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_compiler_goes_on_when_the_program_that_started_it_has_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    if outcome == "cannot write":
-        (tmp_path / "file").touch()
-        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-        HeldCompiler(tmp_path, monkeypatch, cache_home=tmp_path / "file").go_on()
-    else:
-        HeldCompiler(tmp_path, monkeypatch, outcome).go_on()
-    problem = main(arguments)
-    assert problem is not None
-    assert message in problem
+    code = read_part("common")
+    assert code is not None
+    (tmp_path / "code").write_bytes(code)
+    program = f"""
+from aioengine.kernels.native import compilation
+compilation._COMPILE = {_bringing(tmp_path / "code")!r} + compilation._COMPILE
+compilation.Compilation(["common"])
+"""
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), COMPILER_OUTLIVES: "1"}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with library_path("common").with_name("compiler.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # once the compiler has ended
+        assert lock.read() == ""
+    assert read_part("common") == code
+
+
+def test_compilers_that_do_not_finish_are_not_started_for_ever(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(COMPILER_OUTLIVES, "1")
+    monkeypatch.setattr(kept, "_COMPILE", "")
+    for _ in range(kept.MAX_ATTEMPTS):
+        compilation = Compilation(["common"])
+        assert compilation._child is not None
+        compilation._child.wait(60)
+        assert compilation.poll() is None
+    refused = Compilation(["common"])
+    assert refused._child is None
+    assert refused.problem.endswith("run `aioengine compile`")
+    lock = library_path("common").with_name("compiler.lock")
+    long_ago = lock.stat().st_mtime - 2 * kept.FORGET_ATTEMPTS_S
+    os.utime(lock, (long_ago, long_ago))
+    compilation = Compilation(["common"])
+    assert compilation._child is not None
+    compilation._child.wait(60)
+    compilation.close()

@@ -8,34 +8,18 @@ from __future__ import annotations
 import fcntl
 import gc
 import hashlib
-import io
-import logging
 import os
-import shutil
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from llvmlite import binding
 
-from aioengine.errors import InternalError
-from aioengine.kernels.native.kernels.parts import ALL_PARTS, COMMON, part_of
-
-logger = logging.getLogger("aioengine")
+from aioengine.kernels.native.kernels.parts import ALL_PARTS, part_of
 
 DIGEST_BYTES = 16
-
-NOT_WRITTEN = os.EX_CANTCREAT
-"""The compiling child's exit status where the system refused it something, such as a file."""
-
-MESSAGE_BYTES, MESSAGE_LINES = 4000, 10
-"""The most that is said of what a child has written before it failed."""
 
 HERE = Path(__file__).parent
 PACKAGE = HERE.parents[1]
@@ -139,22 +123,6 @@ def find_library(parts: Iterable[str] = ALL_PARTS, cache_home: str | None = None
     return Library(codes)
 
 
-def compile_library(parts: Iterable[str] = ALL_PARTS) -> Library:
-    """The library, once a child process has compiled what is missing of it, which takes a core for seconds.
-
-    Raises:
-        InternalError: it could not be compiled.
-    """
-    compilation = Compilation(parts)
-    try:
-        library = compilation.wait()
-    finally:
-        compilation.close()
-    if library is None:
-        raise InternalError(f"the native kernels could not be compiled: {compilation.problem}")
-    return library
-
-
 def compile_parts(parts: Iterable[str]) -> None:
     """Compile what is missing, in this process, and keep it. Of several processes that ask for a part one compiles it.
 
@@ -178,159 +146,3 @@ def compile_parts(parts: Iterable[str]) -> None:
                 os.replace(unfinished, path)  # whole or not at all, whatever other processes do
             finally:
                 unfinished.unlink(missing_ok=True)
-
-
-HEAD_START_S = 5.0
-"""How long a compiler that has its modules leaves the cores to an engine that starts, unless it is told to `begin`
-before. On two cores of Zen 4, with an empty cache, the first token of Qwen3-0.6B came 6.3 s after the program began
-with both at once, and comes after 3.5; with int8 8.7 and 4.2."""
-
-
-class Compilation:
-    """The library, or a child process that compiles it while this one serves without it.
-
-    Where the user's folder cannot be written to, which may show when the child tries, it compiles into one that goes
-    with this object.
-
-    Args:
-        parts: of the library.
-
-    Attributes:
-        problem: why there is no library.
-    """
-
-    def __init__(self, parts: Iterable[str]) -> None:
-        self._parts = tuple(parts)
-        self._has_begun = False
-        self._begins_at_s = 0.0
-        self._is_over = False
-        self._child: subprocess.Popen[bytes] | None = None
-        self._cache_home: str | None = None
-        self._errors: IO[bytes] = io.BytesIO()
-        self.problem = ""
-        if any(read_part(part) is None for part in self._parts):
-            logger.info("compiling native kernels beside this program, once a machine; until then steps are slow")
-            self._start(_why_not_kept())
-
-    def begin(self) -> None:
-        """Let the child compile from now on. Idempotent."""
-        if not self._has_begun:
-            self._has_begun = True
-            self._let_child_begin()
-
-    def _let_child_begin(self) -> None:
-        """Close the pipe that it waits on."""
-        if self._child is not None and self._child.stdin is not None:
-            self._child.stdin.close()
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the child takes a core, or is about to: begun or by itself."""
-        if self._child is None or self._is_over:
-            return False
-        return self._has_begun or time.monotonic() >= self._begins_at_s
-
-    def poll(self) -> Library | None:
-        """The library, once, when it is there."""
-        if self._is_over or (self._child is not None and self._child.poll() is None):
-            return None
-        if self._child is not None and self._child.returncode == NOT_WRITTEN and self._cache_home is None:
-            self.begin()  # no second head start, and the first child's pipe is closed
-            self._start(self._last_words())
-            return None
-        library = find_library(self._parts, self._cache_home)
-        if library is None:
-            self._give_up(self._last_words())
-        elif self._child is not None:
-            logger.info("native kernels are compiled")
-        self.close()
-        return library
-
-    def wait(self) -> Library | None:
-        """The library, once, as soon as it is there."""
-        self.begin()
-        library = None
-        while library is None and not self._is_over:
-            if self._child is not None:
-                self._child.wait()
-            library = self.poll()
-        return library
-
-    def _start(self, why_not_kept: str | None) -> None:
-        try:
-            if why_not_kept is not None:
-                logger.warning("native kernels are not kept, but compiled for this engine alone: %s", why_not_kept)
-                self._cache_home = tempfile.mkdtemp(prefix="aioengine-")
-            self._errors.close()
-            # In memory: a pipe would hold up a child that writes much, and a folder for a file might not be there.
-            self._errors = io.FileIO(os.memfd_create("aioengine-compiler"), "r+")
-            self._child = _start_child(self._parts, self._cache_home, self._errors)
-            self._begins_at_s = time.monotonic() + HEAD_START_S
-            if self._has_begun:
-                self._let_child_begin()
-        except (OSError, AttributeError) as error:  # no room for a folder or a process, or a system without memfd
-            self._give_up(str(error))
-
-    def _last_words(self) -> str:
-        """The last lines that the child has written."""
-        self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - MESSAGE_BYTES))
-        return "\n".join(self._errors.read().decode(errors="replace").splitlines()[-MESSAGE_LINES:])
-
-    def close(self) -> None:
-        """End the child, if it has not ended, and remove what it leaves behind. Idempotent."""
-        self._is_over = True
-        self._errors.close()
-        if self._child is not None:
-            self._let_child_begin()
-            self._child.kill()
-            self._child.wait()
-            for unfinished in library_path(COMMON, self._cache_home).parent.glob(f"*.{self._child.pid}"):
-                unfinished.unlink(missing_ok=True)
-        if self._cache_home is not None:
-            shutil.rmtree(self._cache_home, ignore_errors=True)
-
-    def _give_up(self, problem: str) -> None:
-        self.problem = problem
-        logger.warning("no native kernels, so that steps are slow: %s", problem)
-        self.close()
-
-
-def _why_not_kept() -> str | None:
-    """What is wrong with the folder of the library, as far as that can be seen."""
-    try:
-        folder = library_path(COMMON).parent
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        return str(error)
-    return None if os.access(folder, os.W_OK | os.X_OK) else f"{folder} cannot be written to"
-
-
-def _start_child(parts: Iterable[str], cache_home: str | None, errors: IO[bytes]) -> subprocess.Popen[bytes]:
-    # Without the working folder, whose files may be called as any module; this package may have come from there.
-    paths = os.pathsep.join((*(path for path in sys.path if path), str(PACKAGE.parent)))
-    environment = {**os.environ, "PYTHONPATH": paths, "NUMBA_OPT": "0"}
-    if cache_home is not None:
-        environment["XDG_CACHE_HOME"] = cache_home
-    return subprocess.Popen(
-        [sys.executable, "-P", "-c", _COMPILE, str(os.getpid()), str(HEAD_START_S), *parts],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=errors,
-        env=environment,
-    )
-
-
-_COMPILE = """
-import select
-import sys
-from aioengine.transport.child import die_with_parent
-die_with_parent(int(sys.argv[1]))
-import aioengine.kernels.native.kernels.compiler
-from aioengine.kernels.native.library import NOT_WRITTEN, compile_parts
-select.select([sys.stdin], [], [], float(sys.argv[2]))  # until its other end is closed
-try:
-    compile_parts(sys.argv[3:])
-except OSError as error:
-    sys.stderr.write(str(error))
-    sys.exit(NOT_WRITTEN)
-"""

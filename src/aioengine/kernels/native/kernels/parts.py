@@ -5,6 +5,8 @@ are int4 ones, too ("coded").
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8", "int4", "coded")
 COMMON, CODED = "common", "coded"
@@ -30,3 +32,8 @@ def part_of(kernel: str) -> str:
         return CODED
     dtype = next((word for word in words if word in DTYPES), COMMON)
     return f"{dtype}-int8" if "int8" in words else dtype
+
+
+def compile_seconds(parts: Iterable[str]) -> int:
+    """About how many seconds of a core these parts take, on Zen 4 at 3.7 GHz."""
+    return sum({COMMON: 6, CODED: 14}.get(part, 2 if "int8" in part else 12) for part in parts)

@@ -1,9 +1,10 @@
-"""The command line's entry, and how its errors and interrupts end the process."""
+"""All commands, and how their errors and interrupts end the process."""
 
 from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 
 import click
@@ -12,12 +13,13 @@ import aioengine
 from aioengine.cli.bench import bench
 from aioengine.cli.chat import chat
 from aioengine.cli.command import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, exit_code_of
+from aioengine.cli.compile import compile_command
 from aioengine.cli.engine import engine, keys
 from aioengine.cli.generate import generate
 from aioengine.cli.info import info
 from aioengine.cli.serve import serve_command
 from aioengine.errors import AioEngineError
-from aioengine.own_process import limit_spinning, open_standard_files
+from aioengine.own_process import let_compiler_outlive, limit_spinning, open_standard_files
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -26,18 +28,21 @@ def cli() -> None:
     """An LLM inference engine that lives inside an asyncio program."""
 
 
-for command in (generate, chat, bench, info, engine, serve_command, keys):
+for command in (generate, chat, bench, info, engine, serve_command, compile_command, keys):
     cli.add_command(command)
 
 
-def main() -> None:
+def run_command_line() -> None:
     """Run the command line; any error that has a message for the user is one line on stderr and an exit code.
 
     Exit codes: 0 done, 1 the engine or the model failed, 2 wrong arguments, 130 interrupted.
     """
     open_standard_files()
     limit_spinning()
+    let_compiler_outlive()
     try:
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         status = cli.main(standalone_mode=False)
     except click.exceptions.Abort:
         status = EXIT_INTERRUPTED
