@@ -1,5 +1,6 @@
 """Every field of a struct that a text can say has a flag, and what it cannot take is said with the flag's name."""
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import click
@@ -127,3 +128,13 @@ def test_every_field_but_those_of_this_process_has_a_flag_with_a_help_text(struc
         "extra_args",
     }
     assert all(option.help for option in options.values())
+
+
+def test_a_chat_template_is_a_text_or_a_file_of_one(tmp_path: Path) -> None:
+    file = tmp_path / "own.jinja"
+    file.write_text("{{ messages }}\n")
+    assert given(EngineConfig, {"chat_template": str(file)}) == {"chat_template": "{{ messages }}\n"}
+    assert given(EngineConfig, {"chat_template": "{{ messages }}"}) == {"chat_template": "{{ messages }}"}
+    for missing in (str(tmp_path / "none.jinja"), str(tmp_path)):
+        with pytest.raises(click.UsageError, match=r"--chat-template .* no file that can be read"):
+            given(EngineConfig, {"chat_template": missing})

@@ -161,9 +161,6 @@ async def test_a_conversation_goes_on_where_it_was(engine: Engine, client: Async
     )
     assert sent.output_text == expected.text
     assert await client.responses.retrieve(first.id) == first
-    with pytest.raises(openai.BadRequestError, match="ask again") as refused:
-        await client.responses.retrieve(first.id, stream=True)
-    assert refused.value.param == "stream"
     assert first.metadata == {"a": "b"}
 
 
@@ -540,7 +537,6 @@ async def test_what_fails_in_the_background_is_told_of(folder: Path, adapter: Ad
     async with scripted(folder, "A long story", adapter=adapter) as served:
         responses = served.openai.responses
         for fields, param in (
-            ({"stream": True}, "stream"),
             ({"store": False}, "store"),
             ({"input": "word " * 5000}, ""),
         ):
@@ -559,6 +555,127 @@ async def test_what_fails_in_the_background_is_told_of(folder: Path, adapter: Ad
             assert told.error.code == code
             assert "secret" not in told.model_dump_json()
         assert served.engine.stats().running == 0
+
+
+def added_up(events: list[Any]) -> list[str]:
+    """The texts and arguments of a stream's items, of its deltas; each event is one that the client knows."""
+    texts: dict[int, str] = {}
+    for event in events:
+        EVENT.validate_json(event.model_dump_json())
+        if event.type.endswith(".delta"):
+            texts[event.output_index] = texts.get(event.output_index, "") + event.delta
+    return list(texts.values())
+
+
+def texts_of(response: Response) -> list[str]:
+    return [item.arguments if item.type == "function_call" else item.content[0].text for item in response.output]  # type: ignore[union-attr, index]
+
+
+@both_adapters
+async def test_an_ended_response_is_told_again_as_events_and_from_any_of_them_on(
+    folder: Path, adapter: Adapter
+) -> None:
+    async with scripted(folder, LOOKS_UP, "", adapter=adapter) as served:
+        responses = served.openai.responses
+        asked: Any = {"include": ["message.output_text.logprobs"], "tools": [TOOL]}
+        told = [event async for event in await responses.create(model="demo", input="Hi", stream=True, **asked)]
+        response = await responses.retrieve(told[0].response.id)  # type: ignore[union-attr]
+        events: list[Any] = [event async for event in await responses.retrieve(response.id, stream=True)]
+        assert added_up(events) == texts_of(response) == added_up(told)
+        assert [event.type for event in events] == [
+            event.type for place, event in enumerate(told) if not event.type == told[place - 1].type != EVENTS[2][0]
+        ], "one delta for each item"
+        assert events[-1].response == response
+        done = [event.item for event in events if event.type == "response.output_item.done"]
+        assert [item.id for item in done] == [item.id for item in response.output]
+        numbers = [event.sequence_number for event in events]
+        assert numbers == sorted(set(numbers))
+        for after in range(-1, numbers[-1] + 3):
+            rest = [event async for event in await responses.retrieve(response.id, stream=True, starting_after=after)]
+            expected = [event for event in events if event.sequence_number > after]
+            assert [event.sequence_number for event in rest] == [event.sequence_number for event in expected]
+            for event, whole in zip(rest, expected, strict=True):
+                if event.type.endswith(".delta"):
+                    assert whole.delta.endswith(event.delta)
+                    assert len(event.delta) == min(len(whole.delta), event.sequence_number - after)
+                else:
+                    assert event == whole
+        empty = await responses.create(model="demo", input="Ho")
+        *_, last = [event async for event in await responses.retrieve(empty.id, stream=True)]
+        assert (last.type, last.response.output_text) == ("response.completed", "")
+        answer = await served.http.get(f"/v1/responses/{response.id}?stream=true&starting_after=x")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "starting_after")
+        with pytest.raises(openai.NotFoundError):
+            await responses.retrieve("resp_none", stream=True)
+
+
+@both_adapters
+async def test_a_response_in_the_background_is_followed_by_whoever_asks(
+    folder: Path, adapter: Adapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aioengine.server.generation.POLL_S", 0.001)
+    async with scripted(folder, "A long story of a fox", "Another", adapter=adapter, is_manual=True) as served:
+        responses, executor = served.openai.responses, served.executor
+        stream = await responses.create(model="demo", input="Hi", background=True, stream=True)
+        events: list[Any] = []
+
+        async def read_until(kind: str) -> None:
+            while not events or events[-1].type != kind:
+                events.append(await anext(stream))
+
+        await read_until("response.in_progress")
+        response_id = events[0].response.id
+        await until(lambda: executor.unfinished)
+        executor.complete()
+        await read_until("response.output_text.delta")
+        await stream.close()  # it goes on without its client
+        last = events[-1].sequence_number
+        executor.is_manual = False
+        while executor.unfinished:
+            executor.complete()
+            await anyio.lowlevel.checkpoint()
+        async with await responses.retrieve(response_id, stream=True, starting_after=last) as rest:
+            events += [event async for event in rest]
+        whole = await responses.retrieve(response_id)
+        assert added_up(events) == [whole.output_text] == ["A long story of a fox"]
+        assert events[-1].response == whole
+        begun = await responses.create(model="demo", input="Ho", background=True)
+        async with await responses.retrieve(begun.id, stream=True) as following:
+            assert added_up([event async for event in following]) == ["Another"]
+
+
+@both_adapters
+async def test_the_items_of_a_responses_input_are_listed_page_by_page(folder: Path, adapter: Adapter) -> None:
+    async with scripted(folder, LOOKS_UP, "Sunny.", adapter=adapter, is_manual=False) as served:
+        responses = served.openai.responses
+        first = await responses.create(model="demo", input="Hi", instructions="Be kind", tools=[TOOL])  # type: ignore[list-item]
+        (only,) = [item async for item in responses.input_items.list(first.id)]
+        assert (only.type, only.role, only.content[0].text) == ("message", "user", "Hi")  # type: ignore[union-attr]
+        results: Any = [
+            {"type": "function_call_output", "call_id": item.call_id, "output": "sun"}
+            for item in first.output
+            if item.type == "function_call"
+        ]
+        second = await responses.create(model="demo", input=results, previous_response_id=first.id)
+        items = [item async for item in responses.input_items.list(second.id, order="asc", limit=1)]
+        assert [item.type for item in items] == [
+            "message", "reasoning", "message", "function_call", "function_call", *["function_call_output"] * 2
+        ]  # fmt: skip
+        assert len({item.id for item in items}) == 7
+        assert [item.call_id for item in items[3:5]] == [item.call_id for item in items[5:]]  # type: ignore[union-attr]
+        assert items[2].content[0].text == "Let me see."  # type: ignore[union-attr, index]
+        page = await responses.input_items.list(second.id, limit=3)
+        assert (page.data, page.has_more) == (items[:3:-1], True), "the last one comes first"
+        assert (page.first_id, page.last_id) == (items[-1].id, items[4].id)
+        rest = await responses.input_items.list(second.id, after=page.last_id)
+        assert (rest.data, rest.has_more) == (items[3::-1], False)
+        for query, param in (("limit=0", "limit"), ("limit=1e3", "limit"), ("order=up", "order"), ("after=x", "after")):
+            answer = await served.http.get(f"/v1/responses/{second.id}/input_items?{query}")
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+        with pytest.raises(openai.NotFoundError):
+            await responses.input_items.list("resp_none")
+        with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+            await responses.create(model="demo", input="Hi", conversation="conv_1")
 
 
 async def test_an_ended_response_is_not_cancelled(folder: Path) -> None:
@@ -628,7 +745,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"input": [{"role": "user"}]}, "input", "invalid_value"),
     ({"input": [MESSAGE] * 9}, "input", "invalid_value"),
     ({"instructions": 5}, "instructions", "invalid_type"),
-    ({"background": True, "stream": True}, "stream", "unsupported_parameter"),
     ({"background": True, "store": False}, "store", "invalid_value"),
     ({"conversation": "conv_1"}, "conversation", "unsupported_parameter"),
     ({"prompt": {"id": "pmpt_1"}}, "prompt", "unsupported_parameter"),
@@ -721,7 +837,7 @@ async def test_other_methods_are_refused(http: httpx.AsyncClient) -> None:
         assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
     for path, hint in (
         ("/v1/responses/compact", "leave messages out"),
-        ("/v1/responses/resp_1/input_items", "nothing at"),
+        ("/v1/responses/resp_1/items", "nothing at"),
     ):
         answer = await http.post(path, json={})
         assert answer.status_code == 404

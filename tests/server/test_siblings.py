@@ -176,16 +176,17 @@ async def test_a_response_is_found_at_whichever_server_it_is_asked_for() -> None
     for server in port.servers:
         assert await server.retrieve(owned) == body_of(item_id)
         assert await server.conversation(owned) == [{"role": "user", "content": "Hi"}]
+        assert await server.answered(owned) == b'[{"role":"user","content":"Hi"}]'
         item = await server.item_finder(owned.owner)(item_id)
         assert (item.role, item.content) == ("assistant", "Hello")
         with pytest.raises(ApiError, match="has ended, and cannot be cancelled"):
             await server.cancel(owned)
         other = OwnedId(response_id, "1 red")
-        for ask in (server.retrieve, server.cancel, server.delete):
+        for ask in (server.retrieve, server.answered, server.cancel, server.delete):
             with pytest.raises(ApiError, match="there is no response"):
                 await ask(other)
         assert (await server.look_up(other)).stored is None
-    assert port.num_asked == 2 * 8
+    assert port.num_asked == 2 * 10
     await port.servers[0].delete(owned)
     for server in port.servers:
         with pytest.raises(ApiError) as caught:

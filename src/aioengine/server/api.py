@@ -30,7 +30,6 @@ from aioengine.server.errors import (
     missing,
     overloaded,
     unavailable,
-    unsupported,
 )
 from aioengine.server.exchange import (
     PIECE_BYTES,
@@ -66,6 +65,7 @@ from aioengine.server.metrics import (
 from aioengine.server.page import PAGE
 from aioengine.server.record import MESSAGES, RequestRecord
 from aioengine.server.responses import ResponseRequest
+from aioengine.server.retrieval import input_page
 from aioengine.server.schema import (
     AbortRequest,
     Body,
@@ -103,6 +103,7 @@ MODEL_PATH = "/v1/models/{id}"
 RESPONSE_PREFIX = "/v1/responses/"
 RESPONSE_PATH = "/v1/responses/{id}"
 CANCEL_PATH = "/v1/responses/{id}/cancel"
+INPUT_PATH = "/v1/responses/{id}/input_items"
 COUNT_PATH = "/v1/responses/input_tokens"
 
 
@@ -188,6 +189,7 @@ class Api:
             Route("GET", RESPONSE_PATH, self._get_response),
             Route("DELETE", RESPONSE_PATH, self._delete_response),
             Route("POST", CANCEL_PATH, self._cancel_response),
+            Route("GET", INPUT_PATH, self._list_input),
             Route("POST", MESSAGES, self._create_message, is_work=True),
             Route("POST", f"{MESSAGES}/count_tokens", self._count_tokens, is_work=True),
             Route("GET", "/v1/models", self._models),
@@ -438,10 +440,21 @@ class Api:
         num_tokens = await call.count_input(request, self._responses)
         return _json({"object": "response.input_tokens", "input_tokens": num_tokens})
 
-    async def _get_response(self, exchange: Exchange, record: RequestRecord) -> Response:
-        if dict(parse_qsl(exchange.query)).get("stream") == "true":
-            raise unsupported("stream", "is not for responses that are retrieved; leave it out, and ask again")
-        return Response(200, await self._responses.retrieve(_owned_id(exchange, record)), JSON_HEADERS)
+    async def _get_response(self, exchange: Exchange, record: RequestRecord) -> Response | None:
+        owned, query = _owned_id(exchange, record), dict(parse_qsl(exchange.query))
+        if query.get("stream") != "true":
+            return Response(200, await self._responses.retrieve(owned), JSON_HEADERS)
+        after = query.get("starting_after", "-1")
+        if not (after.removeprefix("-").isdecimal() and after.isascii() and len(after) < 12):
+            raise invalid_value("starting_after", "starting_after is the sequence_number of an event")
+        call = GenerationCall(self.engine, self.config, exchange, record)
+        await call.follow(owned, self._responses, int(after))
+        return None
+
+    async def _list_input(self, exchange: Exchange, record: RequestRecord) -> Response:
+        owned = _owned_id(exchange, record)
+        messages = msgspec.json.decode(await self._responses.answered(owned))
+        return _json(input_page(owned.id, messages, dict(parse_qsl(exchange.query))))
 
     async def _cancel_response(self, exchange: Exchange, record: RequestRecord) -> Response:
         return Response(200, await self._responses.cancel(_owned_id(exchange, record)), JSON_HEADERS)
@@ -596,8 +609,8 @@ def _template_of(path: str) -> str:
         return MODEL_PATH
     if path.startswith(RESPONSE_PREFIX) and path not in (COUNT_PATH, COMPACT_PATH):
         response_id, _, rest = path.removeprefix(RESPONSE_PREFIX).partition("/")
-        if response_id and rest in ("", "cancel"):
-            return CANCEL_PATH if rest else RESPONSE_PATH
+        if response_id and rest in ("", "cancel", "input_items"):
+            return f"{RESPONSE_PATH}/{rest}".removesuffix("/")
     return path
 
 

@@ -35,6 +35,7 @@ from aioengine.server.messages import MESSAGE_NAMES, MessageAnswer, MessageReque
 from aioengine.server.record import RequestRecord
 from aioengine.server.response_tools import ResponseTools, read_response_tools
 from aioengine.server.responses import RESPONSE_NAMES, ResponseAnswer, ResponseRequest, read_input, with_instructions
+from aioengine.server.retrieval import MAX_SHARE, POLL_S, events_after
 from aioengine.server.schema import ChatGeneration, ChatRequest, CompletionRequest, Generation, template_kwargs
 from aioengine.server.stored_responses import OwnedId, RunningResponse, StoredResponses
 from aioengine.server.stream_group import StreamGroup
@@ -162,6 +163,8 @@ class GenerationCall:
         try:
             tools = self._response_tools(request)
             options = {"chat_template_kwargs": request.chat_template_kwargs, **self._answer_options(request, tools)}
+            is_followed = request.background and request.stream
+            request.stream = request.stream and not request.background
             group = StreamGroup(await self._streams(request, [with_instructions(request, conversation)], **options))
             answer = ResponseAnswer(
                 request.head(owned.id, self._record.model, group.streams[0].params, read_tools(request.tools)),
@@ -170,13 +173,54 @@ class GenerationCall:
                 tools=tools.by_function,
                 keep=keep,
             )
-            running = stored.running(owned, RunningResponse(group, answer))
+            running = stored.running(owned, RunningResponse(group, answer, conversation))
             if request.background:
-                return await self._begin_in_background(group, answer, running)
+                begun = await self._begin_in_background(group, answer, running)
+                if not is_followed:
+                    return begun
+                await self.follow(owned, stored)
+                return None
             with running:
                 return await self._answer(request, group, answer)
         except InvalidRequest as error:
             raise api_error_of(error, param_names=RESPONSE_NAMES) from error
+
+    async def follow(self, owned: OwnedId, stored: StoredResponses, after: int = -1) -> None:
+        """Write a response's events, and those that still come of a running one, behind the event of that number.
+
+        Raises:
+            ApiError: 404.
+        """
+        body, clock = await stored.retrieve(owned), asyncio.get_running_loop().time
+        timeout_s, idle_s = self._config.write_timeout_s, self._config.keepalive_s
+
+        async def work(cut: Callable[[], None]) -> None:
+            nonlocal body, after
+            took_s = 0.0
+            is_idle = is_over = False
+
+            def on_idle() -> None:
+                nonlocal is_idle
+                is_idle = True
+
+            exchange = self._exchange
+            with WriteMonitor(exchange, timeout_s=timeout_s, on_stuck=cut, idle_s=idle_s, on_idle=on_idle) as monitor:
+                self._record.status = 200
+                await monitor.write(exchange.start(200, {**EVENT_HEADERS, **self._record.id_headers}))
+                while not is_over:
+                    data, after, is_over = events_after(body, after)
+                    if not data and is_idle:
+                        data, is_idle = Answer.KEEPALIVE, False
+                    for first in range(0, len(data), PIECE_BYTES):
+                        await monitor.write(exchange.write(data[first : first + PIECE_BYTES]))
+                    if not is_over:
+                        await asyncio.sleep(max(POLL_S, took_s / MAX_SHARE))
+                        began = clock()
+                        body = await stored.retrieve(owned)
+                        took_s = clock() - began
+                await monitor.write(exchange.end())
+
+        await run_while_connected(self._exchange, work)
 
     async def _conversation(self, request: ResponseRequest, stored: StoredResponses) -> list[dict[str, Any]]:
         """The messages that a response answers, without its own instructions."""

@@ -96,6 +96,9 @@ class ResponseRequest(ChatGeneration, kw_only=True):
         "truncation": ("disabled", "auto"),  # what is too long is refused by both
     }  # fmt: skip
     HINTS: ClassVar[tuple[str, ...]] = (*Generation.HINTS, "client_metadata", "max_tool_calls")
+    INSTEAD: ClassVar[dict[str, str]] = {
+        "conversation": "is not kept here: give the previous_response_id of the response to go on with",
+    }
 
     input: msgspec.Raw = msgspec.Raw()
     instructions: msgspec.Raw = msgspec.Raw()
@@ -125,10 +128,6 @@ class ResponseRequest(ChatGeneration, kw_only=True):
         for name in self.include or ():
             if name not in INCLUDABLE:
                 raise invalid_value("include", f"include has {shorten(name)}, which is not known; leave it out")
-        if self.background and self.stream:
-            raise unsupported(
-                "stream", "is not for responses in the background; leave it out, and retrieve the response"
-            )
         if self.background and self.store is False:
             raise invalid_value("store", "a response in the background is stored: leave store out, or background")
         if len(self.metadata or ()) > MAX_METADATA:
@@ -508,7 +507,7 @@ class ResponseAnswer(PartsAnswer):
         added = self._event(b"response.output_item.added", b'"output_index":%d,"item":%b' % (index, item))
         if isinstance(part, int):
             return added
-        content = _part_of(part, b'""')
+        content = part_of(part, b'""')
         return added + self._event(b"response.content_part.added", b'%b,"part":%b' % (place, content))
 
     def _delta(self, text: str) -> bytes:
@@ -545,7 +544,7 @@ class ResponseAnswer(PartsAnswer):
             kind, place = PART_TYPES[opened.part], place + b',"content_index":0'
             logprobs = b',"logprobs":[]' if opened.part == "text" else b""
             done = self._event(b"response.%b.done" % kind, b'%b,"text":%b%b' % (place, text, logprobs))
-            part = _part_of(opened.part, text)
+            part = part_of(opened.part, text)
             done += self._event(b"response.content_part.done", b'%b,"part":%b' % (place, part))
         status = status or "completed"
         self._done.append((opened, status, said))
@@ -578,7 +577,7 @@ class ResponseAnswer(PartsAnswer):
 PART_TYPES = {"text": b"output_text", "reasoning": b"reasoning_text"}
 
 
-def _part_of(part: Part, text: bytes) -> bytes:
+def part_of(part: Part, text: bytes) -> bytes:
     return _output_text(text) if part == "text" else b'{"type":"reasoning_text","text":%b}' % text
 
 

@@ -40,11 +40,13 @@ class StoredResponse(NamedTuple):
         body: of it, as clients get it.
         messages: the conversation up to it and with it, as JSON; without the instructions, which are a response's own.
         is_cancelled: it was ended by its client.
+        num_answered: messages before the response's own.
     """
 
     body: bytes
     messages: bytes
     is_cancelled: bool
+    num_answered: int
 
     @property
     def num_bytes(self) -> int:
@@ -66,10 +68,11 @@ class Found(NamedTuple):
 
 
 class RunningResponse(NamedTuple):
-    """A response that is being generated."""
+    """A response that is being generated, to these messages."""
 
     group: StreamGroup
     answer: ResponseAnswer
+    messages: list[dict[str, Any]]
 
     async def body(self) -> bytes:
         """As far as it has come."""
@@ -124,7 +127,7 @@ class StoredResponses:
         if choice is not None:
             answered = [*messages, {key: value for key, value in message_of(choice).items() if value is not None}]
         is_cancelled = choice is not None and choice.finish_reason == "abort"
-        stored = StoredResponse(body, msgspec.json.encode(answered), is_cancelled)
+        stored = StoredResponse(body, msgspec.json.encode(answered), is_cancelled, len(messages))
         if stored.num_bytes > self._max_bytes:  # it would drive out all others, and then go itself
             return
         self._stored[owned] = stored
@@ -195,6 +198,17 @@ class StoredResponses:
         body = self._find(owned).body
         self._stored.move_to_end(owned)
         return body
+
+    async def answered(self, owned: OwnedId) -> bytes:
+        """The messages that a response answers, as JSON.
+
+        Raises:
+            ApiError: 404.
+        """
+        if (running := self._running.get(owned)) is not None:
+            return msgspec.json.encode(running.messages)
+        stored = self._find(owned)
+        return msgspec.json.encode(msgspec.json.decode(stored.messages)[: stored.num_answered])
 
     async def cancel(self, owned: OwnedId) -> bytes:
         """End a running response; returns its body.
@@ -272,6 +286,11 @@ class SharedResponses(StoredResponses):
             return await super().retrieve(owned)
         return await self._ask(AskStored(server, "retrieve", *owned))
 
+    async def answered(self, owned: OwnedId) -> bytes:
+        if (server := self._server_of(owned)) is None:
+            return await super().answered(owned)
+        return await self._ask(AskStored(server, "answered", *owned))
+
     async def cancel(self, owned: OwnedId) -> bytes:
         if (server := self._server_of(owned)) is None:
             return await super().cancel(owned)
@@ -294,6 +313,8 @@ class SharedResponses(StoredResponses):
             return msgspec.msgpack.encode(await super().look_up(owned))
         if asked.do == "retrieve":
             return await super().retrieve(owned)
+        if asked.do == "answered":
+            return await super().answered(owned)
         if asked.do == "cancel":
             return await super().cancel(owned)
         await super().delete(owned)

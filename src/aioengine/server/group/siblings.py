@@ -114,12 +114,13 @@ class AskStored(msgspec.Struct, frozen=True, tag="stored"):
     """For a stored response, of the server that has it.
 
     Attributes:
-        do: "retrieve", "cancel" and "delete" are as over HTTP, "copy" gives a `StoredResponse` to go on with.
+        do: "retrieve", "cancel" and "delete" are as over HTTP, "copy" gives a `StoredResponse` to go on with,
+            "answered" the messages that it answers.
         owner: of the response.
     """
 
     server: int
-    do: Literal["retrieve", "cancel", "delete", "copy"]
+    do: Literal["retrieve", "cancel", "delete", "copy", "answered"]
     response_id: str
     owner: str = ""
 
