@@ -41,6 +41,8 @@ MAX_EXTRA_ARGS_BYTES = 65_536
 """Of all arguments together, in msgpack."""
 MAX_BIAS = 100.0
 MAX_INT = 2**31 - 1
+MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
+"""A row's seed is 64 bits on the device, and signed."""
 
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
 NumLikeliest = Annotated[int, Meta(ge=0, le=MAX_INT)]
@@ -288,7 +290,7 @@ class SamplingParams(
         if isinstance(self.logprobs_mode, str):
             msgspec.structs.force_setattr(self, "logprobs_mode", self.logprobs_mode.removesuffix("_logprobs"))
         check_fields(self, invalid)
-        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+        if self.seed is not None and not MIN_SEED <= self.seed <= MAX_SEED:
             raise invalid("seed", f"seed={shorten(self.seed)}: a signed 64-bit integer is needed")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise invalid("min_tokens", f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")

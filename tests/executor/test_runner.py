@@ -84,6 +84,41 @@ def test_a_model_that_breaks_into_nan_fails_its_own_row_only() -> None:
         writer.remove(0)
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"seed": 2**63},
+        {"choice": 2**31},
+        {"top_k": 2**31},
+        {"min_tokens": 2**31, "stop_ids": (1,)},
+        {"logprobs": 2**31},
+        {"logit_bias": ((-(2**40), 1.0),)},
+        {"bad_words": ((2**40, 5),)},
+        {"allowed_token_ids": (2**70,)},
+        {"allowed_token_ids": (5, -1000)},
+        {"logprob_token_ids": (2**70,), "logprobs": 1},
+        {"temperature": "hot"},
+    ],
+)
+def test_a_row_whose_values_fit_no_column_fails_alone(values: dict[str, Any]) -> None:
+    """No check of a request lets such a one come here. If one did, the device's other rows would not hear of it."""
+    runner, writer, expected = start(tiny_decoder()), PlanWriter(128, 4), token_of([4] * 9)
+    for bad_row in (0, 1):
+        writer.add(bad_row, [7] * 9, num_choices=3, **values)
+        writer.add(1 - bad_row, [4] * 9, allowed_token_ids=(expected,))
+        plan = writer.plan({bad_row: 3, 1 - bad_row: 9})  # a part of a prompt, which samples nothing, fails as well
+        result = runner.step(plan)
+        (failure,) = result.failures
+        assert plan.rows[failure.index] == bad_row
+        assert result.token_ids.tolist() == [expected]
+        writer.remove(0)
+        writer.remove(1)
+    writer.add(0, [4] * 9)
+    plan = writer.plan()
+    assert writer.read(plan, runner.step(plan)) == {0: expected}
+    assert runner._batch.num_masks == len(runner._batch._free_masks), "no mask is lost"
+
+
 def test_a_copy_that_fails_ends_it_all() -> None:
     runner = start(tiny_decoder())
     with pytest.raises(DeviceLost, match="could not be applied"):

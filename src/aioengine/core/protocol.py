@@ -27,12 +27,6 @@ from aioengine.validation import shorten
 
 T = TypeVar("T")
 
-MAX_PRIORITY = 2**31 - 1
-MAX_SALT_CHARS = 1024
-MAX_TENANT_CHARS = 256
-MAX_SESSION_CHARS = 256
-MAX_ID_CHARS = 1024
-
 CLOSE_DEADLINE_S = 60.0
 """How long closing waits for the step that runs. A device that hangs longer is left to its daemon thread."""
 

@@ -6,9 +6,11 @@ take them, so that a steady decode step takes a few array operations, whatever t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -21,7 +23,17 @@ from aioengine.sampler.processors import ProcessedRow
 from aioengine.sampler.rules import RuleSizes, RuleTable, pack_bits
 from aioengine.sampler.sampler import Features, kept_spans
 from aioengine.sampling_params import FILTERS, PENALTIES, ROW_PARAMS, is_any_on
-from aioengine.scheduler.plan import Int32, LogitsProcessor, LogitsRow, RowAdded, StepPlan, Want, int32
+from aioengine.scheduler.plan import (
+    EMPTY,
+    Int32,
+    LogitsProcessor,
+    LogitsRow,
+    RowAdded,
+    RowSampling,
+    StepPlan,
+    Want,
+    int32,
+)
 from aioengine.structured.rows import GrammarRow, GrammarRows
 
 NUM_TOP_SIZES = (0, 5, 20)
@@ -116,6 +128,8 @@ class Step:
         grammars: the samples whose rows have grammars.
         processed: which rows of logits have logits processors.
         learning: first sample, and the tokens to which its own is to be added once it is known.
+        failures: by index among the plan's rows, why one that was added has failed: it computes its tokens as a row
+            that asks for nothing.
     """
 
     plan: StepPlan
@@ -143,6 +157,7 @@ class Step:
     grammars: list[GrammarSample] = field(default_factory=list)
     processed: list[int] = field(default_factory=list)
     learning: list[tuple[int, list[int]]] = field(default_factory=list)
+    failures: dict[int, Exception] = field(default_factory=dict)
 
 
 class Batch:
@@ -185,6 +200,8 @@ class Batch:
         self.grammar_rows = GrammarRows(-(-vocab_size // 32))
         self._grammars: dict[int, GrammarRow] = {}
         self._logprob_token_ids: dict[int, Int64] = {}
+        self._failed: dict[int, Exception] = {}
+        """Of the step that is being written: rows that could not be described."""
         self._free_masks: list[int] = []
         self.num_masks = 0
 
@@ -197,7 +214,8 @@ class Batch:
             Exception: the plan does not fit the rows, whose state is unknown from now on.
         """
         deltas = Deltas()
-        self._remove(plan.removed)
+        self._remove(plan.removed.tolist())
+        self._failed.clear()
         fixed.grown[:, 0] = -1
         if len(plan.copied_from):
             deltas.copies = extra.add(np.concatenate((plan.copied_from, plan.copied_to)))
@@ -214,8 +232,8 @@ class Batch:
             deltas.rules = extra.add(self.rules.words())
         return deltas
 
-    def _remove(self, rows: Int32) -> None:
-        for row in rows.tolist():
+    def _remove(self, rows: Iterable[int]) -> None:
+        for row in rows:
             self.rules.remove(row)
             self._processed.pop(row, None)
             if (grammar_row := self._grammars.pop(row, None)) is not None:
@@ -235,7 +253,12 @@ class Batch:
                 self._num_blocks[table] = len(block_ids)
                 blocks.add(table, 0, np.maximum(block_ids, 0))  # a window has passed the others: none is read
             tokens.add(row.row, 0, row.token_ids)
-            self._describe(row, masks)
+            try:
+                self._describe(row, masks)
+            except Exception as error:  # a value that no check has seen is its own request's end
+                self._failed[row.row] = error
+                self._remove([row.row])
+                self._describe(msgspec.structs.replace(row, sampling=RowSampling()), masks)
         for number, grammar_row in self._grammars.items():
             while grammar_row.unsent:
                 position, token_ids = grammar_row.unsent.popleft()
@@ -266,9 +289,9 @@ class Batch:
         # With processors the allowed ids are kept before these, which may say otherwise.
         has_mask = len(allowed) > 0 and not sampling.logits_processors
         has_rules = has_edits or is_penalised or len(allowed) > 0 or bool(sampling.logits_processors)
+        bits = pack_bits(allowed, self._vocab_size) if has_mask or sampling.grammar is not None else EMPTY
         if sampling.grammar is not None:
-            allowed_bits = pack_bits(allowed, self._vocab_size) if has_mask else None
-            self._grammars[row] = added.add_grammar(self.grammar_rows, allowed_bits)
+            self._grammars[row] = added.add_grammar(self.grammar_rows, bits if has_mask else None)
             has_mask = has_rules = True
         self._flags[row] = (
             is_random * IS_RANDOM
@@ -283,15 +306,15 @@ class Batch:
             | (sampling.logprobs >= 0 and sampling.logprobs_mode == "processed") * IS_PROCESSED
         )
         self._words[row, SampleRow.ROW] = row
-        self._words[row, SampleRow.MASK] = self._take_mask(allowed, masks) if has_mask else -1
+        self._words[row, SampleRow.MASK] = self._take_mask(bits, masks) if has_mask else -1
 
-    def _take_mask(self, allowed: Int64, masks: TableSpans) -> int:
-        """A row of the bitmasks, of the only ids that are allowed."""
+    def _take_mask(self, bits: Int32, masks: TableSpans) -> int:
+        """A row of the bitmasks, with these bits of allowed tokens."""
         if not self._free_masks:
             self._free_masks.append(self.num_masks)
             self.num_masks += 1
         mask = self._free_masks.pop()
-        masks.add(mask, 0, pack_bits(allowed, self._vocab_size))
+        masks.add(mask, 0, bits)
         return mask
 
     def _grown_tables(self, plan: StepPlan) -> Int32:
@@ -364,6 +387,8 @@ class Batch:
             is_plain=num_tokens == num_rows and num_choices is None and features.num_top in (-1, *NUM_TOP_SIZES),
             extra=extra,
         )
+        if self._failed:
+            step.failures = {i: self._failed[row] for i, row in enumerate(plan.rows.tolist()) if row in self._failed}
         if any_flags & HAS_GRAMMAR:
             step.grammars = self._grammar_samples(step, (rows, end), logits_row_of_sample)
         self._ask_for_more(step, rows, logits_row_of_sample)

@@ -160,7 +160,7 @@ def make_result(
     token_ids, status = out.token_ids[:num_samples], out.status[:num_samples]
     is_good = status == SAMPLED
     failures: tuple[RowFailure, ...] = ()
-    if failed_logits_rows or not is_good.all():
+    if step.failures or failed_logits_rows or not is_good.all():
         failures = _failures(step, status, failed_logits_rows)
         is_good &= ~np.isin(step.row_of_sample, [failure.index for failure in failures])
         token_ids = token_ids[is_good]
@@ -184,7 +184,8 @@ def make_result(
 def _failures(
     step: Step, status: NDArray[np.int32], failed_logits_rows: Mapping[int, Exception]
 ) -> tuple[RowFailure, ...]:
-    errors = {int(step.sampled[logits_row]): error for logits_row, error in failed_logits_rows.items()}
+    of_processors = {int(step.sampled[logits_row]): error for logits_row, error in failed_logits_rows.items()}
+    errors = of_processors | step.failures
     for _, index, _, row, _ in step.grammars:
         if row.problem and index not in errors:
             problem = f"structured: {row.problem}"

@@ -12,14 +12,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from aioengine.core.protocol import (
-    MAX_ID_CHARS,
-    MAX_PRIORITY,
-    MAX_SALT_CHARS,
-    MAX_SESSION_CHARS,
-    MAX_TENANT_CHARS,
-    check_limits,
-)
+from aioengine.core.protocol import check_limits
 from aioengine.errors import PromptTooLong
 from aioengine.frontend.admission import OnFull
 from aioengine.frontend.answer_format import PLAIN, AnswerOptions, AnswerPlan, with_constraint
@@ -27,7 +20,16 @@ from aioengine.frontend.runtime import Runtime
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.plan import int32
 from aioengine.scheduler.policy import Incoming
-from aioengine.scheduler.sequence import Request, Sequence, make_choices
+from aioengine.scheduler.sequence import (
+    MAX_ID_CHARS,
+    MAX_PRIORITY,
+    MAX_SALT_CHARS,
+    MAX_SESSION_CHARS,
+    MAX_TENANT_CHARS,
+    Request,
+    Sequence,
+    make_choices,
+)
 from aioengine.text.chat_input import copy_messages, take_template_kwargs
 from aioengine.text.template_files import MAX_TEMPLATE_BYTES
 from aioengine.validation import check_fields, invalid, is_utf8, shorten, typed

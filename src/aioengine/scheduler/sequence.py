@@ -10,20 +10,29 @@ import enum
 import math
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from aioengine.outputs import FinishReason
-from aioengine.sampling_params import ROW_PARAMS, SamplingParams
+from aioengine.sampling_params import MAX_SEED, MIN_SEED, ROW_PARAMS, SamplingParams
 from aioengine.scheduler.plan import Int32, LogitsProcessor, RowAdded, RowSampling, int32
 from aioengine.structured.grammar import CompiledGrammar, Thinking
+
+MAX_PRIORITY = 2**31 - 1
+MAX_SALT_CHARS = 1024
+MAX_TENANT_CHARS = 256
+MAX_SESSION_CHARS = 256
+MAX_ID_CHARS = 1024
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One prompt and what to do with it.
+
+    What comes from another process is checked against these bounds (`check_field`).
 
     Attributes:
         request_id: the caller's name for it; it may repeat, so nothing is looked up by it inside the core.
@@ -40,16 +49,16 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         thinking: the reasoning that comes before what ``params.structured`` asks for; None: there is none.
     """
 
-    request_id: str
+    request_id: Annotated[str, Meta(max_length=MAX_ID_CHARS)]
     prompt_token_ids: NDArray[np.int32]
     params: SamplingParams
-    seed: int
+    seed: Annotated[int, Meta(ge=MIN_SEED, le=MAX_SEED)]
     max_total_tokens: int
     bad_words: tuple[tuple[int, ...], ...] = ()
-    priority: int = 0
-    cache_salt: str = ""
+    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
+    cache_salt: Annotated[str, Meta(max_length=MAX_SALT_CHARS)] = ""
     thinking: Thinking | None = None
-    tenant: str = ""
+    tenant: Annotated[str, Meta(max_length=MAX_TENANT_CHARS)] = ""
     traceparent: str = ""
     tracestate: str = ""
     session: str = ""

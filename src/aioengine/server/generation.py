@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 
 import anyio
 
-from aioengine.core.protocol import MAX_SESSION_CHARS
 from aioengine.engine import Engine, Stream
 from aioengine.errors import AioEngineError, EngineClosed, InvalidRequest
 from aioengine.frontend.answer_format import AnswerOptions, template_variables
 from aioengine.outputs import CompletionDelta, CompletionOutput, RequestOutput
+from aioengine.scheduler.sequence import MAX_SESSION_CHARS
 from aioengine.server.access_log import MAX_ID_CHARS, is_fit_id
 from aioengine.server.answers import (
     Answer,

@@ -169,7 +169,7 @@ class RemoteCore:
             self._endings.tell(sequence.order)
             return
         choices = [member for member in (sequence, *sequence.children) if member.order in live]
-        self._link.send(wire.Finish([member.order for member in choices], reason, stop_reason))
+        self._link.send(wire.Finish([member.order for member in choices], reason))
         for member in choices:
             self._mirrors.end(member, reason, stop_reason).on_end()
         self._conditions.check()

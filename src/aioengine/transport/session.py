@@ -12,7 +12,7 @@ from aioengine.core.engine_core import EngineCore
 from aioengine.core.health import Beat
 from aioengine.core.listener import UNLIMITED, SampledLogprobs
 from aioengine.core.observers import log_begin
-from aioengine.core.protocol import MAX_ID_CHARS, MAX_PRIORITY, MAX_SALT_CHARS, MAX_TENANT_CHARS, check_limits
+from aioengine.core.protocol import check_limits
 from aioengine.core.tracing import PartSpan, begin_span
 from aioengine.errors import AioEngineError, EngineOverloaded, InvalidRequest, PromptTooLong
 from aioengine.metrics import StepRecord
@@ -25,6 +25,7 @@ from aioengine.text.worker import TextWorker
 from aioengine.transport import wire
 from aioengine.transport.peers import Arrival, PeerSession
 from aioengine.transport.wire_errors import to_fault
+from aioengine.validation import check_field, invalid
 
 MAX_UNREAD_MESSAGES = 4096
 MAX_UNREAD_BYTES = 64 * 2**20
@@ -157,7 +158,7 @@ class Session(PeerSession):
         for number in body.numbers:
             follower = self.followers.get(number)
             if follower is not None:
-                self.core.finish(follower.sequence, body.reason, body.stop_reason)
+                self.core.finish(follower.sequence, body.reason)
 
     def _check(self, body: wire.AddRequest, prompt: Int32, numbers: range) -> None:
         """Raise what is wrong with it; the rest is checked by `check_limits`."""
@@ -180,15 +181,8 @@ class Session(PeerSession):
             raise InvalidRequest("bad_words holds what is no token", param="bad_words")
         if body.thinking is not None:
             _check_thinking(body.thinking, info.vocab_size)
-        if abs(body.priority) > MAX_PRIORITY or not -(2**63) <= body.seed < 2**64:
-            raise InvalidRequest("priority or seed is out of range", param="priority")
-        for param, limit in (
-            ("request_id", MAX_ID_CHARS),
-            ("cache_salt", MAX_SALT_CHARS),
-            ("tenant", MAX_TENANT_CHARS),
-        ):
-            if len(getattr(body, param)) > limit:
-                raise InvalidRequest(f"{param}: at most {limit} characters are possible", param=param)
+        for name in ("request_id", "seed", "priority", "cache_salt", "tenant"):
+            check_field(Request, name, getattr(body, name), invalid)
         if numbers[0] < 0 or numbers[-1] >= 2**31 or any(number in self.followers for number in numbers):
             raise InvalidRequest(f"a sequence of number {body.number} is here already, or cannot be")
         most = (core.config.max_waiting + core.config.max_num_seqs) * (2 if body.is_moved else 1)
@@ -250,9 +244,12 @@ class Session(PeerSession):
             return
         failed = _share_dumps(news.failed[:MAX_FAILED])
         self._reset()
-        self.send(msgspec.structs.replace(news, failed=failed, record=record))
-        for begin in range(MAX_FAILED, len(news.failed), MAX_FAILED):
-            self.send(wire.StepOutputsMessage(failed=_share_dumps(news.failed[begin : begin + MAX_FAILED])))
+        try:
+            self.send(msgspec.structs.replace(news, failed=failed, record=record))
+            for begin in range(MAX_FAILED, len(news.failed), MAX_FAILED):
+                self.send(wire.StepOutputsMessage(failed=_share_dumps(news.failed[begin : begin + MAX_FAILED])))
+        except wire.TooLarge as error:  # whatever it made its sequences bring, it is alone with it
+            self.cut_off(f"what its sequences bring is no message: {error}")
 
     def note_transfer(self, control: AnyControl) -> None:
         """Remember the weights that it has begun to send."""

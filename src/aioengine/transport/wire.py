@@ -112,6 +112,7 @@ class Finish(WireMessage, frozen=True, tag=3):
     numbers: Annotated[list[int], Meta(max_length=MAX_FINISHED)]
     reason: FinishReason
     stop_reason: int | str | None = None
+    """Not read: the front end has ended them already, and knows why."""
 
 
 class Allow(WireMessage, frozen=True, tag=4):
