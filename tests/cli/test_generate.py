@@ -102,6 +102,7 @@ def test_a_shape_that_cannot_be_is_said(call_main: CallMain, tmp_path: Path) -> 
         (["--json-schema", str(tmp_path / "none.json")], "No such file"),
         (["--regex", "a", "--choice", "b"], "--regex and --choice are several shapes"),
         (["--regex", ""], "structured"),
+        (["--regex", "(", "--model", "none/such"], "unclosed group"),
         (["--json-schema", '{"type": "array", "uniqueItems": true}'], "uniqueItems"),
     ):
         code, _, stderr = call_main("generate", "x", *args)

@@ -291,12 +291,12 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0000\nsize 123
 UNEXPECTED = ("model.layers.0.self_attn.q_proj.bias", "model.layers.3.mlp.up_proj.weight", "other")
 NO_MAPS: tuple[Any, ...] = (None, {}, [], {"a": 3}, {"a": "../secret.safetensors"}, {"a": "/etc/passwd"})
 DAMAGES: dict[str, Damage] = {
-    "no weights": Damage(lambda folder: (folder / SINGLE_FILE).unlink(), ("{folder}", SINGLE_FILE, INDEX_FILE)),
+    "no weights": Damage(lambda folder: (folder / SINGLE_FILE).unlink(), ("{folder} has no weights", SINGLE_FILE)),
     "another format": Damage(
         lambda folder: (folder / SINGLE_FILE).rename(folder / "pytorch_model.bin"), ("pytorch_model.bin", "safetensors")
     ),
     **{f"cut to {size} bytes": Damage(cut(size), ("{file}", "damaged")) for size in (0, 4, 100, -1, -1000)},
-    "something else": Damage(lambda folder: (folder / SINGLE_FILE).write_text(POINTER), ("{file}", "damaged")),
+    "something else": Damage(lambda folder: (folder / SINGLE_FILE).write_text(POINTER), ("{file}", "Git LFS pointer")),
     "a shard cut short": Damage(cut(-8), ("{file}", "damaged"), shards=3),
     "a missing shard": Damage(lambda folder: last_file(folder).unlink(), ("{file} is missing",), shards=3),
     **{f"an index of {m!r}": Damage(with_index(m), (INDEX_FILE, "weight_map"), shards=3) for m in NO_MAPS},

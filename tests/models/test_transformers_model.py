@@ -234,7 +234,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_run_is_refused_with_the_reason(tmp_path: Path, case: str) -> None:
     config, reason = REFUSED[case]
-    config.architectures = ["SomeModel"]
+    config.architectures = ["SomeForCausalLM"]
     config.save_pretrained(tmp_path)
     with pytest.raises(ModelLoadError, match=reason):
         read(tmp_path)

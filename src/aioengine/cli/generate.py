@@ -15,6 +15,7 @@ import msgspec
 from aioengine import Engine
 from aioengine.cli.command import given, one_model, options_of, run
 from aioengine.config import EngineConfig
+from aioengine.models.folder import DEMO_MODEL, ModelFolder
 from aioengine.outputs import CompletionOutput, RequestOutput
 from aioengine.sampling_params import SamplingParams
 from aioengine.structured.constraints import Choice, Constraint, Json, Regex, read_schema
@@ -63,6 +64,7 @@ def generate(
     sampling = given(SamplingParams, flags)
     if (shape := constraint_of(json_schema, regex, choices)) is not None:
         sampling["structured"] = shape
+        _check_shape(shape)
     SamplingParams(**sampling)  # bad flags are refused before the model is loaded
     messages = as_messages(prompt, system) if is_chat or system is not None else None
     if not is_json:
@@ -86,6 +88,18 @@ def constraint_of(json_schema: str | None, regex: str | None, choices: tuple[str
     if regex is not None:
         return Regex(regex)
     return Choice(choices) if choices else None
+
+
+def _check_shape(shape: Constraint) -> None:
+    """Compile it for the bundled model's tokens, before any model is loaded.
+
+    Raises:
+        InvalidRequest: it cannot be enforced.
+    """
+    from aioengine.structured.guidance import Vocabulary
+
+    tokenizer = (DEMO_MODEL / "tokenizer.json").read_text("utf-8")
+    Vocabulary(tokenizer, 1, ModelFolder.read(DEMO_MODEL).eos_token_ids).compile(shape)
 
 
 def _schema_text(given_as: str) -> str:

@@ -12,6 +12,7 @@ import msgspec
 from aioengine.errors import InvalidRequest, ModelLoadError
 from aioengine.models.formats.gguf_families import config_of, generation_config_of
 from aioengine.models.formats.gguf_file import SHARD_NAME, GgufFile, all_shards
+from aioengine.models.no_model import check_begin, why_incomplete
 from aioengine.models.tokenizer_eos import tokenizer_eos_id
 from aioengine.sampling_params import SamplingParams
 from aioengine.validation import shorten
@@ -98,10 +99,12 @@ class ModelFolder(msgspec.Struct, frozen=True, kw_only=True):
             return cls(path=file, config=config_of(header), generation_config=generation_config_of(header))
         check_files(path)
         if not (path / "config.json").is_file():
-            raise ModelLoadError(
-                f"{path / 'config.json'} is missing: {path} is not a model that transformers saved. Of a hub model in "
-                "GGUF files give the name of one, as org/name:model.gguf"
+            why = why_incomplete(
+                path,
+                f"{path} is not a model that transformers saved. Of a hub model in GGUF files give the name of one, as "
+                "org/name:model.gguf",
             )
+            raise ModelLoadError(f"{path / 'config.json'} is missing: {why}")
         generation_config = path / "generation_config.json"
         return cls(
             path=path,
@@ -215,6 +218,7 @@ def _check_file(path: Path, max_bytes: int | None) -> None:
         raise ModelLoadError(f"{path} is no regular file, but a {_KINDS.get(stat.S_IFMT(status.st_mode), 'device')}")
     if max_bytes is not None and status.st_size > max_bytes:
         raise ModelLoadError(f"{path} has {status.st_size} bytes; at most {max_bytes} are read")
+    check_begin(path)
 
 
 _KINDS = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket"}
@@ -297,15 +301,16 @@ def _from_hub(model: str, revision: str | None, patterns: list[str], may_downloa
     # The hub's client raises its own errors, those of its HTTP library, ValueError and OSError; all mean the same here.
     except Exception as error:
         wanted = model if revision is None else f"{model} at revision {revision}"
+        why = (
+            "it could not be downloaded: check the name and the network, log in if it is gated, or give the path of a "
+        )
+        why += f"folder. The hub's client says: {(str(error).strip() or repr(error)).splitlines()[0]}"
         if not may_download:
             get = f"hf download {model}" + (f" --revision {revision}" if revision is not None else "")
-            raise ModelLoadError(
-                f"{wanted!r} is neither a folder here nor in the hub's cache ({constants.HF_HUB_CACHE}), and nothing "
-                f"is downloaded for this: `{get}` brings it there"
-            ) from error
+            why = f"nothing is downloaded for this: `{get}` brings it there"
+        elif constants.HF_HUB_OFFLINE:
+            why = "HF_HUB_OFFLINE keeps it from being asked: check the name, unset that, or give the path of a folder"
         raise ModelLoadError(
-            f"{wanted!r} is neither a folder here, nor in the hub's cache ({constants.HF_HUB_CACHE}), nor could it be "
-            "downloaded: check the name, the network and HF_HUB_OFFLINE, log in for a gated model, or give the path of "
-            f"a folder. The hub's client says: {error}"
+            f"{wanted!r} is neither a folder here nor in the hub's cache ({constants.HF_HUB_CACHE}), and {why}"
         ) from error
     return Path(folder)

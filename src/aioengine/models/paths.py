@@ -28,6 +28,8 @@ logger = logging.getLogger("aioengine")
 WITHOUT_TEXT = {
     r"Classification|RewardModel|QuestionAnswering|MultipleChoice|NextSentencePrediction": "it classifies",
     r"MaskedLM|ForPreTraining": "it is an encoder that fills in what is masked",
+    r"Detection|Segmentation|DepthEstimation|(CLIP|Siglip|Siglip2|ViT|Dinov2)Model": "it sees images",
+    r"(?<!LMHead)Model": "it is a model without a head, which gives embeddings",
 }
 """What ends the names of architectures whose models generate no text, though their config may have one that does."""
 
@@ -47,11 +49,14 @@ def choose_path(folder: ModelFolder, config: EngineConfig) -> PathChoice:
             not run.
     """
     native, architecture = native_architecture(folder.config), _architecture(folder)
+    has_code = "AutoModelForCausalLM" in (folder.config.get("auto_map") or ())
     for ending, what in WITHOUT_TEXT.items():
-        if re.search(rf"({ending})$", architecture):
+        if re.search(rf"({ending})$", architecture) and not has_code:
             raise ModelLoadError(
                 f"{folder.source_of('config.json')}: architecture {architecture}: {what}, and generates no text"
             )
+    if (folder.path / "config_sentence_transformers.json").is_file():
+        raise ModelLoadError(f"{folder.path} is a model of sentence-transformers, which gives embeddings and no text")
     is_native = native is not None
     if config.model_path == "native" and not is_native:
         raise ModelLoadError(
@@ -78,7 +83,14 @@ def _architecture(folder: ModelFolder) -> str:
             name for name, family in ARCHITECTURES.items() if family.model_type == folder.config.get("model_type")
         )
         known = next(of_type, None)
-        hint = f', as "architectures": ["{known}"] for its model_type' if known else ""
+        of_images = "; this is a part of a pipeline of diffusers, which makes images"
+        hint = (
+            f', as "architectures": ["{known}"] for its model_type'
+            if known
+            else of_images
+            if "_class_name" in folder.config
+            else ""
+        )
         raise ModelLoadError(
             f"{folder.source_of('config.json')}: architectures={shorten(names)}; a list of one is needed{hint}"
         )

@@ -28,7 +28,6 @@ SPACE = "▁"
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LINES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_LINE = _LINES.replace("]+", "]")
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _LINES
 _REST_WITH_SLASH = _REST.replace(r"[\r\n]*|", r"[\r\n/]*|", 1)
 _LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST
@@ -51,12 +50,9 @@ _DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
     + _LINES
 )
-_BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 _SEED = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|" + _LINES
-_BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|" + _LINE
-_LETTERS_AND_SPACES = r"(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+"
-_EXAONE_MOE = (
-    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?{_LETTERS_AND_SPACES}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]?|" + _LINE
+_BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|" + _LINES.replace(
+    "]+", "]"
 )
 _PUNCTUATION = r"[\p{P}\$\+<=>\^~\|`]+"
 
@@ -81,11 +77,9 @@ PATTERNS = {
     **_all("deepseek-coder", r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _ASIAN, r"\p{N}"),
     **_all("seed-coder", _SEED),
     **_all("bailingmoe bailingmoe2 llada-moe", _BAILING),
-    **_all("exaone-moe", _EXAONE_MOE),
     **_all("minicpm5", r"\p{N}{1,3}", _LLAMA3.replace("{1,3}", "+")),
     **_all("superbpe", r"\p{N}+", r"(?=(\d{3})+(?!\d))"),
-    **_all("bloom poro-chat gpt3-finnish", _BLOOM),
-    **_all("viking", _BLOOM, r"\p{N}"),
+    **_all("viking", r" ?[^(\s|.,!?…。，、।۔،)]+", r"\p{N}"),
     **_all("falcon", _PUNCTUATION, _GPT2, "[0-9][0-9][0-9]"),
     **_all("default", _PUNCTUATION.replace("`", ""), _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
 }

@@ -10,6 +10,7 @@ import base64
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def load_tokenizer(folder: Path) -> LoadedTokenizer:
     is_cut = (folder / "vocab.json").is_file() and not any(
         (folder / name).is_file() for name in ("merges.txt", "tokenizer.json")
     )
-    hint = "; vocab.json needs merges.txt beside it, or a tokenizer.json" if is_cut else ""
+    hint = "; vocab.json needs merges.txt beside it, or a tokenizer.json" if is_cut else _missing_modules(folder)
     with failures_as(lambda problem: ModelLoadError(f"{folder}: the tokenizer could not be loaded: {problem}{hint}")):
         loaded = _load_plain(folder, settings, config.get("model_type")) or _load_with_transformers(folder)
     num_ids = config.get("vocab_size")
@@ -141,6 +142,16 @@ def _check_vocabulary(folder: Path) -> None:
             "remove tokenizer_config.json and give prompts as token ids"
         )
     raise ModelLoadError(f"{folder} has no tokenizer (none of {names}); add one, or give prompts as token ids")
+
+
+def _missing_modules(folder: Path) -> str:
+    """A hint for a vocabulary that one of transformers' optional packages reads."""
+    needed = {"sentencepiece": folder.glob("*.model"), "tiktoken": folder.glob("tiktoken.model")}
+    missing = [name for name, files in needed.items() if any(files) and find_spec(name) is None]
+    is_read = missing and not (folder / "tokenizer.json").is_file()
+    return (
+        f"; its vocabulary may need packages that are not installed: pip install {' '.join(missing)}" if is_read else ""
+    )
 
 
 @contextmanager

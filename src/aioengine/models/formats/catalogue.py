@@ -14,6 +14,7 @@ from aioengine.models.formats import awq, bitsandbytes, compressed_tensors, fp8,
 from aioengine.models.formats.coded_tensor import BadConfig, Format, find_coded
 from aioengine.models.formats.gguf_tensors import read_gguf
 from aioengine.models.formats.stored import Files, FileTensor, Stored
+from aioengine.models.no_model import why_incomplete
 from aioengine.validation import shorten
 
 QUANT_METHODS: dict[str, Callable[[dict[str, Any]], Format]] = {
@@ -145,11 +146,9 @@ def _read_files(folder: Path) -> dict[str, FileTensor]:
             return {entry.name: entry for entry in read_header(folder / single)}
         if (folder / index).is_file():
             return _read_shards(folder / index, read_header)
-    other = next((p.name for p in sorted(folder.glob("*")) if p.suffix in (".bin", ".pt", ".pth")), None)
-    hint = f"; {other} is another format: save the model as safetensors" if other else ""
-    raise ModelLoadError(
-        f"{folder} holds none of {', '.join(file for single, index, _ in KINDS for file in (single, index))}{hint}"
-    )
+    wanted = " or ".join(single for single, *_ in KINDS)
+    why = why_incomplete(folder, "download the weights, too")
+    raise ModelLoadError(f"{folder} has no weights ({wanted}, or an index of several files): {why}")
 
 
 def _read_shards(index: Path, read_header: Callable[[Path], Iterator[FileTensor]]) -> dict[str, FileTensor]:

@@ -286,11 +286,23 @@ OLMO3 = GgufFamily(architecture="Olmo3ForCausalLM", model_type="olmo3", fields=W
 """An "olmo2" with windows."""
 
 
+_EMBEDS = "is an embedding model, and generates no text"
+NO_TEXT = {
+    **dict.fromkeys(("clip", "mmproj"), "is the projector of images of a model: give the model's own file"),
+    **dict.fromkeys(("bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "gemma-embedding", "t5encoder"), _EMBEDS),
+    "adapter": "is an adapter (LoRA), and no model: merge it into its base model, and give the merged one",
+}
+"""Architectures and types of files that are no model which generates text."""
+
+
 def family_of(file: GgufFile) -> GgufFamily:
     """Raises:
     ModelLoadError: the architecture is not supported.
     """
     name = file.get("general.architecture", str)
+    kind = file.get("general.type", str, "model")
+    if name in NO_TEXT or kind in NO_TEXT:
+        raise ModelLoadError(f"{file.path} {NO_TEXT.get(name) or NO_TEXT[kind]}")
     if name not in FAMILIES:
         raise ModelLoadError(f"{file.path}: architecture {shorten(name)} in GGUF; supported: {', '.join(FAMILIES)}")
     if name == "llama" and file.get("llama.expert_count", int, 0):

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from aioengine.errors import ModelLoadError
+from aioengine.models.no_model import check_begin
 from aioengine.validation import shorten
 
 MAGIC = b"GGUF"
@@ -35,6 +36,7 @@ MAX_STRINGS = 2**22
 
 MAX_DIMS = 4
 MAX_NAME_BYTES = 2**16
+MAX_SHOWN_SHARDS = 8
 SHARD_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 NUMBER_TYPES = {
@@ -142,8 +144,11 @@ def _other_shards(path: Path, count: int) -> Iterator[Path]:
         raise ModelLoadError(f"{path} says split.count={count}, and is not named NAME-00001-of-{count:05}.gguf")
     if int(parts["number"]) != 1:
         raise ModelLoadError(f"{path} is a later part of a model: give {parts['stem']}-00001-of-{parts['count']}.gguf")
-    for number in range(2, count + 1):
-        yield path.with_name(f"{parts['stem']}-{number:05}-of-{parts['count']}.gguf")
+    others = [path.with_name(f"{parts['stem']}-{number:05}-of-{count:05}.gguf") for number in range(2, count + 1)]
+    if missing := [other.name for other in others if not other.exists()]:
+        names = ", ".join(missing[:MAX_SHOWN_SHARDS]) + (", …" if missing[MAX_SHOWN_SHARDS:] else "")
+        raise ModelLoadError(f"{path} is one of {count} files; of the others {len(missing)} are missing: {names}")
+    yield from others
 
 
 def _read_header(path: Path) -> GgufFile:
@@ -155,6 +160,7 @@ def _read_header(path: Path) -> GgufFile:
     except OSError as error:
         raise ModelLoadError(f"{path} cannot be read: {error.strerror or error}") from error
     except _Damaged as error:
+        check_begin(path)
         raise ModelLoadError(f"{path}: {error}") from error
 
 

@@ -37,6 +37,8 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file
     except FileNotFoundError as error:
-        raise ModelLoadError(f"{path} is missing") from error
+        raise ModelLoadError(f"{path} is missing: the model is not complete, download it again") from error
     except (SafetensorError, OSError, MemoryError) as error:  # the last: there is no room to map it
-        raise ModelLoadError(f"{path} is damaged or cut short, or cannot be read: {error}") from error
+        raise ModelLoadError(
+            f"{path} is damaged or cut short, or cannot be read: {error}. If it was downloaded, do that again"
+        ) from error
