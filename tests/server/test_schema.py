@@ -39,6 +39,7 @@ from aioengine.server.schema import (
     known_names,
     template_kwargs,
 )
+from aioengine.structured.constraints import Json, Regex
 
 Kind = type[ChatRequest] | type[CompletionRequest]
 
@@ -194,12 +195,40 @@ def test_one_constraint_at_a_time() -> None:
     "given",
     [
         {}, {"type": "xml"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {"name": "a"}},
-        {"type": "json_schema", "json_schema": {"schema": []}}, {"type": 1}, {"type": "json_schema", "schema": {}},
+        {"type": "json_schema", "json_schema": {"schema": []}}, {"type": 1}, {"type": "json_schema", "schema": 5},
+        {"type": "json"}, {"type": "json", "value": "{}"}, {"type": "json_object", "schema": []}, {"type": "regex"},
+        {"type": "json_object", "value": 5}, {"type": "json_schema", "json_schema": []}, {"type": "regex", "value": {}},
     ],
 )  # fmt: skip
 def test_a_response_format_that_is_none_is_refused(given: Any) -> None:
     for kind in KINDS:
         refused(partial(checked(kind, response_format=given).sampling), "response_format", "invalid_value")
+
+
+SHAPE = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"type": "json_schema", "json_schema": {"name": "a", "schema": SHAPE}},
+        {"type": "json_object", "schema": SHAPE}, {"type": "json_object", "value": SHAPE},
+        {"type": "json", "value": SHAPE}, {"type": "json_schema", "schema": SHAPE}, {"type": "json", "schema": SHAPE},
+        {"type": "json_schema", "value": {"name": "a", "schema": SHAPE}},
+        {"type": "json_object", "json_schema": {"schema": SHAPE}, "schema": None},
+    ],
+)  # fmt: skip
+def test_a_schema_is_found_wherever_a_client_puts_it(given: Any) -> None:
+    for kind in KINDS:
+        assert checked(kind, response_format=given).sampling()["structured"] == Json(SHAPE)
+
+
+def test_a_response_format_without_a_schema_is_any_object_or_a_pattern() -> None:
+    for kind in KINDS:
+        for plain in ({"type": "json_object"}, {"type": "json_object", "schema": None}):
+            assert checked(kind, response_format=plain).sampling()["structured"] == Json()
+        pattern = {"type": "regex", "value": "a+"}
+        assert checked(kind, response_format=pattern).sampling()["structured"] == Regex("a+")
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in KINDS for name in schema.integer_fields(kind)])

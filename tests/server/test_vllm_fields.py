@@ -78,7 +78,6 @@ async def test_the_prompts_log_probabilities_are_in_the_body(
         told = await ask(http, path, max_tokens=2, seed=1, prompt_logprobs=num_top)
         of = told if path == CHAT else told["choices"][0]
         check_prompt_logprobs(of["prompt_logprobs"], expected.prompt_logprobs or [], num_top)
-        assert "prompt_logprobs" not in await ask(http, path, max_tokens=2)
 
 
 async def test_an_echo_and_the_body_may_have_different_numbers_of_them(engine: Engine, http: httpx.AsyncClient) -> None:
@@ -193,6 +192,36 @@ async def test_modes_of_log_probabilities_by_both_names_and_no_others(http: http
     assert "choose one of" in error["message"]
 
 
+@both_paths
+async def test_named_tokens_have_their_log_probabilities_at_each_position(
+    engine: Engine, http: httpx.AsyncClient, path: str
+) -> None:
+    """Instead of the likeliest ones, beside the sampled one; whole and streamed."""
+    named = [7, 300, 41]
+    asks: Any = {"logprobs": True, "top_logprobs": 5} if path == CHAT else {"logprobs": 5}
+    asked: Any = {**asks, "logprob_token_ids": named, "max_tokens": 4, "seed": 1, "return_tokens_as_token_ids": True}
+    expected = await engine.generate(PATHS[path][1], max_tokens=4, seed=1, logprob_token_ids=named)
+    lines = [{i: entry.logprob for i, entry in line.items()} for line in expected.outputs[0].logprobs or ()]
+    assert all(set(named) <= line.keys() and len(line) <= 4 for line in lines)
+    whole = await ask(http, path, **asked)
+    streamed = events_of((await http.post(path, json={**PATHS[path][0], **asked, "stream": True})).content)
+    for choices in (whole["choices"], [choice for event in streamed for choice in event["choices"]]):
+        logprobs = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+        if path == CHAT:
+            content = [position for part in logprobs for position in part["content"]]
+            told = [{top["token"]: top["logprob"] for top in position["top_logprobs"]} for position in content]
+        else:
+            told = [top for part in logprobs for top in part["top_logprobs"]]
+        for line, position in zip(lines, told, strict=True):
+            assert position == pytest.approx({f"token_id:{i}": logprob for i, logprob in line.items()}, abs=1e-4)
+    alone: dict[str, Any] = (
+        {"echo": True, "max_tokens": 0, "logprobs": 1} if path == COMPLETION else {"logprobs": False}
+    )
+    for more in ({}, alone):
+        assert (await refused(http, path, logprob_token_ids=named, **more))["param"] == "logprob_token_ids"
+    assert (await refused(http, path, **asks, logprob_token_ids=[10**6]))["param"] == "logprob_token_ids"
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 async def test_what_a_grammar_forbids_has_no_processed_log_probability(engine: Engine, temperature: float) -> None:
     choices = [" a", " b", " fox"]
@@ -253,8 +282,9 @@ async def test_token_ids_are_told_whole_and_streamed(engine: Engine, http: httpx
         assert "prompt_token_ids" in places[0]
 
         plain = await ask(http, path, **asked)
-        assert "token_ids" not in plain["choices"][0]
-        assert "prompt_token_ids" not in {**plain, **plain["choices"][0]}
+        assert all(choice["token_ids"] is None for choice in plain["choices"])
+        for place in [plain] if path == CHAT else plain["choices"]:
+            assert (place["prompt_token_ids"], place["prompt_logprobs"]) == (None, None), "as vLLM has them"
 
 
 async def test_several_prompts_have_their_own_ids(engine: Engine, http: httpx.AsyncClient) -> None:

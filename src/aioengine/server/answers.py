@@ -10,6 +10,7 @@ import asyncio
 import bisect
 import codecs
 import itertools
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
@@ -83,12 +84,18 @@ class Extras(NamedTuple):
         has_token_ids: so are the ids of prompt and output.
         is_by_ids: log-probabilities name tokens by their ids instead of their texts.
         num_prompt_top: how many likeliest tokens to tell of at each position of the prompt; None: nothing.
+        num_named: tokens that the request has named, which are told of at each position instead of the likeliest ones.
     """
 
     has_reasoning: bool = True
     has_token_ids: bool = False
     is_by_ids: bool = False
     num_prompt_top: int | None = None
+    num_named: int = 0
+
+    def max_rank(self, top_logprobs: int | None) -> int:
+        """The last rank that is told of at a position."""
+        return sys.maxsize if self.num_named else top_logprobs or 0
 
 
 NO_EXTRAS = Extras()
@@ -271,7 +278,7 @@ class ChoicesAnswer(Answer):
         self._tells_of_each_token = top_logprobs is not None or extras.has_token_ids
         """Also of those that bring no text."""
         self._has_usage = has_usage
-        self.max_positions = positions_a_slice(max(top_logprobs or 0, extras.num_prompt_top or 0))
+        self.max_positions = positions_a_slice(max(top_logprobs or 0, extras.num_prompt_top or 0, extras.num_named))
         self._event_head = self._head_of(self.PART)
         self._event_end = b'}],"usage":null}\n\n' if has_usage else b"}]}\n\n"
         self._prefixes: dict[int, bytes] = {}
@@ -293,11 +300,12 @@ class ChoicesAnswer(Answer):
         return b""
 
     async def _of_prompt(self, output: RequestOutput) -> bytes:
-        """Fields about a prompt that were asked for, each with a comma before it."""
-        fields = b""
-        if self._extras.has_token_ids:
-            fields += b',"prompt_token_ids":' + await encode_ids(output.prompt_token_ids)
-        if (num_top := self._extras.num_prompt_top) is not None:
+        """Fields about a prompt, each with a comma before it; as vLLM's they are null where nothing asked for them."""
+        ids = await encode_ids(output.prompt_token_ids) if self._extras.has_token_ids else b"null"
+        fields = b',"prompt_token_ids":' + ids
+        if (num_top := self._extras.num_prompt_top) is None:
+            fields += b',"prompt_logprobs":null'
+        else:
             positions: list[bytes] = []
 
             def add(position: TokenLogprobs | None) -> None:
@@ -392,7 +400,7 @@ class ChatAnswer(ChoicesAnswer):
         super().__init__(head, top_logprobs=top_logprobs, has_usage=has_usage, extras=extras)
         self._has_text = has_text
         self._token_bytes = token_bytes
-        self._writer = PositionWriter(token_bytes, top_logprobs or 0, is_by_ids=extras.is_by_ids)
+        self._writer = PositionWriter(token_bytes, extras.max_rank(top_logprobs), is_by_ids=extras.is_by_ids)
 
     async def _choice(self, number: int, output: RequestOutput, choice: CompletionOutput) -> bytes:
         logprobs = b"null"
@@ -404,7 +412,7 @@ class ChatAnswer(ChoicesAnswer):
             logprobs = _content(positions)
         message = encode(message_of(choice, has_reasoning=self._extras.has_reasoning))
         ending = _ending(finish_reason_of(choice, bool(choice.tool_calls)), choice.stop_reason)
-        ending += self._ids_of(choice)
+        ending += self._ids_of(choice) or b',"token_ids":null'
         return b'{"index":%d,"message":%b,"logprobs":%b,%b}' % (number, message, logprobs, ending)
 
     def usage(self, outputs: Sequence[RequestOutput]) -> Usage:
@@ -494,7 +502,7 @@ class CompletionAnswer(ChoicesAnswer):
         columns.place = self._place_behind(prompt)
         await self._add_all(choice.logprobs or (), columns.add)
         logprobs = b"null" if self._top_logprobs is None else columns.encoded()
-        ending = _ending(choice.finish_reason, choice.stop_reason) + self._ids_of(choice)
+        ending = _ending(choice.finish_reason, choice.stop_reason) + (self._ids_of(choice) or b',"token_ids":null')
         ending += await self._of_prompt(output)
         return b'{"index":%d,"text":%b,"logprobs":%b,%b}' % (number, encode(text), logprobs, ending)
 
@@ -507,7 +515,7 @@ class CompletionAnswer(ChoicesAnswer):
         return b"".join(events)
 
     def _columns(self, place: TextPlace) -> _Columns:
-        return _Columns(place, self._top_logprobs or 0, is_by_ids=self._extras.is_by_ids)
+        return _Columns(place, self._extras.max_rank(self._top_logprobs), is_by_ids=self._extras.is_by_ids)
 
     def _place_behind(self, prompt: str) -> TextPlace:
         """Where a choice's own tokens begin."""

@@ -507,12 +507,12 @@ class Api:
             lambda _: self.engine.tokenize(prompt, add_special_tokens=add, chat_template_kwargs=kwargs, tools=tools),
         )
         answer: dict[str, Any] = {"count": len(ids), "max_model_len": self.engine.info.max_model_len}
+        answer["token_strs"] = None
         if request.return_token_strs:
             if len(ids) > MAX_TOKEN_STRS:
                 message = f"return_token_strs is for at most {MAX_TOKEN_STRS:,} tokens, and these are {len(ids):,}"
                 raise invalid_value("return_token_strs", message)
-            texts = self.engine.token_bytes(ids, skip_special_tokens=False)
-            answer["token_strs"] = [text.decode(errors="replace") for text in texts]
+            answer["token_strs"] = self.engine.get_tokenizer().convert_ids_to_tokens(ids)
         return Response(200, await _with_ids(answer, "tokens", ids), JSON_HEADERS)
 
     async def _detokenize(self, exchange: Exchange, record: RequestRecord) -> Response:

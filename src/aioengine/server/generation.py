@@ -400,6 +400,7 @@ class GenerationCall:
             has_token_ids=bool(request.return_token_ids),
             is_by_ids=self._config.return_tokens_as_token_ids if asked is None else asked,
             num_prompt_top=request.prompt_logprobs,
+            num_named=len(request.logprob_token_ids or ()),
         )
 
     async def _answer(self, request: Generation, group: StreamGroup, answer: Answer) -> Response | None:

@@ -86,6 +86,7 @@ class Generation(RowFields, kw_only=True):
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: str | list[str] | None = None
+    logprob_token_ids: list[int] | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -117,6 +118,11 @@ class Generation(RowFields, kw_only=True):
                 if not value.is_integer():
                     raise ApiError(400, "invalid_type", f"{name}: expected `int`, got `float`", param=name)
                 setattr(self, name, int(value))
+
+    @property
+    def has_logprobs(self) -> bool:
+        """The answer tells of output tokens' log-probabilities, in a form that has room for any token's."""
+        return False
 
     def has_usage(self, *, unless_said: bool) -> bool:
         """Whether a stream ends with its usage."""
@@ -169,6 +175,9 @@ class Generation(RowFields, kw_only=True):
         if self.stream and self.prompt_logprobs is not None:
             told = "prompt_logprobs are not in streams: set stream to false, or leave them out"
             raise invalid_value("prompt_logprobs", told)
+        if self.logprob_token_ids is not None and not self.has_logprobs:
+            told = "logprob_token_ids are among the log-probabilities of chats and completions: ask for logprobs, too"
+            raise invalid_value("logprob_token_ids", told)
         if self.stream_options is not None and not self.stream:
             told = "stream_options is for streams: set stream to true, or leave it out"
             raise invalid_value("stream_options", told)
@@ -179,24 +188,31 @@ GUIDED = ("json", "regex", "choice", "grammar")
 
 
 def read_response_format(given: dict[str, Any] | None) -> Constraint | None:
-    """OpenAI's ``response_format``, and vLLM's further type ``structural_tag``.
+    """OpenAI's ``response_format``, vLLM's further type ``structural_tag``, and the types of huggingface_hub.
 
-    A schema with ``"strict": false`` is enforced as far as it can be; each other one is enforced, or refused.
+    Servers put a schema in different places: in ``json_schema``, or beside the type as ``schema`` or ``value``. One
+    with ``"strict": false`` is enforced as far as it can be; each other one is enforced, or refused.
     """
     kind = given.get("type") if given is not None else "text"
     if given is None or kind == "text":
         return None
-    if kind == "json_object":
-        return Json()
-    if kind == "json_schema":
-        wrapped = given.get("json_schema")
-        if not isinstance(wrapped, dict) or not isinstance(schema := wrapped.get("schema"), dict | bool):
+    if kind in ("json_object", "json_schema", "json"):
+        wrapped = given if given.get("json_schema") is None else given["json_schema"]
+        schemas = [wrapped.get(name) for name in ("schema", "value")] if isinstance(wrapped, dict) else [wrapped]
+        schema = next((schema for schema in schemas if schema is not None), None)
+        if schema is None and kind == "json_object":
+            return Json()
+        if kind == "json_schema" and isinstance(schema, dict) and isinstance(schema.get("schema"), dict):
+            wrapped, schema = schema, schema["schema"]  # TGI's value is what OpenAI's json_schema is
+        if not isinstance(schema, dict | bool):
             told = 'response_format needs {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}'
             raise invalid_value("response_format", told)
         return Json(schema, lenient=wrapped.get("strict") is False)
+    if kind == "regex" and isinstance(given.get("value"), str):
+        return from_vllm({"regex": given["value"]})
     if kind == "structural_tag":
         return read_structural_tag(given)
-    told = "response_format.type is text, json_object, json_schema or structural_tag"
+    told = "response_format.type is text, json_object, json_schema, regex with a value, or structural_tag"
     raise invalid_value("response_format", told)
 
 
@@ -222,6 +238,10 @@ class CompletionRequest(Generation, kw_only=True):
     """The API's."""
 
     @property
+    def has_logprobs(self) -> bool:
+        return self.logprobs is not None and not self.is_echo_alone
+
+    @property
     def is_echo_alone(self) -> bool:
         """Nothing is asked for but the prompt again, for its log-probabilities."""
         return bool(self.echo) and self.max_tokens == 0
@@ -240,7 +260,7 @@ class CompletionRequest(Generation, kw_only=True):
         if self.is_echo_alone:
             sampling["max_tokens"] = 1
         if self.logprobs is not None:
-            sampling["logprobs"] = self.logprobs
+            sampling["logprobs"] = 0 if self.logprob_token_ids else self.logprobs
             if self.echo:
                 sampling["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
         return sampling
@@ -282,6 +302,10 @@ class ChatRequest(ChatGeneration, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
+    @property
+    def has_logprobs(self) -> bool:
+        return bool(self.logprobs)
+
     def check(self) -> None:
         super().check()
         if self.top_logprobs and not self.logprobs:
@@ -295,7 +319,7 @@ class ChatRequest(ChatGeneration, kw_only=True):
         if self.max_completion_tokens is not None:
             sampling["max_tokens"] = self.max_completion_tokens
         if self.logprobs:
-            sampling["logprobs"] = self.top_logprobs or 0
+            sampling["logprobs"] = 0 if self.logprob_token_ids else self.top_logprobs or 0
         return sampling
 
 
