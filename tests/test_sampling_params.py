@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Meta
 
+from aioengine.config import EngineConfig
 from aioengine.errors import InvalidRequest, ModelLoadError
 from aioengine.models.folder import ModelFolder
 from aioengine.sampling_params import (
@@ -33,8 +34,9 @@ from aioengine.sampling_params import (
     SamplingParams,
     make_params,
 )
+from aioengine.server.schema import ChatRequest, known_names
 from aioengine.structured.constraints import Constraint
-from aioengine.validation import check_fields, shorten
+from aioengine.validation import OTHER_NAMES, check_fields, nearest, shorten
 
 FIELDS = SamplingParams.__struct_fields__
 MAX_MESSAGE_CHARS = 400
@@ -457,6 +459,18 @@ def test_limits_within_unions_and_floats_within_collections_are_found(name: str,
         Limits(**{name: value})
     assert error.value.args[0] == name
     assert message in error.value.args[1]
+
+
+def test_names_of_other_libraries_are_found_where_ours_is_known() -> None:
+    known = {*FIELDS, *EngineConfig.__struct_fields__, *known_names(ChatRequest)}
+    assert known.isdisjoint(OTHER_NAMES.keys() - known_names(ChatRequest))
+    assert {ours for names in OTHER_NAMES.values() for ours in names} <= {*known, "max_output_tokens"}
+    for name in ("max_completion_tokens", "response_format", "guided_json", "max_new_tokens", "repeat_penalty"):
+        with pytest.raises(InvalidRequest, match=rf"'{name}'; did you mean '({'|'.join(OTHER_NAMES[name])})'"):
+            SamplingParams(**{name: 5})
+    assert nearest("max_new_tokens", known_names(ChatRequest)) == "; did you mean 'max_tokens'?"
+    assert nearest("json_schema", known_names(ChatRequest)) == "; did you mean 'response_format'?"
+    assert nearest("num_ctx", known_names(ChatRequest)) == "", "over HTTP nobody is told of Python's arguments"
 
 
 SHOWN: dict[str, Any] = {

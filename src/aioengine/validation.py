@@ -103,13 +103,52 @@ def check_known_fields(
     known = struct_type.__struct_fields__
     for name in names:
         if name not in known:
-            hint = nearest(name, known) or f"; known: {', '.join(known)}"
+            told = [ELSEWHERE[one] for one in (name, *OTHER_NAMES.get(name, ())) if one in ELSEWHERE]
+            near = "" if name in ELSEWHERE else nearest(name, known)
+            hint = near or f"; {told[0] if told else 'known: ' + ', '.join(known)}"
             raise error(name, f"unknown parameter {shorten(name)}{hint}")
+
+
+_NAMES_OF_OTHERS = {
+    "max_tokens max_output_tokens": "max_new_tokens max_completion_tokens max_length max_gen_len num_predict n_predict",
+    "min_tokens": "min_new_tokens min_length",
+    "repetition_penalty": "repeat_penalty rep_pen",
+    "stop": "stop_sequences stop_strings stop_words",
+    "stop_token_ids": "eos_token_id eos_token_ids",
+    "n": "num_return_sequences num_completions best_of",
+    "temperature": "temp do_sample",
+    "seed": "random_seed manual_seed",
+    "structured response_format": "response_format json_schema output_schema format grammar guided_json guided_regex "
+    "guided_choice guided_grammar",
+    "max_model_len": "n_ctx num_ctx ctx_size context_length context_size max_seq_len max_seq_length",
+    "device": "device_map n_gpu_layers num_gpu main_gpu",
+    "dtype": "torch_dtype precision",
+    "quantization": "load_in_4bit load_in_8bit quantization_config",
+    "num_threads": "n_threads num_thread threads",
+    "max_num_batched_tokens": "n_batch num_batch",
+    "max_num_seqs": "max_batch_size n_parallel num_parallel",
+    "model": "model_name model_id pretrained_model_name_or_path",
+    "gpu_memory_utilization": "mem_fraction_static gpu_memory_fraction",
+}
+OTHER_NAMES = {name: ours.split() for ours, names in _NAMES_OF_OTHERS.items() for name in names.split()}
+"""Names that other libraries have for a parameter, with ours: the one counts that is known where it is given."""
+OF_REQUESTS = "it is of a request: give it to generate, stream or chat, or in SamplingParams"
+ELSEWHERE = {
+    **dict.fromkeys(("temperature", "top_p", "top_k", "max_tokens", "stop", "n", "structured", "tools"), OF_REQUESTS),
+    "max_model_len": "it is of the engine: give max_model_len to Engine or LLM",
+    "do_sample": "temperature=0 is greedy, any other temperature draws",
+    "output_type": "it is for generate: out = await engine.generate(prompt, output_type=...), and out.parsed",
+    "streamer": "use `async with engine.stream(...) as stream:`",
+    "verbose": "set the level of the logger 'aioengine'",
+}
+"""Names that are unknown where they are given, with what to do instead."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Which of the known names may have been meant, to be put behind a message; empty if none comes near."""
-    near = difflib.get_close_matches(name, known, n=1) if len(name) <= MAX_NAME_CHARS else []
+    near = [ours for ours in OTHER_NAMES.get(name, ()) if ours in known]
+    if not near and len(name) <= MAX_NAME_CHARS:
+        near = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

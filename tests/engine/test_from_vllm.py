@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 import pytest
 
-from aioengine import ConfigError, Engine, EngineConfig, InvalidRequest, RequestOutput, SamplingParams
+from aioengine import LLM, ConfigError, Engine, EngineConfig, InvalidRequest, LLMEngine, RequestOutput, SamplingParams
 from aioengine.config import NEUTRAL_CONFIG
 from aioengine.sampling_params import NEUTRAL_ARGUMENTS
 from aioengine.testing import FakeExecutor
@@ -133,6 +133,10 @@ async def test_arguments_may_come_in_vllms_order_and_names(serve: Any, positiona
         ({"params": PARAMS, "tools": [1]}, "tools", "give a function"),
         ({"continue_final_message": True}, "continue_final_message", "chat_template_kwargs"),
         ({"best_of": 2}, "best_of", "give n"),
+        ({"num_predict": 4}, "num_predict", "did you mean 'max_tokens'"),
+        ({"stop_sequences": ["a"]}, "stop_sequences", "did you mean 'stop'"),
+        ({"do_sample": True}, "do_sample", "temperature=0 is greedy"),
+        ({"num_ctx": 4}, "num_ctx", "give max_model_len to Engine"),
         ({"max_completion_tokens": 4}, "max_completion_tokens", "give max_tokens"),
         ({"stream": True}, "stream", "engine.stream"),
     ],
@@ -143,6 +147,16 @@ async def test_what_cannot_be_meant_is_named(serve: Any, keywords: Any, param: s
             await served.engine.generate(IDS, **keywords)
         assert error.value.param == param
         served.assert_nothing_is_held()
+
+
+async def test_methods_that_are_not_there_yet_say_so(serve: Any) -> None:
+    async with serve() as served:
+        with pytest.raises(InvalidRequest, match=r"output_type.*it is for generate"):
+            served.engine.stream(IDS, output_type=int)
+        for kind in (type(served.engine), LLM, LLMEngine):
+            for name in ("embed", "encode", "score", "classify", "reward", "beam_search"):
+                with pytest.raises(InvalidRequest, match=f"{name} is not there yet: "):
+                    getattr(kind, name)(served.engine, ["a text"], use_tqdm=False)
 
 
 async def test_other_arguments_of_vllms_are_taken_where_they_ask_for_nothing(serve: Any) -> None:

@@ -459,6 +459,10 @@ async def test_a_model_may_be_a_path(make_executor: Any, tmp_path: Path) -> None
         ({"max_num_seq": 5}, "did you mean 'max_num_seqs'"),
         ({"frobnicate": 5}, "unknown parameter 'frobnicate'"),
         ({"executer": 5}, "unknown parameter 'executer'"),
+        ({"n_ctx": 5}, "did you mean 'max_model_len'"),
+        ({"torch_dtype": "auto"}, "did you mean 'dtype'"),
+        ({"device_map": "auto"}, "did you mean 'device'"),
+        ({"max_tokens": 5}, "it is of a request: give it to generate"),
     ],
     ids=str,
 )

@@ -20,6 +20,7 @@ from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.core.health import Health
 from aioengine.core.protocol import Cluster, ReplicaStatus
 from aioengine.errors import EngineClosed, InvalidRequest
+from aioengine.frontend.not_yet import NotYet
 from aioengine.frontend.prompt import ChatMessage
 from aioengine.frontend.runtime import Runtime
 from aioengine.metrics import EngineMetrics, EngineStats, Observer
@@ -37,7 +38,7 @@ PIECE_BYTES = 2**20
 _NUMPY_DTYPES: dict[str, WeightDtype] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
-class EngineControl:
+class EngineControl(NotYet):
     """The methods of `Engine` that concern the whole engine and no request.
 
     A control call is a message that checks its arguments (`aioengine.core.control`), sent to the engine core.
