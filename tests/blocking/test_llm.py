@@ -11,6 +11,7 @@ import anyio
 import numpy as np
 import pytest
 from blocking.conftest import ENDLESS, press_ctrl_c
+from openai.types.chat import ChatCompletionMessage
 from rich.progress import Progress
 
 from aioengine import (
@@ -69,6 +70,9 @@ def test_a_chat_is_one_conversation_or_several_and_no_prompts_bring_no_outputs(o
     [alone] = llm.chat(CHAT, SamplingParams(seed=1, max_tokens=4))
     one, two = llm.chat([CHAT, CHAT], seed=1, max_tokens=4)
     assert token_ids([alone]) == token_ids([one]) == token_ids([two])
+    objects = [ChatCompletionMessage.model_construct(**message) for message in CHAT]
+    assert token_ids(llm.chat(objects, seed=1, max_tokens=4)) == token_ids([one])
+    assert token_ids(llm.chat([objects, CHAT], seed=1, max_tokens=4)) == token_ids([one, two])
     assert "Hello" in (alone.prompt or "")
 
 

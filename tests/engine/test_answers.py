@@ -19,7 +19,7 @@ from aioengine.frontend.answer_format import AnswerFormats, AnswerOptions, templ
 from aioengine.frontend.request_state import ParsedAnswer
 from aioengine.models.folder import DEMO_MODEL
 from aioengine.text.tokenizer import Tokenizer
-from aioengine.tool_calls.calls import Tool, read_tools
+from aioengine.tool_calls.calls import Tool, read_tools, told_tools
 from aioengine.tool_calls.formats import find_tool_format
 
 CHAT = [{"role": "user", "content": "What is 8 + 7?"}]
@@ -77,7 +77,7 @@ def tool(parameters: dict[str, Any], **others: Any) -> dict[str, Any]:
 def say(served: Served, text: str, tools: Sequence[Any] = ()) -> None:
     """The model's answer to `CHAT` with these tools."""
     tokenizer = served.tokenizer
-    told = [tool.as_openai() for tool in read_tools(tools)]
+    told = list(told_tools(tools, read_tools(tools)))
     prompt = tokenizer.render_chat(CHAT, **({"tools": told} if told else {}))
     end = tokenizer.encode("<|im_end|>", add_special_tokens=False)
     served.say(tokenizer.encode(prompt, add_special_tokens=False), [*tokenizer.encode(text), *end])

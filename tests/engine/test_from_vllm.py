@@ -10,6 +10,7 @@ from typing import Any
 
 import anyio
 import pytest
+from openai.types.chat import ChatCompletionMessage
 
 from aioengine import LLM, ConfigError, Engine, EngineConfig, InvalidRequest, LLMEngine, RequestOutput, SamplingParams
 from aioengine.config import NEUTRAL_CONFIG
@@ -184,6 +185,15 @@ async def test_a_prompt_dict_is_what_is_in_it(serve: Any, text: str) -> None:
             {"prompt": text, "multi_modal_data": None, "mm_processor_kwargs": {}, "cache_salt": None},
         ):
             assert ids_of(await served.engine.generate(prompt, PARAMS)) == expected
+
+
+async def test_messages_may_be_objects(serve: Any) -> None:
+    async with serve() as served:
+        text = "Once upon a time"
+        asked = ChatCompletionMessage(role="assistant", content=text)  # as from OpenAI's client
+        for engine_call in (served.engine.tokenize, served.engine.generate):
+            plain, given = [await engine_call([message]) for message in ({"role": "assistant", "content": text}, asked)]
+            assert getattr(given, "prompt_token_ids", given) == getattr(plain, "prompt_token_ids", plain)
 
 
 async def test_a_prompt_dict_may_bring_its_salt(serve: Any) -> None:

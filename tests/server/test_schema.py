@@ -40,6 +40,7 @@ from aioengine.server.schema import (
     template_kwargs,
 )
 from aioengine.structured.constraints import Json, Regex
+from aioengine.text.chat_input import check_messages
 
 Kind = type[ChatRequest] | type[CompletionRequest]
 
@@ -451,7 +452,7 @@ def test_what_says_nothing_is_left_out_of_a_message() -> None:
         "role": "assistant", "content": None, "refusal": None, "audio": None, "function_call": None,
         "tool_calls": None, "annotations": [{"type": "url_citation"}], "name": None,
     }  # fmt: skip
-    assert read_messages(raw(json.dumps([message])), 1) == [{"role": "assistant"}]
+    assert read_messages(raw(json.dumps([message])), 1) == [{"role": "assistant", "content": None}]
 
 
 def test_an_answers_tool_calls_are_the_templates_business() -> None:
@@ -461,9 +462,16 @@ def test_an_answers_tool_calls_are_the_templates_business() -> None:
 
 
 def test_parts_of_text_come_through() -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "cache_control": {}}]
-    message = {"role": "user", "content": parts}
-    assert read_messages(raw(json.dumps([message])), 1) == [{"role": "user", "content": "a\nb"}]
+    thought = {"type": "thinking", "thinking": [{"type": "text", "text": "d"}], "signature": "e"}
+    given = ["a", {"text": "b", "cache_control": {}}, {"type": "refusal", "refusal": "c"}, thought]
+    (message,) = read_messages(raw(json.dumps([{"role": "assistant", "content": given}])), 9)
+    assert check_messages([message]) == [
+        {
+            "role": "assistant",
+            "content": [{"type": "text", "text": text} for text in ("a", "b", "c")],
+            "reasoning_content": "d",
+        }
+    ]
 
 
 @pytest.mark.parametrize(
@@ -477,8 +485,8 @@ def test_parts_of_text_come_through() -> None:
         ('[{"content": "a"}]', "messages", "invalid_type"),
         ('[{"role": 1, "content": "a"}]', "messages", "invalid_type"),
         ('[{"role": "user", "content": 1}]', "messages", "invalid_type"),
-        ('[{"role": "user", "content": ["a"]}]', "messages", "invalid_type"),
-        ('[{"role": "user", "content": [{"text": "a"}]}]', "messages", "invalid_type"),
+        ('[{"role": "user", "content": [1]}]', "messages", "invalid_type"),
+        ('[{"role": "user", "content": [{"text": 1}]}]', "messages", "invalid_type"),
         ('[{"role": "user", "content": [{"type": "text"}]}]', "messages", "invalid_value"),
         ('[{"role": "user", "tool_calls": 1}]', "messages", "invalid_type"),
         ('[{"role": "user", "content": [{"type": "image_url"}]}]', "messages[0].content", "unsupported_parameter"),

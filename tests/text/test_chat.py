@@ -3,13 +3,15 @@
 import dataclasses
 import json
 from enum import IntEnum
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import pydantic
 import pytest
 
 from aioengine.errors import InvalidRequest
-from aioengine.text.chat_input import check_messages, copy_messages, parse_arguments
+from aioengine.text.chat_input import check_messages, copy_messages, open_messages, parse_arguments
 from aioengine.text.chat_template import render_template
 from aioengine.text.lanes import Lanes
 
@@ -183,3 +185,33 @@ def test_a_template_that_fails_is_an_invalid_request(template: str, problem: str
 
 def test_a_template_sees_the_named_tokens() -> None:
     assert render("{{ bos_token }}{{ eos_token is defined }}", bos_token="<s>") == "<s>False"
+
+
+def test_lists_of_objects_are_chats() -> None:
+    class Message(pydantic.BaseModel):
+        role: str
+        content: str
+
+    @dataclasses.dataclass
+    class Plain:
+        role: str
+        content: str
+
+    for kind in (Message, Plain, MappingProxyType):
+        given = [kind({**USER}) if kind is MappingProxyType else kind(**USER)]  # type: ignore[operator]
+        assert open_messages(given) == open_messages(tuple(given)) == [USER]
+    for other in ("hi", [1, 2], [USER], [[USER]], [], np.zeros(3), [Message], None):
+        assert open_messages(other) is other
+
+
+def test_langchains_messages_are_openais() -> None:
+    messages = pytest.importorskip("langchain_core.messages")
+    call = {"name": "f", "args": {"city": "Rome"}, "id": "1", "type": "tool_call"}
+    chat = [
+        messages.HumanMessage("hi"),
+        messages.AIMessage("", tool_calls=[call]),
+        messages.ToolMessage("sun", tool_call_id="1"),
+    ]
+    human, asked, told = check_messages(open_messages(chat))
+    assert (human, told) == (USER, {"role": "tool", "content": "sun", "tool_call_id": "1"})
+    assert asked["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"city": "Rome"}'}

@@ -203,6 +203,25 @@ def test_calls_that_the_template_does_not_know_are_left_to_it() -> None:
     )
 
 
+# Tools
+
+
+TOOLS = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}" + PLAIN
+OF_FIELDS = (
+    "{% for t in tools or [] %}{{ t.function.name + ' ' + t.function.description }} "
+    "{{ t.function.parameters.properties | tojson }}{% endfor %}" + PLAIN
+)
+
+
+def test_a_template_is_told_of_tools_as_given_but_for_what_it_cannot_do_without() -> None:
+    bare: Any = {"type": "function", "function": {"strict": True, "name": "f"}}
+    assert (
+        render(TOOLS, USER, tools=[bare]) == '{"type": "function", "function": {"strict": true, "name": "f"}}[user]hi'
+    )
+    assert render(OF_FIELDS, USER, tools=[bare]) == "f  {}[user]hi"
+    assert render(PLAIN, USER, tools=[bare, {"name": "f"}]) == "[user]hi"
+
+
 # What it costs
 
 

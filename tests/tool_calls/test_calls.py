@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import sys
 from typing import Annotated, Any, Literal
 
@@ -18,6 +19,7 @@ from aioengine.tool_calls.calls import (
     ToolChoice,
     read_tool_choice,
     read_tools,
+    told_tools,
 )
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -62,8 +64,29 @@ def test_a_tool_is_a_copy() -> None:
 def test_what_a_chat_template_gets() -> None:
     assert WEATHER.as_openai() == {
         "type": "function",
-        "function": {"name": "weather", "description": "The weather.", "parameters": SCHEMA},
+        "function": {"name": "weather", "description": "The weather.", "parameters": SCHEMA, "strict": True},
     }
+    assert Tool("now").as_openai()["function"] == {"name": "now", "parameters": Tool("now").parameters}
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"type": "function", "function": {"strict": None, "name": "f", "x": [1]}, "y": 2}, ...),
+        ({"function": {"name": "f"}}, {"type": "function", "function": {"name": "f"}}),
+        ({"type": "function", "strict": True, "parameters": SCHEMA, "name": "f"},
+         {"type": "function", "function": {"strict": True, "parameters": SCHEMA, "name": "f"}}),
+        ({"input_schema": SCHEMA, "name": "f", "cache_control": {"type": "ephemeral"}, "type": "custom"},
+         {"type": "function", "function": {"parameters": SCHEMA, "name": "f"}}),
+        (Tool("f", SCHEMA), {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}),
+        ({"name": "f", "x": object()}, {"type": "function", "function": {"name": "f", "x": "<object>"}}),
+    ],
+)  # fmt: skip
+def test_templates_are_told_of_tools_as_they_were_given(given: Any, told: Any) -> None:
+    told = given if told is ... else told
+    (seen,) = told_tools([given], read_tools([given]))
+    assert json.dumps(seen) == json.dumps(told), "its keys are in their order, too"
+    assert told_tools(None, ()) == ()
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from aioengine.errors import InvalidRequest, OutputNotParsed
 from aioengine.frontend.answer_format import ReasoningEffort
 from aioengine.outputs import RequestOutput
 from aioengine.sampling_params import SamplingKeywords, SamplingParams, make_params
+from aioengine.text.chat_input import open_messages
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -254,8 +255,11 @@ def _list_chats(messages: Any) -> list[Any]:
     Raises:
         InvalidRequest: these are no conversations.
     """
+    messages = open_messages(messages)
     if isinstance(messages, list | tuple) and messages and isinstance(messages[0], dict):
         messages = [messages]
+    elif isinstance(messages, list | tuple):
+        messages = [open_messages(chat) for chat in messages]
     is_known = isinstance(messages, list | tuple) and all(
         isinstance(chat, list | tuple) and chat and isinstance(chat[0], dict) for chat in messages
     )

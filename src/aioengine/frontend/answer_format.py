@@ -23,7 +23,7 @@ from aioengine.structured.json_schema import unsound_keywords
 from aioengine.structured.normalize import normalized
 from aioengine.text.template_files import DEFAULT, WITH_TOOLS
 from aioengine.text.tokenizer import Tokenizer
-from aioengine.tool_calls.calls import AnswerParser, Tool, ToolChoice, read_tool_choice, read_tools
+from aioengine.tool_calls.calls import AnswerParser, Tool, ToolChoice, read_tool_choice, read_tools, told_tools
 from aioengine.tool_calls.formats import ToolFormat, detect_tool_format, find_tool_format
 from aioengine.tool_calls.grammars import StepFormat
 from aioengine.tool_calls.reasoning import (
@@ -50,11 +50,13 @@ class AnswerOptions(NamedTuple):
         tools: those that the prompt tells of.
         choice: which of them may be, or must be, called.
         is_parallel: several may be called in one answer.
+        told: the tools, as the prompt tells of them.
     """
 
     tools: tuple[Tool, ...] = ()
     choice: ToolChoice = ToolChoice("none")
     is_parallel: bool = True
+    told: tuple[dict[str, Any], ...] = ()
 
     @classmethod
     def of(cls, tools: Any, tool_choice: Any, parallel_tool_calls: Any) -> AnswerOptions:
@@ -70,7 +72,9 @@ class AnswerOptions(NamedTuple):
         if parallel_tool_calls not in (None, True, False):
             given = shorten(parallel_tool_calls)
             raise invalid("parallel_tool_calls", f"parallel_tool_calls={given}: True or False is needed")
-        return cls(read if choice.mode != "none" else (), choice, parallel_tool_calls is not False)
+        if choice.mode == "none":
+            return cls((), choice, parallel_tool_calls is not False)
+        return cls(read, choice, parallel_tool_calls is not False, told_tools(tools, read))
 
 
 NO_OPTIONS = AnswerOptions()

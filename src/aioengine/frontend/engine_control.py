@@ -25,9 +25,9 @@ from aioengine.frontend.prompt import ChatMessage
 from aioengine.frontend.runtime import Runtime
 from aioengine.metrics import EngineMetrics, EngineStats, Observer
 from aioengine.text import calls
-from aioengine.text.chat_input import copy_messages, take_template_kwargs
+from aioengine.text.chat_input import copy_messages, open_messages, take_template_kwargs
 from aioengine.text.tokenizer import Tokenizer
-from aioengine.tool_calls.calls import read_tools
+from aioengine.tool_calls.calls import read_tools, told_tools
 from aioengine.validation import shorten, typed
 
 T = TypeVar("T")
@@ -270,6 +270,7 @@ class EngineControl(NotYet):
             InvalidRequest: a value is bad, or the model has no tokenizer.
         """
         runtime = self._here()
+        prompt = open_messages(prompt)
         is_chat = isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], dict)
         if not isinstance(prompt, str) and not is_chat:
             raise InvalidRequest(
@@ -280,8 +281,8 @@ class EngineControl(NotYet):
         calls.check_flag("add_special_tokens", add)
         tokenizer = _tokenizer_of(runtime, "prompt")
         kwargs = take_template_kwargs(chat_template_kwargs, is_chat=is_chat)
-        if told := [tool.as_openai() for tool in read_tools(tools)]:
-            kwargs["tools"] = told
+        if told := told_tools(tools, read_tools(tools)):
+            kwargs["tools"] = list(told)
         if chat_template is not None:
             kwargs["chat_template"] = chat_template
         if isinstance(prompt, str):

@@ -30,7 +30,7 @@ from aioengine.scheduler.sequence import (
     Sequence,
     make_choices,
 )
-from aioengine.text.chat_input import copy_messages, take_template_kwargs
+from aioengine.text.chat_input import content_chars, copy_messages, open_messages, take_template_kwargs
 from aioengine.text.template_files import MAX_TEMPLATE_BYTES
 from aioengine.validation import check_fields, invalid, is_utf8, shorten, typed
 
@@ -103,7 +103,7 @@ class Prepared(NamedTuple):
 
 
 def open_prompt(prompt: Any, cache_salt: str | None) -> tuple[Any, str | None]:
-    """What is in a `PromptDict`, and its salt; what is no dict stays as it is.
+    """What is in a `PromptDict`, and its salt; what is no dict stays as it is, but for messages that are objects.
 
     Keys whose value is None count as absent, and so do unknown ones whose value is empty (``multi_modal_data``). Token
     ids win over their text. A salt of the call wins over the dict's.
@@ -112,7 +112,7 @@ def open_prompt(prompt: Any, cache_salt: str | None) -> tuple[Any, str | None]:
         InvalidRequest: the dict has neither, or has what this engine does not know.
     """
     if not isinstance(prompt, dict):
-        return prompt, cache_salt
+        return open_messages(prompt), cache_salt
     given = {key: value for key, value in prompt.items() if value is not None}
     unknown = [
         key
@@ -213,7 +213,7 @@ def _guess_num_tokens(prompt: Prompt) -> int:
     if not _is_chat(prompt):
         return len(prompt)
     contents = (message.get("content") for message in prompt if isinstance(message, dict))
-    return 1 + sum(len(content) for content in contents if isinstance(content, str)) // CHARS_A_TOKEN
+    return 1 + sum(map(content_chars, contents)) // CHARS_A_TOKEN
 
 
 # On the way to the core
@@ -266,8 +266,8 @@ def unprepared(call: Call, checked: Checked) -> tuple[str | None, Sequence]:
 
 def _tokenize(runtime: Runtime, call: Call, checked: Checked) -> tuple[str | None, list[int]]:
     prompt, variables = checked.prompt, checked.template_kwargs
-    if checked.options.tools:
-        variables = {**variables, "tools": [tool.as_openai() for tool in checked.options.tools]}
+    if checked.options.told:
+        variables = {**variables, "tools": list(checked.options.told)}
     limit = runtime.info.max_model_len - 1
     if isinstance(prompt, list) and not isinstance(prompt[0], dict):
         return None, prompt  # checked at the call

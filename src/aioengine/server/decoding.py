@@ -24,6 +24,7 @@ from aioengine.server.config import ServerConfig
 from aioengine.server.errors import ApiError, api_error_of, invalid_value, missing, overloaded, unsupported
 from aioengine.server.exchange import Exchange, PerLoop
 from aioengine.server.schema import Body, ChatMessage, StreamOptions, TextPart, is_given, known_names
+from aioengine.text.chat_input import TEXT_PARTS
 from aioengine.turns import turns_here
 from aioengine.validation import MAX_NAME_CHARS, nearest, shorten
 
@@ -337,20 +338,15 @@ def _check_size(values: list[bytes], param: str, they_have: str) -> None:
         raise invalid_value(param, f"{they_have} more than {MAX_TOOL_VALUES:,} values; send less at once")
 
 
-TEMPLATE_ROLES = {"developer": "system"}
-"""Roles of OpenAI's by the names that templates have for them."""
-
-
 def _plain_message(place: int, message: ChatMessage) -> dict[str, Any]:
     for name in ("audio", "function_call"):
         if is_given(getattr(message, name)):
             raise unsupported(f"messages[{place}].{name}")
-    plain: dict[str, Any] = {"role": TEMPLATE_ROLES.get(message.role, message.role)}
-    if isinstance(message.content, list):
-        # As the engine would join them.
-        plain["content"] = "\n".join([_text_of(place, part) for part in message.content])
-    elif message.content is not None:
+    plain: dict[str, Any] = {"role": message.role}
+    if message.content is not msgspec.UNSET:
         plain["content"] = message.content
+    if isinstance(message.content, list):
+        plain["content"] = [part if isinstance(part, str) else _plain_part(place, part) for part in message.content]
     for name in ChatMessage.TEMPLATE_TEXTS:
         if (value := getattr(message, name)) is not None:
             plain[name] = value
@@ -359,13 +355,14 @@ def _plain_message(place: int, message: ChatMessage) -> dict[str, Any]:
     return plain
 
 
-def _text_of(place: int, part: TextPart) -> str:
-    name = f"messages[{place}].content"
-    if part.type != "text":
+def _plain_part(place: int, part: TextPart) -> dict[str, Any]:
+    name, field = f"messages[{place}].content", TEXT_PARTS.get(part.type)
+    if field is None:
         raise unsupported(name, f"has a part of type {shorten(part.type)}; give texts")
-    if part.text is None:
-        raise invalid_value("messages", f"{name} has a text part without a text")
-    return part.text
+    if getattr(part, field) is None:
+        raise invalid_value("messages", f"{name} has a part of type {part.type} without a {field}")
+    plain: dict[str, Any] = msgspec.to_builtins(part)
+    return {"type": part.type, **plain}
 
 
 async def read_prompts(raw: msgspec.Raw, *, max_prompts: int, max_ids: int) -> list[str | list[int]]:

@@ -307,7 +307,10 @@ class GenerationCall:
             token_ids = await run_while_connected(
                 self._exchange,
                 lambda _: engine.tokenize(
-                    messages, chat_template=options["chat_template"], chat_template_kwargs=told, tools=asked.tools
+                    messages,
+                    chat_template=options["chat_template"],
+                    chat_template_kwargs=told,
+                    tools=options["tools"] if asked.tools else None,
                 ),
             )
             return len(token_ids)

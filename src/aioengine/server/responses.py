@@ -26,7 +26,7 @@ from aioengine.server.answers import (
     usage_of,
 )
 from aioengine.server.chat_builder import ChatBuilder
-from aioengine.server.decoding import TEMPLATE_ROLES, is_text, read_items, read_text
+from aioengine.server.decoding import is_text, read_items, read_text
 from aioengine.server.errors import ApiError, invalid_value, missing, unsupported
 from aioengine.server.response_tools import ClientTool, arguments_of
 from aioengine.server.schema import ChatGeneration, Generation, Integer, is_given, read_response_format
@@ -235,7 +235,7 @@ def _add_item(chat: ChatBuilder, place: str, item: InputItem) -> None:
         if role == "assistant":
             chat.answer(text)
         else:
-            chat.say(TEMPLATE_ROLES.get(role, role), text)
+            chat.say("system" if role == "developer" else role, text)
     elif kind == "reasoning":
         if text := _text_of(f"{place}.content", item.content or item.summary or ""):
             chat.think(text)

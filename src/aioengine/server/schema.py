@@ -323,11 +323,13 @@ class ChatRequest(ChatGeneration, kw_only=True):
         return sampling
 
 
-class TextPart(msgspec.Struct):
+class TextPart(msgspec.Struct, omit_defaults=True):
     """A part of a message's content. Others than texts are refused by their type; what else it has is ignored."""
 
-    type: str
+    type: str = "text"
     text: str | None = None
+    refusal: str | None = None
+    thinking: str | list[TextPart] | None = None
 
 
 class ChatMessage(msgspec.Struct):
@@ -336,7 +338,7 @@ class ChatMessage(msgspec.Struct):
     TEMPLATE_TEXTS: ClassVar[tuple[str, ...]] = ("name", "tool_call_id", "reasoning_content", "reasoning", "refusal")
 
     role: str
-    content: str | list[TextPart] | None = None
+    content: str | list[str | TextPart] | msgspec.UnsetType | None = msgspec.UNSET
     name: str | None = None
     tool_calls: msgspec.Raw = msgspec.Raw()
     tool_call_id: str | None = None

@@ -163,6 +163,13 @@ def text_of(content: str | list[dict[str, str]]) -> str:
     return content if isinstance(content, str) else "\n".join([part["text"] for part in content])
 
 
+def content_chars(content: Any) -> int:
+    """Characters of a content, whether it has been checked or not."""
+    if isinstance(content, list | tuple):
+        return sum(content_chars(part.get("text") if isinstance(part, dict) else part) for part in content)
+    return len(content) if isinstance(content, str) else 0
+
+
 def parse_arguments(text: str) -> dict[str, Any] | None:
     """The object that a call's arguments are as JSON text, or as a JSON text in a JSON text; "" is an empty one.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from aioengine.errors import AioEngineError, InvalidRequest
-from aioengine.text.chat_input import REASONING_FIELDS
+from aioengine.text.chat_input import REASONING_FIELDS, content_chars
 from aioengine.text.lanes import Lanes
 
 MAX_SHOWN_CHARS = 500
@@ -53,8 +53,9 @@ def render_template(
         field = "content" if continue_final_message is True else continue_final_message
         ending = _mark_end(chat[-1], field, template) if field else ""
         given = {"tools": None, "documents": None, **variables}
-        with lanes.run(sum(map(_num_chars, chat))):
+        with lanes.run(sum(content_chars(value) for message in chat for value in message.values())):
             chat = forms.fit(chat, has_tools=bool(given["tools"]))
+            given["tools"] = forms.fit_tools(given["tools"])
             text = compiled.render(messages=chat, add_generation_prompt=add_generation_prompt, **given)
         return _until_mark(text, ending) if field else text
     except AioEngineError:
@@ -74,12 +75,6 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """A copy in which the reasoning has the names that templates read, whichever name it has."""
     reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name) is not None), None)
     return {**message} if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
-
-
-def _num_chars(message: dict[str, Any]) -> int:
-    texts = [value for value in message.values() if isinstance(value, str)]
-    parts = message["content"] if isinstance(message["content"], list) else []
-    return sum(map(len, texts)) + sum(len(part["text"]) for part in parts)
 
 
 def _mark_end(message: dict[str, Any], field: str, template: str) -> str:

@@ -30,10 +30,10 @@ MARKS = ("Qmarka", "Qmarkb")
 NAME, KEY = "qname", "qkey"
 CALL_ID, LONG_ID = "qcall0001", f"call_{'q1' * 12}"
 _USER: Message = {"role": "user", "content": "hi"}
-_TOOL = {
-    "type": "function",
-    "function": {"name": "qtool", "description": "q", "parameters": {"type": "object", "properties": {}}},
-}
+_TOOL: dict[str, Any] = {"name": "qtool", "description": "q", "parameters": {"type": "object", "properties": {}}}
+_TOOL_FIELDS: dict[str, Any] = {"description": "", "parameters": _TOOL["parameters"]}
+"""Fields that a tool may lack, and what they are then, for templates that cannot do without."""
+
 _AS_DATA = re.compile(rf"""text\\?['"]:\s*\\?['"]({"|".join(MARKS)})|'{KEY}'|\\"{KEY}""")
 """A part that is written as data, in Python's form or in JSON's; or arguments in Python's form, or as JSON in JSON."""
 
@@ -87,6 +87,26 @@ class TemplateForms:
             messages = fit_calls(messages, self.call_form)
         return [self._fit_content(message, has_tools) for message in messages]
 
+    def fit_tools(self, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        """The tools with the fields that the template cannot do without; raises as `fit`."""
+        return tools and [self._fit_tool(tool) for tool in tools]
+
+    def _fit_tool(self, tool: dict[str, Any]) -> dict[str, Any]:
+        function = tool.get("function")
+        if not isinstance(function, dict):
+            return tool
+        lacking = [name for name in _TOOL_FIELDS if function.get(name) is None and self._needs(name)]
+        return {**tool, "function": {**function, **{name: _TOOL_FIELDS[name] for name in lacking}}} if lacking else tool
+
+    def _needs(self, name: str) -> bool:
+        """Whether the template writes tools that have a field, and none without it."""
+        key = ("tools", name, True)
+        if key not in self._known:
+            chat, mark = [self._fit_content(_USER, True)], (_TOOL["name"],)
+            without = {field: value for field, value in _TOOL.items() if field != name}
+            self._known[key] = not self._writes(chat, mark, without) and self._writes(chat, mark, _TOOL)
+        return self._known[key]
+
     def _fit_content(self, message: Message, has_tools: bool) -> Message:
         role, content = message["role"], message["content"]
         if role == "developer" and not self._knows_developer:
@@ -113,7 +133,7 @@ class TemplateForms:
             if role == "tool":
                 asked = [self._fit_content(one, has_tools) for one in fit_calls([_asking({})], self.call_form)]
                 chat = [user, *asked, {**message, "tool_call_id": CALL_ID}]
-            self._known[key] = self._writes(chat, marks, has_tools)
+            self._known[key] = self._writes(chat, marks, _TOOL if has_tools else None)
         return self._known[key]
 
     @functools.cached_property
@@ -150,16 +170,16 @@ class TemplateForms:
         for told, has_tools in itertools.product((results, []), (True, False)):
             chat = fit_calls([_USER, message, *told], form)
             chat = [one if one["role"] == "tool" else self._fit_content(one, has_tools) for one in chat]
-            if self._writes(chat, marks, has_tools):
+            if self._writes(chat, marks, _TOOL if has_tools else None):
                 return True
         return False
 
-    def _writes(self, chat: list[Message], marks: Sequence[str], has_tools: bool) -> bool:
+    def _writes(self, chat: list[Message], marks: Sequence[str], tool: dict[str, Any] | None) -> bool:
         """Whether what the template makes of a chat has the marks, and has them not as data of a program."""
         try:
             text = self._template.render(
                 messages=chat,
-                tools=[_TOOL] if has_tools else None,
+                tools=tool and [{"type": "function", "function": tool}],
                 documents=None,
                 add_generation_prompt=True,
                 **self._named_tokens,

@@ -44,9 +44,11 @@ class Tool(PlainStruct, frozen=True):
     strict: bool = False
 
     def as_openai(self) -> dict[str, Any]:
-        """The dict that chat templates expect."""
-        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
-        return {"type": "function", "function": function}
+        """The dict that chat templates expect; a description and strictness are in it where there are any."""
+        given = {"description": self.description, "parameters": self.parameters, "strict": self.strict}
+        return _as_function(
+            {"name": self.name, **{key: value for key, value in given.items() if value not in ("", False)}}
+        )
 
 
 class ToolChoice(PlainStruct, frozen=True):
@@ -176,6 +178,34 @@ def read_tools(given: Any) -> tuple[Tool, ...]:
         message = f"the tools have {num_bytes:,} bytes, and at most {MAX_TOOLS_BYTES:,} are allowed; shorten them"
         raise invalid("tools", message)
     return tuple(tools.values())
+
+
+def told_tools(given: Any, tools: Iterable[Tool]) -> tuple[dict[str, Any], ...]:
+    """Tools in the form that chat templates expect, and else as they were given: all their keys, in their order.
+
+    Args:
+        tools: what `read_tools` makes of ``given``.
+    """
+    told = [
+        (_as_chats(one) if isinstance(one, Mapping) else tool.as_openai())
+        for one, tool in zip(given or (), tools, strict=True)
+    ]
+    copied = msgspec.json.encode(told, enc_hook=lambda value: f"<{type(value).__name__}>")
+    return tuple(msgspec.json.decode(copied))
+
+
+def _as_chats(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool in the form of OpenAI's chat API; of Anthropic's keys those that say what the tool is."""
+    if isinstance(given.get("function"), Mapping):
+        return dict(given) if "type" in given else {"type": "function", **given}
+    if "input_schema" not in given:
+        return _as_function({key: value for key, value in given.items() if key != "type"})
+    names = {"name": "name", "description": "description", "input_schema": "parameters", "strict": "strict"}
+    return _as_function({names[key]: value for key, value in given.items() if key in names})
+
+
+def _as_function(fields: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": fields}
 
 
 def read_tool_choice(given: Any, tools: Iterable[Tool]) -> ToolChoice:
