@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Callable, Iterable
@@ -691,4 +692,84 @@ MARKED_JSON = [
     Answer("xlam", "no call", "[1, 2] and [a(b)]", "[1, 2] and [a(b)]"),
 ]
 
-ANSWERS = [*SLIPS, *MARKED_JSON, *HERMES, *QWEN3_CODER, *LLAMA3_JSON, *PYTHONIC, *MISTRAL, *DEEPSEEK, *HARMONY]
+
+def seed_call(name: str, /, **parameters: str) -> str:
+    inner = "".join(f"<parameter={key}>{value}</parameter>\n" for key, value in parameters.items())
+    return f"<seed:tool_call>\n<function={name}>\n{inner}</function>\n</seed:tool_call>"
+
+
+def minimax_call(name: str, /, **parameters: str) -> str:
+    inner = "".join(f'<parameter name="{key}">{value}</parameter>\n' for key, value in parameters.items())
+    return f'<invoke name="{name}">\n{inner}</invoke>\n'
+
+
+def dsml_call(name: str, /, **parameters: str) -> str:
+    """The call of DeepSeek; a value that begins with ~ is none that it calls a string."""
+    inner = "".join(
+        f'<｜DSML｜parameter name="{key}" string="{"false" if value[:1] == "~" else "true"}">'
+        f"{value.removeprefix('~')}</｜DSML｜parameter>\n"
+        for key, value in parameters.items()
+    )
+    return f'<｜DSML｜invoke name="{name}">\n{inner}</｜DSML｜invoke>\n'
+
+
+def glm_call(line: str, name: str, /, **parameters: str) -> str:
+    inner = "".join(
+        f"<arg_key>{key}</arg_key>{line}<arg_value>{value}</arg_value>{line}" for key, value in parameters.items()
+    )
+    return f"<tool_call>{name}{line}{inner}</tool_call>"
+
+
+MINIMAX, MINIMAX_END = "<minimax:tool_call>\n", "</minimax:tool_call>"
+DSML, DSML_END = "<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"
+TAGGED = [
+    answer
+    for name, begin, end, call, between in (
+        ("seed_oss", "", "", seed_call, "\n"),
+        ("minimax_m2", MINIMAX, MINIMAX_END, minimax_call, ""),
+        ("deepseek_v32", DSML, DSML_END, dsml_call, ""),
+        ("deepseek_v4", DSML.replace("function", "tool"), DSML_END.replace("function", "tool"), dsml_call, ""),
+        ("glm45", "", "", functools.partial(glm_call, "\n"), "\n"),
+        ("glm47", "", "", functools.partial(glm_call, ""), ""),
+    )
+    for answer in (
+        Answer(name, "no call", "if a < b: <b>print</b>", "if a < b: <b>print</b>"),
+        Answer(name, "one call", f"{begin}{call('weather', city='Paris')}{end}", "", (PARIS,)),
+        Answer(name, "text, then a call", f"So.\n\n{begin}{call('weather', city='Paris')}{end}", "So.", (PARIS,)),
+        Answer(name, "two calls", f"{begin}{call('weather', city='Paris')}{between}{call('clock')}{end}\n", "",
+               (PARIS, NOW)),
+        Answer(name, "text after a call", f"{begin}{call('clock')}{end} so", " so", (NOW,)),
+        Answer(name, "values by their types",
+               begin + call("weather", city="12", days="12", metric="True", place='{"at": [1, 2]}', unit="F") + end, "",
+               (("weather", '{"city": "12", "days": 12, "metric": true, "place": {"at": [1, 2]}, "unit": "F"}'),)),
+        Answer(name, "values that do not fit", f"{begin}{call('weather', days='soon', place='[1')}{end}", "",
+               (("weather", '{"days": "soon", "place": "[1"}'),)),
+        Answer(name, "lines, unicode and escapes",
+               begin + call("weather", city='\n  a "b"\n\n\\n 東京 🗼 </param <x>\n') + end, "",
+               (("weather", '{"city": "\\n  a \\"b\\"\\n\\n\\\\n 東京 🗼 </param <x>\\n"}'),)),
+        Answer(name, "an empty value", f"{begin}{call('weather', city='')}{end}", "", (("weather", '{"city": ""}'),)),
+        Answer(name, "no end", f"{begin}{call('weather', city='Paris')}", "", (PARIS,)),
+        Answer(name, "an unknown name", f"{begin}{call('launch', x='1')}{end}", f"{begin}{call('launch', x='1')}{end}"),
+        Answer(name, "cut in a text", f"a {begin}{call('weather', city='Pari~').partition('~')[0]}", "a", is_cut=True,
+               cut_call=("weather", '{"city": "Pari')),
+        Answer(name, "JSON of a slip", f"I look: {_WEATHER}", "I look:", (PARIS,)),
+    )
+]  # fmt: skip
+TAGGED += [
+    Answer("qwen3_coder", "JSON in the markers", _hermes(_WEATHER), "", (PARIS,)),
+    Answer("minimax_m2", "two blocks", "\n".join(2 * [f"{MINIMAX}{minimax_call('clock')}{MINIMAX_END}"]), "",
+           (NOW, NOW)),
+    Answer("minimax_m2", "cut behind a name", f'{MINIMAX}<invoke name="clock">', is_cut=True, cut_call=("clock", "{")),
+    Answer("glm45", "cut behind the name", "a <tool_call>clock\n", "a", is_cut=True, cut_call=("clock", "{")),
+    Answer("minimax_m2", "without the outer markers", minimax_call("clock"), "", (NOW,)),
+    Answer("deepseek_v32", "what it calls a string", DSML + dsml_call("clock_note", text="1", more="[1]", o="~[1]"), "",
+           (("clock_note", '{"text": "1", "more": "[1]", "o": [1]}'),)),
+    Answer("deepseek_v32", "what it calls none", DSML + dsml_call("weather", city='~"1"', days="7", unit="~C"), "",
+           (("weather", '{"city": "1", "days": 7, "unit": "C"}'),)),
+    Answer("glm45", "arguments on the line of the name", glm_call("", "weather", city="Paris"), "", (PARIS,)),
+    Answer("glm47", "arguments on lines", glm_call("\n", "weather", city="Paris"), "", (PARIS,)),
+    Answer("glm47", "cut in the name", "<tool_call>clo", "", is_cut=True),
+    Answer("glm47", "JSON in the markers", _hermes(_WEATHER), "", (PARIS,)),
+]  # fmt: skip
+
+ANSWERS = [*TAGGED, *SLIPS, *MARKED_JSON, *HERMES, *QWEN3_CODER, *LLAMA3_JSON, *PYTHONIC, *MISTRAL, *DEEPSEEK, *HARMONY]

@@ -15,6 +15,12 @@ from aioengine.tool_calls.formats import detect_tool_format, find_tool_format, r
 from aioengine.tool_calls.marked_json import HERMES
 
 TEMPLATES = {
+    "seed_oss": "{{ '<seed:tool_call>\\n<function=' + name + '>\\n<parameter=' + key + '>' }}",
+    "minimax_m2": "{% set begin = '<minimax:tool_call>' %}{{ begin + '<invoke name=\"' + name }}",
+    "deepseek_v32": "{% set d = '｜DSML｜' %}{{ '<' + d + 'function_calls><' + d + 'invoke name=' }}",
+    "deepseek_v4": "{% set d = '｜DSML｜' %}{{ '<' + d + 'tool_calls><' + d + 'invoke name=' }}",
+    "glm45": "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>{arg-value-1}</arg_value>",
+    "glm47": "<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key><arg_value>{arg-value-1}</arg_value>",
     "granite": "When a tool is required, respond only with <|tool_call|> followed by a JSON list of tools used.",
     "phi4_mini": "{{ '<|tool|>' + (tool['function'] | tojson) + '<|/tool|>' }}",
     "nemotron": "{{ '<TOOLCALL>[' }}{{ '{\"name\": \"' + call.name + '\", \"arguments\": ' }}{{ ']</TOOLCALL>' }}",
@@ -46,7 +52,6 @@ def test_a_template_tells_its_format(name: str) -> None:
         "{{ '<|im_start|>' + message.role + message.content }}",
         TEMPLATES["hermes"] + TEMPLATES["mistral"],
         TEMPLATES["hermes"] + TEMPLATES["harmony"],
-        "{{ '<tool_call>' + name + '\\n<arg_key>' + key + '</arg_key></tool_call>' }} arguments",
         "{{ '<|start_header_id|>' }}{{ message.content }}",
         "{{ '<tool_calls><tool_call>' }}{{ '</tool_call>' }} arguments",
         "{{ ']<]minimax[>[' + '<tool_call>' }}{{ '</tool_call>' }} arguments",

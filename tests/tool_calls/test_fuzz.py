@@ -27,6 +27,9 @@ BITS = (
     '"arguments"', '"parameters"', '"weather"', "{", "}", ",", ";", '"', "'", "\\", "\\u12", "-1.5e", "true", "None",
     "<|tool_call|>", "<|/tool_call|>", "functools[", "<TOOLCALL>", "</TOOLCALL>", "<|START_ACTION|>", "<|END_ACTION|>",
     "<|START_TEXT|>", '"tool_call_id"', '"tool_name"', '"function"', "```", "[{", '"{}"',
+    "<seed:tool_call>", "<minimax:tool_call>", '<invoke name="clock">', '<parameter name="city">', "</invoke>",
+    "<｜DSML｜function_calls>", '<｜DSML｜invoke name="weather">', '" string="false">', "</｜DSML｜parameter>",
+    '<｜DSML｜parameter name="', "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<tool_call>clock",
     "=", " ", "\n", "\n\n", "tool", "<", "|", "é", "\ud800", "\x00", "clock(", "{}",
 )  # fmt: skip
 

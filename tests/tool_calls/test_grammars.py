@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from functools import cache
@@ -12,7 +13,21 @@ import jsonschema
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from nightly import nightly
-from tool_calls.answers import CLOCK, TOOLS, WEATHER, counted_ids, read
+from tool_calls.answers import (
+    CLOCK,
+    DSML,
+    DSML_END,
+    MINIMAX,
+    MINIMAX_END,
+    TOOLS,
+    WEATHER,
+    counted_ids,
+    dsml_call,
+    glm_call,
+    minimax_call,
+    read,
+    seed_call,
+)
 
 import aioengine
 from aioengine.errors import InternalError
@@ -30,6 +45,12 @@ MARKERS = {
     "cohere": ("<|START_ACTION|>", "<|END_ACTION|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
     "xlam": ("<|python_tag|>",),
     "qwen3_coder": ("<tool_call>", "</tool_call>"),
+    "seed_oss": ("<seed:tool_call>", "</seed:tool_call>"),
+    "minimax_m2": ("<minimax:tool_call>", "</minimax:tool_call>"),
+    "deepseek_v32": ("｜DSML｜",),
+    "deepseek_v4": ("｜DSML｜",),
+    "glm45": ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    "glm47": ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     "llama3_json": ("<|python_tag|>",),
     "pythonic": ("<|python_start|>", "<|python_end|>"),
     "mistral": ("[TOOL_CALLS]", "[ARGS]"),
@@ -144,6 +165,22 @@ def calls(name: str, *pairs: tuple[str, dict[str, Any]]) -> str:
             + "</function>\n</tool_call>"
             for tool, arguments in pairs
         )
+    tagged = {
+        "seed_oss": ("", "", "\n", seed_call),
+        "minimax_m2": (MINIMAX, MINIMAX_END, "", minimax_call),
+        "glm45": ("", "", "\n", functools.partial(glm_call, "\n")),
+        "glm47": ("", "", "", functools.partial(glm_call, "")),
+        "deepseek_v32": (DSML, DSML_END, "", dsml_call),
+        "deepseek_v4": (DSML.replace("function", "tool"), DSML_END.replace("function", "tool"), "", dsml_call),
+    }
+    if name in tagged:
+        begin, end, between, call = tagged[name]
+        mark = "~" if call is dsml_call else ""
+        texts = [
+            call(tool, **{key: ("" if isinstance(one, str) else mark) + value(one) for key, one in arguments.items()})
+            for tool, arguments in pairs
+        ]
+        return begin + between.join(texts) + end
     if name == "pythonic":
         return (
             "["
@@ -340,7 +377,7 @@ LISTED = Tool(
 WALKED = (WEATHER, CLOCK, LISTED)
 MAX_STEPS = 2000
 SEEDS = range(6)
-CLOSERS = ('"', "}", "]", ")", ", ", "\n</parameter>\n")
+CLOSERS = ('"', "}", "]", ")", ", ", "\n</parameter>\n", "</parameter>\n", "parameter>\n")
 """What brings a walk nearer to its end, where any token may be drawn: half of all steps try one of these."""
 
 

@@ -14,7 +14,7 @@ from aioengine.tool_calls.llama3_json import LLAMA3_JSON, XLAM
 from aioengine.tool_calls.marked_json import COHERE, GRANITE, HERMES, NEMOTRON, PHI4_MINI
 from aioengine.tool_calls.mistral import MISTRAL, MISTRAL_ARGS
 from aioengine.tool_calls.pythonic import PYTHONIC
-from aioengine.tool_calls.qwen3_coder import QWEN3_CODER
+from aioengine.tool_calls.tagged import TAGGED
 from aioengine.validation import nearest, shorten
 
 ENTRY_POINT_GROUP = "aioengine.tool_formats"
@@ -59,7 +59,7 @@ class ToolFormat(Protocol):
 _formats: dict[str, ToolFormat] = {
     format.name: format
     for format in (  # noqa: A001
-        HERMES, GRANITE, PHI4_MINI, NEMOTRON, COHERE, LLAMA3_JSON, XLAM, QWEN3_CODER, PYTHONIC,
+        HERMES, GRANITE, PHI4_MINI, NEMOTRON, COHERE, LLAMA3_JSON, XLAM, *TAGGED, PYTHONIC,
         MISTRAL, MISTRAL_ARGS, DEEPSEEK_V3, DEEPSEEK_V31, HARMONY,
     )
 }  # fmt: skip
@@ -111,6 +111,12 @@ def detect_tool_format(chat_template: str) -> str | None:
         "nemotron": has("<TOOLCALL>[", "</TOOLCALL>"),
         "cohere": has("<|START_ACTION|>", "tool_name"),
         "qwen3_coder": has("<tool_call>", "<function=", "<parameter="),
+        "seed_oss": has("<seed:tool_call>", "<function="),
+        "minimax_m2": has("<minimax:tool_call>", "<invoke name="),
+        "deepseek_v32": has("｜DSML｜", "function_calls"),
+        "deepseek_v4": has("｜DSML｜", "tool_calls>") and not has("function_calls"),
+        "glm45": has("<tool_call>", "<arg_key>") and not has("</arg_key><arg_value>"),
+        "glm47": has("<tool_call>", "</arg_key><arg_value>"),
         "llama3_json": has("<|start_header_id|>", '"parameters": ', '{"name": ')
         and not (is_listed or is_other or is_xlam or has("<TOOLCALL>")),
         "xlam": is_xlam,

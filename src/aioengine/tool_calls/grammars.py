@@ -17,6 +17,9 @@ MAX_REFERENCES = 32
 ESCAPES = 'nrbtf\\"'
 """Of texts of JSON, without ``\\u``: a key that is written otherwise would pass for another one."""
 
+TOKENS = re.compile(r"(｜DSML｜|<[^<>\s=｜]+>)")
+"""Texts that may be tokens inside the markers that a format has."""
+
 _ROOT = "tool"
 """The name of a tool's schema among the definitions of an argument's."""
 
@@ -49,7 +52,10 @@ class GrammarWriter:
         self._rules: list[str] = []
 
     def marker(self, text: str) -> str:
-        return f"<[{self._token_ids[text]}]>" if text in self._token_ids else quoted(text)
+        """A marker, or a text that has some in it."""
+        pieces = [text] if text in self._token_ids else TOKENS.split(text)
+        ids = self._token_ids
+        return " ".join(f"<[{ids[piece]}]>" if piece in ids else quoted(piece) for piece in pieces if piece)
 
     def rule(self, body: str, options: str = "") -> str:
         name = f"r{len(self._rules)}"
@@ -87,19 +93,24 @@ class GrammarWriter:
         call = self.one_of(self.json_call(tool, arguments_key) for tool in self.tools)
         return self.rule(f"{quoted('[')} {self.several(call, quoted(', '))} {quoted(']')}")
 
-    def text_without(self, *markers: str, beginning: str = "") -> str:
+    def text_without(self, *markers: str, beginning: str = "", ending: str = "") -> str:
         """Any text without these in it; its first character is no space and no ``beginning`` where that is given."""
         name = f"T{len(self._rules)}"
-        inner = "|".join(re.escape(marker).replace("/", r"\/").replace("\\\n", r"\n") for marker in markers)
-        body = rf"/([^\s{re.escape(beginning)}](?s:.*))?/" if beginning else "/(?s:.*)/"
+        inner = "|".join(map(_escaped, markers))
+        body = rf"/([^\s{re.escape(beginning)}](?s:.*))?" if beginning else "/(?s:.*)"
+        body += f"{_escaped(ending)}/"
         self._rules.append(f"{name}: {body}" + (f" & ~/(?s:.*)({inner})(?s:.*)/" if markers else ""))
         return name
 
     def text_until(self, marker: str, *others: str, beginning: str = "") -> str:
         """Any text without ``others`` in it, as above, and then the marker, for the first time."""
         others = tuple(other for other in others if other != marker)
-        if marker in self._token_ids:
-            return self.rule(f"{self.text_without(marker, *others, beginning=beginning)} {self.marker(marker)}")
+        pieces = [marker] if marker in self._token_ids else TOKENS.split(marker)
+        place = next((place for place, piece in enumerate(pieces) if piece in self._token_ids), None)
+        if place is not None:  # what comes before the token is the text's end, since the text is read greedily
+            before, rest = "".join(pieces[:place]), "".join(pieces[place:])
+            text = self.text_without(marker, *others, beginning=beginning, ending=before)
+            return self.rule(f"{text} {self.marker(rest)}")
         return self.rule(f"{self.text_without(*others, beginning=beginning)} {quoted(marker)}", "[lazy]")
 
     def finish(self, start: str) -> str:
@@ -157,16 +168,20 @@ class StepFormat:
         self._write = write
 
     def make_parser(self, tools: Iterable[Tool], make_id: Callable[[], str]) -> AnswerParser:
-        return StepParser(self._read, tools, make_id, is_loose=True)
+        return StepParser(self._read, tools, make_id)
 
     def make_strict_parser(self, tools: Iterable[Tool], make_id: Callable[[], str]) -> AnswerParser:
         """A parser of an answer that a grammar constrains: without its markers there are no calls."""
-        return StepParser(self._read, tools, make_id)
+        return StepParser(self._read, tools, make_id, is_strict=True)
 
     def grammar(
         self, tools: Iterable[Tool], choice: ToolChoice, *, parallel: bool, token_ids: Mapping[str, int] = NO_TOKENS
     ) -> str:
         return self._write(GrammarWriter(tools, choice, parallel=parallel, token_ids=token_ids))
+
+
+def _escaped(text: str) -> str:
+    return re.escape(text).replace("/", r"\/").replace("\\\n", r"\n")
 
 
 def quoted(text: str) -> str:

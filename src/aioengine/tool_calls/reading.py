@@ -76,11 +76,12 @@ class Reading:
         is_over: no more will come.
         marker: the one that `read_until` has found last.
         shown: where text goes that is no call: ``content`` or ``reasoning``.
+        is_strict: a grammar constrains the text, which has calls in the format's own spelling alone.
         is_loose: calls in JSON are read that no marker begins. An object that is no call ends this: the answer is data.
     """
 
-    def __init__(self, tools: Iterable[Tool], make_id: Callable[[], str], *, is_loose: bool = False) -> None:
-        self.is_loose = is_loose
+    def __init__(self, tools: Iterable[Tool], make_id: Callable[[], str], *, is_strict: bool = False) -> None:
+        self.is_strict, self.is_loose = is_strict, not is_strict
         self.tools = {tool.name: tool for tool in tools}
         self.text, self.at, self.is_over = "", 0, False
         self.marker = ""
@@ -389,7 +390,7 @@ class StepParser:
     Args:
         make_steps: the format: goes on until the text is over.
         make_id: an id for each call that begins.
-        is_loose: calls in JSON are read that no marker begins, in formats that are JSON or near to it.
+        is_strict: a grammar constrains the text.
     """
 
     def __init__(
@@ -398,9 +399,9 @@ class StepParser:
         tools: Iterable[Tool],
         make_id: Callable[[], str],
         *,
-        is_loose: bool = False,
+        is_strict: bool = False,
     ) -> None:
-        self._reading = Reading(tools, make_id, is_loose=is_loose)
+        self._reading = Reading(tools, make_id, is_strict=is_strict)
         self._steps = make_steps(self._reading)
         next(self._steps)
 

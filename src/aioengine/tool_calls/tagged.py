@@ -1,0 +1,272 @@
+"""Calls in tags, whose values are plain text that the tool's schema makes JSON of.
+
+Qwen3-Coder; Seed-OSS has ``<seed:tool_call>``, and values on the line of their tags:
+
+    <tool_call>
+    <function=write_file>
+    <parameter=path>
+    notes.txt
+    </parameter>
+    <parameter=lines>
+    ["one", "two"]
+    </parameter>
+    </function>
+    </tool_call>
+
+MiniMax M2, with all calls in one pair of markers; DeepSeek V3.2 likewise, which says what is a string:
+
+    <minimax:tool_call>
+    <invoke name="write_file">
+    <parameter name="path">notes.txt</parameter>
+    </invoke>
+    </minimax:tool_call>
+    <｜DSML｜function_calls>
+    <｜DSML｜invoke name="write_file">
+    <｜DSML｜parameter name="path" string="true">notes.txt</｜DSML｜parameter>
+    </｜DSML｜invoke>
+    </｜DSML｜function_calls>
+
+GLM 4.5 and 4.6; 4.7 writes it without newlines:
+
+    <tool_call>write_file
+    <arg_key>path</arg_key>
+    <arg_value>notes.txt</arg_value>
+    </tool_call>
+
+A model may leave the outer markers away where others follow them, and the ends of Qwen3-Coder's tags.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from aioengine.tool_calls.calls import Tool
+from aioengine.tool_calls.grammars import (
+    TOKENS,
+    GrammarWriter,
+    StepFormat,
+    choices_of,
+    properties_of,
+    quoted,
+    required_of,
+    types_of,
+)
+from aioengine.tool_calls.json_scanner import JsonScanner, is_json
+from aioengine.tool_calls.pythonic import json_of_literal
+from aioengine.tool_calls.reading import MAX_KEYWORD_CHARS, Markers, NotACall, Reading, Steps
+
+_KIND_OF = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
+_WORDS = {"true": "true", "false": "false", "none": "null"}
+_SHAPED = ("pattern", "format", "minLength", "maxLength")
+"""What a schema may ask of a string; there the grammar has JSON strings, since llguidance knows how to hold those."""
+
+
+class Tags(NamedTuple):
+    """The texts of a format, as a model writes them; white space at their ends may be missing.
+
+    Attributes:
+        begin, end: around a call; around all of an answer where ``is_listed``.
+        function, parameter: before and after a name; before a function's there may be nothing.
+        json_parameter: after the name of a parameter whose value is no plain text, where that differs.
+        between: between two calls, or their markers.
+        next_lines: what ends a value whose own end is missing.
+    """
+
+    begin: str
+    end: str
+    function: tuple[str, str]
+    function_end: str
+    parameter: tuple[str, str]
+    parameter_end: str
+    json_parameter: str = ""
+    is_listed: bool = False
+    between: str = "\n"
+    next_lines: tuple[str, ...] = ()
+
+    @property
+    def value_ends(self) -> tuple[str, ...]:
+        return (self.parameter_end.rstrip(), self.parameter_end.strip(), *self.next_lines)
+
+
+class _Reader:
+    """Reads the calls of a format."""
+
+    def __init__(self, tags: Tags) -> None:
+        self._begin, self._function, self._end = tags.begin.rstrip(), tags.function[0], tags.end
+        self._begins = Markers(*filter(None, (self._begin, self._function)))
+        self._function_end, self._parameter = tags.function_end.rstrip() or tags.end, tags.parameter[0]
+        name_end = tags.function[1].rstrip()
+        self._name_ends = Markers(name_end) if self._function else Markers("\n", self._parameter, tags.end)
+        key_end, *self._before_value = tags.parameter[1].replace("><", ">\n<").split("\n")
+        self._key_ends = Markers(*filter(None, (key_end, tags.json_parameter)))
+        self._text_end = key_end if tags.json_parameter else ""
+        self._value_ends, self._next_lines = Markers(*tags.value_ends), tags.next_lines
+
+    def read(self, reading: Reading) -> Steps[None]:
+        while marker := (yield from reading.find_call(self._begins)):
+            yield from reading.attempt(self._read_call(reading, marker))
+
+    def _read_call(self, reading: Reading, marker: str) -> Steps[None]:
+        if marker == self._begin:
+            if (first := (yield from reading.skip_space())) and first in "{[`":
+                yield from reading.json_calls()
+                yield from reading.close(self._end)
+                return
+            yield from reading.expect(self._function)
+        name = (yield from reading.read_until(self._name_ends, longest=MAX_KEYWORD_CHARS)).strip()
+        if not self._function and reading.marker != "\n":
+            reading.put_back()
+        reading.begin_call(name, "{")
+        tool = reading.tools[name]
+        properties = properties_of(tool)
+        separator = ""
+        while True:
+            yield from reading.skip_space()
+            if (yield from reading.literal(self._function_end)) or (yield from reading.literal(self._end)):
+                break
+            yield from reading.expect(self._parameter)
+            key = yield from reading.read_until(self._key_ends, longest=MAX_KEYWORD_CHARS)
+            is_text = reading.marker == self._text_end if self._text_end else None
+            for text in self._before_value:
+                if text:
+                    yield from reading.skip_space()
+                    yield from reading.expect(text)
+                else:
+                    yield from reading.literal("\n")
+            head = f"{separator}{json.dumps(key, ensure_ascii=False)}: "
+            yield from self._read_value(reading, head, properties.get(key, {}), tool, is_text)
+            separator = ", "
+        reading.add_arguments("}")
+        reading.end_call()
+        yield from reading.close(self._end)
+
+    def _read_value(
+        self, reading: Reading, head: str, schema: Mapping[str, Any], tool: Tool, is_text: bool | None
+    ) -> Steps[None]:
+        """``is_text``: the format says that it is a text, or none; None: it does not say."""
+        types = types_of(schema, tool.parameters)
+        if (is_text and ("string" in types or not types)) or (is_text is None and _is_plain(schema, types)):
+            reading.add_arguments(f'{head}"')
+            yield from reading.read_until(self._value_ends, give=lambda text: reading.add_arguments(_in_string(text)))
+            reading.add_arguments('"')
+        else:
+            text = yield from reading.read_until(self._value_ends)
+            scanner = JsonScanner()
+            scanner.scan(text + " ")
+            while reading.is_strict and not (scanner.is_done or scanner.is_wrong):  # the tag was in a string of JSON's
+                more = reading.marker + (yield from reading.read_until(self._value_ends))
+                scanner.scan(more + " ")
+                text += more
+            reading.add_arguments(head + _as_json(text, types))
+        if reading.marker in self._next_lines:
+            reading.put_back()
+
+
+def _is_plain(schema: Mapping[str, Any], types: frozenset[str]) -> bool:
+    return types == {"string"} and not any(key in schema for key in _SHAPED)
+
+
+def _in_string(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _as_json(text: str, types: frozenset[str]) -> str:
+    """JSON of a value that may be no string; what fits none of the types is a string, since JSON it must be."""
+    stripped = text.strip()
+    stripped = _WORDS.get(stripped.lower(), stripped)
+    if stripped[:1] in ("[", "{"):
+        with contextlib.suppress(NotACall):
+            stripped = json_of_literal(stripped)
+    if is_json(stripped):
+        kind = _KIND_OF.get(stripped[0], "number")
+        if not types or kind in types or (kind == "number" and "integer" in types):
+            return stripped
+    return f'"{_in_string(text)}"'
+
+
+def _writer(tags: Tags) -> Callable[[GrammarWriter], str]:
+    begin = tags.begin.rstrip()
+
+    def write(writer: GrammarWriter) -> str:
+        end = writer.marker(tags.function_end)
+        call = writer.one_of(
+            f"{writer.marker(tool.name.join(tags.function))} {_parameters(writer, tags, tool)} {end}"
+            for tool in writer.tools
+        )
+        calls = writer.several(call, "") if tags.is_listed else call
+        text = f"{quoted(tags.begin[len(begin) :])} {calls} {writer.marker(tags.end)}"
+        between = None if tags.is_listed else quoted(tags.between)
+        return writer.finish_marked(begin, text, *filter(None, tags.function[:1]), between=between)
+
+    return write
+
+
+def _parameters(writer: GrammarWriter, tags: Tags, tool: Tool) -> str:
+    """All that are declared, in their order; any, of any value, where none is."""
+    required = required_of(tool)
+    properties = properties_of(tool)
+    end = writer.marker(tags.parameter_end)
+    before, after = tags.parameter
+    if not properties:
+        is_open = tool.parameters.get("additionalProperties", True) is not False
+        after = tags.json_parameter or after
+        any_value = f"{writer.marker(before)} /[A-Za-z0-9_]+/ {writer.marker(after)} {writer.json({}, tool)} {end}"
+        return f"({any_value})*" if is_open else ""
+    parameters = []
+    for name, schema in properties.items():
+        is_plain = _is_plain(schema, types_of(schema, tool.parameters))
+        if not is_plain:
+            value = f"{writer.json(schema, tool)} {end}"
+        elif (choices := choices_of(schema)) is not None:
+            value = f"({' | '.join(quoted(choice) for choice in choices)}) {end}"
+        else:
+            value = writer.text_until(tags.parameter_end, *tags.value_ends[1:])
+        head = before + name + (after if is_plain else tags.json_parameter or after)
+        one = writer.rule(f"{writer.marker(head)} {value}")
+        parameters.append(one if name in required else f"{one}?")
+    return " ".join(parameters)
+
+
+def _format(name: str, tags: Tags) -> StepFormat:
+    markers = tuple(TOKENS.findall(" ".join((tags.begin, tags.end, *tags.parameter, tags.parameter_end))))
+    return StepFormat(name, _Reader(tags).read, _writer(tags), keeps_special_tokens=markers)
+
+
+_QWEN3_CODER = Tags(
+    "<tool_call>\n", "</tool_call>", ("<function=", ">\n"), "</function>\n",
+    ("<parameter=", ">\n"), "\n</parameter>\n", next_lines=("\n<parameter=", "\n</function>"),
+)  # fmt: skip
+_SEED_OSS = _QWEN3_CODER._replace(
+    begin="<seed:tool_call>\n", end="</seed:tool_call>", parameter=("<parameter=", ">"),
+    parameter_end="</parameter>\n", next_lines=(),
+)  # fmt: skip
+_MINIMAX_M2 = Tags(
+    "<minimax:tool_call>\n", "</minimax:tool_call>", ('<invoke name="', '">\n'), "</invoke>\n",
+    ('<parameter name="', '">'), "</parameter>\n", is_listed=True,
+)  # fmt: skip
+_DEEPSEEK_V32 = Tags(
+    "<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>",
+    ('<｜DSML｜invoke name="', '">\n'), "</｜DSML｜invoke>\n",
+    ('<｜DSML｜parameter name="', '" string="true">'), "</｜DSML｜parameter>\n", '" string="false">', is_listed=True,
+)  # fmt: skip
+_DEEPSEEK_V4 = _DEEPSEEK_V32._replace(begin="<｜DSML｜tool_calls>\n", end="</｜DSML｜tool_calls>")
+_GLM45 = Tags("<tool_call>", "</tool_call>", ("", "\n"), "", ("<arg_key>", "</arg_key>\n<arg_value>"), "</arg_value>\n")
+_GLM47 = Tags(
+    "<tool_call>", "</tool_call>", ("", ""), "", ("<arg_key>", "</arg_key><arg_value>"), "</arg_value>", between=""
+)
+
+TAGGED = tuple(
+    _format(name, tags)
+    for name, tags in (
+        ("qwen3_coder", _QWEN3_CODER),
+        ("seed_oss", _SEED_OSS),
+        ("minimax_m2", _MINIMAX_M2),
+        ("deepseek_v32", _DEEPSEEK_V32),
+        ("deepseek_v4", _DEEPSEEK_V4),
+        ("glm45", _GLM45),
+        ("glm47", _GLM47),
+    )
+)
