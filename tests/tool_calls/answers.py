@@ -772,4 +772,100 @@ TAGGED += [
     Answer("glm47", "JSON in the markers", _hermes(_WEATHER), "", (PARIS,)),
 ]  # fmt: skip
 
-ANSWERS = [*TAGGED, *SLIPS, *MARKED_JSON, *HERMES, *QWEN3_CODER, *LLAMA3_JSON, *PYTHONIC, *MISTRAL, *DEEPSEEK, *HARMONY]
+
+def kimi_call(name: str, arguments: str, number: int = 0) -> str:
+    head = f"<|tool_call_begin|>functions.{name}:{number}"
+    return f"{head}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
+
+
+KIMI_ALL, KIMI_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+KIMI_K2 = [
+    Answer("kimi_k2", "no call", "It rains <|ok|>.", "It rains <|ok|>."),
+    Answer("kimi_k2", "one call", f"{KIMI_ALL}{kimi_call(*PARIS)}{KIMI_END}", "", (PARIS,)),
+    Answer("kimi_k2", "two calls", f"So. {KIMI_ALL}{kimi_call(*PARIS)}{kimi_call(*NOW, 1)}{KIMI_END}", "So.",
+           (PARIS, NOW)),
+    Answer("kimi_k2", "a number twice", f"{KIMI_ALL}{kimi_call(*NOW)}\n{kimi_call(*NOW)}\n{KIMI_END}", "", (NOW, NOW)),
+    Answer("kimi_k2", "a name alone", kimi_call(*NOW).replace("functions.", "").replace(":0", ""), "", (NOW,)),
+    Answer("kimi_k2", "no namespace", kimi_call(*NOW).replace("functions.", ""), "", (NOW,)),
+    Answer("kimi_k2", "nested arguments", KIMI_ALL + kimi_call("weather", NESTED), "", (("weather", NESTED),)),
+    Answer("kimi_k2", "an unknown name", KIMI_ALL + kimi_call("launch", "{}"), KIMI_ALL + kimi_call("launch", "{}")),
+    Answer("kimi_k2", "no JSON", kimi_call("clock", "now"), kimi_call("clock", "now")),
+    Answer("kimi_k2", "cut in the name", f"a {KIMI_ALL}<|tool_call_begin|>functions.clo", "a", is_cut=True),
+    Answer("kimi_k2", "cut in the arguments", KIMI_ALL + kimi_call("clock", '{"a~').partition("~")[0], is_cut=True,
+           cut_call=("clock", '{"a')),
+    Answer("kimi_k2", "no end", KIMI_ALL + kimi_call(*NOW).removesuffix("<|tool_call_end|>"), "", (NOW,)),
+]  # fmt: skip
+
+_GEMMA_MIXED = ("weather", '{"city": "São \\"Paulo\\"\\n, {[ 東京 🗼", "place": {"at": [1.5, -2e3]}, "metric": true}')
+GEMMA = [
+    answer
+    for name, begin, quote, end in (
+        ("gemma4", "<|tool_call>call:", '<|"|>', "<tool_call|>"),
+        ("function_gemma", "<start_function_call>call:", "<escape>", "<end_function_call>"),
+    )
+    for answer in (
+        Answer(name, "no call", "It {rains}: <|x", "It {rains}: <|x"),
+        Answer(name, "one call", f"{begin}weather{{city:{quote}Paris{quote}}}{end}", "", (PARIS,)),
+        Answer(name, "two calls", f"So.\n{begin}weather{{city:{quote}Paris{quote}}}{end}{begin}clock{{}}{end}", "So.",
+               (PARIS, NOW)),
+        Answer(name, "values of all kinds",
+               begin + 'weather{city:~São "Paulo"\n, {[ 東京 🗼~,place:{at:[1.5,-2e3]},metric:true}'.replace("~", quote)
+               + end, "", (_GEMMA_MIXED,)),
+        Answer(name, "space, and JSON's own spelling",
+               begin + 'weather{ "city" : "Paris" , place: { "at" : [ 1 , 2 ] } }' + end, "",
+               (("weather", '{"city": "Paris", "place": {"at": [1, 2]}}'),)),
+        Answer(name, "strings in lists, and marked keys", begin + "clock_note{text:~a~,more:[~b~,{~c~:~d~},[],{}]}"
+               .replace("~", quote) + end, "",
+               (("clock_note", '{"text": "a", "more": ["b", {"c": "d"}, [], {}]}'),)),
+        Answer(name, "values by their types", f"{begin}weather{{city:12,days:{quote}3{quote},unit:None}}{end}", "",
+               (("weather", '{"city": "12", "days": 3, "unit": "None"}'),)),
+        Answer(name, "text after a call", f"{begin}clock{{}}{end} so", " so", (NOW,)),
+        Answer(name, "an unknown name", f"{begin}launch{{}}{end}", f"{begin}launch{{}}{end}"),
+        Answer(name, "no end", f"{begin}clock{{}}", "", (NOW,)),
+        Answer(name, "cut in the name", f"a {begin}clo", "a", is_cut=True),
+        Answer(name, "cut in a text", f"a {begin}weather{{city:{quote}Par", "a", is_cut=True,
+               cut_call=("weather", '{"city": "Par')),
+        Answer(name, "goes wrong", f"{begin}weather{{days:[1}} so", f"{begin}weather{{days:[1}} so", is_cut=True,
+               cut_call=("weather", '{"days": [1')),
+        Answer(name, "too deep", f"{begin}clock{{a:{'[' * 80}", is_cut=True, cut_call=("clock", '{"a": ' + "[" * 63)),
+    )
+]  # fmt: skip
+
+LFM2, LFM2_END = "<|tool_call_start|>", "<|tool_call_end|>"
+OLMO3, OLMO3_END = "<function_calls>", "</function_calls>"
+PYTHONIC_OTHERS = [
+    Answer("pythonic", "a line of text, then a call without a tag", "I look.\n\n[clock()]", "I look.", (NOW,)),
+    Answer("pythonic", "a list on a line of its own", "See\n[1] and\n[a](b)", "See\n[1] and\n[a](b)"),
+    Answer("pythonic", "a call without brackets", "<|python_start|>clock()<|python_end|>", "", (NOW,)),
+    Answer("lfm2", "one call", f"{LFM2}[weather(city='Paris')]{LFM2_END}", "", (PARIS,)),
+    Answer("lfm2", "two calls", f'So.{LFM2}[weather(city="Paris"), clock()]{LFM2_END}', "So.", (PARIS, NOW)),
+    Answer("lfm2", "lines in a string", f"{LFM2}[weather(city='a\n\"b\"\\n', days=1)]{LFM2_END}", "",
+           (("weather", '{"city": "a\\n\\"b\\"\\n", "days": 1}'),)),
+    Answer("lfm2", "text after calls", f"{LFM2}[clock()]{LFM2_END}I look.", "I look.", (NOW,)),
+    Answer("lfm2", "JSON", f"{LFM2}[{_WEATHER}, {_CLOCK}]{LFM2_END}", "", (PARIS, NOW)),
+    Answer("lfm2", "an object", f"{LFM2}{_WEATHER}{LFM2_END}", "", (PARIS,)),
+    Answer("lfm2", "cut", f"{LFM2}[weather(days=1, city='Pa", is_cut=True, cut_call=("weather", '{"days": 1')),
+    Answer("lfm2", "an unknown name", f"{LFM2}[launch()]{LFM2_END}", f"{LFM2}[launch()]{LFM2_END}"),
+    Answer("olmo3", "one call", f'{OLMO3}weather(city="Paris"){OLMO3_END}', "", (PARIS,)),
+    Answer("olmo3", "two calls", f'So. {OLMO3}\nweather(city="Paris")\nclock()\n{OLMO3_END}\n', "So.", (PARIS, NOW)),
+    Answer("olmo3", "JSON's words", f"{OLMO3}weather(metric=true, unit=null)", "",
+           (("weather", '{"metric": true, "unit": null}'),)),
+    Answer("olmo3", "brackets", f"{OLMO3}[clock(), clock()]{OLMO3_END}", "", (NOW, NOW)),
+    Answer("olmo3", "text after a call", f"{OLMO3}clock() so it is", " so it is", (NOW,)),
+]  # fmt: skip
+
+ANSWERS = [
+    *KIMI_K2,
+    *GEMMA,
+    *PYTHONIC_OTHERS,
+    *TAGGED,
+    *SLIPS,
+    *MARKED_JSON,
+    *HERMES,
+    *QWEN3_CODER,
+    *LLAMA3_JSON,
+    *PYTHONIC,
+    *MISTRAL,
+    *DEEPSEEK,
+    *HARMONY,
+]

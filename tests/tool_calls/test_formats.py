@@ -15,6 +15,11 @@ from aioengine.tool_calls.formats import detect_tool_format, find_tool_format, r
 from aioengine.tool_calls.marked_json import HERMES
 
 TEMPLATES = {
+    "lfm2": "{{ '<|im_start|>system\\nList of tools: [' + tools | tojson }}",
+    "olmo3": "{{ '<functions>' + tools | tojson }}{{ '<function_calls>' + name + '(' + args + ')</function_calls>' }}",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>{{ arguments }}",
+    "gemma4": "{{ '<|tool_call>call:' + function['name'] + '{' }}",
+    "function_gemma": "<start_function_call>call:{{ name }}{",
     "seed_oss": "{{ '<seed:tool_call>\\n<function=' + name + '>\\n<parameter=' + key + '>' }}",
     "minimax_m2": "{% set begin = '<minimax:tool_call>' %}{{ begin + '<invoke name=\"' + name }}",
     "deepseek_v32": "{% set d = '｜DSML｜' %}{{ '<' + d + 'function_calls><' + d + 'invoke name=' }}",

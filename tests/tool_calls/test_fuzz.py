@@ -30,6 +30,9 @@ BITS = (
     "<seed:tool_call>", "<minimax:tool_call>", '<invoke name="clock">', '<parameter name="city">', "</invoke>",
     "<｜DSML｜function_calls>", '<｜DSML｜invoke name="weather">', '" string="false">', "</｜DSML｜parameter>",
     '<｜DSML｜parameter name="', "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<tool_call>clock",
+    "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "functions.clock:0", "<|tool_call_argument_begin|>",
+    "<|tool_call>call:", '<|"|>', "<tool_call|>", "<start_function_call>", "<escape>", "city:", "<|tool_call_start|>",
+    "<|tool_call_end|>", "<function_calls>", "</function_calls>",
     "=", " ", "\n", "\n\n", "tool", "<", "|", "é", "\ud800", "\x00", "clock(", "{}",
 )  # fmt: skip
 
@@ -107,6 +110,22 @@ LONG: dict[str, tuple[str, Callable[[int], str]]] = {
     "fenced calls": (
         "deepseek_v3", lambda n: "<｜tool▁call▁begin｜>function<｜tool▁sep｜>clock\n```json\n{}" * (n // 58)
     ),
+    "calls in a list without markers": ("hermes", lambda n: "[" + '{"name": "clock", "arguments": {}},' * (n // 34)),
+    "braces": ("hermes", lambda n: "{ " * (n // 2)),
+    "keys of data": ("hermes", lambda n: '{"a": 1} ' * (n // 9)),
+    "fences": ("hermes", lambda n: "```json\n" * (n // 8)),
+    "arguments as a text": ("hermes", lambda n: '<tool_call>{"name": "clock", "arguments": "' + "x" * n + '"}'),
+    "a long value in a tag": (
+        "glm45", lambda n: "<tool_call>weather\n<arg_key>city</arg_key><arg_value>" + "x\n" * (n // 2)
+    ),
+    "many tags": ("minimax_m2", lambda n: '<invoke name="clock"></invoke>' * (n // 30)),
+    "a deep value": ("gemma4", lambda n: "<|tool_call>call:clock{a:" + "[" * n),
+    "a long list": ("gemma4", lambda n: "<|tool_call>call:clock{a:[" + "1," * (n // 2)),
+    "marks of strings": ("gemma4", lambda n: "<|tool_call>call:clock{a:[" + '<|"|>x<|"|>,' * (n // 12)),
+    "many calls of Kimi": (
+        "kimi_k2", lambda n: "<|tool_call_begin|>functions.clock:0<|tool_call_argument_begin|>{}" * (n // 66)
+    ),
+    "lines of calls": ("olmo3", lambda n: "<function_calls>" + "clock()\n" * (n // 8)),
     "a long thought": ("harmony", lambda n: "<|channel|>analysis<|message|>" + "x\n" * (n // 2)),
     "a long header": ("harmony", lambda n: "<|channel|>" + "x" * n),
     "many headers": ("harmony", lambda n: "<|channel|>final<|message|>" * (n // 27)),

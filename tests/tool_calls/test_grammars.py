@@ -17,13 +17,20 @@ from tool_calls.answers import (
     CLOCK,
     DSML,
     DSML_END,
+    KIMI_ALL,
+    KIMI_END,
+    LFM2,
+    LFM2_END,
     MINIMAX,
     MINIMAX_END,
+    OLMO3,
+    OLMO3_END,
     TOOLS,
     WEATHER,
     counted_ids,
     dsml_call,
     glm_call,
+    kimi_call,
     minimax_call,
     read,
     seed_call,
@@ -53,6 +60,17 @@ MARKERS = {
     "glm47": ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     "llama3_json": ("<|python_tag|>",),
     "pythonic": ("<|python_start|>", "<|python_end|>"),
+    "lfm2": (LFM2, LFM2_END),
+    "olmo3": (OLMO3, OLMO3_END),
+    "kimi_k2": (
+        KIMI_ALL,
+        KIMI_END,
+        "<|tool_call_begin|>",
+        "<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+    ),
+    "gemma4": ("<|tool_call>", "<tool_call|>", '<|"|>'),
+    "function_gemma": ("<start_function_call>", "<end_function_call>", "<escape>"),
     "mistral": ("[TOOL_CALLS]", "[ARGS]"),
     "mistral_args": ("[TOOL_CALLS]", "[ARGS]"),
     "deepseek_v3": (ALL_BEGIN, BEGIN, SEPARATOR, END, ALL_END),
@@ -181,15 +199,31 @@ def calls(name: str, *pairs: tuple[str, dict[str, Any]]) -> str:
             for tool, arguments in pairs
         ]
         return begin + between.join(texts) + end
-    if name == "pythonic":
-        return (
-            "["
-            + ", ".join(
-                f"{tool}(" + ", ".join(f"{key}={given!r}".replace("'", '"') for key, given in arguments.items()) + ")"
-                for tool, arguments in pairs
-            )
-            + "]"
-        )
+    if name in ("pythonic", "lfm2", "olmo3"):
+        begin, end, between = {
+            "pythonic": ("[", "]", ", "),
+            "lfm2": (f"{LFM2}[", f"]{LFM2_END}", ", "),
+            "olmo3": (OLMO3, OLMO3_END, "\n"),
+        }[name]
+        lines = [
+            f"{tool}(" + ", ".join(f"{key}={given!r}".replace("'", '"') for key, given in arguments.items()) + ")"
+            for tool, arguments in pairs
+        ]
+        return begin + between.join(lines) + end
+    if name == "kimi_k2":
+        numbered = enumerate(pairs)
+        return KIMI_ALL + "".join(kimi_call(tool, dumped(one), number) for number, (tool, one) in numbered) + KIMI_END
+    if name in ("gemma4", "function_gemma"):
+        begin, end, quote = MARKERS[name]
+
+        def marked(given: Any) -> str:
+            return f"{quote}{given}{quote}" if isinstance(given, str) else json.dumps(given)
+
+        texts = []
+        for tool, arguments in pairs:
+            inner = ",".join(f"{key}:{marked(one)}" for key, one in arguments.items())
+            texts.append(f"{begin}call:{tool}{{{inner}}}{end}")
+        return "".join(texts)
     if name == "mistral_args":
         return "".join(f"[TOOL_CALLS]{tool}[ARGS]{dumped(arguments)}" for tool, arguments in pairs)
     if name == "deepseek_v3":

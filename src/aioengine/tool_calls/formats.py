@@ -9,11 +9,13 @@ from typing import Protocol
 from aioengine.errors import ConfigError
 from aioengine.tool_calls.calls import NO_TOKENS, AnswerParser, Tool, ToolChoice
 from aioengine.tool_calls.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
+from aioengine.tool_calls.gemma4 import FUNCTION_GEMMA, GEMMA4
 from aioengine.tool_calls.harmony import HARMONY
+from aioengine.tool_calls.kimi_k2 import KIMI_K2
 from aioengine.tool_calls.llama3_json import LLAMA3_JSON, XLAM
 from aioengine.tool_calls.marked_json import COHERE, GRANITE, HERMES, NEMOTRON, PHI4_MINI
 from aioengine.tool_calls.mistral import MISTRAL, MISTRAL_ARGS
-from aioengine.tool_calls.pythonic import PYTHONIC
+from aioengine.tool_calls.pythonic import LFM2, OLMO3, PYTHONIC
 from aioengine.tool_calls.tagged import TAGGED
 from aioengine.validation import nearest, shorten
 
@@ -59,8 +61,8 @@ class ToolFormat(Protocol):
 _formats: dict[str, ToolFormat] = {
     format.name: format
     for format in (  # noqa: A001
-        HERMES, GRANITE, PHI4_MINI, NEMOTRON, COHERE, LLAMA3_JSON, XLAM, *TAGGED, PYTHONIC,
-        MISTRAL, MISTRAL_ARGS, DEEPSEEK_V3, DEEPSEEK_V31, HARMONY,
+        HERMES, GRANITE, PHI4_MINI, NEMOTRON, COHERE, LLAMA3_JSON, XLAM, *TAGGED, PYTHONIC, LFM2, OLMO3,
+        MISTRAL, MISTRAL_ARGS, DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2, GEMMA4, FUNCTION_GEMMA, HARMONY,
     )
 }  # fmt: skip
 
@@ -121,10 +123,15 @@ def detect_tool_format(chat_template: str) -> str | None:
         and not (is_listed or is_other or is_xlam or has("<TOOLCALL>")),
         "xlam": is_xlam,
         "pythonic": is_listed,
+        "lfm2": has("<|tool_call_start|>") or has("List of tools: ", "<|im_start|>"),
+        "olmo3": has("<function_calls>") and not has("<invoke"),
         "mistral": has("[TOOL_CALLS]") and not has("[ARGS]"),
         "mistral_args": has("[TOOL_CALLS]", "[ARGS]"),
         "deepseek_v3": has("<｜tool▁calls▁begin｜>", "```json"),
         "deepseek_v31": has("<｜tool▁calls▁begin｜>") and not has("```json"),
+        "kimi_k2": has("<|tool_call_argument_begin|>"),
+        "gemma4": has("<|tool_call>call:"),
+        "function_gemma": has("<start_function_call>"),
         "harmony": has("<|start|>", "<|channel|>", "<|message|>"),
     }
     names = [name for name, is_found in found.items() if is_found]

@@ -1,9 +1,12 @@
-"""The calls of Llama 3.2 and 4 where they are written like Python's.
+"""Calls that are written like Python's: those of Llama 3.2 and 4, of LFM2, and of Olmo 3, which has a line for each.
 
     [get_weather(city="Paris", days=[1, 2]), get_time()]
+    <|tool_call_start|>[get_weather(city="Paris")]<|tool_call_end|>
+    <function_calls>get_weather(city="Paris")
+    get_time()</function_calls>
 
-They are the whole answer, or follow ``<|python_start|>``. Arguments are given by name; values are Python's literals,
-or JSON's.
+Llama's are the whole answer, or follow ``<|python_start|>``. Arguments are given by name; values are Python's literals,
+or JSON's. LFM2 may be told to write a list of JSON's objects, which is read, too.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from aioengine.tool_calls.calls import Tool
@@ -19,8 +22,7 @@ from aioengine.tool_calls.grammars import GrammarWriter, StepFormat, properties_
 from aioengine.tool_calls.json_scanner import MAX_DEPTH, is_json
 from aioengine.tool_calls.reading import MAX_KEYWORD_CHARS, Markers, NotACall, Reading, Steps
 
-TAG, END_TAG = "<|python_start|>", "<|python_end|>"
-_TAGS, _OPENING, _KEY_ENDS = Markers(TAG), Markers("("), Markers(*"=,()[]{}\"'")
+_NAME_ENDS, _KEY_ENDS = Markers("(", " ", "\n"), Markers(*"=,()[]{}\"'")
 
 _STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"' + r"|'(?:[^'\\\n]|\\.)*'", re.DOTALL)
 _WORD = re.compile(r"[^\W\d]+")
@@ -32,27 +34,38 @@ _PLAIN, _PLAIN_IN_STRING = re.compile(r"[^\"'()\[\]{},\\]+"), re.compile(r"[^\"'
 _CLOSER_OF = {"(": ")", "[": "]", "{": "}"}
 
 
-def _read(reading: Reading) -> Steps[None]:
-    if (yield from reading.skip_space()) == "[":
-        yield from reading.attempt(_read_calls(reading), is_marked=False)
-    while (yield from reading.show_until(_TAGS)):
-        yield from reading.attempt(_read_calls(reading))
+def _reader(tag: str, end: str, *, needs_tag: bool) -> Callable[[Reading], Steps[None]]:
+    tags = Markers(tag)
+    loose = Markers(tag, "\n[")
+
+    def read(reading: Reading) -> Steps[None]:
+        if (yield from reading.skip_space()) == "[" and not (needs_tag and reading.is_strict):
+            yield from reading.attempt(_read_calls(reading, end), is_marked=False)
+        while marker := (yield from reading.show_until(tags if reading.is_strict else loose)):
+            if marker != tag:
+                reading.put_back()
+            yield from reading.attempt(_read_calls(reading, end), is_marked=marker == tag)
+
+    return read
 
 
-def _read_calls(reading: Reading) -> Steps[None]:
+def _read_calls(reading: Reading, end: str) -> Steps[None]:
     yield from reading.skip_space()
-    separator = "["
-    while (yield from reading.literal(separator)):
-        yield from reading.skip_space()
-        name = yield from reading.read_until(_OPENING, longest=MAX_KEYWORD_CHARS)
-        reading.begin_call(name.strip(), "{")
-        yield from _read_arguments(reading)
-        reading.end_call()
+    is_listed = yield from reading.literal("[")
+    is_more = True
+    while is_more:
+        if (yield from reading.skip_space()) == "{":
+            yield from reading.json_call()
+        else:
+            name = yield from reading.read_until(_NAME_ENDS, longest=MAX_KEYWORD_CHARS)
+            if reading.marker != "(":
+                raise NotACall
+            reading.begin_call(name, "{")
+            yield from _read_arguments(reading)
+            reading.end_call()
         yield from reading.close()
-        separator = ","
-    if separator == "[":
-        raise NotACall
-    yield from reading.close("]", END_TAG)
+        is_more = (yield from reading.literal(",")) if is_listed else (yield from reading.peek()) not in ("", "<")
+    yield from reading.close(*(["]"] if is_listed else []), end)
 
 
 def _read_arguments(reading: Reading) -> Steps[None]:
@@ -80,7 +93,8 @@ def _read_value(reading: Reading) -> Steps[tuple[str, str]]:
         # Most of a text is plain, and taken at once.
         plain = (_PLAIN_IN_STRING if quote else _PLAIN).match(reading.text, reading.at)
         if plain:
-            parts.append(reading.take(plain.end()))
+            taken = reading.take(plain.end())
+            parts.append(taken.replace("\n", "\\n") if quote else taken)  # LFM2's template writes strings as they are
             continue
         if quote:
             quote = "" if char == quote else quote
@@ -120,31 +134,67 @@ def json_of_literal(text: str) -> str:
         raise NotACall from None
 
 
-def _write(writer: GrammarWriter) -> str:
-    call = writer.one_of(f"{quoted(tool.name + '(')} {_arguments(writer, tool)} {quoted(')')}" for tool in writer.tools)
-    calls = f"{quoted('[')} {writer.several(call, quoted(', '))} {quoted(']')}"
-    return writer.finish_unmarked(TAG, calls, beginning="[")
+def _writer(tag: str, end: str, *, needs_tag: bool, is_listed: bool) -> Callable[[GrammarWriter], str]:
+    def value(writer: GrammarWriter, schema: Mapping[str, Any], tool: Tool) -> str:
+        is_bool = is_listed and types_of(schema, tool.parameters) == {"boolean"}
+        return '("True" | "False")' if is_bool else writer.json(schema, tool)
+
+    def write(writer: GrammarWriter) -> str:
+        call = writer.one_of(
+            f"{quoted(tool.name + '(')} {arguments_in_order(writer, tool, '=', ', ', value)} {quoted(')')}"
+            for tool in writer.tools
+        )
+        newline = quoted("\n")
+        if not is_listed:
+            return writer.finish_marked(tag, f"{writer.several(call, newline)} {writer.marker(end)}", between=None)
+        calls = f"{quoted('[')} {writer.several(call, quoted(', '))} {quoted(']')}"
+        if needs_tag:
+            return writer.finish_marked(tag, f"{calls} {writer.marker(end)}", between=None)
+        return writer.finish_unmarked(tag, calls, beginning="[")
+
+    return write
 
 
-def _arguments(writer: GrammarWriter, tool: Tool) -> str:
-    """All that are declared, in their order; any, of any value, where none is."""
+def arguments_in_order(
+    writer: GrammarWriter,
+    tool: Tool,
+    assigns: str,
+    comma: str,
+    value: Callable[[GrammarWriter, Mapping[str, Any], Tool], str],
+) -> str:
+    """All that are declared, in their order; any, of any value, where none is.
+
+    Args:
+        assigns: what stands between a name and its value.
+        value: writes one, by its schema.
+    """
     required, properties = required_of(tool), properties_of(tool)
     if not properties:
         if tool.parameters.get("additionalProperties", True) is False:
             return ""
-        one = writer.rule(f'/[A-Za-z_][A-Za-z0-9_]*/ "=" {writer.json({}, tool)}')
-        return writer.rule(f'({one} (", " {one})*)?')
+        one = writer.rule(f"/[A-Za-z_][A-Za-z0-9_]*/ {quoted(assigns)} {writer.json({}, tool)}")
+        return writer.rule(f"({one} ({quoted(comma)} {one})*)?")
     # What may follow another argument, from the last one to the first; beginnings are what may come first.
     following, beginnings = '""', ['""']
     for name, schema in reversed(properties.items()):
-        one = writer.rule(f"{quoted(f'{name}=')} {_value(writer, schema, tool)} {following}")
+        one = writer.rule(f"{quoted(name + assigns)} {value(writer, schema, tool)} {following}")
         beginnings = [one, *([] if name in required else beginnings)]
-        following = writer.rule(f'", " {one}' if name in required else f'(", " {one}) | {following}')
+        following = writer.rule(
+            f"{quoted(comma)} {one}" if name in required else f"({quoted(comma)} {one}) | {following}"
+        )
     return writer.one_of(beginnings)
 
 
-def _value(writer: GrammarWriter, schema: Mapping[str, Any], tool: Tool) -> str:
-    return '("True" | "False")' if types_of(schema, tool.parameters) == {"boolean"} else writer.json(schema, tool)
-
-
-PYTHONIC = StepFormat("pythonic", _read, _write, keeps_special_tokens=True)
+PYTHONIC, LFM2, OLMO3 = (
+    StepFormat(
+        name,
+        _reader(tag, end, needs_tag=name != "pythonic"),
+        _writer(tag, end, needs_tag=name != "pythonic", is_listed=name != "olmo3"),
+        keeps_special_tokens=True,
+    )
+    for name, tag, end in (
+        ("pythonic", "<|python_start|>", "<|python_end|>"),
+        ("lfm2", "<|tool_call_start|>", "<|tool_call_end|>"),
+        ("olmo3", "<function_calls>", "</function_calls>"),
+    )
+)

@@ -94,6 +94,7 @@ class Reading:
         self._held: list[str] = []
         self._open: _OpenCall | None = None
         self._num_begun = 0
+        self._given_ids: set[str] = set()
         self._deltas: dict[int, tuple[str | None, str | None, list[str]]] = {}
 
     def take_piece(self) -> Piece:
@@ -122,15 +123,20 @@ class Reading:
         self.shown += self._held
         self._held.clear()
 
-    def begin_call(self, name: str, arguments: str = "") -> None:
+    def begin_call(self, name: str, arguments: str = "", *, call_id: str | None = None) -> None:
         """What is held is the beginning of a call, and stays held until that is complete.
 
+        Args:
+            call_id: its id; None, or one that another call has: one is made.
         Raises:
             NotACall: no tool has this name.
         """
         if name not in self.tools:
             raise NotACall
-        self._open = _OpenCall(self._num_begun, self.make_id(), name)
+        if call_id is None or call_id in self._given_ids:
+            call_id = self.make_id()
+        self._given_ids.add(call_id)
+        self._open = _OpenCall(self._num_begun, call_id, name)
         self._num_begun += 1
         self._deltas[self._open.index] = (self._open.id, name, [])
         self.add_arguments(arguments)

@@ -38,7 +38,6 @@ A model may leave the outer markers away where others follow them, and the ends 
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -54,14 +53,9 @@ from aioengine.tool_calls.grammars import (
     required_of,
     types_of,
 )
-from aioengine.tool_calls.json_scanner import JsonScanner, is_json
-from aioengine.tool_calls.pythonic import json_of_literal
-from aioengine.tool_calls.reading import MAX_KEYWORD_CHARS, Markers, NotACall, Reading, Steps
-
-_KIND_OF = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
-_WORDS = {"true": "true", "false": "false", "none": "null"}
-_SHAPED = ("pattern", "format", "minLength", "maxLength")
-"""What a schema may ask of a string; there the grammar has JSON strings, since llguidance knows how to hold those."""
+from aioengine.tool_calls.json_scanner import JsonScanner
+from aioengine.tool_calls.reading import MAX_KEYWORD_CHARS, Markers, Reading, Steps
+from aioengine.tool_calls.values import as_json, in_string, is_plain
 
 
 class Tags(NamedTuple):
@@ -148,9 +142,9 @@ class _Reader:
     ) -> Steps[None]:
         """``is_text``: the format says that it is a text, or none; None: it does not say."""
         types = types_of(schema, tool.parameters)
-        if (is_text and ("string" in types or not types)) or (is_text is None and _is_plain(schema, types)):
+        if (is_text and ("string" in types or not types)) or (is_text is None and is_plain(schema, types)):
             reading.add_arguments(f'{head}"')
-            yield from reading.read_until(self._value_ends, give=lambda text: reading.add_arguments(_in_string(text)))
+            yield from reading.read_until(self._value_ends, give=lambda text: reading.add_arguments(in_string(text)))
             reading.add_arguments('"')
         else:
             text = yield from reading.read_until(self._value_ends)
@@ -160,31 +154,9 @@ class _Reader:
                 more = reading.marker + (yield from reading.read_until(self._value_ends))
                 scanner.scan(more + " ")
                 text += more
-            reading.add_arguments(head + _as_json(text, types))
+            reading.add_arguments(head + as_json(text, types))
         if reading.marker in self._next_lines:
             reading.put_back()
-
-
-def _is_plain(schema: Mapping[str, Any], types: frozenset[str]) -> bool:
-    return types == {"string"} and not any(key in schema for key in _SHAPED)
-
-
-def _in_string(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-def _as_json(text: str, types: frozenset[str]) -> str:
-    """JSON of a value that may be no string; what fits none of the types is a string, since JSON it must be."""
-    stripped = text.strip()
-    stripped = _WORDS.get(stripped.lower(), stripped)
-    if stripped[:1] in ("[", "{"):
-        with contextlib.suppress(NotACall):
-            stripped = json_of_literal(stripped)
-    if is_json(stripped):
-        kind = _KIND_OF.get(stripped[0], "number")
-        if not types or kind in types or (kind == "number" and "integer" in types):
-            return stripped
-    return f'"{_in_string(text)}"'
 
 
 def _writer(tags: Tags) -> Callable[[GrammarWriter], str]:
@@ -217,14 +189,14 @@ def _parameters(writer: GrammarWriter, tags: Tags, tool: Tool) -> str:
         return f"({any_value})*" if is_open else ""
     parameters = []
     for name, schema in properties.items():
-        is_plain = _is_plain(schema, types_of(schema, tool.parameters))
-        if not is_plain:
+        is_text = is_plain(schema, types_of(schema, tool.parameters))
+        if not is_text:
             value = f"{writer.json(schema, tool)} {end}"
         elif (choices := choices_of(schema)) is not None:
             value = f"({' | '.join(quoted(choice) for choice in choices)}) {end}"
         else:
             value = writer.text_until(tags.parameter_end, *tags.value_ends[1:])
-        head = before + name + (after if is_plain else tags.json_parameter or after)
+        head = before + name + (after if is_text else tags.json_parameter or after)
         one = writer.rule(f"{writer.marker(head)} {value}")
         parameters.append(one if name in required else f"{one}?")
     return " ".join(parameters)
