@@ -26,7 +26,7 @@ NO_TYPES: Mapping[str, frozenset[str]] = {}
 _NAME_ENDS, _KEY_ENDS, _VALUE_ENDS = Markers("{"), Markers(":"), Markers(",", "}", "]")
 
 
-class _Reader:
+class _MarkedReader:
     def __init__(self, begin: str, quote: str, *ends: str) -> None:
         self._begins, self._quote, self._quotes, self._ends = Markers(begin), quote, Markers(quote), ends
 
@@ -117,7 +117,7 @@ def _writer(begin: str, quote: str, end: str) -> Callable[[GrammarWriter], str]:
 
 
 GEMMA4, FUNCTION_GEMMA = (
-    StepFormat(name, _Reader(begin, quote, end, more).read, _writer(begin, quote, end), keeps_special_tokens=True)
+    StepFormat(name, _MarkedReader(begin, quote, end, more).read, _writer(begin, quote, end), keeps_special_tokens=True)
     for name, begin, quote, end, more in (
         ("gemma4", "<|tool_call>", '<|"|>', "<tool_call|>", "<|tool_response>"),
         (

@@ -85,7 +85,7 @@ class Tags(NamedTuple):
         return (self.parameter_end.rstrip(), self.parameter_end.strip(), *self.next_lines)
 
 
-class _Reader:
+class _TagReader:
     """Reads the calls of a format."""
 
     def __init__(self, tags: Tags) -> None:
@@ -204,7 +204,7 @@ def _parameters(writer: GrammarWriter, tags: Tags, tool: Tool) -> str:
 
 def _format(name: str, tags: Tags) -> StepFormat:
     markers = tuple(TOKENS.findall(" ".join((tags.begin, tags.end, *tags.parameter, tags.parameter_end))))
-    return StepFormat(name, _Reader(tags).read, _writer(tags), keeps_special_tokens=markers)
+    return StepFormat(name, _TagReader(tags).read, _writer(tags), keeps_special_tokens=markers)
 
 
 _QWEN3_CODER = Tags(
