@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -16,7 +18,7 @@ import torch
 import transformers
 from checkpoints import SCALED_ROPE, YARN_ROPE
 from gguf import GGMLQuantizationType as Type
-from gguf_checkpoints import dequantized, finish, q4_k_m, write_gguf
+from gguf_checkpoints import dequantized, finish, q4_k_m, save_sentencepiece, write_gguf
 from models.reference import load, logprobs, reference, token_ids
 from models.test_decoder import TOLERANCES
 from nightly import few, nightly
@@ -218,6 +220,26 @@ def test_a_model_in_several_files_is_one(checkpoint: Callable[..., Path], tmp_pa
         ModelLoadError, match=r"is one of 3 files; of the others 1 are missing: .*-00003-of-00003\.gguf"
     ):
         read_gguf(first)
+
+
+async def test_a_chat_begins_with_the_bos_that_its_template_leaves_out(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = shutil.copytree(checkpoint("llama2"), tmp_path / "source")
+    save_sentencepiece(source)
+    settings = {**json.loads((source / "tokenizer.json").read_text())}
+    single = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    special = {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}
+    settings["post_processor"] = {"type": "TemplateProcessing", "single": single, "pair": [], "special_tokens": special}
+    (source / "tokenizer.json").write_text(json.dumps(settings))
+    (source / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    file, chat = write_gguf(source, tmp_path / "model.gguf"), [{"role": "user", "content": "the fox"}]
+    async with Engine(str(file), kv_cache_memory_bytes=2**24, show_progress=False, num_threads=1) as engine:
+        output = await engine.generate(chat, max_tokens=1)
+        text = await engine.generate("the fox", max_tokens=1)
+        counted, without = [await engine.tokenize(chat, add_special_tokens=adds) for adds in (None, False)]
+    assert list(output.prompt_token_ids) == list(text.prompt_token_ids) == counted
+    assert counted == [1, *without]
 
 
 @pytest.mark.parametrize("count", ["2", ["2"], [2, 2], 2.0, True])

@@ -301,15 +301,13 @@ def _from_hub(model: str, revision: str | None, patterns: list[str], may_downloa
     # The hub's client raises its own errors, those of its HTTP library, ValueError and OSError; all mean the same here.
     except Exception as error:
         wanted = model if revision is None else f"{model} at revision {revision}"
-        why = (
-            "it could not be downloaded: check the name and the network, log in if it is gated, or give the path of a "
-        )
-        why += f"folder. The hub's client says: {(str(error).strip() or repr(error)).splitlines()[0]}"
+        why = "it could not be downloaded: check the name and the network, log in for a gated model, or give a folder"
+        why = f"{why}. The hub's client reports: {' '.join(str(error).split()) or repr(error)}"
         if not may_download:
             get = f"hf download {model}" + (f" --revision {revision}" if revision is not None else "")
             why = f"nothing is downloaded for this: `{get}` brings it there"
         elif constants.HF_HUB_OFFLINE:
-            why = "HF_HUB_OFFLINE keeps it from being asked: check the name, unset that, or give the path of a folder"
+            why = "HF_HUB_OFFLINE forbids to ask the hub: check the name, unset that, or give the path of a folder"
         raise ModelLoadError(
             f"{wanted!r} is neither a folder here nor in the hub's cache ({constants.HF_HUB_CACHE}), and {why}"
         ) from error

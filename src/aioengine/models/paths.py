@@ -29,7 +29,7 @@ WITHOUT_TEXT = {
     r"Classification|RewardModel|QuestionAnswering|MultipleChoice|NextSentencePrediction": "it classifies",
     r"MaskedLM|ForPreTraining": "it is an encoder that fills in what is masked",
     r"Detection|Segmentation|DepthEstimation|(CLIP|Siglip|Siglip2|ViT|Dinov2)Model": "it sees images",
-    r"(?<!LMHead)Model": "it is a model without a head, which gives embeddings",
+    r"(?<!LMHead)(?<!Decoder)Model": "it is a model without a head, which gives embeddings",
 }
 """What ends the names of architectures whose models generate no text, though their config may have one that does."""
 
