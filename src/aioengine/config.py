@@ -161,6 +161,9 @@ Count = Annotated[int, Meta(ge=1)]
 Share = Annotated[float, Meta(gt=0.0, le=1.0)]
 Seconds = Annotated[float, Meta(gt=0.0, le=86400.0)]
 
+MODEST_HOST_SHARE, MOST_HOST_SHARE = 0.1, 0.4
+"""Of the host's free memory, for a CPU's KV cache unless the config says it; the second where one sequence needs it."""
+
 DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9][0-9]?))?")
 
 
@@ -211,11 +214,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_waiting: Annotated[Count, Meta(description="most sequences (n a request) accepted and not running yet")] = 1024
     block_size: Annotated[int, Meta(ge=1, le=256, description="tokens in one KV block")] = 16
     kv_cache_memory_bytes: Annotated[
-        Count | None, Meta(description="bytes for the KV cache; absent: by (gpu_)memory_utilization")
+        Count | None,
+        Meta(description="bytes for the KV cache, also as 4GiB, 512MB, 2G; absent: by (gpu_)memory_utilization"),
     ] = None
     memory_utilization: Annotated[
-        Share, Meta(description="share of the host's free memory that a CPU's KV cache may take")
-    ] = 0.4
+        Share | None,
+        Meta(
+            description="share of the host's free memory that a CPU's KV cache may take; absent: a tenth, or what one "
+            "sequence of max_model_len needs, up to 0.4"
+        ),
+    ] = None
     gpu_memory_utilization: Annotated[
         Share, Meta(description="share of a GPU's memory that may be in use, other programs' included")
     ] = 0.9
@@ -332,8 +340,8 @@ class ConfigKeywords(TypedDict, total=False):
     max_mixed_prefill_tokens: int | None
     max_waiting: int
     block_size: int
-    kv_cache_memory_bytes: int | None
-    memory_utilization: float
+    kv_cache_memory_bytes: int | str | None
+    memory_utilization: float | None
     gpu_memory_utilization: float
     kv_cache_dtype: Literal["auto", "fp8", "int8"]
     scheduler: str | type

@@ -76,6 +76,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=
             prefix that another one computes, a pause.
         free_blocks, num_blocks: of the KV cache, after the step.
         preemptions, prefix_cache_queries, prefix_cache_hits: totals since the engine started.
+        cached_blocks: those of ``free_blocks`` that hold a cached prefix.
+        touched_blocks: that have been in use since the start; a CPU's memory fills with them.
     """
 
     step: int
@@ -95,6 +97,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=
     prefix_cache_queries: int
     prefix_cache_hits: int
     blocked: int = 0
+    cached_blocks: int = 0
+    touched_blocks: int = 0
 
 
 class RequestMetrics(PlainStruct, frozen=True, kw_only=True, gc=False):
@@ -299,6 +303,9 @@ class EngineStats(PlainStruct, frozen=True, kw_only=True):
     Attributes:
         running, waiting: sequences, now; those that wait for admission included.
         kv_cache_usage: the share of blocks in use now, 0 to 1.
+        kv_cache_cached: the share that is free and holds a cached prefix, after the last step.
+        kv_cache_touched: the share that has been in use since the start. On a CPU it is what of the KV cache's bytes
+            takes memory.
         prefix_cache_hit_rate: the share of looked-up prompt tokens that the cache had; None before the first look.
         finished: choices by how they ended.
         time_to_first_token_s: of requests whose first token has come.
@@ -315,6 +322,8 @@ class EngineStats(PlainStruct, frozen=True, kw_only=True):
     prompt_tokens: int
     generation_tokens: int
     finished: dict[str, int]
+    kv_cache_cached: float = 0.0
+    kv_cache_touched: float = 0.0
     time_to_first_token_s: Distribution
     inter_token_latency_s: Distribution
     e2e_latency_s: Distribution
@@ -340,6 +349,8 @@ class EngineMetrics:
             Gauge(f"Sequences that wait, by what for; {by_reason}."), "reason"
         )
         self.kv_cache_usage_perc = Gauge("Share of KV-cache blocks in use, 0 to 1.")
+        self.kv_cache_cached_perc = Gauge("Share of KV-cache blocks that are free and hold a cached prefix, 0 to 1.")
+        self.kv_cache_touched_perc = Gauge("Share of KV-cache blocks that were in use since the start, 0 to 1.")
         self.prefix_cache_queries = Counter("Tokens that the prefix cache was asked for.")
         self.prefix_cache_hits = Counter("Prompt tokens that the prefix cache had.")
         self.num_preemptions = Counter("Sequences that lost their blocks to others.")
@@ -380,6 +391,8 @@ class EngineMetrics:
 
     def on_step(self, record: StepRecord) -> None:
         self.set_load(record.running, record.waiting, record.blocked, record.free_blocks, record.num_blocks)
+        self.kv_cache_cached_perc.value = record.cached_blocks / max(record.num_blocks, 1)
+        self.kv_cache_touched_perc.value = record.touched_blocks / max(record.num_blocks, 1)
         self.num_preemptions.value = record.preemptions
         self.prefix_cache_queries.value = record.prefix_cache_queries
         self.prefix_cache_hits.value = record.prefix_cache_hits
@@ -435,6 +448,8 @@ class EngineMetrics:
             running=int(self.num_requests_running.value),
             waiting=int(self.num_requests_waiting.value),
             kv_cache_usage=self.kv_cache_usage_perc.value,
+            kv_cache_cached=self.kv_cache_cached_perc.value,
+            kv_cache_touched=self.kv_cache_touched_perc.value,
             prefix_cache_hit_rate=self.prefix_cache_hits.value / queries if queries else None,
             preemptions=self.num_preemptions.value,
             prompt_tokens=self.prompt_tokens.value,

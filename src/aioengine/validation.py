@@ -9,6 +9,7 @@ import math
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from decimal import Decimal
 from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
@@ -152,6 +153,23 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
+UNITS = "KMGT"
+SIZE = re.compile(rf"(\d{{1,15}}(?:\.\d{{1,15}})?)\s*([{UNITS}]?)(i?B|)", re.ASCII | re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that a person writes as 4GiB, 4G (both 4·2³⁰), 512MB (512·10⁶) or a plain number.
+
+    Raises:
+        ValueError: it is no size; says what is.
+    """
+    found = SIZE.fullmatch(text.strip())
+    if found is None:
+        raise _Refused("it is no size: give bytes as a number, or with a unit, such as 4GiB, 512MB or 2G")
+    number, unit, of_ten = found[1], found[2].upper(), found[3].upper() == "B"
+    return int(Decimal(number) * (1000 if of_ten else 1024) ** (UNITS.index(unit) + 1 if unit else 0))
+
+
 NOT_YET = "this engine cannot do it yet"
 
 
@@ -228,7 +246,7 @@ def typed(value: object) -> str:
 # Checking one value
 
 
-class _Refused(Exception):
+class _Refused(ValueError):
     """Why a value is refused, where that is not msgspec's to say."""
 
 
@@ -249,6 +267,8 @@ def _check(value: Any, rule: _Rule) -> Any:
     """
     if isinstance(value, np.generic):
         value = value.item()
+    if isinstance(value, str) and rule.name.endswith("_bytes"):
+        value = parse_size(value)
     if isinstance(value, SIZED) or (isinstance(value, np.ndarray) and value.ndim == 1):
         limit, unit = (rule.max_chars, "characters") if isinstance(value, str) else (rule.max_items, "items")
         if len(value) > limit:

@@ -37,7 +37,7 @@ def test_json_is_all_that_there_is(call_main: CallMain) -> None:
     ("arguments", "status", "message"),
     [
         (["org/model"], 1, "`hf download org/model` brings it there"),
-        (["--memory", "much"], 2, "'much' is no size, such as 16GiB"),
+        (["--memory", "much"], 2, "'much': it is no size: give bytes as a number, or with a unit, such as 4GiB"),
         (["--device", "cuda"], 2, "say how much memory"),
         (["--scheduler", "fcfs"], 2, "No such option"),
     ],

@@ -44,7 +44,7 @@ async def test_children_share_cores_and_memory(monkeypatch: pytest.MonkeyPatch) 
     assert [each._engine._env for each in backends] == [{"OMP_NUM_THREADS": str(count)} for count in (4, 4, 2)]
     assert [each._config.memory_utilization for each in backends] == pytest.approx([0.3, 0.3, 0.2])
     (alone,) = await backends_of([0], ProcessOptions(), ReplicaOptions(replicas=1), device="cpu")
-    assert (alone._engine._env, alone._config.memory_utilization) == ({}, 0.4)
+    assert (alone._engine._env, alone._config.memory_utilization) == ({}, None)
 
 
 async def test_children_get_a_gpu_each() -> None:

@@ -174,6 +174,8 @@ async def test_stats_say_what_is_going_on_now(serve: Any, tasks: Any, depth: int
             "num_requests_waiting_by_reason": [0, 0],
             "num_requests_waiting_for_admission": [0],
             "kv_cache_usage_perc": [0.0],
+            "kv_cache_cached_perc": [0.0],
+            "kv_cache_touched_perc": [witness.steps[-1].touched_blocks / 20],
         }
 
 

@@ -4,11 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from aioengine.config import EngineConfig
 from aioengine.errors import ConfigError
 from aioengine.executor.accelerator import DeviceMemory
 from aioengine.executor.memory import available_memory, num_kv_blocks
+from aioengine.kernels.zeros import lazy_zeros, untouched_bytes
+from aioengine.server.config import HttpLimits
 
 GIB = 2**30
 
@@ -57,7 +60,45 @@ def test_less_than_one_sequence_is_an_error_that_says_what_would_fit() -> None:
     assert "set max_model_len to 992 at most" in message
     assert blocks(kv_cache_memory_bytes=6299, max_model_len=992) == 62
     with pytest.raises(ConfigError, match=r"memory_utilization=0\.4 of 200 free bytes grants 80: grant more$"):
+        blocks(available_bytes=200, memory_utilization=0.4)
+    with pytest.raises(ConfigError, match=r"0\.4 of 200 free bytes, unless memory_utilization says more, grants 80"):
         blocks(available_bytes=200)
+
+
+@pytest.mark.parametrize(
+    ("available_bytes", "expected"),
+    [(10**6, 1000), (63_001, 63), (60_000, 63), (6300 * 5 // 2, 63)],
+    ids=["a tenth", "a tenth that is one sequence", "one sequence", "one sequence, of four tenths"],
+)
+def test_a_guest_takes_a_tenth_of_the_free_memory_or_what_one_sequence_needs(
+    available_bytes: int, expected: int
+) -> None:
+    assert blocks(available_bytes=available_bytes) == expected
+
+
+@pytest.mark.parametrize(
+    ("written", "num_bytes"),
+    [("4GiB", 4 * GIB), ("512MB", 512 * 10**6), ("2g", 2 * GIB), ("1.5 GiB", 3 * GIB // 2), ("16777216", 2**24)],
+)
+def test_sizes_are_taken_as_people_write_them(written: str, num_bytes: int) -> None:
+    assert EngineConfig(kv_cache_memory_bytes=written).kv_cache_memory_bytes == num_bytes
+    assert HttpLimits(max_header_bytes=written).max_header_bytes == num_bytes
+
+
+@pytest.mark.parametrize("written", ["", "much", "4 bytes of it", "GiB", "-1G", "1e9", "1G" * 10**5, "٤G", "0", 1.5])
+def test_what_is_no_size_is_refused(written: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^kv_cache_memory_bytes="):
+        EngineConfig(kv_cache_memory_bytes=written)
+
+
+def test_an_engine_counts_what_another_of_its_process_has_reserved_and_not_written() -> None:
+    before = untouched_bytes()
+    reserved = lazy_zeros(64, 2**20, dtype=torch.uint8, device=torch.device("cpu"))
+    assert untouched_bytes() - before == 64 * 2**20
+    reserved[:32] = 1
+    assert untouched_bytes() - before == 32 * 2**20
+    del reserved
+    assert untouched_bytes() == before
 
 
 def test_groups_with_windows_need_the_window_and_what_is_in_flight() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from integrity import check_pool
 
 from aioengine.scheduler.block_pool import BlockPool
@@ -33,3 +35,18 @@ def test_the_check_sees_what_does_not_add_up() -> None:
     hashes[taken[0]] = "prefix"
     with pytest.raises(AssertionError, match="allocated like a blank one"):
         check(taken[1])
+
+
+@given(st.integers(1, 30), st.lists(st.tuples(st.booleans(), st.integers(1, 8), st.booleans()), max_size=60))
+def test_blocks_that_were_never_allocated_are_counted(num_blocks: int, steps: list[tuple[bool, int, bool]]) -> None:
+    pool = BlockPool(num_blocks, lambda evicted: None)
+    held: list[list[int]] = []
+    touched: set[int] = set()
+    for allocates, count, is_cached in steps:
+        if allocates and count <= pool.num_free:
+            held.append(pool.allocate(count))
+            touched.update(held[-1])
+        elif held and not allocates:
+            pool.release(held.pop(count % len(held)), [object() if is_cached else None] * num_blocks)
+        assert pool.num_touched == len(touched)
+        assert pool.num_cached <= pool.num_free

@@ -43,10 +43,13 @@ class Sample(NamedTuple):
 
 PARAMS = SamplingParams(temperature=0.5, top_k=7, seed=11, n=2, max_tokens=3, stop=("one", "two"), logit_bias={5: -2.0})
 
-CONFIG = EngineConfig(max_model_len=512, max_num_seqs=16, max_num_batched_tokens=128, block_size=8, max_waiting=33)
+CONFIG = EngineConfig(
+    max_model_len=512, max_num_seqs=16, max_num_batched_tokens=128, block_size=8, max_waiting=33, memory_utilization=0.4
+)
 
 LATER_FIELDS = {
     "tool_format", "reasoning_format", "scheduler", "logits_processors", "model_path", "trust_remote_code",
+    "chat_template",
 }  # fmt: skip
 """Of `EngineConfig`, since the recordings were made: the settings that an engine tells are a mapping, which grows."""
 

@@ -125,14 +125,15 @@ def _option(struct_type: type[msgspec.Struct], name: str, kind: Any, description
             return value
         if is_dict:
             value = _dict_of(value, items, context, option)
-        check_field(struct_type, name, value, refuse)
-        return value
+        return check_field(struct_type, name, value, refuse)
 
     settings: dict[str, Any] = {"type": kind, "default": None, "help": description, "callback": check}
     if items:
         settings |= {"type": items[0], "multiple": True, "help": f"{description} (may be given more than once)"}
     if is_dict:
         settings |= {"type": str, "metavar": _form(items)}
+    if kind is int and name.endswith("_bytes"):
+        settings |= {"type": str, "metavar": "SIZE"}
     if get_origin(kind) is Literal:
         settings["type"] = click.Choice(get_args(kind))
     return click.option(flag, name, **settings)

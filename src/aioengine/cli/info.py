@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
-from aioengine.cli.command import given, model_argument, options_of
+from aioengine.cli.command import EXIT_FAILURE, given, model_argument, options_of
 from aioengine.cli.figures import PLAIN_WIDTH
 from aioengine.config import EngineConfig
+from aioengine.validation import UNITS, parse_size
 
 if TYPE_CHECKING:
     from aioengine.executor.model_info import ModelInfo
-
-UNITS = "KMGT"
-SIZE = re.compile(rf"(\d+(?:\.\d+)?) ?([{UNITS}]?)(i?B|)", re.IGNORECASE)
 
 FIELDS = (
     *("model", "revision", "model_path", "trust_remote_code", "dtype", "quantization", "device", "max_model_len"),
@@ -26,30 +23,29 @@ FIELDS = (
 """Of `EngineConfig`: what the figures depend on."""
 
 
-class Size(click.ParamType[int]):
-    """Bytes: a number, of 10⁹ where GB is behind it, of 2³⁰ where that is GiB or G, and so on."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        found = SIZE.fullmatch(str(value).strip())
-        if found is None:
-            self.fail(f"{value!r} is no size, such as 16GiB or 800M", param, ctx)
-        power = UNITS.index(found[2].upper()) + 1 if found[2] else 0
-        return int(float(found[1]) * (1000 if found[3].upper() == "B" else 1024) ** power)
+def _memory(context: click.Context, option: click.Parameter, value: str | None) -> int | None:
+    try:
+        return None if value is None else parse_size(value)
+    except ValueError as error:
+        raise click.BadParameter(f"{value!r}: {error}", context, option) from None
 
 
 @click.command()
-@click.option("--memory", type=Size(), help="of the device, such as 16GiB; absent: what this machine has available")
+@click.option(
+    "--memory",
+    metavar="SIZE",
+    callback=_memory,
+    help="of the device, such as 16GiB; absent: what this machine has available",
+)
 @click.option("--json", "is_json", is_flag=True, help="print all of it as JSON")
 @options_of(EngineConfig, only=FIELDS)
 @model_argument
-def info(memory: int | None, is_json: bool, **flags: Any) -> None:
+def info(memory: int | None, is_json: bool, **flags: Any) -> int:
     """Say what MODEL is, by which path it runs, what its weights and KV cache take and how much fits.
 
     MODEL is a folder, a GGUF file or a hub id that is in the cache; absent: the bundled one. No weights are read, nor
     need they be there: config.json says most of it. Nothing is downloaded. For --device cuda, a GPU that is not there,
-    say how much --memory it has.
+    say how much --memory it has. Where no sequence has room the exit code is 1.
     """
     from aioengine.executor.model_info import read_model_info
 
@@ -58,6 +54,10 @@ def info(memory: int | None, is_json: bool, **flags: Any) -> None:
         click.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
     else:
         _show(found)
+    if found.longest is not None and found.longest < 2:
+        click.echo(f"aioengine: nothing fits into {_size(found.memory_bytes)}: no sequence has room", err=True)
+        return EXIT_FAILURE
+    return 0
 
 
 def _show(found: ModelInfo) -> None:

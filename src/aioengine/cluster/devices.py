@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from aioengine.config import EngineConfig, ProcessOptions
+from aioengine.config import MOST_HOST_SHARE, EngineConfig, ProcessOptions
 from aioengine.errors import ConfigError
 from aioengine.threads import CGROUPS, OWN_CGROUP, processor_quota
 
@@ -41,7 +41,9 @@ class HostShare(NamedTuple):
 
     def config(self, config: EngineConfig) -> EngineConfig:
         """This replica's, of what is one for all."""
-        return replace(config, memory_utilization=config.memory_utilization * self.memory)
+        if self.memory == 1.0:
+            return config
+        return replace(config, memory_utilization=(config.memory_utilization or MOST_HOST_SHARE) * self.memory)
 
     def options(self, options: ProcessOptions) -> ProcessOptions:
         """Those of this replica's process, of what is one for all."""

@@ -6,7 +6,7 @@ import msgspec
 
 from aioengine.metrics import StepRecord
 
-LOADS = ("running", "waiting", "blocked", "free_blocks", "num_blocks")
+LOADS = ("running", "waiting", "blocked", "free_blocks", "num_blocks", "cached_blocks", "touched_blocks")
 """Fields of `StepRecord` that say what is so now."""
 COUNTERS = ("preemptions", "prefix_cache_queries", "prefix_cache_hits")
 """Those that count since the engine's start."""

@@ -128,6 +128,8 @@ def make_record(
         prefix_cache_queries=kv.num_queried_tokens,
         prefix_cache_hits=kv.num_hit_tokens,
         blocked=len(scheduler.blocked),
+        cached_blocks=kv.pool.num_cached,
+        touched_blocks=kv.pool.num_touched,
     )
 
 

@@ -22,6 +22,7 @@ from aioengine.kernels.native.operations import NativeOperations
 from aioengine.kernels.native.team import Team
 from aioengine.kernels.operations import Operations
 from aioengine.kernels.torch import operations as torch_operations
+from aioengine.kernels.zeros import untouched_bytes
 from aioengine.threads import CGROUPS, OWN_CGROUP, processor_quota
 
 
@@ -161,7 +162,7 @@ class HostAccelerator:
         pass
 
     def memory(self) -> DeviceMemory:
-        free = available_memory()
+        free = max(0, available_memory() - untouched_bytes())
         return DeviceMemory(total=free, free=free, allocated=0)
 
     def peak_of(self, work: Callable[[*Ts], None], *args: *Ts) -> int:

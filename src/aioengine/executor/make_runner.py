@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 
 import torch
@@ -33,6 +34,8 @@ DEVICE_MAX_IN_FLIGHT = 2
 """The next step lies in the device's queue when one ends."""
 
 FP8_CAPABILITY = 89
+
+_reserving = threading.Lock()
 
 
 def make_runner(
@@ -81,16 +84,17 @@ def make_runner(
         graph_sizes=_graph_sizes(accelerator, decoder, config),
     )
     peak_bytes = _peak_bytes(runner, accelerator, config)
-    num_blocks = num_kv_blocks(
-        config,
-        max_model_len=model.max_model_len,
-        bytes_per_block=shape.bytes_per_block,
-        memory=accelerator.memory(),
-        peak_bytes=peak_bytes,
-        windows=groups.windows,
-        max_in_flight=max_in_flight,
-    )
-    runner.make_cache()
+    with _reserving:  # of engines that start at once the second knows what the first takes
+        num_blocks = num_kv_blocks(
+            config,
+            max_model_len=model.max_model_len,
+            bytes_per_block=shape.bytes_per_block,
+            memory=accelerator.memory(),
+            peak_bytes=peak_bytes,
+            windows=groups.windows,
+            max_in_flight=max_in_flight,
+        )
+        runner.make_cache()
     if not accelerator.is_host:
         started = time.monotonic()
         runner.warm_up(

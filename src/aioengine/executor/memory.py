@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from aioengine.config import EngineConfig
+from aioengine.config import MODEST_HOST_SHARE, MOST_HOST_SHARE, EngineConfig
 from aioengine.errors import ConfigError
 from aioengine.executor.accelerator import DeviceMemory
 from aioengine.scheduler.kv_groups import most_blocks
@@ -30,8 +30,11 @@ def num_kv_blocks(
 ) -> int:
     """Blocks of the KV cache: as many as the config grants, but no more than its sequences could use.
 
-    ``memory_utilization`` is a share of what the host has free; ``gpu_memory_utilization`` one of all that a GPU has,
-    of which what is in use and what the steps take are no part of the cache.
+    On a CPU ``memory_utilization`` is a share of what the host has free, by its control groups, too, and less what
+    other engines of this process have reserved and not written yet. Absent it is a tenth, or what one sequence of
+    ``max_model_len`` needs if that is more, up to four tenths: an engine is a guest, and the memory fills over time.
+    ``gpu_memory_utilization`` is a share of all that a GPU has, of which what is in use and what the steps take are no
+    part of the cache.
 
     Args:
         bytes_per_block: of keys and values, in all layers of a group.
@@ -43,14 +46,14 @@ def num_kv_blocks(
         ConfigError: not even one sequence of ``max_model_len`` tokens fits, or more is asked for than is free.
     """
     available_bytes = max(0, memory.free - (peak_bytes or 0))
-    granted_bytes, source = granted_kv_bytes(config, memory, peak_bytes)
 
     def blocks_for(num_tokens: int) -> int:
         in_flight = max_in_flight * config.max_num_batched_tokens
         return sum(most_blocks(windows, num_tokens, config.block_size, in_flight))
 
-    num_blocks = granted_bytes // bytes_per_block
     blocks_a_sequence = blocks_for(max_model_len)
+    granted_bytes, source = granted_kv_bytes(config, memory, peak_bytes, blocks_a_sequence * bytes_per_block)
+    num_blocks = granted_bytes // bytes_per_block
     if num_blocks < blocks_a_sequence:
         fitting = bisect_right(range(max_model_len), num_blocks, key=blocks_for) - 1
         remedy = f"set max_model_len to {fitting} at most, or grant more" if fitting > 1 else "grant more"
@@ -69,13 +72,23 @@ def num_kv_blocks(
     return num_blocks
 
 
-def granted_kv_bytes(config: EngineConfig, memory: DeviceMemory, peak_bytes: int | None) -> tuple[int, str]:
-    """What the config grants the KV cache, and by which rule, in words; arguments as in `num_kv_blocks`."""
+def granted_kv_bytes(
+    config: EngineConfig, memory: DeviceMemory, peak_bytes: int | None, sequence_bytes: int
+) -> tuple[int, str]:
+    """Return the bytes that the config grants the KV cache, and by which rule, in words.
+
+    Args:
+        config, memory, peak_bytes: as in `num_kv_blocks`.
+        sequence_bytes: of one sequence of the greatest length.
+    """
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
     if peak_bytes is None:
-        granted_bytes = int(config.memory_utilization * memory.free)
-        return granted_bytes, f"memory_utilization={config.memory_utilization:g} of {memory.free} free bytes"
+        if (share := config.memory_utilization) is not None:
+            return int(share * memory.free), f"memory_utilization={share:g} of {memory.free} free bytes"
+        most_bytes = int(MOST_HOST_SHARE * memory.free)
+        granted_bytes = max(int(MODEST_HOST_SHARE * memory.free), min(sequence_bytes, most_bytes))
+        return granted_bytes, f"{MOST_HOST_SHARE:g} of {memory.free} free bytes, unless memory_utilization says more,"
     used_bytes = memory.total - memory.free
     return max(0, int(config.gpu_memory_utilization * memory.total) - used_bytes - peak_bytes), (
         f"gpu_memory_utilization={config.gpu_memory_utilization:g} of {memory.total} bytes, less {used_bytes} in use "

@@ -19,11 +19,22 @@ class BlockPool:
         self.references = [0] * num_blocks
         self._on_evict = on_evict
         self._blank = list(range(num_blocks - 1, -1, -1))
+        self._num_untouched = num_blocks
         self._cached: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_free(self) -> int:
         return len(self._blank) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Free blocks that hold a cached prefix."""
+        return len(self._cached)
+
+    @property
+    def num_touched(self) -> int:
+        """Blocks that have been allocated at least once: those in which memory has been written."""
+        return self.num_blocks - self._num_untouched
 
     def allocate(self, count: int) -> list[int]:
         """Take ``count`` blocks with one reference each; the caller has checked `num_free`."""
@@ -36,6 +47,7 @@ class BlockPool:
             self._on_evict(evicted)
             taken = blank[::-1] + evicted
             blank.clear()
+        self._num_untouched = min(self._num_untouched, len(blank))  # they lie below all that came back
         for block_id in taken:
             self.references[block_id] = 1
         return taken

@@ -12,7 +12,7 @@ from typing import Any
 import anyio
 import msgspec
 
-from aioengine.config import EngineConfig
+from aioengine.config import MOST_HOST_SHARE, EngineConfig
 from aioengine.core.control import TASKS
 from aioengine.core.engine_core import EngineCore
 from aioengine.core.executor_protocol import Executor
@@ -160,7 +160,8 @@ def _resolve_options(
     if config is not None and own_fields:
         config = EngineConfig(**{**msgspec.structs.asdict(config), **own_fields})
     if config is not None and init.memory != 1.0:
-        config = msgspec.structs.replace(config, memory_utilization=config.memory_utilization * init.memory)
+        share = (config.memory_utilization or MOST_HOST_SHARE) * init.memory
+        config = msgspec.structs.replace(config, memory_utilization=share)
     return msgspec.structs.replace(
         init, address=address or init.address, config=config, plugins=(*plugins, *init.plugins)
     )
