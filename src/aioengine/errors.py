@@ -17,8 +17,32 @@ _EXCEPTIONS = vars(BaseExceptionGroup)["exceptions"]
 """What every exception has, whatever a class of the user's puts before it."""
 
 
+WAIT = "or wait with on_full='wait'"
+LENIENT = "Json(schema, lenient=True) passes it over"
+"""Hints that more than one place knows."""
+
+
 class AioEngineError(Exception):
-    """Everything that aioengine raises on purpose."""
+    """Everything that aioengine raises on purpose.
+
+    Attributes:
+        hint: what a Python program can write instead; shown behind the `message`, and left out over HTTP.
+    """
+
+    hint: str = ""
+
+    @property
+    def message(self) -> str:
+        """The error's text without its hint."""
+        return super().__str__()
+
+    def __str__(self) -> str:
+        return f"{self.message}; {self.hint}" if self.hint else self.message
+
+    def with_hint(self, hint: str) -> Self:
+        if hint:
+            self.hint = hint
+        return self
 
     def anew(self) -> Self:
         """A copy for one request: a shared one would collect the tracebacks of all."""
@@ -38,6 +62,12 @@ class InvalidRequest(AioEngineError):
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+    def renamed(self, name: str) -> str:
+        """The message, where it begins with the field's name with another one in its place."""
+        rest = self.message.removeprefix(self.param or "")
+        is_named = rest != self.message and not f"a{rest[:1]}".isidentifier()
+        return f"{name}{rest}" if is_named else self.message
 
 
 class PromptTooLong(InvalidRequest):

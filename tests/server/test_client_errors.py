@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 
 import anyio
 import anyio.lowlevel
+import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI
@@ -15,7 +17,9 @@ from waiting import until
 
 from aioengine import Engine
 from aioengine.core.executor_protocol import DeviceLost
+from aioengine.errors import WAIT, EngineClosed, EngineOverloaded
 from aioengine.server import ServerConfig
+from aioengine.server.errors import api_error_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -250,3 +254,42 @@ async def test_smaller_priorities_go_first(adapter: Adapter) -> None:
             executor.is_manual = False
             executor.complete()
     assert ended == [0, 3, 7]
+
+
+def shaped(schema: Any) -> Any:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (shaped({"type": "array", "uniqueItems": True}), "response_format"),
+        (shaped({"type": "zorp"}), "response_format"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs"),
+        ({"guided_regex": "(a"}, "guided_regex"),
+        ({"logprobs": True, "top_logprobs": 99}, "top_logprobs"),
+        ({"max_completion_tokens": -5}, "max_completion_tokens"),
+        ({"vllm_xargs": {"a": 1}}, "vllm_xargs"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_error_names_what_the_client_has_sent_and_nothing_of_python(
+    http: httpx.AsyncClient, fields: Any, param: str, stream: bool
+) -> None:
+    answer = await http.post("/v1/chat/completions", json={"messages": HELLO, "stream": stream, **fields})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert error["message"].startswith(param)
+    assert not re.search(r"structured: |extra_args|Json\(|lenient|Engine\(|on_full|=True", error["message"])
+    if "uniqueItems" in error["message"]:
+        assert error["message"].endswith('; "strict": false passes it over')
+
+
+async def test_a_full_engine_says_when_to_come_again_and_nothing_of_python() -> None:
+    full = EngineOverloaded("full; try again later", retry_after_s=1.0).with_hint(WAIT)
+    assert str(full) == "full; try again later; or wait with on_full='wait'"
+    told = api_error_of(full)
+    assert (told.status, told.message) == (503, "full; try again later")
+    with pytest.raises(EngineClosed, match=r"has not been started; use `async with Engine\(...\)`") as closed:
+        await Engine().drain()
+    assert api_error_of(closed.value).message == "no requests are taken now: the engine has not been started"

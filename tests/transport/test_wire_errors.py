@@ -18,6 +18,7 @@ OWN_ERRORS = [
     errors.InvalidRequest("bad", param="stop"),
     errors.InvalidRequest("bad"),
     errors.PromptTooLong(9000, 8192, is_lower_bound=True),
+    errors.InvalidRequest("bad stop", param="stop").with_hint("give stop='a'"),
     errors.ConfigError("bad config"),
     errors.ModelLoadError("no model"),
     errors.EngineOverloaded("full", retry_after_s=2.5),

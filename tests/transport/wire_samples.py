@@ -67,7 +67,7 @@ STATS = SchedulerStats(
 
 FAULT = Fault(
     "PromptTooLong", "too long", param="prompt", retry_after_s=1.5, dump="a report", length=9000, limit=8192,
-    is_lower_bound=True, errno=2, filename="/nowhere",
+    is_lower_bound=True, errno=2, filename="/nowhere", hint="give less",
 )  # fmt: skip
 
 RECORD = StepRecord(

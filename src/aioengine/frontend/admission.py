@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from aioengine.errors import AioEngineError, EngineOverloaded, InvalidRequest
+from aioengine.errors import WAIT, AioEngineError, EngineOverloaded, InvalidRequest
 from aioengine.frontend.request_state import RequestState
 from aioengine.scheduler.policy import ByPriority, Fair, Incoming, Order, Policy, order_of
 from aioengine.turns import turns_here
@@ -224,10 +224,8 @@ class Admission:
                 why = f"{tenant.num_held} sequences of this tenant wait already, its share of"
             else:
                 why = f"{self.capacity} sequences wait already, or too many for {num_sequences} more, with"
-            raise EngineOverloaded(
-                f"{why} max_waiting={self.capacity}; try again later, or wait with on_full='wait'",
-                retry_after_s=self._estimate_wait(),
-            )
+            told = f"{why} max_waiting={self.capacity}; try again later"
+            raise EngineOverloaded(told, retry_after_s=self._estimate_wait()).with_hint(WAIT)
 
     def _has_capacity(self, tenant: _Tenant, num_sequences: int) -> bool:
         """For a request that comes now, and passes none that waits but those that their tenants' shares hold up."""

@@ -311,7 +311,7 @@ class AnswerPlan(NamedTuple):
         """An error of the request, which names the constraint as the caller has given it."""
         if self.param == "structured" or not isinstance(error, InvalidRequest) or error.param != "structured":
             return error
-        return InvalidRequest(str(error).replace("structured", self.param, 1), param=self.param)
+        return InvalidRequest(error.renamed(self.param), param=self.param).with_hint(error.hint)
 
 
 PLAIN = AnswerPlan()

@@ -521,4 +521,5 @@ def _tokenizer_of(runtime: Runtime, param: str) -> Tokenizer:
 
 
 def _not_started() -> EngineClosed:
-    return EngineClosed("the engine has not been started: use `async with Engine(...)` or `await Engine.start(...)`")
+    error = EngineClosed("the engine has not been started")
+    return error.with_hint("use `async with Engine(...)` or `await Engine.start(...)`")

@@ -88,8 +88,7 @@ def retold(error: InvalidRequest) -> InvalidRequest:
     """An error of the constraint, under the name by which the caller has given it."""
     if error.param != "structured":
         return error
-    text = str(error).split("; Json(schema, lenient=True)")[0]  # which a type cannot be
-    return _refused(text.removeprefix("structured: "))
+    return InvalidRequest(error.renamed("output_type"), param="output_type")  # without its hint: no type follows it
 
 
 def _shown_stop(reason: int | str) -> str:

@@ -25,6 +25,7 @@ from aioengine.core.health import Health
 from aioengine.core.observers import UserCode
 from aioengine.core.protocol import CLOSE_DEADLINE_S, Backend, Core, CoreHooks
 from aioengine.errors import (
+    WAIT,
     AioEngineError,
     ConfigError,
     EngineClosed,
@@ -139,11 +140,8 @@ class Runtime:
         """As `Engine.wait_started`; `EngineOverloaded` if ``max_waiting`` others wait and ``on_full`` is "raise"."""
         num_others = len(self.admission.requests) - 1
         if on_full == "raise" and self.is_starting and num_others >= self.admission.capacity:
-            raise EngineOverloaded(
-                f"{num_others} requests wait for the engine to start (max_waiting); try again later, or wait with "
-                "on_full='wait'",
-                retry_after_s=1.0,
-            )
+            told = f"{num_others} requests wait for the engine to start (max_waiting); try again later"
+            raise EngineOverloaded(told, retry_after_s=1.0).with_hint(WAIT)
         await self._started.wait()
         self._check_started()
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import msgspec
 
 from aioengine.errors import (
+    LENIENT,
     EngineClosed,
     EngineDead,
     EngineOverloaded,
@@ -59,6 +60,8 @@ class ApiError(Exception):
         return Response(self.status, self.body(), {**JSON_HEADERS, **self.headers})
 
 
+HINTS = {LENIENT: '"strict": false passes it over'}
+"""What errors' hints are over HTTP; others are for Python programs alone."""
 PARAM_NAMES = {"extra_args": "vllm_xargs", "num_sequences": "n"}
 """What clients call parameters that only the engine knows by their names."""
 
@@ -73,19 +76,21 @@ def api_error_of(error: Exception, *, param_names: Mapping[str, str] | None = No
         return error
     if isinstance(error, InvalidRequest):
         param = {**PARAM_NAMES, **(param_names or {})}.get(error.param or "", error.param)
-        code = "context_length_exceeded" if isinstance(error, PromptTooLong) else "invalid_value"
-        return ApiError(400, code, str(error), param=param)
+        if isinstance(error, PromptTooLong):  # whose beginning clients look for
+            return ApiError(400, "context_length_exceeded", error.message, param=param)
+        hint = f"; {HINTS[error.hint]}" if error.hint in HINTS else ""
+        return ApiError(400, "invalid_value", f"{error.renamed(param or '')}{hint}", param=param)
     if isinstance(error, EngineOverloaded):
-        return overloaded(str(error), error.retry_after_s)
+        return overloaded(error.message, error.retry_after_s)
     if isinstance(error, EngineClosed):
-        return unavailable(f"no requests are taken now: {error}")
+        return unavailable(f"no requests are taken now: {error.message}")
     if isinstance(error, EngineDead):
         return ApiError(503, "engine_dead", "the engine has stopped working")
     if isinstance(error, NoTokenLeft):
         _, _, why = str(error).partition("NothingAllowed: ")
         return ApiError(400, "no_token_left", f"what is asked for leaves no token to generate: {why or error}")
     if isinstance(error, OutputNotParsed):
-        return ApiError(500, "output_not_parsed", str(error))
+        return ApiError(500, "output_not_parsed", error.message)
     if isinstance(error, StepFailed):
         return ApiError(500, "step_failed", "the step that computed this request failed; the log says why")
     return ApiError(500, "internal_error", "an internal error; its request id is in the log")

@@ -46,9 +46,9 @@ ERROR_TYPES = {
 MESSAGE_NAMES = {
     "prompt": "messages",
     "stop": "stop_sequences",
-    "structured": "output_config",
-    "reasoning_effort": "output_config",
-    "max_thinking_tokens": "thinking",
+    "structured": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "max_thinking_tokens": "thinking.budget_tokens",
 }
 """What clients call the engine's parameters."""
 

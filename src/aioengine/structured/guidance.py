@@ -20,7 +20,7 @@ import llguidance
 import msgspec
 import numpy as np
 
-from aioengine.errors import InvalidRequest
+from aioengine.errors import LENIENT, InvalidRequest
 from aioengine.structured.constraints import Choice, Constraint, Either, Grammar, Json, Regex, StructuralTags
 from aioengine.structured.forced import MAX_FORCED_BYTES, longest_forced
 from aioengine.structured.grammar import STACK_BYTES, TOO_LARGE, Mask
@@ -84,7 +84,6 @@ TEXTS_OF_LARK = re.compile(r'//.*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])*/')
 NAMES_OF_LARK = re.compile(TEXTS_OF_LARK.pattern + r"|<[^<>\s\[]+>")
 """These, and names of tokens."""
 
-ADVICE = 'Json(schema, lenient=True), or over HTTP a response_format with "strict": false, passes it over'
 PASSED_OVER = re.compile(r"nimplemented|Unknown format|coerce_one_of")
 """In what the library says of what it may pass over."""
 
@@ -161,7 +160,7 @@ class Vocabulary:
             problem = LISTING.sub("", problem)
             if not isinstance(constraint, Grammar) or GBNF.search(constraint.text):
                 problem = POSITION.sub("", problem)
-            raise _refused(_shown(problem) + ("; " + ADVICE if PASSED_OVER.search(problem) else ""))
+            raise _refused(_shown(problem)).with_hint(LENIENT if PASSED_OVER.search(problem) else "")
         compile_s = time.perf_counter() - began
         grammar = GuidanceGrammar(self, matcher, begin, compile_s, is_forcing=is_forcing)
         self._try(grammar)

@@ -20,6 +20,7 @@ class Fault(msgspec.Struct, frozen=True, array_like=True, gc=False):
         kind: the name of its type, looked up among aioengine's errors and `PLAIN`, nowhere else.
         param, retry_after_s, dump, length, limit, is_lower_bound: of the types that have them.
         errno: of an OSError; with ``filename``.
+        hint: of one of aioengine's own, which its message is without.
     """
 
     kind: str
@@ -32,6 +33,7 @@ class Fault(msgspec.Struct, frozen=True, array_like=True, gc=False):
     is_lower_bound: bool = False
     errno: int | None = None
     filename: str | None = None
+    hint: str = ""
 
 
 PLAIN: dict[str, type[Exception]] = {
@@ -67,7 +69,8 @@ def to_fault(error: BaseException) -> Fault:
         fields = {name: getattr(error, name) for name in _FIELDS.get(own, ())}
         if "dump" in fields:
             fields["dump"] = cut(fields["dump"], MAX_DUMP_CHARS)
-        return Fault(own, message, **fields)
+        hint = cut(error.hint, MAX_MESSAGE_CHARS) if isinstance(error.hint, str) else ""
+        return Fault(own, message.removesuffix(f"; {hint}") if hint else message, hint=hint, **fields)
     # The attributes of others may be anything.
     if isinstance(error, OSError) and kind in _OS_ERRORS:
         filename = cut(error.filename, MAX_MESSAGE_CHARS) if isinstance(error.filename, str) else None
@@ -102,4 +105,5 @@ def to_error(fault: Fault) -> Exception:
     if not (isinstance(kind, type) and issubclass(kind, errors.AioEngineError)):
         return errors.InternalError(f"{fault.kind}: {fault.message}")
     fields = {name: getattr(fault, name) for name in _FIELDS.get(fault.kind, ())}
-    return kind(**fields) if kind is errors.PromptTooLong else kind(fault.message, **fields)
+    made: errors.AioEngineError = kind(**fields) if kind is errors.PromptTooLong else kind(fault.message, **fields)
+    return made.with_hint(fault.hint)
