@@ -95,7 +95,7 @@ NEUTRAL_ARGUMENTS = {
     "arrival_time": Neutral((None,), "a request's times count from its call"),
     "reasoning_ended": Neutral((None, False), "give it in chat_template_kwargs, as the model's template calls it"),
     "documents": Neutral((None, []), NOT_YET),
-    "chat_template_content_format": Neutral((None, "auto", "string"), "contents are given to the template as text"),
+    "chat_template_content_format": Neutral((None, "auto", "string", "openai"), "it is found out of the template"),
     "mm_processor_kwargs": Neutral((None, {}), "this engine takes text alone"),
     "add_generation_prompt": Neutral((None,), "give it in chat_template_kwargs"),
     "continue_final_message": Neutral((None, False), "give it in chat_template_kwargs"),

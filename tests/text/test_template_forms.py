@@ -110,6 +110,9 @@ EITHER = (
     HEAD + EACH + " {{ c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }})"
     "{% endfor %}" + REST
 )
+OTHERWISE = ITERATES.replace(
+    "{% for k, v in", "{% if c.function.arguments is string %} {{ c.function.arguments }}{% else %}{% for k, v in"
+).replace("){% endfor %}", "{% endif %}){% endfor %}")
 IS_NONE = ADDS.replace("if m.tool_calls", "if m.role == 'assistant' and m.content is none")
 
 
@@ -121,9 +124,10 @@ IS_NONE = ADDS.replace("if m.tool_calls", "if m.role == 'assistant' and m.conten
         (ITERATES, "city=Rome", "city=Rome"),
         (DUMPS, '{"city": "Rome"}', '{"city": "Rome"}'),
         (EITHER, '{"city": "Rome"}', '{"city":"Rome"}'),
+        (OTHERWISE, "city=Rome", "city=Rome"),
         (IS_NONE, '{"city": "Rome"}', '{"city":"Rome"}'),
     ],
-    ids=["adds", "writes", "iterates", "dumps", "either", "is none"],
+    ids=["adds", "writes", "iterates", "dumps", "either", "otherwise", "is none"],
 )
 def test_arguments_are_objects_or_texts_as_the_template_reads_them(template: str, of_object: str, of_text: str) -> None:
     for content in ({}, {"content": None}, {"content": ""}):
@@ -229,7 +233,7 @@ def test_a_template_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     forms = TemplateForms(ADDS, {})
     chat = check_messages([USER, asking(call(ROME)), result()])
     forms.fit(chat, has_tools=True)
-    monkeypatch.setattr(TemplateForms, "_writes", lambda *_: pytest.fail("it is known"))
+    monkeypatch.setattr(TemplateForms, "_written", lambda *_: pytest.fail("it is known"))
     assert forms.fit(chat, has_tools=True)[1]["tool_calls"] == [call('{"city": "Rome"}')]
 
 

@@ -25,7 +25,7 @@ GGUF_KEY = "tokenizer.chat_template"
 
 MAX_TEMPLATES = 64
 MAX_TEMPLATE_BYTES = 2**20
-"""Of one template: thirty times the largest."""
+"""Size of one template: thirty times the largest that is known."""
 
 
 def templates_of_folder(folder: Path, settings: dict[str, Any]) -> dict[str, str]:

@@ -14,7 +14,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from aioengine.errors import AioEngineError
@@ -39,7 +39,7 @@ _AS_DATA = re.compile(rf"""text\\?['"]:\s*\\?['"]({"|".join(MARKS)})|'{KEY}'|\\"
 
 
 _Form = Literal["text", "part", "parts"]
-"""Of a content: a text, a list of one part, or of several, of which some templates read the first alone."""
+"""A content as a text, as a list of one part, or of several parts, of which some templates read the first alone."""
 
 
 class CallForm(NamedTuple):
@@ -89,22 +89,29 @@ class TemplateForms:
 
     def fit_tools(self, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
         """The tools with the fields that the template cannot do without; raises as `fit`."""
-        return tools and [self._fit_tool(tool) for tool in tools]
-
-    def _fit_tool(self, tool: dict[str, Any]) -> dict[str, Any]:
-        function = tool.get("function")
-        if not isinstance(function, dict):
-            return tool
-        lacking = [name for name in _TOOL_FIELDS if function.get(name) is None and self._needs(name)]
-        return {**tool, "function": {**function, **{name: _TOOL_FIELDS[name] for name in lacking}}} if lacking else tool
+        fitted = []
+        for tool in tools or ():
+            given = tool.get("function")
+            function = given if isinstance(given, dict) else _TOOL
+            lacking = [name for name in _TOOL_FIELDS if function.get(name) is None and self._needs(name)]
+            added = {name: _TOOL_FIELDS[name] for name in lacking}
+            fitted.append({**tool, "function": {**function, **added}} if added else tool)
+        return tools and fitted
 
     def _needs(self, name: str) -> bool:
         """Whether the template writes tools that have a field, and none without it."""
-        key = ("tools", name, True)
+        without = {field: value for field, value in _TOOL.items() if field != name}
+        return self._ask(("tools", name, True), lambda: not self._tells(without) and self._tells(_TOOL))
+
+    def _tells(self, tool: dict[str, Any]) -> bool:
+        return bool(self._written([self._fit_content(_USER, True)], [tool["name"]], tool))
+
+    def _ask(self, key: tuple[str, str, bool], find_out: Callable[[], bool]) -> bool:
+        """The answer to a question, which is found out once."""
         if key not in self._known:
-            chat, mark = [self._fit_content(_USER, True)], (_TOOL["name"],)
-            without = {field: value for field, value in _TOOL.items() if field != name}
-            self._known[key] = not self._writes(chat, mark, without) and self._writes(chat, mark, _TOOL)
+            if len(self._known) >= MAX_KNOWN:
+                self._known.clear()
+            self._known[key] = find_out()
         return self._known[key]
 
     def _fit_content(self, message: Message, has_tools: bool) -> Message:
@@ -120,35 +127,35 @@ class TemplateForms:
 
     def _reads(self, role: str, form: _Form, has_tools: bool) -> bool:
         """Whether the template writes the contents of a role that are given in a form."""
-        key = (role, form, has_tools)
-        if key not in self._known:
-            if len(self._known) >= MAX_KNOWN:
-                self._known.clear()
-            marks = MARKS if form == "parts" else MARKS[:1]
-            content = marks[0] if form == "text" else [{"type": "text", "text": mark} for mark in marks]
-            message: Message = {"role": role, "content": content}
-            user = message if role == "user" else self._fit_content(_USER, has_tools)
-            chats = {"system": [message, user], "assistant": [user, message, user]}
-            chat = chats.get(role, [message])
-            if role == "tool":
-                asked = [self._fit_content(one, has_tools) for one in fit_calls([_asking({})], self.call_form)]
-                chat = [user, *asked, {**message, "tool_call_id": CALL_ID}]
-            self._known[key] = self._writes(chat, marks, _TOOL if has_tools else None)
-        return self._known[key]
+        return self._ask((role, form, has_tools), lambda: self._writes_content(role, form, has_tools))
+
+    def _writes_content(self, role: str, form: _Form, has_tools: bool) -> bool:
+        marks = MARKS if form == "parts" else MARKS[:1]
+        content = marks[0] if form == "text" else [{"type": "text", "text": mark} for mark in marks]
+        chat: list[Message] = [{"role": role, "content": content, "tool_call_id": CALL_ID}]
+        if role in ("system", "assistant", "tool"):
+            user = self._fit_content(_USER, has_tools)
+            asked = fit_calls([_asking({})], self.call_form) if role == "tool" else []
+            before = [] if role == "system" else [user, *(self._fit_content(one, has_tools) for one in asked)]
+            chat = [*before, *chat, *([] if role == "tool" else [user])]
+        return bool(self._written(chat, marks, _TOOL if has_tools else None))
 
     @functools.cached_property
     def call_form(self) -> CallForm:
         """How the template reads calls."""
         arguments = {KEY: MARKS[0]}
+        call, one, both = _asking(arguments), MARKS[:1], MARKS
         for empty in ("", None):
             form = CallForm(takes_texts=True, empty=empty)
-            objects, texts = (self._writes_call(_asking(one), form) for one in (arguments, json.dumps(arguments)))
+            objects, texts = (
+                self._written_call(_asking(given), form, one) for given in (arguments, json.dumps(arguments))
+            )
             if objects or texts:
                 break
         else:
             return CallForm()
-        form = form._replace(takes_objects=objects, takes_texts=texts)
-        call, one, both = _asking(arguments), MARKS[:1], MARKS
+        # Where a template writes the two otherwise, it writes texts as they are, and objects as its model does.
+        form = form._replace(takes_objects=bool(objects), takes_texts=bool(texts) and objects in ("", texts))
         two = {**call, "tool_calls": [*call["tool_calls"], *_asking({KEY: MARKS[1]}, LONG_ID[:9])["tool_calls"]]}
         thought = {**call, "content": "hi", **dict.fromkeys(REASONING_FIELDS, "hi")}
         changes: list[tuple[Message, Sequence[str], dict[str, Any], Sequence[str]]] = [
@@ -159,36 +166,33 @@ class TemplateForms:
         ]
         for message, marks, change, marks_changed in changes:
             changed = form._replace(**change)
-            if not self._writes_call(message, form, marks) and self._writes_call(message, changed, marks_changed):
+            if not self._written_call(message, form, marks) and self._written_call(message, changed, marks_changed):
                 form = changed
-        writes_name, writes_id = (self._writes_call(call, form, (mark,)) for mark in (NAME, CALL_ID))
+        writes_name, writes_id = (self._written_call(call, form, (mark,)) for mark in (NAME, CALL_ID))
         return form._replace(ids="named") if form.ids == "any" and writes_id and not writes_name else form
 
-    def _writes_call(self, message: Message, form: CallForm, marks: Sequence[str] = MARKS[:1]) -> bool:
-        """Whether the template writes a message with calls, in some chat."""
+    def _written_call(self, message: Message, form: CallForm, marks: Sequence[str]) -> str:
+        """A prompt that the template makes of a message with calls; "": it writes them in no chat."""
         results = [{"role": "tool", "tool_call_id": call["id"], "content": "hi"} for call in message["tool_calls"]]
         for told, has_tools in itertools.product((results, []), (True, False)):
             chat = fit_calls([_USER, message, *told], form)
             chat = [one if one["role"] == "tool" else self._fit_content(one, has_tools) for one in chat]
-            if self._writes(chat, marks, _TOOL if has_tools else None):
-                return True
-        return False
+            if text := self._written(chat, marks, _TOOL if has_tools else None):
+                return text
+        return ""
 
-    def _writes(self, chat: list[Message], marks: Sequence[str], tool: dict[str, Any] | None) -> bool:
-        """Whether what the template makes of a chat has the marks, and has them not as data of a program."""
+    def _written(self, chat: list[Message], marks: Sequence[str], tool: dict[str, Any] | None) -> str:
+        """The prompt that the template makes of a chat; "": it fails, or lacks one of the marks, or has them as data."""
+        tools = tool and [{"type": "function", "function": tool}]
         try:
             text = self._template.render(
-                messages=chat,
-                tools=tool and [{"type": "function", "function": tool}],
-                documents=None,
-                add_generation_prompt=True,
-                **self._named_tokens,
+                messages=chat, tools=tools, documents=None, add_generation_prompt=True, **self._named_tokens
             )
         except (AioEngineError, TemplateStopped):
             raise
         except Exception:  # whatever a template raises, it does not read this
-            return False
-        return all(mark in text for mark in marks) and _AS_DATA.search(text) is None
+            return ""
+        return text if all(mark in text for mark in marks) and _AS_DATA.search(text) is None else ""
 
 
 @functools.lru_cache(maxsize=32)
@@ -230,27 +234,20 @@ def _is_call(call: Any) -> bool:
 
 
 def _fit_call(call: Message, form: CallForm, new_ids: dict[str, str], number: int) -> Message:
-    function, call_id = call["function"], call.get("id")
-    fitted = {**call, "function": {**function}}
-    if "arguments" in function:
-        fitted["function"]["arguments"] = _fit_arguments(function["arguments"], form)
-    if isinstance(call_id, str) and form.ids != "any":
-        named = f"functions.{function.get('name')}:"
-        is_fit = call_id.startswith(named) if form.ids == "named" else re.fullmatch("[A-Za-z0-9]{9}", call_id)
-        if not is_fit:
-            new = f"{named}{number}" if form.ids == "named" else hashlib.sha256(call_id.encode()).hexdigest()[:9]
-            fitted["id"] = new_ids[call_id] = new
-    return fitted
-
-
-def _fit_arguments(arguments: Any, form: CallForm) -> Any:
+    function, call_id, arguments = call["function"], call.get("id"), call["function"].get("arguments")
     if isinstance(arguments, str) and (not form.takes_texts or arguments.strip()[:1] in ('"', "")):
         parsed = parse_arguments(arguments)
         # Models write broken JSON, too: the template takes that text, or fails.
         arguments = arguments if parsed is None else parsed
     if isinstance(arguments, dict) and not form.takes_objects:
-        return json.dumps(arguments, ensure_ascii=False)
-    return arguments
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    if isinstance(call_id, str) and form.ids != "any":
+        named = f"functions.{function.get('name')}:"
+        is_fit = call_id.startswith(named) if form.ids == "named" else re.fullmatch("[A-Za-z0-9]{9}", call_id)
+        new = f"{named}{number}" if form.ids == "named" else hashlib.sha256(call_id.encode()).hexdigest()[:9]
+        new_ids[call_id] = call_id = call_id if is_fit else new
+    told = {"arguments": arguments} if "arguments" in function else {}
+    return {**call, **({"id": call_id} if "id" in call else {}), "function": {**function, **told}}
 
 
 def _fit_asking(message: Message, calls: list[Message], form: CallForm) -> list[Message]:
@@ -277,15 +274,14 @@ def _one_call_each(messages: list[Message], form: CallForm) -> list[Message]:
         if not isinstance(calls, list) or len(calls) < 2:
             fitted.append(message)
             continue
-        places = {call.get("id"): place for place, call in enumerate(calls) if isinstance(call.get("id"), str)}
         results: list[list[Message]] = [[] for _ in calls]
+        places = [call.get("id") for call in calls]
         for order in itertools.count():
             if not waiting or waiting[-1]["role"] != "tool":
                 break
-            result = waiting.pop()
-            given = result.get("tool_call_id")
-            place = places.get(given) if isinstance(given, str) else None
-            results[min(order, len(calls) - 1) if place is None else place].append(result)
+            given = waiting[-1].get("tool_call_id")
+            place = places.index(given) if given is not None and given in places else min(order, len(calls) - 1)
+            results[place].append(waiting.pop())
         head = message
         for call, told in zip(calls, results, strict=True):
             fitted += [{**head, "tool_calls": [call]}, *told]

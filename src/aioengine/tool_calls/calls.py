@@ -195,7 +195,7 @@ def told_tools(given: Any, tools: Iterable[Tool]) -> tuple[dict[str, Any], ...]:
 
 
 def _as_chats(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool in the form of OpenAI's chat API; of Anthropic's keys those that say what the tool is."""
+    """A tool in the form of OpenAI's chat API; of Anthropic's keys only those of the tool itself."""
     if isinstance(given.get("function"), Mapping):
         return dict(given) if "type" in given else {"type": "function", **given}
     if "input_schema" not in given:
