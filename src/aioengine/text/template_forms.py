@@ -182,7 +182,7 @@ class TemplateForms:
         return ""
 
     def _written(self, chat: list[Message], marks: Sequence[str], tool: dict[str, Any] | None) -> str:
-        """The prompt that the template makes of a chat; "": it fails, or lacks one of the marks, or has them as data."""
+        """The prompt that the template makes of a chat; "": it fails, lacks one of the marks, or has them as data."""
         tools = tool and [{"type": "function", "function": tool}]
         try:
             text = self._template.render(
