@@ -119,6 +119,30 @@ async def test_tools_that_a_server_would_run_are_left_out_and_the_log_says_so(
     assert kinds == ["web_search,", "local_shell,"]
 
 
+async def test_tools_may_come_as_an_item_of_the_input(folder: Path) -> None:
+    said = call_of("agents__run", city="Paris")
+    async with scripted(folder, said, said) as served:
+        user = {"role": "user", "content": "Hi"}
+        for own in (TOOLS[:2], [], None):
+            items = [
+                {"type": "additional_tools", "role": "developer", "tools": TOOLS[2:]},
+                {**user, "content": f"{own}"},
+            ]
+            body = {"input": items, "tools": own}
+            if own is None:
+                body["input"] = [{"type": "additional_tools", "tools": []}, *items]
+            if own != []:
+                answer = (await served.http.post("/v1/responses", json=body)).json()
+                assert answer["tools"] == [*(own or ()), *TOOLS[2:]]
+                assert without_ids(answer["output"]) == [CALLS[1]]
+            count = await served.http.post("/v1/responses/input_tokens", json=body)
+            assert count.status_code == 200, count.text
+        for wrong in ({"a": 1}, "a", "1", 5, [[]], [5], True):
+            asked = {"input": [{"type": "additional_tools", "tools": wrong}, user]}
+            answer = await served.http.post("/v1/responses", json=asked)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools"), wrong
+
+
 async def test_a_choice_names_a_tool_as_its_client_does(folder: Path) -> None:
     custom = call_of("agents__tell", input="Hi")
     async with scripted(folder, custom, custom) as served:

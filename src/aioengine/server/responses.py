@@ -133,6 +133,13 @@ class ResponseRequest(ChatGeneration, kw_only=True):
         if len(self.metadata or ()) > MAX_METADATA:
             raise invalid_value("metadata", f"metadata has {len(self.metadata or ())} pairs; at most {MAX_METADATA}")
 
+    def add_tools(self, tools: msgspec.Raw) -> None:
+        """Put the tools of an input item behind the request's own, undecoded."""
+        lists = [bytes(each) for each in (self.tools, tools) if is_given(each)]
+        if not all(each.startswith(b"[") for each in lists):
+            raise invalid_value("tools", "tools are a list, also those of an item of the input")
+        self.tools = msgspec.Raw(b"[%b]" % b",".join(filter(None, (each[1:-1].strip() for each in lists))))
+
     def sampling(self) -> dict[str, Any]:
         sampling = super().sampling()
         if self.num_top_logprobs is not None:
@@ -199,13 +206,14 @@ class InputItem(msgspec.Struct):
     namespace: str | None = None
     arguments: str | None = None
     input: str | None = None
+    tools: msgspec.Raw = msgspec.Raw()
     output: Content | None = None
 
 
 async def read_input(
     request: ResponseRequest, max_items: int, find_item: Callable[[str], Awaitable[InputItem]]
 ) -> list[dict[str, Any]]:
-    """The input as a chat.
+    """The input as a chat; tools among its items become the request's.
 
     Args:
         find_item: the stored item of an id, for items that are named by it alone.
@@ -218,7 +226,10 @@ async def read_input(
     for place, item in enumerate(read_items(request.input, InputItem, "input", max_items)):
         if item.type == "item_reference":
             item = await find_item(_needed(f"input[{place}]", "id", item.id))
-        _add_item(chat, f"input[{place}]", item)
+        if item.type == "additional_tools":
+            request.add_tools(item.tools)
+        else:
+            _add_item(chat, f"input[{place}]", item)
     return chat.messages
 
 
