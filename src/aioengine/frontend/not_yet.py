@@ -1,4 +1,4 @@
-"""Methods of vLLM's that this engine has not: each says so, where a missing attribute would look like a mistake."""
+"""Methods of vLLM's that this engine has not: each raises a clear error in place of an AttributeError."""
 
 from __future__ import annotations
 

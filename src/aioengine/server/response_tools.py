@@ -17,7 +17,7 @@ HOSTED = (
     "web_search", "file_search", "code_interpreter", "image_generation", "mcp", "local_shell", "shell", "apply_patch",
     "computer", "tool_search", "programmatic_tool_calling",
 )  # fmt: skip
-"""What the types of tools begin with that a server would run; dates and "_preview" may follow."""
+"""Types of tools that a server would run; dates and "_preview" may follow."""
 INPUT = "input"
 """The one argument that a custom tool has as a function."""
 
@@ -35,7 +35,7 @@ class ClientTool(NamedTuple):
         return f"{self.namespace}__{self.name}" if self.namespace else self.name
 
     def fields(self, arguments: str) -> dict[str, str]:
-        """What the item of a call has beside its ids."""
+        """The fields of a call's item beside its ids and its status."""
         names = {"name": self.name, **({"namespace": self.namespace} if self.namespace else {})}
         return names | ({"input": input_of(arguments)} if self.is_custom else {"arguments": arguments})
 
@@ -58,7 +58,7 @@ def read_response_tools(tools: list[Any] | None, choice: Any, leave_out: Callabl
     """The tools of a request.
 
     Args:
-        leave_out: hears the kind of each tool that no model here can call.
+        leave_out: called with the type of each tool that is left out.
     Raises:
         ApiError: a namespace holds no list of tools.
     """
@@ -81,7 +81,7 @@ def read_response_tools(tools: list[Any] | None, choice: Any, leave_out: Callabl
             named = ClientTool(tool["name"], namespace, kind == "custom")
             known[named.function] = named
             functions.append(_of_custom(tool, named) if named.is_custom else {**tool, "name": named.function})
-        else:  # which the engine refuses, and says why
+        else:  # the engine refuses it, with a reason
             functions.append(tool)
 
     for tool in tools:
@@ -90,7 +90,7 @@ def read_response_tools(tools: list[Any] | None, choice: Any, leave_out: Callabl
 
 
 def _of_custom(tool: dict[str, Any], named: ClientTool) -> dict[str, Any]:
-    """A custom tool as a function; the grammar of its input is told to the model, and does not constrain it."""
+    """A custom tool as a function; the grammar of its input goes into the description, and constrains nothing."""
     said = [tool.get("description")]
     form = tool.get("format")
     if isinstance(form, dict) and form.get("type") == "grammar":
@@ -119,7 +119,7 @@ def arguments_of(text: str) -> str:
 
 
 def input_of(arguments: str) -> str:
-    """What `arguments_of` was made of; where the model has written it otherwise, all that it has written."""
+    """The text that `arguments_of` was given; other arguments are returned as they are."""
     try:
         given = msgspec.json.decode(arguments, type=dict[str, Any])
     except msgspec.DecodeError:
