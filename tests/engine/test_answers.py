@@ -74,11 +74,13 @@ def tool(parameters: dict[str, Any], **others: Any) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def say(served: Served, text: str, tools: Sequence[Any] = ()) -> None:
-    """The model's answer to `CHAT` with these tools."""
+def say(
+    served: Served, text: str, tools: Sequence[Any] = (), chat: list[dict[str, Any]] = CHAT, **variables: Any
+) -> None:
+    """The model's answer to a chat with these tools."""
     tokenizer = served.tokenizer
     told = list(told_tools(tools, read_tools(tools)))
-    prompt = tokenizer.render_chat(CHAT, **({"tools": told} if told else {}))
+    prompt = tokenizer.render_chat(chat, **({"tools": told} if told else {}), **variables)
     end = tokenizer.encode("<|im_end|>", add_special_tokens=False)
     served.say(tokenizer.encode(prompt, add_special_tokens=False), [*tokenizer.encode(text), *end])
 
@@ -114,6 +116,63 @@ async def test_a_stream_brings_the_pieces_of_what_the_whole_has(serve: Serve, in
         assert "".join(piece.arguments for piece in pieces) == '{"a": 8, "b": 7}'
         if interval == 1:
             assert len(pieces) > 3, "arguments come as they are written"
+
+
+@pytest.mark.virtual_clock
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content", "num_calls"),
+    [
+        (f"<think>\nI add.\n{CALL}\n{OTHER_CALL}", "I add.", "", 2),
+        (f"<think>\nI might\n{CALL}\n</think>\n\nNo.", f"I might\n{CALL}", "No.", 0),
+    ],
+)
+async def test_a_call_in_reasoning_is_one_if_the_reasoning_does_not_end(
+    serve: Serve, text: str, reasoning: str, content: str, num_calls: int
+) -> None:
+    async with serve(config=FORMATS) as served:
+        say(served, text, TOOLS)
+        for is_parallel in (True, False):
+            options: dict[str, Any] = {"tools": TOOLS, "parallel_tool_calls": is_parallel, "max_tokens": 200}
+            async with served.engine.stream(CHAT, **options, stream_interval=3) as stream:
+                deltas = [delta async for delta in stream]
+            out = stream.result
+            assert (out.reasoning, out.text) == (reasoning, content)
+            assert len(out.tool_calls) == (num_calls if is_parallel else min(num_calls, 1))
+            assert "".join(delta.reasoning for delta in deltas) == reasoning
+            begun = [piece.name for delta in deltas for piece in delta.tool_calls]
+            assert begun == [call.name for call in out.tool_calls]
+
+
+@pytest.mark.virtual_clock
+@pytest.mark.parametrize(
+    ("user", "begun", "text", "reasoning", "content"),
+    [
+        ("2+2?", "<think>\nhm", " so\n</think>\n\nFour.", " so", "Four."),
+        ("2+2?", "<think>\nhm\n</think>\n\nIt", " is four.", "", " is four."),
+        ("What is <think>?", "It", " is a mark.", "", " is a mark."),
+    ],
+)
+async def test_an_answer_goes_on_in_the_reasoning_or_behind_it(
+    serve: Serve, user: str, begun: str, text: str, reasoning: str, content: str
+) -> None:
+    chat = [{"role": "user", "content": user}, {"role": "assistant", "content": begun}]
+    async with serve(config=FORMATS) as served:
+        options = {"add_generation_prompt": False, "continue_final_message": True}
+        say(served, text, chat=chat, **options)
+        out = await served.engine.generate(chat, chat_template_kwargs=options, max_tokens=200)
+        assert (out.reasoning or "", out.text) == (reasoning, content)
+
+
+@pytest.mark.virtual_clock
+async def test_text_that_a_strict_tools_grammar_admits_is_no_call(serve: Serve) -> None:
+    call = '{"name": "add", "arguments": {"a": "eight", "b": 7}}'
+    async with serve(config=FORMATS) as served:
+        for is_strict in (False, True):
+            tools = [tool({"properties": {"a": {"type": "integer"}}}, strict=is_strict)]
+            tools[0]["function"]["name"] = "add"
+            say(served, call, tools)
+            out = await served.engine.generate(CHAT, tools=tools, max_tokens=200)
+            assert (out.text, len(out.tool_calls)) == ((call, 0) if is_strict else ("", 1))
 
 
 @pytest.mark.virtual_clock

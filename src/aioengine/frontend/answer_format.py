@@ -155,9 +155,13 @@ class AnswerFormats:
                 "reasoning_format, or leave it out",
             )
 
-    def plan(self, options: AnswerOptions, params: SamplingParams, prompt_text: str) -> AnswerPlan:
+    def plan(
+        self, options: AnswerOptions, params: SamplingParams, prompt_text: str, continued: str | None = None
+    ) -> AnswerPlan:
         """How the answer to a rendered chat is read, and what constrains it; not on the loop, where there are tools.
 
+        Args:
+            continued: the text of the last message, if the answer goes on with it.
         Raises:
             InvalidRequest: a strict tool's schema cannot be enforced.
         """
@@ -165,9 +169,14 @@ class AnswerFormats:
         if reasoning is None and tools is None:
             return PLAIN
         constraint = self._constraint(options, params)
-        is_begun = reasoning is not None and reasoning.is_begun_by_prompt(prompt_text)
+        is_begun = reasoning is not None and (
+            reasoning.is_begun_by_prompt(prompt_text)
+            if continued is None
+            else reasoning.is_begun_by_message(prompt_text, continued)
+        )
         thinking = None
-        if reasoning is not None and (constraint is not None or params.max_thinking_tokens is not None):
+        may_think = is_begun or continued is None
+        if reasoning is not None and may_think and (constraint is not None or params.max_thinking_tokens is not None):
             is_shaped = constraint is not None
             thinking = self._thinking(
                 reasoning, prompt_text, params, is_begun=is_begun, is_shaped=is_shaped, has_tools=tools is not None
@@ -176,16 +185,22 @@ class AnswerFormats:
         if reasoning is not None:
             keeps = keeps or self._keeps(reasoning.keeps_special_tokens or (reasoning.begin, reasoning.end))
 
-        make_tools_parser = None if tools is None else tools.make_parser
-        if constraint is not None:  # what its grammar admits as text must not be read as a call that it would refuse
-            make_tools_parser = getattr(tools, "make_strict_parser", make_tools_parser)
+        def tools_parser(*, is_strict: bool) -> AnswerParser | None:
+            if tools is None:
+                return None
+            make = getattr(tools, "make_strict_parser", tools.make_parser) if is_strict else tools.make_parser
+            parser: AnswerParser = make(options.tools, make_call_id)
+            return parser
 
         def make_parser() -> AnswerParser:
-            inner = make_tools_parser(options.tools, make_call_id) if make_tools_parser is not None else None
+            # What a grammar admits as text must not be read as a call that it would refuse.
+            inner = tools_parser(is_strict=constraint is not None)
             if reasoning is None:
                 assert inner is not None
                 return inner
-            return ReasoningParser(reasoning, inner, is_begun)
+            probe = tools_parser(is_strict=True) if constraint is None else None
+            max_calls = None if options.is_parallel else 1
+            return ReasoningParser(reasoning, inner, is_begun, probe=probe, max_calls=max_calls)
 
         param: Any = (
             "tools" if isinstance(constraint, Grammar) and constraint is not params.structured else "structured"

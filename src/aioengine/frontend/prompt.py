@@ -30,7 +30,13 @@ from aioengine.scheduler.sequence import (
     Sequence,
     make_choices,
 )
-from aioengine.text.chat_input import content_chars, copy_messages, open_messages, take_template_kwargs
+from aioengine.text.chat_input import (
+    REASONING_FIELDS,
+    content_chars,
+    copy_messages,
+    open_messages,
+    take_template_kwargs,
+)
 from aioengine.text.template_files import MAX_TEMPLATE_BYTES
 from aioengine.validation import check_fields, invalid, is_utf8, shorten, typed
 
@@ -224,7 +230,8 @@ def prepare(runtime: Runtime, call: Call, checked: Checked) -> Prepared:
     text, ids = _tokenize(runtime, call, checked)
     plan = PLAIN
     if text is not None and _is_chat(checked.prompt):
-        plan = runtime.answer_formats.plan(checked.options, checked.params, text)
+        continued = _continued(checked.prompt[-1], checked.template_kwargs.get("continue_final_message"))
+        plan = runtime.answer_formats.plan(checked.options, checked.params, text, continued)
     params = with_constraint(checked.params, plan)
     limit = runtime.info.max_model_len - 1  # room for one output token
     if len(ids) > limit:
@@ -248,6 +255,14 @@ def prepare(runtime: Runtime, call: Call, checked: Checked) -> Prepared:
         session=call.session or "",
     )
     return Prepared(text, runtime.core.make_sequence(request), plan)
+
+
+def _continued(message: Any, field: bool | str | None) -> str | None:
+    """The text that an answer goes on with: a message's content, or its field of this name; None: the answer begins."""
+    if not field:
+        return None
+    names = REASONING_FIELDS if field in REASONING_FIELDS else ("content",)
+    return next((message[name] for name in names if isinstance(message.get(name), str)), None)
 
 
 def unprepared(call: Call, checked: Checked) -> tuple[str | None, Sequence]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from aioengine.errors import ConfigError
 from aioengine.plain_struct import PlainStruct
-from aioengine.tool_calls.calls import AnswerParser, Piece, ToolCall
+from aioengine.tool_calls.calls import AnswerParser, Piece, ToolCall, ToolCallDelta
 from aioengine.tool_calls.harmony import HARMONY
+from aioengine.tool_calls.marked_json import COHERE_TEXT
 from aioengine.tool_calls.reading import NEWLINES, SPACE, Markers, Reading, StepParser, Steps
 from aioengine.validation import nearest, shorten
 
@@ -18,6 +19,7 @@ class ReasoningFormat(PlainStruct, frozen=True):
         is_always_begun: an answer begins with reasoning, with the marker or without, unless the prompt has ended it.
         keeps_special_tokens: an answer must be decoded with special tokens, also where the markers are none.
         has_own_parser: the tool format of this name tells reasoning apart by itself.
+        markup: what else is marked, and is neither reasoning nor content.
     """
 
     name: str
@@ -26,11 +28,23 @@ class ReasoningFormat(PlainStruct, frozen=True):
     is_always_begun: bool = False
     keeps_special_tokens: bool = False
     has_own_parser: bool = False
+    markup: tuple[str, ...] = ()
 
     def is_begun_by_prompt(self, prompt_text: str) -> bool:
         """Whether an answer to the rendered prompt begins inside the reasoning: templates write the marker, or none."""
         prompt = prompt_text.rstrip()
         return prompt.endswith(self.begin) or (self.is_always_begun and not prompt.endswith(self.end))
+
+    def is_begun_by_message(self, prompt_text: str, message: str) -> bool:
+        """Whether an answer that goes on with a message begins inside its reasoning.
+
+        The message's own markers decide; where it has none, what the template has put before it does.
+        """
+        if not (text := message.strip()):
+            return self.is_begun_by_prompt(prompt_text)
+        if self.begin in text or self.end in text:
+            return text.rfind(self.begin) > text.rfind(self.end)
+        return prompt_text.rpartition(text)[0].rstrip().endswith(self.begin)
 
 
 _formats = {
@@ -40,6 +54,10 @@ _formats = {
         ReasoningFormat("deepseek_r1", "<think>", "</think>", is_always_begun=True),
         ReasoningFormat("mistral", "[THINK]", "[/THINK]", keeps_special_tokens=True),
         ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>", keeps_special_tokens=True),
+        ReasoningFormat("gemma4", "<|channel>thought", "<channel|>", keeps_special_tokens=True),
+        ReasoningFormat(
+            "cohere", "<|START_THINKING|>", "<|END_THINKING|>", keeps_special_tokens=True, markup=COHERE_TEXT
+        ),
         ReasoningFormat("granite", "Here is my thought process:", "Here is my response:"),
         ReasoningFormat(
             "harmony", "<|channel|>analysis<|message|>", "<|end|>", keeps_special_tokens=True, has_own_parser=True
@@ -67,8 +85,12 @@ def find_reasoning_format(name: str) -> ReasoningFormat:
 def detect_reasoning_format(chat_template: str) -> str | None:
     """The format of the reasoning that a chat template speaks of, where its text leaves no doubt; else None."""
     found = {
-        "think": "<think>" in chat_template,
-        "deepseek_r1": "</think>" in chat_template and "<think>" not in chat_template,
+        "think": "<think>" in chat_template or ("</think>" in chat_template and "｜Assistant｜" not in chat_template),
+        "deepseek_r1": "</think>" in chat_template
+        and "<think>" not in chat_template
+        and "｜Assistant｜" in chat_template,
+        "gemma4": "<|channel>thought" in chat_template,
+        "cohere": "<|START_THINKING|>" in chat_template,
         "mistral": "[THINK]" in chat_template,
         "seed_oss": "<seed:think>" in chat_template,
         "granite": "Here is my thought process:" in chat_template,
@@ -87,11 +109,28 @@ class ReasoningParser:
     Args:
         inner: takes what follows; None: that is content.
         is_begun: the prompt has begun the reasoning; the marker may follow all the same.
+        probe: finds calls in reasoning that does not end: models forget to end it. From where one begins the reasoning
+            is held back, since it is reasoning if the end comes after all. None: there is no such call.
+        max_calls: how many calls such reasoning may have; None: any.
     """
 
-    def __init__(self, format: ReasoningFormat, inner: AnswerParser | None, is_begun: bool) -> None:  # noqa: A002
+    def __init__(
+        self,
+        format: ReasoningFormat,  # noqa: A002
+        inner: AnswerParser | None,
+        is_begun: bool,
+        *,
+        probe: AnswerParser | None = None,
+        max_calls: int | None = None,
+    ) -> None:
         self._format = format
         self._is_begun = is_begun
+        self._markup = Markers(*format.markup) if format.markup else None
+        self._probe, self._max_calls = probe, max_calls
+        self._texts: list[str] = []  # all reasoning, and what the probe found to be no call
+        self._outside: list[str] = []
+        self._num_shown = 0
+        self._has_ended = self._has_call = False
         self._splitter: AnswerParser | None = None
         if not format.has_own_parser:
             self._splitter = StepParser(self._read, (), str)
@@ -101,7 +140,7 @@ class ReasoningParser:
 
     @property
     def calls(self) -> list[ToolCall]:
-        return self._inner.calls if self._inner else []
+        return self._inner.calls[: self._max_calls] if self._inner else []
 
     @property
     def is_cut(self) -> bool:
@@ -109,11 +148,35 @@ class ReasoningParser:
 
     def feed(self, text: str) -> Piece:
         split = self._splitter.feed(text) if self._splitter else Piece(text)
+        split = self._watch(split, is_over=False) if self._probe else split
         return _joined(split, self._inner.feed(split.content)) if self._inner else split
 
     def finish(self) -> Piece:
         split = self._splitter.finish() if self._splitter else Piece()
+        split = self._watch(split, is_over=True) if self._probe else split
+        if split.calls:
+            return split
         return _joined(split, self._inner.feed(split.content), self._inner.finish()) if self._inner else split
+
+    def _watch(self, split: Piece, *, is_over: bool) -> Piece:
+        """What is known to be reasoning by now; at the text's end the calls, too, of reasoning that has not ended."""
+        assert self._probe is not None
+        self._texts.append(split.reasoning)
+        if not self._has_ended:
+            pieces = [self._probe.feed(split.reasoning), *([self._probe.finish()] if is_over else [])]
+            self._outside += [piece.content for piece in pieces]
+            self._has_call = self._has_call or any(piece.calls for piece in pieces)
+            if not is_over:
+                shown = "" if self._has_call else self._outside[-1]
+                self._num_shown += len(shown)
+                return split._replace(reasoning=shown)
+        calls = [] if self._has_ended else self._probe.calls[: self._max_calls]
+        reasoning = "".join(self._outside if calls else self._texts)[self._num_shown :]
+        if calls:
+            self._inner = self._probe
+        self._probe = None
+        deltas = (ToolCallDelta(place, call.id, call.name, call.arguments) for place, call in enumerate(calls))
+        return split._replace(reasoning=reasoning, calls=tuple(deltas))
 
     def _read(self, reading: Reading) -> Steps[None]:
         is_begun = self._is_begun
@@ -122,12 +185,14 @@ class ReasoningParser:
             yield from reading.skip_space(NEWLINES)
             reading.drop()
             reading.shown = reading.reasoning
-            yield from reading.show_until(Markers(self._format.end), space="\n")
+            self._has_ended = bool((yield from reading.show_until(Markers(self._format.end), space="\n")))
             reading.shown = reading.content
             yield from reading.skip_space(NEWLINES)
             reading.drop()
         reading.release()
-        while True:
+        while self._markup and (yield from reading.show_until(self._markup, space="")):
+            reading.drop()
+        while not self._markup:
             reading.shown.append(reading.text[reading.at :])
             reading.at = len(reading.text)
             if reading.is_over:
