@@ -29,7 +29,7 @@ MAX_MEMORY_BYTES = 8 * 2**30
 """Of addresses: an engine that asks for what a number in a file says gets a MemoryError, and is found out."""
 
 BAD_VALUES: list[Any] = [
-    None, True, False, 0, 1, 2, 3, 7, -1, -(2**63), 2**31, 2**32, 2**53, 2**63, 10**9, 10**30, 0.0, 0.5, -1.5, 1e300,
+    None, True, False, 0, 1, 2, 3, 7, -1, -(2**63), 2**31 - 1, 2**31, 2**32, 2**53, 2**63, 10**9, 10**30, 0.0, 0.5, -1.5, 1e300,
     1e-300, float("nan"), float("inf"), float("-inf"), "", "x", "0", "\ud800", "x" * 10**6, "../../etc/passwd", [],
     [[]], [1], [None], ["x"], {}, {"x": 1}, {"": None}, {"a": {"b": [1, 2]}},
 ]  # fmt: skip
@@ -174,7 +174,7 @@ def _of_further_field(folder: Path, rng: random.Random) -> str:
 
 def _of_size(folder: Path, rng: random.Random) -> str:
     """The numbers that decide how much memory is needed."""
-    values = [0, -1, 1, 3, 10**5, 2**31, 10**9, 2**62, 10**30, 1.5, "8"]
+    values = [0, -1, 1, 3, 10**5, 2**31 - 1, 2**31, 10**9, 2**62, 10**30, 1.5, "8"]
     content = json.loads((folder / "config.json").read_text())
     sizes = [key for key, value in content.items() if type(value) is int]
     return _set(folder / "config.json", rng.choice([*sizes, "num_labels"]), rng.choice(values))

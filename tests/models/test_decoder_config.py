@@ -179,7 +179,7 @@ def test_layers_have_the_windows_that_transformers_gives_them(
         fields: dict[str, Any] = {
             "num_hidden_layers": num_layers,
             "use_sliding_window": rng.choice([True, True, False, ...]),
-            "sliding_window": rng.choice([8, 8, ..., None]),
+            "sliding_window": rng.choice([8, 8, ..., None, 2**31 - 1]),
             "max_window_layers": rng.choice([0, 1, 2, 4, 5, ...]),
         }
         if family.windows == "layer_types":
@@ -196,12 +196,13 @@ def test_layers_have_the_windows_that_transformers_gives_them(
             with pytest.raises(ModelLoadError):
                 read_decoder_config(ModelFolder.read(tmp_path))
             continue
-        window = theirs.sliding_window or None
+        config = read_decoder_config(ModelFolder.read(tmp_path))
+        window = theirs.sliding_window if (theirs.sliding_window or 0) in range(1, config.max_model_len) else None
         types = ["sliding_attention"] * num_layers if family.windows != "layer_types" else theirs.layer_types
         expected = tuple(window if each == "sliding_attention" else None for each in types)
         if "use_sliding_window" in family.reads and not theirs.use_sliding_window:
             expected = (None,) * num_layers
-        assert read_decoder_config(ModelFolder.read(tmp_path)).windows == expected, (seed, fields)
+        assert config.windows == expected, (seed, fields)
 
 
 def test_gemma_3_has_no_soft_cap_of_scores_as_in_transformers(tmp_path: Path) -> None:
@@ -296,6 +297,8 @@ def test_a_rope_that_transformers_cannot_use_is_refused(tmp_path: Path, rope: di
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "between 0 and infinity; rope_theta=0"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 10**30}}, "rope_parameters"),
         ({"sliding_window": 0}, "sliding_window=0"),
+        ({"sliding_window": -1}, "sliding_window=-1"),
+        ({"sliding_window": 1e30}, "sliding_window"),
         ({"dtype": "float64"}, "float64"),
         ({"architectures": ["PhiForCausalLM"]}, ", ".join(ARCHITECTURES)),
     ],
@@ -324,6 +327,13 @@ INV_FREQ_OF_LINEAR = pytest.approx([500.0 ** (-2 * i / 16) / 4 for i in range(8)
     [
         ("mistral", {"sliding_window": None}, {}, {"windows": (None, None, None)}),
         ("qwen2-window", {"layer_types": LAYER_TYPES}, {}, {"windows": (8, None, 8)}),
+        *(("mistral", {"sliding_window": w}, {}, {"windows": (w,) * 3}) for w in (1, 255)),
+        *(
+            ("mistral", {"sliding_window": w}, {}, {"windows": (None,) * 3})
+            for w in (256, 2**31 - 1, 2**31, 2**63, 10**30)
+        ),
+        ("mistral", {"sliding_window": 100}, {"max_model_len": 100}, {"windows": (None,) * 3}),
+        ("qwen2-window", {"layer_types": LAYER_TYPES, "sliding_window": 2**31 - 1}, {}, {"windows": (None,) * 3}),
         ("llama2", OLD_LINEAR, {}, {"dtype": torch.bfloat16, "ropes": (Rope(INV_FREQ_OF_LINEAR),) * 3}),
         ("llama2", {"dtype": "float64"}, {"dtype": "float16"}, {"dtype": torch.float16}),
         ("llama2", {}, {}, {"max_model_len": 256}),

@@ -202,6 +202,15 @@ def test_a_folder_stands_for_the_file_in_it(checkpoint: Callable[..., Path], tmp
         ModelFolder.read(tmp_path)
 
 
+@pytest.mark.parametrize("window", [8, 256, 2**31 - 1, 2**31])
+def test_a_window_of_all_that_there_may_be_is_none(
+    window: int, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = checkpoint("gemma2", **FAMILIES["gemma2"], sliding_window=window)
+    read = read_decoder_config(ModelFolder.read(write_gguf(source, tmp_path / "model.gguf")))
+    assert set(read.windows) == ({8, None} if window == 8 else {None})
+
+
 def test_a_model_in_several_files_is_one(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     source = checkpoint("qwen3")
     whole = write_gguf(source, tmp_path / "whole.gguf")

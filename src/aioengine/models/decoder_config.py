@@ -35,12 +35,13 @@ NUMBERS = {
     "num_key_value_heads": (1, 2**16),
     "head_dim": (2, 2**16),
     "max_position_embeddings": (2, MAX_POSITIONS),
-    "sliding_window": (1, 2**31),
+    "sliding_window": (1, math.inf),
     "max_window_layers": (0, 4096),
     "num_labels": (0, 2**16),
 }
 """config.json's integers: the least and the most of each, far beyond any model. Lists of some of these lengths are
-made; all are held against the shapes of the tensors before memory is asked for."""
+made; all are held against the shapes of the tensors before memory is asked for. A window may be wider than any
+sequence, and is none then."""
 
 MAX_SHOWN_CHARS = 500
 """Of what transformers says of a config: some errors hold all of it."""
@@ -342,7 +343,8 @@ def _check_numbers(get: Callable[[str], Any]) -> None:
     for name, (least, most) in NUMBERS.items():
         value = get(name)
         if value is not None and not (type(value) is int and least <= value <= most):
-            raise _BadConfig(f"{name}={shorten(value)}; {least} to {most} is needed")
+            bounds = f"{least} to {most}" if most < math.inf else f"an integer from {least} on"
+            raise _BadConfig(f"{name}={shorten(value)}; {bounds} is needed")
     eps = get("rms_norm_eps")
     if eps is not None and not (isinstance(eps, float) and 0 <= eps < 1):
         raise _BadConfig(f"rms_norm_eps={shorten(eps)}; a float from 0 to 1 is needed")

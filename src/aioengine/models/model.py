@@ -20,7 +20,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         num_heads, num_kv_heads, head_dim: of the attention; ``num_heads`` is a multiple of ``num_kv_heads``.
         max_model_len: most tokens in a sequence: what the model was made for, or less where the engine says so.
         dtype: of the parameters and of what flows between them.
-        windows: for each layer how many of the last keys a token sees, itself included; None for all.
+        windows: for each layer how many of the last keys a token sees, itself included; None for all, which a window
+            of ``max_model_len`` or more becomes.
     """
 
     architecture: str
@@ -33,6 +34,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     dtype: torch.dtype
     windows: tuple[int | None, ...]
+
+    def __post_init__(self) -> None:
+        windows = tuple(w if w is not None and w < self.max_model_len else None for w in self.windows)
+        msgspec.structs.force_setattr(self, "windows", windows)
 
 
 class Attend(Protocol):
