@@ -458,7 +458,7 @@ class Engine(EngineControl):
 
     def __del__(self) -> None:
         runtime = getattr(self, "_runtime", None)
-        if runtime is not None and runtime.is_open:
+        if runtime is not None and runtime.is_open and not runtime.is_closing:
             runtime.abandon()
             message = f"{self!r} was never closed: use `async with`, or await aclose()"
             warnings.warn(message, ResourceWarning, stacklevel=2, source=self)

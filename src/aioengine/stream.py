@@ -14,6 +14,7 @@ import msgspec
 
 from aioengine.core.listener import UNLIMITED
 from aioengine.frontend.admission import OnFull
+from aioengine.frontend.engine_control import NotCopied
 from aioengine.frontend.prompt import Call, Checked, incoming_of, num_chars, operation_of, prepare, unprepared
 from aioengine.frontend.request_state import RequestState
 from aioengine.frontend.runtime import Runtime
@@ -21,7 +22,7 @@ from aioengine.outputs import CompletionDelta, RequestOutput
 from aioengine.sampling_params import SamplingParams
 
 
-class Stream:
+class Stream(NotCopied):
     """A request being read. Made by `Engine.stream`; the request begins where the ``async with`` block does.
 
     One task reads it. What it has not read yet is merged into the next delta, so that a slow reader holds up no other.

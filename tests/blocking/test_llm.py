@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -62,6 +63,13 @@ def test_one_prompt_brings_a_list_of_one(open_llm: Open, prompts: Any) -> None:
     [alone] = llm.generate(prompts, seed=1, max_tokens=4)
     one, two = llm.generate([prompts, prompts], seed=1, max_tokens=4)
     assert token_ids([alone]) == token_ids([one]) == token_ids([two])
+
+
+def test_it_is_not_copied(open_llm: Open) -> None:
+    llm = open_llm()
+    for copied in (copy.copy, copy.deepcopy, lambda one: one.__reduce_ex__(2)):
+        with pytest.raises(TypeError, match="LLM cannot be copied"):
+            copied(llm)
 
 
 def test_a_chat_is_one_conversation_or_several_and_no_prompts_bring_no_outputs(open_llm: Open) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import gc
 import os
@@ -123,6 +124,18 @@ async def test_an_engine_starts_once_and_one_that_was_started_may_be_entered_onc
     for _ in range(2):
         with pytest.raises(EngineClosed, match="an engine starts once; make a new one"):
             await engine.__aenter__()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda one: one.__reduce_ex__(2)])
+async def test_an_engine_and_its_streams_are_not_copied(make_executor: Any, copied: Callable[[object], object]) -> None:
+    """A copy that is collected would close what the other one uses."""
+    async with Engine(executor=make_executor()) as engine:
+        async with engine.stream(PROMPT, max_tokens=3) as stream:
+            for one in (engine, stream):
+                with pytest.raises(TypeError, match=r"cannot be copied or pickled: share this one"):
+                    copied(one)
+        gc.collect()
+        await engine.generate(PROMPT, max_tokens=2)
 
 
 async def test_an_engine_that_does_not_run_says_so(make_executor: Any) -> None:
@@ -414,6 +427,11 @@ async def test_a_start_cancelled_twice_leaves_the_closing_to_the_engine(
     starting.cancel()
     assert isinstance((await tasks.end(starting))[0], asyncio.CancelledError)
     assert engine_threads()
+    tasks._tasks.remove(starting)
+    del starting
+    with warnings.catch_warnings(record=True) as warned:
+        gc.collect()  # the engine is garbage before it is closed
+    assert warned == []
     gate.open.set()
     await until(lambda: not engine_threads())
     assert executor.is_closed

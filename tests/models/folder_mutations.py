@@ -29,9 +29,9 @@ MAX_MEMORY_BYTES = 8 * 2**30
 """Of addresses: an engine that asks for what a number in a file says gets a MemoryError, and is found out."""
 
 BAD_VALUES: list[Any] = [
-    None, True, False, 0, 1, 2, 3, 7, -1, -(2**63), 2**31 - 1, 2**31, 2**32, 2**53, 2**63, 10**9, 10**30, 0.0, 0.5, -1.5, 1e300,
-    1e-300, float("nan"), float("inf"), float("-inf"), "", "x", "0", "\ud800", "x" * 10**6, "../../etc/passwd", [],
-    [[]], [1], [None], ["x"], {}, {"x": 1}, {"": None}, {"a": {"b": [1, 2]}},
+    None, True, False, 0, 1, 2, 3, 7, -1, -(2**63), 2**31 - 1, 2**31, 2**32, 2**53, 2**63, 10**9, 10**30, 0.0, 0.5,
+    -1.5, 1e300, 1e-300, float("nan"), float("inf"), float("-inf"), "", "x", "0", "\ud800", "x" * 10**6,
+    "../../etc/passwd", [], [[]], [1], [None], ["x"], {}, {"x": 1}, {"": None}, {"a": {"b": [1, 2]}},
 ]  # fmt: skip
 FURTHER_FIELDS = [
     "num_labels", "id2label", "rope_scaling", "rope_theta", "rope_parameters", "quantization_config", "layer_types",

@@ -18,6 +18,7 @@ from aioengine.core.executor_protocol import Executor
 from aioengine.core.health import Health
 from aioengine.engine import Engine
 from aioengine.errors import EngineDead
+from aioengine.frontend.engine_control import NotCopied
 from aioengine.frontend.not_yet import NotYet
 from aioengine.metrics import EngineStats
 from aioengine.text.tokenizer import Tokenizer
@@ -39,7 +40,7 @@ def _blocking(method: Callable[Concatenate[Engine, P], Coroutine[Any, Any, T]]) 
     return call
 
 
-class Facade(NotYet):
+class Facade(NotCopied, NotYet):
     """A started engine on a loop in a thread of its own, for calls from any thread; see `LoopThread`.
 
     Every method raises RuntimeError inside a running event loop and in a process that was forked from the one that made

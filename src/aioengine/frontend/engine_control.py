@@ -8,7 +8,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, SupportsIndex, TypeVar
 
 import anyio
 import numpy as np
@@ -38,7 +38,14 @@ PIECE_BYTES = 2**20
 _NUMPY_DTYPES: dict[str, WeightDtype] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
-class EngineControl(NotYet):
+class NotCopied:
+    """`copy` and `pickle` raise TypeError: a copy would close what both hold when one of them is collected."""
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(f"{type(self).__name__} cannot be copied or pickled: share this one, or make another one")
+
+
+class EngineControl(NotCopied, NotYet):
     """The methods of `Engine` that concern the whole engine and no request.
 
     A control call is a message that checks its arguments (`aioengine.core.control`), sent to the engine core.

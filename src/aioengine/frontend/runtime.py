@@ -199,6 +199,11 @@ class Runtime:
         return not self._supervisor.done()
 
     @property
+    def is_closing(self) -> bool:
+        """Whether its closing has begun, which nothing stops, whoever waits for it."""
+        return self._is_closing
+
+    @property
     def state(self) -> str:
         """For a person."""
         if self._is_serving and self.core.death is not None:
