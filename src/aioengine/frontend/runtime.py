@@ -200,7 +200,7 @@ class Runtime:
 
     @property
     def is_closing(self) -> bool:
-        """Whether its closing has begun, which nothing stops, whoever waits for it."""
+        """Whether closing has begun; nothing stops that."""
         return self._is_closing
 
     @property
