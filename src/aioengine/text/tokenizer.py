@@ -69,7 +69,10 @@ class Tokenizer:
         """
         loaded = load_tokenizer(Path(folder))
         with failures_as(lambda problem: ModelLoadError(f"{folder}: the tokenizer does not work: {problem}")):
-            tokenizer = cls(loaded)
+            try:
+                tokenizer = cls(loaded)
+            except ModelLoadError as error:
+                raise ModelLoadError(f"{folder}: {error}") from error
             try:
                 ids = tokenizer._encode(TRIAL_TEXT, add_special_tokens=True)
             except Exception:  # it may have no token for something that is in it
