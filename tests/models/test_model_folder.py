@@ -205,20 +205,12 @@ def test_eos_tokens(tmp_path: Path, config: dict[str, Any], generation: Any, exp
 
 
 NAMED = {"eos_token": "<|im_end|>"}
-VOCAB = {"a": 0, "<|im_end|>": 5}
+ADDED = {"added_tokens": [{"id": 5, "content": "<|im_end|>"}], "model": {"type": "BPE", "vocab": {"a": 0}}}
 EOS_FILES: dict[str, dict[str, Any]] = {
-    "an added token": {
-        "tokenizer_config.json": NAMED,
-        "tokenizer.json": {"added_tokens": [{"id": 5, "content": "<|im_end|>"}], "model": {"type": "BPE", "vocab": {}}},
-    },
-    "an object": {"tokenizer_config.json": {"eos_token": {"content": "<|im_end|>"}}, "vocab.json": VOCAB},
+    "an added token": {"tokenizer_config.json": NAMED, "tokenizer.json": ADDED},
+    "an object": {"tokenizer_config.json": {"eos_token": {"content": "<|im_end|>"}}, "tokenizer.json": ADDED},
     "declared": {"tokenizer_config.json": {**NAMED, "added_tokens_decoder": {"5": {"content": "<|im_end|>"}}}},
-    "of the vocabulary": {"tokenizer_config.json": NAMED, "tokenizer.json": {"model": {"vocab": VOCAB}}},
-    "of pieces with scores": {
-        "tokenizer_config.json": NAMED,
-        "tokenizer.json": {"model": {"vocab": [[piece, -1.5] for piece in [*"abcde", "<|im_end|>"]]}},
-    },
-    "named in a file of its own": {"special_tokens_map.json": NAMED, "vocab.json": VOCAB},
+    "named in a file of its own": {"special_tokens_map.json": NAMED, "tokenizer.json": ADDED},
 }
 
 
@@ -238,8 +230,8 @@ def test_the_tokenizers_own_eos_ends_a_text_too(
     [
         {"tokenizer_config.json": "{"},
         {"tokenizer_config.json": "[" * 10_000},
-        {"tokenizer_config.json": json.dumps(NAMED), "tokenizer.json": '{"model": {"vocab": 7}}'},
-        {"tokenizer_config.json": json.dumps(NAMED), "vocab.json": json.dumps({"<|im_end|>": -3})},
+        {"tokenizer_config.json": json.dumps(NAMED), "tokenizer.json": '{"added_tokens": 7}'},
+        {"tokenizer_config.json": json.dumps(NAMED), "tokenizer.json": json.dumps(ADDED).replace("5", "-5")},
         {
             "tokenizer_config.json": json.dumps(
                 {**NAMED, "added_tokens_decoder": {"9" * 5000: {"content": "<|im_end|>"}}}

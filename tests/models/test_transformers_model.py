@@ -430,3 +430,12 @@ def test_code_of_another_repository_is_refused(folder_with_code: Path) -> None:
     path.write_text(path.read_text().replace("odd.OddModel", "someone/else--odd.OddModel"))
     with pytest.raises(ModelLoadError, match="another repository"):
         read(folder_with_code, trust_remote_code=True)
+
+
+@pytest.mark.parametrize(
+    "where", ["import no_such_package\n", "\n    def __init__(self, config):\n        import no_such_package"]
+)
+def test_a_package_that_the_code_needs_is_named(folder_with_code: Path, where: str) -> None:
+    (folder_with_code / "odd.py").write_text(where + CODE if where.startswith("import") else CODE + where)
+    with pytest.raises(ModelLoadError, match="pip install no_such_package"):
+        read(folder_with_code, trust_remote_code=True)

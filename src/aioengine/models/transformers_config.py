@@ -219,6 +219,9 @@ def _probe(folder: Path, trust_remote_code: bool, way: Way, num_positions: int) 
             "how it computes depends on the values of its tokens, as where it asks which of them each expert has: that "
             "cannot be found without its weights"
         ) from error
+    except ImportError as error:  # of both ways, so that the other is not tried
+        missing = f"{error}: pip install {error.name}" if error.name else str(error)
+        raise ModelLoadError(f"{folder}: the model's code needs a package that is not installed: {missing}") from error
     except Exception as error:  # of code that is not made for this
         raise Unusable(f"it fails: {type(error).__name__}: {str(error)[:MAX_SHOWN_CHARS]}") from error
     layers = list(probe.attention.values()) if way == "attention" else [probe.cache[at] for at in sorted(probe.cache)]
