@@ -14,7 +14,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from aioengine.errors import AioEngineError
@@ -22,8 +22,8 @@ from aioengine.text.chat_input import REASONING_FIELDS, Message, parse_arguments
 from aioengine.text.lanes import TemplateStopped
 from aioengine.text.sandbox import compile_template
 
-MAX_KNOWN = 64
-"""Answers that are kept of one template: a role is any text of a client's."""
+_ROLES = ("system", "user", "assistant", "tool", "developer")
+"""Roles that are asked about; others, which are a client's choice, are read as the user's."""
 
 # In the small chats. No template has these words, or makes others of them.
 MARKS = ("Qmarka", "Qmarkb")
@@ -75,7 +75,7 @@ class TemplateForms:
         self._template = compile_template(template)
         self._named_tokens = named_tokens
         self._knows_developer = "developer" in template
-        self._known: dict[tuple[str, str, bool], bool] = {}
+        self._known: dict[tuple[str, _Form, bool], bool] = {}
 
     def fit(self, messages: list[Message], *, has_tools: bool) -> list[Message]:
         """Make checked messages what the template reads.
@@ -93,26 +93,17 @@ class TemplateForms:
         for tool in tools or ():
             given = tool.get("function")
             function = given if isinstance(given, dict) else _TOOL
-            lacking = [name for name in _TOOL_FIELDS if function.get(name) is None and self._needs(name)]
-            added = {name: _TOOL_FIELDS[name] for name in lacking}
+            lacking = [name for name in _TOOL_FIELDS if function.get(name) is None]
+            added = {name: _TOOL_FIELDS[name] for name in lacking if name in self._needed_fields}
             fitted.append({**tool, "function": {**function, **added}} if added else tool)
         return tools and fitted
 
-    def _needs(self, name: str) -> bool:
-        """Whether the template writes tools that have a field, and none without it."""
-        without = {field: value for field, value in _TOOL.items() if field != name}
-        return self._ask(("tools", name, True), lambda: not self._tells(without) and self._tells(_TOOL))
-
-    def _tells(self, tool: dict[str, Any]) -> bool:
-        return bool(self._written([self._fit_content(_USER, True)], [tool["name"]], tool))
-
-    def _ask(self, key: tuple[str, str, bool], find_out: Callable[[], bool]) -> bool:
-        """The answer to a question, which is found out once."""
-        if key not in self._known:
-            if len(self._known) >= MAX_KNOWN:
-                self._known.clear()
-            self._known[key] = find_out()
-        return self._known[key]
+    @functools.cached_property
+    def _needed_fields(self) -> list[str]:
+        """The fields without which the template writes no tool."""
+        chat, mark = [self._fit_content(_USER, True)], (_TOOL["name"],)
+        bare = {name: {field: value for field, value in _TOOL.items() if field != name} for name in _TOOL_FIELDS}
+        return [name for name in bare if self._written(chat, mark, _TOOL) and not self._written(chat, mark, bare[name])]
 
     def _fit_content(self, message: Message, has_tools: bool) -> Message:
         role, content = message["role"], message["content"]
@@ -127,7 +118,10 @@ class TemplateForms:
 
     def _reads(self, role: str, form: _Form, has_tools: bool) -> bool:
         """Whether the template writes the contents of a role that are given in a form."""
-        return self._ask((role, form, has_tools), lambda: self._writes_content(role, form, has_tools))
+        key: tuple[str, _Form, bool] = (role if role in _ROLES else "user", form, has_tools)
+        if key not in self._known:
+            self._known[key] = self._writes_content(*key)
+        return self._known[key]
 
     def _writes_content(self, role: str, form: _Form, has_tools: bool) -> bool:
         marks = MARKS if form == "parts" else MARKS[:1]
