@@ -62,6 +62,7 @@ from aioengine.server.metrics import (
     read_process,
     render,
 )
+from aioengine.server.openapi import make_document, make_page
 from aioengine.server.page import PAGE
 from aioengine.server.record import MESSAGES, RequestRecord
 from aioengine.server.responses import ResponseRequest
@@ -111,12 +112,14 @@ class Route(NamedTuple):
     """What a path does.
 
     Attributes:
+        body: what the request's is decoded into.
         is_work: it counts among the requests that are served at once, and is refused when there are too many.
     """
 
     method: str
     path: str
     handler: Handler
+    body: type[Body] | None = None
     is_work: bool = False
 
 
@@ -182,26 +185,28 @@ class Api:
         self.models = ServedModels(self._find_engine, self.config)
         self.is_draining = False
         routes = (
-            Route("POST", "/v1/chat/completions", self._chat, is_work=True),
-            Route("POST", "/v1/completions", self._complete, is_work=True),
-            Route("POST", "/v1/responses", self._create_response, is_work=True),
-            Route("POST", COUNT_PATH, self._count_input_tokens, is_work=True),
+            Route("POST", "/v1/chat/completions", self._chat, ChatRequest, is_work=True),
+            Route("POST", "/v1/completions", self._complete, CompletionRequest, is_work=True),
+            Route("POST", "/v1/responses", self._create_response, ResponseRequest, is_work=True),
+            Route("POST", COUNT_PATH, self._count_input_tokens, ResponseRequest, is_work=True),
             Route("GET", RESPONSE_PATH, self._get_response),
             Route("DELETE", RESPONSE_PATH, self._delete_response),
             Route("POST", CANCEL_PATH, self._cancel_response),
             Route("GET", INPUT_PATH, self._list_input),
-            Route("POST", MESSAGES, self._create_message, is_work=True),
-            Route("POST", f"{MESSAGES}/count_tokens", self._count_tokens, is_work=True),
+            Route("POST", MESSAGES, self._create_message, MessageRequest, is_work=True),
+            Route("POST", f"{MESSAGES}/count_tokens", self._count_tokens, MessageRequest, is_work=True),
             Route("GET", "/v1/models", self._models),
             Route("GET", MODEL_PATH, self._model),
-            Route("POST", "/tokenize", self._tokenize, is_work=True),
-            Route("POST", "/detokenize", self._detokenize, is_work=True),
+            Route("POST", "/tokenize", self._tokenize, TokenizeRequest, is_work=True),
+            Route("POST", "/detokenize", self._detokenize, DetokenizeRequest, is_work=True),
             Route("GET", "/tokenizer_info", self._tokenizer_info),
-            Route("POST", "/abort", self._abort),
+            Route("POST", "/abort", self._abort, AbortRequest),
             *(Route("GET", path, self._health) for path in OPEN_PATHS),
             Route("GET", "/metrics", self._metrics),
             Route("GET", "/version", self._version),
             Route("GET", "/load", self._load),
+            Route("GET", "/openapi.json", self._document),
+            Route("GET", "/docs", self._docs),
             Route("GET", "/", self._page),
         )
         self._routes: dict[str, dict[str, Route]] = {}
@@ -318,7 +323,7 @@ class Api:
         try:
             if exchange.path not in OPEN_PATHS:
                 check_host(exchange.headers, self.config.allowed_hosts)
-                key = self._keys.check(exchange.headers, is_page=exchange.path == "/")
+                key = self._keys.check(exchange.headers, is_page=exchange.path in ("/", "/docs"))
                 record.owner = f"{key} {exchange.headers.get((self.config.tenant_header or '').lower(), '')}"
             route = (routes or {}).get("GET" if exchange.method == "HEAD" else exchange.method)
             if routes is None or (route is None and instead_of(exchange.path)):
@@ -592,6 +597,16 @@ class Api:
         told = {"running": stats.running, "waiting": stats.waiting, "kv_cache_usage": stats.kv_cache_usage}
         num_open = self._num_open if self._siblings is None else int(await self._ask(CountOpen()))
         return _json({"server_load": num_open, **told})
+
+    def _openapi(self) -> dict[str, Any]:
+        routes = [route for routes in self._routes.values() for route in routes.values()]
+        return make_document([(route.method, route.path, route.body) for route in routes], self.config)
+
+    async def _document(self, exchange: Exchange, record: RequestRecord) -> Response:
+        return _json(self._openapi())
+
+    async def _docs(self, exchange: Exchange, record: RequestRecord) -> Response:
+        return make_page(self._openapi())
 
     async def _page(self, exchange: Exchange, record: RequestRecord) -> Response:
         return PAGE
