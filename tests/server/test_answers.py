@@ -264,7 +264,8 @@ def test_text_offsets_are_where_tokens_begin_in_the_text(
     prompt_ids = [BOS, *range(2, 2 + len(prompt[1]))]
     ids = [EOS, *range(2 + len(prompt[1]), len(vocabulary)), EOS]
     text = said[0] if skips_special else f"</s>{said[0]}</s>"
-    lines: list[TokenLogprobs] = [{i: Logprob(-1.0, 1, "?")} for i in ids]
+    entries = [Logprob(-1.0, 1, piece.decode(errors="replace")) for piece in vocabulary]
+    lines: list[TokenLogprobs] = [{i: entries[i]} for i in ids]
     choice = CompletionOutput(index=0, text=text, token_ids=ids, logprobs=lines, finish_reason="stop")
     output = RequestOutput(
         request_id="1",
@@ -272,7 +273,7 @@ def test_text_offsets_are_where_tokens_begin_in_the_text(
         prompt_token_ids=prompt_ids,
         outputs=[choice],
         finished=True,
-        prompt_logprobs=[None, *({i: Logprob(-1.0, 1, "?")} for i in prompt_ids[1:])],
+        prompt_logprobs=[None, *({i: entries[i]} for i in prompt_ids[1:])],
     )
 
     def answer() -> CompletionAnswer:
@@ -306,9 +307,26 @@ def test_half_a_character_is_one_of_the_text_where_nothing_completes_it() -> Non
     pieces = [b"a", b"\xf0\x9f", b"b", b"\xe6", b"\xe6\x97\xa5", b"c"]
     place = TextPlace(lambda ids, **_: [pieces[i] for i in ids])
     text = b"".join(pieces).decode(errors="replace")
-    offsets = [place.move(i) for i in range(len(pieces))]
+    offsets = [place.move(i, "") for i in range(len(pieces))]
     assert offsets == [0, 1, 2, 3, 4, 5]
     assert [text[at] for at in offsets] == ["a", "\ufffd", "b", "\ufffd", "日", "c"]
+
+
+def test_a_prompt_has_no_space_before_it_and_its_special_tokens_once() -> None:
+    """As of sentencepiece: words have the space before them, which is not shown; a BOS is added to one in the text."""
+    pieces = [b"<s>", b" Hi", b" you", b",", b" "]
+
+    def bytes_of(ids: list[int], *, skip_special_tokens: bool, **_: Any) -> list[bytes]:
+        return [b"" if skip_special_tokens and i == 0 else pieces[i] for i in ids]
+
+    for prompt, ids, expected in (
+        ("Hi you,", [0, 1, 2, 3], [0, 0, 3, 6]),
+        ("<s>Hi you", [0, 0, 1, 2], [0, 3, 3, 6]),
+        ("Hi  you", [0, 1, 4, 2], [0, 0, 2, 4]),
+    ):
+        place = TextPlace(bytes_of, prompt)
+        shown = ["<s>", "Hi", "you", ",", ""]
+        assert [place.move(i, shown[i]) for i in ids] == expected
 
 
 # Any text at all, over a socket

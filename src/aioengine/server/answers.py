@@ -567,7 +567,7 @@ class TextPlace:
     """A place in a text, in characters, that moves on token by token.
 
     Args:
-        prompt: the text, where it is known: tokens that are not in it, as the beginning's, move nothing.
+        prompt: the text, where it is known: special tokens that are not in it, as the beginning's, move nothing.
         offset: the place of the first token.
         skips_special: the text is without special tokens.
     """
@@ -583,8 +583,11 @@ class TextPlace:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         """Holds the bytes of a character that is not complete."""
 
-    def move(self, token_id: int) -> int:
-        """Move behind a token; returns where it begins, or where the character begins that it goes on with."""
+    def move(self, token_id: int, shown: str) -> int:
+        """Move behind a token, which is shown as ``shown``; returns where that begins in the text.
+
+        A token that goes on with a character has the place of that.
+        """
         (data,) = self._token_bytes([token_id], is_start=self._is_start, skip_special_tokens=self._skips_special)
         self._is_start = False
         is_open = bool(self._decoder.getstate()[0])
@@ -593,19 +596,18 @@ class TextPlace:
             is_open = False
         begin = self._offset
         if self._prompt is not None and not is_open:
-            data = self._found(data)
+            data = self._found(token_id, data, self._prompt)
         self._offset += len(self._decoder.decode(data))
-        return begin
+        return begin + (data[:1] == b" " and bool(shown) and shown[0] != " ")  # some vocabularies show no space
 
-    def _found(self, data: bytes) -> bytes:
+    def _found(self, token_id: int, data: bytes, prompt: str) -> bytes:
         """A token's bytes as the prompt has them."""
-        assert self._prompt is not None
-        text, place = data.decode(errors="ignore"), self._offset
-        if self._prompt.startswith(text, place):
+        text = data.decode(errors="ignore")
+        if prompt.startswith(text, self._offset):
             return data
-        if text[:1] == " " and self._prompt.startswith(text[1:], place):  # some tokenizers put it before a text
+        if text[:1] == " " and prompt.startswith(text[1:], self._offset):  # some tokenizers put it before a text
             return data[1:]
-        return b"" if place == 0 else data
+        return data if any(self._token_bytes([token_id], is_start=False, skip_special_tokens=True)) else b""
 
 
 class _Columns:
@@ -633,7 +635,7 @@ class _Columns:
 
     def add_token(self, token_id: int, text: str, logprob: float | None, top: dict[str, float] | None) -> None:
         name = self._name_of(token_id, text)
-        self._rows.append((encode(name), encode(logprob), encode(top), b"%d" % self.place.move(token_id)))
+        self._rows.append((encode(name), encode(logprob), encode(top), b"%d" % self.place.move(token_id, text)))
 
     def _name_of(self, token_id: int, text: str) -> str:
         return _id_name(token_id) if self._is_by_ids else text
