@@ -133,9 +133,9 @@ class ResponseRequest(ChatGeneration, kw_only=True):
         if len(self.metadata or ()) > MAX_METADATA:
             raise invalid_value("metadata", f"metadata has {len(self.metadata or ())} pairs; at most {MAX_METADATA}")
 
-    def add_tools(self, tools: msgspec.Raw) -> None:
-        """Put the tools of an input item behind the request's own, undecoded."""
-        lists = [bytes(each) for each in (self.tools, tools) if is_given(each)]
+    def add_tools(self, tools: Sequence[msgspec.Raw]) -> None:
+        """Put the tools of input items, a list each, behind the request's own, undecoded."""
+        lists = [bytes(each) for each in (self.tools, *tools) if is_given(each)]
         if not all(each.startswith(b"[") for each in lists):
             raise invalid_value("tools", "tools are a list, also those of an item of the input")
         self.tools = msgspec.Raw(b"[%b]" % b",".join(filter(None, (each[1:-1].strip() for each in lists))))
@@ -222,14 +222,16 @@ async def read_input(
         raise missing("input")
     if is_text(request.input):
         return [{"role": "user", "content": read_text(request.input, "input")}]
-    chat = ChatBuilder()
+    chat, tools = ChatBuilder(), list[msgspec.Raw]()
     for place, item in enumerate(read_items(request.input, InputItem, "input", max_items)):
         if item.type == "item_reference":
             item = await find_item(_needed(f"input[{place}]", "id", item.id))
         if item.type == "additional_tools":
-            request.add_tools(item.tools)
+            tools.append(item.tools)
         else:
             _add_item(chat, f"input[{place}]", item)
+    if tools:
+        request.add_tools(tools)
     return chat.messages
 
 

@@ -119,11 +119,6 @@ class Generation(RowFields, kw_only=True):
                     raise ApiError(400, "invalid_type", f"{name}: expected `int`, got `float`", param=name)
                 setattr(self, name, int(value))
 
-    @property
-    def has_logprobs(self) -> bool:
-        """The answer tells of output tokens' log-probabilities, in a form that has room for any token's."""
-        return False
-
     def has_usage(self, *, unless_said: bool) -> bool:
         """Whether a stream ends with its usage."""
         asked = self.stream_options.include_usage if self.stream_options is not None else None
@@ -175,7 +170,7 @@ class Generation(RowFields, kw_only=True):
         if self.stream and self.prompt_logprobs is not None:
             told = "prompt_logprobs are not in streams: set stream to false, or leave them out"
             raise invalid_value("prompt_logprobs", told)
-        if self.logprob_token_ids is not None and not self.has_logprobs:
+        if self.logprob_token_ids is not None and getattr(self, "logprobs", None) in (None, False):
             told = "logprob_token_ids are among the log-probabilities of chats and completions: ask for logprobs, too"
             raise invalid_value("logprob_token_ids", told)
         if self.stream_options is not None and not self.stream:
@@ -238,10 +233,6 @@ class CompletionRequest(Generation, kw_only=True):
     """The API's."""
 
     @property
-    def has_logprobs(self) -> bool:
-        return self.logprobs is not None and not self.is_echo_alone
-
-    @property
     def is_echo_alone(self) -> bool:
         """Nothing is asked for but the prompt again, for its log-probabilities."""
         return bool(self.echo) and self.max_tokens == 0
@@ -251,6 +242,8 @@ class CompletionRequest(Generation, kw_only=True):
         if self.max_tokens == 0 and not self.echo:
             told = "max_tokens=0: at least 1 is needed, or echo, which gives the prompt back"
             raise invalid_value("max_tokens", told)
+        if self.is_echo_alone and self.logprob_token_ids is not None:
+            raise invalid_value("logprob_token_ids", "logprob_token_ids are of output tokens: give max_tokens")
         if self.echo and self.truncate_prompt_tokens is not None:
             raise invalid_value("truncate_prompt_tokens", "echo gives the whole prompt back: give one of the two")
 
@@ -301,10 +294,6 @@ class ChatRequest(ChatGeneration, kw_only=True):
     max_completion_tokens: Integer | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-
-    @property
-    def has_logprobs(self) -> bool:
-        return bool(self.logprobs)
 
     def check(self) -> None:
         super().check()
