@@ -114,6 +114,11 @@ CASES: dict[str, tuple[Change, str]] = {
         renamed("pytorch_model-00001-of-00002.bin"),
         r"pytorch_model\.bin\.index\.json, the index of pytorch_model-00001-of-00002\.bin and the others, is missing",
     ),
+    "a later shard of GGUF": (
+        gguf_file("m-00002-of-00003.gguf", "llama"),
+        r"m-00001-of-00003\.gguf, the first part of the model, is not there: download it, too",
+    ),
+    "weights alone": (emptied(WEIGHTS), "the weights are there without it: download the small files, too"),
     "another format": (renamed("model.onnx"), r"model\.onnx is another format: save the model as safetensors"),
     "no weights": (emptied("config.json", "tokenizer.json"), "has no weights .*: download the weights, too"),
     "half a file": (

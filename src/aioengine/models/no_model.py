@@ -16,7 +16,7 @@ OTHER_FOLDERS = {
     "model_index.json": "is a pipeline of diffusers, which makes images and no text",
 }
 UNENDED = re.compile(r".*\.(incomplete|part|crdownload|aria2)")
-SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}(\.safetensors|\.bin)")
+SHARD = re.compile(r"(.+)-\d{5}(-of-\d{5})(\.safetensors|\.bin|\.gguf)")
 OTHER_FORMAT = re.compile(r".*\.(bin|pt|pth|ckpt|onnx|h5|msgpack|gguf)")
 MODELS_BELOW = ("*/config.json", "snapshots/*/config.json", "*/*.gguf")
 
@@ -47,15 +47,19 @@ def why_incomplete(folder: Path, otherwise: str) -> str:
         return f"{folder} is empty: give the folder that has the model"
     if unended := next(filter(UNENDED.fullmatch, names), None):
         return f"{unended} is of a download that has not ended: download the model again"
+    shard = next(filter(None, map(SHARD.fullmatch, names)), None)
     if "config.json" not in names:
+        if shard and shard[3] == ".gguf":
+            return f"{shard[1]}-00001{shard[2]}.gguf, the first part of the model, is not there: download it, too"
         below = sorted({path for pattern in MODELS_BELOW for path in folder.glob(pattern)})
         found = [path.parent if path.name == "config.json" else path for path in below]
         if found:
             return f"{'the model is' if len(found) == 1 else f'{len(found)} models are'} below it: give {found[0]}"
         if any(name.startswith("mmproj") for name in names):
             return "its GGUF file is a projector of images, which belongs to a model: put the model's file beside it"
-        return otherwise
-    if shard := next(filter(None, map(SHARD.fullmatch, names)), None):
-        return f"{shard[1]}{shard[2]}.index.json, the index of {shard[0]} and the others, is missing: download it, too"
+        has_weights = any(name.endswith(".safetensors") for name in names)
+        return "the weights are there without it: download the small files, too" if has_weights else otherwise
+    if shard:
+        return f"{shard[1]}{shard[3]}.index.json, the index of {shard[0]} and the others, is missing: download it, too"
     other = next(filter(OTHER_FORMAT.fullmatch, names), None)
     return f"{other} is another format: save the model as safetensors" if other else otherwise

@@ -73,7 +73,15 @@ PATTERNS = {
     **_all("tekken", _TEKKEN),
     **_all("kimi-k2", _KIMI),
     **_all("deepseek-v3 hunyuan-dense joyai-llm", r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3),
-    **_all("deepseek-llm", r"[\r\n]", rf"\s?{_CASED}+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", _ASIAN, r"\p{N}+"),
+    **_all(
+        "deepseek-llm",
+        r"[\r\n]",
+        rf"\s?{_CASED}+",
+        r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+        r"(?<!\s)\s+$",
+        _ASIAN,
+        r"\p{N}+",
+    ),
     **_all("deepseek-coder", r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _ASIAN, r"\p{N}"),
     **_all("seed-coder", _SEED),
     **_all("bailingmoe bailingmoe2 llada-moe", _BAILING),
@@ -170,7 +178,9 @@ def _byte_level(file: GgufFile, tokens: list[str], types: list[int]) -> Any:
 
     split = file.get("tokenizer.ggml.pre", str, "default")
     if split not in PATTERNS:
-        raise ModelLoadError(f"{file.path}: tokenizer.ggml.pre={shorten(split)}; supported: {', '.join(PATTERNS)}")
+        raise ModelLoadError(
+            f"{file.path}: tokenizer.ggml.pre={shorten(split)}: how such a vocabulary splits texts is not known here"
+        )
     merges = [tuple(merge.split(" ", 1)) for merge in file.get("tokenizer.ggml.merges", list, [])]
     tokenizer = Tokenizer(models.BPE(vocab=_ids(tokens), merges=merges, ignore_merges=split in IGNORES_MERGES))
     if split in NORMALIZED:
