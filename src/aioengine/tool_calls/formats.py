@@ -8,10 +8,9 @@ from typing import Protocol
 
 from aioengine.errors import ConfigError
 from aioengine.tool_calls.calls import NO_TOKENS, AnswerParser, Tool, ToolChoice
-from aioengine.tool_calls.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
+from aioengine.tool_calls.deepseek import DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2
 from aioengine.tool_calls.gemma4 import FUNCTION_GEMMA, GEMMA4
 from aioengine.tool_calls.harmony import HARMONY
-from aioengine.tool_calls.kimi_k2 import KIMI_K2
 from aioengine.tool_calls.llama3_json import LLAMA3_JSON, XLAM
 from aioengine.tool_calls.marked_json import COHERE, GRANITE, HERMES, NEMOTRON, PHI4_MINI
 from aioengine.tool_calls.mistral import MISTRAL, MISTRAL_ARGS

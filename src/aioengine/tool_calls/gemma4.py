@@ -15,9 +15,8 @@ from typing import Any
 
 from aioengine.tool_calls.calls import Tool
 from aioengine.tool_calls.grammars import GrammarWriter, StepFormat, choices_of, properties_of, quoted, types_of
-from aioengine.tool_calls.pythonic import arguments_in_order
 from aioengine.tool_calls.reading import MAX_KEYWORD_CHARS, Markers, Reading, Steps
-from aioengine.tool_calls.values import as_json, in_string, is_plain
+from aioengine.tool_calls.values import as_json, in_string, is_plain, write_arguments
 
 MAX_DEPTH = 64
 """Of lists and objects inside each other: what is deeper is no call."""
@@ -99,16 +98,16 @@ class _MarkedReader:
 
 
 def _writer(begin: str, quote: str, end: str) -> Callable[[GrammarWriter], str]:
-    def value(writer: GrammarWriter, schema: Mapping[str, Any], tool: Tool) -> str:
+    def write_member(writer: GrammarWriter, name: str, schema: Mapping[str, Any], tool: Tool) -> str:
         if not is_plain(schema, types_of(schema, tool.parameters)):
-            return writer.json(schema, tool)
-        if (choices := choices_of(schema)) is not None:
-            return f"{writer.marker(quote)} ({' | '.join(map(quoted, choices))}) {writer.marker(quote)}"
-        return f"{writer.marker(quote)} {writer.text_until(quote)}"
+            return f'{name} ":" {writer.json(schema, tool)}'
+        if (choices := choices_of(schema)) is None:
+            return f'{name} ":" {writer.marker(quote)} {writer.text_until(quote)}'
+        return f'{name} ":" {writer.marker(quote)} ({" | ".join(map(quoted, choices))}) {writer.marker(quote)}'
 
     def write(writer: GrammarWriter) -> str:
         call = writer.one_of(
-            f"{quoted(f'call:{tool.name}{{')} {arguments_in_order(writer, tool, ':', ',', value)} {quoted('}')}"
+            f"{quoted(f'call:{tool.name}{{')} {write_arguments(writer, tool, write_member, ',')} {quoted('}')}"
             for tool in writer.tools
         )
         return writer.finish_marked(begin, f"{call} {writer.marker(end)}", between="")
@@ -117,15 +116,9 @@ def _writer(begin: str, quote: str, end: str) -> Callable[[GrammarWriter], str]:
 
 
 GEMMA4, FUNCTION_GEMMA = (
-    StepFormat(name, _MarkedReader(begin, quote, end, more).read, _writer(begin, quote, end), keeps_special_tokens=True)
-    for name, begin, quote, end, more in (
+    StepFormat(name, _MarkedReader(begin, quote, *ends).read, _writer(begin, quote, ends[0]), keeps_special_tokens=True)
+    for name, begin, quote, *ends in (
         ("gemma4", "<|tool_call>", '<|"|>', "<tool_call|>", "<|tool_response>"),
-        (
-            "function_gemma",
-            "<start_function_call>",
-            "<escape>",
-            "<end_function_call>",
-            "<start_function_response>",
-        ),
+        ("function_gemma", "<start_function_call>", "<escape>", "<end_function_call>", "<start_function_response>"),
     )
 )

@@ -11,24 +11,18 @@ or JSON's. LFM2 may be told to write a list of JSON's objects, which is read, to
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from aioengine.tool_calls.calls import Tool
-from aioengine.tool_calls.grammars import GrammarWriter, StepFormat, properties_of, quoted, required_of, types_of
-from aioengine.tool_calls.json_scanner import MAX_DEPTH, is_json
+from aioengine.tool_calls.grammars import GrammarWriter, StepFormat, quoted, types_of
+from aioengine.tool_calls.json_scanner import MAX_DEPTH
 from aioengine.tool_calls.reading import MAX_KEYWORD_CHARS, Markers, NotACall, Reading, Steps
+from aioengine.tool_calls.values import json_of_literal, write_arguments
 
 _NAME_ENDS, _KEY_ENDS = Markers("(", " ", "\n"), Markers(*"=,()[]{}\"'")
-
-_STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"' + r"|'(?:[^'\\\n]|\\.)*'", re.DOTALL)
-_WORD = re.compile(r"[^\W\d]+")
-_WORDS = frozenset(("True", "False", "None", "e", "E"))
-_ESCAPE = re.compile(r"(\\[\\'\"abfnrtvuUx0-3\n])|\\")
-"""A backslash that begins no escape stands for itself, and Python warns of it."""
 
 _PLAIN, _PLAIN_IN_STRING = re.compile(r"[^\"'()\[\]{},\\]+"), re.compile(r"[^\"'\\]+")
 _CLOSER_OF = {"(": ")", "[": "]", "{": "}"}
@@ -113,35 +107,14 @@ def _read_value(reading: Reading) -> Steps[tuple[str, str]]:
     raise NotACall
 
 
-def json_of_literal(text: str) -> str:
-    """JSON of a literal, in Python's spelling or JSON's.
-
-    Raises:
-        NotACall: it is neither, or has no form in JSON.
-    """
-    text = text.strip()
-    if is_json(text):
-        return text
-    # Other words would be names, and next to a number Python warns of some.
-    if not _WORDS.issuperset(_WORD.findall(_STRING.sub("''", text))):
-        raise NotACall
-    try:
-        value = ast.literal_eval(_ESCAPE.sub(lambda found: found[1] or r"\\", text))
-        made = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        made.encode()  # half of a surrogate pair is no text
-        return made
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        raise NotACall from None
-
-
 def _writer(tag: str, end: str, *, needs_tag: bool, is_listed: bool) -> Callable[[GrammarWriter], str]:
-    def value(writer: GrammarWriter, schema: Mapping[str, Any], tool: Tool) -> str:
+    def write_argument(writer: GrammarWriter, name: str, schema: Mapping[str, Any], tool: Tool) -> str:
         is_bool = is_listed and types_of(schema, tool.parameters) == {"boolean"}
-        return '("True" | "False")' if is_bool else writer.json(schema, tool)
+        return f'{name} "=" ' + ('("True" | "False")' if is_bool else writer.json(schema, tool))
 
     def write(writer: GrammarWriter) -> str:
         call = writer.one_of(
-            f"{quoted(tool.name + '(')} {arguments_in_order(writer, tool, '=', ', ', value)} {quoted(')')}"
+            f"{quoted(tool.name + '(')} {write_arguments(writer, tool, write_argument, ', ')} {quoted(')')}"
             for tool in writer.tools
         )
         newline = quoted("\n")
@@ -153,36 +126,6 @@ def _writer(tag: str, end: str, *, needs_tag: bool, is_listed: bool) -> Callable
         return writer.finish_unmarked(tag, calls, beginning="[")
 
     return write
-
-
-def arguments_in_order(
-    writer: GrammarWriter,
-    tool: Tool,
-    assigns: str,
-    comma: str,
-    value: Callable[[GrammarWriter, Mapping[str, Any], Tool], str],
-) -> str:
-    """All that are declared, in their order; any, of any value, where none is.
-
-    Args:
-        assigns: what stands between a name and its value.
-        value: writes one, by its schema.
-    """
-    required, properties = required_of(tool), properties_of(tool)
-    if not properties:
-        if tool.parameters.get("additionalProperties", True) is False:
-            return ""
-        one = writer.rule(f"/[A-Za-z_][A-Za-z0-9_]*/ {quoted(assigns)} {writer.json({}, tool)}")
-        return writer.rule(f"({one} ({quoted(comma)} {one})*)?")
-    # What may follow another argument, from the last one to the first; beginnings are what may come first.
-    following, beginnings = '""', ['""']
-    for name, schema in reversed(properties.items()):
-        one = writer.rule(f"{quoted(name + assigns)} {value(writer, schema, tool)} {following}")
-        beginnings = [one, *([] if name in required else beginnings)]
-        following = writer.rule(
-            f"{quoted(comma)} {one}" if name in required else f"({quoted(comma)} {one}) | {following}"
-        )
-    return writer.one_of(beginnings)
 
 
 PYTHONIC, LFM2, OLMO3 = (

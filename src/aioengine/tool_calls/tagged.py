@@ -50,12 +50,11 @@ from aioengine.tool_calls.grammars import (
     choices_of,
     properties_of,
     quoted,
-    required_of,
     types_of,
-)
+)  # fmt: skip
 from aioengine.tool_calls.json_scanner import JsonScanner
 from aioengine.tool_calls.reading import MAX_KEYWORD_CHARS, Markers, Reading, Steps
-from aioengine.tool_calls.values import as_json, in_string, is_plain
+from aioengine.tool_calls.values import as_json, in_string, is_plain, write_arguments
 
 
 class Tags(NamedTuple):
@@ -160,12 +159,12 @@ class _TagReader:
 
 
 def _writer(tags: Tags) -> Callable[[GrammarWriter], str]:
-    begin = tags.begin.rstrip()
+    begin, write_parameter = tags.begin.rstrip(), _parameter_writer(tags)
 
     def write(writer: GrammarWriter) -> str:
         end = writer.marker(tags.function_end)
         call = writer.one_of(
-            f"{writer.marker(tool.name.join(tags.function))} {_parameters(writer, tags, tool)} {end}"
+            f"{writer.marker(tool.name.join(tags.function))} {write_arguments(writer, tool, write_parameter)} {end}"
             for tool in writer.tools
         )
         calls = writer.several(call, "") if tags.is_listed else call
@@ -176,30 +175,19 @@ def _writer(tags: Tags) -> Callable[[GrammarWriter], str]:
     return write
 
 
-def _parameters(writer: GrammarWriter, tags: Tags, tool: Tool) -> str:
-    """All that are declared, in their order; any, of any value, where none is."""
-    required = required_of(tool)
-    properties = properties_of(tool)
-    end = writer.marker(tags.parameter_end)
+def _parameter_writer(tags: Tags) -> Callable[[GrammarWriter, str, Mapping[str, Any], Tool], str]:
     before, after = tags.parameter
-    if not properties:
-        is_open = tool.parameters.get("additionalProperties", True) is not False
-        after = tags.json_parameter or after
-        any_value = f"{writer.marker(before)} /[A-Za-z0-9_]+/ {writer.marker(after)} {writer.json({}, tool)} {end}"
-        return f"({any_value})*" if is_open else ""
-    parameters = []
-    for name, schema in properties.items():
+
+    def write(writer: GrammarWriter, name: str, schema: Mapping[str, Any], tool: Tool) -> str:
         is_text = is_plain(schema, types_of(schema, tool.parameters))
-        if not is_text:
-            value = f"{writer.json(schema, tool)} {end}"
-        elif (choices := choices_of(schema)) is not None:
-            value = f"({' | '.join(quoted(choice) for choice in choices)}) {end}"
-        else:
-            value = writer.text_until(tags.parameter_end, *tags.value_ends[1:])
-        head = before + name + (after if is_text else tags.json_parameter or after)
-        one = writer.rule(f"{writer.marker(head)} {value}")
-        parameters.append(one if name in required else f"{one}?")
-    return " ".join(parameters)
+        head = f"{writer.marker(before)} {name} {writer.marker(after if is_text else tags.json_parameter or after)}"
+        choices = choices_of(schema)
+        if is_text and choices is None:
+            return f"{head} {writer.text_until(tags.parameter_end, *tags.value_ends[1:])}"
+        value = f"({' | '.join(map(quoted, choices or ()))})" if is_text else writer.json(schema, tool)
+        return f"{head} {value} {writer.marker(tags.parameter_end)}"
+
+    return write
 
 
 def _format(name: str, tags: Tags) -> StepFormat:

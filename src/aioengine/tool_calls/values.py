@@ -1,15 +1,24 @@
-"""Values of arguments that are written as plain text, and what a schema makes of them."""
+"""Arguments that are not written as JSON: what a schema makes of their values, and their grammar."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from aioengine.tool_calls.calls import Tool
+from aioengine.tool_calls.grammars import GrammarWriter, properties_of, quoted, required_of
 from aioengine.tool_calls.json_scanner import is_json
-from aioengine.tool_calls.pythonic import json_of_literal
 from aioengine.tool_calls.reading import NotACall
+
+_STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"' + r"|'(?:[^'\\\n]|\\.)*'", re.DOTALL)
+_WORD = re.compile(r"[^\W\d]+")
+_NAMES = frozenset(("True", "False", "None", "e", "E"))
+_ESCAPE = re.compile(r"(\\[\\'\"abfnrtvuUx0-3\n])|\\")
+"""A backslash that begins no escape stands for itself, and Python warns of it."""
 
 _KIND_OF = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
 _WORDS = {"true": "true", "false": "false", "none": "null"}
@@ -37,3 +46,52 @@ def as_json(text: str, types: frozenset[str]) -> str:
         if not types or kind in types or (kind == "number" and "integer" in types):
             return stripped
     return f'"{in_string(text)}"'
+
+
+def json_of_literal(text: str) -> str:
+    """JSON of a literal, in Python's spelling or JSON's.
+
+    Raises:
+        NotACall: it is neither, or has no form in JSON.
+    """
+    text = text.strip()
+    if is_json(text):
+        return text
+    # Other words would be names, and next to a number Python warns of some.
+    if not _NAMES.issuperset(_WORD.findall(_STRING.sub("''", text))):
+        raise NotACall
+    try:
+        value = ast.literal_eval(_ESCAPE.sub(lambda found: found[1] or r"\\", text))
+        made = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        made.encode()  # half of a surrogate pair is no text
+        return made
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        raise NotACall from None
+
+
+def write_arguments(
+    writer: GrammarWriter,
+    tool: Tool,
+    write_argument: Callable[[GrammarWriter, str, Mapping[str, Any], Tool], str],
+    comma: str = "",
+) -> str:
+    """The grammar of all arguments that are declared, in their order; of any, of any value, where none is.
+
+    Args:
+        write_argument: the grammar of one, by its name's in Lark and its schema.
+        comma: what parts two of them.
+    """
+    required, properties = required_of(tool), properties_of(tool)
+    if not properties:
+        if tool.parameters.get("additionalProperties", True) is False:
+            return ""
+        one = writer.rule(write_argument(writer, "/[A-Za-z_][A-Za-z0-9_]*/", {}, tool))
+        return writer.rule(f"({one} ({quoted(comma)} {one})*)?")
+    # What may follow another argument, from the last one to the first; beginnings are what may come first.
+    following, beginnings = '""', ['""']
+    for name, schema in reversed(properties.items()):
+        one = writer.rule(f"{write_argument(writer, quoted(name), schema, tool)} {following}")
+        beginnings = [one, *([] if name in required else beginnings)]
+        is_required = name in required
+        following = writer.rule(f"{quoted(comma)} {one}" + ("" if is_required else f" | {following}"))
+    return writer.one_of(beginnings)
