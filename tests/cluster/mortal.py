@@ -161,6 +161,10 @@ class Faults:
         (self._folder / "hold").unlink()
         os.close(fd)
 
+    def stop_next_start(self) -> None:
+        """It is stopped as by SIGSTOP, once."""
+        (self._folder / "stop").touch()
+
     @classmethod
     def here(cls) -> Faults:
         return cls(Path(os.environ[FAULTS]))
@@ -180,6 +184,9 @@ class Faults:
                 fifo.read()
         except FileNotFoundError:
             pass
+        if (self._folder / "stop").exists():
+            (self._folder / "stop").unlink()
+            os.kill(os.getpid(), signal.SIGSTOP)
         if (self._folder / "no-start").exists():
             raise ModelLoadError("shard 3 of 7 is damaged")
 

@@ -13,6 +13,8 @@ from cluster.harness import Cluster, Reader, cluster, innocents, outputs_of, rea
 from cluster.mortal import NUM_BLOCKS, Faults
 from nightly import nightly
 
+from aioengine.transport import child_engine
+
 pytestmark = pytest.mark.usefixtures("faults", "quiet_log")
 
 
@@ -157,6 +159,19 @@ async def test_all_are_restarted_while_one_is_starting_after_its_death(faults: F
         faults.release_starts()
         await replicas.until(lambda: replicas.num_restarts() >= 2 and len(replicas.ranks()) == 2)
     assert outputs_of(readers) == expected
+
+
+async def test_one_that_is_stopped_while_it_starts_is_started_again(
+    faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said HELLO and then nothing, for longer than ``stall_timeout_s``."""
+    monkeypatch.setattr(child_engine, "MIN_SILENCE_S", 0.5)
+    async with cluster(1, stall_timeout_s=0.5, max_restarts=100) as replicas:
+        faults.stop_next_start()
+        replicas.kill(0)
+        await replicas.until_restarted(2, 1)
+        assert not replicas.engine.replicas()[0].reason
+        await replicas.engine.generate([10, 11, 12], max_tokens=2)
 
 
 @pytest.mark.nightly

@@ -189,6 +189,7 @@ class Replica:
                 on_record=self._on_record,
                 on_orphaned=self._on_orphaned,
                 folder=shared.folder,
+                stall_timeout_s=options.stall_timeout_s,
             )
         )
         self._candidate: Candidate | None = None

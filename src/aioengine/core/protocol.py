@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -161,6 +162,8 @@ class ClusterHooks(NamedTuple):
     """Called once, when the core has died, with what was to live on."""
     folder: str | None = None
     """A private one to serve in, for further front ends to connect there all the while; None: there are none."""
+    stall_timeout_s: float = math.inf
+    """As `ReplicaOptions.stall_timeout_s`."""
 
     def shared_address(self, rank: int) -> str | None:
         """A new one in ``folder``, for the engine of a rank; None: there is no folder."""

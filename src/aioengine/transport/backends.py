@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -145,7 +146,8 @@ class InChild:
         return await find(self._config, self._hooks.worker, with_weights=False)
 
     async def open(self, on_progress: OnProgress | None = None) -> None:
-        ready = await self._engine.wait_ready(on_progress)
+        cluster = self._hooks.cluster
+        ready = await self._engine.wait_ready(on_progress, math.inf if cluster is None else cluster.stall_timeout_s)
         try:
             attached = await self._link.open(ready.address, None, name="its parent", timeout_s=ATTACH_TIMEOUT_S)
         except AioEngineError as error:  # its end, where there is one, is the cause

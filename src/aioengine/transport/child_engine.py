@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import secrets
 import sys
@@ -13,7 +14,7 @@ import anyio
 import zmq
 
 from aioengine.config import ProcessOptions
-from aioengine.errors import ConfigError
+from aioengine.errors import ConfigError, EngineDead
 from aioengine.executor.in_process import clock_of
 from aioengine.progress import OnProgress
 from aioengine.text.worker import TextWorker
@@ -32,6 +33,9 @@ from aioengine.transport.process import Child
 CHILD_MODULE = "aioengine.transport.child"
 
 START_SOCKET = "start.sock"
+
+MIN_SILENCE_S = 15.0
+"""An engine that starts sends a message each second, and less often while an import or another program holds it up."""
 
 EXIT_NEWS_S = 0.05
 """The end of a connection and that of a process are told apart if the second is known so soon after the first."""
@@ -117,12 +121,16 @@ class ChildEngine:
             on_exit=self._take_exit,
         )
 
-    async def wait_ready(self, on_progress: OnProgress | None = None) -> Ready:
+    async def wait_ready(self, on_progress: OnProgress | None = None, stall_timeout_s: float = math.inf) -> Ready:
         """Wait until it serves; `begin` comes first.
 
+        Args:
+            stall_timeout_s: seconds without a message, from the first one on, after which it has stalled; at least
+                `MIN_SILENCE_S` are waited for one.
         Raises:
             ConfigError, ModelLoadError, EngineDead: it cannot start, or did not in time.
         """
+        silence_s = max(stall_timeout_s, MIN_SILENCE_S)
         clock = clock_of(asyncio.get_running_loop())
         machine = Welcome(
             num_local=1,
@@ -132,13 +140,19 @@ class ChildEngine:
             start_timeout_s=self._options.start_timeout_s,
         )
 
+        loaded = (0, 0)
+
         def on_change() -> None:
-            done, total = machine.engines[0].loaded
-            if on_progress is not None and total:
-                on_progress(done, total)
+            nonlocal loaded
+            silence.deadline = anyio.current_time() + silence_s
+            if on_progress is not None and loaded != machine.engines[0].loaded:  # else it only says that it lives
+                on_progress(*(loaded := machine.engines[0].loaded))
 
         assert self._handshake is not None, "begin comes first"
-        await welcome(self._handshake, machine, clock, exits=self._exits, on_change=on_change)
+        with anyio.CancelScope() as silence:
+            await welcome(self._handshake, machine, clock, exits=self._exits, on_change=on_change)
+        if silence.cancelled_caught:
+            raise EngineDead(f"engine {self._rank} has sent nothing for {silence_s:g} s while it started")
         ready = machine.engines[0].ready
         assert ready is not None
         self._served_at = ready.address

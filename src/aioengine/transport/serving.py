@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -37,6 +38,7 @@ logger = logging.getLogger("aioengine")
 ENGINE_SOCKET = "engine.sock"
 
 LOADING_EVERY_BYTES = 16 * 2**20
+LOADING_EVERY_S = 1.0
 
 
 FRONT_END = "front end"
@@ -204,18 +206,21 @@ async def _serve(
     if config is None:
         raise ConfigError("it is not said what to serve: give a model")
     hooks = CoreHooks(worker, dump_worker, on_capacity=lambda: None)
-    for plugin in init.plugins:
-        await worker.run(_import, None, plugin)  # which may take long, and this process be told to end meanwhile
-    executor: Executor | None = None
-    if init.executor is not None:
-        of_group = () if init.lockstep is None else (init.lockstep,)
-        executor = load(init.executor, "executor")(config, *of_group)
-    backend = InProcess(config, executor, hooks)
+    starting = ExitStack()
+    backend: InProcess | None = None
     folders: list[PrivateFolder] = []
     server: EngineServer | None = None
     try:
+        on_progress = starting.enter_context(_sending_progress(tell))
+        for plugin in init.plugins:
+            await worker.run(_import, None, plugin)  # which may take long, and this process be told to end meanwhile
+        executor: Executor | None = None
+        if init.executor is not None:
+            of_group = () if init.lockstep is None else (init.lockstep,)
+            executor = load(init.executor, "executor")(config, *of_group)
+        backend = InProcess(config, executor, hooks)
         files = await backend.find_model()
-        await backend.open(_telling_progress(tell))
+        await backend.open(on_progress)
         address = init.address
         if address is None:
             # Noted where it is made, so that a start that is cancelled here removes it.
@@ -224,17 +229,20 @@ async def _serve(
         server = EngineServer(backend.core, address, model_path=files.path, keys=keys)
         async with _in_lockstep(init.lockstep, backend.core, enter_group):
             await server.open()
+            starting.close()
             tell(Ready(server.address, backend.core.info, TASKS))
             on_serving(server)
             await server.serve()
     finally:
+        starting.close()
         with _closing():
             if server is not None:
                 await server.aclose()
             for folder in folders:
                 await worker.run(folder.remove, None)
-            await backend.aclose()
-    if backend.core.death is not None:
+            if backend is not None:
+                await backend.aclose()
+    if backend is not None and backend.core.death is not None:
         raise EngineDead(str(backend.core.death), dump=backend.core.death.dump)
 
 
@@ -248,19 +256,30 @@ def _in_lockstep(
     return enter_group(place, core)
 
 
-def _telling_progress(tell: Callable[[WireMessage], None]) -> OnProgress:
-    """Tells how far the loading is, now and then."""
-    told_bytes = 0
+@contextmanager
+def _sending_progress(send: Callable[[WireMessage], None]) -> Iterator[OnProgress]:
+    """Send how far the loading is, now and then; and the same again each second, from a loop that goes on."""
+    loop, sent = asyncio.get_running_loop(), Loading(0, 0)
+    timer: asyncio.TimerHandle
 
     def on_progress(done: int, total: int, what: str = LOADING) -> None:
-        nonlocal told_bytes
+        nonlocal sent
         if what != LOADING:
             return  # what follows is short, and has no message
-        if done in (0, total) or done - told_bytes >= LOADING_EVERY_BYTES:
-            told_bytes = done
-            tell(Loading(done, total))
+        if done in (0, total) or done - sent.done >= LOADING_EVERY_BYTES:
+            sent = Loading(done, total)
+            send(sent)
 
-    return on_progress
+    def send_again() -> None:
+        nonlocal timer
+        send(sent)
+        timer = loop.call_later(LOADING_EVERY_S, send_again)
+
+    timer = loop.call_later(LOADING_EVERY_S, send_again)
+    try:
+        yield on_progress
+    finally:
+        timer.cancel()
 
 
 def _import(module: str) -> object:
