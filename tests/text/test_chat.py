@@ -14,6 +14,7 @@ from aioengine.errors import InvalidRequest
 from aioengine.text.chat_input import check_messages, copy_messages, open_messages, parse_arguments
 from aioengine.text.chat_template import render_template
 from aioengine.text.lanes import Lanes
+from aioengine.tool_calls.calls import ToolCall
 
 USER = {"role": "user", "content": "hi"}
 
@@ -202,6 +203,12 @@ def test_lists_of_objects_are_chats() -> None:
         assert open_messages(given) == open_messages(tuple(given)) == [USER]
     for other in ("hi", [1, 2], [USER], [[USER]], [], np.zeros(3), [Message], None):
         assert open_messages(other) is other
+
+
+def test_an_answers_calls_are_a_messages() -> None:
+    (asked,) = check_messages(copy_messages([{"role": "assistant", "tool_calls": [ToolCall("1", "f", "{}")]}]))
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    assert asked == {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def test_langchains_messages_are_openais() -> None:

@@ -82,6 +82,7 @@ def test_they_are_taken_as_transformers_takes_them(folder: Path, put: Callable[[
         for tools in (None, TOOLS):
             expected = theirs.apply_chat_template(MESSAGES, chat_template=name, tools=tools, tokenize=False)
             assert ours.render_chat(MESSAGES, chat_template=name, tools=tools) == expected
+            assert ours.apply_chat_template(MESSAGES, chat_template=name, tools=tools, tokenize=False) == expected
 
 
 @pytest.mark.parametrize("template", [NAMED["rag"], {"default": NAMED["rag"]}])

@@ -123,10 +123,7 @@ class Conversation:
 
     def called(self, text: str, calls: list[ToolCall]) -> None:
         """Add an answer to the last question that asks for these calls; the results are `returned`, and it goes on."""
-        told = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in calls
-        ]
+        told = [call.as_openai() for call in calls]
         self._turns.append({"role": "assistant", "content": text, "tool_calls": told})
 
     def returned(self, call: ToolCall, result: str) -> None:

@@ -684,10 +684,7 @@ def message_of(choice: CompletionOutput, *, has_reasoning: bool = True) -> dict[
         message |= _reasoning_fields(choice.reasoning)
     if choice.tool_calls:
         message["content"] = choice.text or None
-        message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in choice.tool_calls
-        ]
+        message["tool_calls"] = [call.as_openai() for call in choice.tool_calls]
     return message
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from aioengine.errors import InvalidRequest
+from aioengine.tool_calls.calls import ToolCall
 from aioengine.validation import shorten, typed
 
 Message = dict[str, Any]
@@ -89,6 +90,8 @@ def _opened(value: Any) -> Any:
         return dict(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, ToolCall):
+        return value.as_openai()
     langchain = sys.modules.get("langchain_core.messages")
     if langchain is not None and isinstance(value, langchain.BaseMessage):
         return langchain.convert_to_openai_messages(value)

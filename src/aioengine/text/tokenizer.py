@@ -14,6 +14,7 @@ from aioengine.text.lanes import Lanes
 from aioengine.text.loading import NAMED_TOKENS, LoadedTokenizer, failures_as, load_tokenizer
 from aioengine.text.template_files import DEFAULT, WITH_TOOLS
 from aioengine.text.token_table import TokenTable, WindowTable, build_slow_token_tables, build_token_tables, decoding
+from aioengine.tool_calls.calls import read_tools, told_tools
 from aioengine.validation import NOT_YET, Neutral, invalid, is_utf8, shorten, without_neutral
 
 # A longer text goes through the library's batch call, which lets go of the GIL; the single call holds it throughout,
@@ -23,7 +24,7 @@ MAX_CHARS_HOLDING_GIL = 1000
 _ONE_RESULT = "the result is a list of ids or a text"
 NEUTRAL_OF_TEMPLATES = {
     "truncation": Neutral((None, False), "cut the ids yourself"),
-    **dict.fromkeys(("tools", "documents"), Neutral((None,), NOT_YET)),
+    "documents": Neutral((None,), NOT_YET),
     **dict.fromkeys(("return_dict", "padding"), Neutral((None, False), _ONE_RESULT)),
     **dict.fromkeys(("return_tensors", "max_length"), Neutral((None,), _ONE_RESULT)),
 }
@@ -229,6 +230,7 @@ class Tokenizer:
         tokenize: bool = True,
         add_generation_prompt: bool = False,
         chat_template: str | None = None,
+        tools: Any = None,
         **variables: Any,
     ) -> list[int] | str:
         """The prompt of a chat, as `Engine.generate` makes it but for the default of ``add_generation_prompt``.
@@ -239,6 +241,7 @@ class Tokenizer:
             tokenize: give token ids; else the text.
             add_generation_prompt: end with what begins an answer.
             chat_template: as in `find_template`.
+            tools: as in `Engine.generate`.
             variables: for the template, among them ``continue_final_message``; as ``chat_template_kwargs``. Further
                 arguments of transformers' are taken where they ask for nothing (``tools=None``).
         Raises:
@@ -247,7 +250,8 @@ class Tokenizer:
         variables = without_neutral(NEUTRAL_OF_TEMPLATES, variables, invalid)
         kwargs = {"add_generation_prompt": add_generation_prompt, **variables}
         taken = take_template_kwargs(kwargs, is_chat=True)
-        text = self.render_chat(copy_messages(conversation), chat_template=chat_template, **taken)
+        told = list(told_tools(tools, read_tools(tools))) or None
+        text = self.render_chat(copy_messages(conversation), chat_template=chat_template, tools=told, **taken)
         return self.encode_chat(text) if tokenize else text
 
     def get_vocab(self) -> dict[str, int]:

@@ -76,6 +76,10 @@ class ToolCall(PlainStruct, frozen=True):
     name: str
     arguments: str
 
+    def as_openai(self) -> dict[str, Any]:
+        """The dict that a message has of it in OpenAI's API."""
+        return {"id": self.id, **_as_function({"name": self.name, "arguments": self.arguments})}
+
 
 class ToolCallDelta(PlainStruct, frozen=True):
     """A piece of a call.
