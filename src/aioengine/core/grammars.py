@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import OrderedDict
+import threading
+from collections import OrderedDict, deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from aioengine.errors import AioEngineError, EngineOverloaded, InternalError, InvalidRequest
 from aioengine.models.folder import ModelFolder
 from aioengine.scheduler.sequence import Request
 from aioengine.structured.constraints import Constraint
 from aioengine.structured.grammar import STACK_BYTES, CompiledGrammar, ThinkingGrammar
+from aioengine.structured.trials import WALL_S, Trials, is_to_be_tried
 from aioengine.text.loading import has_tokenizer, load_tokenizer
 from aioengine.text.worker import TextWorker, outside_work
 
@@ -23,10 +25,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("aioengine")
 
 COMPILE_TIMEOUT_S = 3.0
-"""Of one grammar, of which most take milliseconds; its thread is left alone then, and another takes the next one."""
+"""Of one grammar, of which most take milliseconds; its request fails then, and its thread is left alone."""
+
+GIVE_WAY_S = 0.5
+"""After this time the next one is compiled beside it, in another thread."""
 
 MAX_OVERDUE = 2
-"""Threads that may be left alone; with more grammars are refused until one has ended."""
+"""In a lane, those that have given way; with so many all others are refused until one has ended."""
 
 MAX_REMEMBERED_LEXERS = 64
 """Of a grammar with many rows there are several, of 20 MB at most (`guidance.LIMITS`), and mostly below 1 MB."""
@@ -39,8 +44,31 @@ OnCompiled = Callable[[CompiledGrammar | AioEngineError], None]
 IsWanted = Callable[[], bool]
 
 
+class _Job(NamedTuple):
+    """A constraint that is to be compiled, who is told of it, and whether that one still waits."""
+
+    constraint: Constraint
+    waiting: list[tuple[OnCompiled, IsWanted]]
+
+
+class _Lane:
+    """Constraints that are compiled one after the other.
+
+    Attributes:
+        is_busy: one is being compiled that has not given way.
+        num_overdue: that have given way and have not ended.
+    """
+
+    def __init__(self) -> None:
+        self.worker = TextWorker(close_grace_s=CLOSE_GRACE_S, stack_bytes=STACK_BYTES)
+        self.queue = deque[bytes]()
+        self.is_busy = False
+        self.num_overdue = 0
+
+
 class Grammars:
-    """Compiles what requests ask for, for one model's vocabulary, one after the other.
+    """Compiles what requests ask for, for one model's vocabulary, in two lanes: small constraints, and those that may
+    take long, which are tried in a process first.
 
     The tokenizer is read when the first grammar comes. A text is compiled once, and those that were used last are
     remembered.
@@ -55,13 +83,13 @@ class Grammars:
         self._folder = folder
         self._num_tokens = num_tokens
         self._ending_ids = ending_ids
-        self._worker = TextWorker(close_grace_s=CLOSE_GRACE_S, stack_bytes=STACK_BYTES)
         self._vocabulary: Vocabulary | None = None
+        self._vocabulary_lock = threading.Lock()
+        self._trials = Trials()
         self._remembered: OrderedDict[bytes, GuidanceGrammar] = OrderedDict()
         """Those that were used last, at the end."""
-        self._queue: OrderedDict[bytes, tuple[Constraint, list[tuple[OnCompiled, IsWanted]]]] = OrderedDict()
-        """What is to be compiled, what is told of it, and whether that still waits; the first is being compiled."""
-        self._num_overdue = 0
+        self._jobs: dict[bytes, _Job] = {}
+        self._small, self._tried = _Lane(), _Lane()
 
     def get(self, request: Request) -> CompiledGrammar | None:
         """The request's grammar, if there is nothing left to compile."""
@@ -85,17 +113,22 @@ class Grammars:
             on_compiled(compiled if isinstance(compiled, AioEngineError) else self._with_thinking(request, compiled))
 
         key = constraint.content
-        if key in self._queue:
-            self._queue[key][1].append((tell, is_wanted))
+        if key in self._jobs:
+            self._jobs[key].waiting.append((tell, is_wanted))
             return
-        self._queue[key] = constraint, [(tell, is_wanted)]
-        if len(self._queue) == 1:
-            asyncio.get_running_loop().call_soon(self._compile_next)
+        self._jobs[key] = _Job(constraint, [(tell, is_wanted)])
+        lane = self._tried if is_to_be_tried(constraint) else self._small
+        lane.queue.append(key)
+        asyncio.get_running_loop().call_soon(self._compile_next, lane)
 
     async def aclose(self) -> None:
         """Compile no more. A thread that is still at one ends by itself."""
-        self._queue.clear()
-        await self._worker.aclose()
+        self._jobs.clear()
+        self._trials.close()
+        for lane in (self._small, self._tried):
+            lane.queue.clear()
+        await self._small.worker.aclose()
+        await self._tried.worker.aclose()
 
     def _with_thinking(self, request: Request, compiled: CompiledGrammar | None) -> CompiledGrammar:
         if request.thinking is not None:
@@ -103,54 +136,64 @@ class Grammars:
         assert compiled is not None, "the request has no grammar"
         return compiled
 
-    def _compile_next(self) -> None:
-        """Compile the first of the queue that is wanted; with too many threads left alone all are to come again."""
-        while self._queue:
-            key, (_, waiting) = next(iter(self._queue.items()))
-            wanted = [tell for tell, is_wanted in waiting if is_wanted()]
-            if wanted and self._num_overdue < MAX_OVERDUE:
-                self._compile(key)
+    def _compile_next(self, lane: _Lane) -> None:
+        """Compile the first of a lane that is wanted; with too many overdue all are to come again."""
+        while lane.queue and not lane.is_busy:
+            key = lane.queue.popleft()
+            wanted = [tell for tell, is_wanted in self._jobs[key].waiting if is_wanted()]
+            if wanted and lane.num_overdue < MAX_OVERDUE:
+                self._compile(lane, key)
                 return
-            del self._queue[key]
+            del self._jobs[key]
             for tell in wanted:
                 tell(EngineOverloaded("grammars that take long are being compiled; try again later", retry_after_s=1.0))
 
-    def _compile(self, key: bytes) -> None:
-        """Hand the first of the queue to the thread, and go on with the next when it is done or overdue."""
-        loop, constraint = asyncio.get_running_loop(), self._queue[key][0]
-        timer: asyncio.TimerHandle | None = None
+    def _compile(self, lane: _Lane, key: bytes) -> None:
+        """Hand a constraint to the lane's thread, and go on with the next when it is done or overdue."""
+        loop, constraint = asyncio.get_running_loop(), self._jobs[key].constraint
+        timers: list[asyncio.TimerHandle] = []
+        outside = contextlib.ExitStack()
+        is_overdue = False
+        lane.is_busy = True
 
         def compile_it() -> GuidanceGrammar:
             vocabulary = self._load_vocabulary()
-            loop.call_soon_threadsafe(begin_timer)
+            loop.call_soon_threadsafe(begin_timer, GIVE_WAY_S, give_way)
+            trial_s = WALL_S if lane is self._tried else 0.0
+            loop.call_soon_threadsafe(begin_timer, COMPILE_TIMEOUT_S + trial_s, give_up)
             return vocabulary.compile(constraint)
 
-        def begin_timer() -> None:
-            nonlocal timer
-            timer = None if outcome.done() else loop.call_later(COMPILE_TIMEOUT_S, give_up)
+        def begin_timer(after_s: float, act: Callable[[], None]) -> None:
+            if not outcome.done():
+                timers.append(loop.call_later(after_s, act))
 
-        outcome = self._worker.begin(compile_it)
-        outside = contextlib.ExitStack()
-        outside.enter_context(outside_work("grammar"))
-        is_overdue = False
+        def give_way() -> None:
+            nonlocal is_overdue
+            if not is_overdue:
+                is_overdue, lane.is_busy = True, False
+                lane.num_overdue += 1
+                lane.worker.leave_behind()
+                self._compile_next(lane)
 
         def give_up() -> None:
-            nonlocal is_overdue
-            is_overdue = True
             outside.close()
-            self._num_overdue += 1
-            self._worker.leave_behind()
             told = f"structured: it takes more than {COMPILE_TIMEOUT_S:g} s to compile; give a simpler one"
             self._end(key, InvalidRequest(told, param="structured"))
+            give_way()
 
         def on_done(done: asyncio.Future[GuidanceGrammar]) -> None:
-            if timer is not None:
+            for timer in timers:
                 timer.cancel()
             outside.close()
             error = None if done.cancelled() else done.exception()
             if is_overdue:
-                self._num_overdue -= 1
-            elif error is None and not done.cancelled():
+                lane.num_overdue -= 1
+            else:
+                lane.is_busy = False
+            self._compile_next(lane)
+            if key not in self._jobs or done.cancelled():  # given up, or closed
+                return
+            if error is None:
                 self._remember(key, done.result())
                 self._end(key, done.result())
             elif isinstance(error, AioEngineError):
@@ -159,15 +202,14 @@ class Grammars:
                 logger.error("a grammar could not be compiled", exc_info=error)
                 self._end(key, InternalError(f"the grammar could not be compiled: {error}"))
 
+        outcome = lane.worker.begin(compile_it)
+        outside.enter_context(outside_work("grammar"))
         outcome.add_done_callback(on_done)
 
     def _end(self, key: bytes, compiled: CompiledGrammar | AioEngineError) -> None:
-        """Tell what waits for the first of the queue, and begin with the next."""
-        if key not in self._queue:  # closed
-            return
-        _, waiting = self._queue.pop(key)
-        self._compile_next()
-        for tell, _ in waiting:
+        """Tell what waits for a constraint."""
+        job = self._jobs.pop(key, None)
+        for tell, _ in job.waiting if job is not None else ():
             tell(compiled)
 
     def _remember(self, key: bytes, compiled: GuidanceGrammar) -> None:
@@ -181,13 +223,15 @@ class Grammars:
 
     def _load_vocabulary(self) -> Vocabulary:
         """In the thread; the first time it takes from 10 ms to a second."""
-        if self._vocabulary is None:
-            from aioengine.structured.guidance import Vocabulary
+        with self._vocabulary_lock:
+            if self._vocabulary is None:
+                from aioengine.structured.guidance import Vocabulary
 
-            backend = load_tokenizer(self._folder.path).backend if has_tokenizer(self._folder.path) else None
-            if backend is None:
-                raise InvalidRequest(
-                    "structured: the model has no tokenizer.json, which grammars are compiled for", param="structured"
-                )
-            self._vocabulary = Vocabulary(backend.to_str(), self._num_tokens, self._ending_ids)
+                backend = load_tokenizer(self._folder.path).backend if has_tokenizer(self._folder.path) else None
+                if backend is None:
+                    raise InvalidRequest(
+                        "structured: the model has no tokenizer.json, which grammars are compiled for",
+                        param="structured",
+                    )
+                self._vocabulary = Vocabulary(backend.to_str(), self._num_tokens, self._ending_ids, self._trials)
         return self._vocabulary

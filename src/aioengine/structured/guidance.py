@@ -20,12 +20,13 @@ import llguidance
 import msgspec
 import numpy as np
 
-from aioengine.errors import LENIENT, InvalidRequest
+from aioengine.errors import LENIENT, AioEngineError, InvalidRequest
 from aioengine.structured.constraints import Choice, Constraint, Either, Grammar, Json, Regex, StructuralTags
 from aioengine.structured.forced import MAX_FORCED_BYTES, longest_forced
 from aioengine.structured.grammar import STACK_BYTES, TOO_LARGE, Mask
 from aioengine.structured.json_schema import MAX_PATTERNS, ends_in_backslash, unsound_keywords
 from aioengine.structured.normalize import normalized
+from aioengine.structured.trials import Trials, is_to_be_tried
 from aioengine.threads import start_with_stack
 
 WHITESPACE = r"(\x20|\x0A\x20{0,64})"
@@ -89,6 +90,9 @@ PASSED_OVER = re.compile(r"nimplemented|Unknown format|coerce_one_of")
 
 GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.M)
 
+MAX_RULES = 500
+"""Of GBNF: the converter takes half a second for so many, and the square of it for more."""
+
 ESCAPE_OF_GBNF = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U(00(?:0[0-9a-fA-F]|10)[0-9a-fA-F]{4})|.)")
 
 LISTING = re.compile(r"^\s*\d+ \| .*", re.M | re.S)
@@ -104,11 +108,15 @@ class Vocabulary:
         tokenizer_json: as `tokenizers.Tokenizer.to_str` gives it.
         num_tokens: the model's; its masks have a bit for each.
         ending_ids: tokens that end the output.
+        trials: what may take long to compile is tried by them first; None: nothing is.
     Raises:
         InvalidRequest: llguidance cannot read the tokenizer, or there is no ending token.
     """
 
-    def __init__(self, tokenizer_json: str, num_tokens: int, ending_ids: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer_json: str, num_tokens: int, ending_ids: Sequence[int], trials: Trials | None = None
+    ) -> None:
+        self._trials = trials
         known = msgspec.json.decode(tokenizer_json)
         added = known.get("added_tokens") or []
         self.control_ids = {token["content"]: int(token["id"]) for token in added if _is_control(token)}
@@ -121,12 +129,13 @@ class Vocabulary:
         self.is_ending = frozenset(endings)
         self.text_id = next(token_id for token_id in itertools.count() if token_id not in endings)
         """Of any token that does not end an output."""
-        self.num_words = -(-max(num_tokens, num_known) // 32)
+        self.num_tokens = max(num_tokens, num_known)
+        self.num_words = -(-self.num_tokens // 32)
         """Of a mask; the model's are cut where the tokenizer has more tokens."""
         try:
             self.tokenizer = llguidance.LLTokenizer(
                 _with_hidden_names(known, self.control_ids),
-                n_vocab=max(num_tokens, num_known),
+                n_vocab=self.num_tokens,
                 eos_token=endings,
                 slices=SLICES,
             )
@@ -147,11 +156,14 @@ class Vocabulary:
             is_forcing = longest_forced(constraint) <= MAX_FORCED_BYTES
             is_one = is_forcing and not isinstance(constraint, Either)
             text = self._grammar_of(constraint) if is_one else self._one_of(constraint, is_forcing=is_forcing)
+            if self._trials is not None and is_to_be_tried(constraint):
+                self._trials.run(text, self.num_tokens, LIMITS)
+                began = time.perf_counter()
             limits = llguidance.LLParserLimits(**LIMITS)
             begin = functools.partial(llguidance.LLMatcher, self.tokenizer, text, log_level=0, limits=limits)
             matcher = begin()
             problem = matcher.get_error()
-        except InvalidRequest:
+        except AioEngineError:
             raise
         except BaseException as error:
             is_said = type(error).__name__ in ("Exception", "GbnfToLarkError")
@@ -203,6 +215,8 @@ class Vocabulary:
             case Grammar(text) if len(re.findall("[&~]", TEXTS_OF_LARK.sub("", text))) > MAX_PATTERNS:
                 raise _refused(f"more than {MAX_PATTERNS} of & and ~: through all they have in common is looked")
             case Grammar(text) if GBNF.search(text):
+                if text.count("::=") > MAX_RULES:
+                    raise _refused(f"it has more than {MAX_RULES} rules")
                 from llguidance.gbnf_to_lark import any_to_lark
 
                 return any_to_lark(ESCAPE_OF_GBNF.sub(_unescaped, text))

@@ -1,0 +1,100 @@
+"""Grammars that may take long are compiled in a process first, which is killed where they do."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from aioengine.errors import EngineClosed, EngineOverloaded, InternalError, InvalidRequest
+from aioengine.structured.constraints import Constraint, Either, Grammar
+from aioengine.structured.grammar import STACK_BYTES
+
+logger = logging.getLogger("aioengine")
+
+LARGE_BYTES = 16 * 1024
+"""Of a constraint that is tried first. Of smaller ones llguidance's own limits hold: 0.4 s, and some MB."""
+
+CPU_S = 3
+WALL_S = 20.0
+"""For a machine whose cores are busy."""
+MEMORY_BYTES = 2**30
+
+_CHILD = Path(__file__).with_name("trial.py")
+
+
+def is_to_be_tried(constraint: Constraint) -> bool:
+    """Whether compiling it may take long: a large one, or a caller's grammar, of which a few lines may take minutes."""
+    options = constraint.options if isinstance(constraint, Either) else (constraint,)
+    is_foreign = any(isinstance(option, Grammar) and not option.is_forcing for option in options)
+    return is_foreign or len(constraint.content) > LARGE_BYTES
+
+
+class Trials:
+    """Runs them; from any thread."""
+
+    def __init__(self) -> None:
+        self._running = set[subprocess.Popen[str]]()
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def run(self, text: str, num_tokens: int, limits: dict[str, Any]) -> None:
+        """Compile a grammar in a process, and make its first masks.
+
+        Args:
+            text: as llguidance takes it.
+            num_tokens: of the vocabulary.
+        Raises:
+            InvalidRequest: it takes more than `CPU_S`, `WALL_S` or `MEMORY_BYTES`.
+            EngineOverloaded: there was no process to be had.
+            EngineClosed: `close` was called.
+            InternalError: the process could not do its work.
+        """
+        sizes = {"cpu_s": CPU_S, "memory_bytes": MEMORY_BYTES, "stack_bytes": STACK_BYTES}
+        given = json.dumps({"text": text, "num_tokens": num_tokens, "limits": limits, **sizes})
+        with self._lock:
+            if self._is_closed:
+                raise EngineClosed("the engine is closed")
+            try:
+                child = subprocess.Popen(
+                    [sys.executable, "-P", str(_CHILD)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    text=True,
+                )
+            except OSError as error:
+                raise EngineOverloaded(f"no process to compile the grammar in: {error}", retry_after_s=1.0) from error
+            self._running.add(child)
+        try:
+            with child:
+                try:
+                    child.communicate(given, timeout=WALL_S)
+                except subprocess.TimeoutExpired:
+                    pass
+                finally:
+                    child.kill()
+        finally:
+            with self._lock:
+                self._running.discard(child)
+        if self._is_closed:
+            raise EngineClosed("the engine is closed")
+        if child.returncode > 0:
+            raise InternalError("the process in which grammars are tried does not work; its stderr says why")
+        if child.returncode < 0:
+            told = (
+                f"structured: it takes more than {CPU_S} s or {MEMORY_BYTES >> 20} MiB to compile; give a simpler one"
+            )
+            logger.info("a grammar was given up by %s", signal.Signals(-child.returncode).name)
+            raise InvalidRequest(told, param="structured")
+
+    def close(self) -> None:
+        """Kill those that run, and run no more."""
+        with self._lock:
+            self._is_closed = True
+            for child in self._running:
+                child.kill()

@@ -1,0 +1,155 @@
+"""Constraints that take long to compile: tried in a process, which is killed, beside a lane for those that do not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structured.conftest import ANIMAL, compile_grammar, ending_ids, tokenizer, vocabulary
+from structured.test_engine import over_fake
+from waiting import Tasks
+
+from aioengine import Choice, EngineClosed, Grammar, InternalError, InvalidRequest, Json, Regex
+from aioengine.core import grammars
+from aioengine.structured import trials
+from aioengine.structured.guidance import LIMITS, Vocabulary
+from aioengine.structured.trials import Trials, is_to_be_tried
+
+ENDLESS = (Path(__file__).parent / "endless.lark").read_text()
+"""Found by chance: compiling these 500 characters takes more than a minute, and gigabytes."""
+
+
+def test_a_grammar_that_takes_minutes_is_given_up_with_all_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "CPU_S", 1)
+    tried = Vocabulary(tokenizer().to_str(), 2048, ending_ids(), Trials())
+    with pytest.raises(InvalidRequest, match="takes more than 1 s or 1024 MiB to compile"):
+        tried.compile(Grammar(ENDLESS))
+    tried.compile(Grammar('start: "a"+'))
+
+
+def test_a_trial_ends_when_the_engine_closes() -> None:
+    running = Trials()
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            running.run(ENDLESS, 2048, LIMITS)
+        except EngineClosed as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    while not running._running:
+        time.sleep(0.001)
+    running.close()
+    thread.join()
+    assert len(raised) == 1
+    with pytest.raises(EngineClosed):
+        running.run('start: "a"', 2048, LIMITS)
+
+
+def test_a_process_that_does_not_work_lets_nothing_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("raise SystemExit(3)")
+    monkeypatch.setattr(trials, "_CHILD", tmp_path / "broken.py")
+    with pytest.raises(InternalError, match="does not work"):
+        Trials().run('start: "a"', 2048, LIMITS)
+
+
+def test_small_schemas_and_expressions_pay_for_no_process() -> None:
+    large = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(2000)}}
+    assert not any(
+        map(is_to_be_tried, (Json(ANIMAL), Regex("a+"), Choice(["a"]), Grammar("start: A", is_forcing=True)))
+    )
+    assert all(map(is_to_be_tried, (Json(large), Grammar('start: "a"'), Regex("a" * 20_000))))
+
+
+@pytest.mark.virtual_clock
+async def test_a_slow_grammar_holds_up_no_small_schema(monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = Tasks()
+    gate = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    compile_now = Vocabulary.compile
+
+    def compile_slowly(self: Vocabulary, constraint: Any) -> Any:
+        if isinstance(constraint, Grammar):
+            asyncio.run_coroutine_threadsafe(gate.wait(), loop).result()
+        return compile_now(self, constraint)
+
+    monkeypatch.setattr(Vocabulary, "compile", compile_slowly)
+    async with over_fake(2) as engine:
+        slow = [tasks.start(engine.generate("x", structured=Grammar(f'start: "{n}"'))) for n in range(3)]
+        for number in range(5):
+            assert (await engine.generate("x", structured={"const": number})).text == str(number)
+        assert not any(task.done() for task in slow)
+        gate.set()
+        assert [out.text for out in await asyncio.gather(*slow)] == ["0", "1", "2"]
+
+
+@pytest.mark.virtual_clock
+async def test_a_small_one_that_is_slow_gives_way_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = Tasks()
+    gate = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    compile_now = Vocabulary.compile
+
+    def compile_slowly(self: Vocabulary, constraint: Any) -> Any:
+        if constraint == Regex("slow"):
+            asyncio.run_coroutine_threadsafe(gate.wait(), loop).result()
+        return compile_now(self, constraint)
+
+    monkeypatch.setattr(Vocabulary, "compile", compile_slowly)
+    monkeypatch.setattr(grammars, "GIVE_WAY_S", 0.0)
+    monkeypatch.setattr(grammars, "COMPILE_TIMEOUT_S", 1e9)
+    async with over_fake(2) as engine:
+        slow = tasks.start(engine.generate("x", structured=Regex("slow")))
+        assert (await engine.generate("x", structured={"const": 1})).text == "1"
+        assert not slow.done()
+        gate.set()
+        assert (await slow).text == "slow"
+
+
+def doubling(keyword: str, leaf: Any) -> dict[str, Any]:
+    definitions = {f"d{n}": {keyword: [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(40)}
+    return {"$ref": "#/$defs/d0", "$defs": {**definitions, "d40": leaf}}
+
+
+TEXT, OBJECT = {"type": "string"}, {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+LAUGHS: dict[str, Any] = {
+    "allOf that doubles": doubling("allOf", TEXT),
+    "anyOf that doubles": doubling("anyOf", OBJECT),
+    "oneOf that doubles": doubling("oneOf", TEXT),
+    "items that double": doubling("prefixItems", TEXT),
+    "allOf of anyOfs": {
+        "allOf": [
+            {"anyOf": [{"properties": {f"p{i}{j}": TEXT}, "required": [f"p{i}{j}"]} for j in range(6)]}
+            for i in range(12)
+        ],
+    },
+    "allOf of types": {"allOf": [{"anyOf": [{"minLength": i}, {"type": "integer"}]} for i in range(60)]},
+    "patterns of one text": {"allOf": [{"pattern": f".*{c}.{{{i}}}"} for i, c in enumerate("abcd", 8)]},
+    "a pattern of many states": {"type": "string", "pattern": "^(a|b)*a(a|b){18}$"},
+    "patterns of names": {"patternProperties": {f"^a{{{i}}}.*b{{{i}}}$": {} for i in range(200)}},
+    "a list in a list": {"items": {"items": TEXT, "minItems": 300, "maxItems": 900}, "minItems": 300, "maxItems": 900},
+    "a long list": {"type": "array", "items": TEXT, "maxItems": 10**9},
+    "multiples": {"allOf": [{"type": "integer", "multipleOf": p} for p in (2, 3, 5, 7, 11, 13)]},
+}
+
+
+@pytest.mark.parametrize("name", LAUGHS)
+def test_a_small_schema_compiles_or_is_refused_at_once(name: str) -> None:
+    began = time.thread_time()
+    assert len(json.dumps(LAUGHS[name])) < trials.LARGE_BYTES
+    try:
+        grammar = compile_grammar(LAUGHS[name])
+    except InvalidRequest:
+        pass
+    else:
+        matcher = grammar.matcher()
+        for token in vocabulary().tokenizer.tokenize_str('{"a": 1}'):
+            matcher.consume([token])
+    assert time.thread_time() - began < 1
