@@ -33,7 +33,7 @@ WHITESPACE = r"(\x20|\x0A\x20{0,64})"
 """Between tokens of JSON, at most once: a model that may write any number of line breaks may never stop."""
 
 LIMITS: dict[str, Any] = {
-    "max_items_in_row": 10_000,
+    "max_items_in_row": 5_000,
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 100_000,
     "step_max_items": 100_000,
@@ -41,7 +41,8 @@ LIMITS: dict[str, Any] = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
-"""Of compiling (tens of ms) and of one mask (some ms). A lexer with all its states takes up to 20 MB."""
+"""Of compiling (tens of ms) and of one mask (some ms). A lexer with all its states takes up to 20 MB. A row of so many
+items, as of 1,250 optional properties, takes 10 ms, of which the library holds the GIL while it takes a token in."""
 
 SIZE_PROBLEMS = re.compile(r"lexer error|[Tt]oo many|max is")
 """In what the library says when one of these limits is met."""
@@ -108,7 +109,7 @@ class Vocabulary:
         tokenizer_json: as `tokenizers.Tokenizer.to_str` gives it.
         num_tokens: the model's; its masks have a bit for each.
         ending_ids: tokens that end the output.
-        trials: what may take long to compile is tried by them first; None: nothing is.
+        trials: what may take long to compile is tried by them first.
     Raises:
         InvalidRequest: llguidance cannot read the tokenizer, or there is no ending token.
     """
@@ -116,7 +117,7 @@ class Vocabulary:
     def __init__(
         self, tokenizer_json: str, num_tokens: int, ending_ids: Sequence[int], trials: Trials | None = None
     ) -> None:
-        self._trials = trials
+        self._trials = Trials() if trials is None else trials
         known = msgspec.json.decode(tokenizer_json)
         added = known.get("added_tokens") or []
         self.control_ids = {token["content"]: int(token["id"]) for token in added if _is_control(token)}
@@ -156,7 +157,7 @@ class Vocabulary:
             is_forcing = longest_forced(constraint) <= MAX_FORCED_BYTES
             is_one = is_forcing and not isinstance(constraint, Either)
             text = self._grammar_of(constraint) if is_one else self._one_of(constraint, is_forcing=is_forcing)
-            if self._trials is not None and is_to_be_tried(constraint):
+            if is_to_be_tried(constraint):
                 self._trials.run(text, self.num_tokens, LIMITS)
                 began = time.perf_counter()
             limits = llguidance.LLParserLimits(**LIMITS)

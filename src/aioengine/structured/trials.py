@@ -20,7 +20,7 @@ logger = logging.getLogger("aioengine")
 LARGE_BYTES = 16 * 1024
 """Of a constraint that is tried first. Of smaller ones llguidance's own limits hold: 0.4 s, and some MB."""
 
-CPU_S = 3
+CPU_S = 2
 WALL_S = 20.0
 """For a machine whose cores are busy."""
 MEMORY_BYTES = 2**30
