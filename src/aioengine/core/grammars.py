@@ -45,7 +45,11 @@ IsWanted = Callable[[], bool]
 
 
 class _Job(NamedTuple):
-    """A constraint that is to be compiled, who is told of it, and whether that one still waits."""
+    """A constraint that is to be compiled.
+
+    Attributes:
+        waiting: callbacks for the result, each with whether it is still wanted.
+    """
 
     constraint: Constraint
     waiting: list[tuple[OnCompiled, IsWanted]]
