@@ -114,6 +114,7 @@ OTHERWISE = ITERATES.replace(
     "{% for k, v in", "{% if c.function.arguments is string %} {{ c.function.arguments }}{% else %}{% for k, v in"
 ).replace("){% endfor %}", "{% endif %}){% endfor %}")
 IS_NONE = ADDS.replace("if m.tool_calls", "if m.role == 'assistant' and m.content is none")
+IS_ABSENT = ADDS.replace("if m.tool_calls", "if 'content' not in m")
 
 
 @pytest.mark.parametrize(
@@ -126,8 +127,9 @@ IS_NONE = ADDS.replace("if m.tool_calls", "if m.role == 'assistant' and m.conten
         (EITHER, '{"city": "Rome"}', '{"city":"Rome"}'),
         (OTHERWISE, "city=Rome", "city=Rome"),
         (IS_NONE, '{"city": "Rome"}', '{"city":"Rome"}'),
+        (IS_ABSENT, '{"city": "Rome"}', '{"city":"Rome"}'),
     ],
-    ids=["adds", "writes", "iterates", "dumps", "either", "otherwise", "is none"],
+    ids=["adds", "writes", "iterates", "dumps", "either", "otherwise", "is none", "is absent"],
 )
 def test_arguments_are_objects_or_texts_as_the_template_reads_them(template: str, of_object: str, of_text: str) -> None:
     for content in ({}, {"content": None}, {"content": ""}):
@@ -140,7 +142,8 @@ def test_arguments_are_objects_or_texts_as_the_template_reads_them(template: str
 
 def test_a_content_beside_calls_is_kept_where_the_template_reads_one_of_them() -> None:
     said = asking(call('{"city": "Rome"}'), content="Let me look.")
-    assert render(IS_NONE, USER, said) == '[user]hi[assistant]Let me look.[assistant](f {"city": "Rome"})'
+    for template in (IS_NONE, IS_ABSENT):
+        assert render(template, USER, said) == '[user]hi[assistant]Let me look.[assistant](f {"city": "Rome"})'
 
 
 ONE_CALL = (

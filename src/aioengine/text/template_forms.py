@@ -47,7 +47,7 @@ class CallForm(NamedTuple):
 
     Attributes:
         takes_objects, takes_texts: the forms of a call's arguments that it reads.
-        empty: the content of a message that has calls alone.
+        empty: what a message that has calls alone has of a content.
         is_alone: it reads one call a message.
         is_apart: it reads calls or a content, and not both in one message.
         is_merged: beside calls it reads reasoning or a content, and not both.
@@ -57,7 +57,7 @@ class CallForm(NamedTuple):
 
     takes_objects: bool = True
     takes_texts: bool = False
-    empty: str | None = ""
+    empty: Mapping[str, str | None] = {"content": ""}
     is_alone: bool = False
     is_apart: bool = False
     is_merged: bool = False
@@ -106,7 +106,7 @@ class TemplateForms:
         return [name for name in bare if self._written(chat, mark, _TOOL) and not self._written(chat, mark, bare[name])]
 
     def _fit_content(self, message: Message, has_tools: bool) -> Message:
-        role, content = message["role"], message["content"]
+        role, content = message["role"], message.get("content")
         if role == "developer" and not self._knows_developer:
             role = "system"
         if isinstance(content, list):
@@ -114,7 +114,7 @@ class TemplateForms:
             content = content if content and self._reads(role, form, has_tools) else text_of(content)
         if isinstance(content, str) and not self._reads(role, "text", has_tools):
             content = [{"type": "text", "text": content}] if self._reads(role, "part", has_tools) else content
-        return {**message, "role": role, "content": content}
+        return {**message, "role": role, **({"content": content} if "content" in message else {})}
 
     def _reads(self, role: str, form: _Form, has_tools: bool) -> bool:
         """Whether the template writes the contents of a role that are given in a form."""
@@ -139,7 +139,7 @@ class TemplateForms:
         """How the template reads calls."""
         arguments = {KEY: MARKS[0]}
         call, one, both = _asking(arguments), MARKS[:1], MARKS
-        for empty in ("", None):
+        for empty in CallForm().empty, {"content": None}, {}:
             form = CallForm(takes_texts=True, empty=empty)
             objects, texts = (
                 self._written_call(_asking(given), form, one) for given in (arguments, json.dumps(arguments))
@@ -247,15 +247,15 @@ def _fit_call(call: Message, form: CallForm, new_ids: dict[str, str], number: in
 def _fit_asking(message: Message, calls: list[Message], form: CallForm) -> list[Message]:
     """A message with calls, as one or as two."""
     content = message["content"]
-    said = {name: value for name, value in message.items() if name != "tool_calls"}
-    asked = {"role": message["role"], "content": form.empty, "tool_calls": calls}
+    said = {name: value for name, value in message.items() if name not in ("content", "tool_calls")}
+    asked = {"role": message["role"], **form.empty, "tool_calls": calls}
     reasoning = said.get(REASONING_FIELDS[0])
     if content and reasoning and form.is_merged:
         names = [name for name in REASONING_FIELDS if said.get(name) == reasoning]
         return [{**said, **asked, **dict.fromkeys(names, f"{reasoning}\n\n{text_of(content)}")}]
     if content and form.is_apart:
-        return [said, asked]
-    return [{**said, **asked, "content": content or form.empty}]
+        return [{**said, "content": content}, asked]
+    return [{**said, **asked, **({"content": content} if content else {})}]
 
 
 def _one_call_each(messages: list[Message], form: CallForm) -> list[Message]:
@@ -279,5 +279,5 @@ def _one_call_each(messages: list[Message], form: CallForm) -> list[Message]:
         head = message
         for call, told in zip(calls, results, strict=True):
             fitted += [{**head, "tool_calls": [call]}, *told]
-            head = {"role": message["role"], "content": form.empty}
+            head = {"role": message["role"], **form.empty}
     return fitted
