@@ -61,16 +61,20 @@ class Generation(RowFields, kw_only=True):
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
         **dict.fromkeys((
-            "guided_whitespace_pattern", "kv_transfer_params", "min_thinking_tokens",
+            "ec_transfer_params", "guided_whitespace_pattern", "kv_transfer_params", "min_thinking_tokens",
+            "prompt_embeds", "repetition_detection",
         ), ()),
+        **dict.fromkeys(("return_prompt_text", "use_beam_search", "watermarking"), (False,)),
         "best_of": (1,),
         "length_penalty": (1, 1.0),
         "logits_processors": ([],),
-        "use_beam_search": (False,),
+        "media_io_kwargs": ({},),
+        "truncation_side": ("left",),
     }  # fmt: skip
     HINTS: ClassVar[tuple[str, ...]] = (
         "guided_decoding_backend", "metadata", "prediction", "prompt_cache_options",
-        "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user", "verbosity",
+        "prompt_cache_retention", "return_mm_kwargs", "return_token_offsets", "routed_experts_prompt_start",
+        "safety_identifier", "service_tier", "session_id", "store", "stream_interval", "user", "verbosity",
     )  # fmt: skip
 
     model: str | None = None
