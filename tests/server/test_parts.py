@@ -105,7 +105,9 @@ def test_what_is_open_goes_on_first() -> None:
 def test_a_responses_events_are_in_order(text: str, seed: int) -> None:
     output, deltas = read(text, random.Random(seed))
     kept: list[bytes] = []
-    answer = ResponseAnswer({"id": "resp_ab"}, token_bytes, top_logprobs=None, keep=lambda body, _: kept.append(body))
+    answer = ResponseAnswer(
+        {"id": "resp_ab"}, token_bytes, top_logprobs=None, tools={}, keep=lambda body, _: kept.append(body)
+    )
     events = streamed(answer, output, deltas)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     response = events[-1]["response"]
