@@ -9,7 +9,7 @@ import os
 import random
 import warnings
 from collections.abc import Callable, Coroutine, Mapping
-from types import TracebackType
+from types import TracebackType, UnionType
 from typing import TYPE_CHECKING, Any, Never, Self, Unpack
 
 import anyio
@@ -36,8 +36,8 @@ from aioengine.frontend.prompt import (
     open_prompt,
 )
 from aioengine.frontend.runtime import Runtime
-from aioengine.outputs import RequestOutput
-from aioengine.sampling_params import SamplingKeywords, SamplingParams, make_params
+from aioengine.outputs import RequestOutput, T, TypeForm
+from aioengine.sampling_params import NO_SEED, SamplingKeywords, SamplingParams, make_params
 from aioengine.stream import Stream, await_only
 from aioengine.turns import running_loop
 from aioengine.validation import shorten
@@ -63,7 +63,7 @@ class Engine(EngineControl):
         process: run the engine core, with its model and device, in a process of its own, which ends with this one.
         replicas: run so many engines of the model, each in a process of its own, as one. A request goes to the one
             that suits it best, and goes on at another one if that dies.
-        seed: requests that have no seed get theirs from this one, in the order of the calls; absent: at random.
+        seed: requests that have no seed get theirs from this one, in the order of the calls; absent or -1: at random.
         config: the fields of `EngineConfig`; and engine arguments of vLLM's, where they ask for nothing.
     Raises:
         ConfigError: a field is unknown, or its value is bad.
@@ -82,7 +82,7 @@ class Engine(EngineControl):
         self.config = make_config(os.fspath(model) if isinstance(model, os.PathLike) else model, config)
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise ConfigError(f"seed={shorten(seed)}: an int is needed")
-        self._seeds = None if seed is None else random.Random(seed)
+        self._seeds = None if seed in (None, NO_SEED) else random.Random(seed)
         self._make_backend = _backend_of(self.config, executor, process, replicas)
         self._is_to_be_entered = False
         """It was started by `start` or `connect`, and an ``async with`` may still follow."""
@@ -205,9 +205,9 @@ class Engine(EngineControl):
         reasoning_effort: ReasoningEffort | None = None,
         chat_template: str | None = None,
         add_special_tokens: bool | None = None,
-        output_type: Any = None,
+        output_type: TypeForm[T] | UnionType | None = None,
         **sampling: Unpack[SamplingKeywords],
-    ) -> RequestOutput:
+    ) -> RequestOutput[T]:
         """Complete a prompt.
 
         Cancelling aborts the request: it is in no later step, and its memory is free for the next one.
@@ -345,8 +345,9 @@ class Engine(EngineControl):
             trace_headers = {key.lower(): value for key, value in trace_headers.items() if isinstance(key, str)}
         checked_call = Call(request_id=name, cache_salt=cache_salt, trace_headers=trace_headers, **call)
         seed = None
-        if self._seeds is not None and all(getattr(given, "seed", None) is None for given in (params, sampling_params)):
-            seed = self._seeds.getrandbits(56) if sampling.get("seed") is None else None
+        seeds = *(getattr(given, "seed", None) for given in (params, sampling_params)), sampling.get("seed")
+        if self._seeds is not None and all(each in (None, NO_SEED) for each in seeds):
+            seed = self._seeds.getrandbits(56)
 
         def check() -> Checked:
             checked = make_params(params, runtime.sampling_defaults, sampling, alias=sampling_params)

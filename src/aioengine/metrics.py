@@ -334,6 +334,16 @@ class EngineStats(PlainStruct, frozen=True, kw_only=True):
     device_time_s: Distribution
     loop_lag_s: Distribution
 
+    def __repr__(self) -> str:
+        ended = ", ".join(f"{reason} {count}" for reason, count in self.finished.items() if count)
+        times = (("first token", self.time_to_first_token_s), ("token", self.inter_token_latency_s))
+        means = "".join(f"; {name} {1000 * each.mean:.1f} ms" for name, each in times if each.mean is not None)
+        return (
+            f"<EngineStats running {self.running}, waiting {self.waiting}; KV cache {self.kv_cache_usage:.1%} in use, "
+            f"{self.kv_cache_cached:.1%} cached, {self.kv_cache_touched:.1%} touched; {self.prompt_tokens:,} prompt "
+            f"and {self.generation_tokens:,} generated tokens{means}; ended: {ended or 'none'}>"
+        )
+
 
 class EngineMetrics:
     """The observer that keeps an engine's metrics. Each is an attribute with its own name (vLLM's, without prefix)."""

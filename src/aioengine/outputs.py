@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal
 
 import msgspec
 
@@ -10,8 +10,20 @@ from aioengine.metrics import RequestMetrics
 from aioengine.plain_struct import PlainStruct
 from aioengine.tool_calls.calls import ToolCall, ToolCallDelta
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeForm as TypeForm
+    from typing_extensions import TypeVar
+
+    T = TypeVar("T", default=Any)  # `RequestOutput` alone stays a whole annotation under mypy --strict
+else:
+    from typing import TypeVar
+
+    T, TypeForm = TypeVar("T"), type
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 """Why a choice ended."""
+
+MAX_SHOWN_CHOICES, MAX_SHOWN_CHARS = 4, 200
 
 
 class Logprob(PlainStruct, frozen=True, gc=False):
@@ -88,8 +100,8 @@ class CompletionOutput(PlainStruct, frozen=True, kw_only=True):
     has_cut_call: bool = False
 
 
-class RequestOutput(PlainStruct, frozen=True, kw_only=True):
-    """A request and what it has brought.
+class RequestOutput(PlainStruct, Generic[T], frozen=True, kw_only=True):
+    """A request and what it has brought. For type checkers it has the ``output_type`` as its parameter.
 
     Attributes:
         prompt: the text as it was tokenized (the rendered template for chats); None for token ids.
@@ -110,15 +122,25 @@ class RequestOutput(PlainStruct, frozen=True, kw_only=True):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     metrics: RequestMetrics | None = None
 
+    def __repr__(self) -> str:
+        shown = [
+            f"{choice.text[:MAX_SHOWN_CHARS]!r}{'…' * (len(choice.text) > MAX_SHOWN_CHARS)}, "
+            f"{len(choice.token_ids)} tokens, {choice.finish_reason}"
+            for choice in self.outputs[:MAX_SHOWN_CHOICES]
+        ]
+        shown += ["…"] * (len(self.outputs) > MAX_SHOWN_CHOICES)
+        return f"<RequestOutput {self.request_id!r}: {'; '.join(shown)}>"
+
     @property
     def text(self) -> str:
         """The first completion's text."""
         return self.outputs[0].text
 
     @property
-    def parsed(self) -> Any:
-        """The first completion's value, if an ``output_type`` was asked for."""
-        return self.outputs[0].parsed
+    def parsed(self) -> T:
+        """The first completion's value, if an ``output_type`` was asked for; else None."""
+        parsed: T = self.outputs[0].parsed
+        return parsed
 
     @property
     def reasoning(self) -> str | None:

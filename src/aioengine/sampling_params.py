@@ -41,6 +41,8 @@ MAX_EXTRA_ARGS_BYTES = 65_536
 """Of all arguments together, in msgpack."""
 MAX_BIAS = 100.0
 MAX_INT = 2**31 - 1
+NO_SEED = -1
+"""The same as no seed, as in vLLM."""
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 """A row's seed is 64 bits on the device, and signed."""
 
@@ -206,7 +208,7 @@ class SamplingParams(
     A value out of range is an `InvalidRequest` that names the field, raised when the struct is made.
     """
 
-    seed: Annotated[int | None, Meta(description="the same seed gives the same tokens; drawn if absent")] = None
+    seed: Annotated[int | None, Meta(description="the same seed gives the same tokens; drawn if absent or -1")] = None
     max_tokens: Annotated[
         Annotated[int, Meta(ge=1, le=MAX_INT)] | None,
         Meta(description="the most tokens to generate; absent: up to max_model_len"),
@@ -290,6 +292,8 @@ class SamplingParams(
         if isinstance(self.logprobs_mode, str):
             msgspec.structs.force_setattr(self, "logprobs_mode", self.logprobs_mode.removesuffix("_logprobs"))
         check_fields(self, invalid)
+        if self.seed == NO_SEED:
+            msgspec.structs.force_setattr(self, "seed", None)
         if self.seed is not None and not MIN_SEED <= self.seed <= MAX_SEED:
             raise invalid("seed", f"seed={shorten(self.seed)}: a signed 64-bit integer is needed")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

@@ -79,7 +79,7 @@ class FakeExecutor(public.FakeExecutor):
     step_type = FakeStep
 
     def __init__(self, *, is_manual: bool = False, **options: Any) -> None:
-        super().__init__(**options)
+        super().__init__(**{"vocab_size": 1000, **options})
         self.is_manual = is_manual
         self.events: list[tuple[str, Any]] = []
         self.plans: list[StepPlan] = []

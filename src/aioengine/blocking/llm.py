@@ -8,16 +8,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from types import UnionType
 from typing import TYPE_CHECKING, Any, Unpack
 
 import anyio
 
 from aioengine.blocking.facade import Facade
 from aioengine.engine import Engine
-from aioengine.errors import InvalidRequest, OutputNotParsed
+from aioengine.errors import EngineClosed, InvalidRequest, OutputNotParsed
 from aioengine.frontend.answer_format import ReasoningEffort
-from aioengine.outputs import RequestOutput
+from aioengine.outputs import CompletionDelta, RequestOutput, T, TypeForm
 from aioengine.sampling_params import SamplingKeywords, SamplingParams, make_params
+from aioengine.stream import Stream
 from aioengine.text.chat_input import open_messages
 
 if TYPE_CHECKING:
@@ -48,10 +50,10 @@ class LLM(Facade):
         show_progress: bool | None = None,
         priority: int | Sequence[int] | None = None,
         cache_salt: str | None = None,
-        output_type: Any = None,
+        output_type: TypeForm[T] | UnionType | None = None,
         tenant: str | None = None,
         **sampling: Unpack[SamplingKeywords],
-    ) -> list[RequestOutput]:
+    ) -> list[RequestOutput[T]]:
         """Complete prompts, and wait for all of them.
 
         When one fails the others are aborted, and so they are at Ctrl-C; the object stays usable.
@@ -100,9 +102,9 @@ class LLM(Facade):
         tool_choice: Any = None,
         parallel_tool_calls: bool = True,
         reasoning_effort: ReasoningEffort | None = None,
-        output_type: Any = None,
+        output_type: TypeForm[T] | UnionType | None = None,
         **sampling: Unpack[SamplingKeywords],
-    ) -> list[RequestOutput]:
+    ) -> list[RequestOutput[T]]:
         """Answer conversations, by the model's chat template; as `generate`.
 
         Args:
@@ -129,6 +131,40 @@ class LLM(Facade):
             use_tqdm=use_tqdm,
             show_progress=show_progress,
         )
+
+    def stream(
+        self, prompt: Any, sampling_params: SamplingParams | None = None, **options: Any
+    ) -> Iterator[CompletionDelta]:
+        """Complete a prompt, and read it as it comes: ``for delta in llm.stream("Once"): print(delta.text, end="")``.
+
+        The request begins with the first delta that is asked for. Leaving the loop, or closing the iterator, aborts it;
+        what is not read meanwhile is merged into the next delta.
+
+        Args:
+            prompt: as in `Engine.generate`; chat messages, too.
+            options: the other arguments of `Engine.stream`, and fields of ``sampling_params``.
+        Raises:
+            InvalidRequest: a value is bad; raised at the call.
+            StepFailed, EngineDead, EngineClosed: while it is read.
+        """
+        stream = self._host.ask(lambda engine: engine.stream(prompt, sampling_params, **options))
+        return self._read(stream)
+
+    def _read(self, stream: Stream) -> Iterator[CompletionDelta]:
+        async def enter(engine: Engine) -> None:
+            await self._check_awake(engine)
+            await stream.__aenter__()
+
+        async def read(_: Engine) -> CompletionDelta | None:
+            return await anext(stream, None)
+
+        self._host.run(enter)
+        try:
+            while (delta := self._host.run(read)) is not None:
+                yield delta
+        finally:
+            with contextlib.suppress(EngineClosed):
+                self._host.run(lambda _: stream.__aexit__(None, None, None))
 
     def openai_client(self, **options: Any) -> OpenAI:
         """OpenAI's own blocking client of this model, in this process, for any thread; as `Engine.openai_client`."""

@@ -61,6 +61,8 @@ class InProcess:
             module = await self._hooks.worker.run(importlib.import_module, None, "aioengine.executor.torch_executor")
             self._executor = await module.TorchExecutor.start(self._files, self._config, on_progress=on_progress)
             assert self._executor is not None
+        elif use_model := getattr(self._executor, "use_model", None):
+            await self._hooks.worker.run(use_model, None, self._files)
         _check_room(self._executor.info, self._config)
         info = self._executor.info
         eos_token_ids = await self._hooks.worker.run(lambda: self._files.eos_token_ids, None)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -108,6 +108,10 @@ class Choice(_Constraint, frozen=True, tag="choice"):
     """One of some texts."""
 
     options: Annotated[tuple[Text, ...], Meta(min_length=1, max_length=MAX_CHOICES)]
+
+    if TYPE_CHECKING:
+
+        def __init__(self, options: Sequence[str]) -> None: ...
 
 
 class Grammar(_Constraint, frozen=True, tag="grammar"):

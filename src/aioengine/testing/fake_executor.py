@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import zlib
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,6 +18,7 @@ from aioengine.core.control import CollectiveRpc, Control, SaveShardedState, Sto
 from aioengine.core.executor_protocol import DeviceLost, ExecutorInfo, ExecutorStats
 from aioengine.core.worker_functions import Worker, registered
 from aioengine.errors import InvalidRequest
+from aioengine.models.folder import ModelFolder
 from aioengine.scheduler.plan import (
     Float32,
     Int32,
@@ -32,6 +34,9 @@ from aioengine.scheduler.plan import (
     int32,
 )
 from aioengine.structured.rows import GrammarRow, GrammarRows
+from aioengine.testing.answers import Answer, Answers
+from aioengine.text.loading import has_tokenizer
+from aioengine.text.tokenizer import Tokenizer
 from aioengine.turns import running_loop
 
 T = TypeVar("T")
@@ -143,7 +148,12 @@ class FakeExecutor:
     called with its model get the executor itself, and are called on the loop.
 
     Args:
-        num_blocks, block_size, max_model_len, vocab_size, max_in_flight, windows: as in `ExecutorInfo`.
+        num_blocks, block_size, max_model_len, max_in_flight, windows: as in `ExecutorInfo`.
+        vocab_size: as there; absent: the model's.
+        answers: what requests are answered with, in place of hashes: a text, an error, or a tuple of a text and the
+            error that cuts it, for each request in their order, the last one again for further ones; or a function from
+            the text of a prompt to one of these. Tool calls and reasoning are texts as the model writes them. An error
+            reaches the caller as the cause of `StepFailed`.
         sampler: makes the next token; `sample_hash` unless given.
         step_time_s: loop time from when the device gets to a step until it ends; nothing under a virtual clock.
 
@@ -159,8 +169,9 @@ class FakeExecutor:
         num_blocks: int = 64,
         block_size: int = 16,
         max_model_len: int = 256,
-        vocab_size: int = 1000,
+        vocab_size: int | None = None,
         max_in_flight: int = 1,
+        answers: Sequence[Answer] | Callable[[str], Answer] | None = None,
         sampler: Sampler | None = None,
         step_time_s: float = 0.0,
         windows: tuple[int | None, ...] = (None,),
@@ -169,7 +180,7 @@ class FakeExecutor:
             num_blocks=num_blocks,
             block_size=block_size,
             max_model_len=max_model_len,
-            vocab_size=vocab_size,
+            vocab_size=vocab_size or 1,
             max_in_flight=max_in_flight,
             device="fake",
             windows=windows,
@@ -178,12 +189,29 @@ class FakeExecutor:
         self.unfinished: list[FakeLaunch] = []
         self.is_closed = False
         self.step_time_s = step_time_s
-        self._sampler = sampler or (lambda token_ids, sampling: sample_hash(token_ids, sampling, vocab_size=vocab_size))
+        self._takes_vocabulary = vocab_size is None
+        self._answers = Answers(answers) if answers is not None else None
+        self._sampler = sampler or partial(_sample_hash_of, self)
         self._rows: dict[int, Row] = {}
-        self._grammar_rows = GrammarRows(-(-vocab_size // 32))
+        self._grammar_rows = GrammarRows(-(-self.info.vocab_size // 32))
         self._failures: dict[int, Exception] = {}
         self._lost: Exception | None = None
         self._busy_until = 0.0
+
+    def use_model(self, folder: ModelFolder) -> None:
+        """Take over the vocabulary of the engine's model. Reads files: not for the loop.
+
+        Raises:
+            ConfigError: there are ``answers``, and no tokenizer or no EOS.
+        """
+        tokenizer = Tokenizer.load(folder.path) if has_tokenizer(folder.path) else None
+        if self._takes_vocabulary:
+            sizes = tokenizer and tokenizer.vocab_size, folder.config.get("vocab_size")
+            vocab_size = max(size for size in (*sizes, 1) if isinstance(size, int))
+            self.info = msgspec.structs.replace(self.info, vocab_size=vocab_size)
+            self._grammar_rows = GrammarRows(-(-vocab_size // 32))
+        if self._answers is not None:
+            self._answers.use(tokenizer, next(iter(folder.eos_token_ids), None))
 
     def make_step_fail(self, step: int, error: Exception) -> None:
         """When step number ``step`` is launched it computes nothing, and its `finish` raises ``error``.
@@ -338,8 +366,12 @@ class FakeExecutor:
             return [], None
         row = work.row
         error: Exception | None = None
-        tokens = self._choose_all(self._read(work), row)
-        if not tokens:
+        tokens: list[int] = []
+        try:
+            tokens = self._choose_all(self._read(work), row)
+        except Exception as failure:  # of the answers
+            error = failure
+        if not tokens and error is None:
             problem = row.grammar.problem if row.grammar is not None else ""
             rules = "structured, allowed_token_ids, bad_words and min_tokens leave none"
             error = NothingAllowed(f"no token may be sampled: {problem or rules}")
@@ -362,9 +394,11 @@ class FakeExecutor:
             self._grammar_rows.fill([(row.grammar, len(held))], bits)
             ids = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
             allowed = {token for token in ids.tolist() if token in allowed}
+        answer = None if self._answers is None else self._answers.next_token(added, output)
         tokens: list[int] = []
         for choice in range(sampling.choice, sampling.choice + (1 if output else sampling.num_choices)):
-            token = self._sampler(held, msgspec.structs.replace(sampling, choice=choice))
+            of_choice = msgspec.structs.replace(sampling, choice=choice)
+            token = self._sampler(held, of_choice) if answer is None else answer
             nearest = (at % vocab_size for at in range(token, token + vocab_size))
             tokens += itertools.islice((one for one in nearest if one in allowed and one not in masked), 1)
         return tokens
@@ -393,6 +427,10 @@ class FakeExecutor:
             top_ids=top_ids,
             top_logprobs=top_logprobs,
         )
+
+
+def _sample_hash_of(executor: FakeExecutor, token_ids: list[int], sampling: RowSampling) -> int:
+    return sample_hash(token_ids, sampling, vocab_size=executor.info.vocab_size)
 
 
 def loop_time() -> float:

@@ -1,0 +1,70 @@
+"""The texts and errors that a `FakeExecutor` answers with, in place of hashes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from aioengine.errors import ConfigError
+from aioengine.scheduler.plan import RowAdded
+from aioengine.text.tokenizer import Tokenizer
+
+Answer = str | Exception | tuple[str, Exception]
+"""A text, with tool calls and reasoning as the model writes them; an error; or a text that an error cuts."""
+
+
+class Answers:
+    """Which request gets which answer, and the answer's next token.
+
+    A request is known by its prompt and its seed, so that one that is preempted goes on with its answer.
+
+    Args:
+        given: one for each request, in the order in which they begin, the last one for all further ones; or a function
+            from the prompt's text to the request's.
+    """
+
+    def __init__(self, given: Sequence[Answer] | Callable[[str], Answer]) -> None:
+        if not callable(given) and (isinstance(given, str) or not given):
+            raise ConfigError("answers: a list of texts or errors is needed, or a function from a prompt to one")
+        self._given = given
+        self._num_begun = 0
+        self._running: dict[tuple[int, bytes], tuple[str, list[int], Exception | None]] = {}
+        self._tokenizer: Tokenizer | None = None
+        self._eos_token_id = 0
+
+    def use(self, tokenizer: Tokenizer | None, eos_token_id: int | None) -> None:
+        if tokenizer is None or eos_token_id is None:
+            raise ConfigError("answers need a model with a tokenizer and an EOS")
+        self._tokenizer, self._eos_token_id = tokenizer, eos_token_id
+
+    def next_token(self, added: RowAdded, output: list[int]) -> int:
+        """Return the token after ``output``; EOS after the whole answer.
+
+        Raises:
+            the answer's error, where that comes next.
+        """
+        key = added.sampling.seed, added.token_ids[: added.num_prompt_tokens].tobytes()
+        if key not in self._running:
+            self._running[key] = self._begin(added.token_ids[: added.num_prompt_tokens].tolist())
+        text, token_ids, error = self._running[key]
+        if output != token_ids[: len(output)]:  # a grammar has forced other tokens of the same text
+            assert self._tokenizer is not None
+            written = self._tokenizer.decode(output)
+            rest = text[len(written) :] if text.startswith(written) else ""
+            token_ids = [*output, *self._tokenizer.encode(rest, add_special_tokens=False)]
+        if len(output) < len(token_ids):
+            return token_ids[len(output)]
+        del self._running[key]
+        if error is not None:
+            raise error
+        return self._eos_token_id
+
+    def _begin(self, prompt_ids: list[int]) -> tuple[str, list[int], Exception | None]:
+        assert self._tokenizer is not None
+        if callable(self._given):
+            answer = self._given(self._tokenizer.decode(prompt_ids))
+        else:
+            answer = self._given[min(self._num_begun, len(self._given) - 1)]
+        self._num_begun += 1
+        pair = answer if isinstance(answer, tuple) else (answer, None) if isinstance(answer, str) else ("", answer)
+        text, error = pair
+        return text, self._tokenizer.encode(text, add_special_tokens=False), error

@@ -1,0 +1,81 @@
+"""A `FakeExecutor` that answers what a test asks for."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from aioengine import Choice, ConfigError, Engine, StepFailed
+from aioengine.testing import FakeExecutor
+
+CHAT = [{"role": "user", "content": "Hello"}]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+
+
+def add(a: int, b: int) -> int:
+    """Adds two numbers."""
+    return a + b
+
+
+def serving(answers: Any, **config: Any) -> Engine:
+    return Engine(executor=FakeExecutor(answers=answers, **config))
+
+
+async def test_requests_get_the_answers_in_their_order_and_further_ones_the_last() -> None:
+    async with serving(["One,  two — ½ 🦊.", "", "\n\nlast"]) as engine:
+        outputs = [await engine.generate(CHAT) for _ in range(4)]
+    assert [output.text for output in outputs] == ["One,  two — ½ 🦊.", "", "\n\nlast", "\n\nlast"]
+    assert {output.outputs[0].finish_reason for output in outputs} == {"stop"}
+
+
+async def test_a_tool_call_is_text_in_the_models_format() -> None:
+    async with serving([CALL, "3"]) as engine:
+        (call,) = (await engine.generate(CHAT, tools=[add])).tool_calls
+        assert (call.name, call.arguments) == ("add", '{"a": 1, "b": 2}')
+        (call,) = (await engine.generate(CHAT, tools=[add], tool_choice="required")).tool_calls or [None]
+
+
+async def test_an_error_reaches_its_own_request_after_the_text_before_it() -> None:
+    cut = ("One, two", RuntimeError("unplugged"))
+    answers = {"a": RuntimeError("no power"), "b": "fine", "c": cut}
+    async with serving(lambda prompt: answers[prompt]) as engine:
+        failed, fine = await asyncio.gather(engine.generate("a"), engine.generate("b"), return_exceptions=True)
+        assert isinstance(failed, StepFailed)
+        assert "no power" in str(failed)
+        assert fine.text == "fine"  # type: ignore[union-attr]
+        texts = []
+        with pytest.raises(StepFailed, match="unplugged"):
+            async with engine.stream("c") as stream:
+                texts = [delta.text async for delta in stream]
+        assert stream.result.outputs[0].text.startswith("One, tw"), texts
+
+
+async def test_what_a_request_limits_limits_the_answer() -> None:
+    async with serving(["an owl, and a fox"]) as engine:
+        assert (await engine.generate("x", structured=Choice(["an owl", "a fox"]))).text == "an owl"
+        assert (await engine.generate("x", stop=", and")).text == "an owl"
+        cut = (await engine.generate("x", max_tokens=2)).outputs[0]
+        assert (len(cut.token_ids), cut.finish_reason) == (2, "length")
+
+
+async def test_preemption_changes_no_answer() -> None:
+    text = "a long text of very many words " * 14
+    executor = FakeExecutor(answers=lambda prompt: f"{prompt}: {text}", num_blocks=24, block_size=8, max_model_len=160)
+    async with Engine(executor=executor, block_size=8, max_num_seqs=4, enable_prefix_caching=False) as engine:
+        outputs = await asyncio.gather(*(engine.generate(name, max_tokens=150) for name in ("a", "b", "c", "d")))
+        assert engine.stats().preemptions
+    assert [output.text for output in outputs] == [f"{name}: {text}" for name in ("a", "b", "c", "d")]
+
+
+async def test_it_has_the_vocabulary_of_the_model() -> None:
+    async with Engine(executor=FakeExecutor()) as engine:
+        assert engine.info.vocab_size == (await engine.get_tokenizer()).vocab_size
+        assert (await engine.generate("Once upon a time", max_tokens=5)).text
+
+
+@pytest.mark.parametrize("answers", ["a text", []])
+def test_what_are_no_answers_is_refused(answers: Any) -> None:
+    with pytest.raises(ConfigError, match="answers"):
+        FakeExecutor(answers=answers)
