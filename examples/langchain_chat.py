@@ -40,6 +40,7 @@ async def main() -> None:
         model = ChatOpenAI(
             model="local",
             api_key="none",
+            base_url="http://aioengine.invalid/v1",  # `invoke` has a client of its own, which would ask OpenAI
             temperature=0,
             async_client=client.chat.completions,
             root_async_client=client,

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from aioengine.core.observers import StatsLog
 from aioengine.metrics import Distribution, EngineMetrics, Histogram, RequestMetrics, Sample, StepRecord
+from aioengine.outputs import CompletionOutput, RequestOutput
 
 BOUNDS = (0.001, 0.25, 1.0, 4.0)
 # Bounds themselves are the values that a wrong comparison puts into the wrong bucket.
@@ -253,3 +254,19 @@ def test_a_late_line_is_about_the_time_that_has_really_passed() -> None:
     assert line is not None
     assert line.startswith("in 50.0 s: prompt 0.0 tokens/s, generation 2.0 tokens/s; ")
     assert ", prefix cache hits -, preemptions 0" in line
+
+
+def test_stats_are_shown_in_a_line() -> None:
+    metrics = EngineMetrics()
+    assert "ended: none" in repr(metrics.snapshot())
+    metrics.on_request(RequestMetrics(arrival_time=0.0), ("stop", "stop"))
+    metrics.time_to_first_token_seconds.observe(0.5)
+    shown = repr(metrics.snapshot())
+    assert "ended: stop 2>" in shown
+    assert "first token 500.0 ms" in shown
+    assert len(shown) < 300
+    output = CompletionOutput(index=0, text="ab" * 500, token_ids=[1, 2], finish_reason="stop")
+    answer = RequestOutput(request_id="a", prompt=None, prompt_token_ids=[], outputs=[output] * 9, finished=True)
+    assert len(repr(answer)) < 1200
+    assert "ab…" not in repr(answer)
+    assert "2 tokens, stop; …>" in repr(answer)

@@ -493,3 +493,8 @@ SHOWN: dict[str, Any] = {
 @pytest.mark.parametrize("text", SHOWN)
 def test_a_message_shows_a_value_shortly(text: str) -> None:
     assert shorten(SHOWN[text]) == text
+
+
+def test_a_seed_of_minus_one_is_none() -> None:
+    assert SamplingParams(seed=-1).seed is None
+    assert SamplingParams(seed=-2).seed == -2

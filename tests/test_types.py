@@ -21,7 +21,8 @@ ROOT = Path(__file__).parents[1]
 
 PROGRAM = """
 import asyncio
-from aioengine import LLM, Engine, LLMEngine, SamplingParams
+from typing import Literal
+from aioengine import LLM, Choice, Engine, LLMEngine, RequestOutput, SamplingParams
 
 async def main() -> None:
     async with Engine(max_model_len=64, tune_kernels=False, seed=1) as engine:
@@ -34,6 +35,14 @@ async def main() -> None:
         engine.stream(ids, max_tokns=3)  # wrong
         async for _ in engine.generate(ids):  # wrong
             pass
+        number: int = (await engine.generate("x", output_type=int)).parsed
+        words: list[str] = (await engine.generate("x", output_type=list[str])).parsed
+        plain: RequestOutput = await engine.generate("x", structured=Choice(["a", "b"]))
+        literal = await engine.generate("x", output_type=Literal["a", "b"])
+        outputs: list[RequestOutput] = [plain, literal, await engine.generate("x", output_type=int)]
+        text = (await engine.generate("x", output_type=int)).parsed  # wrong
+    Engine(kv_cache_memory_bytes="4GiB")
+    numbers: list[int] = [output.parsed for output in LLM().generate(["x"], output_type=int)]
     Engine(max_model_ln=3)  # wrong
     await Engine.start(max_model_ln=3)  # wrong
     LLM(max_model_ln=3)  # wrong

@@ -18,6 +18,7 @@ from rich.progress import Progress
 from aioengine import (
     LLM,
     Engine,
+    EngineClosed,
     InvalidRequest,
     LLMEngine,
     RequestOutput,
@@ -339,3 +340,21 @@ def test_all_ways_bring_the_same_from_the_demo_model() -> None:
     assert [output.outputs for output in by_llm] == expected
     assert [by_engine[str(number)].outputs for number in range(3)] == expected
     assert chat[0].text.startswith("Hello")
+
+
+def test_a_stream_is_read_in_a_loop_and_leaving_it_aborts(open_llm: Open, patient_device: Any) -> None:
+    llm = open_llm(patient_device)
+    [whole] = llm.generate(IDS, seed=1, max_tokens=20, ignore_eos=True)
+    deltas = list(llm.stream(IDS, SamplingParams(seed=1, max_tokens=20, ignore_eos=True)))
+    assert [token for delta in deltas for token in delta.token_ids] == whole.outputs[0].token_ids
+    assert deltas[-1].finish_reason == "length"
+    for _ in llm.stream(IDS, max_tokens=ENDLESS, ignore_eos=True):
+        break
+    assert llm.stats().finished["abort"] == 1
+    with pytest.raises(InvalidRequest, match="max_tokens"):
+        llm.stream(IDS, max_tokens=0)
+    left = llm.stream(IDS, max_tokens=ENDLESS, ignore_eos=True)
+    next(left)
+    llm.close()
+    with pytest.raises(EngineClosed):
+        next(left)
