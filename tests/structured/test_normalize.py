@@ -15,8 +15,10 @@ from nightly import few, seeds
 from structured.schema_sample import SAMPLE, SchemaCase
 from structured.walks import ExactValidator, Refused, compile_schema, is_admitted
 
-from aioengine.structured.json_schema import MAX_EXACT_INTEGER, subschemas
+from aioengine.structured.forced import longest_text
+from aioengine.structured.json_schema import LISTS, MAPS, MAX_EXACT_INTEGER, ONES, subschemas, unsound_keywords
 from aioengine.structured.normalize import normalized
+from aioengine.tool_calls.grammars import types_of
 
 NUM_INSTANCES = 120
 NUM_RANDOM_SCHEMAS = 60
@@ -346,3 +348,27 @@ def test_names_within_names_take_no_time_of_their_own() -> None:
     for _ in range(60):
         schema = {"propertyNames": schema}
     assert "propertyNames" in normalized(schema)
+
+
+ODD = (None, True, 5, -1.5, "a", [], [[]], {}, [{}], {"a": [1]}, {"$ref": []}, ["a", {"b": 1}], 2**70)
+
+
+@pytest.mark.parametrize("seed", seeds(100))
+def test_schemas_with_odd_values_are_looked_through_without_an_error(seed: int) -> None:
+    rng = random.Random(f"odd {seed}")
+    keywords = (*MAPS, *LISTS, *ONES, "$ref", "$id", "const", "enum", "type", "required", "discriminator", "format")
+    for _ in range(200):
+        root: dict[str, Any] = {}
+        nodes = [root]
+        for _ in range(8):
+            inner: dict[str, Any] = {}
+            keyword = rng.choice(
+                (*keywords, "pattern", "minLength", "minItems", "multipleOf", "maximum", "minProperties")
+            )
+            value = rng.choice((rng.choice(ODD), inner, [inner], {"a": inner}))
+            nodes[rng.randrange(len(nodes))][keyword] = value
+            nodes.append(inner)
+        better = normalized(root)
+        unsound_keywords(better)
+        longest_text(better)
+        types_of(root, root)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import secrets
+import threading
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -41,6 +42,13 @@ NEARER_EFFORTS = {"minimal": "low", "max": "xhigh", "xhigh": "high"}
 HARMONY_ANSWER = "<|channel|>final<|message|>"
 HARMONY_END = "<|end|><|start|>assistant"
 """What closes a message of gpt-oss and opens the next one; its answer is the message of the final channel."""
+
+
+LARGE_TOOLS_BYTES = 16 * 1024
+"""Of schemas, whose grammar takes 3 µs a byte to write."""
+
+MAX_LARGE_TOOLS = 4
+"""Grammars of such tools that are written at once, each in a thread of its own; further ones are written in turns."""
 
 
 class AnswerOptions(NamedTuple):
@@ -104,11 +112,16 @@ class AnswerFormats:
 
     Args:
         tokenizer: None: there are no chats.
+        give_way: called in a thread that is about to write the grammar of large tools: other chats need another one.
     Raises:
         ConfigError: the config names a format that is not known.
     """
 
-    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, config: EngineConfig, tokenizer: Tokenizer | None, give_way: Callable[[], None] = lambda: None
+    ) -> None:
+        self._give_way = give_way
+        self._large_slots = threading.BoundedSemaphore(MAX_LARGE_TOOLS)
         templates = tokenizer.chat_templates if tokenizer is not None else {}
         template = templates.get(DEFAULT, "")
         with_tools = templates.get(WITH_TOOLS, template)
@@ -219,15 +232,28 @@ class AnswerFormats:
             return None
         # With a shape for the answer there are calls, or an answer of that shape, and no other text.
         shape = ToolChoice("required", choice.names) if is_shaped and not is_forced else choice
-        may_be_called = tuple(map(_enforceable, may_be_called))
-        text = self._tools.grammar(may_be_called, shape, parallel=options.is_parallel, token_ids=self._added_tokens)
-        is_ours = isinstance(self._tools, StepFormat)  # none of these forces text for ever
-        is_forcing = is_ours and all(longest_text(tool.parameters) <= MAX_FORCED_BYTES for tool in may_be_called)
-        calls, shaped = Grammar(text, is_forcing), params.structured
+        num_bytes = sum(len(msgspec.json.encode(tool.parameters)) for tool in may_be_called)
+        is_apart = num_bytes > LARGE_TOOLS_BYTES and self._large_slots.acquire(blocking=False)
+        if is_apart:
+            self._give_way()
+        try:
+            calls = self._grammar(self._tools, may_be_called, shape, options)
+        finally:
+            if is_apart:
+                self._large_slots.release()
+        shaped = params.structured
         if shaped is None or is_forced:
             return calls
         assert not isinstance(shaped, Either), "it is made here alone"
         return Either((calls, shaped))
+
+    def _grammar(
+        self, writer: ToolFormat, tools: tuple[Tool, ...], choice: ToolChoice, options: AnswerOptions
+    ) -> Grammar:
+        tools = tuple(map(_enforceable, tools))
+        text = writer.grammar(tools, choice, parallel=options.is_parallel, token_ids=self._added_tokens)
+        is_ours = isinstance(writer, StepFormat)  # none of these forces text for ever
+        return Grammar(text, is_ours and all(longest_text(tool.parameters) <= MAX_FORCED_BYTES for tool in tools))
 
     def _keeps(self, wanted: bool | tuple[str, ...]) -> bool:
         """Whether an answer is decoded with special tokens: beside markers that shows others, should it have some."""

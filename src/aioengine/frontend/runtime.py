@@ -288,7 +288,8 @@ class Runtime:
         if self.tokenizer is not None and self.config.chat_template is not None:
             self.tokenizer.chat_template = self.config.chat_template
         # A name that is not built in is looked for in files.
-        self.answer_formats = await self.worker.run(AnswerFormats, None, self.config, self.tokenizer)
+        give_way = self._chat_worker.give_way
+        self.answer_formats = await self.worker.run(AnswerFormats, None, self.config, self.tokenizer, give_way)
         self.core.observers.num_at_door = lambda: self.admission.num_waiting
         self.admission.capacity = self.core.capacity
         self.admission.policy = await self._policy()

@@ -87,7 +87,8 @@ def longest_text(root: Any) -> float:
         found = [_OTHER_BYTES, others, _longest_value(node)]
         found += [len(name) + inside(inner) for name, inner in properties.items()]
         found += [longest_match(name) + inside(inner) for name, inner in _items(patterns)]
-        found += [len(name) + others for name in listed(node, "required") if name not in properties]
+        required = (name for name in listed(node, "required") if isinstance(name, str))
+        found += [len(name) + others for name in required if name not in properties]
         if isinstance(pattern := node.get("pattern"), str):
             found.append(longest_match(pattern) * longest_minimum)
         items, least = node.get("items"), node.get("minItems", 1)

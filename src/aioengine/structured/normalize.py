@@ -23,9 +23,10 @@ MAX_REFERENCES = 32
 MAX_INLINE_CHARS = 100
 """Of the schema of such properties; a longer one becomes a definition, which all of them refer to."""
 
-ANNOTATIONS = frozenset(
-    {"$comment", "default", "deprecated", "description", "examples", "readOnly", "title", "writeOnly"}
+NO_LIMITS = frozenset(
+    {"$comment", "$schema", "default", "deprecated", "description", "examples", "readOnly", "title", "writeOnly"}
 )
+"""Keywords that say nothing about which values fit."""
 
 Node = dict[str, Any]
 
@@ -66,7 +67,7 @@ class _Rewriting:
     def of(self, schema: Any) -> Any:
         if not isinstance(schema, dict) or not _is_well_formed(schema):
             return schema
-        node = {keyword: value for keyword, value in schema.items() if keyword != "$schema"}
+        node = {keyword: value for keyword, value in schema.items() if keyword not in NO_LIMITS}
         if node.get("not", False) in ({}, True):  # zod's "never"
             return False
         if isinstance(reference := node.get("$ref"), str):
@@ -110,9 +111,7 @@ class _Rewriting:
         if "propertyNames" not in node or "patternProperties" in node:
             return
         names, named = self._resolved(node["propertyNames"]), _mapped(node, "properties")
-        limits = {}
-        if isinstance(names, dict):
-            limits = {key: value for key, value in names.items() if key not in ANNOTATIONS}
+        limits = dict(names) if isinstance(names, dict) else {}
         if names is None or limits.pop("type", "string") != "string":
             return
         if names is not False and not limits:
@@ -134,7 +133,7 @@ class _Rewriting:
     def _resolved(self, schema: Any) -> Any:
         """What a rewritten schema that is a reference leads to, rewritten; None where that is not seen."""
         for _ in range(MAX_REFERENCES):
-            if not isinstance(schema, dict) or schema.keys() - ANNOTATIONS != {"$ref"}:
+            if not isinstance(schema, dict) or schema.keys() != {"$ref"}:
                 return schema
             reference = str(schema["$ref"])
             if reference not in self._resolutions:

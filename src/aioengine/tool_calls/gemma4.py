@@ -103,7 +103,7 @@ def _writer(begin: str, quote: str, end: str) -> Callable[[GrammarWriter], str]:
             return f'{name} ":" {writer.json(schema, tool)}'
         if (choices := choices_of(schema)) is None:
             return f'{name} ":" {writer.marker(quote)} {writer.text_until(quote)}'
-        return f'{name} ":" {writer.marker(quote)} ({" | ".join(map(quoted, choices))}) {writer.marker(quote)}'
+        return f'{name} ":" {writer.marker(quote)} {writer.one_of(map(quoted, choices))} {writer.marker(quote)}'
 
     def write(writer: GrammarWriter) -> str:
         call = writer.one_of(

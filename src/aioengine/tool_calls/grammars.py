@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from aioengine.errors import InternalError
+from aioengine.errors import InternalError, InvalidRequest
 from aioengine.tool_calls.calls import NO_TOKENS, AnswerParser, Tool, ToolChoice
 from aioengine.tool_calls.reading import Reading, StepParser, Steps
 
@@ -20,8 +20,8 @@ ESCAPES = 'nrbtf\\"'
 TOKENS = re.compile(r"(｜DSML｜|<[^<>\s=｜]+>)")
 """Texts that may be tokens inside the markers that a format has."""
 
-_ROOT = "tool"
-"""The name of a tool's schema among the definitions of an argument's."""
+MAX_GRAMMAR_CHARS = 256 * 1024
+"""A larger one is no constraint."""
 
 _JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
 
@@ -50,6 +50,9 @@ class GrammarWriter:
         self.is_free = choice.mode == "auto"
         self._token_ids = token_ids
         self._rules: list[str] = []
+        self._names: dict[str, str] = {}
+        """Names of rules, by what they are."""
+        self._num_chars = 0
 
     def marker(self, text: str) -> str:
         """A marker, or a text that has some in it."""
@@ -58,9 +61,22 @@ class GrammarWriter:
         return " ".join(f"<[{ids[piece]}]>" if piece in ids else quoted(piece) for piece in pieces if piece)
 
     def rule(self, body: str, options: str = "") -> str:
-        name = f"r{len(self._rules)}"
-        self._rules.append(f"{name}{options}: {body}")
-        return name
+        """A rule's name; equal rules are one.
+
+        Raises:
+            InvalidRequest: the grammar is too large.
+        """
+        rule = f"{options}: {body}"
+        if rule not in self._names:
+            self._num_chars += len(rule)
+            if self._num_chars > MAX_GRAMMAR_CHARS:
+                told = (
+                    f"tools: their grammar has more than {MAX_GRAMMAR_CHARS:,} characters; give fewer, or smaller ones"
+                )
+                raise InvalidRequest(told, param="tools")
+            self._names[rule] = f"r{len(self._rules)}"
+            self._rules.append(self._names[rule] + rule)
+        return self._names[rule]
 
     def one_of(self, bodies: Iterable[str]) -> str:
         return self.rule(" | ".join(bodies))
@@ -77,11 +93,11 @@ class GrammarWriter:
         Args:
             schema: the tool's, or a part of it, whose references are to places in the tool's all the same.
         """
-        if schema is not tool.parameters and (moved := _moved(schema)) != schema:
-            schema = {**moved, "$defs": {_ROOT: _moved(tool.parameters)}}
+        if schema is not tool.parameters:
+            schema = _with_definitions(schema, tool.parameters)
         spacing = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
         spacing["json_allowed_escapes"] = ESCAPES
-        return "%json " + json.dumps({**schema, "x-guidance": {**spacing, "lenient": not tool.strict}})
+        return self.rule("%json " + json.dumps({**schema, "x-guidance": {**spacing, "lenient": not tool.strict}}))
 
     def json_call(self, tool: Tool, arguments_key: str) -> str:
         """A call that is an object."""
@@ -196,35 +212,53 @@ def properties_of(tool: Tool) -> dict[str, dict[str, Any]]:
     return {name: _resolved(schema, tool.parameters) for name, schema in properties.items() if name}
 
 
-def _moved(schema: Any) -> Any:
-    """A schema whose references are to the definition `_ROOT`, where they were to the root."""
-    if isinstance(schema, list):
-        return [_moved(one) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {key: _moved(value) for key, value in schema.items()}
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        moved["$ref"] = f"#/$defs/{_ROOT}{reference[1:]}"
-    return moved
+def _with_definitions(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A part of a schema as a document of its own: what it refers to inside ``root`` are its definitions."""
+    names: dict[str, str] = {}
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, list):
+            return [moved(one) for one in value]
+        if not isinstance(value, dict):
+            return value
+        inner = {key: moved(one) for key, one in value.items()}
+        reference = value.get("$ref")
+        if isinstance(reference, str) and _referred(reference, root) is not None:
+            inner["$ref"] = f"#/$defs/{names.setdefault(reference, str(len(names)))}"
+        return inner
+
+    document = moved(schema)
+    definitions: dict[str, Any] = {}
+    while len(definitions) < len(names):  # each of them may refer to more
+        for reference in list(names)[len(definitions) :]:
+            definitions[names[reference]] = moved(_referred(reference, root))
+    return {**document, "$defs": definitions} if definitions else document
 
 
 def required_of(tool: Tool) -> frozenset[str]:
     return frozenset(_resolved(tool.parameters, tool.parameters).get("required") or ())
 
 
-def types_of(schema: Any, root: Mapping[str, Any], depth: int = MAX_REFERENCES) -> frozenset[str]:
-    """The JSON types that a schema admits; empty where it does not say."""
-    schema = _resolved(schema, root)
-    if not depth:
-        return frozenset()
-    kind = schema.get("type")
-    if isinstance(kind, str | list):
-        return frozenset((kind,) if isinstance(kind, str) else (one for one in kind if isinstance(one, str)))
-    if (values := choices_of(schema)) is not None:
-        return frozenset(_JSON_TYPES.get(type(value), "object") for value in values)
-    members = [types_of(one, root, depth - 1) for key in ("anyOf", "oneOf") for one in schema.get(key) or ()]
-    return frozenset().union(*members) if all(members) else frozenset()
+def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
+    """The JSON types that a schema admits; empty where it does not say. Each schema is looked at once."""
+    found, seen, pending = set[str](), set[int](), [schema]
+    while pending:
+        given = pending.pop()
+        if id(given) in seen:
+            continue
+        seen.add(id(given))
+        one = _resolved(given, root)
+        kind, values = one.get("type"), choices_of(one)
+        members = [member for key in ("anyOf", "oneOf") if isinstance(one.get(key), list) for member in one[key]]
+        if isinstance(kind, str | list):
+            found.update((kind,) if isinstance(kind, str) else (name for name in kind if isinstance(name, str)))
+        elif values is not None:
+            found.update(_JSON_TYPES.get(type(value), "object") for value in values)
+        elif members:
+            pending += members
+        else:
+            return frozenset()
+    return frozenset(found)
 
 
 def choices_of(schema: Mapping[str, Any]) -> list[Any] | None:
@@ -240,10 +274,21 @@ def _resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
     for _ in range(MAX_REFERENCES):
         if not isinstance(schema, dict) or not isinstance(reference := schema.get("$ref"), str):
             break
-        target: Any = root
-        for part in reference.removeprefix("#").split("/")[1:]:
-            target = target.get(part) if isinstance(target, dict) else None
+        target = _referred(reference, root)
         if not isinstance(target, dict):
             break
         schema = {**target, **{key: value for key, value in schema.items() if key != "$ref"}}
     return schema if isinstance(schema, dict) else {}
+
+
+def _referred(reference: str, root: Any) -> Any:
+    """What a reference leads to inside ``root``; None where there is nothing."""
+    if not reference.startswith("#"):
+        return None
+    for part in reference[1:].split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(root, list):
+            root = root[int(name)] if name.isdecimal() and int(name) < len(root) else None
+        else:
+            root = root.get(name) if isinstance(root, dict) else None
+    return root

@@ -184,7 +184,7 @@ def _parameter_writer(tags: Tags) -> Callable[[GrammarWriter, str, Mapping[str, 
         choices = choices_of(schema)
         if is_text and choices is None:
             return f"{head} {writer.text_until(tags.parameter_end, *tags.value_ends[1:])}"
-        value = f"({' | '.join(map(quoted, choices or ()))})" if is_text else writer.json(schema, tool)
+        value = writer.one_of(map(quoted, choices or ())) if is_text else writer.json(schema, tool)
         return f"{head} {value} {writer.marker(tags.parameter_end)}"
 
     return write

@@ -14,7 +14,11 @@ from aioengine.tool_calls.grammars import GrammarWriter, properties_of, quoted, 
 from aioengine.tool_calls.json_scanner import is_json
 from aioengine.tool_calls.reading import NotACall
 
-_STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"' + r"|'(?:[^'\\\n]|\\.)*'", re.DOTALL)
+_STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"?' + r"|'(?:[^'\\\n]|\\.)*'?", re.DOTALL)
+"""Also one that is not closed, which is no literal: a search from each quote would take the square of the time."""
+MAX_LITERAL_CHARS = 2**16
+"""Of a literal in Python's spelling, which is read on the event loop: 1 µs a character."""
+
 _WORD = re.compile(r"[^\W\d]+")
 _NAMES = frozenset(("True", "False", "None", "e", "E"))
 _ESCAPE = re.compile(r"(\\[\\'\"abfnrtvuUx0-3\n])|\\")
@@ -57,6 +61,8 @@ def json_of_literal(text: str) -> str:
     text = text.strip()
     if is_json(text):
         return text
+    if len(text) > MAX_LITERAL_CHARS:
+        raise NotACall
     # Other words would be names, and next to a number Python warns of some.
     if not _NAMES.issuperset(_WORD.findall(_STRING.sub("''", text))):
         raise NotACall
