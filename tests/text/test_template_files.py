@@ -111,9 +111,9 @@ def test_what_is_no_template_is_refused_with_the_files_name(folder: Path, templa
         Tokenizer.load(folder)
 
 
-def test_large_ones_many_and_pipes_are_refused(folder: Path) -> None:
-    set_config(folder, {f"t{number}": "" for number in range(65)})
-    with pytest.raises(ModelLoadError, match="65 chat templates; at most 64"):
+def test_large_ones_and_pipes_are_refused(folder: Path) -> None:
+    set_config(folder, {"rag": "x" * 2**21})
+    with pytest.raises(ModelLoadError, match=r"tokenizer_config\.json: the chat template has more than"):
         Tokenizer.load(folder)
     as_files(folder)
     named = folder / "additional_chat_templates"

@@ -23,7 +23,6 @@ FOLDER_OF_NAMED = "additional_chat_templates"
 PROCESSOR_FILES = ("chat_template.json", "processor_config.json")
 GGUF_KEY = "tokenizer.chat_template"
 
-MAX_TEMPLATES = 64
 MAX_TEMPLATE_BYTES = 2**20
 """Size of one template: thirty times the largest that is known."""
 
@@ -41,7 +40,7 @@ def templates_of_folder(folder: Path, settings: dict[str, Any]) -> dict[str, str
         check_files(named)
     files = {DEFAULT: folder / "chat_template.jinja", **{file.stem: file for file in sorted(named.glob("*.jinja"))}}
     if found := {name: _read(file) for name, file in files.items() if file.is_file()}:
-        return _checked(found, folder)
+        return found
     if found := _by_name(settings.get("chat_template"), folder / "tokenizer_config.json"):
         return found
     for file in (folder / name for name in PROCESSOR_FILES):
@@ -58,10 +57,8 @@ def templates_of_gguf(file: GgufFile, path: Path) -> dict[str, str]:
 
 
 def _read(file: Path) -> str:
-    if file.stat().st_size > MAX_TEMPLATE_BYTES:
-        raise _too_large(file)
     try:
-        return file.read_text("utf-8")
+        return _checked({DEFAULT: file.read_text("utf-8")}, file)[DEFAULT]
     except (OSError, UnicodeDecodeError) as error:
         raise ModelLoadError(f"{file} cannot be read as a chat template: {error}") from error
 
@@ -77,12 +74,7 @@ def _by_name(given: Any, source: Path) -> dict[str, str]:
 
 
 def _checked(found: dict[str, str], source: Path) -> dict[str, str]:
-    if len(found) > MAX_TEMPLATES:
-        raise ModelLoadError(f"{source} has {len(found)} chat templates; at most {MAX_TEMPLATES} are read")
     if any(len(text) > MAX_TEMPLATE_BYTES for text in found.values()):
-        raise _too_large(source)
+        told = f"the chat template has more than {MAX_TEMPLATE_BYTES} characters, which none has"
+        raise ModelLoadError(f"{source}: {told}")
     return found
-
-
-def _too_large(source: Path) -> ModelLoadError:
-    return ModelLoadError(f"{source}: the chat template has more than {MAX_TEMPLATE_BYTES} bytes, which none has")

@@ -118,21 +118,18 @@ class TemplateForms:
 
     def _reads(self, role: str, form: _Form, has_tools: bool) -> bool:
         """Whether the template writes the contents of a role that are given in a form."""
-        key: tuple[str, _Form, bool] = (role if role in _ROLES else "user", form, has_tools)
-        if key not in self._known:
-            self._known[key] = self._writes_content(*key)
-        return self._known[key]
-
-    def _writes_content(self, role: str, form: _Form, has_tools: bool) -> bool:
-        marks = MARKS if form == "parts" else MARKS[:1]
-        content = marks[0] if form == "text" else [{"type": "text", "text": mark} for mark in marks]
-        chat: list[Message] = [{"role": role, "content": content, "tool_call_id": CALL_ID}]
-        if role in ("system", "assistant", "tool"):
-            user = self._fit_content(_USER, has_tools)
-            asked = fit_calls([_asking({})], self.call_form) if role == "tool" else []
-            before = [] if role == "system" else [user, *(self._fit_content(one, has_tools) for one in asked)]
-            chat = [*before, *chat, *([] if role == "tool" else [user])]
-        return bool(self._written(chat, marks, _TOOL if has_tools else None))
+        role = role if role in _ROLES else "user"
+        if (role, form, has_tools) not in self._known:
+            marks = MARKS if form == "parts" else MARKS[:1]
+            content = marks[0] if form == "text" else [{"type": "text", "text": mark} for mark in marks]
+            chat: list[Message] = [{"role": role, "content": content, "tool_call_id": CALL_ID}]
+            if role in ("system", "assistant", "tool"):
+                user = self._fit_content(_USER, has_tools)
+                asked = fit_calls([_asking({})], self.call_form) if role == "tool" else []
+                before = [] if role == "system" else [user, *(self._fit_content(one, has_tools) for one in asked)]
+                chat = [*before, *chat, *([] if role == "tool" else [user])]
+            self._known[role, form, has_tools] = bool(self._written(chat, marks, _TOOL if has_tools else None))
+        return self._known[role, form, has_tools]
 
     @functools.cached_property
     def call_form(self) -> CallForm:
