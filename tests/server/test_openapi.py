@@ -65,7 +65,7 @@ async def test_the_page_fetches_nothing_and_keys_are_asked_for() -> None:
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     assert "default-src 'none'" in page.headers["content-security-policy"]
     assert "<code>POST /v1/chat/completions</code>" in page.text
-    assert "<code>messages</code><td>array of object" in page.text
+    assert "&quot;max_completion_tokens&quot;" in page.text
     assert not re.search(r"<script|src=|https?://", page.text)
 
 

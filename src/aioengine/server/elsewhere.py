@@ -6,7 +6,7 @@ import re
 
 COMPACT_PATH = "/v1/responses/compact"
 MAX_CHARS = 256
-"""Of a path that is looked at: searching a pattern may take time by the square of them."""
+"""Most characters of a path that are looked at: searching a pattern may take time by the square of them."""
 
 ELSEWHERE = tuple((re.compile(paths), told) for paths, told in (
     (r"/api/(chat|ps|show|tags|version|generate|embed|embeddings|pull|create|copy|delete|push)|/api/blobs/.*",
@@ -34,9 +34,9 @@ ELSEWHERE = tuple((re.compile(paths), told) for paths, told in (
     (COMPACT_PATH, "leave messages out of the input instead"),
     (r"/v1/(un)?load_lora_adapter", "this server has no adapters"),
 ))  # fmt: skip
-"""Paths of other servers and of the OpenAI API, with what is here in their place; the first that fits is told."""
+"""Paths of other servers and of the OpenAI API, with what is here in their place; the first that fits counts."""
 
 
 def instead_of(path: str) -> str | None:
-    """What is here in the place of another server's path; None: no other server is known to have the path."""
+    """Name what is here in the place of another server's path; None: no other server is known to have the path."""
     return next((told for paths, told in ELSEWHERE if paths.fullmatch(path[:MAX_CHARS])), None)

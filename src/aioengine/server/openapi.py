@@ -39,7 +39,6 @@ KEYS = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
 }
-STYLE = "body{font:16px sans-serif;max-width:60em;margin:2em auto;padding:0 1em}td{padding:.1em 1em .1em 0}"
 
 
 def make_document(routes: Iterable[tuple[str, str, type[Body] | None]], config: ServerConfig) -> dict[str, Any]:
@@ -97,26 +96,15 @@ def _schemas(bodies: Iterable[type[Body]]) -> dict[str, Any]:
 
 
 def make_page(document: dict[str, Any]) -> Response:
-    """The document for people: each path, and the fields of its body; it has no script."""
+    """The document for people: each path, and the schema of its body; it has no script."""
     parts = [f"<h1>aioengine {document['info']['version']}</h1><p><a href=openapi.json>openapi.json</a></p>"]
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
-            title = f"<code>{method.upper()} {html.escape(path)}</code>"
-            parts.append(f"<details><summary>{title}</summary><table>")
+            parts.append(f"<details><summary><code>{method.upper()} {html.escape(path)}</code></summary>")
             for media in operation.get("requestBody", {"content": {}})["content"].values():
                 schema = document["components"]["schemas"][media["schema"]["$ref"].removeprefix(REF)]
-                for name, field in schema["properties"].items():
-                    parts.append(f"<tr><td><code>{name}</code><td>{html.escape(_kind(field))}")
-            parts.append("</table></details>")
-    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>aioengine</title><style>{STYLE}</style>'
-    return page_of((head + "\n".join(parts)).encode())
-
-
-def _kind(schema: dict[str, Any]) -> str:
-    """A type as a person reads it."""
-    if "$ref" in schema:
-        return str(schema["$ref"]).removeprefix(REF)
-    if "anyOf" in schema:
-        return " or ".join(map(_kind, schema["anyOf"]))
-    items = f" of {_kind(schema['items'])}" if schema.get("items") else ""
-    return f"{schema.get('type', 'any')}{items}"
+                shown = msgspec.json.format(msgspec.json.encode(schema), indent=1).decode()
+                parts.append(f"<pre>{html.escape(shown)}</pre>")
+            parts.append("</details>")
+    head = '<!doctype html><html lang="en"><meta charset="utf-8"><title>aioengine</title><style>'
+    return page_of(f"{head}body{{font:16px sans-serif;margin:2em}}</style>{''.join(parts)}".encode())

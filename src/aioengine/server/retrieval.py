@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec.json import decode
 
 from aioengine.server.answers import line_of
 from aioengine.server.errors import invalid_value
@@ -15,52 +15,26 @@ from aioengine.server.responses import part_of
 POLL_S = 0.1
 """How often a response that is running is looked at for a client that follows it, at least."""
 MAX_SHARE = 0.1
-"""Of the loop's time, for looking at one response."""
-IN_PROGRESS: dict[str, Any] = {
-    "status": "in_progress", "completed_at": None, "error": None, "incomplete_details": None, "usage": None,
+"""Most of the loop's time that looking at one response may take."""
+IN_PROGRESS: dict[str, Any] = dict.fromkeys(("completed_at", "error", "incomplete_details", "usage")) | {
+    "status": "in_progress",
     "output": [],
-}  # fmt: skip
-CALL_TEXTS = {"function_call": "arguments", "custom_tool_call": "input"}
-"""The field of a call that has its text, by the item's type."""
-TEXTS = {
-    "message": "output_text",
-    "reasoning": "reasoning_text",
-    "function_call": "function_call_arguments",
-    "custom_tool_call": "custom_tool_call_input",
 }
-"""What an item's text is called in events."""
+TEXTS = {
+    "message": ("output_text", "text"),
+    "reasoning": ("reasoning_text", "text"),
+    "function_call": ("function_call_arguments", "arguments"),
+    "custom_tool_call": ("custom_tool_call_input", "input"),
+}
+"""The name of an item's text in events, and the field that has it, by the item's type."""
 MAX_ITEMS = 100
-"""Of one page."""
+"""Most items of one page."""
 
 
 class _Part(msgspec.Struct):
+    """A part of an item, without its log-probabilities, which may be megabytes."""
+
     text: str
-
-
-class _Item(msgspec.Struct):
-    """An item of a response, without its log-probabilities, which may be megabytes."""
-
-    id: str
-    type: Literal["message", "reasoning", "function_call", "custom_tool_call"]
-    status: str
-    role: str | UnsetType = UNSET
-    summary: list[Any] | UnsetType = UNSET
-    content: list[_Part] | UnsetType = UNSET
-    call_id: str | UnsetType = UNSET
-    name: str | UnsetType = UNSET
-    namespace: str | UnsetType = UNSET
-    arguments: str | UnsetType = UNSET
-    input: str | UnsetType = UNSET
-
-    def with_text(self, status: str, text: str | None) -> Any:
-        """The item with another status and text; None: without its part."""
-        known = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not UNSET}
-        if self.content is UNSET:
-            return {**known, "status": status, CALL_TEXTS[self.type]: text or ""}
-        return {**known, "status": status, "content": [] if text is None else [self.part(text)]}
-
-    def part(self, text: str | None) -> msgspec.Raw:
-        return msgspec.Raw(part_of("text" if self.type == "message" else "reasoning", line_of(text)))
 
 
 def events_after(body: bytes, after: int) -> tuple[bytes, int, bool]:
@@ -74,9 +48,8 @@ def events_after(body: bytes, after: int) -> tuple[bytes, int, bool]:
     Returns:
         the events; the last one's number; whether there will be no more.
     """
-    response = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    status = msgspec.json.decode(response["status"], type=str)
-    items = msgspec.json.decode(response["output"], type=list[_Item])
+    response = decode(body, type=dict[str, msgspec.Raw])
+    status, items = decode(response["status"]), decode(response["output"], type=list[dict[str, msgspec.Raw]])
     is_over = status != "in_progress"
     events: list[bytes] = []
     number = -1
@@ -85,38 +58,37 @@ def events_after(body: bytes, after: int) -> tuple[bytes, int, bool]:
         nonlocal number
         number += num
         if number > after:
-            told = line_of({"type": f"response.{kind}", "sequence_number": number, **fields})
-            events.append(b"event: response.%b\ndata: %b\n\n" % (kind.encode(), told))
+            event = line_of({"type": f"response.{kind}", "sequence_number": number, **fields})
+            events.append(b"event: response.%b\ndata: %b\n\n" % (kind.encode(), event))
 
     for kind in ("created", "in_progress"):
         add(kind, {"response": {**response, **IN_PROGRESS}})
     for index, item in enumerate(items):
-        is_call = item.content is UNSET
-        is_closed = is_over or index < len(items) - 1
-        text = item.content[0].text if item.content else item.arguments or item.input or ""
+        kind, is_closed = decode(item["type"]), is_over or index < len(items) - 1
+        (name, field), is_call = TEXTS[kind], "content" not in item
+        text: str = decode(item[field]) if is_call else decode(item["content"], type=list[_Part])[0].text
         if not (is_over or is_call or text):
             break  # before its first token it is not known what the response begins with
-        name = TEXTS[item.type]
-        place = {"item_id": item.id, "output_index": index, **({} if is_call else {"content_index": 0})}
-        logprobs: dict[str, Any] = {"logprobs": []} if item.type == "message" else {}
-        add("output_item.added", {"output_index": index, "item": item.with_text("in_progress", None)})
+        place = {"item_id": item["id"], "output_index": index, **({} if is_call else {"content_index": 0})}
+        logprobs: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+        empty, part = (msgspec.Raw(part_of("text" if logprobs else "reasoning", line_of(told))) for told in ("", text))
+        begun: dict[str, Any] = {**item, "status": "in_progress", **({field: ""} if is_call else {"content": []})}
+        add("output_item.added", {"output_index": index, "item": begun})
         if not is_call:
-            add("content_part.added", {**place, "part": item.part("")})
-        if text and (is_closed or item.type != "custom_tool_call"):  # whose input is known when all of it is there
+            add("content_part.added", {**place, "part": empty})
+        if text and (is_closed or kind != "custom_tool_call"):  # whose input is known when all of it is there
             add(f"{name}.delta", {**place, "delta": text[max(0, after - number) :], **logprobs}, len(text))
         if not is_closed:
             break
-        if is_call:
-            names = {"name": item.name} if item.type == "function_call" else {}
-            add(f"{name}.done", {**place, **names, CALL_TEXTS[item.type]: text})
-        else:
-            add(f"{name}.done", {**place, "text": text, **logprobs})
-            add("content_part.done", {**place, "part": item.part(text)})
-        item_status = item.status if is_over else "completed"
-        add("output_item.done", {"output_index": index, "item": item.with_text(item_status, text)})
+        names = {"name": item["name"]} if kind == "function_call" else {}
+        add(f"{name}.done", {**place, **names, field: text, **logprobs})
+        if not is_call:
+            add("content_part.done", {**place, "part": part})
+            item["content"] = msgspec.Raw(b"[%b]" % part)
+        ended = item if is_over else {**item, "status": "completed"}
+        add("output_item.done", {"output_index": index, "item": ended})
     if is_over:
-        kind = status if status in ("completed", "failed") else "incomplete"
-        add(kind, {"response": msgspec.Raw(body)})
+        add(status if status in ("completed", "failed") else "incomplete", {"response": msgspec.Raw(body)})
     return b"".join(events), max(number, after), is_over
 
 
@@ -143,13 +115,8 @@ def input_page(response_id: str, messages: Sequence[dict[str, Any]], query: Mapp
         items = items[place + 1 :]
     data = items[: int(limit)]
     first_id, last_id = (data[place]["id"] if data else None for place in (0, -1))
-    return {
-        "object": "list",
-        "data": data,
-        "first_id": first_id,
-        "last_id": last_id,
-        "has_more": len(items) > len(data),
-    }
+    ends = {"first_id": first_id, "last_id": last_id, "has_more": len(items) > len(data)}
+    return {"object": "list", "data": data, **ends}
 
 
 def _items_of(messages: Sequence[dict[str, Any]], suffix: str) -> list[dict[str, Any]]:
@@ -165,9 +132,7 @@ def _items_of(messages: Sequence[dict[str, Any]], suffix: str) -> list[dict[str,
         if role == "tool":
             add("function_call_output", call_id=message["tool_call_id"], output=text)
         elif role == "assistant" and text:
-            add(
-                "message", role=role, content=[{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
-            )
+            add("message", role=role, content=[msgspec.Raw(part_of("text", line_of(text)))])
         elif role != "assistant":
             add("message", role=role, content=[{"type": "input_text", "text": text}])
         for call in message.get("tool_calls") or ():

@@ -54,7 +54,7 @@ class StoredResponse(NamedTuple):
 
 
 class OwnedId(NamedTuple):
-    """What a response is found by: another owner that knows its id finds none."""
+    """The key of a response: another owner that knows its id finds none."""
 
     id: str
     owner: str
