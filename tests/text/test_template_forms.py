@@ -90,8 +90,8 @@ def test_a_parts_template_has_an_answer_that_is_continued() -> None:
 
 def test_a_developer_is_the_system_to_templates_that_know_none() -> None:
     told = {"role": "developer", "content": "a"}
-    assert render(PLAIN, told) == "[system]a"
-    assert render(PLAIN + "{# developer #}", told) == "[developer]a"
+    assert render(PLAIN + "{# for developers #}", told) == "[system]a"
+    assert render(PLAIN + "{% if messages[0].role == 'developer' %}!{% endif %}", told) == "[developer]a!"
 
 
 # Calls

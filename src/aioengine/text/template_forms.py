@@ -74,7 +74,7 @@ class TemplateForms:
     def __init__(self, template: str, named_tokens: Mapping[str, str]) -> None:
         self._template = compile_template(template)
         self._named_tokens = named_tokens
-        self._knows_developer = "developer" in template
+        self._names_developer = "'developer'" in template or '"developer"' in template
         self._known: dict[tuple[str, _Form, bool], bool] = {}
 
     def fit(self, messages: list[Message], *, has_tools: bool) -> list[Message]:
@@ -107,7 +107,7 @@ class TemplateForms:
 
     def _fit_content(self, message: Message, has_tools: bool) -> Message:
         role, content = message["role"], message.get("content")
-        if role == "developer" and not self._knows_developer:
+        if role == "developer" and not (self._names_developer and self._reads(role, "text", has_tools)):
             role = "system"
         if isinstance(content, list):
             form: _Form = "parts" if len(content) > 1 else "part"
