@@ -18,8 +18,10 @@ from nightly import few, nightly
 
 from aioengine import AioEngineError, ConfigError, Engine, EngineClosed, EngineDead, ProcessOptions
 from aioengine.config import EngineConfig
+from aioengine.text.worker import TextWorker
 from aioengine.transport import addresses, serving
 from aioengine.transport.addresses import PrivateFolder
+from aioengine.transport.child_engine import ChildEngine
 from aioengine.transport.handshake import Init
 from aioengine.transport.wire import PROTOCOL_VERSION
 
@@ -36,6 +38,16 @@ async def start_and_serve() -> None:
 
 def open_files() -> set[str]:
     return {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/dev/fd/{fd}")}
+
+
+async def test_what_is_closed_may_be_closed_again_when_its_worker_has_ended() -> None:
+    """So the closing of an engine is begun again where the loop's end cuts it short."""
+    worker = TextWorker()
+    engine = ChildEngine(0, OPTIONS, worker, lambda: Init(PROTOCOL_VERSION, 0, 1))
+    await engine.begin()
+    await engine.aclose()
+    await worker.aclose()
+    await engine.aclose()
 
 
 # File descriptors

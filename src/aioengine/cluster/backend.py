@@ -142,6 +142,10 @@ class Replicated:
         self._launcher.say_goodbye(self._reason)
         try:
             await for_each(self._replicas.values(), _close)
+        except BaseException:  # as the loop ends: a task of these may have been cancelled before its first step
+            for replica in self._replicas.values():
+                replica.abandon()
+            raise
         finally:
             self._replicas.clear()
             if self._sharing is not None:

@@ -63,11 +63,11 @@ def make_context() -> Context:
 
 
 async def end_context(context: Context | None, worker: TextWorker) -> None:
-    """End a context, if there is one, which waits for what its closed sockets linger for; in a thread.
+    """End a context, if one is there and open, in a thread: that waits for what its closed sockets linger for.
 
     Sockets that something has left open, such as a start that failed midway, are closed: it would wait for ever.
     """
-    if context is not None:
+    if context is not None and not context.closed:
         await worker.run(context.destroy, None, 0)
 
 

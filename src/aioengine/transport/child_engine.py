@@ -192,7 +192,8 @@ class ChildEngine:
                 self._handshake.close()
             try:
                 await end_context(self._context, self._worker)
-                await self._worker.run(self._remove_files, None)
+                if self._folder is not None:  # else they are removed, and the worker may have ended
+                    await self._worker.run(self._remove_files, None)
             except asyncio.CancelledError:  # the deadline, where something else holds the worker
                 self.abandon()
                 raise
@@ -219,6 +220,7 @@ class ChildEngine:
     def _remove_files(self) -> None:
         if self._folder is not None:
             self._folder.remove()
+            self._folder = None
         if self._served_at is not None and not self._stays:
             remove_private(self._served_at)
         elif self._served_at is not None:  # it was killed, where the file is still there
