@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from structured.conftest import ANIMAL, compile_grammar, ending_ids, tokenizer, vocabulary
+from structured.schema_sample import SAMPLE, SchemaCase
 from structured.test_engine import over_fake
 from waiting import Tasks
 
@@ -58,6 +59,31 @@ def test_a_process_that_does_not_work_lets_nothing_pass(monkeypatch: pytest.Monk
     monkeypatch.setattr(trials, "_CHILD", tmp_path / "broken.py")
     with pytest.raises(InternalError, match="does not work"):
         Trials().run('start: "a"', 2048, LIMITS)
+
+
+def few(count: int) -> dict[str, Any]:
+    return {"enum": [f"v{number}" for number in range(count)]}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [few(10)] * 4},
+        {"allOf": [few(100)] * 2},
+        {"allOf": [{"$ref": "#/$defs/a"}] * 8, "$defs": {"a": few(4)}},
+        {**few(9), "anyOf": [few(9)] * 9, "oneOf": [few(9), few(3)]},
+        {"properties": {f"x{number}": {"allOf": [few(4)] * 3} for number in range(40)}},
+        {"allOf": [{"anyOf": [{"properties": {f"p{i}{j}": {}}} for j in range(4)]} for i in range(6)]},
+    ],
+)
+def test_schemas_whose_options_multiply_are_tried(schema: dict[str, Any]) -> None:
+    assert is_to_be_tried(Json(schema))
+
+
+@pytest.mark.parametrize("case", SAMPLE, ids=str)
+def test_no_schema_of_the_sample_is_unless_it_is_large(case: SchemaCase) -> None:
+    constraint = Json(case.schema)
+    assert is_to_be_tried(constraint) == (len(constraint.content) > trials.LARGE_BYTES)
 
 
 def test_small_schemas_and_expressions_pay_for_no_process() -> None:

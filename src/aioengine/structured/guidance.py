@@ -152,14 +152,14 @@ class Vocabulary:
         Raises:
             InvalidRequest: it cannot be enforced, or takes more than `LIMITS` to do so.
         """
-        began = time.perf_counter()
+        began = time.thread_time()
         try:
             is_forcing = longest_forced(constraint) <= MAX_FORCED_BYTES
             is_one = is_forcing and not isinstance(constraint, Either)
             text = self._grammar_of(constraint) if is_one else self._one_of(constraint, is_forcing=is_forcing)
             if is_to_be_tried(constraint):
                 self._trials.run(text, self.num_tokens, LIMITS)
-                began = time.perf_counter()
+                began = time.thread_time()
             limits = llguidance.LLParserLimits(**LIMITS)
             begin = functools.partial(llguidance.LLMatcher, self.tokenizer, text, log_level=0, limits=limits)
             matcher = begin()
@@ -174,7 +174,7 @@ class Vocabulary:
             if not isinstance(constraint, Grammar) or GBNF.search(constraint.text):
                 problem = POSITION.sub("", problem)
             raise _refused(_shown(problem)).with_hint(LENIENT if PASSED_OVER.search(problem) else "")
-        compile_s = time.perf_counter() - began
+        compile_s = time.thread_time() - began
         grammar = GuidanceGrammar(self, matcher, begin, compile_s, is_forcing=is_forcing)
         self._try(grammar)
         return grammar

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from aioengine.structured.json_schema import listed, referred
+from aioengine.structured.json_schema import listed, referred, subschemas
 
 MAX_LEVELS = 60
 """Of schemas within each other, by references and keywords, that are looked through."""
@@ -41,6 +42,32 @@ class Facts(NamedTuple):
 
 
 ANYTHING = Facts()
+
+
+def count_combinations(root: Any) -> float:
+    """How many combinations of options llguidance intersects: of ``enum``, ``anyOf`` and ``oneOf`` that hold together in
+    one schema, or by ``allOf`` and ``$ref``. Each schema of the document is counted once."""
+    counts: dict[int, float] = {}
+    total = 0.0
+
+    def options_of(node: Any, depth: int = 0) -> float:
+        nonlocal total
+        if not isinstance(node, dict) or depth > MAX_LEVELS:
+            return 1
+        if id(node) not in counts:
+            counts[id(node)] = 1  # within itself
+            factors: list[float] = [max(len(listed(node, "enum")), 1)]
+            factors += [options_of(part, depth + 1) for part in listed(node, "allOf")]
+            factors.append(options_of(referred(root, node.get("$ref")), depth + 1))
+            for keyword in ("anyOf", "oneOf"):
+                factors.append(sum(options_of(option, depth + 1) for option in listed(node, keyword)) or 1)
+            counts[id(node)] = min(math.prod(factors), 1e9)
+            total += counts[id(node)] if sum(factor > 1 for factor in factors) > 1 else 0
+        return counts[id(node)]
+
+    for node in subschemas(root):
+        options_of(node)
+    return total
 
 
 class FactFinder:

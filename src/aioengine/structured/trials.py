@@ -12,13 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from aioengine.errors import EngineClosed, EngineOverloaded, InternalError, InvalidRequest
-from aioengine.structured.constraints import Constraint, Either, Grammar
+from aioengine.structured.constraints import Constraint, Either, Grammar, Json
 from aioengine.structured.grammar import STACK_BYTES
+from aioengine.structured.options import count_combinations
 
 logger = logging.getLogger("aioengine")
 
 LARGE_BYTES = 16 * 1024
 """Of a constraint that is tried first. Of smaller ones llguidance's own limits hold: 0.4 s, and some MB."""
+
+MAX_COMBINATIONS = 2000
+"""Of options in a schema; llguidance takes 0.05 to 0.4 ms for each."""
 
 CPU_S = 2
 WALL_S = 20.0
@@ -29,10 +33,14 @@ _CHILD = Path(__file__).with_name("trial.py")
 
 
 def is_to_be_tried(constraint: Constraint) -> bool:
-    """Whether compiling it may take long: a large one, or a caller's grammar, of which a few lines may take minutes."""
+    """Whether compiling it may take long: a large constraint; a schema whose options multiply; a caller's grammar, of
+    which a few lines may take minutes."""
     options = constraint.options if isinstance(constraint, Either) else (constraint,)
+    if len(constraint.content) > LARGE_BYTES:
+        return True
     is_foreign = any(isinstance(option, Grammar) and not option.is_forcing for option in options)
-    return is_foreign or len(constraint.content) > LARGE_BYTES
+    schemas = (option.schema for option in options if isinstance(option, Json))
+    return is_foreign or any(count_combinations(schema) > MAX_COMBINATIONS for schema in schemas)
 
 
 class Trials:
