@@ -15,9 +15,10 @@ from structured.schema_sample import SAMPLE, SchemaCase
 from structured.test_engine import over_fake
 from waiting import Tasks
 
-from aioengine import Choice, EngineClosed, Grammar, InternalError, InvalidRequest, Json, Regex
+from aioengine import Choice, EngineClosed, Grammar, InternalError, InvalidRequest, Json, Regex, StructuralTags, Tag
 from aioengine.core import grammars
 from aioengine.structured import trials
+from aioengine.structured.constraints import Either
 from aioengine.structured.guidance import LIMITS, Vocabulary
 from aioengine.structured.trials import Trials, is_to_be_tried
 
@@ -78,6 +79,7 @@ def few(count: int) -> dict[str, Any]:
 )
 def test_schemas_whose_options_multiply_are_tried(schema: dict[str, Any]) -> None:
     assert is_to_be_tried(Json(schema))
+    assert is_to_be_tried(Either((Choice(["a"]), StructuralTags((Tag("<f>", schema=schema),), ("<f>",)))))
 
 
 @pytest.mark.parametrize("case", SAMPLE, ids=str)

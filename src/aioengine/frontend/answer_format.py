@@ -22,6 +22,7 @@ from aioengine.structured.forced import MAX_FORCED_BYTES, longest_text
 from aioengine.structured.grammar import Thinking
 from aioengine.structured.json_schema import unsound_keywords
 from aioengine.structured.normalize import normalized
+from aioengine.structured.trials import multiplies
 from aioengine.text.template_files import DEFAULT, WITH_TOOLS
 from aioengine.text.tokenizer import Tokenizer
 from aioengine.tool_calls.calls import AnswerParser, Tool, ToolChoice, read_tool_choice, read_tools, told_tools
@@ -252,8 +253,9 @@ class AnswerFormats:
     ) -> Grammar:
         tools = tuple(map(_enforceable, tools))
         text = writer.grammar(tools, choice, parallel=options.is_parallel, token_ids=self._added_tokens)
-        is_ours = isinstance(writer, StepFormat)  # none of these forces text for ever
-        return Grammar(text, is_ours and all(longest_text(tool.parameters) <= MAX_FORCED_BYTES for tool in tools))
+        schemas = [tool.parameters for tool in tools]
+        is_short = all(longest_text(schema) <= MAX_FORCED_BYTES and not multiplies(schema) for schema in schemas)
+        return Grammar(text, is_short and isinstance(writer, StepFormat))  # no format forces text for ever
 
     def _keeps(self, wanted: bool | tuple[str, ...]) -> bool:
         """Whether an answer is decoded with special tokens: beside markers that shows others, should it have some."""

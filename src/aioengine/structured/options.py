@@ -45,8 +45,10 @@ ANYTHING = Facts()
 
 
 def count_combinations(root: Any) -> float:
-    """How many combinations of options llguidance intersects: of ``enum``, ``anyOf`` and ``oneOf`` that hold together in
-    one schema, or by ``allOf`` and ``$ref``. Each schema of the document is counted once."""
+    """How many combinations of options llguidance intersects: of ``enum``, ``anyOf`` and ``oneOf`` that hold together.
+
+    They do in one schema, and by ``allOf`` and ``$ref``. Each schema of the document is counted once.
+    """
     counts: dict[int, float] = {}
     total = 0.0
 

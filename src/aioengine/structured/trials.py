@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from aioengine.errors import EngineClosed, EngineOverloaded, InternalError, InvalidRequest
-from aioengine.structured.constraints import Constraint, Either, Grammar, Json
+from aioengine.structured.constraints import Constraint, Either, Grammar, Json, StructuralTags
 from aioengine.structured.grammar import STACK_BYTES
 from aioengine.structured.options import count_combinations
 
@@ -39,8 +39,14 @@ def is_to_be_tried(constraint: Constraint) -> bool:
     if len(constraint.content) > LARGE_BYTES:
         return True
     is_foreign = any(isinstance(option, Grammar) and not option.is_forcing for option in options)
-    schemas = (option.schema for option in options if isinstance(option, Json))
-    return is_foreign or any(count_combinations(schema) > MAX_COMBINATIONS for schema in schemas)
+    schemas = [option.schema for option in options if isinstance(option, Json)]
+    schemas += [tag.schema for option in options if isinstance(option, StructuralTags) for tag in option.tags]
+    return is_foreign or any(map(multiplies, schemas))
+
+
+def multiplies(schema: Any) -> bool:
+    """Whether compiling a schema may take long, however small it is."""
+    return count_combinations(schema) > MAX_COMBINATIONS
 
 
 class Trials:
