@@ -39,7 +39,7 @@ def is_to_be_tried(constraint: Constraint) -> bool:
     if len(constraint.content) > LARGE_BYTES:
         return True
     is_foreign = any(isinstance(option, Grammar) and not option.is_forcing for option in options)
-    schemas = [option.schema for option in options if isinstance(option, Json)]
+    schemas: list[Any] = [option.schema for option in options if isinstance(option, Json)]
     schemas += [tag.schema for option in options if isinstance(option, StructuralTags) for tag in option.tags]
     return is_foreign or any(map(multiplies, schemas))
 
