@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import msgspec
 import pytest
+from test_readme import PAGES, programs_of
 
 import aioengine
 import aioengine.server
@@ -102,3 +103,17 @@ def test_a_misspelt_keyword_fails_the_type_check(tmp_path: Path, monkeypatch: py
     told = {int(line.split(":")[1]) for line in done.stdout.splitlines() if ": error: " in line}
     wrong = {number for number, line in enumerate(PROGRAM.splitlines(), 1) if line.endswith("# wrong")}
     assert told == wrong, done.stdout + done.stderr
+
+
+@pytest.mark.nightly
+def test_the_programs_of_the_pages_pass_the_type_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for those in which others' clients are given plain dicts, and vLLM's neutral arguments."""
+    for page in PAGES:
+        for number, program in enumerate(programs_of(page)):
+            if not any(other in program for other in ("openai", "anthropic", "tensor_parallel_size")):
+                (tmp_path / f"{page.stem.replace('-', '_')}_{number}.py").write_text(program)
+    monkeypatch.setenv("MYPYPATH", str(Path(aioengine.__file__).parents[1]))
+    command = [sys.executable, "-m", "mypy", "--check-untyped-defs", "--ignore-missing-imports", "--no-pretty", "."]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert not [line for line in done.stdout.splitlines() if ": error: " in line], done.stdout
+    assert "Success" in done.stdout
