@@ -8,8 +8,7 @@ import httpx
 import pytest
 
 from aioengine import Engine
-from aioengine.core.protocol import MAX_SESSION_CHARS
-from aioengine.scheduler.sequence import Request, Sequence
+from aioengine.scheduler.sequence import MAX_SESSION_CHARS, Request, Sequence
 from aioengine.server import create_app
 from doubles.fake_executor import FakeExecutor
 
