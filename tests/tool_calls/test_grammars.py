@@ -49,7 +49,7 @@ MARKERS = {
     "granite": ("<|tool_call|>",),
     "phi4_mini": ("<|tool_call|>", "<|/tool_call|>"),
     "nemotron": ("<TOOLCALL>", "</TOOLCALL>"),
-    "cohere": ("<|START_ACTION|>", "<|END_ACTION|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    "cohere": ("<|START_ACTION|>", "<|END_ACTION|>"),
     "xlam": ("<|python_tag|>",),
     "qwen3_coder": ("<tool_call>", "</tool_call>"),
     "seed_oss": ("<seed:tool_call>", "</seed:tool_call>"),
@@ -411,19 +411,20 @@ LISTED = Tool(
 WALKED = (WEATHER, CLOCK, LISTED)
 MAX_STEPS = 2000
 SEEDS = range(6)
-CLOSERS = ('"', "}", "]", ")", ", ", "\n</parameter>\n", "</parameter>\n", "parameter>\n")
+CLOSERS = ('"', "}", "]", ")", ", ", "\n</parameter>\n", "</parameter>\n", "</｜DSML｜parameter>\n")
 """What brings a walk nearer to its end, where any token may be drawn: half of all steps try one of these."""
 
 
 def walk(made: LLMatcher, name: str, special: bool, draw: random.Random) -> str:
     """A text by tokens drawn from the mask."""
     tokens: list[int] = []
-    hints = [tokens_of(name, text, special=special) for text in (*CLOSERS, *MARKERS[name])]
+    beginning = calls(name, ("weather", {})).partition("weather")[0]
+    hints = [tokens_of(name, text, special=special) for text in (*CLOSERS, *MARKERS[name], beginning, beginning)]
     while len(tokens) < MAX_STEPS:
         mask = made.compute_bitmask()
         allowed = [token for token in range(len(mask) * 8) if is_allowed(mask, token)]
         hint = draw.choice(hints)
-        if EOS in allowed and draw.random() < 0.3:
+        if EOS in allowed and draw.random() < 0.1:
             return text_of(name, tokens, special)
         step = hint if draw.random() < 0.5 and made.validate_tokens(hint) == len(hint) else [draw.choice(allowed)]
         if step == [EOS]:
