@@ -89,20 +89,17 @@ class PeerSession:
         try:
             self._server.channel.send_now([self.peer, frame])
         except zmq.Again:
-            self.cut_off("it said to have read messages that it did not read")
+            self._server.cut_off(self, "it said to have read messages that it did not read")
         except zmq.ZMQError:
             self._server.forget(self)
         if not self.is_over and (
             len(self._unread) > self._max_unread_messages or self._unread_bytes > self._max_unread_bytes
         ):
-            self.cut_off(
+            self._server.cut_off(
+                self,
                 f"it left {len(self._unread):,} messages ({self._unread_bytes:,} bytes) unread; "
-                f"{self._max_unread_messages:,} ({self._max_unread_bytes:,}) are allowed"
+                f"{self._max_unread_messages:,} ({self._max_unread_bytes:,}) are allowed",
             )
-
-    def cut_off(self, why: str) -> None:
-        """It is served no more."""
-        self._server.cut_off(self, why)
 
     def acknowledge(self, number: int) -> None:
         """It has read the messages up to this number.

@@ -249,7 +249,7 @@ class Session(PeerSession):
             for begin in range(MAX_FAILED, len(news.failed), MAX_FAILED):
                 self.send(wire.StepOutputsMessage(failed=_share_dumps(news.failed[begin : begin + MAX_FAILED])))
         except wire.TooLarge as error:  # whatever it made its sequences bring, it is alone with it
-            self.cut_off(f"what its sequences bring is no message: {error}")
+            self._server.cut_off(self, f"what its sequences bring is no message: {error}")
 
     def note_transfer(self, control: AnyControl) -> None:
         """Remember the weights that it has begun to send."""
