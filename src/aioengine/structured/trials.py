@@ -14,6 +14,7 @@ from typing import Any
 from aioengine.errors import EngineClosed, EngineOverloaded, InternalError, InvalidRequest
 from aioengine.structured.constraints import Constraint, Either, Grammar, Json, StructuralTags
 from aioengine.structured.grammar import STACK_BYTES
+from aioengine.structured.json_schema import is_number, subschemas
 from aioengine.structured.options import count_combinations
 
 logger = logging.getLogger("aioengine")
@@ -23,6 +24,9 @@ LARGE_BYTES = 16 * 1024
 
 MAX_COMBINATIONS = 2000
 """Of options in a schema; llguidance takes 0.05 to 0.4 ms for each."""
+
+MAX_MULTIPLES = 5000
+"""The sum of all ``multipleOf`` in a schema; llguidance takes 10 to 15 µs for each of these."""
 
 CPU_S = 2
 WALL_S = 20.0
@@ -46,7 +50,8 @@ def is_to_be_tried(constraint: Constraint) -> bool:
 
 def multiplies(schema: Any) -> bool:
     """Whether compiling a schema may take long, however small it is."""
-    return count_combinations(schema) > MAX_COMBINATIONS
+    multiples = [node["multipleOf"] for node in subschemas(schema) if is_number(node.get("multipleOf"))]
+    return sum(map(abs, multiples)) > MAX_MULTIPLES or count_combinations(schema) > MAX_COMBINATIONS
 
 
 class Trials:
