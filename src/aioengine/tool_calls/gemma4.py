@@ -3,8 +3,8 @@
     <|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:[1,2],place:{at:<|"|>home<|"|>}}<tool_call|>
     <start_function_call>call:get_weather{city:<escape>Paris<escape>}<end_function_call>
 
-JSON's own strings and keys are read, too: a grammar has them inside lists and objects, and where a schema says more of
-a string than that it is one.
+JSON's own strings and keys are read, too: a grammar has them inside lists and objects, and for strings whose schema
+has a pattern, a format or a length.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from aioengine.tool_calls.reading import MAX_KEYWORD_CHARS, Markers, Reading, St
 from aioengine.tool_calls.values import as_json, in_string, is_plain, write_arguments
 
 MAX_DEPTH = 64
-"""Of lists and objects inside each other: what is deeper is no call."""
+"""Levels of lists and objects inside each other; a call with more is none."""
 
 NO_TYPES: Mapping[str, frozenset[str]] = {}
 _NAME_ENDS, _KEY_ENDS, _VALUE_ENDS = Markers("{"), Markers(":"), Markers(",", "}", "]")

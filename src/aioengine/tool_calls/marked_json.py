@@ -19,7 +19,8 @@ Granite 3 (which has no second marker), Phi-4-mini, Nemotron Nano 2, and Command
         {"tool_call_id": "0", "tool_name": "get_time", "parameters": {}}
     ]<|END_ACTION|>
 
-Each is read whether it is an object or a list. The ids that Command writes are passed over: its template counts anew.
+Each is read whether it is an object or a list. The ids that Command writes are passed over: its template numbers the
+calls by itself.
 """
 
 from __future__ import annotations

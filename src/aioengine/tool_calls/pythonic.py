@@ -6,7 +6,7 @@
     get_time()</function_calls>
 
 Llama's are the whole answer, or follow ``<|python_start|>``. Arguments are given by name; values are Python's literals,
-or JSON's. LFM2 may be told to write a list of JSON's objects, which is read, too.
+or JSON's. A prompt may ask LFM2 for a list of JSON's objects, which is read, too.
 """
 
 from __future__ import annotations

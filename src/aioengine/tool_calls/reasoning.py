@@ -159,7 +159,7 @@ class ReasoningParser:
         return _joined(split, self._inner.feed(split.content), self._inner.finish()) if self._inner else split
 
     def _watch(self, split: Piece, *, is_over: bool) -> Piece:
-        """What is known to be reasoning by now; at the text's end the calls, too, of reasoning that has not ended."""
+        """Return what is certainly reasoning, and at the text's end the calls in reasoning that has not ended."""
         assert self._probe is not None
         self._texts.append(split.reasoning)
         if not self._has_ended:

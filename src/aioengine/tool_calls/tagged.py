@@ -7,13 +7,10 @@ Qwen3-Coder; Seed-OSS has ``<seed:tool_call>``, and values on the line of their 
     <parameter=path>
     notes.txt
     </parameter>
-    <parameter=lines>
-    ["one", "two"]
-    </parameter>
     </function>
     </tool_call>
 
-MiniMax M2, with all calls in one pair of markers; DeepSeek V3.2 likewise, which says what is a string:
+MiniMax M2 and DeepSeek V3.2 have all calls in one pair of markers, and DeepSeek marks which values are strings:
 
     <minimax:tool_call>
     <invoke name="write_file">
@@ -139,7 +136,7 @@ class _TagReader:
     def _read_value(
         self, reading: Reading, head: str, schema: Mapping[str, Any], tool: Tool, is_text: bool | None
     ) -> Steps[None]:
-        """``is_text``: the format says that it is a text, or none; None: it does not say."""
+        """``is_text``: whether the format marks the value as a text; None: it marks none."""
         types = types_of(schema, tool.parameters)
         if (is_text and ("string" in types or not types)) or (is_text is None and is_plain(schema, types)):
             reading.add_arguments(f'{head}"')
