@@ -26,7 +26,7 @@ MAX_INLINE_CHARS = 100
 NO_LIMITS = frozenset(
     {"$comment", "$schema", "default", "deprecated", "description", "examples", "readOnly", "title", "writeOnly"}
 )
-"""Keywords that say nothing about which values fit."""
+"""Keywords that do not change which values fit."""
 
 Node = dict[str, Any]
 
@@ -104,7 +104,7 @@ class _Rewriting:
         if "anyOf" not in node and self._facts.are_apart(options, around):
             node["anyOf"] = node.pop("oneOf")
         elif any("$ref" in option for option in options if isinstance(option, dict)):
-            node["discriminator"] = {}  # a sibling that says nothing: the library then looks into the definitions
+            node["discriminator"] = {}  # a sibling without meaning: with one the library looks into the definitions
 
     def _name_properties(self, node: Node) -> None:
         """``propertyNames`` as the properties themselves, or as a pattern of theirs; of rewritten parts."""
@@ -131,7 +131,7 @@ class _Rewriting:
         del node["propertyNames"]
 
     def _resolved(self, schema: Any) -> Any:
-        """What a rewritten schema that is a reference leads to, rewritten; None where that is not seen."""
+        """Follow a rewritten schema that is a reference; returns the rewritten target, None where there is none."""
         for _ in range(MAX_REFERENCES):
             if not isinstance(schema, dict) or schema.keys() != {"$ref"}:
                 return schema

@@ -1,4 +1,4 @@
-"""Which options of a ``oneOf`` have no value in common: by their types, by constants, or by a constant property."""
+"""Options of schemas: whether they have a value in common, and how many combinations of them there are."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from aioengine.structured.json_schema import listed, referred, subschemas
 
 MAX_LEVELS = 60
-"""Of schemas within each other, by references and keywords, that are looked through."""
+"""Schemas within each other, by references and keywords; deeper ones are not looked at."""
 MAX_VALUES = 50_000
-"""Of all sets that are made for one schema."""
+"""Size of all sets that are made for one document."""
 
 KINDS = {name: frozenset({name}) for name in ("null", "boolean", "integer", "string", "array", "object")}
 KINDS["number"] = frozenset({"integer", "fraction"})
@@ -21,10 +21,10 @@ ALL_KINDS = frozenset[str]().union(*KINDS.values())
 
 
 class Facts(NamedTuple):
-    """What is known of all values of a schema.
+    """Facts that hold for all values of a schema.
 
     Attributes:
-        kinds: that they are of.
+        kinds: the kinds of the values.
         values: the only ones, as `spelled`; None: any.
         tags: the only values of a property, by its name.
         required: names of properties that objects have.
@@ -36,7 +36,7 @@ class Facts(NamedTuple):
     required: frozenset[str] = frozenset()
 
     def also(self, other: Facts) -> Facts:
-        """Of the values of both schemas."""
+        """The facts of values that fit both schemas."""
         values = self.values if other.values is None else other.values
         return Facts(self.kinds & other.kinds, values, {**self.tags, **other.tags}, self.required | other.required)
 
@@ -143,7 +143,7 @@ def _of_values(values: list[Any]) -> Facts:
 
 
 def _of_any(options: list[Facts]) -> Facts:
-    """Of the values of any of these schemas."""
+    """The facts of values that fit at least one of these schemas."""
     values = None
     if all(facts.values is not None for facts in options):
         values = frozenset[str]().union(*(facts.values or () for facts in options))

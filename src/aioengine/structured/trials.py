@@ -20,10 +20,10 @@ from aioengine.structured.options import count_combinations
 logger = logging.getLogger("aioengine")
 
 LARGE_BYTES = 16 * 1024
-"""Of a constraint that is tried first. Of smaller ones llguidance's own limits hold: 0.4 s, and some MB."""
+"""A larger constraint is tried first. Smaller ones stay within llguidance's own limits: 0.4 s, and some MB."""
 
 MAX_COMBINATIONS = 2000
-"""Of options in a schema; llguidance takes 0.05 to 0.4 ms for each."""
+"""The most combinations of options in a schema that is not tried; llguidance takes 0.05 to 0.4 ms for each."""
 
 MAX_MULTIPLES = 5000
 """The sum of all ``multipleOf`` in a schema; llguidance takes 10 to 15 µs for each of these."""

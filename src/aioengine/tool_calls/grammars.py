@@ -282,7 +282,7 @@ def _resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _referred(reference: str, root: Any) -> Any:
-    """What a reference leads to inside ``root``; None where there is nothing."""
+    """Follow a reference inside ``root``; returns the target, None where there is none."""
     if not reference.startswith("#"):
         return None
     for part in reference[1:].split("/")[1:]:
