@@ -76,19 +76,19 @@ class Trials:
         """
         sizes = {"cpu_s": CPU_S, "memory_bytes": MEMORY_BYTES, "stack_bytes": STACK_BYTES}
         given = json.dumps({"text": text, "num_tokens": num_tokens, "limits": limits, **sizes})
+        try:
+            child = subprocess.Popen(
+                [sys.executable, "-P", str(_CHILD)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                text=True,
+            )
+        except OSError as error:
+            raise EngineOverloaded(f"no process to compile the grammar in: {error}", retry_after_s=1.0) from error
         with self._lock:
-            if self._is_closed:
-                raise EngineClosed("the engine is closed")
-            try:
-                child = subprocess.Popen(
-                    [sys.executable, "-P", str(_CHILD)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.DEVNULL,
-                    text=True,
-                )
-            except OSError as error:
-                raise EngineOverloaded(f"no process to compile the grammar in: {error}", retry_after_s=1.0) from error
             self._running.add(child)
+            if self._is_closed:
+                child.kill()
         try:
             with child:
                 try:
