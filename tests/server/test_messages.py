@@ -18,6 +18,7 @@ from anthropic.types import (
     RawMessageStreamEvent,
     message_create_params,
 )
+from anthropic.types.beta import message_create_params as beta_params
 from nightly import nightly
 from pydantic import BaseModel, TypeAdapter
 from server.conftest import Adapter, Served, all_ended, both_adapters, on_both_adapters, serving, serving_fake
@@ -274,6 +275,28 @@ async def test_uses_and_results_go_back_to_the_model(folder: Path) -> None:
     )
 
 
+async def test_a_tool_runner_that_offers_threads_sends_the_whole_conversation(folder: Path) -> None:
+    @anthropic.beta_async_tool(name="get_weather", input_schema=TOOL["input_schema"])
+    async def weather(city: str) -> str:
+        """Tells it."""
+        return f"sunny in {city}"
+
+    async with scripted(folder, CALL % "Paris", "Sunny.") as served:
+        given: list[Any] = [{"role": "user", "content": "Weather?"}]
+        runner = served.anthropic.beta.messages.tool_runner(
+            model="demo", max_tokens=500, tools=[weather], messages=given
+        )
+        answer = await runner.until_done()
+        prompt = served.script.prompts[-1]
+        thread = {"type": "continue", "previous_message_id": "msg-1"}
+        refused = await served.http.post("/v1/messages", json={"messages": HELLO, "max_tokens": 5, "thread": thread})
+    assert [block.text for block in answer.content if block.type == "text"] == ["Sunny."]
+    assert "Weather?" in prompt
+    assert "sunny in Paris" in prompt
+    assert "thread is not supported" in check_error(refused, 400, "invalid_request_error")
+    assert refused.json()["error"]["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
+
 async def test_thinking_is_told_to_the_template(folder: Path) -> None:
     async with scripted(folder, "A.", "B.", "C.", "D.") as served:
         create = served.anthropic.messages.create
@@ -396,7 +419,8 @@ def check_error(answer: httpx.Response, status: int, kind: str) -> str:
     body = answer.json()
     assert set(body) == {"type", "error", "request_id"}
     assert body["type"] == "error"
-    assert set(body["error"]) == {"type", "message"}
+    details = {"details"} if body["error"]["message"].startswith("thread ") else set()
+    assert set(body["error"]) == {"type", "message"} | details
     assert body["error"]["type"] == kind
     assert body["request_id"] == answer.headers["request-id"]
     return str(body["error"]["message"])
@@ -461,8 +485,9 @@ async def test_what_is_not_supported_is_refused(folder: Path) -> None:
 
 
 async def test_every_field_of_the_client_is_known() -> None:
-    for params in (message_create_params.MessageCreateParamsStreaming, MessageCountTokensParams):
-        assert params.__optional_keys__ | params.__required_keys__ <= known_names(MessageRequest)
+    betas = beta_params.MessageCreateParamsStreaming
+    for params in (message_create_params.MessageCreateParamsStreaming, MessageCountTokensParams, betas):
+        assert (params.__optional_keys__ | params.__required_keys__) - {"betas"} <= known_names(MessageRequest)
 
 
 @pytest.mark.parametrize("seed", [0, *nightly(1, 2, 3)])

@@ -81,15 +81,17 @@ class MessageRequest(ChatGeneration, kw_only=True):
         **Generation.NEUTRAL,
         **dict.fromkeys((
             "container", "max_completion_tokens", "parallel_tool_calls", "reasoning_effort", "response_format",
+            "thread",
         ), ()),
         "mcp_servers": ([],),
         "n": (1,),
     }  # fmt: skip
     HINTS: ClassVar[tuple[str, ...]] = (
-        *Generation.HINTS, "cache_control", "diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id",
+        *Generation.HINTS, "billing_policy", "cache_control", "diagnostics", "fallback_credit_token", "fallbacks",
+        "inference_geo", "speed", "user_profile_id", "workspace_id",
     )  # fmt: skip
 
-    LEFT_OUT: ClassVar[tuple[str, ...]] = ("context_management",)
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ("compaction", "context_management")
 
     messages: msgspec.Raw = msgspec.Raw()
     system: msgspec.Raw = msgspec.Raw()
@@ -269,7 +271,10 @@ def error_response(error: ApiError, request_id: str) -> Response:
 def _error_of(error: ApiError) -> dict[str, Any]:
     status = OVERLOADED if error.code == "overloaded" else error.status
     kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    told: dict[str, Any] = {"type": kind, "message": error.message}
+    if error.param == "thread":  # clients that read this send the whole conversation instead
+        told["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    return {"type": "error", "error": told}
 
 
 class MessageAnswer(PartsAnswer):
