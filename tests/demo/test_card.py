@@ -55,7 +55,8 @@ async def print_of(engine: Engine, command: str) -> str:
     parsed = generate.make_context("generate", shlex.split(line)[2:]).params
     assert not given(EngineConfig, parsed), f"{line} needs an engine of its own"
     is_chat = parsed["is_chat"] or parsed["system"] is not None
-    prompt = as_messages(parsed["prompt"], parsed["system"]) if is_chat else parsed["prompt"]
+    (text,) = parsed["arguments"]
+    prompt = as_messages(text, parsed["system"]) if is_chat else text
     with contextlib.redirect_stdout(io.StringIO()) as stdout:
         await show(engine, prompt, given(SamplingParams, parsed))
     return stdout.getvalue()
