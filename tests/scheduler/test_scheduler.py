@@ -539,6 +539,21 @@ def test_what_gives_way_to_a_higher_priority_gives_enough() -> None:
     assert all(sequence.has_ended for sequence in core.sequences)
 
 
+def test_blocks_that_others_share_are_no_reason_to_give_way() -> None:
+    """What a lower priority shares with one that stays is not free when it gives way, and it would do so in vain."""
+    core = Core(num_blocks=20, sampler=sample_nothing_special)
+    stays = core.add(prompt(40), max_tokens=20)
+    core.step()
+    low = core.add(prompt(42), max_tokens=20, priority=5)
+    core.step()
+    assert low.num_cached_tokens == 40
+    head = core.add(prompt(48, 600), max_tokens=4)
+    core.step()
+    assert (low.num_preemptions, head.num_blocks) == (0, 0)
+    core.run()
+    assert all(sequence.has_ended for sequence in (stays, low, head))
+
+
 def test_one_that_waits_with_blocks_makes_lower_priorities_give_way() -> None:
     """Its own blocks are no room for itself."""
     core = Core(num_blocks=20, max_num_seqs=2, max_num_batched_tokens=8, caching=False, sampler=sample_nothing_special)

@@ -8,7 +8,7 @@ device runs its steps in order, so the new owner's writes come after.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 
 class BlockPool:
@@ -81,6 +81,11 @@ class BlockPool:
         """How many of these blocks are free: retaining them takes that many from `num_free`."""
         references = self.references
         return [references[block_id] for block_id in block_ids].count(0)
+
+    def num_freed(self, given_up: Mapping[int, int]) -> int:
+        """How many blocks become free if so many references to each of these are dropped."""
+        references = self.references
+        return sum(references[block_id] == count for block_id, count in given_up.items())
 
     def forget_cached(self) -> None:
         """Make all free cached blocks blank."""

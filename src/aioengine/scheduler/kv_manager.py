@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from itertools import chain, zip_longest
 
@@ -30,10 +31,6 @@ class PrefixMatch(msgspec.Struct, frozen=True, gc=False):
     def num_blocks(self) -> int:
         """Whole blocks of tokens that need not be computed."""
         return len(self.block_ids[0])
-
-    @property
-    def num_missing(self) -> int:
-        return sum(self.missing)
 
 
 class KVManager:
@@ -123,12 +120,18 @@ class KVManager:
         }
         return tuple([passed.get(window, 0) for window in self.windows])
 
-    def can_admit(self, match: PrefixMatch, reserve: int) -> bool:
-        """Whether all known tokens fit with ``reserve`` blocks left: a prompt half admitted would only be preempted."""
-        num_needed = sum(match.missing) + reserve
-        if match.block_ids[0]:
-            num_needed += self.pool.num_unused(_held(match.block_ids))
-        return num_needed <= self.pool.num_free
+    def can_admit(self, match: PrefixMatch, reserve: int, victims: Iterable[Sequence] = ()) -> bool:
+        """Whether all known tokens fit with ``reserve`` blocks left: a prompt half admitted would only be preempted.
+
+        Args:
+            victims: count as if they had given up their blocks; those that others hold, too, are not free then.
+        """
+        shared = _held(match.block_ids)
+        num_needed = sum(match.missing) + reserve + self.pool.num_unused(shared)
+        given_up = Counter(chain.from_iterable(_held(victim.block_ids) for victim in victims))
+        for block_id in shared:
+            given_up.pop(block_id, None)
+        return num_needed <= self.pool.num_free + self.pool.num_freed(given_up)
 
     def admit(self, sequence: Sequence, match: PrefixMatch) -> None:
         """Give a sequence blocks for all its known tokens, and mark the one that it is going to fill next PENDING.

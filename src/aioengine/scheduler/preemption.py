@@ -73,15 +73,11 @@ class Preemption:
             return None
         match = self._kv.lookup(head)
         lower = [sequence for sequence in running if sequence.precedence[0] > head.precedence[0]]
-        others = [s for s in self.parked.values() if s is not head]
-        num_reachable = self._kv.pool.num_free + sum(s.num_blocks for s in [*lower, *others])
-        if match.pending is not None or match.num_missing + self.reserve > num_reachable:
+        others = [sequence for sequence in self.parked.values() if sequence is not head]
+        if match.pending is not None or not self._kv.can_admit(match, self.reserve, [*lower, *others]):
             return None
         while not (is_roomy := self._kv.can_admit(match, self.reserve)) or not self._table.free_rows:
-            parked = None if is_roomy else self._parked_victim(head)
-            if parked is None and not lower:
-                return None
-            self.preempt(parked or lower.pop())
+            self.preempt((None if is_roomy else self._parked_victim(head)) or lower.pop())
         num_tokens = head.num_tokens - max(head.num_computed_tokens, match.num_blocks * self._kv.block_size)
         return Claim(num_tokens, bisect(self._table.running, head.precedence, key=by_precedence))
 
