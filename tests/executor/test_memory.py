@@ -99,6 +99,8 @@ def test_an_engine_counts_what_another_of_its_process_has_reserved_and_not_writt
     assert untouched_bytes() - before == 32 * 2**20
     del reserved
     assert untouched_bytes() == before
+    with pytest.raises(torch.OutOfMemoryError, match="1125899906842624 bytes"):
+        lazy_zeros(2**50, dtype=torch.uint8, device=torch.device("cpu"))
 
 
 def test_groups_with_windows_need_the_window_and_what_is_in_flight() -> None:
