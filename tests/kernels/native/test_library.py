@@ -180,59 +180,54 @@ def test_torch_leaves_the_compiler_a_core_once_it_has_begun(monkeypatch: pytest.
         assert pool.submit(counts).result() == [2, 2, 1, 2]
 
 
-def test_the_compiler_of_a_command_outlives_it_and_the_next_command_starts_no_other(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    compiler = HeldCompiler(tmp_path, monkeypatch)
-    monkeypatch.setenv(COMPILER_OUTLIVES, "1")
-    monkeypatch.setattr(kept, "LOOK_AGAIN_S", 0.0)
-    first, second = Compilation(["common"]), Compilation(["common"])
-    assert "in the background, about 6 s" in caplog.records[0].message
-    first.close()
-    assert len(compiler.processes()) == 1
-    assert second.poll() is None
-    compiler.go_on()
-    library = second.poll()
-    assert library is not None
-    assert library.address("put_spans")
-
-
-def test_a_compiler_goes_on_when_the_program_that_started_it_has_ended(
+def test_a_commands_compiler_goes_on_when_it_ends_and_the_next_one_starts_no_other(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     code = read_part("common")
     assert code is not None
     (tmp_path / "code").write_bytes(code)
+    os.mkfifo(tmp_path / "pipe")
+    compiling = f"pipe = open({str(tmp_path / 'pipe')!r}, 'w')\n{_bringing(tmp_path / 'code')}{kept._COMPILE}"
     program = f"""
 from aioengine.kernels.native import compilation
-compilation._COMPILE = {_bringing(tmp_path / "code")!r} + compilation._COMPILE
+compilation._COMPILE = {compiling!r}
 compilation.Compilation(["common"])
 """
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), COMPILER_OUTLIVES: "1"}
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with library_path("common").with_name("compiler.lock").open() as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # once the compiler has ended
-        assert lock.read() == ""
+    monkeypatch.setenv(COMPILER_OUTLIVES, "1")
+
+    def run_command() -> None:
+        """And wait for the end of its compiler."""
+        with ThreadPoolExecutor(1) as pool:
+            ended = pool.submit((tmp_path / "pipe").read_text)
+            subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+            ended.result(60)
+
+    path = library_path("common")
+    path.parent.mkdir()
+    with path.with_name("compiler.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as the compiler of another command
+        run_command()
+        assert not path.exists()
+    run_command()
     assert read_part("common") == code
 
 
-def test_compilers_that_do_not_finish_are_not_started_for_ever(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_command_waits_for_the_compiler_of_another_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    code = read_part("common")
+    assert code is not None
+    (tmp_path / "code").write_bytes(code)
+    monkeypatch.setattr(kept, "_COMPILE", _bringing(tmp_path / "code") + kept._COMPILE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv(COMPILER_OUTLIVES, "1")
-    monkeypatch.setattr(kept, "_COMPILE", "")
-    for _ in range(kept.MAX_ATTEMPTS):
+    library_path("common").parent.mkdir()
+    with library_path("common").with_name("compiler.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         compilation = Compilation(["common"])
-        assert compilation._child is not None
-        compilation._child.wait(60)
+        assert "in the background, about 6 s" in caplog.records[0].message
         assert compilation.poll() is None
-    refused = Compilation(["common"])
-    assert refused._child is None
-    assert refused.problem.endswith("run `aioengine compile`")
-    lock = library_path("common").with_name("compiler.lock")
-    long_ago = lock.stat().st_mtime - 2 * kept.FORGET_ATTEMPTS_S
-    os.utime(lock, (long_ago, long_ago))
-    compilation = Compilation(["common"])
-    assert compilation._child is not None
-    compilation._child.wait(60)
-    compilation.close()
+    library = compilation.wait()
+    assert library is not None
+    assert library.address("put_spans")

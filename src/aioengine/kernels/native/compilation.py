@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO
 
@@ -41,23 +41,16 @@ HEAD_START_S = 5.0
 before. On two cores of Zen 4, with an empty cache, the first token of Qwen3-0.6B came 6.3 s after the program began
 with both at once, and comes after 3.5; with int8 8.7 and 4.2."""
 
-
 OUTLIVING_S, OUTLIVING_BYTES = 1800, 4 * 2**30
 """Most wall-clock seconds and address space of a compiler that may outlive its parent; it takes a minute of a core and
 0.9 GB for all parts."""
-
-MAX_ATTEMPTS, FORGET_ATTEMPTS_S = 3, 3600.0
-"""Compilers that may outlive their parents and have not finished, until no other is started for this many seconds."""
-
-LOOK_AGAIN_S = 1.0
-"""Between two looks at what another command's compiler has compiled."""
 
 
 class Compilation:
     """The library, or a child process that compiles it while this one serves without it.
 
-    With `COMPILER_OUTLIVES` in the environment `close` leaves the child alone; and where the compiler of another
-    command is at work already there is no child, and `poll` looks for what that one compiles.
+    With `COMPILER_OUTLIVES` in the environment `close` leaves the child alone; while the compiler of another command is
+    at work it waits.
 
     Where the user's folder cannot be written to, which may show when the child tries, it compiles into one that goes
     with this object.
@@ -79,14 +72,10 @@ class Compilation:
         self._cache_home: str | None = None
         self._errors: IO[bytes] = io.BytesIO()
         self._outlives = False
-        self._looks_again_at_s: float | None = None
         self.problem = ""
         if missing := [part for part in self._parts if read_part(part) is None]:
             why_not_kept = _why_not_kept()
             self._outlives = may_outlive and bool(os.environ.get(COMPILER_OUTLIVES)) and why_not_kept is None
-            self._start(why_not_kept)
-            if self._is_over:
-                return
             if self._outlives:
                 logger.warning(
                     "compiling kernels for this CPU in the background, about %d s, once; until then plain torch "
@@ -95,6 +84,7 @@ class Compilation:
                 )
             else:
                 logger.info("compiling native kernels beside this program, once a machine; until then steps are slow")
+            self._start(why_not_kept)
 
     def begin(self) -> None:
         """Let the child compile from now on. Idempotent."""
@@ -118,12 +108,6 @@ class Compilation:
         """The library, once, when it is there."""
         if self._is_over or (self._child is not None and self._child.poll() is None):
             return None
-        if self._looks_again_at_s is not None:
-            if time.monotonic() < self._looks_again_at_s:
-                return None
-            if not all(library_path(part).exists() for part in self._parts):
-                self._start(None)
-                return None
         if self._child is not None and self._child.returncode == NOT_WRITTEN and self._cache_home is None:
             self.begin()  # no second head start, and the first child's pipe is closed
             self._outlives = False
@@ -148,28 +132,19 @@ class Compilation:
         return library
 
     def _start(self, why_not_kept: str | None) -> None:
-        lock = None
         try:
-            if self._outlives:
-                lock = _lock_compiler()
-                self._looks_again_at_s = time.monotonic() + LOOK_AGAIN_S if lock is None else None
-                if lock is None:
-                    return
             if why_not_kept is not None:
                 logger.warning("native kernels are not kept, but compiled for this engine alone: %s", why_not_kept)
                 self._cache_home = tempfile.mkdtemp(prefix="aioengine-")
             self._errors.close()
             # In memory: a pipe would hold up a child that writes much, and a folder for a file might not be there.
             self._errors = io.FileIO(os.memfd_create("aioengine-compiler"), "r+")
-            self._child = _start_child(self._parts, self._cache_home, self._errors, lock)
+            self._child = _start_child(self._parts, self._cache_home, self._errors, outlives=self._outlives)
             self._begins_at_s = time.monotonic() + HEAD_START_S
             if self._has_begun:
                 self._let_child_begin()
         except (OSError, AttributeError) as error:  # no room for a folder or a process, or a system without memfd
             self._give_up(str(error))
-        finally:
-            if lock is not None:
-                os.close(lock)
 
     def _last_words(self) -> str:
         """The last lines that the child has written."""
@@ -225,38 +200,20 @@ def _why_not_kept() -> str | None:
     return None if os.access(folder, os.W_OK | os.X_OK) else f"{folder} cannot be written to"
 
 
-def _lock_compiler() -> int | None:
-    """Lock the cache for a compiler that may outlive its parent; None: another one is at work.
+def outlive_parent(parent_pid: int, die_with_parent: Callable[[int], None]) -> None:
+    """Let this process, a compiler, run on when its parent ends, at the lowest priority from then on, and bounded.
 
-    Returns:
-        a descriptor, with which the lock ends; its file has a line for each compiler that has not finished.
+    Where another such compiler is at work it waits for that one's end, and ends with its parent until then.
+
     Raises:
-        OSError: the file cannot be opened, or too many have not finished.
+        OSError: the folder cannot be written to.
     """
-    path = library_path(COMMON).with_name("compiler.lock")
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_APPEND, 0o600)
+    lock = os.open(library_path(COMMON).with_name("compiler.lock"), os.O_RDWR | os.O_CREAT, 0o600)  # until the end
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        attempts = path.read_text(errors="replace").splitlines()
-        if time.time() - path.stat().st_mtime > FORGET_ATTEMPTS_S:
-            os.ftruncate(lock, 0)
-        elif len(attempts) >= MAX_ATTEMPTS:
-            raise OSError(f"{attempts[-1]}; run `aioengine compile`")
-        os.write(lock, b"compilers in the background were ended before they had finished\n")
     except BlockingIOError:
-        os.close(lock)
-        return None
-    except BaseException:
-        os.close(lock)
-        raise
-    return lock
-
-
-_PR_SET_PDEATHSIG = 1
-
-
-def outlive_parent(parent_pid: int) -> None:
-    """Let this process, a compiler, run on when its parent ends: at the lowest priority from then on, and bounded."""
+        die_with_parent(parent_pid)
+        fcntl.flock(lock, fcntl.LOCK_EX)
     signal.signal(signal.SIGUSR1, lambda *_: os.nice(19))
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1, 0, 0, 0)
     if os.getppid() != parent_pid:
@@ -266,54 +223,43 @@ def outlive_parent(parent_pid: int) -> None:
     Path("/proc/self/oom_score_adj").write_text("1000")  # the first to go where memory runs out
 
 
-def _start_child(
-    parts: Iterable[str], cache_home: str | None, errors: IO[bytes], lock: int | None = None
-) -> subprocess.Popen[bytes]:
-    """Start a compiler.
+_PR_SET_PDEATHSIG = 1
 
-    Args:
-        lock: with it the compiler outlives this process.
-    """
+
+def _start_child(
+    parts: Iterable[str], cache_home: str | None, errors: IO[bytes], *, outlives: bool = False
+) -> subprocess.Popen[bytes]:
     # Without the working folder, whose files may be called as any module; this package may have come from there.
     paths = os.pathsep.join((*(os.path.abspath(path) for path in sys.path if path), str(PACKAGE.parent)))
     environment = {**os.environ, "PYTHONPATH": paths, "NUMBA_OPT": "0"}
     if cache_home is not None:
         environment["XDG_CACHE_HOME"] = cache_home
-    bound = str(-1 if lock is None else lock)
     return subprocess.Popen(
-        [sys.executable, "-P", "-c", _COMPILE, str(os.getpid()), str(HEAD_START_S), bound, *parts],
+        [sys.executable, "-P", "-c", _COMPILE, str(os.getpid()), str(HEAD_START_S), str(int(outlives)), *parts],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=errors,
         env=environment,
-        pass_fds=() if lock is None else (lock,),
-        start_new_session=lock is not None,
+        start_new_session=outlives,
     )
 
 
 _COMPILE = """
-import os
 import select
 import sys
 from aioengine.transport.child import die_with_parent
-parent_pid, head_start_s, lock = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
-if lock < 0:
+parent_pid, head_start_s, outlives = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3] == "1"
+if not outlives:
     die_with_parent(parent_pid)
 from aioengine.kernels.native.compilation import NOT_WRITTEN, outlive_parent
 from aioengine.kernels.native.library import compile_parts
 try:
-    if lock >= 0:
-        outlive_parent(parent_pid)
+    if outlives:
+        outlive_parent(parent_pid, die_with_parent)
     import aioengine.kernels.native.kernels.compiler
     select.select([sys.stdin], [], [], head_start_s)  # until its other end is closed
     compile_parts(sys.argv[4:])
-    if lock >= 0:
-        os.ftruncate(lock, 0)
-except Exception as error:
-    if lock >= 0:
-        os.write(lock, f"{type(error).__name__}: {' '.join(str(error).split())}{os.linesep}".encode())
-    if not isinstance(error, OSError):
-        raise
+except OSError as error:
     sys.stderr.write(str(error))
     sys.exit(NOT_WRITTEN)
 """
