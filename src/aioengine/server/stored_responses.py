@@ -17,7 +17,7 @@ import msgspec
 from aioengine.outputs import CompletionOutput
 from aioengine.server.answers import message_of
 from aioengine.server.errors import ApiError
-from aioengine.server.group.siblings import AskStored
+from aioengine.server.group.siblings import Asked, AskStored
 from aioengine.server.responses import InputItem, ResponseAnswer
 from aioengine.server.stream_group import StreamGroup
 
@@ -170,10 +170,8 @@ class StoredResponses:
         async def find(item_id: str) -> InputItem:
             nonlocal num_bytes
             response_id = f"resp_{item_id.partition('_')[2][:-2]}"  # see `ResponseAnswer`
-            if (
-                response_id not in found
-                and (stored := (await self.look_up(OwnedId(response_id, owner))).stored) is not None
-            ):
+            owned = OwnedId(response_id, owner)
+            if response_id not in found and (stored := (await self.look_up(owned)).stored) is not None:
                 num_bytes += len(stored.body)
                 if num_bytes > MAX_REFERRED_BYTES:
                     told = f"input refers to responses of more than {MAX_REFERRED_BYTES:,} bytes; give their items"
@@ -220,23 +218,22 @@ class StoredResponses:
             return await running.cancel()
         stored = self._find(owned)
         if not stored.is_cancelled:
-            raise ApiError(
-                400, "response_ended", "the response has ended, and cannot be cancelled any more", param="id"
-            )
+            message = "the response has ended, and cannot be cancelled any more"
+            raise ApiError(400, "response_ended", message, param="id")
         return stored.body
 
-    async def delete(self, owned: OwnedId) -> None:
-        """Forget a response.
+    async def delete(self, owned: OwnedId) -> bytes:
+        """Forget a response; returns nothing in it.
 
         Raises:
             ApiError: 404; or 400: it is running.
         """
         if owned in self._running:
-            raise ApiError(
-                400, "response_running", "the response is still being generated; cancel it first", param="id"
-            )
+            message = "the response is still being generated; cancel it first"
+            raise ApiError(400, "response_running", message, param="id")
         self._num_bytes -= self._find(owned).num_bytes
         del self._stored[owned]
+        return b""
 
     def _find(self, owned: OwnedId) -> StoredResponse:
         if owned not in self._stored:
@@ -271,39 +268,33 @@ class SharedResponses(StoredResponses):
         return f"resp_{self._server:02x}{secrets.token_hex(19)}"
 
     async def look_up(self, owned: OwnedId) -> Found:
-        if (server := self._server_of(owned)) is None:
-            return await super().look_up(owned)
         try:
-            copy = await self._ask(AskStored(server, "copy", *owned))
+            return msgspec.msgpack.decode(await self._do("copy", owned), type=Found)
         except ApiError as error:
             if error.status != 404:
                 raise
             return Found(None, is_running=False)  # its server has ended
-        return msgspec.msgpack.decode(copy, type=Found)
 
     async def retrieve(self, owned: OwnedId) -> bytes:
-        if (server := self._server_of(owned)) is None:
-            return await super().retrieve(owned)
-        return await self._ask(AskStored(server, "retrieve", *owned))
+        return await self._do("retrieve", owned)
 
     async def answered(self, owned: OwnedId) -> bytes:
-        if (server := self._server_of(owned)) is None:
-            return await super().answered(owned)
-        return await self._ask(AskStored(server, "answered", *owned))
+        return await self._do("answered", owned)
 
     async def cancel(self, owned: OwnedId) -> bytes:
-        if (server := self._server_of(owned)) is None:
-            return await super().cancel(owned)
-        return await self._ask(AskStored(server, "cancel", *owned))
+        return await self._do("cancel", owned)
 
-    async def delete(self, owned: OwnedId) -> None:
-        if (server := self._server_of(owned)) is None:
-            await super().delete(owned)
-        else:
-            await self._ask(AskStored(server, "delete", *owned))
+    async def delete(self, owned: OwnedId) -> bytes:
+        return await self._do("delete", owned)
+
+    async def _do(self, do: Asked, owned: OwnedId) -> bytes:
+        """Do it where the response is."""
+        if (server := self._server_of(owned)) is not None:
+            return await self._ask(AskStored(server, do, *owned))
+        return await self.answer(AskStored(self._server, do, *owned))
 
     async def answer(self, asked: AskStored) -> bytes:
-        """What another server asks of a response here.
+        """Answer what a server asks of a response here.
 
         Raises:
             ApiError: as it would be here.
@@ -311,14 +302,8 @@ class SharedResponses(StoredResponses):
         owned = OwnedId(asked.response_id, asked.owner)
         if asked.do == "copy":
             return msgspec.msgpack.encode(await super().look_up(owned))
-        if asked.do == "retrieve":
-            return await super().retrieve(owned)
-        if asked.do == "answered":
-            return await super().answered(owned)
-        if asked.do == "cancel":
-            return await super().cancel(owned)
-        await super().delete(owned)
-        return b""
+        do: Callable[[OwnedId], Awaitable[bytes]] = getattr(super(), asked.do)
+        return await do(owned)
 
     def _server_of(self, owned: OwnedId) -> int | None:
         """The server that has it, if that is another one."""

@@ -110,6 +110,9 @@ class AbortNamed(msgspec.Struct, frozen=True, tag="abort"):
     request_ids: list[str]
 
 
+Asked = Literal["retrieve", "cancel", "delete", "copy", "answered"]
+
+
 class AskStored(msgspec.Struct, frozen=True, tag="stored"):
     """For a stored response, of the server that has it.
 
@@ -120,7 +123,7 @@ class AskStored(msgspec.Struct, frozen=True, tag="stored"):
     """
 
     server: int
-    do: Literal["retrieve", "cancel", "delete", "copy", "answered"]
+    do: Asked
     response_id: str
     owner: str = ""
 
