@@ -15,9 +15,9 @@ def test_kernels_compiled_ahead_are_there_for_the_first_start(
     call_main: CallMain, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     HeldCompiler(tmp_path, monkeypatch).go_on()
-    code, stdout, stderr = call_main("compile", "--dtype", "bfloat16", "--quantization", "int8")
+    code, stdout, stderr = call_main("compile", "--dtype", "bfloat16")
     assert code == 0
-    parts = ["common", "bfloat16", "bfloat16-int8"]
+    parts = ["common", "bfloat16", "bfloat16-int8", "coded"]
     assert stdout.splitlines() == [str(library_path(part)) for part in parts]
     assert "compiling common, about 6 s" in stderr
     assert all(library_path(part).is_file() for part in parts)
@@ -32,7 +32,6 @@ def test_kernels_compiled_ahead_are_there_for_the_first_start(
     ("arguments", "outcome", "code", "message"),
     [
         (["--dtype", "bf16"], "works", 2, "'bf16' is not one of"),
-        (["--dtype", "bfloat16", "--quantization", "int2"], "works", 2, "'int2' is not one of"),
         (["--dtype", "bfloat16"], "raises", 1, "numba knows no such processor"),
         (["--dtype", "bfloat16"], "cannot write", 1, "the folder cannot be written to"),
     ],

@@ -30,6 +30,20 @@ async def test_requests_get_the_answers_in_their_order_and_further_ones_the_last
     assert {output.outputs[0].finish_reason for output in outputs} == {"stop"}
 
 
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+async def test_each_request_takes_one_answer_whatever_its_choices_its_limits_and_the_steps_in_flight(
+    max_in_flight: int,
+) -> None:
+    async with serving(["one and on", "", "three and on", "four"], max_in_flight=max_in_flight) as engine:
+        cut = await engine.generate("x", seed=1, max_tokens=2)
+        empty = await engine.generate("x", seed=1)
+        whole = await engine.generate("x", seed=1, n=3, temperature=1.0)
+        last = await engine.generate("x", seed=1)
+    assert "one and on".startswith(cut.text)
+    assert (empty.text, last.text) == ("", "four")
+    assert [choice.text for choice in whole.outputs] == ["three and on"] * 3
+
+
 async def test_a_tool_call_is_text_in_the_models_format() -> None:
     async with serving([CALL, "3"]) as engine:
         (call,) = (await engine.generate(CHAT, tools=[add])).tool_calls

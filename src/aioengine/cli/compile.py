@@ -7,17 +7,12 @@ import logging
 import click
 
 from aioengine.cli.command import EXIT_FAILURE
-from aioengine.kernels.native.kernels.parts import DTYPES, QUANTIZATIONS, compile_seconds, parts_of
+from aioengine.kernels.native.kernels.parts import DTYPES, compile_seconds, parts_of
 
 
 @click.command(name="compile")
 @click.option("--dtype", "dtypes", type=click.Choice(DTYPES), multiple=True, help="repeatable  [default: all]")
-@click.option(
-    "--quantization", type=click.Choice(QUANTIZATIONS), multiple=True,
-    help="int8 and int4 are made at load, coded are checkpoints that are quantised; repeatable  [default: all, or "
-    "none where a --dtype is given]",
-)  # fmt: skip
-def compile_command(dtypes: tuple[str, ...], quantization: tuple[str, ...]) -> int:
+def compile_command(dtypes: tuple[str, ...]) -> int:
     """Compile the native kernels for this machine's processor, as far as they are not there yet.
 
     The first start compiles what it needs in the background; after this one it need not. Prints the files, which may be
@@ -29,9 +24,7 @@ def compile_command(dtypes: tuple[str, ...], quantization: tuple[str, ...]) -> i
     from aioengine.kernels.native.library import library_path, read_part
 
     logging.basicConfig(format="aioengine: %(message)s", level=logging.WARNING)
-    asked = quantization or (() if dtypes else QUANTIZATIONS)
-    parts = [part for dtype in dtypes or DTYPES for each in (None, *asked) for part in parts_of(dtype, each)]
-    for part in dict.fromkeys(parts):
+    for part in dict.fromkeys(part for dtype in dtypes or DTYPES for part in parts_of(dtype, "int4")):  # has all
         if read_part(part) is None:
             click.echo(f"compiling {part}, about {compile_seconds([part])} s", err=True)
             compile_library([part])

@@ -27,8 +27,10 @@ class Answers:
             raise ConfigError("answers: a list of texts or errors is needed, or a function from a prompt to one")
         self._given = given
         self._num_begun = 0
-        self._running: dict[tuple[int, bytes], tuple[str, list[int], Exception | None]] = {}
-        self._tokenizer: Tokenizer | None = None
+        self._begun: dict[tuple[int, bytes], list[tuple[str, list[int], Exception | None]]] = {}
+        self._gone_on: set[tuple[int, bytes]] = set()
+        """Of these, those whose last answer has come past its first token, or is empty."""
+        self._tokenizer: Tokenizer
         self._eos_token_id = 0
 
     def use(self, tokenizer: Tokenizer | None, eos_token_id: int | None) -> None:
@@ -42,24 +44,27 @@ class Answers:
         Raises:
             the answer's error, where that comes next.
         """
-        key = added.sampling.seed, added.token_ids[: added.num_prompt_tokens].tobytes()
-        if key not in self._running:
-            self._running[key] = self._begin(added.token_ids[: added.num_prompt_tokens].tolist())
-        text, token_ids, error = self._running[key]
+        prompt_ids = added.token_ids[: added.num_prompt_tokens]
+        key = added.sampling.seed, prompt_ids.tobytes()
+        answers = self._begun.setdefault(key, [])
+        if not output and (not answers or key in self._gone_on):
+            self._gone_on.discard(key)
+            answers.append(self._begin(prompt_ids.tolist()))
+        fitting = (each for each in reversed(answers) if each[1][: len(output)] == output[: len(each[1])])
+        text, token_ids, error = next(fitting, answers[-1])
         if output != token_ids[: len(output)]:  # a grammar has forced other tokens of the same text
-            assert self._tokenizer is not None
             written = self._tokenizer.decode(output)
             rest = text[len(written) :] if text.startswith(written) else ""
             token_ids = [*output, *self._tokenizer.encode(rest, add_special_tokens=False)]
+        if output or not token_ids:
+            self._gone_on.add(key)
         if len(output) < len(token_ids):
             return token_ids[len(output)]
-        del self._running[key]
         if error is not None:
             raise error
         return self._eos_token_id
 
     def _begin(self, prompt_ids: list[int]) -> tuple[str, list[int], Exception | None]:
-        assert self._tokenizer is not None
         if callable(self._given):
             answer = self._given(self._tokenizer.decode(prompt_ids))
         else:

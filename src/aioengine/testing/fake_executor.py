@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import zlib
 from collections.abc import Callable, Container, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -191,7 +190,7 @@ class FakeExecutor:
         self.step_time_s = step_time_s
         self._takes_vocabulary = vocab_size is None
         self._answers = Answers(answers) if answers is not None else None
-        self._sampler = sampler or partial(_sample_hash_of, self)
+        self._sampler = sampler or self._sample_hash
         self._rows: dict[int, Row] = {}
         self._grammar_rows = GrammarRows(-(-self.info.vocab_size // 32))
         self._failures: dict[int, Exception] = {}
@@ -403,6 +402,9 @@ class FakeExecutor:
             tokens += itertools.islice((one for one in nearest if one in allowed and one not in masked), 1)
         return tokens
 
+    def _sample_hash(self, token_ids: list[int], sampling: RowSampling) -> int:
+        return sample_hash(token_ids, sampling, vocab_size=self.info.vocab_size)
+
     def _prompt_logprobs(self, works: list[RowWork]) -> PromptLogprobs | None:
         """Of the prompt tokens behind those that are computed, for rows that ask; all before one decide its rank."""
         rows, width, vocab_size = [], 0, self.info.vocab_size
@@ -427,10 +429,6 @@ class FakeExecutor:
             top_ids=top_ids,
             top_logprobs=top_logprobs,
         )
-
-
-def _sample_hash_of(executor: FakeExecutor, token_ids: list[int], sampling: RowSampling) -> int:
-    return sample_hash(token_ids, sampling, vocab_size=executor.info.vocab_size)
 
 
 def loop_time() -> float:

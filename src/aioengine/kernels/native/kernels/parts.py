@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 DTYPES = ("float32", "bfloat16", "float16")
-QUANTIZATIONS = ("int8", "int4", "coded")
 COMMON, CODED = "common", "coded"
 ALL_PARTS = (COMMON, *DTYPES, *(f"{dtype}-int8" for dtype in DTYPES), CODED)
 
