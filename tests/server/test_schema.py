@@ -199,6 +199,7 @@ def test_one_constraint_at_a_time() -> None:
         {"type": "json_schema", "json_schema": {"schema": []}}, {"type": 1}, {"type": "json_schema", "schema": 5},
         {"type": "json"}, {"type": "json", "value": "{}"}, {"type": "json_object", "schema": []}, {"type": "regex"},
         {"type": "json_object", "value": 5}, {"type": "json_schema", "json_schema": []}, {"type": "regex", "value": {}},
+        {"type": "json_object", "json_schema": True}, {"type": "json_schema", "json_schema": False},
     ],
 )  # fmt: skip
 def test_a_response_format_that_is_none_is_refused(given: Any) -> None:

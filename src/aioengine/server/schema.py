@@ -203,7 +203,7 @@ def read_response_format(given: dict[str, Any] | None) -> Constraint | None:
             return Json()
         if kind == "json_schema" and isinstance(schema, dict) and isinstance(schema.get("schema"), dict):
             wrapped, schema = schema, schema["schema"]  # TGI's value is what OpenAI's json_schema is
-        if not isinstance(schema, dict | bool):
+        if not isinstance(wrapped, dict) or not isinstance(schema, dict | bool):
             told = 'response_format needs {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}'
             raise invalid_value("response_format", told)
         return Json(schema, lenient=wrapped.get("strict") is False)
