@@ -194,6 +194,15 @@ class WriteMonitor:
             raise ClientGone from error
         self._is_writing = False
 
+    async def write_pieces(self, data: bytes) -> None:
+        """Write much in pieces, each within the timeout.
+
+        Raises:
+            ClientGone: the client has left.
+        """
+        for first in range(0, len(data), PIECE_BYTES):
+            await self.write(self._exchange.write(data[first : first + PIECE_BYTES]))
+
     def _look(self) -> None:
         now = self._loop.time()
         if self._is_writing and now - self._since >= self._timeout_s:

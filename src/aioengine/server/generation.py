@@ -30,7 +30,7 @@ from aioengine.server.answers import (
 from aioengine.server.config import ServerConfig
 from aioengine.server.decoding import read_messages, read_prompts, read_tools, too_many
 from aioengine.server.errors import JSON_HEADERS, api_error_of, invalid_value, unavailable, unsupported
-from aioengine.server.exchange import PIECE_BYTES, Exchange, Response, WriteMonitor, run_while_connected
+from aioengine.server.exchange import Exchange, Response, WriteMonitor, run_while_connected
 from aioengine.server.messages import MESSAGE_NAMES, MessageAnswer, MessageRequest, continues_answer, read_chat
 from aioengine.server.record import RequestRecord
 from aioengine.server.response_tools import ResponseTools, read_response_tools
@@ -74,7 +74,7 @@ class GenerationCall:
     """A request for a generation, from its decoded body to its last event."""
 
     _told: ClassVar[set[str]] = set()
-    """Kinds of tools that the log has told of, which were left out."""
+    """Tools that were left out, as the log has named them."""
 
     def __init__(self, engine: Engine, config: ServerConfig, exchange: Exchange, record: RequestRecord) -> None:
         self._engine = engine
@@ -86,7 +86,8 @@ class GenerationCall:
         """Answer a chat; None when that was a stream, which has been written."""
         messages = read_messages(request.messages, self._config.max_messages)
         try:
-            options = {"chat_template_kwargs": template_kwargs(request), **self._answer_options(request)}
+            asked = self._answer_options(request, self._tools(request))
+            options = {"chat_template_kwargs": template_kwargs(request), **asked}
             streams = await self._streams(request, [messages], **options)
             answer = ChatAnswer(
                 self._head("chatcmpl", streams),
@@ -105,11 +106,11 @@ class GenerationCall:
                 names["chat_template_kwargs"] = "add_generation_prompt"
             raise api_error_of(error, param_names=names) from error
 
-    def _answer_options(self, request: ChatGeneration, own: ResponseTools | None = None) -> dict[str, Any]:
+    def _answer_options(self, request: ChatGeneration, asked: ResponseTools) -> dict[str, Any]:
         """What a chat asks of its answer; tools that may be called, of a model that cannot, are left out.
 
         Args:
-            own: its tools where they are read already.
+            asked: see `_tools`.
         Raises:
             ApiError: it has a template of its own that is too long, or this server takes none.
         """
@@ -120,17 +121,12 @@ class GenerationCall:
         if len(request.chat_template or "") > MAX_TEMPLATE_CHARS:
             told = f"chat_template has more than {MAX_TEMPLATE_CHARS:,} characters, which few have; give a shorter one"
             raise invalid_value("chat_template", told)
-        if own is None:
-            own = ResponseTools(read_tools(request.tools), request.tool_choice)
-        tools, choice = own.functions, own.choice
+        tools, choice = asked.functions, asked.choice
         mode = choice.get("type") if isinstance(choice, dict) else choice
         if tools and not self._engine.has_tools and mode in (None, "auto", "none"):
             tools = None
-            self._leave_out(
-                "",
-                "tools",
-                "the format of this model's calls cannot be told from its chat template (--tool-format names one)",
-            )
+            why = "the format of this model's calls cannot be told from its chat template (--tool-format names one)"
+            self._leave_out("tools", why)
         return {
             "tools": tools,
             "tool_choice": choice if tools or mode not in ("auto", "none") else None,
@@ -139,17 +135,22 @@ class GenerationCall:
             "chat_template": request.chat_template,
         }
 
-    def _leave_out(self, kind: str, named: str, why: str) -> None:
-        """Log once that requests have tools of a kind that are left out."""
-        if kind not in self._told:
-            self._told.add(kind)
-            logger.warning("requests have %s, which are left out: %s (said once)", named, why)
+    def _leave_out(self, tools: str, why: str) -> None:
+        """Log once that requests have such tools, which are left out."""
+        if tools not in self._told:
+            self._told.add(tools)
+            logger.warning("requests have %s, which are left out: %s (said once)", tools, why)
 
-    def _response_tools(self, request: ResponseRequest) -> ResponseTools:
+    def _tools(self, request: ChatGeneration) -> ResponseTools:
+        """The tools of a request, for the engine."""
+
         def leave_out(kind: str) -> None:
-            self._leave_out(kind, f"tools of type {kind}", "a server would have to run them, and this one runs none")
+            self._leave_out(f"tools of type {kind}", "a server would have to run them, and this one runs none")
 
-        return read_response_tools(read_tools(request.tools), request.tool_choice, leave_out)
+        tools = read_tools(request.tools)
+        if isinstance(request, ResponseRequest):
+            return read_response_tools(tools, request.tool_choice, leave_out)
+        return ResponseTools(tools, request.tool_choice)
 
     async def respond(self, request: ResponseRequest, stored: StoredResponses) -> Response | None:
         """Answer by a response; None when that was a stream, which has been written."""
@@ -161,7 +162,7 @@ class GenerationCall:
                 stored.keep(owned, body, conversation, choice)
 
         try:
-            tools = self._response_tools(request)
+            tools = self._tools(request)
             options = {"chat_template_kwargs": request.chat_template_kwargs, **self._answer_options(request, tools)}
             is_followed = request.background and request.stream
             request.stream = request.stream and not request.background
@@ -191,36 +192,27 @@ class GenerationCall:
         Raises:
             ApiError: 404.
         """
-        body, clock = await stored.retrieve(owned), asyncio.get_running_loop().time
-        timeout_s, idle_s = self._config.write_timeout_s, self._config.keepalive_s
+        await stored.retrieve(owned)  # raises before the answer begins
+        exchange, config, clock = self._exchange, self._config, asyncio.get_running_loop().time
 
         async def work(cut: Callable[[], None]) -> None:
-            nonlocal body, after
-            took_s = 0.0
-            is_idle = is_over = False
-
-            def on_idle() -> None:
-                nonlocal is_idle
-                is_idle = True
-
-            exchange = self._exchange
-            with WriteMonitor(exchange, timeout_s=timeout_s, on_stuck=cut, idle_s=idle_s, on_idle=on_idle) as monitor:
+            nonlocal after
+            written_at, is_over = clock(), False
+            with WriteMonitor(exchange, timeout_s=config.write_timeout_s, on_stuck=cut) as monitor:
                 self._record.status = 200
                 await monitor.write(exchange.start(200, {**EVENT_HEADERS, **self._record.id_headers}))
                 while not is_over:
-                    data, after, is_over = events_after(body, after)
-                    if not data and is_idle:
-                        data, is_idle = Answer.KEEPALIVE, False
-                    for first in range(0, len(data), PIECE_BYTES):
-                        await monitor.write(exchange.write(data[first : first + PIECE_BYTES]))
+                    began = clock()
+                    data, after, is_over = events_after(await stored.retrieve(owned), after)
+                    took_s = clock() - began
+                    if data or began - written_at >= config.keepalive_s:
+                        written_at = began
+                        await monitor.write_pieces(data or Answer.KEEPALIVE)
                     if not is_over:
                         await asyncio.sleep(max(POLL_S, took_s / MAX_SHARE))
-                        began = clock()
-                        body = await stored.retrieve(owned)
-                        took_s = clock() - began
                 await monitor.write(exchange.end())
 
-        await run_while_connected(self._exchange, work)
+        await run_while_connected(exchange, work)
 
     async def _conversation(self, request: ResponseRequest, stored: StoredResponses) -> list[dict[str, Any]]:
         """The messages that a response answers, without its own instructions."""
@@ -278,7 +270,7 @@ class GenerationCall:
         """Answer by a message, as Anthropic's API does; None when that was a stream, which has been written."""
         try:
             messages, variables = self._read_chat(request)
-            options = {"chat_template_kwargs": variables, **self._answer_options(request)}
+            options = {"chat_template_kwargs": variables, **self._answer_options(request, self._tools(request))}
             group = StreamGroup(await self._streams(request, [messages], **options))
             answer = MessageAnswer(self._head("msg", group.streams), self._engine.token_bytes)
             return await self._answer(request, group, answer)
@@ -299,8 +291,7 @@ class GenerationCall:
     ) -> int:
         """Tokens of a chat's prompt; ``names`` are the client's for the engine's parameters."""
         try:
-            own = self._response_tools(request) if isinstance(request, ResponseRequest) else None
-            options = self._answer_options(request, own)
+            options = self._answer_options(request, self._tools(request))
             asked = AnswerOptions.of(options["tools"], options["tool_choice"], None)
             told = {**template_variables(options["reasoning_effort"]), **(variables or {})}
             engine = self._engine
@@ -441,8 +432,7 @@ class GenerationCall:
                 last = answer.failing(told)
             else:
                 last = answer.closing(group.outputs())
-            for first in range(0, len(last), PIECE_BYTES):
-                await monitor.write(exchange.write(last[first : first + PIECE_BYTES]))
+            await monitor.write_pieces(last)
             await monitor.write(exchange.end())
 
     async def _relay_deltas(

@@ -104,7 +104,7 @@ def input_page(response_id: str, messages: Sequence[dict[str, Any]], query: Mapp
     order, limit = query.get("order", "desc"), query.get("limit", "20")
     if order not in ("asc", "desc"):
         raise invalid_value("order", "order is asc or desc")
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MAX_ITEMS):
+    if limit not in map(str, range(1, MAX_ITEMS + 1)):
         raise invalid_value("limit", f"limit is a number from 1 to {MAX_ITEMS}")
     if order == "desc":
         items.reverse()
@@ -114,9 +114,9 @@ def input_page(response_id: str, messages: Sequence[dict[str, Any]], query: Mapp
             raise invalid_value("after", "after is the id of an item of this input")
         items = items[place + 1 :]
     data = items[: int(limit)]
-    first_id, last_id = (data[place]["id"] if data else None for place in (0, -1))
-    ends = {"first_id": first_id, "last_id": last_id, "has_more": len(items) > len(data)}
-    return {"object": "list", "data": data, **ends}
+    first_id, last_id = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+    has_more = len(items) > len(data)
+    return {"object": "list", "data": data, "first_id": first_id, "last_id": last_id, "has_more": has_more}
 
 
 def _items_of(messages: Sequence[dict[str, Any]], suffix: str) -> list[dict[str, Any]]:
