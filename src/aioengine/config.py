@@ -157,6 +157,8 @@ NEUTRAL_CONFIG = {
 
 Name = Annotated[str, Meta(min_length=1)]
 MAX_TEMPLATE_CHARS = 2**20
+"""Thirty times the largest chat template that is known."""
+
 Count = Annotated[int, Meta(ge=1)]
 Share = Annotated[float, Meta(gt=0.0, le=1.0)]
 Seconds = Annotated[float, Meta(gt=0.0, le=86400.0)]

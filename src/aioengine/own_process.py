@@ -24,7 +24,8 @@ OPENMP_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 """How threads of torch's OpenMP runtime, libgomp on Linux, wait for each other; read when torch is imported."""
 
 COMPILER_OUTLIVES = "AIOENGINE_COMPILER_OUTLIVES"
-"""Set in the environment: the compiler of native kernels goes on when the program ends that started it."""
+"""Set in the environment, as commands do, many of which end before the kernels are there: the compiler of native
+kernels goes on when the program that started it and its children end, within its bounds."""
 
 
 def open_standard_files() -> None:
@@ -47,14 +48,6 @@ def limit_spinning() -> None:
     """
     if not any(name in os.environ for name in OPENMP_WAITING):
         os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
-
-
-def let_compiler_outlive() -> None:
-    """Have the compiler of native kernels go on when this process and its children end, within its bounds.
-
-    For commands: many end before the kernels are there, and would never have them.
-    """
-    os.environ.setdefault(COMPILER_OUTLIVES, "1")
 
 
 received_signals: list[signal.Signals] = []

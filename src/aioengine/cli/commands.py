@@ -19,7 +19,7 @@ from aioengine.cli.generate import generate
 from aioengine.cli.info import info
 from aioengine.cli.serve import serve_command
 from aioengine.errors import AioEngineError
-from aioengine.own_process import let_compiler_outlive, limit_spinning, open_standard_files
+from aioengine.own_process import COMPILER_OUTLIVES, limit_spinning, open_standard_files
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -39,7 +39,7 @@ def run_command_line() -> None:
     """
     open_standard_files()
     limit_spinning()
-    let_compiler_outlive()
+    os.environ.setdefault(COMPILER_OUTLIVES, "1")
     try:
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from aioengine.config import MAX_TEMPLATE_CHARS
 from aioengine.core.protocol import check_limits
 from aioengine.errors import PromptTooLong
 from aioengine.frontend.admission import OnFull
@@ -37,7 +38,6 @@ from aioengine.text.chat_input import (
     open_messages,
     take_template_kwargs,
 )
-from aioengine.text.template_files import MAX_TEMPLATE_BYTES
 from aioengine.validation import check_fields, invalid, is_utf8, shorten, typed
 
 ChatMessage = dict[str, Any]
@@ -72,7 +72,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """Names in lower case."""
     max_unread_tokens: Annotated[int, Meta(ge=1)] | None = None
     stream_interval: Annotated[int, Meta(ge=1)] | None = None
-    chat_template: Annotated[str, Meta(min_length=1, max_length=MAX_TEMPLATE_BYTES)] | None = None
+    chat_template: Annotated[str, Meta(min_length=1, max_length=MAX_TEMPLATE_CHARS)] | None = None
     add_special_tokens: bool | None = None
     session: Annotated[str, Meta(min_length=1, max_length=MAX_SESSION_CHARS)] | None = None
 

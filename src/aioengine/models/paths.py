@@ -82,15 +82,11 @@ def _architecture(folder: ModelFolder) -> str:
         of_type = (
             name for name, family in ARCHITECTURES.items() if family.model_type == folder.config.get("model_type")
         )
-        known = next(of_type, None)
-        of_images = "; this is a part of a pipeline of diffusers, which makes images"
         hint = (
-            f', as "architectures": ["{known}"] for its model_type'
-            if known
-            else of_images
-            if "_class_name" in folder.config
-            else ""
+            "; this is a part of a pipeline of diffusers, which makes images" if "_class_name" in folder.config else ""
         )
+        if known := next(of_type, None):
+            hint = f', as "architectures": ["{known}"] for its model_type'
         raise ModelLoadError(
             f"{folder.source_of('config.json')}: architectures={shorten(names)}; a list of one is needed{hint}"
         )

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-T = TypeVar("T")
 
 
 class _Token(msgspec.Struct):
@@ -16,17 +15,16 @@ class _Token(msgspec.Struct):
     id: TokenId = 0
 
 
-class _Settings(msgspec.Struct):
-    """The part of tokenizer_config.json and special_tokens_map.json that is read."""
+class _File(msgspec.Struct):
+    """The parts that are read of `FILES`."""
 
     eos_token: str | _Token | None = None
+    added_tokens: list[_Token] = []
     added_tokens_decoder: dict[TokenId, _Token] = {}
 
 
-class _Tokenizer(msgspec.Struct):
-    """The part of tokenizer.json that is read."""
-
-    added_tokens: list[_Token] = []
+FILES = ("tokenizer.json", "special_tokens_map.json", "tokenizer_config.json")
+"""Later ones go before earlier ones."""
 
 
 def tokenizer_eos_id(folder: Path) -> int | None:
@@ -35,16 +33,13 @@ def tokenizer_eos_id(folder: Path) -> int | None:
     Damaged files count as missing: the tokenizer that is loaded from them reports what is wrong. Takes some 0.1 s for a
     tokenizer.json of 30 MB.
     """
-    settings = _read(folder / "tokenizer_config.json", _Settings())
-    token = settings.eos_token or _read(folder / "special_tokens_map.json", _Settings()).eos_token
-    content = token.content if isinstance(token, _Token) else token
-    ids = {token.content: token.id for token in _read(folder / "tokenizer.json", _Tokenizer()).added_tokens}
-    ids |= {token.content: token_id for token_id, token in settings.added_tokens_decoder.items()}
+    content, ids = None, dict[str, int]()
+    for name in FILES:
+        try:
+            file = msgspec.json.decode((folder / name).read_bytes(), type=_File)
+        except (OSError, ValueError, RecursionError):
+            continue
+        content = (file.eos_token.content if isinstance(file.eos_token, _Token) else file.eos_token) or content
+        ids |= {token.content: token.id for token in file.added_tokens}
+        ids |= {token.content: token_id for token_id, token in file.added_tokens_decoder.items()}
     return ids.get(content) if content else None
-
-
-def _read(path: Path, default: T) -> T:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=type(default))
-    except (OSError, ValueError, RecursionError):
-        return default

@@ -1,7 +1,7 @@
 """A child process that compiles what is missing of the native kernels, while this one computes without them.
 
 An engine in a program of the user's ends its compiler when it closes. A command of ours may end within seconds, so its
-compiler outlives it (`own_process.let_compiler_outlive`): one at a time a cache, bounded in time and memory. Each part
+compiler outlives it (`own_process.COMPILER_OUTLIVES`): one at a time a cache, bounded in time and memory. Each part
 is kept as soon as it is compiled, so that a compiler that is killed has not worked for nothing.
 """
 
