@@ -37,7 +37,7 @@ FLOORS = """
     config metrics sampling_params
     structured tool_calls
     type_schema
-    backoff import_path own_process plain_struct plugins progress threads turns validation
+    backoff import_path json_pointer own_process plain_struct plugins progress threads turns validation
     _version errors
 """.strip().splitlines()
 """From the top down. Rooms on one floor do not know each other."""

@@ -7,8 +7,10 @@ import time
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher
 
 from aioengine import InvalidRequest
+from aioengine.structured.normalize import normalized
 from aioengine.tool_calls.calls import ToolChoice, read_tools
 from aioengine.tool_calls.formats import find_tool_format
 from aioengine.tool_calls.grammars import types_of
@@ -72,6 +74,23 @@ def test_what_an_argument_refers_to_is_all_that_is_written_of_its_tool() -> None
         "0": {"anyOf": [{"$ref": "#/$defs/0"}, {"$ref": "#/$defs/1"}]},
         "1": {"type": "null"},
     }
+
+
+@pytest.mark.parametrize("definition", ["Box<int>", "Größe", "a b", "a/b~c"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_definitions_of_any_name_are_found(name: str, definition: str) -> None:
+    reference = {"$ref": f"#/$defs/{definition.replace('~', '~0').replace('/', '~1')}"}
+    schema = {
+        "properties": {"x": reference, "y": {"type": "array", "items": reference}},
+        "$defs": {definition: {"type": "integer"}},
+    }
+    text = grammar_of(name, normalized(schema))
+    assert not LLMatcher.validate_grammar(text)
+
+
+@pytest.mark.parametrize("required", [True, 5, "x", {"x": 1}, [["x"]], [{}, "x"]])
+def test_names_of_required_arguments_that_are_none_are_passed_over(required: Any) -> None:
+    assert grammar_of("qwen3_coder", {"properties": {"x": {"type": "integer"}}, "required": required})
 
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "pythonic"])

@@ -12,8 +12,9 @@ import math
 import re
 from typing import Any
 
+from aioengine.json_pointer import referred
 from aioengine.structured.constraints import Choice, Constraint, Either, Grammar, Json, Regex, StructuralTags, Tag
-from aioengine.structured.json_schema import MAX_SCHEMAS_DEEP, is_number, listed, referred
+from aioengine.structured.json_schema import MAX_SCHEMAS_DEEP, is_number, listed
 
 MAX_FORCED_BYTES = 8 * 1024
 """A constraint that may force more has all its tokens sampled."""

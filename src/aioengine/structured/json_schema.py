@@ -13,7 +13,8 @@ import re
 from collections.abc import Container, Iterator
 from fractions import Fraction
 from typing import Any
-from urllib.parse import unquote
+
+from aioengine.json_pointer import referred
 
 MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _BRANCHES = ("allOf", "anyOf", "oneOf")
@@ -247,17 +248,3 @@ def listed(node: dict[str, Any], keyword: str) -> list[Any]:
     """What a keyword lists; nothing where it is no list."""
     value = node.get(keyword)
     return value if isinstance(value, list) else []
-
-
-def referred(root: Any, reference: Any) -> Any:
-    """What a ``#/…`` leads to; None where there is nothing."""
-    if not isinstance(reference, str) or reference[:1] != "#" or reference[1:2] not in ("", "/"):
-        return None
-    found = root
-    for part in unquote(reference).split("/")[1:]:
-        name = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list):
-            found = found[int(name)] if name.isdecimal() and int(name) < len(found) else None
-        else:
-            found = found.get(name) if isinstance(found, dict) else None
-    return found

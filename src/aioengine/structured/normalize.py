@@ -10,15 +10,13 @@ import json
 from typing import Any
 from urllib.parse import quote
 
+from aioengine.json_pointer import MAX_REFERENCES, referred
 from aioengine.structured.formats import BASE64, FORMATS, FORMATS_BY_OTHER_NAMES, FORMATS_LEFT, MAX_HOSTNAME_CHARS
-from aioengine.structured.json_schema import BOUNDS, LISTS, MAPS, MAX_EXACT_INTEGER, ONES, is_number, listed, referred
+from aioengine.structured.json_schema import BOUNDS, LISTS, MAPS, MAX_EXACT_INTEGER, ONES, is_number, listed
 from aioengine.structured.options import FactFinder
 
 MAX_NAMES = 256
 """In a ``propertyNames``: each becomes a property."""
-
-MAX_REFERENCES = 32
-"""That lead to one another."""
 
 MAX_INLINE_CHARS = 100
 """Of the schema of such properties; a longer one becomes a definition, which all of them refer to."""

@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from aioengine.errors import InternalError, InvalidRequest
+from aioengine.json_pointer import referred, resolved
 from aioengine.tool_calls.calls import NO_TOKENS, AnswerParser, Tool, ToolChoice
 from aioengine.tool_calls.reading import Reading, StepParser, Steps
-
-MAX_REFERENCES = 32
-"""Of references that lead to references, in a schema; more are taken for a circle."""
 
 ESCAPES = 'nrbtf\\"'
 """Of texts of JSON, without ``\\u``: a key that is written otherwise would pass for another one."""
@@ -206,10 +204,10 @@ def quoted(text: str) -> str:
 
 def properties_of(tool: Tool) -> dict[str, dict[str, Any]]:
     """The schema of each declared argument, which is no reference itself and may have some inside."""
-    properties = _resolved(tool.parameters, tool.parameters).get("properties")
+    properties = resolved(tool.parameters, tool.parameters).get("properties")
     if not isinstance(properties, dict):
         return {}
-    return {name: _resolved(schema, tool.parameters) for name, schema in properties.items() if name}
+    return {name: resolved(schema, tool.parameters) for name, schema in properties.items() if name}
 
 
 def _with_definitions(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -223,7 +221,7 @@ def _with_definitions(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Map
             return value
         inner = {key: moved(one) for key, one in value.items()}
         reference = value.get("$ref")
-        if isinstance(reference, str) and _referred(reference, root) is not None:
+        if isinstance(reference, str) and referred(root, reference) is not None:
             inner["$ref"] = f"#/$defs/{names.setdefault(reference, str(len(names)))}"
         return inner
 
@@ -231,12 +229,13 @@ def _with_definitions(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Map
     definitions: dict[str, Any] = {}
     while len(definitions) < len(names):  # each of them may refer to more
         for reference in list(names)[len(definitions) :]:
-            definitions[names[reference]] = moved(_referred(reference, root))
+            definitions[names[reference]] = moved(referred(root, reference))
     return {**document, "$defs": definitions} if definitions else document
 
 
 def required_of(tool: Tool) -> frozenset[str]:
-    return frozenset(_resolved(tool.parameters, tool.parameters).get("required") or ())
+    names = resolved(tool.parameters, tool.parameters).get("required")
+    return frozenset(name for name in names if isinstance(name, str)) if isinstance(names, list) else frozenset()
 
 
 def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
@@ -247,7 +246,7 @@ def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
         if id(given) in seen:
             continue
         seen.add(id(given))
-        one = _resolved(given, root)
+        one = resolved(given, root)
         kind, values = one.get("type"), choices_of(one)
         members = [member for key in ("anyOf", "oneOf") if isinstance(one.get(key), list) for member in one[key]]
         if isinstance(kind, str | list):
@@ -267,28 +266,3 @@ def choices_of(schema: Mapping[str, Any]) -> list[Any] | None:
         return [schema["const"]]
     values = schema.get("enum")
     return values if isinstance(values, list) else None
-
-
-def _resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema that one refers to inside ``root``; what it says beside the reference goes on top."""
-    for _ in range(MAX_REFERENCES):
-        if not isinstance(schema, dict) or not isinstance(reference := schema.get("$ref"), str):
-            break
-        target = _referred(reference, root)
-        if not isinstance(target, dict):
-            break
-        schema = {**target, **{key: value for key, value in schema.items() if key != "$ref"}}
-    return schema if isinstance(schema, dict) else {}
-
-
-def _referred(reference: str, root: Any) -> Any:
-    """Follow a reference inside ``root``; returns the target, None where there is none."""
-    if not reference.startswith("#"):
-        return None
-    for part in reference[1:].split("/")[1:]:
-        name = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(root, list):
-            root = root[int(name)] if name.isdecimal() and int(name) < len(root) else None
-        else:
-            root = root.get(name) if isinstance(root, dict) else None
-    return root
