@@ -83,8 +83,8 @@ def test_schemas_whose_options_multiply_are_tried(schema: dict[str, Any]) -> Non
     assert is_to_be_tried(Either((Choice(["a"]), StructuralTags((Tag("<f>", schema=schema),), ("<f>",)))))
 
 
-@pytest.mark.parametrize("case", SAMPLE, ids=str)
-def test_no_schema_of_the_sample_is_unless_it_is_large(case: SchemaCase) -> None:
+@pytest.mark.parametrize("case", [case for case in SAMPLE if case.name != "all of any of"], ids=str)
+def test_no_other_schema_of_the_sample_is_unless_it_is_large(case: SchemaCase) -> None:
     constraint = Json(case.schema)
     assert is_to_be_tried(constraint) == (len(constraint.content) > trials.LARGE_BYTES)
 

@@ -13,7 +13,7 @@ from urllib.parse import quote
 from aioengine.json_pointer import MAX_REFERENCES, referred
 from aioengine.structured.formats import BASE64, FORMATS, FORMATS_BY_OTHER_NAMES, FORMATS_LEFT, MAX_HOSTNAME_CHARS
 from aioengine.structured.json_schema import BOUNDS, LISTS, MAPS, MAX_EXACT_INTEGER, ONES, is_number, listed
-from aioengine.structured.options import FactFinder
+from aioengine.structured.options import OptionJudge
 
 MAX_NAMES = 256
 """In a ``propertyNames``: each becomes a property."""
@@ -58,7 +58,7 @@ class _Rewriting:
     def __init__(self, root: Node) -> None:
         self.definitions: Node = {}
         self._root = root
-        self._facts = FactFinder(root)
+        self._judge = OptionJudge(root)
         self._resolutions: Node = {}
         """Rewritten schemas, by the references that lead to them."""
 
@@ -89,8 +89,8 @@ class _Rewriting:
         """The property that OpenAPI's ``discriminator`` names is required by it; the options say the rest."""
         given = node.pop("discriminator", None)
         name = given.get("propertyName") if isinstance(given, dict) else None
-        options = [self._facts.of(option) for keyword in ("anyOf", "oneOf") for option in listed(node, keyword)]
-        is_said = all(name in option.required for option in options if "object" in option.kinds)
+        options = [leaf for keyword in ("anyOf", "oneOf") for leaf in self._judge.leaves(listed(node, keyword))]
+        is_said = all(name in listed(leaf, "required") for leaf in options if leaf.get("type", "object") == "object")
         if isinstance(name, str) and not is_said and name not in listed(node, "required"):
             node["required"] = [*listed(node, "required"), name]
 
@@ -98,8 +98,8 @@ class _Rewriting:
         """``oneOf`` as ``anyOf``, where no two options have a value in common."""
         if not (options := listed(node, "oneOf")):
             return
-        around = self._facts.look({keyword: value for keyword, value in node.items() if keyword != "oneOf"})
-        if "anyOf" not in node and self._facts.are_apart(options, around):
+        around = {keyword: value for keyword, value in node.items() if keyword != "oneOf"}
+        if "anyOf" not in node and self._judge.are_apart(options, around):
             node["anyOf"] = node.pop("oneOf")
         elif any("$ref" in option for option in options if isinstance(option, dict)):
             node["discriminator"] = {}  # a sibling without meaning: with one the library looks into the definitions

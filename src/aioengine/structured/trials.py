@@ -14,19 +14,17 @@ from typing import Any
 from aioengine.errors import EngineClosed, EngineOverloaded, InternalError, InvalidRequest
 from aioengine.structured.constraints import Constraint, Either, Grammar, Json, StructuralTags
 from aioengine.structured.grammar import STACK_BYTES
-from aioengine.structured.json_schema import is_number, subschemas
-from aioengine.structured.options import count_combinations
+from aioengine.structured.json_schema import is_number, listed, subschemas
 
 logger = logging.getLogger("aioengine")
 
 LARGE_BYTES = 16 * 1024
 """A larger constraint is tried first. Smaller ones stay within llguidance's own limits: 0.4 s, and some MB."""
 
-MAX_COMBINATIONS = 2000
-"""The most combinations of options in a schema that is not tried; llguidance takes 0.05 to 0.4 ms for each."""
-
 MAX_MULTIPLES = 5000
 """The sum of all ``multipleOf`` in a schema; llguidance takes 10 to 15 µs for each of these."""
+
+_CHOICES = frozenset({"enum", "anyOf", "oneOf", "allOf", "$ref"})
 
 CPU_S = 2
 WALL_S = 20.0
@@ -50,8 +48,16 @@ def is_to_be_tried(constraint: Constraint) -> bool:
 
 def multiplies(schema: Any) -> bool:
     """Whether compiling a schema may take long, however small it is."""
-    multiples = [node["multipleOf"] for node in subschemas(schema) if is_number(node.get("multipleOf"))]
-    return sum(map(abs, multiples)) > MAX_MULTIPLES or count_combinations(schema) > MAX_COMBINATIONS
+    nodes = list(subschemas(schema))
+    multiples = [node["multipleOf"] for node in nodes if is_number(node.get("multipleOf"))]
+    return sum(map(abs, multiples)) > MAX_MULTIPLES or any(map(_intersects, nodes))
+
+
+def _intersects(node: dict[str, Any]) -> bool:
+    """Whether options of one keyword hold together with those of another: llguidance goes through all pairs."""
+    parts = (part for part in listed(node, "allOf") if isinstance(part, dict))
+    num_choices = len(_CHOICES.intersection(node) - {"allOf"}) + sum(not _CHOICES.isdisjoint(part) for part in parts)
+    return num_choices > 1
 
 
 class Trials:
