@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,12 @@ from structured.schema_sample import SAMPLE, SchemaCase
 from structured.test_engine import over_fake
 from waiting import Tasks
 
-from aioengine import Choice, EngineClosed, Grammar, InternalError, InvalidRequest, Json, Regex, StructuralTags, Tag
+from aioengine import Choice, Grammar, InternalError, InvalidRequest, Json, Regex, StructuralTags, Tag
 from aioengine.core import grammars
 from aioengine.structured import trials
 from aioengine.structured.constraints import Either
 from aioengine.structured.guidance import LIMITS, Vocabulary
-from aioengine.structured.trials import Trials, is_to_be_tried
+from aioengine.structured.trials import is_to_be_tried, try_compiling
 
 ENDLESS = (Path(__file__).parent / "endless.lark").read_text()
 """Found by chance: compiling these 500 characters takes more than a minute, and gigabytes."""
@@ -28,38 +27,17 @@ ENDLESS = (Path(__file__).parent / "endless.lark").read_text()
 
 def test_a_grammar_that_takes_minutes_is_given_up_with_all_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trials, "CPU_S", 1)
-    tried = Vocabulary(tokenizer().to_str(), 2048, ending_ids(), Trials())
+    tried = Vocabulary(tokenizer().to_str(), 2048, ending_ids())
     with pytest.raises(InvalidRequest, match="takes more than 1 s or 1024 MiB to compile"):
         tried.compile(Grammar(ENDLESS))
     tried.compile(Grammar('start: "a"+'))
-
-
-def test_a_trial_ends_when_the_engine_closes() -> None:
-    running = Trials()
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            running.run(ENDLESS, 2048, LIMITS)
-        except EngineClosed as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    while not running._running:
-        time.sleep(0.001)
-    running.close()
-    thread.join()
-    assert len(raised) == 1
-    with pytest.raises(EngineClosed):
-        running.run('start: "a"', 2048, LIMITS)
 
 
 def test_a_process_that_does_not_work_lets_nothing_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("raise SystemExit(3)")
     monkeypatch.setattr(trials, "_CHILD", tmp_path / "broken.py")
     with pytest.raises(InternalError, match="does not work"):
-        Trials().run('start: "a"', 2048, LIMITS)
+        try_compiling('start: "a"', 2048, LIMITS)
 
 
 def few(count: int) -> dict[str, Any]:

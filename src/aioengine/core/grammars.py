@@ -15,7 +15,7 @@ from aioengine.models.folder import ModelFolder
 from aioengine.scheduler.sequence import Request
 from aioengine.structured.constraints import Constraint
 from aioengine.structured.grammar import STACK_BYTES, CompiledGrammar, ThinkingGrammar
-from aioengine.structured.trials import WALL_S, Trials, is_to_be_tried
+from aioengine.structured.trials import WALL_S, is_to_be_tried
 from aioengine.text.loading import has_tokenizer, load_tokenizer
 from aioengine.text.worker import TextWorker, outside_work
 
@@ -89,7 +89,6 @@ class Grammars:
         self._ending_ids = ending_ids
         self._vocabulary: Vocabulary | None = None
         self._vocabulary_lock = threading.Lock()
-        self._trials = Trials()
         self._remembered: OrderedDict[bytes, GuidanceGrammar] = OrderedDict()
         """Those that were used last, at the end."""
         self._jobs: dict[bytes, _Job] = {}
@@ -128,7 +127,6 @@ class Grammars:
     async def aclose(self) -> None:
         """Compile no more. A thread that is still at one ends by itself."""
         self._jobs.clear()
-        self._trials.close()
         for lane in (self._small, self._tried):
             lane.queue.clear()
         await self._small.worker.aclose()
@@ -237,5 +235,5 @@ class Grammars:
                         "structured: the model has no tokenizer.json, which grammars are compiled for",
                         param="structured",
                     )
-                self._vocabulary = Vocabulary(backend.to_str(), self._num_tokens, self._ending_ids, self._trials)
+                self._vocabulary = Vocabulary(backend.to_str(), self._num_tokens, self._ending_ids)
         return self._vocabulary

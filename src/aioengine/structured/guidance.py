@@ -26,7 +26,7 @@ from aioengine.structured.forced import MAX_FORCED_BYTES, longest_forced
 from aioengine.structured.grammar import STACK_BYTES, TOO_LARGE, Mask
 from aioengine.structured.json_schema import MAX_PATTERNS, ends_in_backslash, unsound_keywords
 from aioengine.structured.normalize import normalized
-from aioengine.structured.trials import Trials, is_to_be_tried
+from aioengine.structured.trials import is_to_be_tried, try_compiling
 from aioengine.threads import start_with_stack
 
 WHITESPACE = r"(\x20|\x0A\x20{0,64})"
@@ -109,15 +109,19 @@ class Vocabulary:
         tokenizer_json: as `tokenizers.Tokenizer.to_str` gives it.
         num_tokens: the model's; its masks have a bit for each.
         ending_ids: tokens that end the output.
-        trials: what may take long to compile is tried by them first.
+        try_first: called with a grammar that may take long to compile, as `try_compiling`.
     Raises:
         InvalidRequest: llguidance cannot read the tokenizer, or there is no ending token.
     """
 
     def __init__(
-        self, tokenizer_json: str, num_tokens: int, ending_ids: Sequence[int], trials: Trials | None = None
+        self,
+        tokenizer_json: str,
+        num_tokens: int,
+        ending_ids: Sequence[int],
+        try_first: Callable[[str, int, dict[str, Any]], None] = try_compiling,
     ) -> None:
-        self._trials = Trials() if trials is None else trials
+        self._try_first = try_first
         known = msgspec.json.decode(tokenizer_json)
         added = known.get("added_tokens") or []
         self.control_ids = {token["content"]: int(token["id"]) for token in added if _is_control(token)}
@@ -158,7 +162,7 @@ class Vocabulary:
             is_one = is_forcing and not isinstance(constraint, Either)
             text = self._grammar_of(constraint) if is_one else self._one_of(constraint, is_forcing=is_forcing)
             if is_to_be_tried(constraint):
-                self._trials.run(text, self.num_tokens, LIMITS)
+                self._try_first(text, self.num_tokens, LIMITS)
                 began = time.thread_time()
             limits = llguidance.LLParserLimits(**LIMITS)
             begin = functools.partial(llguidance.LLMatcher, self.tokenizer, text, log_level=0, limits=limits)

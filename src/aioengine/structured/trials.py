@@ -7,11 +7,10 @@ import logging
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
-from aioengine.errors import EngineClosed, EngineOverloaded, InternalError, InvalidRequest
+from aioengine.errors import EngineOverloaded, InternalError, InvalidRequest
 from aioengine.structured.constraints import Constraint, Either, Grammar, Json, StructuralTags
 from aioengine.structured.grammar import STACK_BYTES
 from aioengine.structured.json_schema import is_number, listed, subschemas
@@ -60,66 +59,29 @@ def _intersects(node: dict[str, Any]) -> bool:
     return num_choices > 1
 
 
-class Trials:
-    """Runs them; from any thread."""
+def try_compiling(text: str, num_tokens: int, limits: dict[str, Any]) -> None:
+    """Compile a grammar in a process, and make its first masks; from any thread.
 
-    def __init__(self) -> None:
-        self._running = set[subprocess.Popen[str]]()
-        self._lock = threading.Lock()
-        self._is_closed = False
-
-    def run(self, text: str, num_tokens: int, limits: dict[str, Any]) -> None:
-        """Compile a grammar in a process, and make its first masks.
-
-        Args:
-            text: as llguidance takes it.
-            num_tokens: of the vocabulary.
-        Raises:
-            InvalidRequest: it takes more than `CPU_S`, `WALL_S` or `MEMORY_BYTES`.
-            EngineOverloaded: there was no process to be had.
-            EngineClosed: `close` was called.
-            InternalError: the process could not do its work.
-        """
-        sizes = {"cpu_s": CPU_S, "memory_bytes": MEMORY_BYTES, "stack_bytes": STACK_BYTES}
-        given = json.dumps({"text": text, "num_tokens": num_tokens, "limits": limits, **sizes})
-        try:
-            child = subprocess.Popen(
-                [sys.executable, "-P", str(_CHILD)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                text=True,
-            )
-        except OSError as error:
-            raise EngineOverloaded(f"no process to compile the grammar in: {error}", retry_after_s=1.0) from error
-        with self._lock:
-            self._running.add(child)
-            if self._is_closed:
-                child.kill()
-        try:
-            with child:
-                try:
-                    child.communicate(given, timeout=WALL_S)
-                except subprocess.TimeoutExpired:
-                    pass
-                finally:
-                    child.kill()
-        finally:
-            with self._lock:
-                self._running.discard(child)
-        if self._is_closed:
-            raise EngineClosed("the engine is closed")
-        if child.returncode > 0:
-            raise InternalError("the process in which grammars are tried does not work; its stderr says why")
-        if child.returncode < 0:
-            told = (
-                f"structured: it takes more than {CPU_S} s or {MEMORY_BYTES >> 20} MiB to compile; give a simpler one"
-            )
-            logger.info("a grammar was given up by %s", signal.Signals(-child.returncode).name)
-            raise InvalidRequest(told, param="structured")
-
-    def close(self) -> None:
-        """Kill those that run, and run no more."""
-        with self._lock:
-            self._is_closed = True
-            for child in self._running:
-                child.kill()
+    Args:
+        text: as llguidance takes it.
+        num_tokens: of the vocabulary.
+    Raises:
+        InvalidRequest: it takes more than `CPU_S`, `WALL_S` or `MEMORY_BYTES`.
+        EngineOverloaded: there was no process to be had.
+        InternalError: the process could not do its work.
+    """
+    sizes = {"cpu_s": CPU_S, "memory_bytes": MEMORY_BYTES, "stack_bytes": STACK_BYTES}
+    given = json.dumps({"text": text, "num_tokens": num_tokens, "limits": limits, **sizes})
+    command = [sys.executable, "-P", str(_CHILD)]
+    try:
+        code = subprocess.run(command, input=given, stdout=subprocess.DEVNULL, text=True, timeout=WALL_S).returncode
+    except subprocess.TimeoutExpired:
+        code = -signal.SIGKILL
+    except OSError as error:
+        raise EngineOverloaded(f"no process to compile the grammar in: {error}", retry_after_s=1.0) from error
+    if code > 0:
+        raise InternalError("the process in which grammars are tried does not work; its stderr says why")
+    if code < 0:
+        logger.info("a grammar was given up by %s", signal.Signals(-code).name)
+        told = f"structured: it takes more than {CPU_S} s or {MEMORY_BYTES >> 20} MiB to compile; give a simpler one"
+        raise InvalidRequest(told, param="structured")
