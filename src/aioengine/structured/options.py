@@ -36,7 +36,7 @@ class OptionJudge:
         """Whether no value fits two of the options, where ``around`` holds, too; False where that is not seen."""
         leaves = [[_both(around, leaf) for leaf in self.leaves([option])] for option in options]
         objects = (leaf for option in leaves for leaf in option if leaf["properties"])
-        first = next(objects, {"properties": {}, "required": []})
+        first = next(objects, _both({}, {}))
         required = {name for name in first["required"] if isinstance(name, str)}
         tags = [None, *(name for name in first["properties"] if name in required)]
         return any(self._num_steps_left >= 0 and self._are_apart_by(leaves, tag) for tag in tags)
