@@ -294,8 +294,6 @@ class SamplingParams(
         check_fields(self, invalid)
         if self.seed == NO_SEED:
             msgspec.structs.force_setattr(self, "seed", None)
-        if self.seed is not None and not MIN_SEED <= self.seed <= MAX_SEED:
-            raise invalid("seed", f"seed={shorten(self.seed)}: a signed 64-bit integer is needed")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise invalid("min_tokens", f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
         if self.truncate_prompt_tokens == 0:

@@ -269,6 +269,8 @@ def _check(value: Any, rule: _Rule) -> Any:
         value = value.item()
     if isinstance(value, str) and rule.name.endswith("_bytes"):
         value = parse_size(value)
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:  # no message between processes holds more
+        raise _Refused("a signed 64-bit integer is needed")
     if isinstance(value, SIZED) or (isinstance(value, np.ndarray) and value.ndim == 1):
         limit, unit = (rule.max_chars, "characters") if isinstance(value, str) else (rule.max_items, "items")
         if len(value) > limit:

@@ -129,6 +129,8 @@ def test_a_model_is_named_by_an_argument_or_an_option(call_main: CallMain, tmp_p
         assert (code, "names the model 'a', and --model 'b'" in stderr) == (2, True), stderr
     code, _, stderr = call_main("generate", "Once", "upon", "a", "time")
     assert (code, "in quotes" in stderr) == (2, True)
+    code, _, stderr = call_main("generate", "Once", "upon")
+    assert (code, "'Once'" in stderr, "a word of the PROMPT?" in stderr) == (1, True, True), stderr
 
 
 def test_ctrl_c_during_the_imports_ends_a_command_quietly() -> None:

@@ -15,6 +15,7 @@ import msgspec
 from aioengine import Engine
 from aioengine.cli.command import given, one_model, options_of, run
 from aioengine.config import EngineConfig
+from aioengine.errors import ModelLoadError
 from aioengine.models.folder import DEMO_MODEL, ModelFolder
 from aioengine.outputs import CompletionOutput, RequestOutput
 from aioengine.sampling_params import SamplingParams
@@ -69,7 +70,10 @@ def generate(
     messages = as_messages(prompt, system) if is_chat or system is not None else None
     if not is_json:
         refuse_what_no_text_shows(sampling, "give --json with it")
-    run(_generate(messages or prompt, is_json, shows_stats, given(EngineConfig, flags), sampling))
+    try:
+        run(_generate(messages or prompt, is_json, shows_stats, given(EngineConfig, flags), sampling))
+    except ModelLoadError as error:
+        raise error.with_hint("is it a word of the PROMPT? That stands in quotes" if models else "") from None
 
 
 def constraint_of(json_schema: str | None, regex: str | None, choices: tuple[str, ...]) -> Constraint | None:

@@ -20,11 +20,8 @@ ELSEWHERE = tuple((re.compile(paths), told) for paths, told in (
      "use /v1/completions, or /v1/chat/completions"),
     (r"/info|/props|/slots|/get_model_info|/model_info|/get_server_info|/server_info",
      "use /v1/models, /load and /metrics"),
-    (r"(/v1|/v2)?/(embed|embeddings?|embed_all)|/v1/engines/.+/embeddings",
-     "it needs an embedding model, and this server has a language model, which generates text; use another server, of"
-     " an embedding model"),
-    (r"(/v1|/v2)?/(pooling|classify|score|rerank)",
-     "it needs a model that scores or classifies, and this server has a language model, which generates text"),
+    (r"(/v1|/v2)?/(embed|embeddings?|embed_all|pooling|classify|score|rerank)|/v1/engines/.+/embeddings",
+     "it needs an embedding model, or one that scores or classifies, and this server's language model generates text"),
     (r"/v1/(moderations|audio/.+|images/.+|videos(/.*)?|realtime(/.*)?)",
      "this server generates text; use another one for that"),
     (r"/v1/(files|uploads|vector_stores|containers|assistants|threads|evals|fine_tuning)(/.*)?",
