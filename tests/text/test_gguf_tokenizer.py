@@ -137,7 +137,6 @@ def test_a_file_without_a_vocabulary_has_no_tokenizer(tmp_path: Path) -> None:
         ),
         ("gpt2", lambda writer: writer.add_token_merges(["a z"]), "could not be loaded: .*Token `z` out of vocabulary"),
         ("gpt2", lambda writer: writer.add_token_types([1]), "2 tokens and 1 types of tokens"),
-        ("gpt2", lambda writer: writer.add_bos_token_id(7), "names token 7, and has 2"),
         ("llama", lambda writer: None, "lacks tokenizer.ggml.scores, one for each of 2 tokens"),
         ("gpt2", lambda writer: writer.add_chat_template("x" * 2**21), "the chat template has more than"),
     ],
@@ -153,6 +152,21 @@ def test_what_is_wrong_with_a_vocabulary_is_named(
     with pytest.raises(ModelLoadError, match=problem) as raised:
         load_tokenizer(tmp_path / "model.gguf")
     assert str(tmp_path / "model.gguf") in str(raised.value)
+
+
+@pytest.mark.parametrize(("model", "eos"), [("gpt2", None), ("llama", "</s>")])
+def test_ids_that_a_vocabulary_lacks_are_not_given(model: str, eos: str | None, tmp_path: Path) -> None:
+    """Converters have written -1 for none, which is 4294967295 in a file."""
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_tokenizer_model(model)
+    writer.add_token_list(["a", "b", "</s>", "c"])
+    writer.add_token_scores([0.0] * 4)
+    writer.add_bos_token_id(1)
+    for add in (writer.add_pad_token_id, writer.add_eos_token_id, writer.add_unk_token_id):
+        add(2**32 - 1)
+    finish(writer)
+    named = {"bos_token": "b", **({"eos_token": eos, "unk_token": "a"} if eos else {})}
+    assert load_tokenizer(tmp_path / "model.gguf").named_tokens == named
 
 
 PUBLISHED = {

@@ -138,11 +138,7 @@ def build_tokenizer(file: GgufFile) -> Any:
 
 
 def named_tokens_of(file: GgufFile) -> dict[str, str]:
-    """ "bos_token", "eos_token" and so on, as far as the file has them.
-
-    Raises:
-        ModelLoadError: one is none of the vocabulary.
-    """
+    """ "bos_token", "eos_token" and so on, as far as the file has them."""
     ids = {name: id_of_role(file, role) for name, role in ROLES.items()}
     return {name: _tokens(file)[token_id] for name, token_id in ids.items() if token_id is not None}
 

@@ -56,17 +56,15 @@ def token_types(file: GgufFile) -> list[int]:
 def id_of_role(file: GgufFile, role: str) -> int | None:
     """The token that the file names for a role, such as "bos"; None without one.
 
-    Raises:
-        ModelLoadError: the vocabulary has no such token.
+    Ids that the vocabulary lacks count as not given, as in llama.cpp: converters have written -1 for none.
     """
     token_id: int | None = file.get(f"tokenizer.ggml.{role}_token_id", int)
     num_tokens = len(file.get("tokenizer.ggml.tokens", list, []))
-    if token_id is None and file.metadata.get("tokenizer.ggml.model") == SENTENCEPIECE:
-        default = DEFAULT_IDS.get(role, num_tokens)
-        return default if default < num_tokens else None
-    if token_id is not None and num_tokens and not 0 <= token_id < num_tokens:
-        raise ModelLoadError(f"{file.path} names token {token_id}, and has {num_tokens}")
-    return token_id
+    is_known = token_id is not None and (0 <= token_id < num_tokens or not num_tokens)
+    if not is_known and file.metadata.get("tokenizer.ggml.model") == SENTENCEPIECE:
+        token_id = DEFAULT_IDS.get(role, num_tokens)
+        is_known = token_id < num_tokens
+    return token_id if is_known else None
 
 
 def ending_ids(file: GgufFile) -> list[int]:
