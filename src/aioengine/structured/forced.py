@@ -14,7 +14,7 @@ from typing import Any
 
 from aioengine.json_pointer import referred
 from aioengine.structured.constraints import Choice, Constraint, Either, Grammar, Json, Regex, StructuralTags, Tag
-from aioengine.structured.json_schema import MAX_SCHEMAS_DEEP, is_number, listed
+from aioengine.structured.json_schema import MAX_SCHEMAS_DEEP, is_number, listed, mapped
 
 MAX_FORCED_BYTES = 8 * 1024
 """A constraint that may force more has all its tokens sampled."""
@@ -81,13 +81,11 @@ def longest_text(root: Any) -> float:
             return math.inf
         inside = functools.partial(total, depth=depth + 1)
         known[id(node)] = math.inf  # within itself
-        names = node.get("properties")
-        properties = names if isinstance(names, dict) else {}
-        patterns = node.get("patternProperties")
+        properties = mapped(node, "properties")
         others = inside(node.get("additionalProperties"))
         found = [_OTHER_BYTES, others, _longest_value(node)]
         found += [len(name) + inside(inner) for name, inner in properties.items()]
-        found += [longest_match(name) + inside(inner) for name, inner in _items(patterns)]
+        found += [longest_match(name) + inside(inner) for name, inner in mapped(node, "patternProperties").items()]
         required = (name for name in listed(node, "required") if isinstance(name, str))
         found += [len(name) + others for name in required if name not in properties]
         if isinstance(pattern := node.get("pattern"), str):
@@ -110,7 +108,3 @@ def longest_text(root: Any) -> float:
 def _longest_value(node: dict[str, Any]) -> int:
     values = [*listed(node, "enum"), *([node["const"]] if "const" in node else [])]
     return max((len(json.dumps(value, ensure_ascii=False)) for value in values), default=0)
-
-
-def _items(value: Any) -> list[tuple[str, Any]]:
-    return list(value.items()) if isinstance(value, dict) else []

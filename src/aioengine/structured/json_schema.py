@@ -20,7 +20,7 @@ MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSch
 _BRANCHES = ("allOf", "anyOf", "oneOf")
 LISTS = (*_BRANCHES, "prefixItems")
 ONES = ("items", "additionalItems", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
-_NESTING = frozenset((*MAPS, *LISTS, *ONES))
+NESTING = frozenset((*MAPS, *LISTS, *ONES))
 _IN_PLACE = (*_BRANCHES, "$ref", "const", "enum")
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _NUMERIC = frozenset((*BOUNDS, "multipleOf"))
@@ -43,7 +43,7 @@ MAX_SCHEMAS_DEEP = 100
 """That a text must fit by ``allOf``, ``anyOf``, ``oneOf`` and ``$ref`` within each other."""
 
 
-def subschemas(schema: Any, keywords: Container[str] = _NESTING) -> Iterator[dict[str, Any]]:
+def subschemas(schema: Any, keywords: Container[str] = NESTING) -> Iterator[dict[str, Any]]:
     """The schema and all in it, under these keywords, that are mappings. Constants and defaults are no schemas."""
     pending = [schema]
     while pending:
@@ -198,8 +198,7 @@ def is_number(value: Any) -> bool:
 
 
 def _unsound_patterns(node: dict[str, Any]) -> Iterator[str]:
-    named = node.get("patternProperties")
-    for pattern in (node.get("pattern"), *(named if isinstance(named, dict) else ())):
+    for pattern in (node.get("pattern"), *mapped(node, "patternProperties")):
         if not isinstance(pattern, str):
             continue
         if ends_in_backslash(pattern):
@@ -242,6 +241,12 @@ def _endless_patterns(nodes: list[dict[str, Any]]) -> Iterator[str]:
     counts = (count(node) for node in nodes if "allOf" in node or "$ref" in node)
     if any(number > MAX_PATTERNS or height > MAX_SCHEMAS_DEEP for number, height in counts):
         yield f"allOf: more than {MAX_PATTERNS} patterns of one text, or {MAX_SCHEMAS_DEEP} schemas for one another"
+
+
+def mapped(node: dict[str, Any], keyword: str) -> dict[str, Any]:
+    """The schemas that a keyword names; none where it is no mapping."""
+    value = node.get(keyword)
+    return value if isinstance(value, dict) else {}
 
 
 def listed(node: dict[str, Any], keyword: str) -> list[Any]:

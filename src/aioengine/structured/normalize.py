@@ -10,9 +10,19 @@ import json
 from typing import Any
 from urllib.parse import quote
 
-from aioengine.json_pointer import MAX_REFERENCES, referred
+from aioengine.json_pointer import resolved
 from aioengine.structured.formats import BASE64, FORMATS, FORMATS_BY_OTHER_NAMES, FORMATS_LEFT, MAX_HOSTNAME_CHARS
-from aioengine.structured.json_schema import BOUNDS, LISTS, MAPS, MAX_EXACT_INTEGER, ONES, is_number, listed
+from aioengine.structured.json_schema import (
+    BOUNDS,
+    LISTS,
+    MAPS,
+    MAX_EXACT_INTEGER,
+    NESTING,
+    ONES,
+    is_number,
+    listed,
+    mapped,
+)
 from aioengine.structured.options import OptionJudge
 
 MAX_NAMES = 256
@@ -59,8 +69,6 @@ class _Rewriting:
         self.definitions: Node = {}
         self._root = root
         self._judge = OptionJudge(root)
-        self._resolutions: Node = {}
-        """Rewritten schemas, by the references that lead to them."""
 
     def of(self, schema: Any) -> Any:
         if not isinstance(schema, dict) or not _is_well_formed(schema):
@@ -108,9 +116,11 @@ class _Rewriting:
         """``propertyNames`` as the properties themselves, or as a pattern of theirs; of rewritten parts."""
         if "propertyNames" not in node or "patternProperties" in node:
             return
-        names, named = self._resolved(node["propertyNames"]), _mapped(node, "properties")
+        names, named = node["propertyNames"], mapped(node, "properties")
+        if isinstance(names, dict) and "$ref" in names and NESTING.isdisjoint(target := resolved(names, self._root)):
+            names = self.of(target)
         limits = dict(names) if isinstance(names, dict) else {}
-        if names is None or limits.pop("type", "string") != "string":
+        if limits.pop("type", "string") != "string":
             return
         if names is not False and not limits:
             del node["propertyNames"]
@@ -128,24 +138,12 @@ class _Rewriting:
         node["additionalProperties"] = False
         del node["propertyNames"]
 
-    def _resolved(self, schema: Any) -> Any:
-        """Follow a rewritten schema that is a reference; returns the rewritten target, None where there is none."""
-        for _ in range(MAX_REFERENCES):
-            if not isinstance(schema, dict) or schema.keys() != {"$ref"}:
-                return schema
-            reference = str(schema["$ref"])
-            if reference not in self._resolutions:
-                self._resolutions[reference] = None  # within itself
-                self._resolutions[reference] = self.of(referred(self._root, reference))
-            schema = self._resolutions[reference]
-        return None
-
     def _defined(self, schema: Any) -> Any:
         """A rewritten schema as one that may be repeated."""
         if not isinstance(schema, dict) or len(json.dumps(schema)) <= MAX_INLINE_CHARS:
             return schema
         name = f"properties {len(self.definitions)}"
-        while name in _mapped(self._root, "$defs"):
+        while name in mapped(self._root, "$defs"):
             name += "+"
         self.definitions[name] = schema
         return {"$ref": f"#/$defs/{quote(name)}"}
@@ -194,8 +192,3 @@ def _pattern_of(limits: Node) -> str | None:
     if limits and limits.keys() <= {"minLength", "maxLength"}:
         return rf"^[\s\S]{{{limits.get('minLength', 0)},{limits.get('maxLength', '')}}}$"
     return None
-
-
-def _mapped(node: Node, keyword: str) -> Node:
-    value = node.get(keyword)
-    return value if isinstance(value, dict) else {}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from aioengine.json_pointer import resolved
-from aioengine.structured.json_schema import listed
+from aioengine.structured.json_schema import listed, mapped
 
 MAX_STEPS = 5_000
 """Options and constants that are looked at for one document; what is left is not seen to be apart."""
@@ -92,13 +92,8 @@ class OptionJudge:
 
 def _both(first: Node, second: Node) -> Node:
     """A schema that admits all that fits both."""
-    properties, required = {**_properties(first), **_properties(second)}, listed(first, "required")
+    properties, required = {**mapped(first, "properties"), **mapped(second, "properties")}, listed(first, "required")
     return {**first, **second, "properties": properties, "required": [*required, *listed(second, "required")]}
-
-
-def _properties(node: Node) -> Node:
-    value = node.get("properties")
-    return value if isinstance(value, dict) else {}
 
 
 def _label(value: Any) -> tuple[str, str | None]:

@@ -45,9 +45,7 @@ def compile_and_mask(tokenizer: llguidance.LLTokenizer, given: dict[str, Any]) -
 
 def bytes_as_tokens() -> str:
     """A tokenizer.json with a token for each byte, in the spelling of byte-level tokenizers, and an end."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
-    spelled = {byte: chr(byte) for byte in plain} | {byte: chr(256 + place) for place, byte in enumerate(others)}
+    alphabet = map(chr, [*range(33, 127), *range(161, 173), *range(174, 324)])
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     end = {"id": 256, "content": "<end>", "special": True, "single_word": False, "lstrip": False, "rstrip": False}
     return json.dumps({
@@ -55,7 +53,7 @@ def bytes_as_tokens() -> str:
         "added_tokens": [{**end, "normalized": False}],
         "pre_tokenizer": level,
         "decoder": level,
-        "model": {"type": "BPE", "vocab": {text: byte for byte, text in spelled.items()}, "merges": []},
+        "model": {"type": "BPE", "vocab": {char: token_id for token_id, char in enumerate(alphabet)}, "merges": []},
     })  # fmt: skip
 
 

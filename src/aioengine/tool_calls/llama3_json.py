@@ -9,6 +9,8 @@ an answer like others.
 
 from __future__ import annotations
 
+import functools
+
 from aioengine.tool_calls.grammars import GrammarWriter, StepFormat, quoted
 from aioengine.tool_calls.reading import Markers, Reading, Steps
 
@@ -16,15 +18,7 @@ TAG = "<|python_tag|>"
 _TAGS = Markers(TAG)
 
 
-def _read_llama(reading: Reading) -> Steps[None]:
-    return _read(reading, "{")
-
-
-def _read_xlam(reading: Reading) -> Steps[None]:
-    return _read(reading, "[")
-
-
-def _read(reading: Reading, beginning: str) -> Steps[None]:
+def _read(beginning: str, reading: Reading) -> Steps[None]:
     if (yield from reading.skip_space()) == beginning:
         yield from reading.attempt(_read_calls(reading), is_marked=False)
     while (yield from reading.find_call(_TAGS)):
@@ -48,5 +42,5 @@ def _write_xlam(writer: GrammarWriter) -> str:
     return writer.finish_unmarked(TAG, writer.json_list("arguments"), beginning="[")
 
 
-LLAMA3_JSON = StepFormat("llama3_json", _read_llama, _write_llama, keeps_special_tokens=True)
-XLAM = StepFormat("xlam", _read_xlam, _write_xlam, keeps_special_tokens=True)
+LLAMA3_JSON = StepFormat("llama3_json", functools.partial(_read, "{"), _write_llama, keeps_special_tokens=True)
+XLAM = StepFormat("xlam", functools.partial(_read, "["), _write_xlam, keeps_special_tokens=True)
