@@ -53,6 +53,7 @@ def few(count: int) -> dict[str, Any]:
         {**few(9), "anyOf": [few(9)] * 9, "oneOf": [few(9), few(3)]},
         {"properties": {f"x{number}": {"allOf": [few(4)] * 3} for number in range(40)}},
         {"allOf": [{"anyOf": [{"properties": {f"p{i}{j}": {}}} for j in range(4)]} for i in range(6)]},
+        {"anyOf": [{"properties": {f"q{n}": {}}} for n in range(60)], "properties": {f"p{n}": {} for n in range(60)}},
         {"properties": {f"p{number}": {"type": "integer", "multipleOf": 991 + number} for number in range(20)}},
     ],
 )

@@ -388,6 +388,7 @@ PYTHONIC = [
     Answer("pythonic", "one call", '[weather(city="Paris")]', "", (PARIS,)),
     Answer("pythonic", "no arguments", " [clock( )]\n", "", (NOW,)),
     Answer("pythonic", "two calls", "[weather(city='Paris'),\n clock()]", "", (PARIS, NOW)),
+    Answer("pythonic", "a comma at the end", '[weather(city="Paris",)]', "", (PARIS,)),
     Answer("pythonic", "with tags", "<|python_start|>[clock()]<|python_end|>", "", (NOW,)),
     Answer("pythonic", "text, then a call", "Let me see. <|python_start|>[clock()]", "Let me see.", (NOW,)),
     Answer("pythonic", "text, then a call without a tag", "See [clock()]", "See [clock()]"),

@@ -13,7 +13,7 @@ from typing import Any
 from aioengine.errors import EngineOverloaded, InternalError, InvalidRequest
 from aioengine.structured.constraints import Constraint, Either, Grammar, Json, StructuralTags
 from aioengine.structured.grammar import STACK_BYTES
-from aioengine.structured.json_schema import is_number, listed, subschemas
+from aioengine.structured.json_schema import is_number, listed, mapped, subschemas
 
 logger = logging.getLogger("aioengine")
 
@@ -23,7 +23,11 @@ LARGE_BYTES = 16 * 1024
 MAX_MULTIPLES = 5000
 """The sum of all ``multipleOf`` in a schema; llguidance takes 10 to 15 µs for each of these."""
 
+MAX_COPIES = 1000
+"""Properties beside options, times options; llguidance takes 0.1 to 0.4 ms for each."""
+
 _CHOICES = frozenset({"enum", "anyOf", "oneOf", "allOf", "$ref"})
+"""Keywords whose options llguidance goes through in pairs, where two of them hold together."""
 
 CPU_S = 2
 WALL_S = 20.0
@@ -49,14 +53,18 @@ def multiplies(schema: Any) -> bool:
     """Whether compiling a schema may take long, however small it is."""
     nodes = list(subschemas(schema))
     multiples = [node["multipleOf"] for node in nodes if is_number(node.get("multipleOf"))]
-    return sum(map(abs, multiples)) > MAX_MULTIPLES or any(map(_intersects, nodes))
-
-
-def _intersects(node: dict[str, Any]) -> bool:
-    """Whether options of one keyword hold together with those of another: llguidance goes through all pairs."""
-    parts = (part for part in listed(node, "allOf") if isinstance(part, dict))
-    num_choices = len(_CHOICES.intersection(node) - {"allOf"}) + sum(not _CHOICES.isdisjoint(part) for part in parts)
-    return num_choices > 1
+    num_options = sum(len(listed(node, "anyOf")) + len(listed(node, "oneOf")) for node in nodes)
+    num_copied = 0
+    for node in nodes:
+        parts = [part for part in listed(node, "allOf") if isinstance(part, dict)]
+        num_choices = len(_CHOICES.intersection(node) - {"allOf"}) + sum(
+            not _CHOICES.isdisjoint(part) for part in parts
+        )
+        if num_choices > 1:
+            return True
+        if num_choices:
+            num_copied += sum(len(mapped(part, "properties")) for part in (node, *parts))
+    return sum(map(abs, multiples)) > MAX_MULTIPLES or num_options * num_copied > MAX_COPIES
 
 
 def try_compiling(text: str, num_tokens: int, limits: dict[str, Any]) -> None:

@@ -63,18 +63,16 @@ def _read_calls(reading: Reading, end: str) -> Steps[None]:
 
 
 def _read_arguments(reading: Reading) -> Steps[None]:
-    head = ""
-    if (yield from reading.skip_space()) == ")":
-        reading.take(reading.at + 1)
-    else:
-        end = ","
-        while end == ",":
-            key = (yield from reading.read_until(_KEY_ENDS, longest=MAX_KEYWORD_CHARS)).strip()
-            if reading.marker != "=":
-                raise NotACall
-            text, end = yield from _read_value(reading)
-            reading.add_arguments(f"{head}{json.dumps(key, ensure_ascii=False)}: {json_of_literal(text)}")
-            head = ", "
+    head, end = "", ","
+    while end == "," and (yield from reading.skip_space()) != ")":
+        key = (yield from reading.read_until(_KEY_ENDS, longest=MAX_KEYWORD_CHARS)).strip()
+        if reading.marker != "=":
+            raise NotACall
+        text, end = yield from _read_value(reading)
+        reading.add_arguments(f"{head}{json.dumps(key, ensure_ascii=False)}: {json_of_literal(text)}")
+        head = ", "
+    if end == ",":
+        yield from reading.expect(")")
     reading.add_arguments("}")
 
 
