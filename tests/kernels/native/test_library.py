@@ -82,6 +82,15 @@ def test_the_compiler_takes_no_module_from_the_working_folder(monkeypatch: pytes
         assert child.returncode == 0, (tmp_path / "errors").read_text()
 
 
+def test_the_compiler_has_one_thread_whatever_the_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = "import os, sys, numpy\nsys.stderr.write(str(len(os.listdir('/proc/self/task'))))"
+    monkeypatch.setattr(kept, "_COMPILE", program)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    with io.FileIO(tmp_path / "threads", "w+") as errors:
+        kept._start_child((), None, errors).communicate()
+    assert (tmp_path / "threads").read_text() == "1"
+
+
 def test_a_compiler_that_writes_much_ends_and_its_last_lines_are_the_problem(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -231,7 +231,8 @@ def _start_child(
 ) -> subprocess.Popen[bytes]:
     # Without the working folder, whose files may be called as any module; this package may have come from there.
     paths = os.pathsep.join((*(os.path.abspath(path) for path in sys.path if path), str(PACKAGE.parent)))
-    environment = {**os.environ, "PYTHONPATH": paths, "NUMBA_OPT": "0"}
+    # numpy would start a thread a core, of which a compiler needs none, each with 40 MB of its address space.
+    environment = {**os.environ, "PYTHONPATH": paths, "NUMBA_OPT": "0", "OPENBLAS_NUM_THREADS": "1"}
     if cache_home is not None:
         environment["XDG_CACHE_HOME"] = cache_home
     return subprocess.Popen(
