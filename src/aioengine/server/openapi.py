@@ -62,13 +62,14 @@ def make_document(routes: Iterable[tuple[str, str, type[Body] | None]], config: 
         if config.api_keys and path not in OPEN_PATHS:
             operation["security"] = [{name: []} for name in KEYS]
         paths.setdefault(path, {})[method.lower()] = operation
-    schemas = _schemas(body for _, _, body in routes if body is not None) | {"Error": ERROR}
+    bodies = [_shown(body) for body in dict.fromkeys(body for _, _, body in routes if body is not None)]
+    _, schemas = msgspec.json.schema_components(bodies, ref_template=f"{REF}{{name}}")
     return {
         "openapi": "3.1.0",
         "info": {"title": "aioengine", "version": aioengine.__version__},
         "servers": [{"url": config.root_path or "."}],  # relative to where the document is, also under a mount
         "paths": paths,
-        "components": {"schemas": schemas, "securitySchemes": KEYS},
+        "components": {"schemas": {**schemas, "Error": ERROR}, "securitySchemes": KEYS},
     }
 
 
@@ -76,23 +77,15 @@ def _json_of(name: str) -> dict[str, Any]:
     return {"application/json": {"schema": {"$ref": f"{REF}{name}"}}}
 
 
-def _schemas(bodies: Iterable[type[Body]]) -> dict[str, Any]:
-    types = {
-        (body, field.name): int | None
-        if field.name in integer_fields(body)
-        else RAW_TYPES.get(field.name, field.type)
-        if field.type is msgspec.Raw
-        else field.type
-        for body in dict.fromkeys(bodies)
-        for field in msgspec.structs.fields(body)
-    }
-    made, schemas = msgspec.json.schema_components(types.values(), ref_template=f"{REF}{{name}}")
-    for (body, name), schema in zip(types, made, strict=True):
-        needed = [name for name in NEEDED if name in body.__struct_fields__]
-        # Of several one is to be given.
-        fresh = {"type": "object", "properties": {}, "required": needed if len(needed) == 1 else []}
-        schemas.setdefault(body.__name__, fresh)["properties"][name] = schema
-    return schemas
+def _shown(body: type[Body]) -> type[msgspec.Struct]:
+    """A body with the types of all its fields, also of those that are decoded apart."""
+    needed = [name for name in NEEDED if name in body.__struct_fields__]
+    types = {field.name: field.type for field in msgspec.structs.fields(body)}
+    types |= dict.fromkeys(integer_fields(body), int | None)
+    types |= {name: RAW_TYPES[name] for name, kind in types.items() if kind is msgspec.Raw}
+    # Of several needed ones one is to be given.
+    fields = [(name, kind) if [name] == needed else (name, kind, None) for name, kind in types.items()]
+    return msgspec.defstruct(body.__name__, fields, kw_only=True)
 
 
 def make_page(document: dict[str, Any]) -> Response:
