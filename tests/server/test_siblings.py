@@ -172,11 +172,12 @@ async def test_a_response_is_found_at_whichever_server_it_is_asked_for() -> None
     assert len(response_id) == len("resp_") + 40
     item_id = f"msg_{response_id.removeprefix('resp_')}00"
     owned = OwnedId(response_id, "0 red")
-    port.servers[2].keep(owned, body_of(item_id), [{"role": "user", "content": "Hi"}], None)
+    port.servers[2].keep(owned, body_of(item_id), [{"role": "user", "content": "Hi"}], None, [b"a", b"b", b"c"])
     for server in port.servers:
         assert await server.retrieve(owned) == body_of(item_id)
         assert await server.conversation(owned) == [{"role": "user", "content": "Hi"}]
         assert await server.answered(owned) == b'[{"role":"user","content":"Hi"}]'
+        assert await server.events(owned, 0) == ([b"b", b"c"], True)
         item = await server.item_finder(owned.owner)(item_id)
         assert (item.role, item.content) == ("assistant", "Hello")
         with pytest.raises(ApiError, match="has ended, and cannot be cancelled"):
@@ -186,7 +187,7 @@ async def test_a_response_is_found_at_whichever_server_it_is_asked_for() -> None
             with pytest.raises(ApiError, match="there is no response"):
                 await ask(other)
         assert (await server.look_up(other)).stored is None
-    assert port.num_asked == 2 * 10
+    assert port.num_asked == 2 * 11
     await port.servers[0].delete(owned)
     for server in port.servers:
         with pytest.raises(ApiError) as caught:

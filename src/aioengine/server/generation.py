@@ -24,18 +24,18 @@ from aioengine.server.answers import (
     Extras,
     Usage,
     encode_ids,
+    line_of,
     split_delta,
     usage_of,
 )
 from aioengine.server.config import ServerConfig
 from aioengine.server.decoding import read_messages, read_prompts, read_tools, too_many
-from aioengine.server.errors import JSON_HEADERS, api_error_of, invalid_value, unavailable, unsupported
+from aioengine.server.errors import JSON_HEADERS, ApiError, api_error_of, invalid_value, unavailable, unsupported
 from aioengine.server.exchange import Exchange, Response, WriteMonitor, run_while_connected
 from aioengine.server.messages import MESSAGE_NAMES, MessageAnswer, MessageRequest, continues_answer, read_chat
 from aioengine.server.record import RequestRecord
 from aioengine.server.response_tools import ResponseTools, read_response_tools
 from aioengine.server.responses import RESPONSE_NAMES, ResponseAnswer, ResponseRequest, read_input, with_instructions
-from aioengine.server.retrieval import MAX_SHARE, POLL_S, events_after
 from aioengine.server.schema import ChatGeneration, ChatRequest, CompletionRequest, Generation, template_kwargs
 from aioengine.server.stored_responses import OwnedId, RunningResponse, StoredResponses
 from aioengine.server.stream_group import StreamGroup
@@ -49,6 +49,8 @@ EVENT_HEADERS = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",  # else nginx collects events before it passes them on
 }
+POLL_S = 0.1
+"""How often a response that is running is looked at for a client that follows it, at least."""
 BEGIN_WAIT_S = 10.0
 """How long a stream with a grammar waits for its row before it begins to answer."""
 MAX_CUT_IDS = 2**16
@@ -157,9 +159,11 @@ class GenerationCall:
         conversation = await self._conversation(request, stored)
         owned = OwnedId(stored.make_id(), self._record.owner)
 
+        events: list[bytes] = []
+
         def keep(body: bytes, choice: CompletionOutput | None) -> None:
             if request.store is not False:
-                stored.keep(owned, body, conversation, choice)
+                stored.keep(owned, body, conversation, choice, events)
 
         try:
             tools = self._tools(request)
@@ -174,9 +178,9 @@ class GenerationCall:
                 tools=tools.by_function,
                 keep=keep,
             )
-            running = stored.running(owned, RunningResponse(group, answer, conversation))
+            running = stored.running(owned, RunningResponse(group, answer, conversation, events))
             if request.background:
-                begun = await self._begin_in_background(group, answer, running)
+                begun = await self._begin_in_background(group, answer, running, events if is_followed else None)
                 if not is_followed:
                     return begun
                 await self.follow(owned, stored)
@@ -187,29 +191,34 @@ class GenerationCall:
             raise api_error_of(error, param_names=RESPONSE_NAMES) from error
 
     async def follow(self, owned: OwnedId, stored: StoredResponses, after: int = -1) -> None:
-        """Write a response's events, and those that still come of a running one, behind the event of that number.
+        """Write a response's events behind the one of a number; of a running one those that still come, too.
 
         Raises:
             ApiError: 404.
         """
-        await stored.retrieve(owned)  # raises before the answer begins
+        after = max(after, -1)
+        events, is_over = await stored.events(owned, after)  # raises before the answer begins
         exchange, config, clock = self._exchange, self._config, asyncio.get_running_loop().time
 
         async def work(cut: Callable[[], None]) -> None:
-            nonlocal after
-            written_at, is_over = clock(), False
+            nonlocal after, events, is_over
+            written_at = clock()
             with WriteMonitor(exchange, timeout_s=config.write_timeout_s, on_stuck=cut) as monitor:
                 self._record.status = 200
                 await monitor.write(exchange.start(200, {**EVENT_HEADERS, **self._record.id_headers}))
-                while not is_over:
-                    began = clock()
-                    data, after, is_over = events_after(await stored.retrieve(owned), after)
-                    took_s = clock() - began
-                    if data or began - written_at >= config.keepalive_s:
-                        written_at = began
-                        await monitor.write_pieces(data or Answer.KEEPALIVE)
-                    if not is_over:
-                        await asyncio.sleep(max(POLL_S, took_s / MAX_SHARE))
+                while True:
+                    if events or clock() - written_at >= config.keepalive_s:
+                        written_at, after = clock(), after + len(events)
+                        await monitor.write_pieces(b"".join(events) or Answer.KEEPALIVE)
+                    if is_over:
+                        break
+                    await asyncio.sleep(POLL_S)
+                    try:
+                        events, is_over = await stored.events(owned, after)
+                    except ApiError as error:  # it was not to be stored, or has given way to others
+                        told = {"code": error.code, "message": error.message, "param": error.param}
+                        event = line_of({"type": "error", "sequence_number": after + 1, **told})
+                        events, is_over = [b"event: error\ndata: %b\n\n" % event], True
                 await monitor.write(exchange.end())
 
         await run_while_connected(exchange, work)
@@ -230,9 +239,17 @@ class GenerationCall:
         return await self._count(request, messages, request.chat_template_kwargs, RESPONSE_NAMES)
 
     async def _begin_in_background(
-        self, group: StreamGroup, answer: ResponseAnswer, running: contextlib.AbstractContextManager[None]
+        self,
+        group: StreamGroup,
+        answer: ResponseAnswer,
+        running: contextlib.AbstractContextManager[None],
+        events: list[bytes] | None,
     ) -> Response:
-        """Answer once the engine has taken the request; a task of the engine's own keeps what comes of it."""
+        """Answer once the engine has taken the request; a task of the engine's own keeps what comes of it.
+
+        Args:
+            events: where its events are recorded; None: they are not.
+        """
         is_taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         async def work() -> None:
@@ -249,17 +266,30 @@ class GenerationCall:
                 if not is_taken.done():  # cancelled, as the engine closes
                     is_taken.set_exception(EngineClosed("the engine was closed"))
 
+        def record(data: bytes) -> None:
+            if events is not None:
+                events.extend(event + b"\n\n" for event in data.split(b"\n\n")[:-1])
+
         async def finish() -> None:
             try:
-                await answer.whole(await group.finish())
+                if events is None:
+                    await answer.whole(await group.finish())
+                    return
+                group.watch()
+                record(answer.opening(()))
+                while not group.is_ended:
+                    await group.wait()
+                    for choice, delta in group.take():
+                        record(answer.event(choice, delta))
+                record(answer.closing(group.outputs()))
             except asyncio.CancelledError:
-                answer.failing(unavailable("the engine was closed"))
+                record(answer.failing(unavailable("the engine was closed")))
                 raise
             except Exception as error:
                 told = api_error_of(error, param_names=RESPONSE_NAMES)
                 if told.code == "internal_error":
                     logger.error("a response in the background has failed", exc_info=error)
-                answer.failing(told)
+                record(answer.failing(told))
 
         is_taken.add_done_callback(lambda outcome: outcome.cancelled() or outcome.exception())  # its client may be gone
         self._engine._start_task(work, "aioengine response", lambda: None)

@@ -12,10 +12,6 @@ from aioengine.server.answers import line_of
 from aioengine.server.errors import invalid_value
 from aioengine.server.responses import part_of
 
-POLL_S = 0.1
-"""How often a response that is running is looked at for a client that follows it, at least."""
-MAX_SHARE = 0.1
-"""Most of the loop's time that looking at one response may take."""
 IN_PROGRESS: dict[str, Any] = dict.fromkeys(("completed_at", "error", "incomplete_details", "usage")) | {
     "status": "in_progress",
     "output": [],
@@ -37,38 +33,22 @@ class _Part(msgspec.Struct):
     text: str
 
 
-def events_after(body: bytes, after: int) -> tuple[bytes, int, bool]:
-    """A response's events as far as it has come, from its body. Log-probabilities are in the last event alone.
-
-    An event's number counts the events before it and the characters of all deltas up to its end. So it does not depend
-    on how a text was cut into deltas, and a client that comes again goes on where it was.
-
-    Args:
-        after: number of the last event that the client has; -1: none.
-    Returns:
-        the events; the last one's number; whether there will be no more.
-    """
+def events_of(body: bytes) -> list[bytes]:
+    """The events of a response that has ended, by its body; a delta an item, log-probabilities in the last event."""
     response = decode(body, type=dict[str, msgspec.Raw])
-    status, items = decode(response["status"]), decode(response["output"], type=list[dict[str, msgspec.Raw]])
-    is_over = status != "in_progress"
+    items = decode(response["output"], type=list[dict[str, msgspec.Raw]])
     events: list[bytes] = []
-    number = -1
 
-    def add(kind: str, fields: dict[str, Any], num: int = 1) -> None:
-        nonlocal number
-        number += num
-        if number > after:
-            event = line_of({"type": f"response.{kind}", "sequence_number": number, **fields})
-            events.append(b"event: response.%b\ndata: %b\n\n" % (kind.encode(), event))
+    def add(kind: str, fields: dict[str, Any]) -> None:
+        event = line_of({"type": f"response.{kind}", "sequence_number": len(events), **fields})
+        events.append(b"event: response.%b\ndata: %b\n\n" % (kind.encode(), event))
 
     for kind in ("created", "in_progress"):
         add(kind, {"response": {**response, **IN_PROGRESS}})
     for index, item in enumerate(items):
-        kind, is_closed = decode(item["type"]), is_over or index < len(items) - 1
-        (name, field), is_call = TEXTS[kind], "content" not in item
+        kind, is_call = decode(item["type"]), "content" not in item
+        name, field = TEXTS[kind]
         text: str = decode(item[field]) if is_call else decode(item["content"], type=list[_Part])[0].text
-        if not (is_over or is_call or text):
-            break  # before its first token it is not known what the response begins with
         place = {"item_id": item["id"], "output_index": index, **({} if is_call else {"content_index": 0})}
         logprobs: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
         empty, part = (msgspec.Raw(part_of("text" if logprobs else "reasoning", line_of(told))) for told in ("", text))
@@ -76,20 +56,17 @@ def events_after(body: bytes, after: int) -> tuple[bytes, int, bool]:
         add("output_item.added", {"output_index": index, "item": begun})
         if not is_call:
             add("content_part.added", {**place, "part": empty})
-        if text and (is_closed or kind != "custom_tool_call"):  # whose input is known when all of it is there
-            add(f"{name}.delta", {**place, "delta": text[max(0, after - number) :], **logprobs}, len(text))
-        if not is_closed:
-            break
+        if text:
+            add(f"{name}.delta", {**place, "delta": text, **logprobs})
         names = {"name": item["name"]} if kind == "function_call" else {}
         add(f"{name}.done", {**place, **names, field: text, **logprobs})
         if not is_call:
             add("content_part.done", {**place, "part": part})
             item["content"] = msgspec.Raw(b"[%b]" % part)
-        ended = item if is_over else {**item, "status": "completed"}
-        add("output_item.done", {"output_index": index, "item": ended})
-    if is_over:
-        add(status if status in ("completed", "failed") else "incomplete", {"response": msgspec.Raw(body)})
-    return b"".join(events), max(number, after), is_over
+        add("output_item.done", {"output_index": index, "item": item})
+    status = decode(response["status"])
+    add(status if status in ("completed", "failed") else "incomplete", {"response": msgspec.Raw(body)})
+    return events
 
 
 def input_page(response_id: str, messages: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:

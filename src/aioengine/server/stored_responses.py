@@ -19,12 +19,15 @@ from aioengine.server.answers import message_of
 from aioengine.server.errors import ApiError
 from aioengine.server.group.siblings import Asked, AskStored
 from aioengine.server.responses import InputItem, ResponseAnswer
+from aioengine.server.retrieval import events_of
 from aioengine.server.stream_group import StreamGroup
 
 SHARED_ID = re.compile("resp_([0-9a-f]{2})[0-9a-f]{38}")
 """Of a response of one of several servers: its number."""
 MAX_REFERRED_BYTES = 4 * 2**20
 """Of responses whose items a request names by their ids: reading them takes 15 ms."""
+MAX_EVENTS = 1000
+"""Most events that are looked at in one go."""
 OVERHEAD_BYTES = 512
 """Of a stored response, beside what is in it."""
 
@@ -41,16 +44,16 @@ class StoredResponse(NamedTuple):
         messages: the conversation up to it and with it, as JSON; without the instructions, which are a response's own.
         is_cancelled: it was ended by its client.
         num_answered: messages before the response's own.
+        events: that its client got, or would have got; empty unless it was streamed in the background.
+        num_bytes: of all of it.
     """
 
     body: bytes
     messages: bytes
     is_cancelled: bool
     num_answered: int
-
-    @property
-    def num_bytes(self) -> int:
-        return len(self.body) + len(self.messages) + OVERHEAD_BYTES
+    events: list[bytes]
+    num_bytes: int
 
 
 class OwnedId(NamedTuple):
@@ -67,12 +70,20 @@ class Found(NamedTuple):
     is_running: bool
 
 
+class Events(NamedTuple):
+    """Some events of a response, and whether the last is among them."""
+
+    events: list[bytes]
+    is_over: bool
+
+
 class RunningResponse(NamedTuple):
-    """A response that is being generated, to these messages."""
+    """A response that is being generated, to these messages; with its events so far where they are recorded."""
 
     group: StreamGroup
     answer: ResponseAnswer
     messages: list[dict[str, Any]]
+    events: list[bytes]
 
     async def body(self) -> bytes:
         """As far as it has come."""
@@ -115,19 +126,28 @@ class StoredResponses:
             del self._running[owned]
 
     def keep(
-        self, owned: OwnedId, body: bytes, messages: list[dict[str, Any]], choice: CompletionOutput | None
+        self,
+        owned: OwnedId,
+        body: bytes,
+        messages: list[dict[str, Any]],
+        choice: CompletionOutput | None,
+        events: list[bytes] | None = None,
     ) -> None:
         """A response has ended.
 
         Args:
             messages: that it answers.
             choice: what it says; None: it has failed.
+            events: recorded ones, to which the last are added next.
         """
         answered = messages
         if choice is not None:
             answered = [*messages, {key: value for key, value in message_of(choice).items() if value is not None}]
         is_cancelled = choice is not None and choice.finish_reason == "abort"
-        stored = StoredResponse(body, msgspec.json.encode(answered), is_cancelled, len(messages))
+        encoded, events = msgspec.json.encode(answered), events or []
+        # The last events hold an item, and the body.
+        num_bytes = len(body) * (3 if events else 1) + sum(map(len, events)) + len(encoded) + OVERHEAD_BYTES
+        stored = StoredResponse(body, encoded, is_cancelled, len(messages), events, num_bytes)
         if stored.num_bytes > self._max_bytes:  # it would drive out all others, and then go itself
             return
         self._stored[owned] = stored
@@ -196,6 +216,18 @@ class StoredResponses:
         body = self._find(owned).body
         self._stored.move_to_end(owned)
         return body
+
+    async def events(self, owned: OwnedId, after: int) -> Events:
+        """The next events of a response behind the one of a number.
+
+        Raises:
+            ApiError: 404.
+        """
+        if (running := self._running.get(owned)) is not None:
+            return Events(running.events[after + 1 :][:MAX_EVENTS], is_over=False)
+        stored = self._find(owned)
+        events = (stored.events or events_of(stored.body))[after + 1 :]
+        return Events(events[:MAX_EVENTS], is_over=len(events) <= MAX_EVENTS)
 
     async def answered(self, owned: OwnedId) -> bytes:
         """The messages that a response answers, as JSON.
@@ -278,6 +310,9 @@ class SharedResponses(StoredResponses):
     async def retrieve(self, owned: OwnedId) -> bytes:
         return await self._do("retrieve", owned)
 
+    async def events(self, owned: OwnedId, after: int) -> Events:
+        return msgspec.msgpack.decode(await self._do("events", owned, after), type=Events)
+
     async def answered(self, owned: OwnedId) -> bytes:
         return await self._do("answered", owned)
 
@@ -287,11 +322,11 @@ class SharedResponses(StoredResponses):
     async def delete(self, owned: OwnedId) -> bytes:
         return await self._do("delete", owned)
 
-    async def _do(self, do: Asked, owned: OwnedId) -> bytes:
+    async def _do(self, do: Asked, owned: OwnedId, after: int = -1) -> bytes:
         """Do it where the response is."""
         if (server := self._server_of(owned)) is not None:
-            return await self._ask(AskStored(server, do, *owned))
-        return await self.answer(AskStored(self._server, do, *owned))
+            return await self._ask(AskStored(server, do, *owned, after))
+        return await self.answer(AskStored(self._server, do, *owned, after))
 
     async def answer(self, asked: AskStored) -> bytes:
         """Answer what a server asks of a response here.
@@ -302,6 +337,8 @@ class SharedResponses(StoredResponses):
         owned = OwnedId(asked.response_id, asked.owner)
         if asked.do == "copy":
             return msgspec.msgpack.encode(await super().look_up(owned))
+        if asked.do == "events":
+            return msgspec.msgpack.encode(await super().events(owned, asked.after))
         do: Callable[[OwnedId], Awaitable[bytes]] = getattr(super(), asked.do)
         return await do(owned)
 

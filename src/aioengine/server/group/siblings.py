@@ -110,7 +110,7 @@ class AbortNamed(msgspec.Struct, frozen=True, tag="abort"):
     request_ids: list[str]
 
 
-Asked = Literal["retrieve", "cancel", "delete", "copy", "answered"]
+Asked = Literal["retrieve", "cancel", "delete", "copy", "answered", "events"]
 
 
 class AskStored(msgspec.Struct, frozen=True, tag="stored"):
@@ -118,7 +118,7 @@ class AskStored(msgspec.Struct, frozen=True, tag="stored"):
 
     Attributes:
         do: "retrieve", "cancel" and "delete" are as over HTTP, "copy" gives a `StoredResponse` to go on with,
-            "answered" the messages that it answers.
+            "answered" the messages that it answers, "events" those behind the number ``after``.
         owner: of the response.
     """
 
@@ -126,6 +126,7 @@ class AskStored(msgspec.Struct, frozen=True, tag="stored"):
     do: Asked
     response_id: str
     owner: str = ""
+    after: int = -1
 
 
 Question = ReadNumbers | CountOpen | AbortNamed | AskStored
