@@ -126,7 +126,7 @@ class TestAnEngineThatIsOneOfSeveral:
     async def test_takes_more_than_may_wait_from_another(self) -> None:
         async with two_engines(max_waiting=4, max_num_seqs=2) as two, Tasks() as tasks:
             asked = [tasks.start(two.ask(30, seed=seed)) for seed in range(6)]
-            await until(lambda: two.relay.num_tokens > 6)
+            await until(lambda: two.relay.num_tokens > 6 and len(two.relay.cores[0]._mirrors.live) == 6)
             for _ in range(4):
                 two.relay.cut()
                 await turns(20)
