@@ -12,13 +12,10 @@ import jsonschema
 import pytest
 from jsonschema.validators import validator_for
 from nightly import few, nightly, seeds
-from structured.conftest import vocabulary
 from structured.schema_sample import COUNTS, SAMPLE, SchemaCase
 from structured.soundness import UNSOUND, Unsound
 from structured.walks import ExactValidator, Grammar, Refused, compile_as_is, compile_schema, is_admitted, walk
 
-from aioengine import Grammar as Lark
-from aioengine import InvalidRequest
 from aioengine.structured.json_schema import unsound_keywords
 from aioengine.structured.normalize import normalized
 
@@ -197,28 +194,6 @@ def test_texts_that_are_encoded_are_whole() -> None:
     grammar = compile_schema(schema)
     for text, is_whole in (('"aGk="', True), ('""', True), ('"aGkh"', True), ('"aGk"', False), ('", "', False)):
         assert is_admitted(grammar, text) == is_whole, text
-
-
-def test_more_patterns_of_one_text_than_can_be_looked_through_are_refused() -> None:
-    def schema(count: int) -> dict[str, Any]:
-        return {"type": "string", "allOf": [{"pattern": f"^[a-{letter}]*$"} for letter in "bcdefghij"[:count]]}
-
-    def referring(count: int) -> dict[str, Any]:
-        definitions = {f"{number}": {"pattern": f"a{{{number}}}.*b"} for number in range(count)}
-        for number in range(count - 1):
-            definitions[f"{number}"] |= {"allOf": [{"$ref": f"#/$defs/{number + 1}"}]}
-        return {"type": "string", "$ref": "#/$defs/0", "$defs": definitions}
-
-    with pytest.raises(Refused, match="more than 4 patterns"):
-        compile_schema(referring(30))
-    with pytest.raises(Refused, match="more than 4 patterns"):
-        compile_schema({"type": "string", "anyOf": [{"allOf": [{"anyOf": [{"pattern": "a"}]}] * 5}]})
-    compile_schema(schema(4))
-    with pytest.raises(Refused, match="more than 4 patterns"):
-        compile_schema(schema(5))
-    with pytest.raises(InvalidRequest, match="more than 4 of & and ~"):
-        vocabulary().compile(Lark("start: A\nA: " + " & ".join(f"/[a-z]{{{count}}}/" for count in range(6))))
-    vocabulary().compile(Lark('start: "a & b & c & d & e & f & g" /&+/  // & & & & & & &'))
 
 
 def chained(depth: int, width: int) -> dict[str, Any]:

@@ -62,10 +62,27 @@ def test_schemas_whose_options_multiply_are_tried(schema: dict[str, Any]) -> Non
     assert is_to_be_tried(Either((Choice(["a"]), StructuralTags((Tag("<f>", schema=schema),), ("<f>",)))))
 
 
-@pytest.mark.parametrize("case", [case for case in SAMPLE if case.name != "all of any of"], ids=str)
-def test_no_other_schema_of_the_sample_is_unless_it_is_large(case: SchemaCase) -> None:
+COMBINED = {"all of any of", "all of patterns", "date of one century", "email at one host", "https address"}
+
+
+@pytest.mark.parametrize("case", SAMPLE, ids=str)
+def test_of_the_sample_the_large_and_those_of_several_patterns_are(case: SchemaCase) -> None:
     constraint = Json(case.schema)
-    assert is_to_be_tried(constraint) == (len(constraint.content) > trials.LARGE_BYTES)
+    is_large = len(constraint.content) > trials.LARGE_BYTES
+    assert is_to_be_tried(constraint) == (is_large or case.name in COMBINED)
+
+
+def test_patterns_of_one_text_that_take_for_ever_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "CPU_S", 1)
+    definitions: dict[str, Any] = {
+        f"{n}": {"pattern": f"a{{{n}}}.*b", "allOf": [{"$ref": f"#/$defs/{n + 1}"}]} for n in range(100)
+    }
+    schema = {"type": "string", "$ref": "#/$defs/0", "$defs": {**definitions, "100": {}}}
+    tried = Vocabulary(tokenizer().to_str(), 2048, ending_ids())
+    for is_lenient in (False, True):
+        with pytest.raises(InvalidRequest):
+            tried.compile(Json(schema, lenient=is_lenient))
+    tried.compile(Json({"type": "string", "allOf": [{"pattern": f"^[a-{letter}]*$"} for letter in "bcdefghij"]}))
 
 
 def test_small_schemas_and_expressions_pay_for_no_process() -> None:

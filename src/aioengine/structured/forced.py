@@ -14,10 +14,13 @@ from typing import Any
 
 from aioengine.json_pointer import referred
 from aioengine.structured.constraints import Choice, Constraint, Either, Grammar, Json, Regex, StructuralTags, Tag
-from aioengine.structured.json_schema import MAX_SCHEMAS_DEEP, is_number, listed, mapped
+from aioengine.structured.json_schema import is_number, listed, mapped
 
 MAX_FORCED_BYTES = 8 * 1024
 """A constraint that may force more has all its tokens sampled."""
+
+MAX_SCHEMAS_DEEP = 100
+"""Schemas within each other, by references and keywords."""
 
 _OTHER_BYTES = 64
 """Of a schema beside its keys, constants and patterns: numbers, formats, braces."""

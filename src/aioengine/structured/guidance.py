@@ -24,7 +24,7 @@ from aioengine.errors import LENIENT, AioEngineError, InvalidRequest
 from aioengine.structured.constraints import Choice, Constraint, Either, Grammar, Json, Regex, StructuralTags
 from aioengine.structured.forced import MAX_FORCED_BYTES, longest_forced
 from aioengine.structured.grammar import STACK_BYTES, TOO_LARGE, Mask
-from aioengine.structured.json_schema import MAX_PATTERNS, ends_in_backslash, unsound_keywords
+from aioengine.structured.json_schema import ends_in_backslash, unsound_keywords
 from aioengine.structured.normalize import normalized
 from aioengine.structured.trials import is_to_be_tried, try_compiling
 from aioengine.threads import start_with_stack
@@ -80,11 +80,8 @@ TOKENS_OF_FUEL = 128
 
 MAX_SHOWN_CHARS = 500
 
-TEXTS_OF_LARK = re.compile(r'//.*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])*/')
-"""Comments, literals and regular expressions."""
-
-NAMES_OF_LARK = re.compile(TEXTS_OF_LARK.pattern + r"|<[^<>\s\[]+>")
-"""These, and names of tokens."""
+NAMES_OF_LARK = re.compile(r'//.*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])*/|<[^<>\s\[]+>')
+"""Comments, literals, regular expressions, and names of tokens."""
 
 PASSED_OVER = re.compile(r"nimplemented|Unknown format|coerce_one_of")
 """In what the library says of what it may pass over."""
@@ -217,8 +214,6 @@ class Vocabulary:
                 return llguidance.LLMatcher.grammar_from_regex(pattern)
             case Choice(options):
                 return "start: " + " | ".join(map(_quoted, options))
-            case Grammar(text) if len(re.findall("[&~]", TEXTS_OF_LARK.sub("", text))) > MAX_PATTERNS:
-                raise _refused(f"more than {MAX_PATTERNS} of & and ~: through all they have in common is looked")
             case Grammar(text) if GBNF.search(text):
                 if text.count("::=") > MAX_RULES:
                     raise _refused(f"it has more than {MAX_RULES} rules")

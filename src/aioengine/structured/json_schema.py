@@ -24,7 +24,6 @@ NESTING = frozenset((*MAPS, *LISTS, *ONES))
 _IN_PLACE = (*_BRANCHES, "$ref", "const", "enum")
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _NUMERIC = frozenset((*BOUNDS, "multipleOf"))
-_COUNTED = frozenset((*_BRANCHES, "$ref", "pattern"))
 _DRAFT_3 = {"divisibleBy": int | float, "disallow": str | list, "extends": dict | list, "required": bool}
 _CHECKED = frozenset((
     *BOUNDS, *_DRAFT_3, "minProperties", "additionalItems", "const", "enum", "pattern", "patternProperties",
@@ -38,9 +37,6 @@ _MAX_MULTIPLE = 2**32
 _MAX_MULTIPLES = 13
 
 _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
-MAX_PATTERNS = 4
-MAX_SCHEMAS_DEEP = 100
-"""That a text must fit by ``allOf``, ``anyOf``, ``oneOf`` and ``$ref`` within each other."""
 
 
 def subschemas(schema: Any, keywords: Container[str] = NESTING) -> Iterator[dict[str, Any]]:
@@ -76,7 +72,6 @@ def unsound_keywords(schema: Any) -> list[str]:
         found.extend(_unwritable_texts(node))
         found.extend(_unsound_patterns(node))
     found.extend(_unsound_places(nodes))
-    found.extend(_endless_patterns(nodes))
     for together in filter(None, _applied_together(nodes)):
         found.extend(_unsound_multiples(together))
         found.extend(_unsound_ranges(together))
@@ -211,36 +206,6 @@ def _unsound_patterns(node: dict[str, Any]) -> Iterator[str]:
 def ends_in_backslash(pattern: str) -> bool:
     """Whether its last backslash escapes nothing; the library drops it."""
     return (len(pattern) - len(pattern.rstrip("\\"))) % 2 == 1
-
-
-def _endless_patterns(nodes: list[dict[str, Any]]) -> Iterator[str]:
-    """Of texts that fit several patterns at once the library looks for one through all that their states can be."""
-    root = nodes[0] if nodes else {}
-    counted: dict[int, tuple[int, int]] = {}
-    """By the id of a schema."""
-
-    def count(node: Any, depth: int = 0) -> tuple[int, int]:
-        """How many patterns one text of the schema must fit, and how deep its schemas are; 0 within itself."""
-        if not isinstance(node, dict) or _COUNTED.isdisjoint(node):
-            return 0, 0
-        if id(node) in counted:
-            return counted[id(node)]
-        if depth > MAX_SCHEMAS_DEEP:
-            return 0, MAX_SCHEMAS_DEEP
-        counted[id(node)] = 0, 0
-        parts = [count(part, depth + 1) for part in listed(node, "allOf")]
-        for keyword in ("anyOf", "oneOf"):
-            options = [count(option, depth + 1) for option in listed(node, keyword)]
-            parts.append((max((number for number, _ in options), default=0), max((h for _, h in options), default=0)))
-        if isinstance(reference := node.get("$ref"), str):
-            parts.append(count(referred(root, reference), depth + 1))
-        number = sum(number for number, _ in parts) + isinstance(node.get("pattern"), str)
-        counted[id(node)] = number, 1 + max(height for _, height in parts)
-        return counted[id(node)]
-
-    counts = (count(node) for node in nodes if "allOf" in node or "$ref" in node)
-    if any(number > MAX_PATTERNS or height > MAX_SCHEMAS_DEEP for number, height in counts):
-        yield f"allOf: more than {MAX_PATTERNS} patterns of one text, or {MAX_SCHEMAS_DEEP} schemas for one another"
 
 
 def mapped(node: dict[str, Any], keyword: str) -> dict[str, Any]:

@@ -26,8 +26,8 @@ MAX_MULTIPLES = 5000
 MAX_COPIES = 1000
 """Properties beside options, times options; llguidance takes 0.1 to 0.4 ms for each."""
 
-_CHOICES = frozenset({"enum", "anyOf", "oneOf", "allOf", "$ref"})
-"""Keywords whose options llguidance goes through in pairs, where two of them hold together."""
+_CHOICES = frozenset({"enum", "anyOf", "oneOf", "allOf", "$ref", "pattern", "format"})
+"""Keywords whose options, or states, llguidance goes through in pairs, where two of them hold together."""
 
 CPU_S = 2
 WALL_S = 20.0
