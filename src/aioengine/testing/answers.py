@@ -13,7 +13,7 @@ Answer = str | Exception | tuple[str, Exception]
 
 
 class Answers:
-    """Which request gets which answer, and the answer's next token.
+    """Give each request its answer, token by token.
 
     A request is known by its prompt and its seed, so that one that is preempted goes on with its answer.
 
@@ -29,7 +29,7 @@ class Answers:
         self._num_begun = 0
         self._begun: dict[tuple[int, bytes], list[tuple[str, list[int], Exception | None]]] = {}
         self._gone_on: set[tuple[int, bytes]] = set()
-        """Of these, those whose last answer has come past its first token, or is empty."""
+        """Keys whose last answer has come past its first token, or is empty."""
         self._tokenizer: Tokenizer
         self._eos_token_id = 0
 
