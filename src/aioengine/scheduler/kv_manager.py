@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import chain, zip_longest
 
 import msgspec
@@ -120,18 +120,20 @@ class KVManager:
         }
         return tuple([passed.get(window, 0) for window in self.windows])
 
-    def can_admit(self, match: PrefixMatch, reserve: int, victims: Iterable[Sequence] = ()) -> bool:
+    def can_admit(self, match: PrefixMatch, reserve: int, victims: Collection[Sequence] = ()) -> bool:
         """Whether all known tokens fit with ``reserve`` blocks left: a prompt half admitted would only be preempted.
 
         Args:
             victims: count as if they had given up their blocks; those that others hold, too, are not free then.
         """
         shared = _held(match.block_ids)
-        num_needed = sum(match.missing) + reserve + self.pool.num_unused(shared)
-        given_up = Counter(chain.from_iterable(_held(victim.block_ids) for victim in victims))
+        num_lacking = sum(match.missing) + reserve + self.pool.num_unused(shared) - self.pool.num_free
+        if num_lacking <= 0 or num_lacking > sum(victim.num_blocks for victim in victims):
+            return num_lacking <= 0
+        given_up = Counter(chain.from_iterable(_held(victim.block_ids) for victim in victims))  # 0.1 µs a block
         for block_id in shared:
             given_up.pop(block_id, None)
-        return num_needed <= self.pool.num_free + self.pool.num_freed(given_up)
+        return num_lacking <= self.pool.num_freed(given_up)
 
     def admit(self, sequence: Sequence, match: PrefixMatch) -> None:
         """Give a sequence blocks for all its known tokens, and mark the one that it is going to fill next PENDING.
