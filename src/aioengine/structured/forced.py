@@ -84,24 +84,19 @@ def longest_text(root: Any) -> float:
             return math.inf
         inside = functools.partial(total, depth=depth + 1)
         known[id(node)] = math.inf  # within itself
-        properties = mapped(node, "properties")
         others = inside(node.get("additionalProperties"))
-        found = [_OTHER_BYTES, others, _longest_value(node)]
-        found += [len(name) + inside(inner) for name, inner in properties.items()]
+        found = [_OTHER_BYTES, others, _longest_value(node), inside(node.get("propertyNames"))]
+        found += [len(name) + inside(inner) for name, inner in mapped(node, "properties").items()]
         found += [longest_match(name) + inside(inner) for name, inner in mapped(node, "patternProperties").items()]
-        required = (name for name in listed(node, "required") if isinstance(name, str))
-        found += [len(name) + others for name in required if name not in properties]
+        found += [len(name) + others for name in listed(node, "required") if isinstance(name, str)]
         if isinstance(pattern := node.get("pattern"), str):
             found.append(longest_match(pattern) * longest_minimum)
-        items, least = node.get("items"), node.get("minItems", 1)
-        found.append(inside(items) * max(least if is_number(least) else 1, 1))
+        least = node.get("minItems")
+        found.append(inside(node.get("items")) * max(least if is_number(least) else 1, 1))
         found += map(inside, (*listed(node, "items"), *listed(node, "prefixItems"), node.get("additionalItems")))
-        found += map(inside, listed(node, "allOf"))
-        found.append(inside(node.get("propertyNames")))
+        found += map(inside, (*listed(node, "allOf"), referred(root, node.get("$ref"))))
         for keyword in ("anyOf", "oneOf"):
             found.append(max(map(inside, listed(node, keyword)), default=0))
-        if isinstance(reference := node.get("$ref"), str):
-            found.append(inside(referred(root, reference)))
         known[id(node)] = sum(found)
         return known[id(node)]
 

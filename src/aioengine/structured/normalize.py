@@ -6,7 +6,6 @@ as it is, and is refused by the name of its keyword.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 from urllib.parse import quote
 
@@ -27,9 +26,6 @@ from aioengine.structured.options import OptionJudge
 
 MAX_NAMES = 256
 """In a ``propertyNames``: each becomes a property."""
-
-MAX_INLINE_CHARS = 100
-"""Of the schema of such properties; a longer one becomes a definition, which all of them refer to."""
 
 NO_LIMITS = frozenset(
     {"$comment", "$schema", "default", "deprecated", "description", "examples", "readOnly", "title", "writeOnly"}
@@ -129,7 +125,7 @@ class _Rewriting:
         if names is False or (limits.keys() <= {"const", "enum"} and len(values) <= MAX_NAMES):
             texts = dict.fromkeys(text for text in values if isinstance(text, str))
             order = [*(name for name in named if name in texts), *(text for text in texts if text not in named)]
-            others = self._defined(node.get("additionalProperties", True)) if order else True
+            others = self._defined(node.get("additionalProperties", True))
             node["properties"] = {name: named.get(name, others) for name in order}
         elif not named and (pattern := _pattern_of(limits)):
             node["patternProperties"] = {pattern: node.get("additionalProperties", True)}
@@ -139,8 +135,8 @@ class _Rewriting:
         del node["propertyNames"]
 
     def _defined(self, schema: Any) -> Any:
-        """A rewritten schema as one that may be repeated."""
-        if not isinstance(schema, dict) or len(json.dumps(schema)) <= MAX_INLINE_CHARS:
+        """A rewritten schema as one that may be repeated: a reference to a definition."""
+        if not isinstance(schema, dict):
             return schema
         name = f"properties {len(self.definitions)}"
         while name in mapped(self._root, "$defs"):

@@ -84,17 +84,14 @@ def find_reasoning_format(name: str) -> ReasoningFormat:
 
 def detect_reasoning_format(chat_template: str) -> str | None:
     """The format of the reasoning that a chat template speaks of, where its text leaves no doubt; else None."""
+    begins, ends, is_deepseek = (text in chat_template for text in ("<think>", "</think>", "｜Assistant｜"))
     found = {
-        "think": "<think>" in chat_template or ("</think>" in chat_template and "｜Assistant｜" not in chat_template),
-        "deepseek_r1": "</think>" in chat_template
-        and "<think>" not in chat_template
-        and "｜Assistant｜" in chat_template,
-        "gemma4": "<|channel>thought" in chat_template,
-        "cohere": "<|START_THINKING|>" in chat_template,
-        "mistral": "[THINK]" in chat_template,
-        "seed_oss": "<seed:think>" in chat_template,
-        "granite": "Here is my thought process:" in chat_template,
+        "think": begins or (ends and not is_deepseek),
+        "deepseek_r1": ends and not begins and is_deepseek,
         "harmony": "<|channel|>" in chat_template and "analysis" in chat_template,
+    }
+    found |= {
+        name: _formats[name].begin in chat_template for name in ("gemma4", "cohere", "granite", "mistral", "seed_oss")
     }
     names = [name for name, is_found in found.items() if is_found]
     return names[0] if len(names) == 1 else None
