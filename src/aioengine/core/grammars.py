@@ -8,7 +8,7 @@ import logging
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from aioengine.errors import AioEngineError, EngineOverloaded, InternalError, InvalidRequest
 from aioengine.models.folder import ModelFolder
@@ -44,17 +44,6 @@ OnCompiled = Callable[[CompiledGrammar | AioEngineError], None]
 IsWanted = Callable[[], bool]
 
 
-class _Job(NamedTuple):
-    """A constraint that is to be compiled.
-
-    Attributes:
-        waiting: callbacks for the result, each with whether it is still wanted.
-    """
-
-    constraint: Constraint
-    waiting: list[tuple[OnCompiled, IsWanted]]
-
-
 class _Lane:
     """Constraints that are compiled one after the other.
 
@@ -65,7 +54,7 @@ class _Lane:
 
     def __init__(self) -> None:
         self.worker = TextWorker(close_grace_s=CLOSE_GRACE_S, stack_bytes=STACK_BYTES)
-        self.queue = deque[bytes]()
+        self.queue = deque[tuple[bytes, Constraint]]()
         self.is_busy = False
         self.num_overdue = 0
 
@@ -91,7 +80,8 @@ class Grammars:
         self._vocabulary_lock = threading.Lock()
         self._remembered: OrderedDict[bytes, GuidanceGrammar] = OrderedDict()
         """Those that were used last, at the end."""
-        self._jobs: dict[bytes, _Job] = {}
+        self._waiting: dict[bytes, list[tuple[OnCompiled, IsWanted]]] = {}
+        """By constraints that are compiled or queued: callbacks for the result, and whether each is still wanted."""
         self._small, self._tried = _Lane(), _Lane()
 
     def get(self, request: Request) -> CompiledGrammar | None:
@@ -116,17 +106,17 @@ class Grammars:
             on_compiled(compiled if isinstance(compiled, AioEngineError) else self._with_thinking(request, compiled))
 
         key = constraint.content
-        if key in self._jobs:
-            self._jobs[key].waiting.append((tell, is_wanted))
+        if key in self._waiting:
+            self._waiting[key].append((tell, is_wanted))
             return
-        self._jobs[key] = _Job(constraint, [(tell, is_wanted)])
+        self._waiting[key] = [(tell, is_wanted)]
         lane = self._tried if is_to_be_tried(constraint) else self._small
-        lane.queue.append(key)
+        lane.queue.append((key, constraint))
         asyncio.get_running_loop().call_soon(self._compile_next, lane)
 
     async def aclose(self) -> None:
         """Compile no more. A thread that is still at one ends by itself."""
-        self._jobs.clear()
+        self._waiting.clear()
         for lane in (self._small, self._tried):
             lane.queue.clear()
         await self._small.worker.aclose()
@@ -141,18 +131,18 @@ class Grammars:
     def _compile_next(self, lane: _Lane) -> None:
         """Compile the first of a lane that is wanted; with too many overdue all are to come again."""
         while lane.queue and not lane.is_busy:
-            key = lane.queue.popleft()
-            wanted = [tell for tell, is_wanted in self._jobs[key].waiting if is_wanted()]
+            key, constraint = lane.queue.popleft()
+            wanted = [tell for tell, is_wanted in self._waiting[key] if is_wanted()]
             if wanted and lane.num_overdue < MAX_OVERDUE:
-                self._compile(lane, key)
+                self._compile(lane, key, constraint)
                 return
-            del self._jobs[key]
+            del self._waiting[key]
             for tell in wanted:
                 tell(EngineOverloaded("grammars that take long are being compiled; try again later", retry_after_s=1.0))
 
-    def _compile(self, lane: _Lane, key: bytes) -> None:
+    def _compile(self, lane: _Lane, key: bytes, constraint: Constraint) -> None:
         """Hand a constraint to the lane's thread, and go on with the next when it is done or overdue."""
-        loop, constraint = asyncio.get_running_loop(), self._jobs[key].constraint
+        loop = asyncio.get_running_loop()
         timers: list[asyncio.TimerHandle] = []
         outside = contextlib.ExitStack()
         is_overdue = False
@@ -193,7 +183,7 @@ class Grammars:
             else:
                 lane.is_busy = False
             self._compile_next(lane)
-            if key not in self._jobs or done.cancelled():  # given up, or closed
+            if key not in self._waiting or done.cancelled():  # given up, or closed
                 return
             if error is None:
                 self._remember(key, done.result())
@@ -210,8 +200,7 @@ class Grammars:
 
     def _end(self, key: bytes, compiled: CompiledGrammar | AioEngineError) -> None:
         """Tell what waits for a constraint."""
-        job = self._jobs.pop(key, None)
-        for tell, _ in job.waiting if job is not None else ():
+        for tell, _ in self._waiting.pop(key, ()):
             tell(compiled)
 
     def _remember(self, key: bytes, compiled: GuidanceGrammar) -> None:
