@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("aioengine")
 
 COMPILE_TIMEOUT_S = 3.0
-"""Of one grammar, of which most take milliseconds; its request fails then, and its thread is left alone."""
+"""The longest time of compiling one grammar; most take milliseconds; its request fails then, and its thread is left alone."""
 
 GIVE_WAY_S = 0.5
 """After this time the next one is compiled beside it, in another thread."""
@@ -34,9 +34,9 @@ MAX_OVERDUE = 2
 """In a lane, those that have given way; with so many all others are refused until one has ended."""
 
 MAX_REMEMBERED_LEXERS = 64
-"""Of a grammar with many rows there are several, of 20 MB at most (`guidance.LIMITS`), and mostly below 1 MB."""
+"""A grammar with many rows has several, of 20 MB at most (`guidance.LIMITS`), and mostly below 1 MB."""
 MAX_REMEMBERED_BYTES = 8 * 2**20
-"""Of the constraints' texts."""
+"""The texts of all remembered constraints."""
 
 CLOSE_GRACE_S = 1.0
 
@@ -79,7 +79,7 @@ class Grammars:
         self._vocabulary: Vocabulary | None = None
         self._vocabulary_lock = threading.Lock()
         self._remembered: OrderedDict[bytes, GuidanceGrammar] = OrderedDict()
-        """Those that were used last, at the end."""
+        """The one that was used last is at the end."""
         self._waiting: dict[bytes, list[tuple[OnCompiled, IsWanted]]] = {}
         """By constraints that are compiled or queued: callbacks for the result, and whether each is still wanted."""
         self._small, self._tried = _Lane(), _Lane()
@@ -199,7 +199,7 @@ class Grammars:
         outcome.add_done_callback(on_done)
 
     def _end(self, key: bytes, compiled: CompiledGrammar | AioEngineError) -> None:
-        """Tell what waits for a constraint."""
+        """Call back all that wait for a constraint."""
         for tell, _ in self._waiting.pop(key, ()):
             tell(compiled)
 

@@ -91,8 +91,8 @@ def longest_text(root: Any) -> float:
         found += [len(name) + others for name in listed(node, "required") if isinstance(name, str)]
         if isinstance(pattern := node.get("pattern"), str):
             found.append(longest_match(pattern) * longest_minimum)
-        least = node.get("minItems")
-        found.append(inside(node.get("items")) * max(least if is_number(least) else 1, 1))
+        least: Any = node.get("minItems")
+        found.append(inside(node.get("items")) * (max(least, 1) if is_number(least) else 1))
         found += map(inside, (*listed(node, "items"), *listed(node, "prefixItems"), node.get("additionalItems")))
         found += map(inside, (*listed(node, "allOf"), referred(root, node.get("$ref"))))
         for keyword in ("anyOf", "oneOf"):

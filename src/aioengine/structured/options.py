@@ -46,7 +46,7 @@ class OptionJudge:
         return [leaf for option in options for leaf in self._leaves(option, depth)]
 
     def _are_apart_by(self, leaves: list[list[Node]], tag: str | None) -> bool:
-        """``tag``: a property that tells objects apart; None: none."""
+        """``tag``: a property by which objects are told apart; None: none."""
         seen: dict[str, set[str | None]] = {}
         for option in leaves:
             own = {label for leaf in option for label in self._labels(leaf, tag)}
