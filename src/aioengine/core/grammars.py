@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("aioengine")
 
 COMPILE_TIMEOUT_S = 3.0
-"""The longest time of compiling one grammar; most take milliseconds; its request fails then, and its thread is left alone."""
+"""The longest time of compiling one grammar; then its request fails, and its thread is left alone."""
 
 GIVE_WAY_S = 0.5
 """After this time the next one is compiled beside it, in another thread."""

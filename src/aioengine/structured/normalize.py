@@ -90,7 +90,7 @@ class _Rewriting:
         return False if any(part is False for part in listed(node, "allOf")) else node
 
     def _discriminate(self, node: Node) -> None:
-        """The property that OpenAPI's ``discriminator`` names is required by it; its values are those of the options."""
+        """The property that OpenAPI's ``discriminator`` names is required; the options list its values."""
         given = node.pop("discriminator", None)
         name = given.get("propertyName") if isinstance(given, dict) else None
         options = [leaf for keyword in ("anyOf", "oneOf") for leaf in self._judge.leaves(listed(node, keyword))]
