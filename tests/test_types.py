@@ -22,8 +22,14 @@ ROOT = Path(__file__).parents[1]
 
 PROGRAM = """
 import asyncio
+from dataclasses import dataclass
 from typing import Literal
 from aioengine import LLM, Choice, Engine, LLMEngine, RequestOutput, SamplingParams
+
+@dataclass
+class Message:
+    role: str
+    content: str
 
 async def main() -> None:
     async with Engine(max_model_len=64, tune_kernels=False, seed=1) as engine:
@@ -31,6 +37,8 @@ async def main() -> None:
         text: str = (await task).text + (await engine.generate("x", max_tokens=3)).text
         await engine.generate({"prompt": text}, sampling_params=SamplingParams())
         ids: list[int] = (await engine.get_tokenizer()).apply_chat_template([])
+        await engine.generate([Message("user", "hi")])
+        await engine.generate(3)  # wrong
         await engine.generate(ids, max_tokns=3)  # wrong
         await engine.generate(ids, max_tokens="3")  # wrong
         engine.stream(ids, max_tokns=3)  # wrong

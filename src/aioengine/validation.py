@@ -138,8 +138,8 @@ ELSEWHERE = {
     **dict.fromkeys(("temperature", "top_p", "top_k", "max_tokens", "stop", "n", "structured", "tools"), OF_REQUESTS),
     "max_model_len": "it is of the engine: give max_model_len to Engine or LLM",
     "do_sample": "temperature=0 is greedy, any other temperature draws",
-    "output_type": "it is for generate: out = await engine.generate(prompt, output_type=...), and out.parsed",
-    "streamer": "use `async with engine.stream(...) as stream:`",
+    "output_type": "it is for generate(prompt, output_type=...), whose output has it in .parsed",
+    "streamer": "use `async with engine.stream(...) as stream:`, or without asyncio `for delta in llm.stream(...)`",
     "verbose": "set the level of the logger 'aioengine'",
 }
 """Names that are unknown where they are given, with what to do instead."""

@@ -133,6 +133,16 @@ def test_a_model_is_named_by_an_argument_or_an_option(call_main: CallMain, tmp_p
     assert (code, "'Once'" in stderr, "a word of the PROMPT?" in stderr) == (1, True, True), stderr
 
 
+def test_another_library_s_name_of_a_flag_is_answered_with_ours(call_main: CallMain) -> None:
+    for arguments, ours in (
+        (("serve", "--n-ctx", "5"), "--max-model-len"),
+        (("generate", "x", "--num-predict", "5"), "--max-tokens"),
+        (("serve", "--hots", "x"), "--host"),
+    ):
+        code, _, stderr = call_main(*arguments)
+        assert (code, ours in stderr) == (2, True), stderr
+
+
 def test_ctrl_c_during_the_imports_ends_a_command_quietly() -> None:
     for module in ("signal", "click", "aioengine.config", "msgspec"):
         program = f"""

@@ -58,6 +58,14 @@ def folder_with(path: Path, *, config: dict[str, Any] | None = None, generation:
 # Finding it
 
 
+def test_the_bundled_model_is_called_demo_where_no_folder_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert ModelFolder.resolve("demo").path == ModelFolder.resolve(None).path
+    (tmp_path / "demo").write_text("")
+    with pytest.raises(ModelLoadError, match="demo is a file"):
+        ModelFolder.resolve("demo")
+
+
 def test_a_folder_is_itself(checkpoint: Checkpoint) -> None:
     path = checkpoint("llama2")
     folder = ModelFolder.resolve(str(path))

@@ -89,7 +89,7 @@ async def test_it_has_the_vocabulary_of_the_model() -> None:
         assert (await engine.generate("Once upon a time", max_tokens=5)).text
 
 
-@pytest.mark.parametrize("answers", ["a text", []])
+@pytest.mark.parametrize("answers", ["a text", [], 3, [3], ["a text", ("a text", "no error")]])
 def test_what_are_no_answers_is_refused(answers: Any) -> None:
     with pytest.raises(ConfigError, match="answers"):
         FakeExecutor(answers=answers)

@@ -20,6 +20,7 @@ from aioengine.cli.info import info
 from aioengine.cli.serve import serve_command
 from aioengine.errors import AioEngineError
 from aioengine.own_process import COMPILER_OUTLIVES, limit_spinning, open_standard_files
+from aioengine.validation import OTHER_NAMES
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -47,7 +48,7 @@ def run_command_line() -> None:
     except click.exceptions.Abort:
         status = EXIT_INTERRUPTED
     except click.ClickException as error:
-        error.show()
+        (_with_our_name(error) if isinstance(error, click.NoSuchOption) else error).show()
         status = EXIT_USAGE
     except KeyboardInterrupt:
         click.echo(err=True)
@@ -66,6 +67,15 @@ def run_command_line() -> None:
     if "triton" not in sys.modules:
         gc.freeze()
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _with_our_name(error: click.NoSuchOption) -> click.NoSuchOption:
+    """The error with our flag as its suggestion, where another library's name of it was given."""
+    known = [] if error.ctx is None else [parameter.name for parameter in error.ctx.command.params]
+    ours = [name for name in OTHER_NAMES.get(error.option_name.lstrip("-").replace("-", "_"), ()) if name in known]
+    flags = " or ".join(f"--{name.replace('_', '-')}" for name in ours)
+    message = f"No such option {error.option_name}. Did you mean {flags}?"
+    return click.NoSuchOption(error.option_name, message, ctx=error.ctx) if ours else error
 
 
 def _complain(error: Exception) -> None:

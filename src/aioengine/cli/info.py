@@ -92,7 +92,7 @@ def _show(found: ModelInfo) -> None:
     if found.kv_cache_bytes is not None:
         facts[f"of {_size(found.memory_bytes)} on a {'CPU' if found.device == 'cpu' else 'GPU'}"] = (
             f"{_size(found.kv_cache_bytes)} for the KV cache in {found.kv_cache_dtype}: {found.num_kv_blocks:,} blocks "
-            f"of {found.block_size} tokens; the longest sequence that fits has {found.longest:,}"
+            f"of {found.block_size} tokens; the longest sequence that fits has {found.longest:,} tokens"
         )
     table = Table(show_header=False, box=None)
     for name, value in facts.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from aioengine.config import MODEST_HOST_SHARE, MOST_HOST_SHARE, EngineConfig
 from aioengine.errors import ConfigError
 from aioengine.executor.accelerator import DeviceMemory
 from aioengine.scheduler.kv_groups import most_blocks
+
+logger = logging.getLogger("aioengine")
 
 FALLBACK_MEMORY_BYTES = 8 * 2**30
 """Taken for the machine's memory where the system does not tell it."""
@@ -63,7 +66,16 @@ def num_kv_blocks(
             f"a sequence of max_model_len={max_model_len} tokens needs {blocks_a_sequence * bytes_per_block} bytes of "
             f"KV cache; {source} grants {granted_bytes}: {remedy}"
         )
-    num_blocks = min(num_blocks, config.max_num_seqs * blocks_a_sequence)
+    most_blocks_used = config.max_num_seqs * blocks_a_sequence
+    if config.kv_cache_memory_bytes is not None and num_blocks > most_blocks_used:
+        logger.info(
+            "of kv_cache_memory_bytes=%d %d are taken: max_num_seqs=%d sequences of %d tokens use no more",
+            config.kv_cache_memory_bytes,
+            most_blocks_used * bytes_per_block,
+            config.max_num_seqs,
+            max_model_len,
+        )
+    num_blocks = min(num_blocks, most_blocks_used)
     if num_blocks * bytes_per_block > available_bytes:
         raise ConfigError(
             f"kv_cache_memory_bytes={config.kv_cache_memory_bytes} is more than the {available_bytes} bytes that are "

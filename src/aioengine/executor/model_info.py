@@ -163,7 +163,7 @@ def read_model_info(config: EngineConfig, *, memory_bytes: int | None = None) ->
         memory = DeviceMemory(memory_bytes, max(0, memory_bytes - weight_bytes), weight_bytes)
         sequence_bytes = blocks_for(model.max_model_len) * cache.bytes_per_block
         kv_bytes, _ = granted_kv_bytes(config, memory, None if is_host else 0, sequence_bytes)
-        num_blocks = kv_bytes // cache.bytes_per_block
+        num_blocks = min(kv_bytes // cache.bytes_per_block, config.max_num_seqs * blocks_for(model.max_model_len))
         longest = bisect_right(range(model.max_model_len + 1), num_blocks, key=blocks_for) - 1
         fits = [
             Fit(num_tokens=length, num_sequences=num_blocks // blocks_for(length))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any, NoReturn, SupportsIndex, TypeVar
@@ -258,7 +258,7 @@ class EngineControl(NotCopied, NotYet):
 
     async def tokenize(
         self,
-        prompt: str | list[ChatMessage],
+        prompt: str | Sequence[ChatMessage],
         *,
         add_special_tokens: bool | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+from collections import abc
 from collections.abc import Mapping
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -40,9 +41,19 @@ from aioengine.text.chat_input import (
 )
 from aioengine.validation import check_fields, invalid, is_utf8, shorten, typed
 
-ChatMessage = dict[str, Any]
-Prompt = str | list[int] | list[ChatMessage]
-"""Text, token ids, or the messages of a chat: ``{"role": ..., "content": ...}`` each."""
+
+class MessageObject(Protocol):
+    """A message as an object: a dataclass, or a pydantic model such as those of OpenAI's client."""
+
+    @property
+    def role(self) -> Any: ...
+    @property
+    def content(self) -> Any: ...
+
+
+ChatMessage = Mapping[str, Any] | MessageObject
+Prompt = str | list[int] | abc.Sequence[ChatMessage]
+"""Text, token ids, or the messages of a chat: ``{"role": ..., "content": ...}`` each, or objects with these."""
 
 PromptDict = Mapping[str, Any]
 """``{"prompt": text}`` or ``{"prompt_token_ids": ids}``, vLLM's `TextPrompt` and `TokensPrompt`; see `open_prompt`."""

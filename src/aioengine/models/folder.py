@@ -264,6 +264,8 @@ def _locate(model: str | None, revision: str | None, patterns: list[str], may_do
     if model is None:
         return DEMO_MODEL
     path = Path(model).expanduser()
+    if model == DEMO_MODEL.name and not path.exists():
+        return DEMO_MODEL
     if path.exists():
         if revision is not None:
             raise ModelLoadError(f"revision={revision!r} is for hub models, and {path} is here")

@@ -23,7 +23,7 @@ class Answers:
     """
 
     def __init__(self, given: Sequence[Answer] | Callable[[str], Answer]) -> None:
-        if not callable(given) and (isinstance(given, str) or not given):
+        if not callable(given) and not (isinstance(given, list | tuple) and given and all(map(_is_answer, given))):
             raise ConfigError("answers: a list of texts or errors is needed, or a function from a prompt to one")
         self._given = given
         self._num_begun = 0
@@ -69,7 +69,15 @@ class Answers:
             answer = self._given(self._tokenizer.decode(prompt_ids))
         else:
             answer = self._given[min(self._num_begun, len(self._given) - 1)]
+        if not _is_answer(answer):
+            raise ConfigError(f"answers gave {answer!r}: a text, an error, or a text and an error is needed")
         self._num_begun += 1
         pair = answer if isinstance(answer, tuple) else (answer, None) if isinstance(answer, str) else ("", answer)
         text, error = pair
         return text, self._tokenizer.encode(text, add_special_tokens=False), error
+
+
+def _is_answer(given: object) -> bool:
+    if isinstance(given, tuple):
+        return len(given) == 2 and isinstance(given[0], str) and isinstance(given[1], Exception)
+    return isinstance(given, str | Exception)
