@@ -1,7 +1,7 @@
 """An open-loop load on any server that speaks OpenAI's API; and what our own HTTP API carries.
 
-    python benchmarks/serve.py --url http://127.0.0.1:8000/v1 --rate 1 2 4 8 [--json FILE] [--plot FILE]
-    python benchmarks/serve.py --self [--quick] [--only sustained overload] [--json FILE] [--plot FILE]
+    python benchmarks/serve.py --url http://127.0.0.1:8000/v1 --rate 1 2 4 8 [--json FILE]
+    python benchmarks/serve.py --self [--quick] [--only sustained overload] [--json FILE]
 
 **By URL.** For each ``--rate`` requests are sent as a Poisson process, the same one for a seed, for ``--warmup`` and
 ``--duration`` seconds; what the warm-up sent does not count. ``--rate inf`` sends ``--num-requests`` at once. No
@@ -35,7 +35,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import math
 import os
 import platform
@@ -127,22 +126,6 @@ async def measure_rates(args: argparse.Namespace) -> Report:
 def save(args: argparse.Namespace, report: Report | own.OwnFigures) -> None:
     if args.json is not None:
         args.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
-    if args.plot is None:
-        return
-    if isinstance(report, own.OwnFigures):
-        if report.overload is None:
-            return
-        setting = report.setting
-        edges = list(itertools.accumulate((setting.calm_s, setting.full_s, setting.overload_s)))
-        title = (
-            f"the sustainable rate from {edges[0]:g} s, {own.OVERLOAD:g} times that from {edges[1]:g} to {edges[2]:g} s"
-        )
-        shown.plot_over_time(report.overload.bins, title, args.plot, edges)
-    elif report.over_time:
-        shown.plot_over_time(report.over_time, f"{report.target.model}, {args.rate[0]:g} requests/s", args.plot)
-    else:
-        levels = [level for level in report.levels if level.rate is not None]
-        shown.plot_rates(levels, report.target.model, args.plot)
 
 
 def parse() -> argparse.Namespace:
@@ -178,14 +161,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", choices=own.PARTS, nargs="+", default=own.PARTS, help="parts of --self")
     parser.add_argument("--quick", action="store_true", help="of --self: short and small, to see that it works")
     parser.add_argument("--json", type=Path, help="write the figures here too")
-    parser.add_argument("--plot", type=Path, help="write a PNG here: over the rates, or over the time of one")
-    args = parser.parse_args()
-    if args.plot is not None:
-        try:
-            import matplotlib  # noqa: F401 - whether it is there is to be known before anything is measured
-        except ImportError:
-            parser.error("--plot needs matplotlib: pip install 'aioengine[bench]'")
-    return args
+    return parser.parse_args()
 
 
 def main() -> None:

@@ -126,7 +126,7 @@ def parse() -> argparse.Namespace:
         try:
             import matplotlib  # noqa: F401 - whether it is there is to be known before anything is measured
         except ImportError:
-            parser.error("--plot needs matplotlib: pip install 'aioengine[bench]'")
+            parser.error("--plot needs matplotlib: pip install matplotlib")
     for path in filter(None, (args.plot, args.json)):
         check_file(path)
     return args
@@ -369,9 +369,7 @@ def plot(bench: Bench, path: Path) -> None:
     from matplotlib.figure import Figure as Picture
     from matplotlib.ticker import ScalarFormatter
 
-    from aioengine.cli.figures import DOTS_PER_INCH, SIZE_INCHES, style_axes
-
-    picture = Picture(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH, layout="constrained")
+    picture = Picture(figsize=(12.0, 4.6), dpi=150, layout="constrained")
     picture.suptitle(f"Streams, {bench.args.model}, {bench.args.quantization or 'bfloat16'}", fontweight="bold")
     rates, gaps = picture.subplots(1, 2)
     for figure in bench.figures:
@@ -392,7 +390,7 @@ def plot(bench: Bench, path: Path) -> None:
             label="p99",
         )
     for axes, title in ((rates, "output tokens/s"), (gaps, "ms between tokens")):
-        style_axes(axes)
+        axes.grid(color="#dddddd", linewidth=0.8)
         axes.set_title(title)
         axes.set_xlabel("streams at once, 128 tokens in, 64 out")
         axes.set_xscale("log", base=2)

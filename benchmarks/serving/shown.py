@@ -1,27 +1,18 @@
-"""Figures as tables and pictures."""
+"""Figures as tables."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from aioengine.cli.figures import DOTS_PER_INCH, style_axes
 from aioengine.cli.load import Summary
 from serving import own
-from serving.figures import Bin, Figures
+from serving.figures import Figures
 from serving.own import Overload, OwnFigures, Round, Setting
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-SIZE_INCHES = (12.0, 7.4)
-BLUE, RED, GREEN, GREY = "#1f6fb4", "#d1495b", "#2a9d63", "#888888"
 WIDTH = 150
 
 
@@ -151,85 +142,3 @@ def _errors(figures: Figures) -> list[str]:
 
 def _optional(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
-
-
-# Pictures
-
-
-def plot_rates(levels: Sequence[Figures], title: str, path: Path) -> None:
-    """Write a PNG: latencies, goodput and what was shed, over the rate."""
-    figure, ((ttft, itl), (rates, shed)) = _panels(title)
-    asked = [level.rate or 0.0 for level in levels]
-    for axes, name, what in ((ttft, "ttft_ms", "time to first token, ms"), (itl, "itl_ms", "time between reads, ms")):
-        axes.set_title(what)
-        _plot_percentiles(axes, asked, [getattr(level, name) for level in levels])
-    rates.set_title("requests/s")
-    sent = [level.num_scheduled / level.seconds for level in levels]
-    rates.plot(asked, sent, color=GREY, linestyle=":", label="sent")
-    rates.plot(asked, [level.requests_per_s for level in levels], color=BLUE, marker="o", markersize=4, label="whole")
-    rates.plot(asked, [level.goodput_per_s for level in levels], color=GREEN, marker="s", markersize=4, label="goodput")
-    rates.legend(frameon=False)
-    shed.set_title("share of requests, %")
-    shed.plot(asked, [100 * level.shed_share for level in levels], color=RED, marker="o", markersize=4, label="shed")
-    failed = [100 * _share_failed(level) for level in levels]
-    shed.plot(asked, failed, color=GREY, marker="s", markersize=4, label="errors and unfinished")
-    shed.legend(frameon=False)
-    shed.set_ylim(-2, 102)
-    for axes in (ttft, itl, rates, shed):
-        axes.set_xlabel("requests/s sent")
-    figure.savefig(path, format="png")
-
-
-def plot_over_time(bins: Sequence[Bin], title: str, path: Path, marks: Sequence[float] = ()) -> None:
-    """Write a PNG: the same over the time of one run; at ``marks`` the load changes."""
-    figure, ((ttft, itl), (tokens, requests)) = _panels(title)
-    at = [piece.at + piece.seconds / 2 for piece in bins]
-    for axes, name, what in ((ttft, "ttft_ms", "time to first token, ms"), (itl, "itl_ms", "time between reads, ms")):
-        axes.set_title(what)
-        _plot_percentiles(axes, at, [getattr(piece, name) for piece in bins])
-    tokens.set_title("tokens/s")
-    tokens.plot(at, [piece.tokens_per_s for piece in bins], color=BLUE)
-    requests.set_title("requests/s")
-    requests.plot(at, [piece.num_scheduled / piece.seconds for piece in bins], color=GREY, linestyle=":", label="sent")
-    shed = [piece.shed_share * piece.num_scheduled / piece.seconds for piece in bins]
-    requests.plot(at, [piece.goodput_per_s for piece in bins], color=GREEN, label="goodput")
-    requests.plot(at, shed, color=RED, label="shed")
-    requests.legend(frameon=False)
-    for axes in (ttft, itl, tokens, requests):
-        axes.set_xlabel("s")
-        for mark in marks:
-            axes.axvline(mark, color=GREY, linewidth=0.8, linestyle="--")
-    figure.savefig(path, format="png")
-
-
-def _plot_percentiles(axes: Axes, places: Sequence[float], summaries: Sequence[Summary | None]) -> None:
-    for percentile, color in (("p50", BLUE), ("p90", GREY), ("p99", RED)):
-        points = [(x, getattr(s, percentile)) for x, s in zip(places, summaries, strict=True) if s is not None]
-        if points:
-            axes.plot(*zip(*points, strict=True), color=color, marker="o", markersize=3, label=percentile)
-    if not axes.lines:
-        return
-    from matplotlib.ticker import FuncFormatter, LogLocator
-
-    axes.set_yscale("log")
-    axes.yaxis.set_minor_locator(LogLocator(subs=(2.0, 5.0)))
-    for which in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-        which(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.legend(frameon=False)
-
-
-def _share_failed(figures: Figures) -> float:
-    num_failed = sum(figures.errors.values()) + figures.num_unfinished
-    return num_failed / figures.num_scheduled if figures.num_scheduled else 0.0
-
-
-def _panels(title: str) -> tuple[Figure, list[list[Axes]]]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH, layout="constrained")
-    figure.suptitle(title, fontsize=13, fontweight="bold")
-    panels: list[list[Axes]] = figure.subplots(2, 2).tolist()
-    for row in panels:
-        for axes in row:
-            style_axes(axes)
-    return figure, panels

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
+import importlib.metadata
+import os
+import platform
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,10 +14,11 @@ from typing import Any, Literal
 
 import click
 import msgspec
+import numpy as np
 
-from aioengine.cli.command import Command, given, model_argument, options_of, run
-from aioengine.cli.figures import Report, environment_of, level_of, plot, show
-from aioengine.cli.load import Burst, Job, Jobs, Range, Workload, send
+import aioengine
+from aioengine.cli.command import Command, given, model_argument, open_console, options_of, run
+from aioengine.cli.load import Burst, Figures, Job, Range, Workload, figures_of, send
 from aioengine.config import EngineConfig, ReplicaOptions
 from aioengine.engine import Engine
 from aioengine.sampling_params import SamplingParams
@@ -26,6 +31,33 @@ WARM_UP_TOKENS = 8
 
 WARM_UP_REQUESTS = 32
 """At most: larger batches bring little that is new."""
+
+DISTURBING_CORES = 0.1
+"""Below this, what other programs used is not mentioned."""
+
+
+class Level(msgspec.Struct, frozen=True):
+    """The figures at one concurrency, over all repeats and of each: repeats differ by the noise."""
+
+    concurrency: int
+    overall: Figures
+    repeats: list[Figures]
+
+
+class Report(msgspec.Struct, frozen=True):
+    """The JSON that ``aioengine bench`` writes.
+
+    Attributes:
+        environment: what ran, and on what: see `environment_of`.
+    """
+
+    benchmark: Literal["latency", "throughput"]
+    environment: dict[str, Any]
+    workload: Workload
+    levels: list[Level]
+
+
+# The commands
 
 
 def _range(text: str) -> Range:
@@ -46,22 +78,16 @@ def _concurrencies(text: str) -> list[int]:
     return concurrencies
 
 
-def _check_file(_: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
+def _check_folder(_: click.Context, __: click.Parameter, path: Path | None) -> Path | None:
     """Refuse what could not be written, before anything is measured."""
     if path is not None and not path.absolute().parent.is_dir():
         raise click.UsageError(f"{path}: there is no folder {path.parent}")
-    if path is not None and option.name == "plot_path":
-        try:
-            import matplotlib  # noqa: F401 - whether it is there is the question
-        except ImportError:
-            raise click.UsageError("--plot needs matplotlib: pip install 'aioengine[bench]'") from None
     return path
 
 
 def _shared_options(output_len: str) -> Callable[[Command], Command]:
-    """What both benchmarks take."""
+    """The flags of both benchmarks."""
     path = click.Path(dir_okay=False, writable=True, allow_dash=True, path_type=Path)
-    file: dict[str, Any] = {"type": path, "callback": _check_file}
     lengths: dict[str, Any] = {"type": _range, "metavar": "N|LOW:HIGH", "show_default": True}
     options: list[Callable[[Command], Command]] = [
         click.option("--input-len", default="64", help="tokens of a prompt, drawn by --seed", **lengths),
@@ -72,8 +98,9 @@ def _shared_options(output_len: str) -> Callable[[Command], Command]:
             "--repeats", type=click.IntRange(1), default=3, show_default=True,
             help="measure everything so often: how far apart the repeats lie is the noise",
         ),
-        click.option("--json", "json_path", help='write all figures as JSON; "-": to stdout', **file),
-        click.option("--plot", "plot_path", help="draw them as PNG", **file),
+        click.option(
+            "--json", "json_path", type=path, callback=_check_folder, help='write all figures as JSON; "-": to stdout'
+        ),
         options_of(ReplicaOptions, only=("replicas", "balance")),
         options_of(EngineConfig),
         model_argument,
@@ -131,31 +158,31 @@ def throughput(num_prompts: int, **flags: Any) -> None:
 def _measure_and_report(
     benchmark: Literal["latency", "throughput"], counts: dict[int, int], flags: dict[str, Any]
 ) -> None:
-    """Measure ``counts``: the number of requests by concurrency; then say it in all ways that are asked for."""
+    """Measure ``counts``, the number of requests by concurrency; then print the table, and write the JSON."""
     workload = Workload(**{name: flags[name] for name in Workload.__struct_fields__})
     SamplingParams(temperature=workload.temperature)  # a bad one is refused before the model is loaded
     config = given(EngineConfig, flags)
     if replicas := given(ReplicaOptions, flags):
         config["replicas"] = ReplicaOptions(**replicas)
-    environment, bursts = run(_measure(counts, workload, config))
-    report = Report(benchmark, environment, workload, [level_of(*level) for level in bursts.items()])
-    json_path, plot_path = flags["json_path"], flags["plot_path"]
+    environment, levels = run(_measure(counts, workload, config))
+    report = Report(benchmark, environment, workload, levels)
+    json_path = flags["json_path"]
     show(report, to_stderr=str(json_path) == "-")
     if json_path is not None:
         with click.open_file(str(json_path), "w", encoding="utf-8") as file:
             file.write(msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
-    if plot_path is not None:
-        requests = [request for repeats in bursts.values() for burst in repeats for request in burst.requests]
-        plot(report, requests, plot_path)
+
+
+# Measuring
 
 
 async def _measure(
     counts: dict[int, int], workload: Workload, config: dict[str, Any]
-) -> tuple[dict[str, Any], dict[int, list[Burst]]]:
-    """What runs, and the bursts by concurrency, one a repeat."""
+) -> tuple[dict[str, Any], list[Level]]:
+    """What runs, and the figures of each concurrency."""
     bursts: dict[int, list[Burst]] = {concurrency: [] for concurrency in counts}
     async with Engine(**config) as engine:
-        jobs = make_jobs(engine, workload)
+        jobs = Jobs(engine, workload)
         with _progress_bar(workload.repeats * sum(counts.values())) as on_done:
             # A machine that drifts shows in the repeats of each level, not as a slope over the levels.
             for concurrency, count in [*counts.items()] * workload.repeats:
@@ -166,22 +193,60 @@ async def _measure(
                     await send(engine, short, len(short), workload.temperature)
                 made = jobs.make(count)
                 bursts[concurrency].append(await send(engine, made, concurrency, workload.temperature, on_done))
-        return environment_of(engine), bursts
+        return environment_of(engine), [level_of(*level) for level in bursts.items()]
 
 
-def make_jobs(engine: Engine, workload: Workload) -> Jobs:
-    """What a workload asks of this engine.
+class Jobs:
+    """Makes jobs: the lengths repeat with each batch, token ids never do, so that no prefix is cached by chance.
 
     Raises:
         click.UsageError: the longest request does not fit the model.
     """
-    longest_input, limit = workload.input_len.high, engine.info.max_model_len
-    if longest_input + workload.output_len.high > limit:
-        raise click.UsageError(
-            f"{longest_input} tokens in and {workload.output_len.high} out are more than the {limit} that this model "
-            "allows: lower --input-len or --output-len"
-        )
-    return Jobs(workload, engine.info.vocab_size)
+
+    def __init__(self, engine: Engine, workload: Workload) -> None:
+        longest, limit = (workload.input_len.high, workload.output_len.high), engine.info.max_model_len
+        if sum(longest) > limit:
+            raise click.UsageError(
+                f"{longest[0]} tokens in and {longest[1]} out are more than the {limit} that this model allows: lower "
+                "--input-len or --output-len"
+            )
+        self._workload = workload
+        self._vocab_size = engine.info.vocab_size
+        self._ids = np.random.default_rng([workload.seed, 1])
+
+    def make(self, count: int) -> list[Job]:
+        draws = np.random.default_rng([self._workload.seed, 2])
+        lens = (self._workload.input_len, self._workload.output_len)
+        nums = [draws.integers(length.low, length.high, count, endpoint=True).tolist() for length in lens]
+        return [
+            Job(self._ids.integers(0, self._vocab_size, num_input).tolist(), num_output)
+            for num_input, num_output in zip(*nums, strict=True)
+        ]
+
+
+def level_of(concurrency: int, bursts: list[Burst]) -> Level:
+    return Level(concurrency, figures_of(bursts), [figures_of([burst]) for burst in bursts])
+
+
+def environment_of(engine: Engine) -> dict[str, Any]:
+    """What runs, of an engine that has started.
+
+    ``num_threads``, of one CPU operation, are those configured; None: torch's number. ``num_cores`` are those that this
+    process may use. ``time`` is UTC.
+    """
+    return {
+        "model": engine.config.model or "the bundled model",
+        "dtype": engine.info.dtype,
+        "device": engine.info.device,
+        "num_engines": engine.num_engines,
+        "num_threads": engine.config.num_threads,
+        "num_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "torch": importlib.metadata.version("torch"),
+        "aioengine": aioengine.__version__,
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
 
 
 @contextlib.contextmanager
@@ -196,3 +261,46 @@ def _progress_bar(total: int) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=console, transient=True, refresh_per_second=2, disable=is_hidden) as bar:
         task = bar.add_task("warming up", total=total)
         yield lambda concurrency: bar.update(task, advance=1, description=f"{concurrency} in flight")
+
+
+# The table
+
+
+def show(report: Report, *, to_stderr: bool) -> None:
+    """A line for each concurrency: latencies in ms, and rates; with repeats, how far apart they lie."""
+    from rich.table import Table
+
+    has_repeats = report.workload.repeats > 1
+    headings = ["in flight", "requests", "TTFT p50", "p99", "ITL p50", "p99", "E2E p50", "p99", "tok/s", "output tok/s"]
+    table = Table(title=f"{report.benchmark.capitalize()}, latencies in ms")
+    for heading in headings + ["of the repeats"] * has_repeats:
+        table.add_column(heading, justify="right")
+    for level in report.levels:
+        overall = level.overall
+        row = [str(level.concurrency), str(overall.num_requests)]
+        for summary in (overall.ttft_ms, overall.itl_ms, overall.e2e_ms):
+            row += ["-", "-"] if summary is None else [_number(summary.p50), _number(summary.p99)]
+        row += [_number(overall.total_tokens_per_s), _number(overall.output_tokens_per_s)]
+        rates = [repeat.output_tokens_per_s for repeat in level.repeats]
+        table.add_row(*row, *[f"{_number(min(rates))} – {_number(max(rates))}"] * has_repeats)
+    console = open_console(to_stderr=to_stderr)
+    console.print(table)
+    environment = report.environment
+    measured = [level.overall for level in report.levels]
+    others_s = sum((figures.other_cores or 0.0) * figures.duration_s for figures in measured)
+    other_cores = others_s / sum(figures.duration_s for figures in measured)
+    if other_cores >= DISTURBING_CORES:
+        used = f"other programs used {other_cores:.1f} of {environment['num_cores']} cores meanwhile"
+        console.print(used, style="yellow")
+    num_engines = environment.get("num_engines", 1)
+    times = f", {num_engines} replicas," if num_engines > 1 else ""
+    threads = environment["num_threads"] or "torch's"
+    setting = f"{report.workload}\n" + (
+        "{model}{times} in {dtype} on {device}, {threads} threads on {num_cores} cores ({machine})\n"
+        "aioengine {aioengine}, torch {torch}, Python {python}; {time}"
+    ).format_map({**environment, "threads": threads, "times": times})
+    console.print(setting, markup=False, style="dim")
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

@@ -12,7 +12,7 @@ import signal
 import types
 from collections.abc import Callable, Collection, Coroutine
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import click
 import msgspec
@@ -21,6 +21,9 @@ from aioengine.config import is_template
 from aioengine.errors import AioEngineError, ConfigError, InvalidRequest
 from aioengine.validation import check_field, field_types
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 T = TypeVar("T")
 
 EXIT_FAILURE = 1
@@ -28,6 +31,9 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 Command = Callable[..., Any]
+
+PLAIN_WIDTH = 140
+"""Columns of a table where there is no terminal to ask."""
 
 
 def exit_code_of(error: AioEngineError) -> int:
@@ -45,6 +51,16 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
     result: T = uvloop.run(main)
     return result
+
+
+def open_console(*, to_stderr: bool = False) -> Console:
+    """A console for tables, on stdout or stderr."""
+    from rich.console import Console
+
+    console = Console(highlight=False, stderr=to_stderr)
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
+    return console
 
 
 def model_argument(command: Command) -> Command:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from aioengine.cli.command import EXIT_FAILURE, given, model_argument, options_of
-from aioengine.cli.figures import PLAIN_WIDTH
+from aioengine.cli.command import EXIT_FAILURE, given, model_argument, open_console, options_of
 from aioengine.config import EngineConfig
 from aioengine.validation import UNITS, parse_size
 
@@ -61,12 +60,9 @@ def info(memory: int | None, is_json: bool, **flags: Any) -> int:
 
 
 def _show(found: ModelInfo) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = PLAIN_WIDTH
+    console = open_console()
     parameters = f"{found.num_parameters:,}"
     if found.num_active_parameters < found.num_parameters:
         parameters += f", of which a token uses {found.num_active_parameters:,}"

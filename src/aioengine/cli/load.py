@@ -1,4 +1,4 @@
-"""A load on an engine, how long each of its requests took, and what other programs did to the machine meanwhile."""
+"""A load on an engine, and its figures: latencies, rates, and the CPU time of other programs meanwhile."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 def summary_of(samples_s: Iterable[float] | NDArray[np.float64]) -> Summary | None:
-    """Of seconds; None: there are none."""
+    """Summarise seconds; None: there are none."""
     samples_ms = np.fromiter(samples_s, np.float64) * 1e3
     if not len(samples_ms):
         return None
@@ -136,22 +136,49 @@ def summary_of(samples_s: Iterable[float] | NDArray[np.float64]) -> Summary | No
     return Summary(mean=float(samples_ms.mean()), p50=p50, p90=p90, p99=p99, max=float(samples_ms.max()))
 
 
-class Jobs:
-    """Makes jobs: the lengths repeat with each batch, token ids never do, so that no prefix is cached by chance."""
+class Figures(msgspec.Struct, frozen=True):
+    """Figures of the requests of ``duration_s`` seconds.
 
-    def __init__(self, workload: Workload, vocab_size: int) -> None:
-        self._workload = workload
-        self._vocab_size = vocab_size
-        self._ids = np.random.default_rng([workload.seed, 1])
+    Attributes:
+        ttft_ms, e2e_ms: time to the first token, and to the last.
+        itl_ms: time between tokens; None where each request had but one.
+        other_cores: how many of the cores that this process may use other programs used meanwhile, on average; None
+            where the system does not say.
+    """
 
-    def make(self, count: int) -> list[Job]:
-        draws = np.random.default_rng([self._workload.seed, 2])
-        lens = (self._workload.input_len, self._workload.output_len)
-        nums = [draws.integers(length.low, length.high, count, endpoint=True).tolist() for length in lens]
-        return [
-            Job(self._ids.integers(0, self._vocab_size, num_input).tolist(), num_output)
-            for num_input, num_output in zip(*nums, strict=True)
-        ]
+    num_requests: int
+    num_input_tokens: int
+    num_output_tokens: int
+    duration_s: float
+    requests_per_s: float
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    ttft_ms: Summary | None
+    itl_ms: Summary | None
+    e2e_ms: Summary | None
+    other_cores: float | None = None
+
+
+def figures_of(bursts: list[Burst]) -> Figures:
+    """The figures of all bursts together."""
+    requests = [request for burst in bursts for request in burst.requests]
+    duration_s = sum(burst.duration_s for burst in bursts)
+    num_input = sum(request.num_input_tokens for request in requests)
+    num_output = sum(sum(request.sizes) for request in requests)
+    others_s = [burst.other_cpu_s for burst in bursts]
+    return Figures(
+        num_requests=len(requests),
+        num_input_tokens=num_input,
+        num_output_tokens=num_output,
+        duration_s=duration_s,
+        requests_per_s=len(requests) / duration_s,
+        output_tokens_per_s=num_output / duration_s,
+        total_tokens_per_s=(num_input + num_output) / duration_s,
+        ttft_ms=summary_of(request.ttft_s for request in requests),
+        itl_ms=summary_of(gap_s for request in requests for gap_s in request.itl_s),
+        e2e_ms=summary_of(request.e2e_s for request in requests),
+        other_cores=None if None in others_s else sum(filter(None, others_s)) / duration_s,
+    )
 
 
 def other_cpu_s(stat: Path = Path("/proc/stat")) -> float | None:
