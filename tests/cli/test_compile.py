@@ -1,6 +1,5 @@
 """`aioengine compile`: kernels ahead of the first start, and what can go wrong."""
 
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -47,7 +46,6 @@ def test_compiling_ahead_says_what_went_wrong(
 ) -> None:
     if outcome == "cannot write":
         (tmp_path / "file").touch()
-        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
         HeldCompiler(tmp_path, monkeypatch, cache_home=tmp_path / "file").go_on()
     else:
         HeldCompiler(tmp_path, monkeypatch, outcome).go_on()

@@ -7,21 +7,22 @@ is kept as soon as it is compiled, so that a compiler that is killed has not wor
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import io
 import logging
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO
+
+import msgspec
 
 from aioengine.errors import InternalError
 from aioengine.kernels.native.kernels.parts import ALL_PARTS, COMMON, compile_seconds
@@ -30,15 +31,12 @@ from aioengine.own_process import COMPILER_OUTLIVES
 
 logger = logging.getLogger("aioengine")
 
-NOT_WRITTEN = os.EX_CANTCREAT
-"""The compiling child's exit status where the system refused it something, such as a file."""
-
 MESSAGE_BYTES, MESSAGE_LINES = 4000, 10
 """The most that is said of what a child has written before it failed."""
 
 HEAD_START_S = 5.0
-"""How long a compiler that has its modules leaves the cores to an engine that starts, unless `begin` comes
-before. On two cores of Zen 4, with an empty cache, the first token of Qwen3-0.6B came 6.3 s after the program began
+"""How long a compiler leaves the cores to an engine that starts, once it has its modules, unless `begin` comes before.
+ On two cores of Zen 4, with an empty cache, the first token of Qwen3-0.6B came 6.3 s after the program began
 with both at once, and comes after 3.5; with int8 8.7 and 4.2."""
 
 OUTLIVING_S, OUTLIVING_BYTES = 1800, 4 * 2**30
@@ -49,11 +47,8 @@ OUTLIVING_S, OUTLIVING_BYTES = 1800, 4 * 2**30
 class Compilation:
     """The library, or a child process that compiles it while this one serves without it.
 
-    With `COMPILER_OUTLIVES` in the environment `close` leaves the child alone; while the compiler of another command is
-    at work it waits.
-
-    Where the user's folder cannot be written to, which may show when the child tries, it compiles into one that goes
-    with this object.
+    With `COMPILER_OUTLIVES` in the environment `close` leaves the child alone, which ends with this process all the
+    same while the compiler of another command is at work. Kernels that cannot be kept are for this object alone.
 
     Args:
         parts: of the library.
@@ -65,17 +60,14 @@ class Compilation:
 
     def __init__(self, parts: Iterable[str], *, may_outlive: bool = True) -> None:
         self._parts = tuple(parts)
-        self._has_begun = False
         self._begins_at_s = 0.0
         self._is_over = False
         self._child: subprocess.Popen[bytes] | None = None
-        self._cache_home: str | None = None
+        self._unkept: IO[bytes] = io.BytesIO()
         self._errors: IO[bytes] = io.BytesIO()
-        self._outlives = False
+        self._outlives = may_outlive and bool(os.environ.get(COMPILER_OUTLIVES))
         self.problem = ""
         if missing := [part for part in self._parts if read_part(part) is None]:
-            why_not_kept = _why_not_kept()
-            self._outlives = may_outlive and bool(os.environ.get(COMPILER_OUTLIVES)) and why_not_kept is None
             if self._outlives:
                 logger.warning(
                     "compiling kernels for this CPU in the background, about %d s, once; until then plain torch "
@@ -84,38 +76,40 @@ class Compilation:
                 )
             else:
                 logger.info("compiling native kernels beside this program, once a machine; until then steps are slow")
-            self._start(why_not_kept)
+            try:
+                # In memory: a pipe would hold up a child that writes much, and a folder for files might not be there.
+                self._unkept = io.FileIO(os.memfd_create("aioengine-kernels"), "r+")
+                self._errors = io.FileIO(os.memfd_create("aioengine-compiler"), "r+")
+                self._child = _start_child(missing, self._unkept.fileno(), self._errors, outlives=self._outlives)
+                self._begins_at_s = time.monotonic() + HEAD_START_S
+            except (OSError, AttributeError) as error:  # no room for a process, or a system without memfd
+                self._give_up(str(error))
 
     def begin(self) -> None:
         """Let the child compile from now on. Idempotent."""
-        if not self._has_begun:
-            self._has_begun = True
-            self._let_child_begin()
-
-    def _let_child_begin(self) -> None:
-        """Close the pipe that it waits on."""
+        self._begins_at_s = 0.0
         if self._child is not None and self._child.stdin is not None:
-            self._child.stdin.close()
+            self._child.stdin.close()  # it waits for that
 
     @property
     def is_running(self) -> bool:
         """Whether the child takes a core, or is about to: begun or by itself."""
-        if self._child is None or self._is_over:
-            return False
-        return self._has_begun or time.monotonic() >= self._begins_at_s
+        return self._child is not None and not self._is_over and time.monotonic() >= self._begins_at_s
 
     def poll(self) -> Library | None:
         """The library, once, when it is there."""
         if self._is_over or (self._child is not None and self._child.poll() is None):
             return None
-        if self._child is not None and self._child.returncode == NOT_WRITTEN and self._cache_home is None:
-            self.begin()  # no second head start, and the first child's pipe is closed
-            self._outlives = False
-            self._start(self._last_words())
-            return None
-        library = find_library(self._parts, self._cache_home)
+        unkept: dict[str, bytes] = {}
+        if self._child is not None and self._child.returncode == 0:
+            unkept = msgspec.msgpack.decode(_content(self._unkept), type=dict[str, bytes])
+        errors = _content(self._errors)[-MESSAGE_BYTES:].decode(errors="replace")
+        last_lines = "\n".join(errors.splitlines()[-MESSAGE_LINES:])
+        library = find_library(self._parts, unkept)
         if library is None:
-            self._give_up(self._last_words())
+            self._give_up(last_lines)
+        elif unkept:
+            logger.warning("native kernels are not kept, but compiled for this engine alone: %s", last_lines)
         elif self._child is not None:
             logger.info("native kernels are compiled")
         self.close()
@@ -124,54 +118,37 @@ class Compilation:
     def wait(self) -> Library | None:
         """The library, once, as soon as it is there."""
         self.begin()
-        library = None
-        while library is None and not self._is_over:
-            if self._child is not None:
-                self._child.wait()
-            library = self.poll()
-        return library
-
-    def _start(self, why_not_kept: str | None) -> None:
-        try:
-            if why_not_kept is not None:
-                logger.warning("native kernels are not kept, but compiled for this engine alone: %s", why_not_kept)
-                self._cache_home = tempfile.mkdtemp(prefix="aioengine-")
-            self._errors.close()
-            # In memory: a pipe would hold up a child that writes much, and a folder for a file might not be there.
-            self._errors = io.FileIO(os.memfd_create("aioengine-compiler"), "r+")
-            self._child = _start_child(self._parts, self._cache_home, self._errors, outlives=self._outlives)
-            self._begins_at_s = time.monotonic() + HEAD_START_S
-            if self._has_begun:
-                self._let_child_begin()
-        except (OSError, AttributeError) as error:  # no room for a folder or a process, or a system without memfd
-            self._give_up(str(error))
-
-    def _last_words(self) -> str:
-        """The last lines that the child has written."""
-        self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - MESSAGE_BYTES))
-        return "\n".join(self._errors.read().decode(errors="replace").splitlines()[-MESSAGE_LINES:])
+        if self._child is not None:
+            self._child.wait()
+        return self.poll()
 
     def close(self) -> None:
         """End the child, unless it may outlive this process, and remove what it leaves behind. Idempotent."""
         self._is_over = True
+        self._unkept.close()
         self._errors.close()
-        if self._child is not None:
-            self._let_child_begin()
-            if self._outlives:
-                self._child.poll()
-                self._child.returncode = self._child.returncode or 0  # or its end would be waited for, with a warning
-                return
-            self._child.kill()
-            self._child.wait()
-            for unfinished in library_path(COMMON, self._cache_home).parent.glob(f"*.{self._child.pid}"):
+        self.begin()
+        if self._child is None:
+            return
+        if self._outlives:
+            self._child.poll()
+            self._child.returncode = self._child.returncode or 0  # or its end would be waited for, with a warning
+            return
+        self._child.kill()
+        self._child.wait()
+        with contextlib.suppress(OSError):
+            for unfinished in library_path(COMMON).parent.glob(f"*.{self._child.pid}"):
                 unfinished.unlink(missing_ok=True)
-        if self._cache_home is not None:
-            shutil.rmtree(self._cache_home, ignore_errors=True)
 
     def _give_up(self, problem: str) -> None:
         self.problem = problem
         logger.warning("no native kernels, so that steps are slow: %s", problem)
         self.close()
+
+
+def _content(file: IO[bytes]) -> bytes:
+    file.seek(0)
+    return file.read()
 
 
 def compile_library(parts: Iterable[str] = ALL_PARTS) -> Library:
@@ -190,57 +167,46 @@ def compile_library(parts: Iterable[str] = ALL_PARTS) -> Library:
     return library
 
 
-def _why_not_kept() -> str | None:
-    """What is wrong with the folder of the library, as far as that can be seen."""
-    try:
-        folder = library_path(COMMON).parent
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        return str(error)
-    return None if os.access(folder, os.W_OK | os.X_OK) else f"{folder} cannot be written to"
-
-
 def outlive_parent(parent_pid: int, die_with_parent: Callable[[int], None]) -> None:
     """Let this process, a compiler, run on when its parent ends, at the lowest priority from then on, and bounded.
 
-    Where another such compiler is at work it waits for that one's end, and ends with its parent until then.
-
-    Raises:
-        OSError: the folder cannot be written to.
+    Where another such compiler is at work, or the folder takes no files, this one ends with its parent.
     """
-    lock = os.open(library_path(COMMON).with_name("compiler.lock"), os.O_RDWR | os.O_CREAT, 0o600)  # until the end
     try:
+        path = library_path(COMMON).with_name("compiler.lock")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)  # until the end
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError:
         die_with_parent(parent_pid)
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        return
     signal.signal(signal.SIGUSR1, lambda *_: os.nice(19))
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1, 0, 0, 0)
     if os.getppid() != parent_pid:
         os.nice(19)
     signal.alarm(OUTLIVING_S)
     resource.setrlimit(resource.RLIMIT_AS, (OUTLIVING_BYTES, OUTLIVING_BYTES))
-    Path("/proc/self/oom_score_adj").write_text("1000")  # the first to go where memory runs out
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")  # the first to go where memory runs out
 
 
 _PR_SET_PDEATHSIG = 1
 
 
 def _start_child(
-    parts: Iterable[str], cache_home: str | None, errors: IO[bytes], *, outlives: bool = False
+    parts: Iterable[str], unkept: int, errors: IO[bytes], *, outlives: bool = False
 ) -> subprocess.Popen[bytes]:
     # Without the working folder, whose files may be called as any module; this package may have come from there.
     paths = os.pathsep.join((*(os.path.abspath(path) for path in sys.path if path), str(PACKAGE.parent)))
-    # numpy would start a thread a core, of which a compiler needs none, each with 40 MB of its address space.
-    environment = {**os.environ, "PYTHONPATH": paths, "NUMBA_OPT": "0", "OPENBLAS_NUM_THREADS": "1"}
-    if cache_home is not None:
-        environment["XDG_CACHE_HOME"] = cache_home
+    numbers = map(str, (os.getpid(), HEAD_START_S, unkept, int(outlives)))
     return subprocess.Popen(
-        [sys.executable, "-P", "-c", _COMPILE, str(os.getpid()), str(HEAD_START_S), str(int(outlives)), *parts],
+        [sys.executable, "-P", "-c", _COMPILE, *numbers, *parts],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=errors,
-        env=environment,
+        # numpy would start a thread a core, of which a compiler needs none, each with 40 MB of its address space.
+        env={**os.environ, "PYTHONPATH": paths, "NUMBA_OPT": "0", "OPENBLAS_NUM_THREADS": "1"},
+        pass_fds=[unkept],
         start_new_session=outlives,
     )
 
@@ -249,18 +215,16 @@ _COMPILE = """
 import select
 import sys
 from aioengine.transport.child import die_with_parent
-parent_pid, head_start_s, outlives = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3] == "1"
-if not outlives:
-    die_with_parent(parent_pid)
-from aioengine.kernels.native.compilation import NOT_WRITTEN, outlive_parent
+parent_pid, head_start_s, unkept, outlives, *parts = sys.argv[1:]
+if outlives == "0":
+    die_with_parent(int(parent_pid))
+import msgspec
+from aioengine.kernels.native.compilation import outlive_parent
 from aioengine.kernels.native.library import compile_parts
-try:
-    if outlives:
-        outlive_parent(parent_pid, die_with_parent)
-    import aioengine.kernels.native.kernels.compiler
-    select.select([sys.stdin], [], [], head_start_s)  # until its other end is closed
-    compile_parts(sys.argv[4:])
-except OSError as error:
-    sys.stderr.write(str(error))
-    sys.exit(NOT_WRITTEN)
+if outlives == "1":
+    outlive_parent(int(parent_pid), die_with_parent)
+import aioengine.kernels.native.kernels.compiler
+select.select([sys.stdin], [], [], float(head_start_s))  # until its other end is closed
+with open(int(unkept), "wb") as file:
+    file.write(msgspec.msgpack.encode(compile_parts(parts)))
 """

@@ -9,6 +9,7 @@ import fcntl
 import gc
 import hashlib
 import os
+import sys
 from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import version
@@ -84,24 +85,22 @@ def _cache_key() -> str:
     return key.hexdigest()
 
 
-def library_path(part: str, cache_home: str | None = None) -> Path:
+def library_path(part: str) -> Path:
     """Where this machine's part of the library is kept.
 
-    Args:
-        cache_home: absent: the user's.
     Raises:
         FileNotFoundError: there is no home directory.
     """
-    cache_home = cache_home or os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    cache_home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if cache_home.startswith("~"):
         raise FileNotFoundError("there is no home directory to keep native kernels in; set XDG_CACHE_HOME")
     return Path(cache_home) / "aioengine" / f"kernels-{_cache_key()}-{part}.o"
 
 
-def read_part(part: str, cache_home: str | None = None) -> bytes | None:
+def read_part(part: str) -> bytes | None:
     """The object file of a part; None: it is not there, or not whole, which LLVM would take without a look."""
     try:
-        kept = library_path(part, cache_home).read_bytes()
+        kept = library_path(part).read_bytes()
     except OSError:
         return None
     digest, code = kept[:DIGEST_BYTES], kept[DIGEST_BYTES:]
@@ -112,37 +111,51 @@ def _digest(code: bytes) -> bytes:
     return hashlib.blake2b(code, digest_size=DIGEST_BYTES).digest()
 
 
-def find_library(parts: Iterable[str] = ALL_PARTS, cache_home: str | None = None) -> Library | None:
-    """The library, if these parts of it were compiled on this machine."""
+def find_library(parts: Iterable[str] = ALL_PARTS, unkept: dict[str, bytes] | None = None) -> Library | None:
+    """The library, if these parts of it were compiled on this machine.
+
+    Args:
+        unkept: the return value of `compile_parts`.
+    """
     codes: dict[str, bytes] = {}
     for part in parts:
-        code = read_part(part, cache_home)
+        code = (unkept or {}).get(part) or read_part(part)
         if code is None:
             return None
         codes[part] = code
     return Library(codes)
 
 
-def compile_parts(parts: Iterable[str]) -> None:
+def compile_parts(parts: Iterable[str]) -> dict[str, bytes]:
     """Compile what is missing, in this process, and keep it. Of several processes that ask for a part one compiles it.
 
-    Raises:
-        OSError: the folder cannot be written to.
+    Returns:
+        object files that could not be kept, by their parts; stderr has the reason.
     """
     from aioengine.kernels.native.kernels.compiler import compile_part
 
     gc.disable()  # what a compiler makes stays: a fifth of the time was spent looking through it
+    unkept: dict[str, bytes] = {}
     for part in parts:
-        path = library_path(part)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path.with_suffix(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if read_part(part) is not None:
-                continue
-            code = compile_part(part, target_machine())
-            unfinished = path.with_suffix(f".{os.getpid()}")
-            try:
-                unfinished.write_bytes(_digest(code) + code)
-                os.replace(unfinished, path)  # whole or not at all, whatever other processes do
-            finally:
-                unfinished.unlink(missing_ok=True)
+        code = b""
+        try:
+            path = library_path(part)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path.with_suffix(".lock"), "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if read_part(part) is None:
+                    code = compile_part(part, target_machine())
+                    _keep(path, code)
+        except OSError as error:
+            print(error, file=sys.stderr)
+            unkept[part] = code or compile_part(part, target_machine())
+    return unkept
+
+
+def _keep(path: Path, code: bytes) -> None:
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    try:
+        unfinished.write_bytes(_digest(code) + code)
+        os.replace(unfinished, path)  # whole or not at all, whatever other processes do
+    finally:
+        unfinished.unlink(missing_ok=True)
