@@ -72,17 +72,7 @@ REPLICA_FLAGS = frozenset(ReplicaOptions.__struct_fields__) - {"drain_timeout_s"
 @options_of(HttpLimits)
 @options_of(EngineConfig)
 @model_argument
-def serve_command(
-    drain_timeout_s: float,
-    log_format: LogFormat,
-    process: bool,
-    connect: str | None,
-    keys: str | None,
-    client: str | None,
-    api_servers: int,
-    external_lb: bool,
-    **flags: Any,
-) -> int:
+def serve_command(drain_timeout_s: float, log_format: LogFormat, **flags: Any) -> int:
     """Serve MODEL (absent: the bundled one) over HTTP, as the OpenAI API does, until Ctrl-C or SIGTERM.
 
     Says on stdout where, once it serves. Told to stop, it takes no new clients, and ends when what runs has ended; told
@@ -92,17 +82,7 @@ def serve_command(
     reached; 2 for wrong arguments, or a place that cannot be served at.
     """
     where = _where(given(ServerAddress, flags))
-    engine_config = given(EngineConfig, flags)
-    plan = _Plan(
-        engine_config,
-        given(ReplicaOptions, flags),
-        process=process,
-        connect=connect,
-        keys=keys,
-        client=client,
-        api_servers=api_servers,
-        external_lb=external_lb,
-    )
+    plan = _Plan(flags)
     server_config = _server_config(given(ServerConfig, flags))
     limits = HttpLimits(**given(HttpLimits, flags))
     from aioengine.server.access_log import logging_off_loop
@@ -176,33 +156,41 @@ class _Plan:
         ConfigError, click.UsageError: what is asked for does not go together.
     """
 
-    def __init__(
-        self,
-        config: dict[str, Any],
-        replicas: dict[str, Any],
-        *,
-        process: bool,
-        connect: str | None,
-        keys: str | None,
-        client: str | None,
-        api_servers: int,
-        external_lb: bool,
-    ) -> None:
-        self.api_servers = api_servers
-        self.external_lb = external_lb
-        self.connect, self.keys, self.client = connect, keys, client
-        self.process = process
-        self.model = config.get("model")
-        if external_lb:
-            _check_external_lb(replicas, process=process, connect=connect, api_servers=api_servers)
-        if connect is None:
-            if keys is not None or client is not None:
+    def __init__(self, flags: dict[str, Any]) -> None:
+        config, replicas = given(EngineConfig, flags), given(ReplicaOptions, flags)
+        self.api_servers: int = flags["api_servers"]
+        self.external_lb: bool = flags["external_lb"]
+        self.process: bool = flags["process"]
+        self.connect: str | None = flags["connect"]
+        self.keys: str | None = flags["keys"]
+        self.client: str | None = flags["client"]
+        self.model: str | None = flags["model"]
+        if self.external_lb:
+            self._check_external_lb(replicas)
+        if self.connect is None:
+            if self.keys is not None or self.client is not None:
                 raise click.UsageError("--keys and --client are for --connect")
             self.config = EngineConfig(**config)
             self.replicas = ReplicaOptions(**replicas)
-        elif here := [*["process"] * process, *[name for name in config if name != "model"], *replicas]:
+        elif here := [*["process"] * self.process, *[name for name in config if name != "model"], *replicas]:
             flag = here[0].replace("_", "-")
             raise click.UsageError(f"--{flag} is for an engine that is started here, and not for --connect")
+
+    def _check_external_lb(self, replicas: dict[str, Any]) -> None:
+        """Refuse what does not go with --external-lb, before `ReplicaOptions` does by its own rules."""
+        if self.connect is not None:
+            raise click.UsageError("--external-lb starts its engines itself: leave --connect out")
+        if self.api_servers > 1:
+            raise click.UsageError("--external-lb has one server for each replica: leave --api-servers out")
+        if self.process:
+            raise click.UsageError(
+                "--external-lb has a process for each replica, engine and server: leave --process out"
+            )
+        if others := sorted(replicas.keys() - {"replicas"}):
+            flag = others[0].replace("_", "-")
+            raise click.UsageError(f"--{flag} is for replicas behind one port: leave it out with --external-lb")
+        if "replicas" not in replicas:
+            raise click.UsageError("--external-lb serves each replica at a port of its own: say in --replicas how many")
 
     def listeners(self, where: ServerAddress) -> list[HttpListener]:
         """Of each port that is served at."""
@@ -253,21 +241,6 @@ class _Plan:
             finally:
                 with anyio.CancelScope(shield=True):
                     await anyio.to_thread.run_sync(folder.remove)
-
-
-def _check_external_lb(replicas: dict[str, Any], *, process: bool, connect: str | None, api_servers: int) -> None:
-    """Refuse what does not go with --external-lb, before `ReplicaOptions` does by its own rules."""
-    if connect is not None:
-        raise click.UsageError("--external-lb starts its engines itself: leave --connect out")
-    if api_servers > 1:
-        raise click.UsageError("--external-lb has one server for each replica: leave --api-servers out")
-    if process:
-        raise click.UsageError("--external-lb has a process for each replica, engine and server: leave --process out")
-    if others := sorted(replicas.keys() - {"replicas"}):
-        flag = others[0].replace("_", "-")
-        raise click.UsageError(f"--{flag} is for replicas behind one port: leave it out with --external-lb")
-    if "replicas" not in replicas:
-        raise click.UsageError("--external-lb serves each replica at a port of its own: say in --replicas how many")
 
 
 def _server_config(config: dict[str, Any]) -> ServerConfig:
