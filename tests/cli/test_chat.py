@@ -12,7 +12,7 @@ import pytest
 from cli.conftest import COMMAND, DEADLINE_S, ENVIRONMENT, CallMain, Script, Terminal
 
 from aioengine import Engine, PromptTooLong
-from aioengine.cli.chat import talk
+from aioengine.cli.chat import Talk
 from aioengine.cli.conversation import COMMAND_NAMES, HELP, KNOBS, Conversation, Message, Todo, TurnEnd
 from aioengine.cli.terminal import Interrupts, Screen
 from aioengine.models.folder import DEMO_MODEL
@@ -199,7 +199,7 @@ async def say(*lines: str, executor: FakeExecutor, interrupts: Interrupts | None
     """The messages of a conversation in which these lines are typed."""
     conversation, screen = Conversation(), Screen(is_terminal=False)
     async with Engine(executor=executor) as engine:
-        await talk(engine, conversation, Script(*lines), screen, interrupts or Interrupts())  # type: ignore[arg-type]
+        await Talk(engine, conversation, Script(*lines), screen, interrupts or Interrupts()).run()  # type: ignore[arg-type]
     return conversation.messages
 
 

@@ -13,7 +13,7 @@ from cli.conftest import CallMain, Script
 from waiting import until
 
 from aioengine import Engine
-from aioengine.cli.chat import MAX_ROUNDS, REFUSED, STOPPED, talk
+from aioengine.cli.chat import MAX_ROUNDS, REFUSED, STOPPED, Talk
 from aioengine.cli.conversation import Conversation, Message, TurnEnd
 from aioengine.cli.terminal import Interrupts, Screen
 from aioengine.cli.tool_file import ToolFile
@@ -90,9 +90,7 @@ async def say(
     """The messages of a conversation in which these lines are typed."""
     conversation, script = Conversation(), Script(*lines)
     async with Engine(folder, executor=device(*replies), **config) as engine:
-        await talk(
-            engine, conversation, script, Screen(is_terminal=False), Interrupts(), tools=tools, is_trusted=is_trusted
-        )  # type: ignore[arg-type]
+        await Talk(engine, conversation, script, Screen(is_terminal=False), Interrupts(), tools, is_trusted).run()  # type: ignore[arg-type]
     return conversation.messages
 
 
@@ -183,7 +181,7 @@ async def test_a_call_may_be_stopped(tools: ToolFile, folder: Path) -> None:
     async with Engine(folder, executor=executor) as engine, anyio.create_task_group() as tasks:
         tasks.start_soon(stop)
         script: Any = Script("Wait.")
-        await talk(engine, conversation, script, screen, interrupts, tools=tools, is_trusted=True)
+        await Talk(engine, conversation, script, screen, interrupts, tools, is_trusted=True).run()
     assert [message["content"] for message in conversation.messages][2:] == [STOPPED, "Stopped."]
 
 

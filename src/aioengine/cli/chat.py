@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio.to_thread
 import click
@@ -64,16 +64,11 @@ def chat(system: str | None, history: Path | None, tool_path: Path | None, is_tr
         raise click.UsageError("--yes is for --tools")
     tools = ToolFile.load(tool_path) if tool_path is not None else None
     conversation = Conversation(system=system or None, sampling=sampling)
-    run(_chat(conversation, history, given(EngineConfig, flags), tools, is_trusted=is_trusted))
+    run(_chat(conversation, history, given(EngineConfig, flags), tools, is_trusted))
 
 
 async def _chat(
-    conversation: Conversation,
-    history: Path | None,
-    config: dict[str, Any],
-    tools: ToolFile | None,
-    *,
-    is_trusted: bool,
+    conversation: Conversation, history: Path | None, config: dict[str, Any], tools: ToolFile | None, is_trusted: bool
 ) -> None:
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal may not know every character
@@ -81,8 +76,9 @@ async def _chat(
     async with Engine(**config) as engine:
         screen.note(engine.describe())
         if tools is not None and not engine.has_tools:
-            told = "the format of this model's calls cannot be told from its chat template: --tool-format names one"
-            raise click.UsageError(told)
+            raise click.UsageError(
+                "the format of this model's calls cannot be told from its chat template: --tool-format names one"
+            )
         lines: Lines
         if is_terminal:
             screen.note(GREETING)
@@ -91,110 +87,103 @@ async def _chat(
             lines = PipedLines()
         interrupts = Interrupts()
         with asked_by_signals(interrupts.receive), interrupts.everything:
-            await talk(engine, conversation, lines, screen, interrupts, tools=tools, is_trusted=is_trusted)
+            await Talk(engine, conversation, lines, screen, interrupts, tools, is_trusted).run()
     if interrupts.signal is signal.SIGINT:
         raise KeyboardInterrupt
     if interrupts.signal is not None:
         sys.exit(128 + interrupts.signal)
 
 
-async def talk(
-    engine: Engine,
-    conversation: Conversation,
-    lines: Lines,
-    screen: Screen,
-    interrupts: Interrupts,
-    *,
-    tools: ToolFile | None = None,
-    is_trusted: bool = False,
-) -> None:
-    """Do what a conversation says is to be done, until the user leaves.
+class Talk(NamedTuple):
+    """A conversation with an engine.
 
-    Args:
+    Attributes:
         tools: that the model may call. is_trusted: without a question to the user.
-    Raises:
-        EngineDead, EngineClosed: there will be no more answers.
     """
-    while (line := await lines.read()) is not None:
-        effect = await anyio.to_thread.run_sync(conversation.take, line)
-        if effect is Todo.LEAVE:
-            return
-        if effect is Todo.ASK:
-            for _ in range(MAX_ROUNDS):
-                told = await _answer(engine, conversation, screen, interrupts, tools)
-                if tools is None or isinstance(told, str):
-                    break
-                for call in told:
-                    await _make_call(call, tools, conversation, lines, screen, interrupts, is_trusted=is_trusted)
-            else:
-                told = f"[{conversation.answered('', TurnEnd.CALLS)}]"
-            assert isinstance(told, str), "there are no calls without tools"
-            effect = told
-        if effect:
-            screen.note(effect)
 
+    engine: Engine
+    conversation: Conversation
+    lines: Lines
+    screen: Screen
+    interrupts: Interrupts
+    tools: ToolFile | None = None
+    is_trusted: bool = False
 
-async def _make_call(
-    call: ToolCall,
-    tools: ToolFile,
-    conversation: Conversation,
-    lines: Lines,
-    screen: Screen,
-    interrupts: Interrupts,
-    *,
-    is_trusted: bool,
-) -> None:
-    """Make one call, if the user wants it; the conversation hears what came of it."""
-    result = REFUSED
-    screen.note(f"{call.name}({call.arguments}){'' if is_trusted else '  call it? [y/N]'}")
-    if is_trusted or (await lines.read() or "").strip().lower() in ("y", "yes"):
-        with interrupts.stoppable() as scope:
-            result = await tools.call(call)
-        result = STOPPED if scope.cancelled_caught else result
-    screen.note(f"-> {result}")
-    conversation.returned(call, result)
+    async def run(self) -> None:
+        """Do what the conversation says is to be done, until the user leaves.
 
+        Raises:
+            EngineDead, EngineClosed: there will be no more answers.
+        """
+        while (line := await self.lines.read()) is not None:
+            effect = await anyio.to_thread.run_sync(self.conversation.take, line)
+            if effect is Todo.LEAVE:
+                return
+            if effect is Todo.ASK:
+                effect = await self._ask()
+            if effect:
+                self.screen.note(effect)
 
-async def _answer(
-    engine: Engine, conversation: Conversation, screen: Screen, interrupts: Interrupts, tools: ToolFile | None
-) -> str | list[ToolCall]:
-    """Stream the answer; however it ends, the conversation is told.
+    async def _ask(self) -> str:
+        """Answer the last question, in several rounds where the model calls tools; returns a note for the user."""
+        for _ in range(MAX_ROUNDS):
+            ended = await self._answer()
+            if isinstance(ended, str):
+                return ended
+            for call in ended:
+                await self._make_call(call)
+        return f"[{self.conversation.answered('', TurnEnd.CALLS)}]"
 
-    Returns:
-        what to tell the user of that; or the calls that it asks for.
-    """
-    stream: Stream | None = None
-    text, told, is_thinking = "", "", False
-    asked: dict[str, Any] = {"tools": tools.tools} if tools is not None else {}
-    try:
-        with screen.writing(), interrupts.stoppable() as scope:
-            async with engine.stream(conversation.prompt(), **asked, **conversation.sampling) as stream:
-                async for delta in stream:
-                    if delta.reasoning:
-                        is_thinking = True
-                        screen.think(delta.reasoning)
-                    if is_thinking and (delta.text or delta.finish_reason):
-                        is_thinking = False
-                        screen.think("\n")
-                    text += delta.text
-                    screen.write(delta.text)
-    except (EngineDead, EngineClosed):
-        raise
-    except AioEngineError as error:
-        told = conversation.failed(error)
-    else:
-        is_stopped = scope.cancelled_caught or stream is None
-        if stream is not None and not is_stopped and (calls := stream.result.tool_calls):
-            if text:
-                screen.write("\n")
-            conversation.called(text, calls)
-            return calls
-        end = TurnEnd.STOPPED if is_stopped else _end_of(stream.result, engine.info.max_model_len)
-        if note := conversation.answered(text, end):
-            told = f"[{note}]"
-    if not text.endswith("\n"):  # of an empty answer, too: programs that read answers from a pipe count lines
-        screen.write("\n")
-    return told
+    async def _make_call(self, call: ToolCall) -> None:
+        """Make one call, if the user wants it; the conversation gets its result."""
+        assert self.tools is not None, "there are no calls without tools"
+        result = REFUSED
+        self.screen.note(f"{call.name}({call.arguments}){'' if self.is_trusted else '  call it? [y/N]'}")
+        if self.is_trusted or (await self.lines.read() or "").strip().lower() in ("y", "yes"):
+            with self.interrupts.stoppable() as scope:
+                result = await self.tools.call(call)
+            result = STOPPED if scope.cancelled_caught else result
+        self.screen.note(f"-> {result}")
+        self.conversation.returned(call, result)
+
+    async def _answer(self) -> str | list[ToolCall]:
+        """Stream the answer; however it ends, it becomes part of the conversation.
+
+        Returns:
+            a note for the user on how it ended; or the calls that it asks for.
+        """
+        screen, conversation = self.screen, self.conversation
+        stream: Stream | None = None
+        text, note, is_thinking = "", "", False
+        asked: dict[str, Any] = {"tools": self.tools.tools} if self.tools is not None else {}
+        try:
+            with screen.writing(), self.interrupts.stoppable() as scope:
+                async with self.engine.stream(conversation.prompt(), **asked, **conversation.sampling) as stream:
+                    async for delta in stream:
+                        if delta.reasoning:
+                            is_thinking = True
+                            screen.think(delta.reasoning)
+                        if is_thinking and (delta.text or delta.finish_reason):
+                            is_thinking = False
+                            screen.think("\n")
+                        text += delta.text
+                        screen.write(delta.text)
+        except (EngineDead, EngineClosed):
+            raise
+        except AioEngineError as error:
+            note = conversation.failed(error)
+        else:
+            is_stopped = scope.cancelled_caught or stream is None
+            if stream is not None and not is_stopped and self.tools is not None and (calls := stream.result.tool_calls):
+                if text:
+                    screen.write("\n")
+                conversation.called(text, calls)
+                return calls
+            end = TurnEnd.STOPPED if is_stopped else _end_of(stream.result, self.engine.info.max_model_len)
+            note = f"[{ended}]" if (ended := conversation.answered(text, end)) else ""
+        if not text.endswith("\n"):  # of an empty answer, too: programs that read answers from a pipe count lines
+            screen.write("\n")
+        return note
 
 
 def _end_of(result: RequestOutput, max_model_len: int) -> TurnEnd:
