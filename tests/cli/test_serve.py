@@ -348,10 +348,10 @@ def test_at_this_machine_alone_and_without_keys_it_answers_to_its_own_names(
     class Reached(Exception):
         pass
 
-    def reach(plan: Any, listeners: Any, service: Service, stop: Any) -> None:
+    def reach(service: Service) -> None:
         raise Reached(service.config)
 
-    monkeypatch.setattr("aioengine.cli.serve._serve", reach)
+    monkeypatch.setattr(Service, "run", reach)
     result = invoke("--port", "0", *args)
     assert isinstance(result.exception, Reached)
     (config,) = result.exception.args

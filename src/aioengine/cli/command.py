@@ -19,6 +19,7 @@ import msgspec
 
 from aioengine.config import is_template
 from aioengine.errors import AioEngineError, ConfigError, InvalidRequest
+from aioengine.own_process import received_signals
 from aioengine.validation import check_field, field_types
 
 if TYPE_CHECKING:
@@ -51,6 +52,11 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
     result: T = uvloop.run(main)
     return result
+
+
+def is_interrupted() -> bool:
+    """Whether SIGINT was the first signal that the last command to run received."""
+    return received_signals[:1] == [signal.SIGINT]
 
 
 def open_console(*, to_stderr: bool = False) -> Console:

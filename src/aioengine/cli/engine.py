@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
@@ -12,11 +11,10 @@ from typing import Any, TypeVar
 
 import click
 
-from aioengine.cli.command import given, one_model, options_of, run
+from aioengine.cli.command import given, is_interrupted, one_model, options_of, run
 from aioengine.cluster.host import EngineHost
 from aioengine.cluster.messages import MAX_REPLICAS
 from aioengine.config import EngineConfig
-from aioengine.own_process import received_signals
 from aioengine.transport.child import AGAIN
 from aioengine.transport.joining import JOIN_TIMEOUT_S, Endpoint
 from aioengine.transport.security import CLIENTS, PUBLIC, SECRET, SERVER, ClientKeys, ServerKeys, make_keys
@@ -132,7 +130,7 @@ def _run(main: Coroutine[Any, Any, T]) -> T:
         KeyboardInterrupt: it was SIGINT.
     """
     outcome = run(main)
-    if received_signals[:1] == [signal.SIGINT]:
+    if is_interrupted():
         raise KeyboardInterrupt
     return outcome
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import sys
-from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import AsyncIterator, Iterator
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import click
 from msgspec.structs import asdict, replace
 
 from aioengine import Engine
-from aioengine.cli.command import exit_code_of, given, model_argument, options_of, run
+from aioengine.cli.command import EXIT_INTERRUPTED, exit_code_of, given, is_interrupted, model_argument, options_of, run
 from aioengine.config import EngineConfig, ReplicaOptions
 from aioengine.errors import AioEngineError, ConfigError, EngineDead
 from aioengine.own_process import allow_files, asked_by_signals, prepare_interpreter
@@ -82,29 +81,25 @@ def serve_command(drain_timeout_s: float, log_format: LogFormat, **flags: Any) -
     reached; 2 for wrong arguments, or a place that cannot be served at.
     """
     where = _where(given(ServerAddress, flags))
-    plan = _Plan(flags)
-    server_config = _server_config(given(ServerConfig, flags))
-    limits = HttpLimits(**given(HttpLimits, flags))
+    service = Service(flags, drain_timeout_s, log_format)
     from aioengine.server.access_log import logging_off_loop
 
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # below that it tells of its own steps
-    stop = SignalStop()
     with logging_off_loop(log_format):
         try:
             with contextlib.ExitStack() as opened:
-                listeners = [opened.enter_context(each) for each in plan.listeners(where)]
-                server_config = _protected(server_config, listeners[0])
-                allow_files(limits.max_connections + SPARE_FILES)
-                service = Service(server_config, limits, drain_timeout_s, log_format)
-                run(_serve(plan, listeners, service, stop))
+                service.listeners = [opened.enter_context(each) for each in service.open_listeners(where)]
+                service.config = _protected(service.config, service.listeners[0])
+                allow_files(service.limits.max_connections + SPARE_FILES)
+                run(service.run())
         except AioEngineError as error:
             if log_format == "text":
                 raise
             # In the log: a line that is no JSON would break its readers. An engine's death while it serves is there.
-            if not (stop.has_served and isinstance(error, EngineDead)):
+            if not (service.has_served and isinstance(error, EngineDead)):
                 logger.error("%s", error)
             return exit_code_of(error)
-    return stop.exit_code
+    return EXIT_INTERRUPTED if is_interrupted() else 0
 
 
 def _where(given_fields: dict[str, Any]) -> ServerAddress:
@@ -126,37 +121,25 @@ def _protected(config: ServerConfig, listener: HttpListener) -> ServerConfig:
     return listener.with_names(config)
 
 
-class SignalStop(StopRequest):
-    """Why the process is to end, as its exit code; and whether the server has come to serve."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.exit_code = 0
-        self.has_served = False
-
-    def on_signal(self, number: signal.Signals) -> None:
-        if self.num_asked == 0 and number == signal.SIGINT:
-            self.exit_code = 128 + number
-        self.ask()
+def _server_config(config: dict[str, Any]) -> ServerConfig:
+    variable = os.environ.get(API_KEY_VARIABLE)
+    keys = [] if variable is None else [key.strip() for key in variable.split(",") if key.strip()]
+    # What should have filled it has failed, and no client would be asked for a key.
+    if variable is not None and not keys:
+        raise ConfigError(f"{API_KEY_VARIABLE} is set, and holds no key: give one, or unset it to ask for none")
+    return ServerConfig(**{**config, "api_keys": (*config.get("api_keys", ()), *keys)})
 
 
-class Service(NamedTuple):
-    """What all that serve here are told."""
+class Service:
+    """Which engine is served, by how many processes, and how.
 
-    config: ServerConfig
-    limits: HttpLimits
-    drain_timeout_s: float
-    log_format: LogFormat
-
-
-class _Plan:
-    """Which engine is served, and by how many processes.
-
+    Attributes:
+        has_served: whether it has come to serve.
     Raises:
         ConfigError, click.UsageError: what is asked for does not go together.
     """
 
-    def __init__(self, flags: dict[str, Any]) -> None:
+    def __init__(self, flags: dict[str, Any], drain_timeout_s: float, log_format: LogFormat) -> None:
         config, replicas = given(EngineConfig, flags), given(ReplicaOptions, flags)
         self.api_servers: int = flags["api_servers"]
         self.external_lb: bool = flags["external_lb"]
@@ -170,11 +153,17 @@ class _Plan:
         if self.connect is None:
             if self.keys is not None or self.client is not None:
                 raise click.UsageError("--keys and --client are for --connect")
-            self.config = EngineConfig(**config)
+            self.engine_config = EngineConfig(**config)
             self.replicas = ReplicaOptions(**replicas)
         elif here := [*["process"] * self.process, *[name for name in config if name != "model"], *replicas]:
             flag = here[0].replace("_", "-")
             raise click.UsageError(f"--{flag} is for an engine that is started here, and not for --connect")
+        self.config = _server_config(given(ServerConfig, flags))
+        self.limits = HttpLimits(**given(HttpLimits, flags))
+        self.drain_timeout_s, self.log_format = drain_timeout_s, log_format
+        self.listeners: list[HttpListener] = []
+        self.has_served = False
+        self._stop = StopRequest()
 
     def _check_external_lb(self, replicas: dict[str, Any]) -> None:
         """Refuse what does not go with --external-lb, before `ReplicaOptions` does by its own rules."""
@@ -192,46 +181,47 @@ class _Plan:
         if "replicas" not in replicas:
             raise click.UsageError("--external-lb serves each replica at a port of its own: say in --replicas how many")
 
-    def listeners(self, where: ServerAddress) -> list[HttpListener]:
-        """Of each port that is served at."""
+    def open_listeners(self, where: ServerAddress) -> Iterator[HttpListener]:
+        """Open one for each port that is served at, as they are iterated."""
         if not self.external_lb:
-            return [HttpListener(where, self.api_servers)]
+            yield HttpListener(where, self.api_servers)
+            return
         if where.uds is not None:
             raise click.UsageError("--external-lb serves at ports: leave --uds out")
         last = where.port + self.replicas.replicas - 1
         if where.port and last > MAX_PORT:
             raise click.UsageError(f"--external-lb needs ports up to {last}: give a smaller --port")
-        listeners: list[HttpListener] = []
-        try:
-            for index in range(self.replicas.replicas):
-                listeners.append(HttpListener(replace(where, port=where.port and where.port + index)))
-        except BaseException:
-            for each in listeners:
-                each.close()
-            raise
-        return listeners
+        for index in range(self.replicas.replicas):
+            yield HttpListener(replace(where, port=where.port and where.port + index))
 
-    async def start(self, cluster_address: str | None) -> Engine:
-        """Start the engine here, or reach it.
+    async def run(self) -> None:
+        """Serve until a signal asks for the end."""
+        with asked_by_signals(lambda _: self._stop.ask()):
+            if self.external_lb:
+                from aioengine.server.group.serving import serve_replica_a_port
 
-        Args:
-            cluster_address: where other processes are to reach its replicas; None: nowhere but where the flags say.
-        """
-        if self.connect is not None:
-            return await Engine.connect(self.connect, model=self.model, keys=self.keys, client=self.client)
-        options = self.replicas
-        if cluster_address is not None:
-            options = replace(options, cluster_address=cluster_address)
-        is_one = options == ReplicaOptions()
-        return await Engine.start(process=self.process, replicas=1 if is_one else options, **asdict(self.config))
+                settings = self._settings(len(self.listeners), engine_config=self.engine_config)
+                await serve_replica_a_port(settings, self.listeners, self._stop, on_serving=self._say_where)
+                return
+            async with self._cluster_address() as cluster_address:
+                engine: Engine | None = None
+                with anyio.CancelScope() as starting:
+                    self._stop.on_asked = starting.cancel
+                    engine = await self._start(cluster_address)
+                if engine is None:
+                    logger.info("told to stop while the engine was starting")
+                    return
+                async with engine:
+                    if self.api_servers == 1:
+                        await self._serve_here(engine)
+                    else:
+                        await self._serve_by_processes(engine, self.connect or f"cluster+{cluster_address}")
 
     @contextlib.asynccontextmanager
-    async def address(self) -> AsyncIterator[str | None]:
-        """Where the server processes reach the engine; None where there are none."""
-        if not self.api_servers > 1:
+    async def _cluster_address(self) -> AsyncIterator[str | None]:
+        """Where server processes reach the replicas of an engine that is started here; None where there are none."""
+        if self.api_servers == 1 or self.connect is not None:
             yield None
-        elif self.connect is not None:
-            yield self.connect
         elif self.replicas.cluster_address is not None:
             yield self.replicas.cluster_address
         else:
@@ -242,103 +232,62 @@ class _Plan:
                 with anyio.CancelScope(shield=True):
                     await anyio.to_thread.run_sync(folder.remove)
 
+    async def _start(self, cluster_address: str | None) -> Engine:
+        """Start the engine here, or reach it."""
+        if self.connect is not None:
+            return await Engine.connect(self.connect, model=self.model, keys=self.keys, client=self.client)
+        options = self.replicas
+        if cluster_address is not None:
+            options = replace(options, cluster_address=cluster_address)
+        is_one = options == ReplicaOptions()
+        return await Engine.start(process=self.process, replicas=1 if is_one else options, **asdict(self.engine_config))
 
-def _server_config(config: dict[str, Any]) -> ServerConfig:
-    variable = os.environ.get(API_KEY_VARIABLE)
-    keys = [] if variable is None else [key.strip() for key in variable.split(",") if key.strip()]
-    # What should have filled it has failed, and no client would be asked for a key.
-    if variable is not None and not keys:
-        raise ConfigError(f"{API_KEY_VARIABLE} is set, and holds no key: give one, or unset it to ask for none")
-    return ServerConfig(**{**config, "api_keys": (*config.get("api_keys", ()), *keys)})
+    async def _serve_here(self, engine: Engine) -> None:
+        from aioengine.server import create_app
 
+        app = create_app(engine, self.config)
+        api: Api = app.state.api
+        prepare_interpreter()
+        await serve(
+            app,
+            engine=engine,
+            listener=self.listeners[0],
+            stop=self._stop,
+            drain_timeout_s=self.drain_timeout_s,
+            limits=self.limits,
+            on_serving=lambda server: self._say_where(api.models.names[0], [server.url]),
+            on_drain=api.drain,
+        )
 
-async def _serve(plan: _Plan, listeners: list[HttpListener], service: Service, stop: SignalStop) -> None:
-    def say_where(model: str, urls: list[str]) -> None:
-        stop.has_served = True
+    async def _serve_by_processes(self, engine: Engine, address: str) -> None:
+        from aioengine.server.group.serving import serve_with_servers
+
+        settings = self._settings(
+            self.api_servers,
+            engine_address=address,
+            engine_model=self.model if self.connect is not None else None,
+            engine_keys=self.keys,
+            engine_client=self.client,
+        )
+        await serve_with_servers(settings, self.listeners[0], engine, self._stop, on_serving=self._say_where)
+
+    def _settings(self, num_servers: int, **engine: Any) -> ServerSettings:
+        from aioengine.server.group.siblings import ServerSettings
+
+        return ServerSettings(
+            index=0,
+            num_servers=num_servers,
+            shares=[],
+            where=self.listeners[0].where,
+            config=self.config,
+            limits=self.limits,
+            drain_timeout_s=self.drain_timeout_s,
+            log_format=self.log_format,
+            log_descriptor=os.dup(sys.stderr.fileno()),  # a server's own stderr is this process's to read
+            **engine,
+        )
+
+    def _say_where(self, model: str, urls: list[str]) -> None:
+        self.has_served = True
         for url in urls:
             click.echo(f"serving {model} at {url}")
-
-    with asked_by_signals(stop.on_signal):
-        if plan.external_lb:
-            await _serve_replica_a_port(plan, listeners, service, stop, say_where)
-            return
-        async with plan.address() as address:
-            engine: Engine | None = None
-            with anyio.CancelScope() as starting:
-                stop.on_asked = starting.cancel
-                engine = await plan.start(address if plan.connect is None else None)
-            if engine is None:
-                logger.info("told to stop while the engine was starting")
-                return
-            async with engine:
-                if address is None:
-                    await _serve_here(engine, listeners[0], service, stop, say_where)
-                    return
-                address = address if plan.connect is not None else f"cluster+{address}"
-                await _serve_by_processes(plan, address, engine, listeners[0], service, stop, say_where)
-
-
-SayWhere = Callable[[str, list[str]], None]
-
-
-async def _serve_here(
-    engine: Engine, listener: HttpListener, service: Service, stop: StopRequest, say_where: SayWhere
-) -> None:
-    from aioengine.server import create_app
-
-    app = create_app(engine, service.config)
-    api: Api = app.state.api
-    prepare_interpreter()
-    await serve(
-        app,
-        engine=engine,
-        listener=listener,
-        stop=stop,
-        drain_timeout_s=service.drain_timeout_s,
-        limits=service.limits,
-        on_serving=lambda server: say_where(api.models.names[0], [server.url]),
-        on_drain=api.drain,
-    )
-
-
-def _settings(service: Service, where: ServerAddress, num_servers: int, **engine: Any) -> ServerSettings:
-    from aioengine.server.group.siblings import ServerSettings
-
-    return ServerSettings(
-        index=0,
-        num_servers=num_servers,
-        shares=[],
-        where=where,
-        config=service.config,
-        limits=service.limits,
-        drain_timeout_s=service.drain_timeout_s,
-        log_format=service.log_format,
-        log_descriptor=os.dup(sys.stderr.fileno()),  # a server's own stderr is this process's to read
-        **engine,
-    )
-
-
-async def _serve_by_processes(
-    plan: _Plan,
-    address: str,
-    engine: Engine,
-    listener: HttpListener,
-    service: Service,
-    stop: StopRequest,
-    say_where: SayWhere,
-) -> None:
-    from aioengine.server.group.serving import serve_with_servers
-
-    where = {"engine_address": address, "engine_model": plan.model if plan.connect is not None else None}
-    keys = {"engine_keys": plan.keys, "engine_client": plan.client}
-    settings = _settings(service, listener.where, plan.api_servers, **where, **keys)
-    await serve_with_servers(settings, listener, engine, stop, on_serving=say_where)
-
-
-async def _serve_replica_a_port(
-    plan: _Plan, listeners: list[HttpListener], service: Service, stop: StopRequest, say_where: SayWhere
-) -> None:
-    from aioengine.server.group.serving import serve_replica_a_port
-
-    settings = _settings(service, listeners[0].where, len(listeners), engine_config=plan.config)
-    await serve_replica_a_port(settings, listeners, stop, on_serving=say_where)
