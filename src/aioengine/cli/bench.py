@@ -24,10 +24,10 @@ from aioengine.engine import Engine
 from aioengine.sampling_params import SamplingParams
 
 FEWEST_REQUESTS = 8
-"""At a concurrency, unless told otherwise; twice the concurrency where that is more."""
+"""The default at a concurrency; twice the concurrency where that is more."""
 
 WARM_UP_TOKENS = 8
-"""Of each request before a measurement: what an engine does once for a batch of this size is done then."""
+"""Length of the requests before a measurement: an engine does then what it does once for a batch of this size."""
 
 WARM_UP_REQUESTS = 32
 """At most: larger batches bring little that is new."""
@@ -179,7 +179,7 @@ def _measure_and_report(
 async def _measure(
     counts: dict[int, int], workload: Workload, config: dict[str, Any]
 ) -> tuple[dict[str, Any], list[Level]]:
-    """What runs, and the figures of each concurrency."""
+    """Return the environment, and the figures of each concurrency."""
     bursts: dict[int, list[Burst]] = {concurrency: [] for concurrency in counts}
     async with Engine(**config) as engine:
         jobs = Jobs(engine, workload)
@@ -229,7 +229,7 @@ def level_of(concurrency: int, bursts: list[Burst]) -> Level:
 
 
 def environment_of(engine: Engine) -> dict[str, Any]:
-    """What runs, of an engine that has started.
+    """Describe an engine that has started, and its machine.
 
     ``num_threads``, of one CPU operation, are those configured; None: torch's number. ``num_cores`` are those that this
     process may use. ``time`` is UTC.

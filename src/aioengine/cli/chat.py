@@ -110,7 +110,7 @@ class Talk(NamedTuple):
     is_trusted: bool = False
 
     async def run(self) -> None:
-        """Do what the conversation says is to be done, until the user leaves.
+        """Take lines, and do what they ask for, until the user leaves.
 
         Raises:
             EngineDead, EngineClosed: there will be no more answers.

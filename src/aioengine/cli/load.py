@@ -31,7 +31,7 @@ class Range(msgspec.Struct, frozen=True):
         """Read ``64``, or ``32:128``.
 
         Raises:
-            ValueError: says what is wrong with it.
+            ValueError: it is neither.
         """
         low, colon, high = text.partition(":")
         try:
@@ -47,7 +47,7 @@ class Range(msgspec.Struct, frozen=True):
 
 
 class Workload(msgspec.Struct, frozen=True):
-    """What a benchmark asks of an engine: prompts of random token ids."""
+    """The requests of a benchmark: prompts of random token ids."""
 
     input_len: Range
     output_len: Range

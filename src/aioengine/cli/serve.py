@@ -131,7 +131,7 @@ def _server_config(config: dict[str, Any]) -> ServerConfig:
 
 
 class Service:
-    """Which engine is served, by how many processes, and how.
+    """An engine to be served, over HTTP by one process or several.
 
     Attributes:
         has_served: whether it has come to serve.

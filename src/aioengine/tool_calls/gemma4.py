@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from aioengine.tool_calls.calls import Tool
-from aioengine.tool_calls.grammars import GrammarWriter, StepFormat, choices_of, properties_of, quoted, types_of
+from aioengine.tool_calls.grammars import GrammarWriter, StepFormat, properties_of, quoted, types_of
 from aioengine.tool_calls.reading import MAX_KEYWORD_CHARS, Markers, Reading, Steps
 from aioengine.tool_calls.values import as_json, in_string, is_plain, write_arguments
 
@@ -101,9 +101,7 @@ def _writer(begin: str, quote: str, end: str) -> Callable[[GrammarWriter], str]:
     def write_member(writer: GrammarWriter, name: str, schema: Mapping[str, Any], tool: Tool) -> str:
         if not is_plain(schema, types_of(schema, tool.parameters)):
             return f'{name} ":" {writer.json(schema, tool)}'
-        if (choices := choices_of(schema)) is None:
-            return f'{name} ":" {writer.marker(quote)} {writer.text_until(quote)}'
-        return f'{name} ":" {writer.marker(quote)} {writer.one_of(map(quoted, choices))} {writer.marker(quote)}'
+        return f'{name} ":" {writer.marker(quote)} {writer.plain_value(schema, quote)}'
 
     def write(writer: GrammarWriter) -> str:
         call = writer.one_of(

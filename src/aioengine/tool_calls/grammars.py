@@ -127,6 +127,12 @@ class GrammarWriter:
             return self.rule(f"{text} {self.marker(rest)}")
         return self.rule(f"{self.text_without(*others, beginning=beginning)} {quoted(marker)}", "[lazy]")
 
+    def plain_value(self, schema: Mapping[str, Any], end: str, *others: str) -> str:
+        """A text that is no JSON, and its ``end``: one of the choices, or any text without ``end`` and ``others``."""
+        if (choices := choices_of(schema)) is None:
+            return self.text_until(end, *others)
+        return f"{self.one_of(map(quoted, choices))} {self.marker(end)}"
+
     def finish(self, start: str) -> str:
         return "\n".join((f"start: {start}", *self._rules)) + "\n"
 

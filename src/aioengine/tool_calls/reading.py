@@ -62,12 +62,6 @@ class Markers:
         return len(text)
 
 
-class _OpenCall:
-    def __init__(self, index: int, id: str, name: str) -> None:  # noqa: A002
-        self.index, self.id, self.name = index, id, name
-        self.arguments: list[str] = []
-
-
 class Reading:
     """A text that is being read, what has been held of it, and what came out.
 
@@ -92,7 +86,8 @@ class Reading:
         self.shown = self.content
         self.make_id = make_id
         self._held: list[str] = []
-        self._open: _OpenCall | None = None
+        self._open: ToolCall | None = None
+        self._arguments: list[str] = []
         self._num_begun = 0
         self._given_ids: set[str] = set()
         self._deltas: dict[int, tuple[str | None, str | None, list[str]]] = {}
@@ -136,20 +131,20 @@ class Reading:
         if call_id is None or call_id in self._given_ids:
             call_id = self.make_id()
         self._given_ids.add(call_id)
-        self._open = _OpenCall(self._num_begun, call_id, name)
+        self._open = ToolCall(call_id, name, "")
+        self._arguments.clear()
+        self._deltas[self._num_begun] = (call_id, name, [])
         self._num_begun += 1
-        self._deltas[self._open.index] = (self._open.id, name, [])
         self.add_arguments(arguments)
 
     def add_arguments(self, text: str) -> None:
-        assert self._open is not None
-        self._open.arguments.append(text)
+        self._arguments.append(text)
         if text:
-            self._deltas.setdefault(self._open.index, (None, None, []))[2].append(text)
+            self._deltas.setdefault(self._num_begun - 1, (None, None, []))[2].append(text)
 
     def end_call(self) -> None:
         assert self._open is not None
-        self.calls.append(ToolCall(self._open.id, self._open.name, "".join(self._open.arguments)))
+        self.calls.append(ToolCall(self._open.id, self._open.name, "".join(self._arguments)))
         self._open = None
         self.drop()
 

@@ -40,15 +40,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from aioengine.tool_calls.calls import Tool
-from aioengine.tool_calls.grammars import (
-    TOKENS,
-    GrammarWriter,
-    StepFormat,
-    choices_of,
-    properties_of,
-    quoted,
-    types_of,
-)  # fmt: skip
+from aioengine.tool_calls.grammars import TOKENS, GrammarWriter, StepFormat, properties_of, quoted, types_of
 from aioengine.tool_calls.json_scanner import JsonScanner
 from aioengine.tool_calls.reading import MAX_KEYWORD_CHARS, Markers, Reading, Steps
 from aioengine.tool_calls.values import as_json, in_string, is_plain, write_arguments
@@ -178,11 +170,9 @@ def _parameter_writer(tags: Tags) -> Callable[[GrammarWriter, str, Mapping[str, 
     def write(writer: GrammarWriter, name: str, schema: Mapping[str, Any], tool: Tool) -> str:
         is_text = is_plain(schema, types_of(schema, tool.parameters))
         head = f"{writer.marker(before)} {name} {writer.marker(after if is_text else tags.json_parameter or after)}"
-        choices = choices_of(schema)
-        if is_text and choices is None:
-            return f"{head} {writer.text_until(tags.parameter_end, *tags.value_ends[1:])}"
-        value = writer.one_of(map(quoted, choices or ())) if is_text else writer.json(schema, tool)
-        return f"{head} {value} {writer.marker(tags.parameter_end)}"
+        if is_text:
+            return f"{head} {writer.plain_value(schema, tags.parameter_end, *tags.value_ends[1:])}"
+        return f"{head} {writer.json(schema, tool)} {writer.marker(tags.parameter_end)}"
 
     return write
 
