@@ -389,15 +389,10 @@ def merge_inits(inits: Sequence[Init]) -> Init:
     which may be shared, says which engine of how many it is.
     """
     first, last = inits[0], inits[-1]
-    return Init(
-        version=PROTOCOL_VERSION,
+    return msgspec.structs.replace(
+        first,
         index=last.index,
         num_engines=last.num_engines,
         address=first.address or last.address,
         config=first.config or last.config,
-        plugins=first.plugins,
-        executor=first.executor,
-        own_fields=first.own_fields,
-        memory=first.memory,
-        lockstep=first.lockstep,
     )

@@ -123,18 +123,8 @@ class Session(PeerSession):
 
     def _make_sequence(self, body: wire.AddRequest, params: SamplingParams) -> Sequence:
         """What is to be computed: all choices of the request, or the rest of one."""
-        request = Request(
-            request_id=body.request_id,
-            prompt_token_ids=body.token_ids,
-            params=params,
-            seed=body.seed,
-            max_total_tokens=body.max_total_tokens,
-            bad_words=body.bad_words,
-            priority=body.priority,
-            cache_salt=body.cache_salt,
-            thinking=body.thinking,
-            tenant=body.tenant,
-        )
+        fields = {name: getattr(body, name) for name in wire.SHARED}
+        request = Request(prompt_token_ids=body.token_ids, params=params, **fields)
         if body.choice < 0:
             sequence = self.core.make_sequence(request)
         else:

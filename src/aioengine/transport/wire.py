@@ -47,6 +47,9 @@ INT32, FLOAT64 = np.dtype("<i4"), np.dtype("<f8")
 
 Number = Annotated[int, Meta(ge=0, lt=2**31)]
 
+SHARED = ("request_id", "seed", "max_total_tokens", "bad_words", "priority", "cache_salt", "thinking", "tenant")
+"""Fields of a `Request` that `AddRequest` has as they are."""
+
 
 class WireMessage(msgspec.Struct, frozen=True, array_like=True):
     """Any message of the wire."""
