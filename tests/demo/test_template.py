@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from aioengine.models.folder import DEMO_MODEL
 from aioengine.text.chat_template import render_template
-from aioengine.text.lanes import Lanes
+from aioengine.text.template_limits import TemplateLimits
 from demo_model.grammar import END_OF_TEXT, Document, documents
 from demo_model.template import CHAT_TEMPLATE, TEXT_MARKS, TOOLS_HEAD, TOOLS_TAIL
 
@@ -31,7 +31,7 @@ def render(messages: list[dict[str, Any]], **variables: Any) -> str:
     rendered: str = TOKENIZER.apply_chat_template(messages, tokenize=False, **variables)
     tools = variables.pop("tools", None)
     with_tools = CHAT_TEMPLATE.replace("tools or []", f"{tools!r} or []") if tools else CHAT_TEMPLATE
-    assert render_template(with_tools, messages, Lanes(), **variables) == rendered
+    assert render_template(with_tools, messages, TemplateLimits(), **variables) == rendered
     return rendered
 
 

@@ -12,7 +12,7 @@ from aioengine.server.messages import MessageRequest, read_chat
 from aioengine.server.responses import ResponseRequest, read_input
 from aioengine.text.chat_input import check_messages
 from aioengine.text.chat_template import render_template
-from aioengine.text.lanes import Lanes
+from aioengine.text.template_limits import TemplateLimits
 
 
 def test_what_the_assistant_says_in_one_go_is_one_message() -> None:
@@ -92,6 +92,6 @@ async def test_a_history_is_the_same_prompt_over_each_api() -> None:
         read_chat(said, 9),
         await read_input(asking, 9, nothing_stored),  # type: ignore[arg-type]
     ):
-        assert render_template(HARMONY, check_messages(messages), Lanes(), add_generation_prompt=True) == (
+        assert render_template(HARMONY, check_messages(messages), TemplateLimits(), add_generation_prompt=True) == (
             '[user]Weather?[assistant]Need it.\n\nLet me look.({"n": 1})[tool]sun 1[assistant]({"n": 2})[tool]sun 2'
         )

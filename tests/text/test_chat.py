@@ -13,7 +13,7 @@ import pytest
 from aioengine.errors import InvalidRequest
 from aioengine.text.chat_input import check_messages, copy_messages, open_messages, parse_arguments
 from aioengine.text.chat_template import render_template
-from aioengine.text.lanes import Lanes
+from aioengine.text.template_limits import TemplateLimits
 from aioengine.tool_calls.calls import ToolCall
 
 USER = {"role": "user", "content": "hi"}
@@ -21,7 +21,7 @@ USER = {"role": "user", "content": "hi"}
 
 def render(template: str, messages: object = (USER,), **named_tokens: str) -> str:
     checked = check_messages(messages)
-    return render_template(template, checked, Lanes(), add_generation_prompt=True, **named_tokens)
+    return render_template(template, checked, TemplateLimits(), add_generation_prompt=True, **named_tokens)
 
 
 @pytest.mark.parametrize(

@@ -1,29 +1,24 @@
-"""Chat templates are programs of strangers: none runs for long, takes all memory, or holds up another."""
+"""Chat templates are programs of strangers: none runs for long, takes all memory, or holds the event loop."""
 
-import contextlib
 import itertools
 import threading
 import time
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from aioengine.errors import EngineClosed, EngineOverloaded, InvalidRequest
+from aioengine.errors import EngineClosed, InvalidRequest
+from aioengine.text import template_limits
 from aioengine.text.chat_template import render_template
-from aioengine.text.lanes import MAX_OVERDUE, Lanes
+from aioengine.text.template_limits import TemplateLimits
 
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-LOOPS_IF_SLOW = (
-    "{% for m in messages if m.content == 'slow' %}"
-    + LOOPS
-    + "{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
-)
 DOUBLES = "{% set ns = namespace(x='x', l=[1]) %}{% for i in range(99) %}{% set VAR %}{% endfor %}{{ ns.x }}"
 
 
-def render(template: str, content: str = "hi", *, lanes: Lanes | None = None) -> str:
+def render(template: str, content: str = "hi", *, limits: TemplateLimits | None = None) -> str:
     messages = [{"role": "user", "content": content}]
-    return render_template(template, messages, lanes or Lanes(), add_generation_prompt=True)
+    return render_template(template, messages, limits or TemplateLimits(), add_generation_prompt=True)
 
 
 @pytest.mark.parametrize(
@@ -35,12 +30,33 @@ def render(template: str, content: str = "hi", *, lanes: Lanes | None = None) ->
         "{% macro m() %}{{ caller() }}{{ caller() }}{% endmacro %}" + "{% call m() %}" * 40 + "{% endcall %}" * 40,
         "{% set c = cycler(1, 2) %}{% for i in range(99999) %}{% for j in range(99999) %}{{ c.next() and '' }}"
         "{% endfor %}{% endfor %}",
-        "{% for i in range(99999) %}{{ (range(99999) | map('string') | list)[:0] and '' }}{% endfor %}",
+        "{% for i in range(99999) %}{{ (range(9999) | map('string') | list)[:0] and '' }}{% endfor %}",
     ],
 )
 def test_a_template_that_loops_is_stopped_at_its_deadline(template: str) -> None:
     with pytest.raises(InvalidRequest, match=r"takes longer than 0.2 s \(chat_template_timeout_s\)"):
-        render(template, lanes=Lanes(0.2, clock=itertools.count(step=0.001).__next__))
+        render(template, limits=TemplateLimits(0.2, clock=itertools.count(step=0.001).__next__))
+
+
+def test_a_template_that_loops_is_stopped_after_so_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_limits, "MAX_STEPS", 10_000)
+    with pytest.raises(InvalidRequest, match="it takes more than 10000 steps"):
+        render(LOOPS, limits=TemplateLimits(clock=lambda: 0.0))
+
+
+def test_a_template_that_takes_long_pauses_for_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, pauses = 0.0, []
+
+    def clock() -> float:
+        nonlocal now_s
+        now_s += 0.0005
+        return now_s
+
+    monkeypatch.setattr(template_limits.time, "sleep", lambda _: pauses.append(now_s))
+    with pytest.raises(InvalidRequest, match="takes longer"):
+        render(LOOPS, limits=TemplateLimits(0.2, clock=clock))
+    assert len(pauses) > 50
+    assert max(after - before for before, after in itertools.pairwise(pauses)) < 0.005
 
 
 @pytest.mark.parametrize(
@@ -57,6 +73,7 @@ def test_a_template_that_loops_is_stopped_at_its_deadline(template: str) -> None
         "{{ range(99999) | join('x' * 1000000) }}",
         "{{ 'x'.join(range(99999) | map('center', 1000000)) }}",
         "{{ ('x' * 10000) | replace('x', 'x' * 10000) }}",
+        "{{ ('x' * 10000) | replace(new='x' * 10000, old='x') }}",
         "{{ ('x' * 10000).replace('', 'x' * 10000) }}",
         "{{ '%1000000000d' % 1 }}",
         "{{ '%*d' % (1000000000, 1) }}",
@@ -71,20 +88,25 @@ def test_a_template_that_loops_is_stopped_at_its_deadline(template: str) -> None
         "{{ ('\n' * 1000000) | indent(1000000) }}",
         "{{ ('\t' * 1000000).expandtabs(1000000) }}",
         "{{ [1] | tojson(indent=1000000) }}",
+        "{{ range(9999) | list | tojson(separators=('x' * 1000000, ':')) }}",
+        "{{ strftime_now('%c' * 500000) }}",
+        "{% set ns = namespace(x='x' * 1000000) %}{{ ([ns] * 60000) | join(attribute='x') }}",
+        "{% set ns = namespace(x='x' * 1000000) %}{{ ('{0.x}' * 10000).format(ns) }}",
+        DOUBLES.replace("VAR", "ns.l = {'a': ns.l.items() if i else 1, 'b': ns.l.items() if i else 1}"),
         "{{ [1] | batch(1000000000, 'x') | list }}",
         "{{ range(99999) | map('center', 1000000) | list | length }}",
         "{{ ([[1] * 100000] * 1000) | sum(start=[]) }}",
         "{% for i in range(99999) %}{{ 'x' * 1000000 }}{% endfor %}",
         "{% set x %}{% for i in range(99999) %}{{ 'x' * 1000000 }}{% endfor %}{% endset %}",
+        "{% set x = 'x' * 1000000 %}{% set y %}{% for i in range(99999) %}{{ x[1:] }}{% endfor %}{% endset %}",
+        "{% set x = ['x' * 1000] * 1000 %}{% set y %}{% for i in range(99999) %}{{ x }}{% endfor %}{% endset %}",
         "{{ 1.5 | round(1000000000, 'ceil') }}",
         "".join(f"{{% set x{i} = 'x' * 16000000 %}}" for i in range(300)),
     ],
 )
 def test_a_template_that_asks_for_all_memory_gets_none(template: str) -> None:
     # Nothing of the size was made: each is refused in milliseconds.
-    with pytest.raises(
-        InvalidRequest, match=r"chat template does not take these messages: it (makes|calls|formats|com|ind)"
-    ):
+    with pytest.raises(InvalidRequest, match=r"it (makes|formats|computes|indents)|access to attribute"):
         render(template)
 
 
@@ -94,8 +116,6 @@ def test_a_template_that_asks_for_all_memory_gets_none(template: str) -> None:
         "{{ messages.__class__.__mro__ }}{{ ''.__class__.__base__.__subclasses__() }}",
         "{{ messages.append(1) }}",
         "{{ raise_exception.__globals__['json'] }}",
-        "{{ namespace(__class__=1) }}",
-        "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
         "{{ self._TemplateReference__context.environment }}",
         "{{ joiner.__init__.__globals__ }}",
         "{% include 'x' %}",
@@ -113,60 +133,21 @@ def test_long_messages_may_be_written_whole_and_more_than_once() -> None:
     assert len(render(template, "x" * 20_000_000)) == 40_000_000
 
 
-def test_others_are_rendered_while_some_take_long() -> None:
-    thread = threading.local()
-
-    def render_slow() -> str:
-        thread.is_slow = True
-        return render(LOOPS_IF_SLOW, "slow", lanes=shared)
-
-    def cpu_clock() -> float:
-        """A quick one computes nothing: else a garbage collection in its thread would make it overdue."""
-        return time.thread_time() if hasattr(thread, "is_slow") else 0.0
-
-    shared = Lanes(3600, cpu_clock=cpu_clock)
-    with ThreadPoolExecutor(MAX_OVERDUE + 1) as threads, contextlib.closing(shared):
-        slow = [threads.submit(render_slow) for _ in range(MAX_OVERDUE)]
-        # Each of the slow ones may be quick for 20 ms of computing, and gives way then.
-        quick = [threads.submit(render, LOOPS_IF_SLOW, f"quick {i}", lanes=shared) for i in range(20)]
-        assert [future.result(30) for future in quick] == [f"quick {i}" for i in range(20)]
-        assert not any(future.done() for future in slow)
-        shared.close()
-        for future in slow:
-            with pytest.raises(EngineClosed):
-                future.result(30)
-
-
-def test_of_those_that_take_long_there_are_only_so_many() -> None:
-    later_s = 0.0
-    shared = Lanes(3600, clock=lambda: time.monotonic() + later_s)
-    with ThreadPoolExecutor(MAX_OVERDUE + 1) as threads, contextlib.closing(shared):
-        slow = [threads.submit(render, LOOPS, lanes=shared) for _ in range(MAX_OVERDUE + 1)]
-        refused, others = wait(slow, 10, FIRST_COMPLETED)
-        later_s = 3600
-        assert [type(future.exception()) for future in refused] == [EngineOverloaded]
-        for future in others:
-            with pytest.raises(InvalidRequest, match="takes longer than 3600 s"):
-                future.result(30)
-        assert all(shared.overdue_slots.acquire(blocking=False) for _ in range(MAX_OVERDUE)), "all are free again"
-        assert render("ok", lanes=shared) == "ok"
-
-
-def test_closed_lanes_end_what_runs_and_admit_no_more() -> None:
+def test_closed_limits_end_what_runs_and_admit_no_more() -> None:
     is_running = threading.Event()
 
-    def cpu_clock() -> float:
+    def clock() -> float:
         is_running.set()
         return 0.0
 
-    shared = Lanes(3600, cpu_clock=cpu_clock)
+    limits = TemplateLimits(3600, clock=clock)
     with ThreadPoolExecutor(1) as threads:
-        running = threads.submit(render, LOOPS, lanes=shared)
+        running = threads.submit(render, LOOPS, limits=limits)
         assert is_running.wait(10)
-        shared.close()
+        limits.is_closed = True
         assert type(running.exception(10)) is EngineClosed
     with pytest.raises(EngineClosed):
-        render("ok", lanes=shared)
+        render("ok", limits=limits)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +164,8 @@ def test_closed_lanes_end_what_runs_and_admit_no_more() -> None:
         "{{ '<!-- -->' | striptags }}",
         "{{ [1] | pprint }}",
         "{{ range(50000) | batch(1) | list | sum(start=[]) }}",
-        "{{ [[1], [2]] | sum(start=()) }}",
+        "{{ (('<!--' * 200000) | safe).striptags() }}",
+        "{{ {}.fromkeys(range(60000)) }}",
         "{{ 5 | round(-100000) }}",
         "{{ ('%9999d' * 60000) % ((1,) * 60000) }}",
         "{{ '%(a)99999999d' % {'a': 1} }}",
@@ -195,17 +177,17 @@ def test_closed_lanes_end_what_runs_and_admit_no_more() -> None:
 )
 def test_nothing_takes_long_over_little(template: str) -> None:
     began = time.thread_time()
-    with pytest.raises(InvalidRequest, match=r"it makes|it calls|it formats|No filter named"):
+    with pytest.raises(InvalidRequest, match=r"it (makes|calls|formats)|No filter named|access to attribute"):
         render(template)
     assert time.thread_time() - began < 2  # of some 20 ms
 
 
-@pytest.mark.parametrize("use", ["dict.fromkeys(KEYS)", "KEYS | unique | list", "dict(KEYS | batch(2))"])
+@pytest.mark.parametrize("use", ["KEYS | unique | list", "dict(KEYS | batch(2))"])
 def test_keys_that_all_have_one_hash_are_counted(use: str) -> None:
     keys = f"range(0, {60000 * (2**61 - 1)}, {2**61 - 1})"
     template = "{{ (" + use.replace("KEYS", f"({keys} | map('int'))" if "range" in use else keys) + ") | length }}"
     with pytest.raises(InvalidRequest, match=r"takes longer|number above|more than"):
-        render(template, lanes=Lanes(0.2))
+        render(template, limits=TemplateLimits(0.2))
 
 
 def test_what_templates_do_with_long_contents_is_done() -> None:
@@ -215,3 +197,21 @@ def test_what_templates_do_with_long_contents_is_done() -> None:
         "{{ c.rsplit('</think>', 1)[-1] | trim }} {{ c in c }} {{ c.replace(c, 'x') }} {{ 'it is' | title }}"
     )
     assert render(template, content) == "yes 0 yes True x It Is"
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{% macro m(l) %}{{ l.index }}{% endmacro %}{% for x in 'abc' %}{{ m(loop) }}{% endfor %}", "123"),
+        ("{{ '{name}: {text:>5} {value}'.format(name='a', text='b', value=1.5) }}", "a:     b 1.5"),
+        ("{{ '%s: %(a)s' if false else '%5.1f|%s' % (1.25, 'x') }}", "  1.2|x"),
+        ("{% for x in 'ab' %}{{ x.replace('a', 'b') }}{{ x | replace('b', 1) }}{% endfor %}", "bab1"),
+        ("{{ [[1], [2, 3]] | sum(start=[]) | join('-') }}{{ [1, 2] | join }}", "1-2-312"),
+        ("{{ messages | join('|', attribute='content') }}{{ messages | map(attribute='role') | join }}", "hiuser"),
+        ("{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}", "21"),
+        ("{{ 2.567 | round(1) }}{{ 'a' | center(3) }}|{{ 'ab'.ljust(3) }}|", "2.6 a |ab |"),
+        ("{{ none }}{{ missing }}{{ true }}{{ [1, 'a'] }}{{ 1.0 }}", "NoneTrue[1, 'a']1.0"),
+    ],
+)
+def test_usual_templates_are_rendered_as_by_jinja_alone(template: str, text: str) -> None:
+    assert render(template) == text

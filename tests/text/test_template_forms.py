@@ -14,8 +14,8 @@ import pytest
 from aioengine.errors import InvalidRequest
 from aioengine.text.chat_input import check_messages
 from aioengine.text.chat_template import render_template
-from aioengine.text.lanes import Lanes
 from aioengine.text.template_forms import TemplateForms
+from aioengine.text.template_limits import TemplateLimits
 
 USER = {"role": "user", "content": "hi"}
 ROME = {"city": "Rome"}
@@ -38,7 +38,8 @@ def result(text: Any = "sun", call_id: str = "call00001") -> dict[str, Any]:
 
 
 def render(template: str, *messages: dict[str, Any], **variables: Any) -> str:
-    return render_template(template, check_messages(list(messages)), Lanes(), add_generation_prompt=False, **variables)
+    checked = check_messages(list(messages))
+    return render_template(template, checked, TemplateLimits(), add_generation_prompt=False, **variables)
 
 
 # Contents
@@ -252,6 +253,7 @@ def test_a_template_is_not_asked_about_roles_of_a_clients_making(monkeypatch: py
 def test_a_template_that_takes_long_over_the_small_chats_is_stopped() -> None:
     slow = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     template = "{% if messages[0].content != 'hello' %}" + slow + "{% endif %}"
+    chat = [{"role": "user", "content": "hello"}]
     for _ in range(2):
         with pytest.raises(InvalidRequest, match="it takes longer than"):
-            render_template(template, [{"role": "user", "content": "hello"}], Lanes(0.05), add_generation_prompt=False)
+            render_template(template, chat, TemplateLimits(0.05), add_generation_prompt=False)

@@ -127,10 +127,10 @@ async def test_work_that_ends_while_closing_is_heard() -> None:
     assert await caller not in text_threads()
 
 
-async def test_what_waits_gets_another_thread_than_what_gives_way() -> None:
+async def test_what_waits_gets_another_thread_than_what_is_left_behind() -> None:
     worker = TextWorker(close_grace_s=10.0)
     [first] = {await worker.run(threading.current_thread, None) for _ in range(3)}
-    overdue = Held(worker.give_way)
+    overdue = Held(worker.leave_behind)
     long = worker.begin(overdue)
     await overdue.runs()
     [other] = {await worker.run(threading.current_thread, None) for _ in range(3)}

@@ -113,15 +113,15 @@ class AnswerFormats:
 
     Args:
         tokenizer: None: there are no chats.
-        give_way: called in a thread that is about to write the grammar of large tools: other chats need another one.
+        leave_behind: called in a thread that is about to write the grammar of large tools: other chats need another.
     Raises:
         ConfigError: the config names a format that is not known.
     """
 
     def __init__(
-        self, config: EngineConfig, tokenizer: Tokenizer | None, give_way: Callable[[], None] = lambda: None
+        self, config: EngineConfig, tokenizer: Tokenizer | None, leave_behind: Callable[[], None] = lambda: None
     ) -> None:
-        self._give_way = give_way
+        self._leave_behind = leave_behind
         self._large_slots = threading.BoundedSemaphore(MAX_LARGE_TOOLS)
         templates = tokenizer.chat_templates if tokenizer is not None else {}
         template = templates.get(DEFAULT, "")
@@ -236,7 +236,7 @@ class AnswerFormats:
         num_bytes = sum(len(msgspec.json.encode(tool.parameters)) for tool in may_be_called)
         is_apart = num_bytes > LARGE_TOOLS_BYTES and self._large_slots.acquire(blocking=False)
         if is_apart:
-            self._give_way()
+            self._leave_behind()
         try:
             calls = self._grammar(self._tools, may_be_called, shape, options)
         finally:

@@ -43,8 +43,8 @@ from aioengine.metrics import EngineMetrics
 from aioengine.models.folder import ModelFolder
 from aioengine.progress import OnProgress, loading_bar
 from aioengine.scheduler.policy import POLICIES, ByPriority, Policy, make_policy
-from aioengine.text.lanes import Lanes
 from aioengine.text.loading import has_tokenizer
+from aioengine.text.template_limits import TemplateLimits
 from aioengine.text.token_table import TokenTable
 from aioengine.text.tokenizer import Tokenizer
 from aioengine.text.worker import TextWorker, run_abandonable
@@ -59,7 +59,7 @@ LOAD_GRACE_S = 5.0
 """How long a cancelled start waits for a tokenizer that is being loaded; of a usual one that takes less."""
 
 CHAT_CLOSE_GRACE_S = 1.0
-"""Longest wait of closing for chats that are rendered; their closed lanes stop them at the next step."""
+"""Longest wait of closing for chats that are rendered; their closed limits stop them at the next step."""
 
 SIDE_TASK_GRACE_S = 5.0
 """Longest wait of closing for side tasks; they have nothing left to wait for, and end in milliseconds."""
@@ -288,8 +288,8 @@ class Runtime:
         if self.tokenizer is not None and self.config.chat_template is not None:
             self.tokenizer.chat_template = self.config.chat_template
         # A name that is not built in is looked for in files.
-        give_way = self._chat_worker.give_way
-        self.answer_formats = await self.worker.run(AnswerFormats, None, self.config, self.tokenizer, give_way)
+        leave_behind = self._chat_worker.leave_behind
+        self.answer_formats = await self.worker.run(AnswerFormats, None, self.config, self.tokenizer, leave_behind)
         self.core.observers.num_at_door = lambda: self.admission.num_waiting
         self.admission.capacity = self.core.capacity
         self.admission.policy = await self._policy()
@@ -336,9 +336,7 @@ class Runtime:
         # Not in the worker, for which closing waits: nothing can stop a library that runs for ever.
         self.tokenizer = await run_abandonable(load, grace_s=LOAD_GRACE_S)
         if self.tokenizer is not None:
-            self.tokenizer.template_lanes = Lanes(
-                self._given_config.chat_template_timeout_s, on_overdue=self._chat_worker.give_way
-            )
+            self.tokenizer.template_limits = TemplateLimits(self._given_config.chat_template_timeout_s)
             table = self.tokenizer.token_table()
             if isinstance(table, TokenTable):
                 self.longest_token_chars = max((len(piece) for piece in table.pieces if piece), default=1)
@@ -367,14 +365,14 @@ class Runtime:
         self.admission.requests.clear()
         tokenizer = getattr(self, "tokenizer", None)
         if tokenizer is not None:
-            tokenizer.template_lanes.close()
+            tokenizer.template_limits.is_closed = True
         async with contextlib.AsyncExitStack() as parts:  # closes the last one first, and each, whatever others raise
             for part in (self._chat_worker, self._large_worker, self.worker, self.backend):
                 parts.push_async_callback(part.aclose)
         await self._end_side_tasks()
         if tokenizer is not None:
-            # The caller may go on with it. Not before: chats that wait for their thread are to find closed lanes.
-            tokenizer.template_lanes = Lanes(self._given_config.chat_template_timeout_s)
+            # The caller may go on with it. Not before: chats that wait for their thread are to find closed limits.
+            tokenizer.template_limits.is_closed = False
 
     async def _end_side_tasks(self) -> None:
         for on_closed in list(self._side_tasks.values()):

@@ -1,6 +1,6 @@
 """Chat messages to one prompt text, by the model's own template, as transformers renders it.
 
-A template is a program that came with the weights: `aioengine.text.sandbox` runs it, in `aioengine.text.lanes`.
+A template is a program that came with the weights: it runs in `aioengine.text.sandbox`, within `TemplateLimits`.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from aioengine.errors import AioEngineError, InvalidRequest
-from aioengine.text.chat_input import REASONING_FIELDS, content_chars
-from aioengine.text.lanes import Lanes
+from aioengine.text.chat_input import REASONING_FIELDS
+from aioengine.text.template_limits import TemplateLimits
 
 MAX_SHOWN_CHARS = 500
 """Length of a template's error message: some repeat all that they were given."""
@@ -21,7 +21,7 @@ END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 def render_template(
     template: str,
     messages: list[dict[str, Any]],
-    lanes: Lanes,
+    limits: TemplateLimits,
     /,
     *,
     add_generation_prompt: bool,
@@ -32,7 +32,7 @@ def render_template(
 
     Args:
         messages: of plain data, as are ``variables``; see `copy_messages`.
-        lanes: shared with the other renderings of the template; they set the deadline.
+        limits: of its time and sizes.
         add_generation_prompt: end with what begins an answer.
         continue_final_message: end within the last message's content, for an answer that goes on with it; or within
             the field of that name.
@@ -40,22 +40,22 @@ def render_template(
     Raises:
         InvalidRequest: the template failed, refused these messages by its ``raise_exception``, or was stopped, since it
             took too long or made something too large.
-        EngineOverloaded: it takes long, and too many other renderings do at this moment.
+        EngineClosed: the limits are closed.
     """
     from aioengine.text.sandbox import compile_template
     from aioengine.text.template_forms import forms_of
 
     try:
-        compiled = compile_template(template)
         named = {name: text for name, text in variables.items() if name.endswith("_token") and isinstance(text, str)}
-        forms = forms_of(template, tuple(sorted(named.items())))
         chat = [_with_reasoning(message) for message in messages]
         field = "content" if continue_final_message is True else continue_final_message
         ending = _mark_end(chat[-1], field, template) if field else ""
         given = {"tools": None, "documents": None, **variables}
-        with lanes.run(sum(content_chars(value) for message in chat for value in message.values())):
+        with limits.run((chat, given)):
+            forms = forms_of(template, tuple(sorted(named.items())))
             chat = forms.fit(chat, has_tools=bool(given["tools"]))
             given["tools"] = forms.fit_tools(given["tools"])
+            compiled = compile_template(template)
             text = compiled.render(messages=chat, add_generation_prompt=add_generation_prompt, **given)
         return _until_mark(text, ending) if field else text
     except AioEngineError:

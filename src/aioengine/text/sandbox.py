@@ -1,10 +1,10 @@
-"""Chat templates as programs of strangers: in Jinja's sandbox, with their time and their sizes bounded.
+"""Chat templates as programs of strangers: in Jinja's immutable sandbox, with their steps and sizes counted.
 
-Jinja's immutable sandbox keeps a template from the program around it, but not from looping for long or asking for all
-memory. Here each iteration of a loop, each call, filter and operator is a step, which checks the time; and an operation
-whose result would be larger than any prompt is refused before it runs. One operation on values of bounded size takes
-about linear time, so that a template is stopped within some 100 ms of its deadline and holds the GIL for no longer.
-Filters, globals and tags are those that transformers gives to templates, but for filters that take long over little.
+The sandbox keeps a template from the program around it, but not from looping for long or asking for all memory. Here
+each iteration of a loop, call, filter and operator is a step of a `Rendering`, and an operation whose result would be
+too large is refused before it runs. One operation on values of bounded size takes about linear time: a template is
+stopped within some 100 ms of its deadline. Filters, globals and tags are those that transformers gives to templates,
+but for `LEFT_OUT`.
 """
 
 from __future__ import annotations
@@ -16,42 +16,33 @@ from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from typing import Any
 
-from jinja2 import Template, TemplateError, nodes, pass_eval_context
-from jinja2.exceptions import SecurityError
+from jinja2 import Environment, Template, TemplateError, nodes, pass_environment
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import make_attrgetter
 from jinja2.parser import Parser
-from jinja2.runtime import Context
+from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
+from jinja2.utils import Cycler, Namespace
 from jinja2.visitor import NodeTransformer
 
-from aioengine.text.lanes import TemplateStopped, count, max_chars, step
+from aioengine.text.template_limits import ITEM_CHARS, TemplateStopped, current
 
-ITEM_CHARS = 64
-"""Size of an item of a list or dict, beside its texts."""
+LEFT_OUT = frozenset({
+    "encode", "expandtabs", "format_map", "fromkeys", "maketrans", "pprint", "striptags", "to_bytes", "translate",
+    "urlencode", "urlize", "wordwrap", "xmlattr",
+})  # fmt: skip
+"""Filters and methods that no chat needs, and that take long over little or make much of little."""
 
-MAX_BITS = 2**14
-"""Bits of an integer."""
+SEARCHES = frozenset({"lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip", "trim"})
+"""Filters and methods that take the time of the text times what they look for."""
 
-MAX_ARGUMENT = 2**20
-"""Largest integer argument of a filter or method: a width, a count."""
+MAX_SOUGHT_CHARS = 64
 
-MAX_PLACES = 400
-"""Decimals of `round`; no float has so many."""
+MAX_INDENT = 64
 
-MAX_COMPARED = 2 * 10**8
-"""Characters of the text times those sought, of searches from the right and of strips: 0.2 ns each."""
-
-MAX_WORDS_CHARS = 2**18
-"""Characters that a filter of words is given: 50 ms."""
-
-_LEFT_OUT = ("lipsum", "pprint", "striptags", "urlencode", "urlize", "wordwrap", "xmlattr")
-"""Filters of Jinja's for web pages, which take long over short texts."""
-
-_WIDTH = re.compile(r"%(\([^)]*\))?[^%a-zA-Z]*(\d{5,}|\*)|\{[^{}]*(\d{5,}|\{)")
-"""In a format: a width of five digits or more, or one that is an argument."""
-
-_WIDE = re.compile(r"%(\([^)]*\))?[^%a-zA-Z]*\d{3,4}|\{[^{}]*\d{3,4}")
+_PERCENT_WIDTH = re.compile(r"%(\([^)]*\))?[^%a-zA-Z]*(\d{4,}|\*)")
+_BRACE_WIDTH = re.compile(r"\{([^{}:!]*[.\[]|[^{}]*(\d{4,}|\{))")
+"""Fields of a format with a width of four digits or more, with one that is an argument, or of a value's attribute."""
 
 
 class ChatEnvironment(ImmutableSandboxedEnvironment):
@@ -60,59 +51,62 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols])
-        self.filters["tojson"] = _to_json
-        kept = {name: function for name, function in self.filters.items() if name not in _LEFT_OUT}
-        self.filters = {name: _stepping(name, function) for name, function in kept.items()}
+        extensions = [GenerationTag, loopcontrols]
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions, finalize=_written)
+        filters = {**self.filters, "tojson": _to_json, "join": _join}
+        self.filters = {name: _checked(name, filters[name]) for name in filters.keys() - LEFT_OUT}
         del self.globals["lipsum"]
         self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = lambda format: datetime.now().strftime(format)  # noqa: A006 - its name there
-        self.globals["dict"] = _Dict()
-        self.globals["namespace"] = _Namespace
+        self.globals["strftime_now"] = _strftime_now
+        self.globals["dict"] = _dict
+        self.globals["namespace"] = lambda *args, **kwargs: _Namespace(_dict(*args, **kwargs))
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree: nodes.Template = _Counting().visit(super()._parse(source, name, filename))
         tree.set_environment(self)
         return tree
 
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        return attr not in LEFT_OUT and super().is_safe_attribute(obj, attr, value)
+
     @staticmethod
     def concat(texts: Iterable[str]) -> str:
         """Join what a template, a macro or a block has written."""
-        written, size = [], 0
+        rendering, written, size = current(), [], 0
         for text in texts:
             size += len(text)
-            _check_size(size)
+            rendering.check_size(size)
             written.append(text)
-        count(size)
+        rendering.step(size)
         return "".join(written)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as in jinja2
-        step()
         args = tuple(map(_taken, args))
         owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)  # jinja2 has wrapped "".format
-        if isinstance(owner, str | bytes | int | float):
-            _check_method(owner if isinstance(owner, str | bytes) else "", __obj.__name__, args, kwargs)
-        return _bounded(super().call(__context, __obj, *args, **kwargs))
+        if isinstance(owner, str):
+            named = {name: value for name, value in kwargs.items() if name not in ("_loop_vars", "_block_vars")}
+            _check(f".{__obj.__name__}", owner, *args, **named)
+        return current().bounded(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        step()
+        rendering = current()
         if operator == "*":
             for some, times in ((left, right), (right, left)):
-                if isinstance(times, int) and isinstance(some, str | list | tuple):
-                    _check_size(_size(some) * times)
-        if operator == "**" and isinstance(left, int) and isinstance(right, int):
-            _check_bits(left.bit_length() * right)
-        if operator == "%" and isinstance(left, str):
-            _check_format(left, right)
-        return _bounded(super().call_binop(context, operator, left, right))
+                if isinstance(times, int):
+                    rendering.check_size(rendering.size_of(some) * times)
+        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+            rendering.check_bits(left.bit_length() * right)
+        elif operator == "%" and isinstance(left, str):
+            _check("format", left, *(right if isinstance(right, tuple) else (right,)))
+        return rendering.bounded(super().call_binop(context, operator, left, right))
 
-    # What `_Counting` puts in: loops, ``~``, and what puts a list, tuple or dict together. Being called is a step, and
-    # checks the result's size.
+    # `_Counting` puts calls of these into templates, and `call` checks their results.
 
     @staticmethod
     def counted(items: Iterable[Any]) -> Iterator[Any]:
+        rendering = current()
         for item in items:
-            step()
+            rendering.step()
             yield item
 
     @staticmethod
@@ -125,7 +119,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Counting(NodeTransformer):
-    """Makes loops, ``~``, lists and dicts calls of the environment."""
+    """Makes loops, ``~``, slices, lists and dicts calls of the environment."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 - as in jinja2
         self.generic_visit(node)
@@ -135,6 +129,10 @@ class _Counting(NodeTransformer):
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
         return _call("joined", *node.nodes)
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return _call("made", node) if isinstance(node.arg, nodes.Slice) else node
 
     def visit_List(self, node: nodes.List | nodes.Tuple | nodes.Dict) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
@@ -156,180 +154,148 @@ class GenerationTag(Extension):
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_written"), [], [], body).set_lineno(line)
-
-    @pass_eval_context
-    def _written(self, context: nodes.EvalContext, caller: Callable[[], str]) -> str:
-        return caller()
-
-
-class _Dict:
-    """``dict`` of a template: it has no attributes of the class."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        pairs = args[0].items() if args and isinstance(args[0], dict) else [pair for some in args for pair in some]
-        return dict(ChatEnvironment.counted(pairs), **kwargs)
-
-    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
-        return dict.fromkeys(ChatEnvironment.counted(keys), value)  # each may be compared with all before it
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 class _Namespace(Namespace):
-    """``namespace`` of a template: refuses names that begin with an underscore, and has a text without its contents."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:  # so that a template's may be called self
-        self, args = args[0], args[1:]
-        attributes = dict(*args, **kwargs)
-        for name in attributes:
-            _Namespace._check_name(name)
-        Namespace.__init__(self, attributes)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _Namespace._check_name(name)
-        Namespace.__setitem__(self, name, value)
+    """``namespace`` of a template: its text is without its contents, whose size may change."""
 
     def __repr__(self) -> str:
         return "<Namespace>"
 
-    @staticmethod
-    def _check_name(name: object) -> None:
-        if isinstance(name, str) and name.startswith("_"):
-            raise SecurityError(f"a namespace of a chat template has no names that begin with _, such as {name!r}")
+
+def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    pairs = args[0].items() if args and isinstance(args[0], dict) else [pair for some in args for pair in some]
+    return dict(ChatEnvironment.counted(pairs), **kwargs)  # each key may be compared with all before it
 
 
 def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
+def _strftime_now(format: str) -> str:  # noqa: A002 - its name in transformers
+    current().check_size(1000 * len(format))  # one field may be long
+    return datetime.now().strftime(format)
+
+
+# Filters
+
+
 def _to_json(
     x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    if (isinstance(indent, int) and indent > 64) or (isinstance(indent, str) and len(indent) > 64):
-        raise TemplateStopped("it indents JSON by more than 64 characters")
+    if (isinstance(indent, int) and indent > MAX_INDENT) or (isinstance(indent, str) and len(indent) > MAX_INDENT):
+        raise TemplateStopped(f"it indents JSON by more than {MAX_INDENT} characters")
     encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-    if indent is None:
+    if indent is None and separators is None:
         return encoder.encode(x)
-    return ChatEnvironment.concat(ChatEnvironment.counted(encoder.iterencode(x)))  # deep ones are mostly indents
+    return ChatEnvironment.concat(encoder.iterencode(x))  # it may be mostly indents
 
 
-def _stepping(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a filter a step, with arguments and a result of bounded size."""
+@pass_environment
+def _join(environment: Environment, value: Any, d: Any = "", attribute: Any = None) -> str:
+    items = value if attribute is None else _taken(map(make_attrgetter(environment, attribute), value))
+    texts = list(map(str, items))
+    _check(".join", str(d), texts)
+    return str(d).join(texts)
+
+
+def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter as a step whose arguments and result are of bounded size."""
+    first = 1 if hasattr(function, "jinja_pass_arg") else 0
+    is_to_check = name in SEARCHES or name in RESULT_CHARS
 
     @functools.wraps(function)  # with jinja2's marks of filters that are given a context
     def run(*args: Any, **kwargs: Any) -> Any:
-        step()
-        first = 1 if hasattr(function, "jinja_pass_arg") else 0
         args = tuple(map(_taken, args))
-        value, further = args[first], args[first + 1 :]
-        if name == "join" and hasattr(value, "__len__"):
-            _check_size(len(value) * max(map(_size, [*further[:1], *kwargs.values()]), default=0))
-        _check_method(value if isinstance(value, str) else "", name, further, kwargs)
-        if name == "unique":  # each may be compared with all before it
-            args = (*args[:first], ChatEnvironment.counted(value), *further)
-        return _bounded(function(*args, **kwargs))
+        if is_to_check:
+            _check(name, *args[first:], **kwargs)
+        return current().bounded(function(*args, **kwargs))
 
     return run
 
 
-def _check_method(text: str | bytes, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a call of a text's method, or of a filter, that would make too much or take too long."""
-    for argument in (*args, *kwargs.values()):
-        if isinstance(argument, int) and abs(argument) > MAX_ARGUMENT:
-            raise TemplateStopped(f"it calls {name} with a number above {MAX_ARGUMENT}")
-    if name in ("rfind", "rindex", "rsplit", "rpartition", "strip", "lstrip", "rstrip", "trim"):
-        # From the left Python searches in linear time.
-        sought = max(map(_size, (*args, *kwargs.values())), default=0)
-        if sought > 64 and sought * (len(text) if "strip" in name else len(text) - sought) > MAX_COMPARED:
-            raise TemplateStopped(f"it calls {name} on a long text with a long one")
-    if name in ("title", "wordcount") and args == () and len(text) > MAX_WORDS_CHARS:
-        raise TemplateStopped(f"it calls {name} on more than {MAX_WORDS_CHARS} characters")
-    if name == "sum" and any(isinstance(some, str | list | tuple) for some in (*args[1:], kwargs.get("start"))):
-        raise TemplateStopped("it calls sum on what are no numbers")
-    if name == "round" and any(isinstance(some, int) and abs(some) > MAX_PLACES for some in (*args, *kwargs.values())):
-        raise TemplateStopped(f"it calls round with more than {MAX_PLACES} places")
-    if isinstance(text, bytes):
-        return
-    if name in ("format", "format_map"):
-        _check_format(text, (*args, *kwargs.values()))
-    elif name == "replace" and len(args) > 1 and isinstance(args[0], str) and isinstance(args[1], str):
-        _check_size((text.count(args[0]) * len(args[1])) + len(text))
-    elif name == "join" and args and not isinstance(args[0], str) and isinstance(args[0], list | tuple | dict):
-        _check_size(sum(map(_size, args[0])) + len(args[0]) * len(text))
-    elif name in ("indent", "expandtabs"):
-        width = max([4, *(_size(a) if isinstance(a, str) else a for a in (*args, *kwargs.values()) if a)])
-        _check_size((text.count("\n") + text.count("\t") + 1) * width)
-    elif name == "translate":
-        raise TemplateStopped("it calls translate, which is not supported")
-
-
-def _check_format(text: str, values: Any) -> None:
-    if _WIDTH.search(text):
-        raise TemplateStopped("it formats with a width of more than four digits, or with one that is computed")
-    _check_size(len(_WIDE.findall(text)) * 9999)
-    num_fields = max(text.count("%"), text.count("{"))
-    if num_fields > 1:
-        largest = max(map(_whole_size, values if isinstance(values, tuple) else (values,)), default=0)
-        _check_size(num_fields * largest)
-
-
 def _taken(value: Any) -> Any:
     """An argument; an iterator as a list of bounded size."""
-    if not isinstance(value, Iterator):
+    if not hasattr(value, "__next__") or isinstance(value, LoopContext | Cycler):
         return value
-    taken, size = [], 0
-    for item in ChatEnvironment.counted(value):
-        size += ITEM_CHARS + _size(item)
-        _check_size(size)
+    rendering, taken, size = current(), [], 0
+    for item in value:
+        size += ITEM_CHARS + rendering.size_of(item)
+        rendering.check_size(size)
+        rendering.step()
         taken.append(item)
     return taken
 
 
-def _bounded(value: Any) -> Any:
-    """Count a value that has been made, refuse one that is too large, and return it."""
-    if isinstance(value, int):
-        _check_bits(value.bit_length())
-    _check_size(_size(value))
-    count(_size(value))
-    _whole_size(value)
-    return value
+def _written(value: Any) -> Any:
+    """A value as the text that is written in its place."""
+    return value if isinstance(value, str) else current().bounded(str(value))
 
 
-def _whole_size(value: Any) -> int:
-    """Characters of all texts in a value; a text that occurs twice counts twice, as in the value's own text."""
-    size = len(value) if isinstance(value, str | bytes) else 0
-    waiting: list[Any] = [value] if isinstance(value, list | tuple | dict) else []
-    while waiting:
-        some = waiting.pop()
-        if isinstance(some, str):
-            size += len(some)
-        elif isinstance(some, dict):
-            waiting += some.keys()
-            waiting += some.values()
-        elif isinstance(some, list | tuple):
-            waiting += some
-        size += ITEM_CHARS
-        _check_size(size + ITEM_CHARS * len(waiting))
-    return size
+# Sizes of results, before they are made
 
 
-def _size(value: Any) -> int:
-    """Lower bound of a value's size in characters: without what is in its items."""
-    if isinstance(value, str | bytes):
-        return len(value)
-    return len(value) * ITEM_CHARS if isinstance(value, list | tuple | dict) else 0
+def _check(name: str, value: Any, /, *args: Any, **kwargs: Any) -> None:
+    """Refuse a filter, or a text's method (with a dot before its name), that would make too much or take too long."""
+    if name.lstrip(".") in SEARCHES:
+        if any(isinstance(some, str) and len(some) > MAX_SOUGHT_CHARS for some in (*args, *kwargs.values())):
+            raise TemplateStopped(f"it calls {name} with a text of more than {MAX_SOUGHT_CHARS} characters")
+    elif name in RESULT_CHARS:
+        current().check_size(RESULT_CHARS[name](value, *args, **kwargs))
 
 
-def _check_size(size: int) -> None:
-    limit = max_chars()
-    if size > limit:
-        num_items = limit // ITEM_CHARS
-        raise TemplateStopped(f"it makes a text of more than {limit} characters, or a list of {num_items} items")
+def _of_number(value: Any, *args: Any, **kwargs: Any) -> int:
+    return max((some for some in (*args, *kwargs.values()) if isinstance(some, int)), default=0)
 
 
-def _check_bits(num_bits: int) -> None:
-    if num_bits > MAX_BITS:
-        raise TemplateStopped(f"it computes an integer of more than {MAX_BITS} bits")
+def _of_replace(text: Any, old: Any, new: Any, count: Any = None) -> int:
+    return len(str(text)) + str(text).count(str(old)) * len(str(new))
+
+
+def _of_indent(text: str, width: int | str = 4, *_: Any, **__: Any) -> int:
+    return len(text) + (text.count("\n") + 1) * (len(width) if isinstance(width, str) else width)
+
+
+def _of_join(separator: str, items: Iterable[Any]) -> int:
+    return sum(len(separator) + current().size_of(item) for item in items)
+
+
+def _of_sum(items: Any, attribute: Any = None, start: Any = 0) -> int:
+    """Lists are copied once for each that is added."""
+    return 0 if isinstance(start, int | float) else len(items) * current().size_of(items)
+
+
+def _of_round(value: Any, precision: int = 0, method: Any = None) -> int:
+    """A power of ten is computed, in quadratic time."""
+    return precision**2
+
+
+def _of_percents(text: Any, /, *args: Any, **kwargs: Any) -> int:
+    return _of_fields(str(text), "%", _PERCENT_WIDTH, (*args, *kwargs.values()))
+
+
+def _of_braces(text: str, /, *args: Any, **kwargs: Any) -> int:
+    return _of_fields(text, "{", _BRACE_WIDTH, (*args, *kwargs.values()))
+
+
+def _of_fields(text: str, begin: str, too_wide: re.Pattern[str], values: Iterable[Any]) -> int:
+    if too_wide.search(text):
+        raise TemplateStopped("it formats with a width that is computed or has more than three digits")
+    return len(text) + text.count(begin) * (999 + max(map(current().size_of, values), default=0))
+
+
+RESULT_CHARS: dict[str, Callable[..., int]] = {
+    **dict.fromkeys(("center", ".center", ".ljust", ".rjust", ".zfill", "batch", "slice"), _of_number),
+    **dict.fromkeys(("replace", ".replace"), _of_replace),
+    "indent": _of_indent,
+    ".join": _of_join,
+    "sum": _of_sum,
+    "round": _of_round,
+    "format": _of_percents,
+    ".format": _of_braces,
+}
+"""Upper bounds of the characters that filters make, and methods of texts, of their arguments."""
 
 
 @functools.lru_cache(maxsize=32)

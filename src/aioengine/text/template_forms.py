@@ -19,8 +19,8 @@ from typing import Any, Literal, NamedTuple
 
 from aioengine.errors import AioEngineError
 from aioengine.text.chat_input import REASONING_FIELDS, Message, parse_arguments, text_of
-from aioengine.text.lanes import TemplateStopped
 from aioengine.text.sandbox import compile_template
+from aioengine.text.template_limits import TemplateStopped
 
 _ROLES = ("system", "user", "assistant", "tool", "developer")
 """Roles that are asked about; others, which are a client's choice, are read as the user's."""
@@ -65,7 +65,7 @@ class CallForm(NamedTuple):
 
 
 class TemplateForms:
-    """The forms that one template reads; each is found out when it is first needed, within `Lanes.run`.
+    """The forms that one template reads; each is found out when it is first needed, within `TemplateLimits.run`.
 
     Args:
         named_tokens: ``bos_token`` and so on.
@@ -81,7 +81,7 @@ class TemplateForms:
         """Make checked messages what the template reads.
 
         Raises:
-            TemplateStopped, AioEngineError: as `Lanes.run`.
+            TemplateStopped, AioEngineError: as `TemplateLimits.run`.
         """
         if any("tool_calls" in message for message in messages):
             messages = fit_calls(messages, self.call_form)

@@ -10,9 +10,9 @@ from typing import Any, Literal, Self, overload
 from aioengine.errors import InvalidRequest, ModelLoadError
 from aioengine.text.chat_input import check_messages, copy_messages, take_template_kwargs
 from aioengine.text.chat_template import render_template
-from aioengine.text.lanes import Lanes
 from aioengine.text.loading import NAMED_TOKENS, LoadedTokenizer, failures_as, load_tokenizer
 from aioengine.text.template_files import DEFAULT, WITH_TOOLS
+from aioengine.text.template_limits import TemplateLimits
 from aioengine.text.token_table import TokenTable, WindowTable, build_slow_token_tables, build_token_tables, decoding
 from aioengine.tool_calls.calls import read_tools, told_tools
 from aioengine.validation import NOT_YET, Neutral, invalid, is_utf8, shorten, without_neutral
@@ -43,7 +43,7 @@ class Tokenizer:
     Attributes:
         backend: what is behind it: a `tokenizers.Tokenizer`, or transformers' own Python one where there is no other.
         chat_templates: the model's, Jinja texts by name.
-        template_lanes: in which its chats are rendered, with their deadline.
+        template_limits: of the time and the sizes of a chat's rendering.
     """
 
     def __init__(self, loaded: LoadedTokenizer) -> None:
@@ -54,7 +54,7 @@ class Tokenizer:
         self._chat_bos_id = loaded.chat_bos_id
         self.backend: Any = loaded.backend if loaded.backend is not None else loaded.slow
         self.chat_templates = loaded.chat_templates
-        self.template_lanes = Lanes()
+        self.template_limits = TemplateLimits()
         if self._fast is not None:
             self._tables = build_token_tables(self._fast, max_ids=loaded.max_ids)
         else:
@@ -179,7 +179,7 @@ class Tokenizer:
         checked = check_messages(messages)
         template = self.find_template(chat_template, has_tools=bool(variables.get("tools")))
         keywords = {"add_generation_prompt": True, **self._named_tokens, **variables}
-        return render_template(template, checked, self.template_lanes, **keywords)
+        return render_template(template, checked, self.template_limits, **keywords)
 
     @property
     def chat_template(self) -> str | None:

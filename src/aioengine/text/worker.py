@@ -26,8 +26,8 @@ class TextWorker:
     """Runs short text work at once and long text work in one daemon thread, in order of arrival.
 
     One thread, which the first long text starts: tokenizing scales by the library's own threads if at all, and the
-    queue is bounded by the callers that wait for their work. Work that is overdue may keep its thread (`give_way`):
-    what waits gets another one.
+    queue is bounded by the callers that wait for their work. Work that takes long may keep its thread, and what waits
+    gets another one (`leave_behind`).
 
     Args:
         close_grace_s: the longest wait of closing; None: it waits for all work.
@@ -43,7 +43,6 @@ class TextWorker:
         self._is_closed = False
         self._unfinished: set[_Call[Any]] = set()
         self._threads = _Threads(stack_bytes)
-        self.give_way = self._threads.give_way
         self.leave_behind = self._threads.leave_behind
         weakref.finalize(self, self._threads.close).atexit = False
 
@@ -110,16 +109,8 @@ class _Threads:
                 self._start_resident()
             self._waiting.put(call)
 
-    def give_way(self) -> None:
-        """Have another thread become the resident one, if it is this one: its work takes long."""
-        with self._lock:
-            if self._resident is threading.current_thread():
-                self._resident = None
-                if not self._waiting.empty():
-                    self._start_resident()
-
     def leave_behind(self) -> None:
-        """Have another thread take what comes next; from the loop, of a thread whose work nothing can stop."""
+        """Have another thread take what comes next: the resident one's work takes long. From any thread."""
         with self._lock:
             self._resident = None
             if not self._waiting.empty():
