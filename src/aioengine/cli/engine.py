@@ -24,6 +24,7 @@ from aioengine.transport.serving import serve_engine
 T = TypeVar("T")
 
 DEFAULT_CLIENT = "client"
+JOIN_FLAGS = ("join_keys", "join_timeout_s", "replicas_local", "start_rank")
 
 
 @click.command()
@@ -51,10 +52,6 @@ def engine(
     keys: str | None,
     plugins: tuple[str, ...],
     join: str | None,
-    join_keys: str | None,
-    join_timeout_s: float | None,
-    replicas_local: int | None,
-    start_rank: int | None,
     **flags: Any,
 ) -> None:
     """Serve MODEL (absent: the bundled one) at ADDRESS, for `Engine.connect(ADDRESS)`, until Ctrl-C or SIGTERM.
@@ -78,47 +75,33 @@ def engine(
     if join is not None:
         if keys is not None:
             raise click.UsageError("with --join the engine serves by its --join-keys: leave out --keys")
-        if join_keys is not None and join.startswith("ipc://"):
-            raise click.UsageError(f"--join-keys are for tcp: at {join} only you can join: leave them out")
-        rank = -1 if start_rank is None else start_rank
-        if (last := rank + (replicas_local or 1) - 1) >= MAX_REPLICAS:
-            raise click.UsageError(
-                f"--start-rank {rank} and --replicas-local {replicas_local} take ranks up to {last}; the last "
-                f"that there can be is {MAX_REPLICAS - 1}: give a lower one of them"
-            )
-        timeout_s = JOIN_TIMEOUT_S if join_timeout_s is None else join_timeout_s
-        _join(Endpoint(join, rank, "", False, None, timeout_s), join_keys, replicas_local, address, fields, plugins)
+        _join(join, flags, {"address": address, "own_fields": fields, "plugins": plugins})
         return
-    for flag, value in (
-        ("join-keys", join_keys),
-        ("join-timeout-s", join_timeout_s),
-        ("replicas-local", replicas_local),
-        ("start-rank", start_rank),
-    ):
-        if value is not None:
-            raise click.UsageError(f"--{flag} is for --join: give both, or neither")
+    if alone := [name for name in JOIN_FLAGS if flags[name] is not None]:
+        raise click.UsageError(f"--{alone[0].replace('_', '-')} is for --join: give both, or neither")
     if address is None:
         raise click.UsageError("give the ADDRESS to serve at, or --join")
     server_keys = ServerKeys.load(keys) if keys is not None else None
     _run(serve_engine([], address=address, config=config, keys=server_keys, plugins=plugins, on_serving=_say_where))
 
 
-def _join(
-    front_end: Endpoint,
-    keys: str | None,
-    num_engines: int | None,
-    address: str | None,
-    fields: dict[str, Any],
-    plugins: tuple[str, ...],
-) -> None:
+def _join(join: str, flags: dict[str, Any], served: dict[str, Any]) -> None:
     """Be one replica of a front end, or have several; exits with `AGAIN` where it wants another one in its place."""
+    keys, timeout_s, num_engines, rank = (flags[name] for name in JOIN_FLAGS)
+    if keys is not None and join.startswith("ipc://"):
+        raise click.UsageError(f"--join-keys are for tcp: at {join} only you can join: leave them out")
+    rank = -1 if rank is None else rank
+    if (last := rank + (num_engines or 1) - 1) >= MAX_REPLICAS:
+        raise click.UsageError(
+            f"--start-rank {rank} and --replicas-local {num_engines} take ranks up to {last}; the last that there can "
+            f"be is {MAX_REPLICAS - 1}: give a lower one of them"
+        )
+    front_end = Endpoint(join, rank, "", False, None, JOIN_TIMEOUT_S if timeout_s is None else timeout_s)
     client_keys = ClientKeys.load(keys) if keys is not None else None
     if num_engines is not None:
-        host = EngineHost(front_end, keys, num_engines=num_engines, address=address, own_fields=fields, plugins=plugins)
-        _run(host.run())
+        _run(EngineHost(front_end, keys, num_engines=num_engines, **served).run())
         return
-    endpoints = [front_end._replace(keys=client_keys)]
-    goodbye = _run(serve_engine(endpoints, address=address, own_fields=fields, plugins=plugins, on_serving=_say_where))
+    goodbye = _run(serve_engine([front_end._replace(keys=client_keys)], on_serving=_say_where, **served))
     if goodbye is not None and goodbye.is_wanted_again:
         sys.exit(AGAIN)
 
