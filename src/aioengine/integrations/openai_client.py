@@ -56,32 +56,26 @@ def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
 # With a model's name that may be left out
 
 
-class AsyncEngineOpenAI(openai.AsyncOpenAI):
+class _OneModel:
+    """A client of one model; a base beside openai's."""
+
+    @functools.cached_property
+    def chat(self) -> Any:
+        chat = super().chat  # type: ignore[misc]
+        _default_model(chat.completions)
+        return chat
+
+    @functools.cached_property
+    def completions(self) -> Any:
+        return _default_model(super().completions)  # type: ignore[misc]
+
+
+class AsyncEngineOpenAI(_OneModel, openai.AsyncOpenAI):
     """An ``AsyncOpenAI`` of one model."""
 
-    @functools.cached_property
-    def chat(self) -> Any:
-        chat = super().chat
-        _default_model(chat.completions)
-        return chat
 
-    @functools.cached_property
-    def completions(self) -> Any:
-        return _default_model(super().completions)
-
-
-class EngineOpenAI(openai.OpenAI):
+class EngineOpenAI(_OneModel, openai.OpenAI):
     """An ``OpenAI`` of one model."""
-
-    @functools.cached_property
-    def chat(self) -> Any:
-        chat = super().chat
-        _default_model(chat.completions)
-        return chat
-
-    @functools.cached_property
-    def completions(self) -> Any:
-        return _default_model(super().completions)
 
 
 def _default_model(resource: Any) -> Any:
