@@ -298,7 +298,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     show_progress: (
         Annotated[bool, Meta(description="show a bar while loading, in a notebook, too; absent: on a terminal")] | None
     ) = None
-    dump_dir: Annotated[str, Meta(description="folder for the reports of failed steps; absent: log only")] | None = None
+    dump_dir: Annotated[str, Meta(description="folder for the reports of failed steps; absent: no files")] | None = None
 
     def __post_init__(self) -> None:
         scheduler: object = self.scheduler

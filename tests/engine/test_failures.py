@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -117,6 +118,24 @@ async def test_a_report_that_takes_long_to_write_holds_nobody_up_and_is_waited_f
         gate.set()
         await closing
     assert len(list(tmp_path.glob("*.json"))) == 1  # noqa: ASYNC240
+
+
+@pytest.mark.virtual_clock
+@pytest.mark.parametrize("is_device", [False, True], ids=["step", "device"])
+async def test_a_failure_is_one_line_of_the_log_and_its_report_is_at_debug(
+    serve: Any, caplog: pytest.LogCaptureFixture, is_device: bool
+) -> None:
+    cause = ArithmeticError("the matrix\nis upside down")
+    async with serve() as served:
+        served.executor.make_step_fail(0, DeviceLost("lost") if is_device else cause)
+        with caplog.at_level(logging.DEBUG, "aioengine"), pytest.raises((StepFailed, EngineDead)) as raised:
+            await served.engine.generate([10] * 5, max_tokens=4)
+    [line] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "\n" not in line
+    assert ("lost" if is_device else "the matrix is upside down; requests: [") in line
+    assert "the error's .dump" in line
+    assert "dump_dir" in line
+    assert raised.value.dump in [record.getMessage() for record in caplog.records if record.levelno == logging.DEBUG]
 
 
 @pytest.mark.virtual_clock

@@ -226,7 +226,7 @@ class EngineCore(CoreState):
         self._in_flight.popleft()
         self._num_steps = plan.step + 1
         self._step_began_at = self.clock()
-        message = f"step {plan.step} failed with {len(failed)} sequences in it"
+        message = f"step {plan.step} failed; sequences in it: {len(failed)}"
         self._end_failed(plan, message, cause, [(sequence, cause) for sequence in failed])
 
     def _end_failed(
@@ -237,10 +237,11 @@ class EngineCore(CoreState):
         is_callers = bool(failed) and all(isinstance(own, NothingAllowed | InvalidRequest) for _, own in failed)
         dump = "" if is_callers else self._describe(cause, plan)
         line = f"{message}: {describe(cause)}; requests: {shorten([*requests])}"
-        logger.log(logging.INFO if is_callers else logging.ERROR, "%s", line if is_callers else f"{line}\n{dump}")
+        self._log_failure(logging.INFO if is_callers else logging.ERROR, line, dump)
         for sequence, own_cause in failed:
             if own_cause is not cause and not is_callers:
-                logger.error("%s: %s", sequence.request.request_id, "\n".join(traceback_of(own_cause)))
+                logger.error("%s: %s", sequence.request.request_id, " ".join(describe(own_cause).split()))
+                logger.debug("%s", "\n".join(traceback_of(own_cause)))
             kind = NoTokenLeft if isinstance(own_cause, NothingAllowed) else StepFailed
             failure: AioEngineError = kind(f"{message}: {describe(own_cause)}", dump=dump)
             if isinstance(own_cause, InvalidRequest):  # its constraint is too large, which shows only now
@@ -257,8 +258,16 @@ class EngineCore(CoreState):
         reason = cause.__cause__ if isinstance(cause, DeviceLost) and cause.__cause__ is not None else cause
         death = EngineDead(f"the engine cannot go on: {describe(reason)}; start a new one", dump=dump)
         death.__cause__ = cause
-        logger.critical("%s\n%s", death, dump)
+        self._log_failure(logging.CRITICAL, str(death), dump)
         return death
+
+    def _log_failure(self, level: int, line: str, dump: str) -> None:
+        """Log one line, and the report at DEBUG alone: it has a hundred lines, and logging prints them unasked."""
+        if dump and self.config.dump_dir is None:
+            line += "; the report is in the error's .dump, and in a file where dump_dir names a folder"
+        logger.log(level, "%s", " ".join(line.split()))
+        if dump:
+            logger.debug("%s", dump)
 
     def _describe(self, cause: BaseException, plan: StepPlan | None) -> str:
         """The report of a failure: the error, the plan, the scheduler's counters and the config, as indented JSON.
