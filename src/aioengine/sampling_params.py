@@ -11,6 +11,7 @@ from msgspec import Meta
 from aioengine.errors import InvalidRequest
 from aioengine.structured.constraints import Constraint, as_constraint, from_vllm
 from aioengine.validation import (
+    ELSEWHERE,
     NOT_YET,
     Neutral,
     check_fields,
@@ -66,7 +67,7 @@ NEUTRAL_PARAMS = {
         (None, "CUMULATIVE", "DELTA", "FINAL_ONLY", 0, 1, 2),
         "generate gives the whole output, stream gives deltas, Stream.result all so far",
     ),
-    "stream_interval": Neutral((None,), "give it to Engine.stream"),
+    "stream_interval": Neutral((None,), "give it to stream(...)"),
     "flat_logprobs": Neutral((None, False), "log-probabilities are a dict for each token"),
     "prompt_logprob_start": Neutral((None, 0), "all of the prompt's are given"),
     "skip_reading_prefix_cache": Neutral((None, False), "give a cache_salt of its own"),
@@ -89,9 +90,12 @@ NEUTRAL_ARGUMENTS = {
     "max_completion_tokens": Neutral((None,), "give max_tokens"),
     "max_new_tokens": Neutral((None,), "give max_tokens"),
     "messages": Neutral((None,), "give the list of messages as the prompt, the first argument"),
-    "stream": Neutral((None, False), "use `async with engine.stream(...) as stream:`"),
-    "timeout": Neutral((None,), "await it in `async with asyncio.timeout(seconds):`"),
-    "tokenization_kwargs": Neutral((None, {}), "give token ids, such as those of Engine.tokenize"),
+    "stream": Neutral((None, False), ELSEWHERE["streamer"]),
+    "timeout": Neutral(
+        (None,),
+        "await it in `async with asyncio.timeout(seconds):`, or without asyncio leave `for delta in llm.stream(...)`",
+    ),
+    "tokenization_kwargs": Neutral((None, {}), "give token ids, such as get_tokenizer().encode(text)"),
     "prompt_text": Neutral(None),
     "prompt_token_ids": Neutral((None,), "give the ids as the prompt, the first argument"),
     "arrival_time": Neutral((None,), "a request's times count from its call"),

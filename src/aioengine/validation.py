@@ -135,11 +135,12 @@ OTHER_NAMES = {name: ours.split() for ours, names in _NAMES_OF_OTHERS.items() fo
 """Names that other libraries have for a parameter, with ours: the one counts that is known where it is given."""
 OF_REQUESTS = "it is of a request: give it to generate, stream or chat, or in SamplingParams"
 ELSEWHERE = {
-    **dict.fromkeys(("temperature", "top_p", "top_k", "max_tokens", "stop", "n", "structured", "tools"), OF_REQUESTS),
+    **dict.fromkeys(("temperature", "top_p", "top_k", "max_tokens", "stop", "n", "structured"), OF_REQUESTS),
+    "tools": "they are of a request: give them to LLM.chat, or to Engine's generate or stream",
     "max_model_len": "it is of the engine: give max_model_len to Engine or LLM",
     "do_sample": "temperature=0 is greedy, any other temperature draws",
     "output_type": "it is for generate(prompt, output_type=...), whose output has it in .parsed",
-    "streamer": "use `async with engine.stream(...) as stream:`, or without asyncio `for delta in llm.stream(...)`",
+    "streamer": "write `async with engine.stream(...) as stream:`, or without asyncio `for delta in llm.stream(...)`",
     "verbose": "set the level of the logger 'aioengine'",
 }
 """Names that are unknown where they are given, with what to do instead."""

@@ -342,6 +342,26 @@ def test_all_ways_bring_the_same_from_the_demo_model() -> None:
     assert chat[0].text.startswith("Hello")
 
 
+@pytest.mark.parametrize(
+    ("method", "given", "hint"),
+    [
+        ("generate", {"stream": True}, r"without asyncio `for delta in llm\.stream"),
+        ("stream", {"timeout": 3}, r"without asyncio leave `for delta in llm\.stream"),
+        ("generate", {"tools": []}, r"LLM\.chat"),
+        ("chat", {"stream_interval": 2}, r"give it to stream"),
+        ("generate", {"tokenization_kwargs": {"a": 1}}, "get_tokenizer"),
+        ("stream", {"tokenization_kwargs": {"a": 1}}, "get_tokenizer"),
+    ],
+)
+def test_hints_name_calls_that_need_no_asyncio(open_llm: Open, method: str, given: dict[str, Any], hint: str) -> None:
+    llm = open_llm()
+    prompt = [{"role": "user", "content": "Hi"}] if method == "chat" else IDS
+    with pytest.raises(InvalidRequest, match=hint):
+        getattr(llm, method)(prompt, **given)
+    with pytest.raises(InvalidRequest, match=r"LLM\.generate"):
+        llm.stream(["one prompt", "and another one"])
+
+
 def test_a_stream_is_read_in_a_loop_and_leaving_it_aborts(open_llm: Open, patient_device: Any) -> None:
     llm = open_llm(patient_device)
     [whole] = llm.generate(IDS, seed=1, max_tokens=20, ignore_eos=True)
@@ -353,6 +373,10 @@ def test_a_stream_is_read_in_a_loop_and_leaving_it_aborts(open_llm: Open, patien
     assert llm.stats().finished["abort"] == 1
     with pytest.raises(InvalidRequest, match="max_tokens"):
         llm.stream(IDS, max_tokens=0)
+    with llm.stream(IDS, max_tokens=ENDLESS, ignore_eos=True) as stream:
+        next(stream)
+        assert llm.stats().finished["abort"] == 1
+    assert llm.stats().finished["abort"] == 2
     left = llm.stream(IDS, max_tokens=ENDLESS, ignore_eos=True)
     next(left)
     llm.close()

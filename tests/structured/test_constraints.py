@@ -154,6 +154,20 @@ def test_bad_fields_are_refused_when_they_are_given(make: Any) -> None:
     assert raised.value.param == "structured"
 
 
+@pytest.mark.parametrize(
+    ("make", "hint"),
+    [
+        (lambda: Choice("a", "b"), r'write Choice\(\["a", "b"\]\)'),
+        (lambda: Choice(), r'write Choice\(\["a", "b"\]\)'),
+        (lambda: Regex("a", "b"), r"write Regex\(pattern\)"),
+        (lambda: Grammar(grammar="start: /a/"), r"write Grammar\(text, is_forcing\)"),
+    ],
+)
+def test_arguments_that_a_constraint_has_not_are_refused_with_how_it_is_written(make: Any, hint: str) -> None:
+    with pytest.raises(InvalidRequest, match=hint):
+        make()
+
+
 def test_what_is_too_deep_or_holds_itself_is_refused() -> None:
     deep: dict[str, Any] = {}
     deep["items"] = deep

@@ -7,9 +7,9 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import anyio
 
@@ -132,13 +132,11 @@ class LLM(Facade):
             show_progress=show_progress,
         )
 
-    def stream(
-        self, prompt: Any, sampling_params: SamplingParams | None = None, **options: Any
-    ) -> Iterator[CompletionDelta]:
+    def stream(self, prompt: Any, sampling_params: SamplingParams | None = None, **options: Any) -> BlockingStream:
         """Complete a prompt, and read it as it comes: ``for delta in llm.stream("Once"): print(delta.text, end="")``.
 
-        The request begins with the first delta that is asked for. Leaving the loop, or closing the iterator, aborts it;
-        what is not read meanwhile is merged into the next delta.
+        The request begins with the first delta that is asked for. Leaving the loop, or a ``with`` block over it, aborts
+        it; what is not read meanwhile is merged into the next delta.
 
         Args:
             prompt: as in `Engine.generate`; chat messages, too.
@@ -148,9 +146,9 @@ class LLM(Facade):
             StepFailed, EngineDead, EngineClosed: while it is read.
         """
         stream = self._host.ask(lambda engine: engine.stream(prompt, sampling_params, **options))
-        return self._read(stream)
+        return BlockingStream(self._read(stream))
 
-    def _read(self, stream: Stream) -> Iterator[CompletionDelta]:
+    def _read(self, stream: Stream) -> Generator[CompletionDelta]:
         async def enter(engine: Engine) -> None:
             await self._check_awake(engine)
             await stream.__aenter__()
@@ -210,6 +208,23 @@ class LLM(Facade):
                 self._host.run(run, every_s=REFRESH_INTERVAL_S, meanwhile=refresh)
                 show(num_prompts, sum(len(choice.token_ids) for one in outputs.values() for choice in one.outputs))
         return [outputs[number] for number in range(num_prompts)]
+
+
+class BlockingStream(Iterator[CompletionDelta]):
+    """Deltas of an answer, to be read in a loop. `close`, or the end of a ``with`` block, aborts what still runs."""
+
+    def __init__(self, deltas: Generator[CompletionDelta]) -> None:
+        self._deltas = deltas
+        self.close = deltas.close
+
+    def __next__(self) -> CompletionDelta:
+        return next(self._deltas)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 async def _run_all(

@@ -334,7 +334,7 @@ def _check_ids(prompt: list[Any], limit: int, vocab_size: int) -> list[int]:
         ids = msgspec.convert(plain, list[int], strict=True)
     except msgspec.ValidationError as exc:
         is_several = isinstance(prompt[0], str | list)
-        why = "a call has one prompt: asyncio.gather several, or use LLM" if is_several else str(exc)
+        why = "a call has one: asyncio.gather several, or give them to LLM.generate" if is_several else str(exc)
         raise invalid("prompt", f"prompt: a list holds token ids (int) or messages (dict): {why}") from None
     worst = min(ids) if min(ids) < 0 else max(ids)
     if not 0 <= worst < vocab_size:

@@ -39,7 +39,18 @@ def _refuse(_: str, message: str) -> InvalidRequest:
     return InvalidRequest(f"structured: {message}", param="structured")
 
 
-class _Constraint(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind"):
+class _ConstraintMeta(msgspec.StructMeta):
+    """Arguments that the constraint has not, or lacks, are an `InvalidRequest`, as wrong values are."""
+
+    def __call__(self, *args: Any, **given: Any) -> Any:
+        try:
+            return super().__call__(*args, **given)
+        except TypeError as error:
+            takes = '["a", "b"]' if self is Choice else ", ".join(self.__struct_fields__)
+            raise _refuse("", f"write {self.__name__}({takes}): {error}") from None
+
+
+class _Constraint(msgspec.Struct, metaclass=_ConstraintMeta, frozen=True, omit_defaults=True, tag_field="kind"):
     """What all have in common: they are checked when they are made.
 
     Raises:
