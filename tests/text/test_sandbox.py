@@ -87,7 +87,7 @@ def test_a_template_that_takes_long_pauses_for_the_event_loop(monkeypatch: pytes
         "{{ (1).to_bytes(10000000000) }}",
         "{{ ('\n' * 1000000) | indent(1000000) }}",
         "{{ ('\t' * 1000000).expandtabs(1000000) }}",
-        "{{ [1] | tojson(indent=1000000) }}",
+        "{{ [1] | tojson(indent=1000000000) }}",
         "{{ range(9999) | list | tojson(separators=('x' * 1000000, ':')) }}",
         "{{ strftime_now('%c' * 500000) }}",
         "{% set ns = namespace(x='x' * 1000000) %}{{ ([ns] * 60000) | join(attribute='x') }}",
@@ -100,13 +100,12 @@ def test_a_template_that_takes_long_pauses_for_the_event_loop(monkeypatch: pytes
         "{% set x %}{% for i in range(99999) %}{{ 'x' * 1000000 }}{% endfor %}{% endset %}",
         "{% set x = 'x' * 1000000 %}{% set y %}{% for i in range(99999) %}{{ x[1:] }}{% endfor %}{% endset %}",
         "{% set x = ['x' * 1000] * 1000 %}{% set y %}{% for i in range(99999) %}{{ x }}{% endfor %}{% endset %}",
-        "{{ 1.5 | round(1000000000, 'ceil') }}",
         "".join(f"{{% set x{i} = 'x' * 16000000 %}}" for i in range(300)),
     ],
 )
 def test_a_template_that_asks_for_all_memory_gets_none(template: str) -> None:
     # Nothing of the size was made: each is refused in milliseconds.
-    with pytest.raises(InvalidRequest, match=r"it (makes|formats|computes|indents)|access to attribute"):
+    with pytest.raises(InvalidRequest, match=r"it (makes|formats)|access to attribute"):
         render(template)
 
 
@@ -166,7 +165,6 @@ def test_closed_limits_end_what_runs_and_admit_no_more() -> None:
         "{{ range(50000) | batch(1) | list | sum(start=[]) }}",
         "{{ (('<!--' * 200000) | safe).striptags() }}",
         "{{ {}.fromkeys(range(60000)) }}",
-        "{{ 5 | round(-100000) }}",
         "{{ ('%9999d' * 60000) % ((1,) * 60000) }}",
         "{{ '%(a)99999999d' % {'a': 1} }}",
         "{{ ('%(a)s' * 100000) % {'a': 'x' * 100000} }}",
@@ -177,7 +175,7 @@ def test_closed_limits_end_what_runs_and_admit_no_more() -> None:
 )
 def test_nothing_takes_long_over_little(template: str) -> None:
     began = time.thread_time()
-    with pytest.raises(InvalidRequest, match=r"it (makes|calls|formats)|No filter named|access to attribute"):
+    with pytest.raises(InvalidRequest, match=r"it (makes|formats)|No filter named|access to attribute"):
         render(template)
     assert time.thread_time() - began < 2  # of some 20 ms
 
@@ -186,7 +184,7 @@ def test_nothing_takes_long_over_little(template: str) -> None:
 def test_keys_that_all_have_one_hash_are_counted(use: str) -> None:
     keys = f"range(0, {60000 * (2**61 - 1)}, {2**61 - 1})"
     template = "{{ (" + use.replace("KEYS", f"({keys} | map('int'))" if "range" in use else keys) + ") | length }}"
-    with pytest.raises(InvalidRequest, match=r"takes longer|number above|more than"):
+    with pytest.raises(InvalidRequest, match=r"takes longer|more than"):
         render(template, limits=TemplateLimits(0.2))
 
 
@@ -209,7 +207,10 @@ def test_what_templates_do_with_long_contents_is_done() -> None:
         ("{{ [[1], [2, 3]] | sum(start=[]) | join('-') }}{{ [1, 2] | join }}", "1-2-312"),
         ("{{ messages | join('|', attribute='content') }}{{ messages | map(attribute='role') | join }}", "hiuser"),
         ("{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}", "21"),
-        ("{{ 2.567 | round(1) }}{{ 'a' | center(3) }}|{{ 'ab'.ljust(3) }}|", "2.6 a |ab |"),
+        (
+            "{{ 2.567 | round(1) }}{{ 5 | round(-100000) }}{{ 1.5 | round(1000000) }}{{ 'a' | center(3) }}|",
+            "2.601.5 a |",
+        ),
         ("{{ none }}{{ missing }}{{ true }}{{ [1, 'a'] }}{{ 1.0 }}", "NoneTrue[1, 'a']1.0"),
     ],
 )
