@@ -42,7 +42,6 @@ def render_template(
             took too long or made something too large.
         EngineClosed: the limits are closed.
     """
-    from aioengine.text.sandbox import compile_template
     from aioengine.text.template_forms import forms_of
 
     try:
@@ -55,15 +54,12 @@ def render_template(
             forms = forms_of(template, tuple(sorted(named.items())))
             chat = forms.fit(chat, has_tools=bool(given["tools"]))
             given["tools"] = forms.fit_tools(given["tools"])
-            compiled = compile_template(template)
-            text = compiled.render(messages=chat, add_generation_prompt=add_generation_prompt, **given)
+            text = forms.template.render(messages=chat, add_generation_prompt=add_generation_prompt, **given)
         return _until_mark(text, ending) if field else text
     except AioEngineError:
         raise
     except Exception as error:  # whatever a template raises, it cannot take this input
-        problem = str(error) or type(error).__name__
-        if len(problem) > MAX_SHOWN_CHARS:
-            problem = problem[:MAX_SHOWN_CHARS] + "..."
+        problem = (str(error) or type(error).__name__)[:MAX_SHOWN_CHARS]
         if any("tool_calls" in message or message["role"] == "tool" for message in messages):
             problem += " (few templates take tool calls in every form: leave tool_calls and tool messages out)"
         raise InvalidRequest(
@@ -85,11 +81,7 @@ def _mark_end(message: dict[str, Any], field: str, template: str) -> str:
         message["content"] = [*before, {**last, "text": last["text"] + END_MARK}]
         return str(last["text"])
     if not isinstance(said, str):
-        raise ValueError(
-            f'continue_final_message is set but the final message has no "{field}" to continue!'
-            if said is None
-            else f"continue_final_message is set but the final message's {field} is no text"
-        )
+        raise ValueError(f'continue_final_message is set but the final message has no "{field}" to continue!')
     fields = [name for name in REASONING_FIELDS if message.get(name) == said] if field in REASONING_FIELDS else [field]
     if not any(name in template for name in fields):
         raise ValueError(
@@ -101,12 +93,11 @@ def _mark_end(message: dict[str, Any], field: str, template: str) -> str:
 
 def _until_mark(text: str, said: str) -> str:
     """Return the text before `END_MARK`."""
-    mark = END_MARK.strip()
-    if said.strip() not in text or mark not in text:
+    end = text.rfind(END_MARK.strip())
+    if said.strip() not in text or end < 0:
         raise ValueError(
             "continue_final_message is set but the final message does not appear in the chat after applying the chat "
             "template! This can happen if the chat template deletes portions of the final message"
         )
-    end = text.rindex(mark)
     # A template that has trimmed the mark's space would have trimmed the message's own, too.
     return text[:end] if text[end : end + len(END_MARK)] == END_MARK else text[:end].rstrip()

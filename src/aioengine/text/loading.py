@@ -19,7 +19,7 @@ import msgspec
 from aioengine.errors import AioEngineError, ModelLoadError
 from aioengine.models.folder import check_files, is_gguf, read_json
 from aioengine.models.formats.gguf_file import GgufFile
-from aioengine.text.gguf_tokenizer import bos_id_of, build_tokenizer, has_vocabulary, named_tokens_of
+from aioengine.text.gguf_tokenizer import PATTERNS, bos_id_of, build_tokenizer, has_vocabulary, named_tokens_of
 from aioengine.text.template_files import DEFAULT, templates_of_folder, templates_of_gguf
 
 VOCABULARY_FILES = (
@@ -46,9 +46,6 @@ _PLAIN_CLASSES = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
 # transformers' Qwen2Tokenizer takes vocabulary, merges and post-processor from tokenizer.json and builds the rest anew.
 _QWEN_CLASSES = frozenset({"Qwen2Tokenizer", "Qwen2TokenizerFast"})
 _QWEN_MODEL_TYPES = frozenset({"qwen2", "qwen3"})
-_QWEN_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 # Settings that make transformers change what it read from tokenizer.json, or read something else.
 _UNPLAIN_SETTINGS = frozenset({"auto_map", "fast_tokenizer_files", "fix_mistral_regex", "split_special_tokens"})
 
@@ -296,7 +293,7 @@ def _is_as_qwens_class_makes(config: dict[str, Any], backend: Any) -> bool:
             ],
             BPE(dropout=None, unk_token=None, fuse_unk=False, byte_fallback=False, ignore_merges=False) as model,
         ):  # fmt: skip
-            return pattern == _QWEN_PATTERN and not (model.continuing_subword_prefix or model.end_of_word_suffix)
+            return pattern == PATTERNS["qwen2"][0] and not (model.continuing_subword_prefix or model.end_of_word_suffix)
     return False
 
 

@@ -33,11 +33,11 @@ LEFT_OUT = frozenset({
 })  # fmt: skip
 """Filters and methods that no chat needs, and that take long over little or make much of little."""
 
-WIDENS = frozenset({"batch", "center", "indent", "ljust", "rjust", "slice", "tojson", "zfill"})
-"""Filters and methods of texts whose results are at most as large as the text times their largest argument."""
-
-SEARCHES = frozenset({"lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip", "trim"})
-"""Filters and methods of texts that take the time of the text times what they look for."""
+MULTIPLIES = frozenset({
+    "batch", "center", "indent", "ljust", "lstrip", "rfind", "rindex", "rjust", "rpartition", "rsplit", "rstrip",
+    "slice", "strip", "tojson", "trim", "zfill",
+})  # fmt: skip
+"""Filters and methods whose results, or whose time, may be the text times the largest argument."""
 
 TOO_WIDE = {
     "%": re.compile(r"%(\([^)]*\))?[^%a-zA-Z]*(\d{4,}|\*)"),
@@ -155,8 +155,9 @@ class _Namespace(Namespace):
 
 
 def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    pairs = args[0].items() if args and isinstance(args[0], dict) else [pair for some in args for pair in some]
-    return dict(ChatEnvironment.counted(pairs), **kwargs)  # each key may be compared with all before it
+    # Each key may be compared with all before it.
+    given = (ChatEnvironment.counted(some.items() if isinstance(some, dict) else some) for some in args)
+    return dict(*given, **kwargs)
 
 
 def _raise_exception(message: str) -> None:
@@ -218,8 +219,8 @@ def _check(name: str, begin: str, value: Any, args: tuple[Any, ...], kwargs: dic
     """
     rendering, given = current(), (*args, *kwargs.values())
     size, num_chars = rendering.size_of, 0
-    if name in WIDENS or name in SEARCHES:
-        largest = max((some if isinstance(some, int) and name in WIDENS else size(some) for some in given), default=0)
+    if name in MULTIPLIES:
+        largest = max((some if isinstance(some, int) else size(some) for some in given), default=0)
         num_chars = (1 + size(value)) * largest // 64
     elif name == "replace" and len(given) > 1:
         old, new = (str(kwargs.get(key, given[place])) for place, key in enumerate(("old", "new")))

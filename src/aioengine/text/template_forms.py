@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import json
 import re
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -72,7 +73,7 @@ class TemplateForms:
     """
 
     def __init__(self, template: str, named_tokens: Mapping[str, str]) -> None:
-        self._template = compile_template(template)
+        self.template = compile_template(template)
         self._named_tokens = named_tokens
         self._names_developer = "'developer'" in template or '"developer"' in template
         self._known: dict[tuple[str, _Form, bool], bool] = {}
@@ -176,7 +177,7 @@ class TemplateForms:
         """The prompt that the template makes of a chat; "": it fails, lacks one of the marks, or has them as data."""
         tools = tool and [{"type": "function", "function": tool}]
         try:
-            text = self._template.render(
+            text = self.template.render(
                 messages=chat, tools=tools, documents=None, add_generation_prompt=True, **self._named_tokens
             )
         except (AioEngineError, TemplateStopped):
@@ -256,25 +257,23 @@ def _fit_asking(message: Message, calls: list[Message], form: CallForm) -> list[
 
 
 def _one_call_each(messages: list[Message], form: CallForm) -> list[Message]:
-    """Each call as a message of its own, with its results behind it."""
+    """Each call as a message of its own, with its results behind it: those of its id, else one in order."""
     fitted: list[Message] = []
-    waiting = list(reversed(messages))
+    waiting = deque(messages)
     while waiting:
-        message = waiting.pop()
+        message = waiting.popleft()
         calls = message.get("tool_calls")
         if not isinstance(calls, list) or len(calls) < 2:
             fitted.append(message)
             continue
         results: list[list[Message]] = [[] for _ in calls]
-        places = [call.get("id") for call in calls]
+        places = {call.get("id"): place for place, call in enumerate(calls)}
         for order in itertools.count():
-            if not waiting or waiting[-1]["role"] != "tool":
+            if not waiting or waiting[0]["role"] != "tool":
                 break
-            given = waiting[-1].get("tool_call_id")
-            place = places.index(given) if given is not None and given in places else min(order, len(calls) - 1)
-            results[place].append(waiting.pop())
-        head = message
+            result = waiting.popleft()
+            results[places.get(result.get("tool_call_id", ""), min(order, len(calls) - 1))].append(result)
         for call, told in zip(calls, results, strict=True):
-            fitted += [{**head, "tool_calls": [call]}, *told]
-            head = {"role": message["role"], **form.empty}
+            fitted += [{**message, "tool_calls": [call]}, *told]
+            message = {"role": message["role"], **form.empty}
     return fitted
