@@ -191,8 +191,10 @@ def test_keys_that_all_have_one_hash_are_counted(use: str) -> None:
 def test_what_templates_do_with_long_contents_is_done() -> None:
     content = "<think>\n" + "word " * 200_000 + "</think>\nyes  "
     template = (
-        "{% set c = messages[0].content %}{{ c.split('</think>')[-1].lstrip('\n').rstrip() }} {{ c.rfind('<think>') }} "
+        "{% block whole %}{% for m in messages %}{% set c = m.content %}"
+        "{{ c.split('</think>')[-1].lstrip('\n').rstrip() }} {{ c.rfind('<think>') }} "
         "{{ c.rsplit('</think>', 1)[-1] | trim }} {{ c in c }} {{ c.replace(c, 'x') }} {{ 'it is' | title }}"
+        "{% endfor %}{% endblock %}"
     )
     assert render(template, content) == "yes 0 yes True x It Is"
 

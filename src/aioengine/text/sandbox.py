@@ -75,7 +75,8 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         args = tuple(map(_taken, args))
         owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)  # jinja2 has wrapped "".format
         if isinstance(owner, str):
-            _check(__obj.__name__, "{", owner, args, kwargs)
+            named = {name: kwargs[name] for name in kwargs.keys() - {"_loop_vars", "_block_vars"}}  # jinja2's own
+            _check(__obj.__name__, "{", owner, args, named)
         return current().bounded(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -170,7 +171,7 @@ def _to_json(
     encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     if indent is None and separators is None:
         return encoder.encode(x)
-    return ChatEnvironment.joined(*encoder.iterencode(x))  # it may be mostly indents
+    return ChatEnvironment.concat(encoder.iterencode(x))  # it may be mostly indents
 
 
 @pass_environment
