@@ -24,8 +24,8 @@ MAX_CHARS, GROWTH = 2**20, 4
 MAX_MADE = 256
 """All values that a rendering makes may have so many times the characters of one."""
 
-ITEM_CHARS = 16
-"""Size of an item of a list or dict, beside its texts."""
+ITEM_CHARS = 8
+"""Size of an item of a list or dict, beside its texts: the bytes of a reference."""
 
 SLICE_S, PAUSE_S = 0.002, 0.0002
 """A rendering that takes longer pauses so often for so long: the event loop waits for the GIL."""
@@ -110,7 +110,7 @@ class Rendering:
             self._num_made += len(value)
         elif isinstance(value, CONTAINERS):
             self.size_of(value)
-            self._num_made += 8 * len(value)  # bytes of references
+            self._num_made += ITEM_CHARS * len(value)
         elif isinstance(value, int):
             self.check_size(64 * value.bit_length())  # a division takes quadratic time
         if self._num_made > MAX_MADE * self.max_chars:
