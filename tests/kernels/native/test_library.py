@@ -69,6 +69,26 @@ def test_a_file_that_is_not_whole_is_compiled_again(monkeypatch: pytest.MonkeyPa
         compilation.close()
 
 
+@pytest.mark.parametrize("has_run", [False, True], ids=["no step", "a step"])
+@pytest.mark.parametrize("is_held", [False, True], ids=["compiled", "not compiled"])
+def test_an_engine_that_computed_and_closes_before_its_kernels_are_there_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, has_run: bool, is_held: bool
+) -> None:
+    kept._warn_of_missing.cache_clear()
+    compiler = HeldCompiler(tmp_path, monkeypatch)
+    for _ in range(2):
+        compilation = Compilation(["common"])
+        if has_run:
+            compilation.begin()
+        if not is_held:
+            compiler.go_on()
+            assert compilation.poll() is not None
+        compilation.close()
+    compiler.go_on()
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert ["`aioengine compile`" in warning for warning in warnings] == ([True] if is_held and has_run else [])
+
+
 def test_the_compiler_takes_no_module_from_the_working_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "random.py").write_text("raise ImportError('the wrong one')")
     monkeypatch.chdir(tmp_path)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import functools
 import io
 import logging
 import os
@@ -65,6 +66,7 @@ class Compilation:
         self._child: subprocess.Popen[bytes] | None = None
         self._unkept: IO[bytes] = io.BytesIO()
         self._errors: IO[bytes] = io.BytesIO()
+        self._is_of_engine = may_outlive
         self._outlives = may_outlive and bool(os.environ.get(COMPILER_OUTLIVES))
         self.problem = ""
         if missing := [part for part in self._parts if read_part(part) is None]:
@@ -124,6 +126,7 @@ class Compilation:
 
     def close(self) -> None:
         """End the child, unless it may outlive this process, and remove what it leaves behind. Idempotent."""
+        was_needed = self._is_of_engine and self.is_running
         self._is_over = True
         self._unkept.close()
         self._errors.close()
@@ -134,6 +137,8 @@ class Compilation:
             self._child.poll()
             self._child.returncode = self._child.returncode or 0  # or its end would be waited for, with a warning
             return
+        if was_needed and self._child.poll() is None:
+            _warn_of_missing()
         self._child.kill()
         self._child.wait()
         with contextlib.suppress(OSError):
@@ -144,6 +149,14 @@ class Compilation:
         self.problem = problem
         logger.warning("no native kernels, so that steps are slow: %s", problem)
         self.close()
+
+
+@functools.cache  # once a process
+def _warn_of_missing() -> None:
+    logger.warning(
+        "the engine closed before the kernels for this CPU were compiled, and computed by plain torch, slower, as each "
+        "program will that is as short: `aioengine compile` compiles them once"
+    )
 
 
 def _content(file: IO[bytes]) -> bytes:
