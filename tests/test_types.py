@@ -24,7 +24,8 @@ PROGRAM = """
 import asyncio
 from dataclasses import dataclass
 from typing import Literal
-from aioengine import LLM, Choice, Engine, LLMEngine, RequestOutput, SamplingParams
+from aioengine import LLM, Choice, Engine, EngineConfig, LLMEngine, RequestOutput, SamplingParams
+from aioengine.server import HttpLimits, ServerConfig
 
 @dataclass
 class Message:
@@ -51,6 +52,11 @@ async def main() -> None:
         outputs: list[RequestOutput] = [plain, literal, await engine.generate("x", output_type=int)]
         text = (await engine.generate("x", output_type=int)).parsed  # wrong
     Engine(kv_cache_memory_bytes="4GiB")
+    size: int | None = EngineConfig(kv_cache_memory_bytes="4GiB").kv_cache_memory_bytes
+    number = ServerConfig(max_body_bytes="16MiB", max_stored_response_bytes="1G").max_stored_response_bytes
+    number = HttpLimits(max_header_bytes="32K", max_url_bytes=8192).max_header_bytes
+    EngineConfig(kv_cache_memory_bytes=4.5)  # wrong
+    HttpLimits(max_url_bytes=None)  # wrong
     numbers: list[int] = [output.parsed for output in LLM().generate(["x"], output_type=int)]
     Engine(max_model_ln=3)  # wrong
     await Engine.start(max_model_ln=3)  # wrong

@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from aioengine.errors import ConfigError
 from aioengine.import_path import PATTERN, path_of
-from aioengine.validation import NOT_YET, Neutral, check_fields, check_known_fields, shorten, without_neutral
+from aioengine.validation import NOT_YET, Bytes, Neutral, check_fields, check_known_fields, shorten, without_neutral
 
 TEXT_ALONE = "this engine takes text alone"
 IN_CONFIG = "change it in the config.json of a copy of the folder"
@@ -216,9 +216,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_waiting: Annotated[Count, Meta(description="most sequences (n a request) accepted and not running yet")] = 1024
     block_size: Annotated[int, Meta(ge=1, le=256, description="tokens in one KV block")] = 16
     kv_cache_memory_bytes: Annotated[
-        Count | None,
+        Bytes[Count | None],
         Meta(description="bytes for the KV cache, also as 4GiB, 512MB, 2G; absent: by (gpu_)memory_utilization"),
-    ] = None
+    ] = None  # type: ignore[assignment]
     memory_utilization: Annotated[
         Share | None,
         Meta(

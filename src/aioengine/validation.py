@@ -10,13 +10,25 @@ import re
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from decimal import Decimal
-from typing import Any, NamedTuple, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Generic, NamedTuple, TypeVar, get_type_hints
 
 import msgspec
 import numpy as np
 from msgspec import inspect
 
 from aioengine.errors import InvalidRequest
+
+T = TypeVar("T")
+if TYPE_CHECKING:
+
+    class Bytes(Generic[T]):
+        """The type of a field that takes a number of bytes, or a text that `parse_size` reads, and holds the number."""
+
+        def __get__(self, instance: object, owner: object = None) -> T: ...
+        def __set__(self, instance: object, value: T | str) -> None: ...
+
+else:
+    Bytes = Annotated[T, None]
 
 COLLECTIONS = (list, tuple, set, frozenset, dict)
 SIZED = (str, bytes, bytearray, *COLLECTIONS)

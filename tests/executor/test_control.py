@@ -510,7 +510,7 @@ async def test_what_was_saved_is_what_runs_for_us_and_for_transformers(
     async with started(folder, way) as executor:
         await send(executor, sent)
         await executor.perform(CommitWeights("t"))
-        names = await executor.perform(SaveShardedState(saved, max_shard_bytes))
+        names = await executor.perform(SaveShardedState(saved, f"{max_shard_bytes}B"))
         assert (len(names) > 1) == (max_shard_bytes < 2**30)
         await assert_same(executor, saved, way)
         await assert_same(executor, changed_checkpoint(folder, tmp_path / "expected", sent), way)

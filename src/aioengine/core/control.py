@@ -18,7 +18,7 @@ import msgspec
 from msgspec.structs import force_setattr
 
 from aioengine.errors import InvalidRequest
-from aioengine.validation import check_fields, invalid, shorten
+from aioengine.validation import Bytes, check_field, check_fields, invalid, shorten
 
 WeightDtype = Literal["F32", "BF16", "F16"]
 """As safetensors names them."""
@@ -164,10 +164,12 @@ class SaveShardedState(Control, frozen=True):
     """
 
     folder: PathText
-    max_shard_bytes: int
+    max_shard_bytes: Bytes[int]
 
     def __post_init__(self) -> None:
-        _check_count(self.max_shard_bytes, "max_shard_bytes")
+        num_bytes = check_field(SaveShardedState, "max_shard_bytes", self.max_shard_bytes, invalid)
+        _check_count(num_bytes, "max_shard_bytes")
+        force_setattr(self, "max_shard_bytes", num_bytes)
         force_setattr(self, "folder", _absolute(self.folder, "folder"))
 
 

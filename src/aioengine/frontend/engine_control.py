@@ -129,13 +129,13 @@ class EngineControl(NotCopied, NotYet):
     # Weights and workers
 
     async def save_sharded_state(
-        self, folder: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 2**30
+        self, folder: str | os.PathLike[str], *, max_shard_bytes: int | str = 5 * 2**30
     ) -> list[str]:
         """Write the weights as they are now, with config and tokenizer, as a checkpoint that `Engine` loads again.
 
         Args:
             folder: on the engine's machine; made if it is missing.
-            max_shard_bytes: of one file; a tensor larger than that has one of its own.
+            max_shard_bytes: of one file, also as 5GB or 2GiB; a tensor larger than that has one of its own.
         Returns:
             the names of the weight files.
         Raises:

@@ -12,7 +12,7 @@ from msgspec.structs import asdict, force_setattr
 
 from aioengine.config import EngineConfig
 from aioengine.errors import ConfigError
-from aioengine.validation import check_fields, shorten
+from aioengine.validation import Bytes, check_fields, shorten
 
 MIN_API_KEY_CHARS = 8
 BYTES_A_TOKEN = 32
@@ -37,13 +37,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         tuple[Text, ...],
         Meta(description="names that requests may give as their model; the first one is in answers; absent: its own"),
     ] = ()
-    max_body_bytes: (
-        Annotated[
-            int,
-            Meta(ge=1024, description="largest request body; absent: 32 bytes for each token of max_model_len, 1 MiB"),
-        ]
-        | None
-    ) = None
+    max_body_bytes: Annotated[
+        Bytes[Annotated[int, Meta(ge=1024)] | None],
+        Meta(description="largest request body; absent: 32 bytes for each token of max_model_len, 1 MiB"),
+    ] = None  # type: ignore[assignment]
     max_concurrent_requests: (
         Annotated[
             Count,
@@ -72,8 +69,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(ge=0, description="responses (/v1/responses) kept in memory for clients that go on with them, or 0"),
     ] = 1000
     max_stored_response_bytes: Annotated[
-        int, Meta(ge=0, description="bytes of all of them together, each with the conversation before it")
-    ] = 2**26
+        Bytes[int], Meta(ge=0, description="bytes of all of them together, each with the conversation before it")
+    ] = 2**26  # type: ignore[assignment]
     tenant_header: (
         Annotated[
             str,
@@ -171,8 +168,8 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = 75.0
     """Longer than clients keep one (5 s in httpx and openai), so that none is closed as a request is sent on it."""
     max_headers: Annotated[Count, Meta(description="headers of one request")] = 100
-    max_header_bytes: Annotated[int, Meta(ge=256, description="bytes of a request's headers")] = 32768
-    max_url_bytes: Annotated[int, Meta(ge=16, description="bytes of a request's URL")] = 8192
+    max_header_bytes: Annotated[Bytes[int], Meta(ge=256, description="bytes of a request's headers")] = 32768  # type: ignore[assignment]
+    max_url_bytes: Annotated[Bytes[int], Meta(ge=16, description="bytes of a request's URL")] = 8192  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         check_fields(self, lambda _, message: ConfigError(message))
