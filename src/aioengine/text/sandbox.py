@@ -43,7 +43,7 @@ TOO_WIDE = {
     "%": re.compile(r"%(\([^)]*\))?[^%a-zA-Z]*(\d{4,}|\*)"),
     "{": re.compile(r"\{([^{}:!]*[.\[]|[^{}]*(\d{4,}|\{))"),
 }
-"""By what begins a field of a format: one of four digits or more, of an argument's width, or of a value's attribute."""
+"""By what begins a field of a format: fields of four digits or more, of an argument's width, of a value's attribute."""
 
 
 class ChatEnvironment(ImmutableSandboxedEnvironment):
@@ -76,7 +76,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)  # jinja2 has wrapped "".format
         if isinstance(owner, str):
             named = {name: kwargs[name] for name in kwargs.keys() - {"_loop_vars", "_block_vars"}}  # jinja2's own
-            _check(__obj.__name__, "{", owner, args, named)
+            _check("{" if __obj.__name__ == "format" else __obj.__name__, owner, args, named)
         return current().bounded(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -88,7 +88,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
             rendering.check_size(left.bit_length() * right)
         elif operator == "%" and isinstance(left, str):
-            _check("format", "%", left, right if isinstance(right, tuple) else (right,), {})
+            _check("%", left, right if isinstance(right, tuple) else (right,), {})
         return rendering.bounded(super().call_binop(context, operator, left, right))
 
     # `_Counting` puts calls of these into templates, and `call` checks their results.
@@ -178,7 +178,7 @@ def _to_json(
 def _join(environment: Environment, value: Any, d: Any = "", attribute: Any = None) -> str:
     items = value if attribute is None else _taken(map(make_attrgetter(environment, attribute), value))
     texts = list(map(str, items))
-    _check("join", "", str(d), (texts,), {})
+    _check("join", str(d), (texts,), {})
     return str(d).join(texts)
 
 
@@ -193,8 +193,7 @@ def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)  # with jinja2's marks of filters that are given a context
     def run(*args: Any, **kwargs: Any) -> Any:
         args = tuple(map(_taken, args))
-        if name != "join":  # which has its own check
-            _check(name, "%", args[first], args[first + 1 :], kwargs)
+        _check("%" if name == "format" else name, args[first], args[first + 1 :], kwargs)
         return current().bounded(function(*args, **kwargs))
 
     return run
@@ -212,12 +211,8 @@ def _written(value: Any) -> Any:
     return value if isinstance(value, str) else current().bounded(str(value))
 
 
-def _check(name: str, begin: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a filter, or a text's method, that would make too much or take too long.
-
-    Args:
-        begin: character that begins a field, if it is a format.
-    """
+def _check(name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse a filter, or a text's method, that would make too much or take too long; formats by `TOO_WIDE`'s keys."""
     rendering, given = current(), (*args, *kwargs.values())
     size, num_chars = rendering.size_of, 0
     if name in MULTIPLIES:
@@ -228,10 +223,10 @@ def _check(name: str, begin: str, value: Any, args: tuple[Any, ...], kwargs: dic
         num_chars = str(value).count(old) * len(new)
     elif name == "join" and args:
         num_chars = sum(len(value) + size(item) for item in args[0])
-    elif name == "format":
-        if TOO_WIDE[begin].search(str(value)):
+    elif name in TOO_WIDE:
+        if TOO_WIDE[name].search(str(value)):
             raise TemplateStopped("it formats with a width that is computed or has more than three digits")
-        num_chars = str(value).count(begin) * (999 + max(map(size, given), default=0))
+        num_chars = str(value).count(name) * (999 + max(map(size, given), default=0))
     elif name in ("title", "wordcount"):
         num_chars = 16 * size(value)  # a regular expression takes 0.1 µs a character, without giving up the GIL
     elif name == "sum" and isinstance(kwargs.get("start", args[-1] if args else 0), list | tuple):
