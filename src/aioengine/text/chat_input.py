@@ -20,10 +20,7 @@ Message = dict[str, Any]
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Names under which clients give a message's reasoning; templates read the first or the second."""
 
-TEXT_PARTS = {
-    **dict.fromkeys(("text", "input_text", "output_text"), "text"),
-    **{name: name for name in ("refusal", "thinking")},
-}
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
 """Types of parts that are texts, in all APIs, and the field of each that has it."""
 
 MAX_LEVELS = 32

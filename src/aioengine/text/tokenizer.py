@@ -198,22 +198,22 @@ class Tokenizer:
         Raises:
             InvalidRequest: there is none, or none of that name.
         """
-        templates = self.chat_templates
         if chat_template is not None and not isinstance(chat_template, str):
             raise invalid("chat_template", f"chat_template={shorten(chat_template)}: a name or a Jinja text is needed")
-        if chat_template is not None and "{" in chat_template and chat_template not in templates:
-            return chat_template
+        templates = self.chat_templates
+        name = chat_template or (WITH_TOOLS if has_tools and WITH_TOOLS in templates else DEFAULT)
+        if name in templates:
+            return templates[name]
+        if "{" in name:
+            return name
         if not templates:
             raise InvalidRequest(
                 "this model has no chat template: give the prompt as one text or as token ids, "
                 "or put a chat_template.jinja into the model's folder",
                 param="prompt" if chat_template is None else "chat_template",
             )
-        name = chat_template or (WITH_TOOLS if has_tools and WITH_TOOLS in templates else DEFAULT)
-        if name not in templates:
-            told = f"this model has no chat template {shorten(name)}: give a Jinja text, or one of these names"
-            raise invalid("chat_template", f"{told}: {', '.join(map(shorten, sorted(templates)))}")
-        return templates[name]
+        told = f"this model has no chat template {shorten(name)}: give a Jinja text, or one of these names"
+        raise invalid("chat_template", f"{told}: {', '.join(map(shorten, sorted(templates)))}")
 
     @overload
     def apply_chat_template(
