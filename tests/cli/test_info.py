@@ -61,6 +61,30 @@ def test_a_config_alone_is_enough(call_main: CallMain, tmp_path: Path) -> None:
     assert status == 0
     assert "unknown without the files" in out
     assert "tokens in all" not in out
+    status, _, err = call_main("info", str(tmp_path), "--memory", "1KB")
+    assert status == 1
+    assert "bytes or more" in err
+
+
+@pytest.mark.parametrize(
+    ("memory", "reason"),
+    [
+        ("0", "the weights take"),
+        ("1KB", "the weights take"),
+        ("7.4MB", "a sequence of max_model_len=1024 tokens needs"),
+        ("10MB", "set max_model_len to 592 at most, or grant more"),
+        ("20MB", ""),
+    ],
+)
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_memory_in_which_no_engine_would_start_ends_with_1_and_the_reason(
+    call_main: CallMain, memory: str, reason: str, form: tuple[str, ...]
+) -> None:
+    status, out, err = call_main("info", "--memory", memory, "--device", "cpu", *form)
+    assert status == bool(reason)
+    assert out
+    assert reason in err
+    assert bool(err) == bool(reason)
 
 
 @pytest.mark.nightly  # the process imports all of transformers' modelling code

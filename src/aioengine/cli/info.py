@@ -44,7 +44,7 @@ def info(memory: int | None, is_json: bool, **flags: Any) -> int:
 
     MODEL is a folder, a GGUF file or a hub id that is in the cache; absent: the bundled one. No weights are read, nor
     need they be there: config.json says most of it. Nothing is downloaded. For --device cuda, a GPU that is not there,
-    say how much --memory it has. Where no sequence has room the exit code is 1.
+    say how much --memory it has. Where an engine would not start in so much memory the exit code is 1.
     """
     from aioengine.executor.model_info import read_model_info
 
@@ -53,8 +53,8 @@ def info(memory: int | None, is_json: bool, **flags: Any) -> int:
         click.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
     else:
         _show(found)
-    if found.longest is not None and found.longest < 2:
-        click.echo(f"aioengine: nothing fits into {_size(found.memory_bytes)}: no sequence has room", err=True)
+    if found.problem:
+        click.echo(f"aioengine: no engine starts in {_size(found.memory_bytes)}: {found.problem}", err=True)
         return EXIT_FAILURE
     return 0
 

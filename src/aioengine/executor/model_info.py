@@ -18,7 +18,7 @@ from aioengine.errors import ConfigError
 from aioengine.executor.accelerator import DeviceMemory
 from aioengine.executor.cuda import find_cuda
 from aioengine.executor.make_runner import DEVICE_MAX_IN_FLIGHT, HOST_MAX_IN_FLIGHT, cache_dtype, cache_shape
-from aioengine.executor.memory import available_memory, granted_kv_bytes
+from aioengine.executor.memory import available_memory, granted_kv_bytes, num_kv_blocks
 from aioengine.kernels.native import operations as native
 from aioengine.kernels.operations import Operations
 from aioengine.kernels.packed_weight import PANEL, CodedWeight, PackedWeight, Quantization
@@ -39,6 +39,9 @@ OF_EXPERTS = ".experts."
 
 SHORTEST, STEP = 1024, 4
 """Lengths of which it is said how many fit: the first, and by how much the next is longer."""
+
+MOST_A_BYTE = 4
+"""Parameters in a byte, where the layout is unknown: no format that a config.json names has fewer than two bits."""
 
 UNSTATED_DTYPE = "bfloat16"
 """Of weights that are not here, where config.json does not state theirs: what most are published in."""
@@ -87,6 +90,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         memory_bytes: for all. kv_cache_bytes: of it for the KV cache, by the config's shares.
         num_kv_blocks: of ``block_size`` tokens in a group of layers.
         longest: the longest sequence that fits alone, ``max_model_len`` at most; 0: none.
+        problem: why an engine with this config would not start in so much memory; empty if it would.
     """
 
     folder: str
@@ -110,6 +114,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_blocks: int | None
     longest: int | None
     fits: list[Fit]
+    problem: str
 
 
 def read_model_info(config: EngineConfig, *, memory_bytes: int | None = None) -> ModelInfo:
@@ -158,7 +163,10 @@ def read_model_info(config: EngineConfig, *, memory_bytes: int | None = None) ->
         return sum(most_blocks(groups.windows, num_tokens, config.block_size, most_in_flight))
 
     kv_bytes = num_blocks = longest = None
-    fits = []
+    fits, problem = [], ""
+    least = sum(map(math.prod, shapes.values())) // MOST_A_BYTE if weight_bytes is None else weight_bytes
+    if least > memory_bytes:
+        problem = f"the weights take {least} bytes{' or more' if weight_bytes is None else ''}"
     if weight_bytes is not None:
         memory = DeviceMemory(memory_bytes, max(0, memory_bytes - weight_bytes), weight_bytes)
         sequence_bytes = blocks_for(model.max_model_len) * cache.bytes_per_block
@@ -169,6 +177,18 @@ def read_model_info(config: EngineConfig, *, memory_bytes: int | None = None) ->
             Fit(num_tokens=length, num_sequences=num_blocks // blocks_for(length))
             for length in _lengths(model.max_model_len)
         ]
+        try:
+            num_kv_blocks(
+                config,
+                max_model_len=model.max_model_len,
+                bytes_per_block=cache.bytes_per_block,
+                memory=memory,
+                peak_bytes=None if is_host else 0,
+                windows=groups.windows,
+                max_in_flight=in_flight,
+            )
+        except ConfigError as error:
+            problem = problem or str(error)
     counts = {name: math.prod(shape) for name, shape in shapes.items()}
     return ModelInfo(
         folder=str(folder.path),
@@ -192,6 +212,7 @@ def read_model_info(config: EngineConfig, *, memory_bytes: int | None = None) ->
         num_kv_blocks=num_blocks,
         longest=longest,
         fits=fits,
+        problem=problem,
     )
 
 
