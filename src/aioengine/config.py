@@ -16,7 +16,7 @@ from aioengine.validation import NOT_YET, Bytes, Neutral, check_fields, check_kn
 TEXT_ALONE = "this engine takes text alone"
 IN_CONFIG = "change it in the config.json of a copy of the folder"
 WITH_MODEL = "the tokenizer is that of the model's folder: put other files there"
-ONE_DEVICE = "an engine computes on one device; replicas=N runs one for each, in processes of their own"
+ONE_DEVICE = "an engine computes on one device: give replicas for one on each, in processes of their own"
 WITHOUT_MEANING = (
     # How many devices, workers and processes do their parts: there is one.
     "all2all_backend", "cp_kv_cache_interleave_size", "data_parallel_address", "data_parallel_backend",
@@ -82,7 +82,7 @@ NEUTRAL_CONFIG = {
         Neutral((None, 1), ONE_DEVICE),
     ),
     "data_parallel_size": Neutral((None, 1), "give replicas"),
-    "data_parallel_size_local": Neutral((None, 1), "give replicas=ReplicaOptions(replicas_local=...)"),
+    "data_parallel_size_local": Neutral((None, 1), "give replicas_local, of ReplicaOptions"),
     "data_parallel_rank": Neutral((None, 0), "give replicas: each request goes to one of them"),
     "node_rank": Neutral((None, 0), ONE_DEVICE),
     **dict.fromkeys(("enable_dbo", "enable_eplb"), Neutral((None, False), ONE_DEVICE)),

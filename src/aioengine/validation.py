@@ -158,6 +158,10 @@ ELSEWHERE = {
 """Names that are unknown where they are given, with what to do instead."""
 
 
+OR_ELSE = {"quantization": "; that of a checkpoint is read from its files: leave quantization out"}
+"""What may have been meant by a value that is refused."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Which of the known names may have been meant, to be put behind a message; empty if none comes near."""
     near = [ours for ours in OTHER_NAMES.get(name, ()) if ours in known]
@@ -268,7 +272,7 @@ def _checked(value: Any, rule: _Rule, error: Callable[[str, str], Exception]) ->
         return _check(value, rule)
     except (msgspec.ValidationError, _Refused) as exc:
         choices = f"; choose one of {', '.join(map(repr, rule.choices))}" if rule.choices else ""
-        message = _in_python(str(exc), value) + choices
+        message = _in_python(str(exc), value) + choices + OR_ELSE.get(rule.name, "")
         raise error(rule.name, f"{rule.name}={shorten(value)}: {message}") from None
 
 

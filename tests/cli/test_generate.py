@@ -178,7 +178,11 @@ def test_ctrl_c_ends_it_quietly_with_the_shells_code(open_terminal: Callable[...
         (("generate", "x", "--top-k", "many"), 2, "Invalid value for '--top-k'"),
         (("generate", "x", "--max-num-batched-tokens", "1"), 2, "raise the first or lower the second"),
         (("generate", ""), 2, "the prompt is empty"),
-        (("generate", "x", "--dtype", "fp16"), 2, "'fp16' is not one of 'auto', 'float32', 'bfloat16', 'float16'"),
+        (
+            ("generate", "x", "--dtype", "fp16"),
+            2,
+            "'fp16': none of the choices; choose one of 'auto', 'bfloat16', 'float16', 'float32'",
+        ),
         (("generate", "x", "--model", "/nowhere/at/all"), 1, "/nowhere/at/all"),
         (("generate", "x", "--kv-cache-memory-bytes", "10"), 2, "bytes"),
         (("nonsense",), 2, "No such command"),

@@ -73,7 +73,7 @@ def test_a_flag_says_what_its_field_holds(arguments: tuple[str, ...], expected: 
         (("--size", "0"), "--size", "expected `int` >= 1"),
         (("--size", "many"), "--size", "not a valid integer"),
         (("--share", "nan"), "--share", "nan"),
-        (("--color", "blue"), "--color", "not one of"),
+        (("--color", "blue"), "--color", "none of the choices"),
         (("--words", "a", "--words", "long"), "--words", "length <= 3"),
         (("--words", "a") * 3, "--words", "at most 2"),
         (("--ids", "x"), "--ids", "not a valid integer"),

@@ -139,7 +139,7 @@ def test_over_tcp_it_answers_those_with_a_key_and_sigterm_lets_a_stream_end(tmp_
                 assert len(text) > 200
         assert server.end() == 0
         records = [json.loads(line) for line in server.stderr.splitlines()]
-        assert any(record["message"].startswith("draining: ") for record in records)
+        assert any(record["message"].startswith("draining for ") for record in records)
         (streamed,) = [record for record in records if record.get("completion_tokens")]
         assert (streamed["status"], streamed["outcome"], streamed["completion_tokens"]) == (200, "ok", 300)
         assert "second-key" not in server.stderr
@@ -158,7 +158,7 @@ def test_at_a_unix_socket_the_drain_ends_at_its_deadline_and_the_client_hears_it
             server.process.send_signal(signal.SIGTERM)
             assert ending_of(pieces)[1] == "abort"
         assert server.end() == 0
-        assert "aborting what still runs, on 1 connection" in server.stderr
+        assert "aborting what still runs; connections: 1" in server.stderr
     assert os.listdir(folder) == ["log"]
 
 
@@ -242,9 +242,31 @@ def invoke(*args: str) -> Result:
 
 
 @pytest.mark.parametrize(
+    ("flag", "hint"),
+    [
+        ("--tensor-parallel-size", "one device: give --replicas for one on each"),
+        ("--tool-call-parser", "give --tool-format"),
+        ("--reasoning-parser", "give --reasoning-format"),
+        ("--enable-auto-tool-choice", "tools need no setting; else leave it out"),
+        ("--swap-space", "it has no effect here; else leave it out"),
+        ("--disable-log-requests", "give --log-requests;"),
+        ("--use-tqdm-on-load", "give --no-show-progress;"),
+        ("--tokenizer", "that of the model's folder"),
+        ("--n-gpu-layers", "did you mean --device?"),
+    ],
+)
+def test_flags_of_other_servers_are_refused_with_what_to_do_here(call_main: CallMain, flag: str, hint: str) -> None:
+    status, _, err = call_main("serve", flag, "1")
+    assert status == 2
+    assert f"No such option {flag}: " in err
+    assert hint in err
+    assert call_main("serve", "--quantization", "awq")[2].endswith("read from its files: leave quantization out\n")
+
+
+@pytest.mark.parametrize(
     ("args", "says"),
     [
-        (("--unknown-fields", "warn"), "'warn' is not one of 'ignore', 'refuse'"),
+        (("--unknown-fields", "warn"), "'warn': none of the choices; choose one of 'ignore', 'refuse'"),
         (("a", "--model", "b"), "the argument names the model 'a', and --model 'b'"),
         (("--keys", "x"), "--keys and --client are for --connect"),
         (("--connect", "ipc:///x", "--max-num-seqs", "3"), "--max-num-seqs is for an engine that is started here"),

@@ -213,6 +213,18 @@ async def order_of(num_tasks: int) -> tuple[int, ...]:
     return tuple(order)
 
 
+def test_a_seed_that_was_drawn_is_in_the_error_and_runs_the_program_in_the_same_order_again() -> None:
+    async def main() -> None:
+        raise AssertionError(await order_of(20))
+
+    with pytest.raises(AssertionError) as drawn:
+        run(main())
+    seed = int(drawn.value.__notes__[0].split("seed ")[1].split(",")[0])
+    with pytest.raises(AssertionError) as again:
+        run(main(), seed=seed)
+    assert again.value.args == drawn.value.args
+
+
 def test_seeds_reach_every_order_of_tasks_that_are_ready_together_and_each_its_own() -> None:
     assert [run(order_of(20), seed=seed) for seed in range(5)] == [run(order_of(20), seed=seed) for seed in range(5)]
     assert {run(order_of(3), seed=seed) for seed in range(60)} == set(permutations(range(3)))

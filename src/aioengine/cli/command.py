@@ -157,7 +157,7 @@ def _option(struct_type: type[msgspec.Struct], name: str, kind: Any, description
     if kind is int and name.endswith("_bytes"):
         settings |= {"type": str, "metavar": "SIZE"}
     if get_origin(kind) is Literal:
-        settings["type"] = click.Choice(get_args(kind))
+        settings |= {"type": str, "metavar": f"[{'|'.join(get_args(kind))}]"}
     return click.option(flag, name, **settings)
 
 

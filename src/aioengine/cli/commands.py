@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import sys
 
@@ -18,6 +19,7 @@ from aioengine.cli.engine import engine, keys
 from aioengine.cli.generate import generate
 from aioengine.cli.info import info
 from aioengine.cli.serve import serve_command
+from aioengine.config import NEUTRAL_CONFIG
 from aioengine.errors import AioEngineError
 from aioengine.own_process import COMPILER_OUTLIVES, limit_spinning, open_standard_files
 from aioengine.validation import OTHER_NAMES
@@ -70,12 +72,18 @@ def run_command_line() -> None:
 
 
 def _with_our_name(error: click.NoSuchOption) -> click.NoSuchOption:
-    """The error with our flag as its suggestion, where another library's name of it was given."""
-    known = [] if error.ctx is None else [parameter.name for parameter in error.ctx.command.params]
-    ours = [name for name in OTHER_NAMES.get(error.option_name.lstrip("-").replace("-", "_"), ()) if name in known]
-    flags = " or ".join(f"--{name.replace('_', '-')}" for name in ours)
-    message = f"No such option {error.option_name}. Did you mean {flags}?"
-    return click.NoSuchOption(error.option_name, message, ctx=error.ctx) if ours else error
+    """The error with our flag, or what to do without one, where another library's name of it was given."""
+    known = [] if error.ctx is None else [str(parameter.name) for parameter in error.ctx.command.params]
+    name = error.option_name.lstrip("-").replace("-", "_")
+    if ours := [one for one in OTHER_NAMES.get(name, ()) if one in known]:
+        hint = f"did you mean {' or '.join(ours)}?"
+    elif name in NEUTRAL_CONFIG:
+        hint = f"{NEUTRAL_CONFIG[name].instead or 'it has no effect here'}; else leave it out"
+    else:
+        return error
+    names = rf"\b(?:(?<=give )|(?<=mean )|(?=\w+_))({'|'.join(known)})\b(=True|=False)?"
+    hint = re.sub(names, lambda found: f"--{'no-' * (found[2] == '=False')}{found[1].replace('_', '-')}", hint)
+    return click.NoSuchOption(error.option_name, f"No such option {error.option_name}: {hint}", ctx=error.ctx)
 
 
 def _complain(error: Exception) -> None:

@@ -259,13 +259,13 @@ class HttpServer:
         state.drain()
         await self._stop_listening()
         if self._death is None and not state.is_idle:
-            logger.info("draining: %d connections, for at most %g s", len(state.connections), timeout_s)
+            logger.info("draining for at most %g s; connections: %d", timeout_s, len(state.connections))
             with anyio.move_on_after(timeout_s):
                 await self._until(lambda: state.is_idle or self._stop.num_asked > 1)
         if state.is_idle:
             return
         if self._death is None:
-            logger.warning("aborting what still runs, on %d connections", len(state.connections))
+            logger.warning("aborting what still runs; connections: %d", len(state.connections))
         with anyio.move_on_after(ABORT_GRACE_S):
             while not state.is_idle:
                 self._engine.abort_all()
@@ -281,7 +281,7 @@ class HttpServer:
             self._stop.on_asked = lambda: None
             await self._stop_listening()
             if num_cut := len(self._state.connections):
-                logger.warning("cutting off %d connections", num_cut)
+                logger.warning("connections cut off: %d", num_cut)
             self._state.abort()
             with anyio.move_on_after(CONNECTIONS_END_S):
                 while not self._state.is_idle:

@@ -279,13 +279,17 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         return age
 
 
-def run(main: Coroutine[Any, Any, T], *, seed: int) -> T:
+def run(main: Coroutine[Any, Any, T], *, seed: int | None = None) -> T:
     """Run a coroutine to its end on a new `VirtualClockLoop`, as ``asyncio.run`` would, and return its result.
 
+    Args:
+        seed: of the order in which ready tasks run; absent: drawn, so that each run tries another order. The error of
+            a program that fails has it, and with it the program runs in the same order again.
     Raises:
         Deadlock: nothing can wake the program.
         BaseException: what ``main`` raises, with the seed as a note.
     """
+    seed = random.randrange(2**32) if seed is None else seed
     with asyncio.Runner(loop_factory=lambda: VirtualClockLoop(seed=seed)) as runner:
         return runner.run(main)
 
