@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import secrets
-import threading
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -47,9 +46,6 @@ HARMONY_END = "<|end|><|start|>assistant"
 
 LARGE_TOOLS_BYTES = 16 * 1024
 """Of schemas, whose grammar takes 3 µs a byte to write."""
-
-MAX_LARGE_TOOLS = 4
-"""Grammars of such tools that are written at once, each in a thread of its own; further ones are written in turns."""
 
 
 class AnswerOptions(NamedTuple):
@@ -113,16 +109,15 @@ class AnswerFormats:
 
     Args:
         tokenizer: None: there are no chats.
-        leave_behind: called in a thread that is about to write the grammar of large tools: other chats need another.
+        give_way: called in a thread that is about to write the grammar of large tools: other chats need another.
     Raises:
         ConfigError: the config names a format that is not known.
     """
 
     def __init__(
-        self, config: EngineConfig, tokenizer: Tokenizer | None, leave_behind: Callable[[], None] = lambda: None
+        self, config: EngineConfig, tokenizer: Tokenizer | None, give_way: Callable[[], None] = lambda: None
     ) -> None:
-        self._leave_behind = leave_behind
-        self._large_slots = threading.BoundedSemaphore(MAX_LARGE_TOOLS)
+        self._give_way = give_way
         templates = tokenizer.chat_templates if tokenizer is not None else {}
         template = templates.get(DEFAULT, "")
         with_tools = templates.get(WITH_TOOLS, template)
@@ -234,14 +229,9 @@ class AnswerFormats:
         # With a shape for the answer there are calls, or an answer of that shape, and no other text.
         shape = ToolChoice("required", choice.names) if is_shaped and not is_forced else choice
         num_bytes = sum(len(msgspec.json.encode(tool.parameters)) for tool in may_be_called)
-        is_apart = num_bytes > LARGE_TOOLS_BYTES and self._large_slots.acquire(blocking=False)
-        if is_apart:
-            self._leave_behind()
-        try:
-            calls = self._grammar(self._tools, may_be_called, shape, options)
-        finally:
-            if is_apart:
-                self._large_slots.release()
+        if num_bytes > LARGE_TOOLS_BYTES:
+            self._give_way()
+        calls = self._grammar(self._tools, may_be_called, shape, options)
         shaped = params.structured
         if shaped is None or is_forced:
             return calls

@@ -30,6 +30,10 @@ ITEM_CHARS = 8
 SLICE_S, PAUSE_S = 0.002, 0.0002
 """A rendering that takes longer pauses so often for so long: the event loop waits for the GIL."""
 
+LONG_S = 0.1
+"""A rendering that takes longer gives way to other chats, and takes turns with those that do, too: of several threads
+that compute, each would make the event loop wait for the GIL."""
+
 CONTAINERS = (list, tuple, dict, MappingView)
 
 
@@ -41,15 +45,24 @@ class TemplateLimits:
     """The limits of an engine's renderings.
 
     Args:
-        timeout_s: deadline of a rendering, from when it begins to run.
+        timeout_s: deadline of a rendering, from when it begins to run; the turns of others do not count.
+        give_way: called in the thread of a rendering that takes long, for another thread to take what waits.
         clock: seconds.
     Attributes:
         is_closed: renderings end at their next steps with `EngineClosed`.
     """
 
-    def __init__(self, timeout_s: float = 10.0, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        timeout_s: float = 10.0,
+        *,
+        give_way: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.timeout_s = timeout_s
+        self.give_way = give_way
         self.clock = clock
+        self.turn = threading.Lock()
         self.is_closed = False
 
     @contextlib.contextmanager
@@ -69,6 +82,7 @@ class TemplateLimits:
             yield
         finally:
             _running.rendering = None
+            rendering.end_turn()
 
 
 class Rendering:
@@ -78,9 +92,11 @@ class Rendering:
         self.max_chars = max_chars
         self._limits = limits
         self._num_steps = self._num_made = 0
-        self._ends_at = limits.clock() + limits.timeout_s
+        now = limits.clock()
+        self._is_long_at, self._ends_at = now + LONG_S, now + limits.timeout_s
         # In the loop's own thread there is nothing to pause for.
-        self._pauses_at = limits.clock() + SLICE_S if running_loop() is None else math.inf
+        self._pauses_at = now + SLICE_S if running_loop() is None else math.inf
+        self._has_turn = False
         self._sizes: dict[int, tuple[Any, int]] = {}
         """Containers by id, with their sizes: a template cannot change one. Kept here, so that no other has the id."""
 
@@ -99,8 +115,21 @@ class Rendering:
         if now > self._ends_at:
             raise TemplateStopped(f"it takes longer than {self._limits.timeout_s:g} s (chat_template_timeout_s)")
         if now > self._pauses_at:
-            time.sleep(PAUSE_S)
-            self._pauses_at = self._limits.clock() + SLICE_S
+            self._pause(now)
+
+    def _pause(self, began: float) -> None:
+        self.end_turn()
+        time.sleep(PAUSE_S)
+        if began > self._is_long_at:
+            self._limits.give_way()
+            self._has_turn = self._limits.turn.acquire()
+        now = self._limits.clock()
+        self._pauses_at, self._ends_at = now + SLICE_S, self._ends_at + now - began
+
+    def end_turn(self) -> None:
+        if self._has_turn:
+            self._has_turn = False
+            self._limits.turn.release()
 
     def bounded(self, value: Any) -> Any:
         """Count the step that has made a value, check the value's size, and return it."""

@@ -21,13 +21,16 @@ from aioengine.turns import turns_here
 P = ParamSpec("P")
 T = TypeVar("T")
 
+MAX_GIVEN_WAY = 4
+"""Threads at work that takes long; what takes long beside so many holds up what waits."""
+
 
 class TextWorker:
     """Runs short text work at once and long text work in one daemon thread, in order of arrival.
 
     One thread, which the first long text starts: tokenizing scales by the library's own threads if at all, and the
     queue is bounded by the callers that wait for their work. Work that takes long may keep its thread, and what waits
-    gets another one (`leave_behind`).
+    gets another one: the work itself calls `give_way`, or the loop `leave_behind`.
 
     Args:
         close_grace_s: the longest wait of closing; None: it waits for all work.
@@ -43,6 +46,7 @@ class TextWorker:
         self._is_closed = False
         self._unfinished: set[_Call[Any]] = set()
         self._threads = _Threads(stack_bytes)
+        self.give_way = self._threads.give_way
         self.leave_behind = self._threads.leave_behind
         weakref.finalize(self, self._threads.close).atexit = False
 
@@ -109,12 +113,16 @@ class _Threads:
                 self._start_resident()
             self._waiting.put(call)
 
+    def give_way(self) -> None:
+        """Have another thread take what comes next, if this thread is the resident one and few have given way."""
+        with self._lock:
+            if self._resident is threading.current_thread() and len(self.alive) <= MAX_GIVEN_WAY:
+                self._replace_resident()
+
     def leave_behind(self) -> None:
         """Have another thread take what comes next: the resident one's work takes long. From any thread."""
         with self._lock:
-            self._resident = None
-            if not self._waiting.empty():
-                self._start_resident()
+            self._replace_resident()
 
     def close(self) -> None:
         """End the threads when nothing waits any more."""
@@ -124,6 +132,11 @@ class _Threads:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for thread in list(self.alive):
             thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+
+    def _replace_resident(self) -> None:
+        self._resident = None
+        if not self._waiting.empty():
+            self._start_resident()
 
     def _start_resident(self) -> None:
         thread = threading.Thread(target=self._work, name="aioengine-text", daemon=True)
