@@ -14,7 +14,7 @@ from structured.schema_sample import SAMPLE, SchemaCase
 from structured.test_engine import over_fake
 from waiting import Tasks
 
-from aioengine import Choice, Grammar, InternalError, InvalidRequest, Json, Regex, StructuralTags, Tag
+from aioengine import Choice, EngineOverloaded, Grammar, InternalError, InvalidRequest, Json, Regex, StructuralTags, Tag
 from aioengine.core import grammars
 from aioengine.structured import trials
 from aioengine.structured.constraints import Either
@@ -136,6 +136,63 @@ async def test_a_small_one_that_is_slow_gives_way_to_the_next(monkeypatch: pytes
         assert not slow.done()
         gate.set()
         assert (await slow).text == "slow"
+
+
+@pytest.mark.virtual_clock
+@pytest.mark.parametrize("is_fair", [False, True])
+async def test_slow_grammars_of_one_tenant_hold_up_no_other_and_none_is_refused(
+    is_fair: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks, gate, begun = Tasks(), asyncio.Event(), list[Any]()
+    loop = asyncio.get_running_loop()
+    compile_now = Vocabulary.compile
+
+    def compile_slowly(self: Vocabulary, constraint: Any) -> Any:
+        begun.append(constraint)
+        if constraint != Grammar('start: "good"'):
+            asyncio.run_coroutine_threadsafe(gate.wait(), loop).result()
+        return compile_now(self, constraint)
+
+    monkeypatch.setattr(Vocabulary, "compile", compile_slowly)
+    monkeypatch.setattr(grammars, "GIVE_WAY_S", 0.0)
+    monkeypatch.setattr(grammars, "COMPILE_TIMEOUT_S", 1e9)
+    async with over_fake(2, scheduler="fair" if is_fair else "priority") as engine:
+
+        def ask(text: str, tenant: str) -> Any:
+            return tasks.start(engine.generate("x", structured=Grammar(f'start: "{text}"'), tenant=tenant))
+
+        slow = [ask(f"{n}", "many") for n in range(20)]
+        good = [ask("good", "many"), ask("good", "few")]  # for a tenant's own it would be the last
+        assert [(await out).text for out in good] == ["good", "good"]
+        assert begun.index(Grammar('start: "good"')) <= grammars.MAX_OVERDUE_OF_TENANT
+        assert (await ask("good", "another")).text == "good"
+        assert not any(task.done() for task in slow)
+        gate.set()
+        assert [out.text for out in await asyncio.gather(*slow)] == [f"{n}" for n in range(20)]
+        assert begun.count(Grammar('start: "good"')) == 1
+
+
+@pytest.mark.virtual_clock
+async def test_a_tenant_has_so_many_grammars_waiting_and_the_next_is_to_come_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tasks, gate = Tasks(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    compile_now = Vocabulary.compile
+
+    def compile_slowly(self: Vocabulary, constraint: Any) -> Any:
+        asyncio.run_coroutine_threadsafe(gate.wait(), loop).result()
+        return compile_now(self, constraint)
+
+    monkeypatch.setattr(Vocabulary, "compile", compile_slowly)
+    monkeypatch.setattr(grammars, "MAX_QUEUED", 3)
+    async with over_fake(2) as engine:
+        asked = [tasks.start(engine.generate("x", structured=Grammar(f'start: "{n}"'))) for n in range(4)]
+        with pytest.raises(EngineOverloaded):
+            await asked[3]
+        other = tasks.start(engine.generate("x", structured=Grammar('start: "b"'), tenant="other"))
+        gate.set()
+        assert [out.text for out in await asyncio.gather(*asked[:3], other)] == ["0", "1", "2", "b"]
 
 
 def doubling(keyword: str, leaf: Any) -> dict[str, Any]:

@@ -168,14 +168,14 @@ class CoreState:
         order = order_of(self.scheduler.policy, Incoming.of(sequence.request))
         reason = Reason.PAUSED if self._holds else Reason.NONE
         if sequence.request.has_grammar:
-            reason |= self._find_grammar(sequence)
+            reason |= self._find_grammar(sequence, order.tenant or sequence.request.tenant)
         self.scheduler.add(sequence, reason, order=order)
         for member, listener in zip(choices, listeners, strict=True):
             member.listener = listener
             self._live[member.order] = member
         self._has_news.set()
 
-    def _find_grammar(self, sequence: Sequence) -> Reason:
+    def _find_grammar(self, sequence: Sequence, tenant: str) -> Reason:
         """Give it its grammar; or begin to compile that, which it waits for."""
         if self.grammars is None:
             raise InvalidRequest("structured: this engine has no model folder to compile it for", param="structured")
@@ -184,7 +184,10 @@ class CoreState:
             sequence.take_grammar(grammar)
             return Reason.NONE
         self.grammars.begin(
-            sequence.request, lambda outcome: self._on_grammar(sequence, outcome), lambda: not sequence.has_ended
+            sequence.request,
+            lambda outcome: self._on_grammar(sequence, outcome),
+            lambda: not sequence.has_ended,
+            tenant=tenant,
         )
         return Reason.GRAMMAR
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -30,8 +30,12 @@ COMPILE_TIMEOUT_S = 3.0
 GIVE_WAY_S = 0.5
 """After this time the next one is compiled beside it, in another thread."""
 
-MAX_OVERDUE = 2
-"""In a lane, those that have given way; with so many all others are refused until one has ended."""
+MAX_OVERDUE = 4
+"""Constraints of a lane that have given way and have not ended; with so many the others wait."""
+MAX_OVERDUE_OF_TENANT = 2
+
+MAX_QUEUED = 64
+"""Constraints of one tenant that wait in a lane; with so many the next one is refused."""
 
 MAX_REMEMBERED_LEXERS = 64
 """A grammar with many rows has several, of 20 MB at most (`guidance.LIMITS`), and mostly below 1 MB."""
@@ -45,18 +49,20 @@ IsWanted = Callable[[], bool]
 
 
 class _Lane:
-    """Constraints that are compiled one after the other.
+    """Constraints that are compiled one after the other; tenants take turns.
 
     Attributes:
+        queues: the constraints that wait, by tenant; the tenant whose turn is next comes first.
         is_busy: one is being compiled that has not given way.
-        num_overdue: that have given way and have not ended.
+        overdue: by tenant, how many have given way and have not ended.
+        given_up: how many of these took longer than is allowed; nobody knows when their threads end.
     """
 
     def __init__(self) -> None:
         self.worker = TextWorker(close_grace_s=CLOSE_GRACE_S, stack_bytes=STACK_BYTES)
-        self.queue = deque[tuple[bytes, Constraint]]()
+        self.queues = OrderedDict[str, dict[bytes, Constraint]]()
         self.is_busy = False
-        self.num_overdue = 0
+        self.overdue, self.given_up = Counter[str](), Counter[str]()
 
 
 class Grammars:
@@ -82,6 +88,7 @@ class Grammars:
         """The one that was used last is at the end."""
         self._waiting: dict[bytes, list[tuple[OnCompiled, IsWanted]]] = {}
         """By constraints that are compiled or queued: callbacks for the result, and whether each is still wanted."""
+        self._compiling = set[bytes]()
         self._small, self._tried = _Lane(), _Lane()
 
     def get(self, request: Request) -> CompiledGrammar | None:
@@ -96,9 +103,13 @@ class Grammars:
         self._remember(key, compiled)
         return self._with_thinking(request, compiled)
 
-    def begin(self, request: Request, on_compiled: OnCompiled, is_wanted: IsWanted) -> None:
+    def begin(self, request: Request, on_compiled: OnCompiled, is_wanted: IsWanted, *, tenant: str = "") -> None:
         """Compile the request's grammar; ``on_compiled`` is called, in a later turn of the loop, with it or with what
-        keeps it from being one. A grammar is left out if no request is waiting for it when its turn comes."""
+        keeps it from being one. A grammar is left out if no request is waiting for it when its turn comes.
+
+        Args:
+            tenant: takes turns with the other tenants, so that it waits for one constraint of each at most.
+        """
         constraint = request.params.structured
         assert constraint is not None, "there is nothing to compile"
 
@@ -106,19 +117,21 @@ class Grammars:
             on_compiled(compiled if isinstance(compiled, AioEngineError) else self._with_thinking(request, compiled))
 
         key = constraint.content
-        if key in self._waiting:
-            self._waiting[key].append((tell, is_wanted))
-            return
-        self._waiting[key] = [(tell, is_wanted)]
         lane = self._tried if is_to_be_tried(constraint) else self._small
-        lane.queue.append((key, constraint))
-        asyncio.get_running_loop().call_soon(self._compile_next, lane)
+        if key not in self._compiling:
+            queue = lane.queues.setdefault(tenant, {})
+            if len(queue) >= MAX_QUEUED and key not in queue:
+                asyncio.get_running_loop().call_soon(tell, _overloaded())
+                return
+            queue[key] = constraint  # also where another tenant waits for it: that one's turn may come later
+            asyncio.get_running_loop().call_soon(self._compile_next, lane)
+        self._waiting.setdefault(key, []).append((tell, is_wanted))
 
     async def aclose(self) -> None:
         """Compile no more. A thread that is still at one ends by itself."""
         self._waiting.clear()
         for lane in (self._small, self._tried):
-            lane.queue.clear()
+            lane.queues.clear()
         await self._small.worker.aclose()
         await self._tried.worker.aclose()
 
@@ -129,24 +142,36 @@ class Grammars:
         return compiled
 
     def _compile_next(self, lane: _Lane) -> None:
-        """Compile the first of a lane that is wanted; with too many overdue all are to come again."""
-        while lane.queue and not lane.is_busy:
-            key, constraint = lane.queue.popleft()
-            wanted = [tell for tell, is_wanted in self._waiting[key] if is_wanted()]
-            if wanted and lane.num_overdue < MAX_OVERDUE:
-                self._compile(lane, key, constraint)
-                return
-            del self._waiting[key]
-            for tell in wanted:
-                tell(EngineOverloaded("grammars that take long are being compiled; try again later", retry_after_s=1.0))
+        """Compile the next of a lane that is wanted. Tenants whose places are all taken wait, unless by what was given
+        up: then they are to come again."""
+        for tenant, queue in list(lane.queues.items()):
+            while queue and not lane.is_busy:
+                is_refused = _has_no_place(lane.given_up, tenant)
+                if _has_no_place(lane.overdue, tenant) and not is_refused:
+                    break
+                key = next(iter(queue))
+                constraint = queue.pop(key)
+                if key in self._compiling:
+                    continue
+                wanted = [tell for tell, is_wanted in self._waiting.get(key, ()) if is_wanted()]
+                if wanted and not is_refused:
+                    lane.queues.move_to_end(tenant)
+                    self._compile(lane, tenant, key, constraint)
+                    continue
+                self._waiting.pop(key, None)
+                for tell in wanted:
+                    tell(_overloaded())
+            if not queue:
+                lane.queues.pop(tenant, None)
 
-    def _compile(self, lane: _Lane, key: bytes, constraint: Constraint) -> None:
+    def _compile(self, lane: _Lane, tenant: str, key: bytes, constraint: Constraint) -> None:
         """Hand a constraint to the lane's thread, and go on with the next when it is done or overdue."""
         loop = asyncio.get_running_loop()
         timers: list[asyncio.TimerHandle] = []
         outside = contextlib.ExitStack()
-        is_overdue = False
+        is_overdue = is_given_up = False
         lane.is_busy = True
+        self._compiling.add(key)
 
         def compile_it() -> GuidanceGrammar:
             vocabulary = self._load_vocabulary()
@@ -163,15 +188,19 @@ class Grammars:
             nonlocal is_overdue
             if not is_overdue:
                 is_overdue, lane.is_busy = True, False
-                lane.num_overdue += 1
+                lane.overdue[tenant] += 1
                 lane.worker.leave_behind()
                 self._compile_next(lane)
 
         def give_up() -> None:
+            nonlocal is_given_up
+            is_given_up = True
+            lane.given_up[tenant] += 1
             outside.close()
             told = f"structured: it takes more than {COMPILE_TIMEOUT_S:g} s to compile; give a simpler one"
             self._end(key, InvalidRequest(told, param="structured"))
             give_way()
+            self._compile_next(lane)
 
         def on_done(done: asyncio.Future[GuidanceGrammar]) -> None:
             for timer in timers:
@@ -179,9 +208,11 @@ class Grammars:
             outside.close()
             error = None if done.cancelled() else done.exception()
             if is_overdue:
-                lane.num_overdue -= 1
+                lane.overdue -= Counter([tenant])
             else:
                 lane.is_busy = False
+            if is_given_up:
+                lane.given_up -= Counter([tenant])
             self._compile_next(lane)
             if key not in self._waiting or done.cancelled():  # given up, or closed
                 return
@@ -200,6 +231,7 @@ class Grammars:
 
     def _end(self, key: bytes, compiled: CompiledGrammar | AioEngineError) -> None:
         """Call back all that wait for a constraint."""
+        self._compiling.discard(key)
         for tell, _ in self._waiting.pop(key, ()):
             tell(compiled)
 
@@ -226,3 +258,11 @@ class Grammars:
                     )
                 self._vocabulary = Vocabulary(backend.to_str(), self._num_tokens, self._ending_ids)
         return self._vocabulary
+
+
+def _has_no_place(taken: Counter[str], tenant: str) -> bool:
+    return taken[tenant] >= MAX_OVERDUE_OF_TENANT or taken.total() >= MAX_OVERDUE
+
+
+def _overloaded() -> EngineOverloaded:
+    return EngineOverloaded("grammars that take long are being compiled; try again later", retry_after_s=1.0)
