@@ -6,7 +6,6 @@ import dataclasses
 import enum
 import functools
 import importlib.util
-import json
 import typing
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, NamedTuple
@@ -15,30 +14,21 @@ import msgspec
 from msgspec import inspect
 
 INTEGER_KEY = "^(?:0|-?[1-9][0-9]{0,17})$"
-UUID_KEY = "^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$"
 MAX_DECIMAL_DIGITS = 18
-"""Before and behind the point of a Decimal that has no bounds of its own."""
+"""Before and behind the point of a Decimal that does not give its digits."""
 
 _SECONDS = "[0-9]{1,5}(?:[.][0-9]{1,6})?S"
 _TIME = f"T(?:[0-9]{{1,5}}H(?:[0-9]{{1,5}}M)?(?:{_SECONDS})?|[0-9]{{1,5}}M(?:{_SECONDS})?|{_SECONDS})"
-DURATION = f"^-?P(?:[0-9]{{1,6}}D(?:{_TIME})?|{_TIME})$"
-"""Of days, hours, minutes and seconds, such as P1DT2H: what both libraries read."""
-
-_HOST = "(?:[a-z0-9]{1,30}(?:-[a-z0-9]{1,30}){0,3}[.]){0,5}[a-z]{2,30}"
-_URL_CHARS = "(?:[A-Za-z0-9._~!$&'()*+,;=:@/-]|%[0-9A-F]{2})*"
-_URL = rf"{_HOST}(?::[1-9][0-9]{{0,3}})?(?:/{_URL_CHARS}(?:[?]{_URL_CHARS})?(?:#{_URL_CHARS})?)?"
-"""Behind ``https://``: of hosts with names."""
-_PATTERNS = {r"^\s*(\d*\.?\d+)\s*(\w+)?": "^[0-9]{1,15}(?:[.][0-9]{1,3})? ?(?:[kKMGTPE]i?)?B$"}
-"""Of pydantic, which match more than it reads: of sizes in bytes."""
-_UNREAD_FORMATS = frozenset({"fraction", "multi-host-uri", "regex", "uri-template"}) | {
-    *("ipv4network", "ipv6network", "ipvanynetwork", "ipv4interface", "ipv6interface", "ipvanyinterface")
+_FORMATS = {
+    "duration": f"^-?P(?:[0-9]{{1,6}}D(?:{_TIME})?|{_TIME})$",
+    "decimal": rf"^-?(?:0|[1-9][0-9]{{0,17}})(?:[.][0-9]{{1,{MAX_DECIMAL_DIGITS}}})?$",
 }
-"""Formats of types whose texts no schema here says."""
+"""Formats as patterns of what both libraries read: P1DT2H, and 99.90."""
+
+_URL = "(?:[a-z0-9-]{1,30}[.]){1,5}[a-z]{2,30}(?:/[A-Za-z0-9._~!$&'()*+,;=:@/?-]*)?"
+"""Behind ``https://``: of hosts with names."""
 
 MAX_MESSAGE_CHARS = 500
-
-_NO_LIMITS = {"type", "title", "description", "examples"}
-"""Keywords of a key that do not say which texts it may be, or no more than that it is one."""
 
 
 class TypeSchema(NamedTuple):
@@ -60,9 +50,12 @@ def is_type(given: Any) -> bool:
 
 
 def describe(kind: Any) -> TypeSchema:
-    """Its schema admits no JSON that it cannot read, but for numbers beyond a double's, and what validators refuse.
+    """The type's JSON schema, as its library makes it, and what reads the answer.
 
-    Objects of the schema have no other properties than the type's, where that does not say.
+    The types that people write for answers are read whenever the schema admits the text, but for numbers beyond a
+    double's and what validators refuse. For other types (networks, sizes in bytes, dates as keys) the library's schema
+    may admit texts that it does not read; ``read`` then raises. Objects of the schema have no other properties than the
+    type's, where that does not say.
 
     Raises:
         TypeError: it is no type, or says nothing, or something in it cannot be asked for exactly.
@@ -74,14 +67,15 @@ def describe(kind: Any) -> TypeSchema:
         raise TypeError("it says nothing of the answer; give a type that does, or a JSON schema")
     if not uses_pydantic(kind):
         try:
-            return TypeSchema(_finished(_by_msgspec(kind)), functools.partial(msgspec.json.decode, type=kind))
-        except _NotOfMsgspec as error:
+            schema, info = msgspec.json.schema(kind), inspect.type_info(kind)
+        except Exception:
             if any(map(_is_of_msgspec, _parts(kind))) or not _has_pydantic():
-                raise error.problem from None
+                raise
+        else:
+            _tighten(info, schema, schema.get("$defs", {}), set())
+            return TypeSchema(_finished(schema), functools.partial(msgspec.json.decode, type=kind))
     import pydantic
 
-    if any(isinstance(part, pydantic.EncodedStr) for part in _parts(kind)):
-        raise TypeError("a text within base64 may be no UTF-8; take Base64Bytes, or str")
     exact = _generators()[1]
     if callable(getattr(kind, "model_json_schema", None)):
         return TypeSchema(_finished(kind.model_json_schema(schema_generator=exact)), kind.model_validate_json)
@@ -107,71 +101,44 @@ def _has_pydantic() -> bool:
 
 
 def _finished(schema: dict[str, Any]) -> dict[str, Any]:
-    """
-    Raises:
-        TypeError: the texts of something in it are not said by it.
-    """
-    for name, node in _nodes(schema):
-        if node.get("format") in _UNREAD_FORMATS:
-            where = f"field {name!r}: " if name else ""
-            raise TypeError(f"{where}the texts of {node['format']} cannot be asked for; take str, with a pattern")
-        _require_tag(node, schema.get("$defs", {}))
-    closed: dict[str, Any] = _closed(schema)
+    """As `_closed`; the objects of a union have the property by which they are told apart, though it has a default."""
+    tagged: list[tuple[str, dict[str, Any]]] = []
+    closed: dict[str, Any] = _closed(schema, tagged)
+    for name, option in tagged:
+        described = closed["$defs"][option["$ref"].rsplit("/", 1)[1]] if "$ref" in option else option
+        required = described.setdefault("required", [])
+        if name in described.get("properties", {}) and name not in required:
+            required.append(name)
     return closed
 
 
-def _nodes(schema: Any, name: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """The schema and all in it, with the properties or definitions that they are of."""
-    if isinstance(schema, list):
-        for item in schema:
-            yield from _nodes(item, name)
-    elif isinstance(schema, dict):
-        yield name, schema
-        for key in sorted(_OF_SCHEMAS & schema.keys()):
-            yield from _nodes(schema[key], name)
-        for key in _OF_NAMES:
-            for inner_name, value in schema.get(key, {}).items():
-                yield from _nodes(value, inner_name)
-
-
-def _require_tag(node: dict[str, Any], definitions: dict[str, Any]) -> None:
-    """Let the objects of a union have the property by which they are told apart, though it has a default."""
-    name = node.get("discriminator", {}).get("propertyName")
-    for option in node.get("oneOf", ()) if name else ():
-        described = definitions[option["$ref"].rsplit("/", 1)[1]] if "$ref" in option else option
-        if name in described.get("properties", {}) and name not in described.get("required", ()):
-            described["required"] = [*described.get("required", ()), name]
-
-
-def _closed(schema: Any) -> Any:
+def _closed(schema: Any, tagged: list[tuple[str, dict[str, Any]]]) -> Any:
     """A copy in which objects with properties have no others, and tuples no more items, unless they say so: a model
-    would go on adding some. Defaults that are no JSON are left out."""
+    would go on adding some. It has no defaults, which may be no JSON; and a set may list a value twice."""
     if isinstance(schema, list):
-        return [_closed(item) for item in schema]
+        return [_closed(item, tagged) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    closed = {key: _closed(value) for key, value in schema.items() if key in _OF_SCHEMAS}
-    closed |= {key: {name: _closed(value) for name, value in schema[key].items()} for key in _OF_NAMES if key in schema}
-    if "properties" in schema:
+    closed = {key: value for key, value in schema.items() if key not in ("default", "uniqueItems")}
+    for key in _OF_SCHEMAS & closed.keys():
+        closed[key] = _closed(closed[key], tagged)
+    for key in _OF_NAMES & closed.keys():
+        closed[key] = {name: _closed(value, tagged) for name, value in closed[key].items()}
+    if name := closed.get("discriminator", {}).get("propertyName"):
+        tagged += [(name, option) for option in closed.get("oneOf", ())]
+    if "properties" in closed:
         closed.setdefault("additionalProperties", False)
-    if "prefixItems" in schema:
+    if "prefixItems" in closed:
         closed.setdefault("items", False)
-    if schema.get("pattern") in _PATTERNS:
-        closed["pattern"] = _PATTERNS[schema["pattern"]]
-    return {key: value for key, value in {**schema, **closed}.items() if key != "default" or _is_json(value)}
-
-
-def _is_json(value: Any) -> bool:
-    try:
-        json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError):
-        return False
-    return True
+    if pattern := _FORMATS.get(closed.get("format", "")):
+        del closed["format"]
+        closed["pattern"] = pattern
+    return closed
 
 
 _OF_SCHEMAS = frozenset({"additionalProperties", "anyOf", "items", "oneOf", "prefixItems"})
 """Keywords whose values are schemas, or lists of them."""
-_OF_NAMES = ("$defs", "definitions", "patternProperties", "properties")
+_OF_NAMES = frozenset({"$defs", "definitions", "patternProperties", "properties"})
 """Keywords whose values are schemas by name."""
 
 
@@ -257,60 +224,7 @@ def _fields_of(kind: type) -> list[Any]:
         return [hint for hint in getattr(kind, "__annotations__", {}).values() if not isinstance(hint, str)]
 
 
-# Keys
-
-
-def _keyed(keys: dict[str, Any], values: Any) -> dict[str, Any]:
-    """Keywords of an object whose keys are texts of a schema.
-
-    Raises:
-        TypeError: there are none for these keys.
-    """
-    names = keys.get("enum", [keys["const"]] if "const" in keys else None)
-    if names is not None and all(isinstance(name, str) for name in names):
-        return {"properties": dict.fromkeys(names, values), "additionalProperties": False}
-    limits = {key: value for key, value in keys.items() if key not in _NO_LIMITS}
-    match keys.get("type", "string"), limits:
-        case "string", {"pattern": pattern} if len(limits) == 1:
-            return {"patternProperties": {pattern: values}, "additionalProperties": False}
-        case "string", {"format": "uuid"} if len(limits) == 1:
-            return {"patternProperties": {UUID_KEY: values}, "additionalProperties": False}
-        case "integer", {} if not limits:
-            return {"patternProperties": {INTEGER_KEY: values}, "additionalProperties": False}
-        case "string", {} if not limits:
-            return {"additionalProperties": values}
-    raise TypeError(
-        f"a dict cannot be kept to keys of {keys}; take str, int, uuid.UUID, a Literal or an Enum of texts, "
-        "or a list of objects"
-    )
-
-
 # By msgspec
-
-
-class _NotOfMsgspec(Exception):
-    """msgspec has no schema for a type.
-
-    Attributes:
-        problem: what it raised.
-    """
-
-    def __init__(self, problem: Exception) -> None:
-        self.problem = problem
-
-
-def _by_msgspec(kind: Any) -> dict[str, Any]:
-    """
-    Raises:
-        _NotOfMsgspec, TypeError
-    """
-    try:
-        schema = msgspec.json.schema(kind)
-        info = inspect.type_info(kind)
-    except Exception as error:
-        raise _NotOfMsgspec(error) from None
-    _tighten(info, schema, schema.get("$defs", {}), set())
-    return schema
 
 
 def _tighten(info: inspect.Type, node: dict[str, Any], definitions: dict[str, Any], seen: set[str]) -> None:
@@ -330,20 +244,16 @@ def _tighten(info: inspect.Type, node: dict[str, Any], definitions: dict[str, An
             if tz is False:
                 raise TypeError(f"a {name} is asked for with its zone: leave out tz=False, or take str with a pattern")
             node["format"] = name
-        case inspect.TimeDeltaType():
-            del node["format"]
-            node["pattern"] = DURATION
-        case inspect.DecimalType():
-            del node["format"]
-            node["pattern"] = _decimal_pattern(None, None)
         case inspect.UnionType():
             for option in (node, *node["anyOf"]):
                 option.pop("discriminator", None)  # says nothing more, and llguidance refuses recursion beside it
-        case inspect.SetType() | inspect.FrozenSetType():
-            node.pop("uniqueItems", None)  # what is written twice is read as one
-        case inspect.DictType(key_type):
-            node.pop("propertyNames", None)
-            node |= _keyed(_key_schema(key_type), node.get("additionalProperties", {}))
+        case inspect.DictType(inspect.IntType()):
+            node["patternProperties"] = {INTEGER_KEY: node.get("additionalProperties", {})}
+            node["additionalProperties"] = False
+        case inspect.DictType(inspect.LiteralType(values)):
+            node["propertyNames"] = {"enum": list(values)}
+        case inspect.DictType(inspect.EnumType(cls)):
+            node["propertyNames"] = {"enum": [member.value for member in cls]}
 
 
 def _within(info: inspect.Type, node: dict[str, Any]) -> Iterator[tuple[inspect.Type, dict[str, Any]]]:
@@ -381,25 +291,6 @@ def _place_in_union(info: inspect.Type) -> int:
     return int(isinstance(info, inspect.StructType) and not info.array_like)
 
 
-def _key_schema(info: inspect.Type) -> dict[str, Any]:
-    while isinstance(info, inspect.Metadata):
-        info = info.type
-    match info:
-        case inspect.AnyType():
-            return {}
-        case inspect.LiteralType(values):
-            return {"enum": list(values)}
-        case inspect.EnumType(cls):
-            return {"enum": [member.value for member in cls]}
-        case inspect.UUIDType():
-            return {"type": "string", "format": "uuid"}
-        case inspect.IntType() | inspect.StrType():
-            kind = "integer" if isinstance(info, inspect.IntType) else "string"
-            limits = {name: getattr(info, name) for name in info.__struct_fields__}
-            return {"type": kind, **{name: value for name, value in limits.items() if value is not None}}
-    return {"type": type(info).__name__.removesuffix("Type").lower()}
-
-
 # By pydantic
 
 
@@ -412,60 +303,27 @@ def _generators() -> tuple[Any, Any]:
         ignored_warning_kinds: Any = frozenset({"skipped-choice", "non-serializable-default"})
 
     class Exact(Silent):
-        def complex_schema(self, schema: Any) -> Any:
-            raise TypeError("complex has no JSON that a schema can say; take two floats")
-
         def json_schema(self, schema: Any) -> Any:
             raise TypeError("pydantic.Json is JSON within a text, which no schema can say; take the type that is in it")
-
-        def datetime_schema(self, schema: Any) -> Any:
-            return self._zoned(schema, super().datetime_schema(schema))
-
-        def time_schema(self, schema: Any) -> Any:
-            return self._zoned(schema, super().time_schema(schema))
-
-        def _zoned(self, schema: Any, described: Any) -> Any:
-            if schema.get("tz_constraint") == "naive":
-                raise TypeError(f"a {described['format']} is asked for with its zone; take one that admits it")
-            return described
-
-        def timedelta_schema(self, schema: Any) -> Any:
-            return {"type": "string", "pattern": DURATION}
 
         def decimal_schema(self, schema: Any) -> Any:
             return _decimal_schema(schema)
 
         def url_schema(self, schema: Any) -> Any:
-            described = super().url_schema(schema)
-            if schemes := schema.get("allowed_schemes"):
-                del described["format"]
-                described["pattern"] = f"^(?:{'|'.join(schemes)})://{_URL}$"
-            return described
+            schemes = schema.get("allowed_schemes")
+            pattern = f"^(?:{'|'.join(schemes or ())})://{_URL}$"
+            return {"type": "string", "pattern": pattern} if schemes else super().url_schema(schema)
 
         def literal_schema(self, schema: Any) -> Any:
             if found := [one for one in schema["expected"] if isinstance(one, enum.Enum)]:
                 raise TypeError(f"Literal[{found[0]}] is not read from JSON; take the enum, or its value in a Literal")
             return super().literal_schema(schema)
 
-        def model_field_schema(self, schema: Any) -> Any:
-            alias = schema.get("validation_alias")
-            paths = alias if isinstance(alias, list) and isinstance(alias[0], list) else [alias]
-            if isinstance(alias, list) and not any(len(path) == 1 for path in paths):
-                path = ", ".join(map(repr, paths[0]))
-                raise TypeError(f"a field is read from AliasPath({path}), which no schema says; take an alias")
-            return super().model_field_schema(schema)
-
-        def set_schema(self, schema: Any) -> Any:
-            return {**super().set_schema(schema), "uniqueItems": False}  # what is written twice is read as one
-
-        def frozenset_schema(self, schema: Any) -> Any:
-            return {**super().frozenset_schema(schema), "uniqueItems": False}
-
         def dict_schema(self, schema: Any) -> Any:
-            keys = self.resolve_ref_schema(self.generate_inner(schema.get("keys_schema", {"type": "any"})))
-            values = self.generate_inner(schema.get("values_schema", {"type": "any"}))
-            described = {"type": "object", **_keyed(keys, values)}
-            self.update_with_validations(described, schema, self.ValidationsMapping.object)
+            described = super().dict_schema(schema)
+            if schema.get("keys_schema", {}).get("type") == "int":
+                described["patternProperties"] = {INTEGER_KEY: described.get("additionalProperties", {})}
+                described["additionalProperties"] = False
             return described
 
     return Silent, Exact
@@ -480,20 +338,11 @@ def _decimal_schema(schema: dict[str, Any]) -> dict[str, Any]:
         raise TypeError("a Decimal is kept to bounds, or to a number of digits, and to no multiples; take one of them")
     if bounds:
         return {"type": "number", **bounds}
-    return {"type": "string", "pattern": _decimal_pattern(digits, places)}
-
-
-def _decimal_pattern(digits: int | None, places: int | None) -> str:
-    """Of so many digits in all, and behind the point, at most."""
-    if digits is None:
-        splits = [(MAX_DECIMAL_DIGITS, MAX_DECIMAL_DIGITS if places is None else places)]
-    else:
-        splits = [(whole, digits - whole) for whole in (range(digits + 1) if places is None else [digits - places])]
-    return f"^-?(?:{'|'.join(_decimal_of(whole, fraction) for whole, fraction in splits)})$"
-
-
-def _decimal_of(whole: int, places: int) -> str:
-    point = f"[.][0-9]{{1,{places}}}"
-    if whole <= 0:
-        return f"0{point}"
-    return f"(?:0|[1-9][0-9]{{0,{whole - 1}}})" + (f"(?:{point})?" if places else "")
+    if (digits, places) == (None, None):
+        return {"type": "string", "format": "decimal"}
+    if places is None:
+        places = digits // 2
+    whole = MAX_DECIMAL_DIGITS if digits is None else digits - places
+    before = f"(?:0|[1-9][0-9]{{0,{whole - 1}}})" if whole > 0 else "0"
+    behind = f"(?:[.][0-9]{{1,{places}}})" if places else ""
+    return {"type": "string", "pattern": f"^-?{before}{behind}{'?' if behind and whole > 0 else ''}$"}

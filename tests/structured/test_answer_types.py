@@ -6,11 +6,9 @@ import dataclasses
 import datetime
 import decimal
 import enum
-import ipaddress
 import pathlib
 import random
 import sys
-import uuid
 from typing import Annotated, Any, Literal, NamedTuple, NewType
 
 import annotated_types
@@ -109,9 +107,7 @@ class Kept(pydantic.BaseModel):
     path: pathlib.Path
     raw: bytes
     encoded: pydantic.Base64Bytes
-    size: pydantic.ByteSize
     id: pydantic.UUID4
-    address: pydantic.IPvAnyAddress
     site: pydantic.HttpUrl
     socket: pydantic.WebsocketUrl
     large: Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -140,7 +136,7 @@ OF_PYDANTIC = [
 OF_MSGSPEC = [
     *(datetime.datetime, datetime.time, datetime.timedelta, decimal.Decimal, Hour, Day, list[Day | Hour]),
     *(First, First | Second, list[Second | First | None]),
-    *(dict[Literal["a", "b"], bool], dict[int, bool], dict[uuid.UUID, bool], dict[Colour, bool], dict[str, bool]),
+    *(dict[Literal["a", "b"], bool], dict[int, bool], dict[Colour, bool], dict[str, bool]),
     *(dict[Annotated[str, msgspec.Meta(pattern="^[a-c]+$")], bool], set[Literal[1, 2]], frozenset[bool]),
 ]
 
@@ -184,18 +180,6 @@ def test_what_neither_library_takes_is_refused() -> None:
         assert raised.value.param == "output_type"
 
 
-class Naive(pydantic.BaseModel):
-    at: pydantic.NaiveDatetime
-
-
-class Inner(pydantic.BaseModel):
-    net: list[ipaddress.IPv4Network]
-
-
-class OfPath(pydantic.BaseModel):
-    number: int = Field(validation_alias=pydantic.AliasPath("x", 0))
-
-
 class OfMember(pydantic.BaseModel):
     colour: Literal[Colour.RED]
 
@@ -203,18 +187,9 @@ class OfMember(pydantic.BaseModel):
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (complex, "take two floats"),
-        (dict[str, list[complex]], "take two floats"),
         (pydantic.Json[int], "take the type that is in it"),
-        (Naive, "with its zone"),
         (Annotated[datetime.datetime, msgspec.Meta(tz=False)], "leave out tz=False"),
-        (dict[datetime.date, bool], "cannot be kept to keys of"),
-        (dict[Literal[1, 2], bool], "cannot be kept to keys of"),
-        (Annotated[dict[float, bool], Field(max_length=3)], "cannot be kept to keys of"),
-        (list[Inner], "field 'net': the texts of ipv4network cannot be asked for; take str"),
-        (OfPath, r"AliasPath\('x', 0\).*take an alias"),
         (OfMember, r"Literal\[Colour.RED\] is not read from JSON; take the enum"),
-        (pydantic.Base64Str, "take Base64Bytes"),
         (Any, "says nothing"),
         (object, "says nothing"),
     ],

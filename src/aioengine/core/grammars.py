@@ -55,7 +55,7 @@ class _Lane:
         queues: the constraints that wait, by tenant; the tenant whose turn is next comes first.
         is_busy: one is being compiled that has not given way.
         overdue: by tenant, how many have given way and have not ended.
-        given_up: how many of these took longer than is allowed; nobody knows when their threads end.
+        given_up: how many of these took longer than is allowed, and may never end.
     """
 
     def __init__(self) -> None:
