@@ -26,7 +26,14 @@ _FORMATS = {
 """Formats as patterns of what both libraries read: P1DT2H, and 99.90."""
 
 _URL = "(?:[a-z0-9-]{1,30}[.]){1,5}[a-z]{2,30}(?:/[A-Za-z0-9._~!$&'()*+,;=:@/?-]*)?"
-"""Behind ``https://``: of hosts with names."""
+"""The text of a URL behind ``https://``, whose host has a name."""
+
+_UNREAD_FORMATS = frozenset({"fraction", "multi-host-uri"}) | {
+    f"{name}{kind}" for name in ("ipv4", "ipv6", "ipvany") for kind in ("network", "interface")
+}
+"""Formats of types whose texts no schema here describes."""
+_WRONG_KEYS = "a dict cannot be kept to these keys; take str, int, a Literal or an Enum of texts, or a list of objects"
+_NAIVE = "a time is asked for with its zone; take a type that admits one, or str with a pattern"
 
 MAX_MESSAGE_CHARS = 500
 
@@ -53,8 +60,8 @@ def describe(kind: Any) -> TypeSchema:
     """The type's JSON schema, as its library makes it, and what reads the answer.
 
     The types that people write for answers are read whenever the schema admits the text, but for numbers beyond a
-    double's and what validators refuse. For other types (networks, sizes in bytes, dates as keys) the library's schema
-    may admit texts that it does not read; ``read`` then raises. Objects of the schema have no other properties than the
+    double's and what validators refuse. For rare types (sizes in bytes, base64 as text) the library's schema may admit
+    texts that it does not read; ``read`` then raises. Objects of the schema have no other properties than the
     type's, where that does not say.
 
     Raises:
@@ -91,7 +98,7 @@ def schema_by_pydantic(kind: Any) -> dict[str, Any]:
 
 
 def no_schema(kind: Any, error: Exception) -> str:
-    """What to tell a caller of an error of `describe`."""
+    """The message for a caller of an error of `describe`."""
     what = str(error) if type(error) is TypeError else f"{type(error).__name__}: {error}"
     return f"{_named(kind)} has no JSON schema: {' '.join(what.split())}"[:MAX_MESSAGE_CHARS]
 
@@ -101,7 +108,7 @@ def _has_pydantic() -> bool:
 
 
 def _finished(schema: dict[str, Any]) -> dict[str, Any]:
-    """As `_closed`; the objects of a union have the property by which they are told apart, though it has a default."""
+    """The schema as `_closed` gives it. An object of a union must have the union's discriminator, default or not."""
     tagged: list[tuple[str, dict[str, Any]]] = []
     closed: dict[str, Any] = _closed(schema, tagged)
     for name, option in tagged:
@@ -130,6 +137,8 @@ def _closed(schema: Any, tagged: list[tuple[str, dict[str, Any]]]) -> Any:
         closed.setdefault("additionalProperties", False)
     if "prefixItems" in closed:
         closed.setdefault("items", False)
+    if closed.get("format") in _UNREAD_FORMATS:
+        raise TypeError(f"the texts of {closed['format']} cannot be asked for; take str, with a pattern")
     if pattern := _FORMATS.get(closed.get("format", "")):
         del closed["format"]
         closed["pattern"] = pattern
@@ -213,9 +222,9 @@ def _parts(kind: Any) -> Iterator[Any]:
 
 def _fields_of(kind: type) -> list[Any]:
     """The annotations of a class whose values are made of fields."""
-    if isinstance(fields := getattr(kind, "model_fields", None), dict):
-        return [Annotated[(field.annotation, *field.metadata, None)] for field in fields.values()]
-    is_plain = typing.is_typeddict(kind) or hasattr(kind, "_fields") or hasattr(kind, "__attrs_attrs__")
+    is_plain = typing.is_typeddict(kind) or any(
+        hasattr(kind, name) for name in ("_fields", "__attrs_attrs__", "model_fields")
+    )
     if not (is_plain or dataclasses.is_dataclass(kind) or issubclass(kind, msgspec.Struct)):
         return []
     try:
@@ -242,7 +251,7 @@ def _tighten(info: inspect.Type, node: dict[str, Any], definitions: dict[str, An
         case inspect.DateTimeType(tz) | inspect.TimeType(tz):
             name = "date-time" if isinstance(info, inspect.DateTimeType) else "time"
             if tz is False:
-                raise TypeError(f"a {name} is asked for with its zone: leave out tz=False, or take str with a pattern")
+                raise TypeError(_NAIVE)
             node["format"] = name
         case inspect.UnionType():
             for option in (node, *node["anyOf"]):
@@ -250,10 +259,13 @@ def _tighten(info: inspect.Type, node: dict[str, Any], definitions: dict[str, An
         case inspect.DictType(inspect.IntType()):
             node["patternProperties"] = {INTEGER_KEY: node.get("additionalProperties", {})}
             node["additionalProperties"] = False
-        case inspect.DictType(inspect.LiteralType(values)):
-            node["propertyNames"] = {"enum": list(values)}
-        case inspect.DictType(inspect.EnumType(cls)):
-            node["propertyNames"] = {"enum": [member.value for member in cls]}
+        case inspect.DictType(inspect.LiteralType() | inspect.EnumType() as key):
+            names = key.values if isinstance(key, inspect.LiteralType) else [member.value for member in key.cls]
+            if not all(isinstance(name, str) for name in names):
+                raise TypeError(_WRONG_KEYS)
+            node["propertyNames"] = {"enum": list(names)}
+        case inspect.DictType(key) if not isinstance(key, inspect.StrType | inspect.AnyType | inspect.Metadata):
+            raise TypeError(_WRONG_KEYS)
 
 
 def _within(info: inspect.Type, node: dict[str, Any]) -> Iterator[tuple[inspect.Type, dict[str, Any]]]:
@@ -303,8 +315,15 @@ def _generators() -> tuple[Any, Any]:
         ignored_warning_kinds: Any = frozenset({"skipped-choice", "non-serializable-default"})
 
     class Exact(Silent):
-        def json_schema(self, schema: Any) -> Any:
-            raise TypeError("pydantic.Json is JSON within a text, which no schema can say; take the type that is in it")
+        def generate_inner(self, schema: Any) -> Any:
+            match schema:
+                case {"type": "complex"}:
+                    raise TypeError("complex has no JSON that a schema can describe; take two floats")
+                case {"type": "json"}:
+                    raise TypeError("pydantic.Json is JSON within a text; take the type that is in it")
+                case {"tz_constraint": "naive"}:
+                    raise TypeError(_NAIVE)
+            return super().generate_inner(schema)
 
         def decimal_schema(self, schema: Any) -> Any:
             return _decimal_schema(schema)
@@ -321,16 +340,19 @@ def _generators() -> tuple[Any, Any]:
 
         def dict_schema(self, schema: Any) -> Any:
             described = super().dict_schema(schema)
-            if schema.get("keys_schema", {}).get("type") == "int":
+            keys = self.resolve_ref_schema(self.generate_inner(schema.get("keys_schema", {"type": "any"})))
+            if keys.get("type") == "integer" and "enum" not in keys:
                 described["patternProperties"] = {INTEGER_KEY: described.get("additionalProperties", {})}
                 described["additionalProperties"] = False
+            elif keys.get("type", "string") != "string" or "format" in keys:
+                raise TypeError(_WRONG_KEYS)
             return described
 
     return Silent, Exact
 
 
 def _decimal_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """Of pydantic's Decimal: a text, or a number where it is bounded; its own pattern admits texts that are none."""
+    """A Decimal of pydantic's is a text, or a number where it has bounds; pydantic's own pattern admits other texts."""
     names = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
     bounds = {keyword: float(schema[name]) for name, keyword in names.items() if schema.get(name) is not None}
     digits, places = schema.get("max_digits"), schema.get("decimal_places")

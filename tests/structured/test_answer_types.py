@@ -6,9 +6,11 @@ import dataclasses
 import datetime
 import decimal
 import enum
+import ipaddress
 import pathlib
 import random
 import sys
+import uuid
 from typing import Annotated, Any, Literal, NamedTuple, NewType
 
 import annotated_types
@@ -180,6 +182,14 @@ def test_what_neither_library_takes_is_refused() -> None:
         assert raised.value.param == "output_type"
 
 
+class Naive(pydantic.BaseModel):
+    at: pydantic.NaiveDatetime
+
+
+class Inner(pydantic.BaseModel):
+    net: list[ipaddress.IPv4Network]
+
+
 class OfMember(pydantic.BaseModel):
     colour: Literal[Colour.RED]
 
@@ -187,8 +197,15 @@ class OfMember(pydantic.BaseModel):
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
+        (dict[str, list[complex]], "take two floats"),
+        (Naive, "with its zone"),
+        (dict[datetime.date, bool], "cannot be kept to these keys"),
+        (dict[Literal[1, 2], bool], "cannot be kept to these keys"),
+        (Annotated[dict[float, bool], Field(max_length=3)], "cannot be kept to these keys"),
+        (Annotated[dict[uuid.UUID, bool], Field(max_length=3)], "cannot be kept to these keys"),
+        (list[Inner], "the texts of ipv4network cannot be asked for; take str"),
         (pydantic.Json[int], "take the type that is in it"),
-        (Annotated[datetime.datetime, msgspec.Meta(tz=False)], "leave out tz=False"),
+        (Annotated[datetime.datetime, msgspec.Meta(tz=False)], "with its zone"),
         (OfMember, r"Literal\[Colour.RED\] is not read from JSON; take the enum"),
         (Any, "says nothing"),
         (object, "says nothing"),
