@@ -355,15 +355,15 @@ def _decimal_schema(schema: dict[str, Any]) -> dict[str, Any]:
     """A Decimal of pydantic's is a text, or a number where it has bounds; pydantic's own pattern admits other texts."""
     names = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
     bounds = {keyword: float(schema[name]) for name, keyword in names.items() if schema.get(name) is not None}
-    digits, places = schema.get("max_digits"), schema.get("decimal_places")
+    digits: Any = schema.get("max_digits")
+    places: Any = schema.get("decimal_places")
     if schema.get("multiple_of") is not None or (bounds and (digits, places) != (None, None)):
         raise TypeError("a Decimal is kept to bounds, or to a number of digits, and to no multiples; take one of them")
     if bounds:
         return {"type": "number", **bounds}
-    if (digits, places) == (None, None):
+    if digits is None and places is None:
         return {"type": "string", "format": "decimal"}
-    if places is None:
-        places = digits // 2
+    places = digits // 2 if places is None else places
     whole = MAX_DECIMAL_DIGITS if digits is None else digits - places
     before = f"(?:0|[1-9][0-9]{{0,{whole - 1}}})" if whole > 0 else "0"
     behind = f"(?:[.][0-9]{{1,{places}}})" if places else ""
