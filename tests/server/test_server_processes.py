@@ -113,12 +113,13 @@ def servers() -> list[psutil.Process]:
 
 async def test_two_servers_are_one_and_a_death_is_its_clients_affair_alone() -> None:
     async with port(2) as served:
-        # Any of them answers: a response is found wherever it is, numbers are of both.
+        # Any of them answers: a response is found where it was made, and else the error says why; numbers are of both.
         answer = await served.ask("POST", "/v1/responses", json={"input": "Hi", "max_output_tokens": 4})
         response_id = answer.json()["id"]
         asked = [await served.ask("GET", f"/v1/responses/{response_id}") for _ in range(8)]
-        assert {each.status_code for each in asked} == {200}
-        assert len({each.text for each in asked}) == 1
+        assert {each.status_code for each in asked} <= {200, 404}
+        for each in asked:
+            assert each.status_code == 200 or "another of this port's servers" in each.json()["error"]["message"]
         for _ in range(6):
             assert (await served.ask("POST", "/v1/completions", json=STORY)).status_code == 200
         before = await served.numbers()

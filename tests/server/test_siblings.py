@@ -1,9 +1,9 @@
-"""Servers of one port ask each other by way of the process above: frames, questions, stored responses."""
+"""Servers of one port ask each other by way of the process above; each has its own stored responses."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -17,7 +17,6 @@ from aioengine.server.config import HttpLimits, ServerConfig
 from aioengine.server.errors import ApiError
 from aioengine.server.group.siblings import (
     AbortNamed,
-    AskStored,
     Counted,
     CountOpen,
     Message,
@@ -31,7 +30,7 @@ from aioengine.server.group.siblings import (
     receive_settings,
 )
 from aioengine.server.http_listener import ServerAddress
-from aioengine.server.stored_responses import OwnedId, SharedResponses
+from aioengine.server.stored_responses import OwnedId, StoredResponses
 
 SETTINGS = ServerSettings(
     index=1,
@@ -67,18 +66,18 @@ def test_without_settings_a_server_says_why_it_ends() -> None:
 
 
 class Side:
-    """One end: answers with what it was asked, in capitals, or as its ``refusal`` says."""
+    """One end: answers with what it was asked, in capitals, or fails."""
 
     def __init__(self, end: socket.socket) -> None:
         self.peer = Peer(end, self.answer, self.take)
         self.asked: list[Question] = []
         self.heard: list[Message] = []
-        self.refusal: Exception | None = None
+        self.failure: Exception | None = None
 
     async def answer(self, question: Question) -> bytes:
         self.asked.append(question)
-        if self.refusal is not None:
-            raise self.refusal
+        if self.failure is not None:
+            raise self.failure
         return msgspec.msgpack.encode(question).upper()
 
     def take(self, message: Message) -> None:
@@ -100,7 +99,7 @@ async def both_sides(tasks: Tasks) -> AsyncIterator[tuple[Side, Side]]:
 @both_loops
 async def test_each_question_has_its_answer_and_messages_come_in_order() -> None:
     async with Tasks() as tasks, both_sides(tasks) as (one, other):
-        questions = [ReadNumbers(), CountOpen(), AbortNamed(["a"]), AskStored(1, "copy", "resp_01"), CountOpen()]
+        questions = [ReadNumbers(), CountOpen(), AbortNamed(["a"]), CountOpen()]
         asked = [tasks.start((one if place % 2 else other).peer.ask(each)) for place, each in enumerate(questions)]
         large = Counted(bytes(2**20))
         for message in (Serving("demo"), large, ServerGroup(2, 1, [0])):
@@ -111,17 +110,16 @@ async def test_each_question_has_its_answer_and_messages_come_in_order() -> None
 
 
 @both_loops
-async def test_a_refusal_is_raised_where_the_question_was_asked_and_tells_of_nothing_inside() -> None:
+async def test_a_failure_is_raised_where_the_question_was_asked_tells_nothing_and_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with Tasks() as tasks, both_sides(tasks) as (one, other):
-        other.refusal = ApiError(404, "not_found", "there is none", param="id")
-        with pytest.raises(ApiError) as caught:
-            await one.peer.ask(CountOpen())
-        error = caught.value
-        assert (error.status, error.code, error.message, error.param) == (404, "not_found", "there is none", "id")
-        other.refusal = ValueError("of a secret")
+        other.failure = ValueError("of a secret")
         with pytest.raises(ApiError, match="another server of this port failed at it") as caught:
             await one.peer.ask(CountOpen())
+        assert caught.value.status == 500
         assert "secret" not in caught.value.message
+        assert "ValueError: of a secret" in caplog.text
 
 
 @both_loops
@@ -148,73 +146,23 @@ async def test_an_answer_that_does_not_come_is_an_error_in_time_and_at_the_other
 # Stored responses of several servers
 
 
-class Port:
-    """Three servers of one port, each with its stored responses."""
-
-    def __init__(self) -> None:
-        self.servers = [SharedResponses(3, 10_000, server=index, num_servers=3, ask=self.ask) for index in range(3)]
-        self.num_asked = 0
-
-    async def ask(self, asked: AskStored) -> bytes:
-        self.num_asked += 1
-        return await self.servers[asked.server].answer(asked)
-
-
-def body_of(item_id: str) -> bytes:
-    item = {"id": item_id, "type": "message", "role": "assistant", "content": "Hello"}
-    return msgspec.json.encode({"output": [item]})
-
-
-async def test_a_response_is_found_at_whichever_server_it_is_asked_for() -> None:
-    port = Port()
-    response_id = port.servers[2].make_id()
-    assert response_id.startswith("resp_02")
-    assert len(response_id) == len("resp_") + 40
-    item_id = f"msg_{response_id.removeprefix('resp_')}00"
-    owned = OwnedId(response_id, "0 red")
-    port.servers[2].keep(owned, body_of(item_id), [{"role": "user", "content": "Hi"}], None, [b"a", b"b", b"c"])
-    for server in port.servers:
-        assert await server.retrieve(owned) == body_of(item_id)
-        assert await server.conversation(owned) == [{"role": "user", "content": "Hi"}]
-        assert await server.answered(owned) == b'[{"role":"user","content":"Hi"}]'
-        assert await server.events(owned, 0) == ([b"b", b"c"], True)
-        item = await server.item_finder(owned.owner)(item_id)
-        assert (item.role, item.content) == ("assistant", "Hello")
-        with pytest.raises(ApiError, match="has ended, and cannot be cancelled"):
-            await server.cancel(owned)
-        other = OwnedId(response_id, "1 red")
-        for ask in (server.retrieve, server.answered, server.cancel, server.delete):
-            with pytest.raises(ApiError, match="there is no response"):
-                await ask(other)
-        assert (await server.look_up(other)).stored is None
-    assert port.num_asked == 2 * 11
-    await port.servers[0].delete(owned)
-    for server in port.servers:
-        with pytest.raises(ApiError) as caught:
-            await server.retrieve(owned)
-        assert (caught.value.status, caught.value.param) == (404, "id")
-        with pytest.raises(ApiError) as caught:
-            await server.conversation(owned)
-        assert (caught.value.code, caught.value.param) == ("previous_response_not_found", "previous_response_id")
-
-
-@pytest.mark.parametrize(
-    "response_id",
-    ["resp_", "resp_ff" + 38 * "0", "resp_zz", "", "resp_+2" + 38 * "0", "resp_02", "resp_02" + "0" * 1000],
-)
-async def test_ids_of_no_server_are_found_nowhere_and_nothing_is_asked(response_id: str) -> None:
-    port = Port()
-    with pytest.raises(ApiError) as caught:
-        await port.servers[1].retrieve(OwnedId(response_id, ""))
-    assert caught.value.status == 404
-    assert port.num_asked == 0
-
-
-async def test_what_an_ended_server_had_is_to_go_on_with_as_little_as_what_was_never_stored() -> None:
-    async def ask(asked: AskStored) -> bytes:
-        raise ApiError(404, "not_found", "the server that had it has ended", param="id")
-
-    server = SharedResponses(3, 10_000, server=0, num_servers=3, ask=ask)
-    with pytest.raises(ApiError) as caught:
-        await server.conversation(OwnedId("resp_02" + 38 * "0", ""))
-    assert (caught.value.status, caught.value.param) == (400, "previous_response_id")
+async def test_each_server_of_a_port_has_its_own_responses_and_says_so_of_those_that_it_does_not_have() -> None:
+    alone, *several = (StoredResponses(3, 10_000) for _ in range(3))
+    for server in several:
+        server.is_one_of_several = True
+    owned = OwnedId(several[0].make_id(), "0 red")
+    several[0].keep(owned, b"{}", [{"role": "user", "content": "Hi"}], None)
+    assert await several[0].retrieve(owned) == b"{}"
+    for server in (alone, several[1]):
+        find = server.item_finder("0 red")
+        asked: list[Callable[[OwnedId], object]] = [
+            server.retrieve, server.cancel, server.answered, server.conversation, server.delete,
+            lambda owned, server=server: server.events(owned, 0), lambda owned, find=find: find("msg_0"),
+        ]  # fmt: skip
+        for ask in asked:
+            with pytest.raises(ApiError) as caught:
+                answer = ask(owned)
+                assert isinstance(answer, Awaitable)
+                await answer
+            assert caught.value.status == (400 if ask == server.conversation else 404)
+            assert ("another of this port's servers" in caught.value.message) is (server is not alone)

@@ -45,7 +45,6 @@ from aioengine.server.exchange import (
 from aioengine.server.generation import GenerationCall, check_request
 from aioengine.server.group.siblings import (
     AbortNamed,
-    AskStored,
     CountOpen,
     Question,
     ReadNumbers,
@@ -80,7 +79,7 @@ from aioengine.server.schema import (
     template_kwargs,
 )
 from aioengine.server.security import ApiKeys, check_host
-from aioengine.server.stored_responses import OwnedId, SharedResponses, StoredResponses
+from aioengine.server.stored_responses import OwnedId, StoredResponses
 from aioengine.server.tracing import Tracing
 from aioengine.turns import turns_here
 from aioengine.validation import shorten
@@ -228,13 +227,7 @@ class Api:
     def enter_group(self, siblings: Siblings) -> None:
         """Be one of several servers of a port, before anything is served: what is asked of this one is asked of all."""
         self._siblings = siblings
-        self._responses = SharedResponses(
-            self.config.max_stored_responses,
-            self.config.max_stored_response_bytes,
-            server=siblings.index,
-            num_servers=siblings.group.num_servers,
-            ask=siblings.ask,
-        )
+        self._responses.is_one_of_several = True
 
     async def answer(self, question: Question) -> bytes:
         """What another server, or the process that has started all, asks of this one.
@@ -247,9 +240,6 @@ class Api:
         if isinstance(question, AbortNamed):
             await self._abort_here(question.request_ids)
             return b""
-        if isinstance(question, AskStored):
-            assert isinstance(self._responses, SharedResponses)
-            return await self._responses.answer(question)
         families = [each for each in self._families() if not each.is_of_engine]
         return encode_families(
             [*families, *await anyio.to_thread.run_sync(read_process, limiter=self._rendering.get())]
@@ -458,7 +448,7 @@ class Api:
 
     async def _list_input(self, exchange: Exchange, record: RequestRecord) -> Response:
         owned = _owned_id(exchange, record)
-        messages = msgspec.json.decode(await self._responses.answered(owned))
+        messages = msgspec.json.decode(self._responses.answered(owned))
         return _json(input_page(owned.id, messages, dict(parse_qsl(exchange.query))))
 
     async def _cancel_response(self, exchange: Exchange, record: RequestRecord) -> Response:
@@ -466,7 +456,7 @@ class Api:
 
     async def _delete_response(self, exchange: Exchange, record: RequestRecord) -> Response:
         owned = _owned_id(exchange, record)
-        await self._responses.delete(owned)
+        self._responses.delete(owned)
         return _json({"id": owned.id, "object": "response", "deleted": True})
 
     async def _read_generation(self, exchange: Exchange, record: RequestRecord, kind: type[G]) -> G:

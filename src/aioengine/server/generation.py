@@ -197,7 +197,7 @@ class GenerationCall:
             ApiError: 404.
         """
         after = max(after, -1)
-        events, is_over = await stored.events(owned, after)  # raises before the answer begins
+        events, is_over = stored.events(owned, after)  # raises before the answer begins
         exchange, config, clock = self._exchange, self._config, asyncio.get_running_loop().time
 
         async def work(cut: Callable[[], None]) -> None:
@@ -214,7 +214,7 @@ class GenerationCall:
                         break
                     await asyncio.sleep(POLL_S)
                     try:
-                        events, is_over = await stored.events(owned, after)
+                        events, is_over = stored.events(owned, after)
                     except ApiError as error:  # it was not to be stored, or has given way to others
                         told = {"code": error.code, "message": error.message, "param": error.param}
                         event = line_of({"type": "error", "sequence_number": after + 1, **told})
@@ -227,7 +227,7 @@ class GenerationCall:
         """The messages that a response answers, without its own instructions."""
         previous_id, max_messages = request.previous_response_id, self._config.max_messages
         owner = self._record.owner
-        conversation = await stored.conversation(OwnedId(previous_id, owner)) if previous_id is not None else []
+        conversation = stored.conversation(OwnedId(previous_id, owner)) if previous_id is not None else []
         conversation += await read_input(request, max_messages, stored.item_finder(owner))
         if len(conversation) > max_messages:
             raise too_many("messages", max_messages)

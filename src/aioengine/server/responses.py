@@ -6,7 +6,7 @@ A response is a list of items: reasoning, a message, calls. A stream tells of on
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -211,7 +211,7 @@ class InputItem(msgspec.Struct):
 
 
 async def read_input(
-    request: ResponseRequest, max_items: int, find_item: Callable[[str], Awaitable[InputItem]]
+    request: ResponseRequest, max_items: int, find_item: Callable[[str], InputItem]
 ) -> list[dict[str, Any]]:
     """The input as a chat; tools among its items become the request's.
 
@@ -225,7 +225,7 @@ async def read_input(
     chat, tools = ChatBuilder(), list[msgspec.Raw]()
     for place, item in enumerate(read_items(request.input, InputItem, "input", max_items)):
         if item.type == "item_reference":
-            item = await find_item(_needed(f"input[{place}]", "id", item.id))
+            item = find_item(_needed(f"input[{place}]", "id", item.id))
         if item.type == "additional_tools":
             tools.append(item.tools)
         else:

@@ -1,15 +1,14 @@
 """Responses that clients may ask for again, or go on with: in memory, within bounds.
 
-Of several servers of one port each keeps its own, and an id names the server that has the response: others ask that.
+Each of several servers of one port keeps its own: the others do not have them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import re
 import secrets
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,13 +16,14 @@ import msgspec
 from aioengine.outputs import CompletionOutput
 from aioengine.server.answers import message_of
 from aioengine.server.errors import ApiError
-from aioengine.server.group.siblings import Asked, AskStored
 from aioengine.server.responses import InputItem, ResponseAnswer
 from aioengine.server.retrieval import events_of
 from aioengine.server.stream_group import StreamGroup
 
-SHARED_ID = re.compile("resp_([0-9a-f]{2})[0-9a-f]{38}")
-"""Of a response of one of several servers: its number."""
+MISSED_BY_SEVERAL = (
+    ", or another of this port's servers has it, which are separate: send the conversation with store: false, run one "
+    "server, or have a proxy send each client to one server"
+)
 MAX_REFERRED_BYTES = 4 * 2**20
 """Of responses whose items a request names by their ids: reading them takes 15 ms."""
 MAX_EVENTS = 1000
@@ -63,13 +63,6 @@ class OwnedId(NamedTuple):
     owner: str
 
 
-class Found(NamedTuple):
-    """What there is of a response."""
-
-    stored: StoredResponse | None
-    is_running: bool
-
-
 class Events(NamedTuple):
     """Some events of a response, and whether the last is among them."""
 
@@ -103,9 +96,12 @@ class StoredResponses:
     Args:
         max_num: responses that are kept.
         max_bytes: of all of them together.
+    Attributes:
+        is_one_of_several: other servers of the port have theirs, and the error for a missing response says so.
     """
 
     def __init__(self, max_num: int, max_bytes: int) -> None:
+        self.is_one_of_several = False
         self._max_num = max_num
         self._max_bytes = max_bytes
         self._num_bytes = 0
@@ -156,29 +152,27 @@ class StoredResponses:
             _, oldest = self._stored.popitem(last=False)
             self._num_bytes -= oldest.num_bytes
 
-    async def look_up(self, owned: OwnedId) -> Found:
-        """A response to go on with."""
+    def _look_up(self, owned: OwnedId) -> StoredResponse | None:
+        """A response that has ended, which is thereby used."""
         if (stored := self._stored.get(owned)) is not None:
             self._stored.move_to_end(owned)
-        return Found(stored, owned in self._running)
+        return stored
 
-    async def conversation(self, owned: OwnedId) -> list[dict[str, Any]]:
+    def conversation(self, owned: OwnedId) -> list[dict[str, Any]]:
         """The messages up to a response, and with it.
 
         Raises:
             ApiError: 400.
         """
-        stored, is_running = await self.look_up(owned)
-        if is_running:
+        if owned in self._running:
             message = "the response is still being generated: wait for its end, or cancel it"
             raise ApiError(400, "response_running", message, param="previous_response_id")
-        if stored is None:
-            message = f"there is no response {owned.id[:100]!r}: it was not stored, or has given way to others"
-            raise ApiError(400, "previous_response_not_found", message, param="previous_response_id")
+        if (stored := self._look_up(owned)) is None:
+            raise ApiError(400, "previous_response_not_found", self._missed(owned), param="previous_response_id")
         messages: list[dict[str, Any]] = msgspec.json.decode(stored.messages)
         return messages
 
-    def item_finder(self, owner: str) -> Callable[[str], Awaitable[InputItem]]:
+    def item_finder(self, owner: str) -> Callable[[str], InputItem]:
         """What finds stored items by their ids, for one request: each of them once, as a client would send it back.
 
         Raises (what is returned):
@@ -187,11 +181,11 @@ class StoredResponses:
         found: dict[str, dict[str | None, InputItem]] = {}
         num_bytes = 0
 
-        async def find(item_id: str) -> InputItem:
+        def find(item_id: str) -> InputItem:
             nonlocal num_bytes
             response_id = f"resp_{item_id.partition('_')[2][:-2]}"  # see `ResponseAnswer`
             owned = OwnedId(response_id, owner)
-            if response_id not in found and (stored := (await self.look_up(owned)).stored) is not None:
+            if response_id not in found and (stored := self._look_up(owned)) is not None:
                 num_bytes += len(stored.body)
                 if num_bytes > MAX_REFERRED_BYTES:
                     told = f"input refers to responses of more than {MAX_REFERRED_BYTES:,} bytes; give their items"
@@ -200,6 +194,7 @@ class StoredResponses:
             item = found.get(response_id, {}).pop(item_id, None)
             if item is None:
                 told = f"there is no item {item_id[:100]!r}, or input names it twice; give the item itself"
+                told += MISSED_BY_SEVERAL if self.is_one_of_several else ""
                 raise ApiError(404, "not_found", told, param="input")
             return item
 
@@ -217,7 +212,7 @@ class StoredResponses:
         self._stored.move_to_end(owned)
         return body
 
-    async def events(self, owned: OwnedId, after: int) -> Events:
+    def events(self, owned: OwnedId, after: int) -> Events:
         """The next events of a response behind the one of a number.
 
         Raises:
@@ -229,7 +224,7 @@ class StoredResponses:
         events = (stored.events or events_of(stored.body))[after + 1 :]
         return Events(events[:MAX_EVENTS], is_over=len(events) <= MAX_EVENTS)
 
-    async def answered(self, owned: OwnedId) -> bytes:
+    def answered(self, owned: OwnedId) -> bytes:
         """The messages that a response answers, as JSON.
 
         Raises:
@@ -254,8 +249,8 @@ class StoredResponses:
             raise ApiError(400, "response_ended", message, param="id")
         return stored.body
 
-    async def delete(self, owned: OwnedId) -> bytes:
-        """Forget a response; returns nothing in it.
+    def delete(self, owned: OwnedId) -> None:
+        """Forget a response.
 
         Raises:
             ApiError: 404; or 400: it is running.
@@ -265,85 +260,12 @@ class StoredResponses:
             raise ApiError(400, "response_running", message, param="id")
         self._num_bytes -= self._find(owned).num_bytes
         del self._stored[owned]
-        return b""
 
     def _find(self, owned: OwnedId) -> StoredResponse:
         if owned not in self._stored:
-            message = f"there is no response {owned.id[:100]!r}: it was not stored, or has given way to others"
-            raise ApiError(404, "not_found", message, param="id")
+            raise ApiError(404, "not_found", self._missed(owned), param="id")
         return self._stored[owned]
 
-
-class SharedResponses(StoredResponses):
-    """One server's responses, and by their ids those of the other servers of its port.
-
-    Args:
-        server: the number of this one, of ``num_servers``.
-        ask: asks the server that a question names.
-    """
-
-    def __init__(
-        self,
-        max_num: int,
-        max_bytes: int,
-        *,
-        server: int,
-        num_servers: int,
-        ask: Callable[[AskStored], Awaitable[bytes]],
-    ) -> None:
-        super().__init__(max_num, max_bytes)
-        self._server = server
-        self._num_servers = num_servers
-        self._ask = ask
-
-    def make_id(self) -> str:
-        return f"resp_{self._server:02x}{secrets.token_hex(19)}"
-
-    async def look_up(self, owned: OwnedId) -> Found:
-        try:
-            return msgspec.msgpack.decode(await self._do("copy", owned), type=Found)
-        except ApiError as error:
-            if error.status != 404:
-                raise
-            return Found(None, is_running=False)  # its server has ended
-
-    async def retrieve(self, owned: OwnedId) -> bytes:
-        return await self._do("retrieve", owned)
-
-    async def events(self, owned: OwnedId, after: int) -> Events:
-        return msgspec.msgpack.decode(await self._do("events", owned, after), type=Events)
-
-    async def answered(self, owned: OwnedId) -> bytes:
-        return await self._do("answered", owned)
-
-    async def cancel(self, owned: OwnedId) -> bytes:
-        return await self._do("cancel", owned)
-
-    async def delete(self, owned: OwnedId) -> bytes:
-        return await self._do("delete", owned)
-
-    async def _do(self, do: Asked, owned: OwnedId, after: int = -1) -> bytes:
-        """Do it where the response is."""
-        if (server := self._server_of(owned)) is not None:
-            return await self._ask(AskStored(server, do, *owned, after))
-        return await self.answer(AskStored(self._server, do, *owned, after))
-
-    async def answer(self, asked: AskStored) -> bytes:
-        """Answer what a server asks of a response here.
-
-        Raises:
-            ApiError: as it would be here.
-        """
-        owned = OwnedId(asked.response_id, asked.owner)
-        if asked.do == "copy":
-            return msgspec.msgpack.encode(await super().look_up(owned))
-        if asked.do == "events":
-            return msgspec.msgpack.encode(await super().events(owned, asked.after))
-        do: Callable[[OwnedId], Awaitable[bytes]] = getattr(super(), asked.do)
-        return await do(owned)
-
-    def _server_of(self, owned: OwnedId) -> int | None:
-        """The server that has it, if that is another one."""
-        found = SHARED_ID.fullmatch(owned.id)
-        server = self._server if found is None else int(found[1], 16)
-        return server if server != self._server and server < self._num_servers else None
+    def _missed(self, owned: OwnedId) -> str:
+        message = f"there is no response {owned.id[:100]!r}: it was not stored, or has given way to others"
+        return message + (MISSED_BY_SEVERAL if self.is_one_of_several else "")

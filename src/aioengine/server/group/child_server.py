@@ -109,7 +109,7 @@ class ChildServer:
         peer = Peer(self._end, api.answer, self._take)
         await peer.open()
         if self._settings.engine_address is not None:
-            api.enter_group(Siblings(self._settings.index, lambda: self._group, peer.ask))
+            api.enter_group(Siblings(lambda: self._group, peer.ask))
         failure: AioEngineError | None = None
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(peer.run)

@@ -16,7 +16,6 @@ from aioengine.server.errors import ApiError
 from aioengine.server.group.numbers import GroupNumbers
 from aioengine.server.group.siblings import (
     AbortNamed,
-    AskStored,
     Counted,
     CountOpen,
     Message,
@@ -166,17 +165,7 @@ class Hub:
         self.numbers.num_restarts += is_again
 
     async def answer(self, asking: int, question: Question) -> bytes:
-        """Answer a server's question.
-
-        Raises:
-            ApiError: as a client is to hear it.
-        """
-        if isinstance(question, AskStored):
-            peer = self.peers.get(question.server)
-            if peer is None:
-                told = f"there is no response {question.response_id[:100]!r}: the server that had it has ended"
-                raise ApiError(404, "not_found", told, param="id")
-            return await peer.ask(question)
+        """Answer a server's question."""
         if isinstance(question, ReadNumbers):
             return encode_families(await self._read_numbers())
         others = [index for index in self.peers if index != asking or isinstance(question, CountOpen)]

@@ -2,8 +2,7 @@
 
 Each server has a Unix socket to that process, of which it was given one end at its start. A frame is four bytes of
 length, big-endian, and a message (msgpack). Both sides ask, and each question has one answer: a server asks for what
-another one has, or for what all have together; the process asks servers. At most so many questions are open as HTTP
-requests are served.
+all have together; the process asks servers. At most so many questions are open as HTTP requests are served.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import io
 import itertools
 import socket
 from collections.abc import Awaitable, Callable
-from typing import Literal
 
 import anyio
 import msgspec
@@ -22,14 +20,14 @@ from anyio.abc import TaskGroup
 
 from aioengine.config import EngineConfig
 from aioengine.errors import ConfigError
-from aioengine.server.access_log import LogFormat
+from aioengine.server.access_log import LogFormat, logger
 from aioengine.server.config import HttpLimits, ServerConfig
 from aioengine.server.errors import ApiError, unavailable
 from aioengine.server.http_listener import ServerAddress
 from aioengine.server.metrics import MetricFamily
 
 MAX_FRAME_BYTES = 2**28
-"""More than `max_stored_response_bytes` is by default, and so more than any answer has."""
+"""Far more than any message has."""
 ANSWER_TIMEOUT_S = 10.0
 """For a question. What it asks for is in a server's memory: a server that takes longer is stuck."""
 
@@ -110,26 +108,7 @@ class AbortNamed(msgspec.Struct, frozen=True, tag="abort"):
     request_ids: list[str]
 
 
-Asked = Literal["retrieve", "cancel", "delete", "copy", "answered", "events"]
-
-
-class AskStored(msgspec.Struct, frozen=True, tag="stored"):
-    """For a stored response, of the server that has it.
-
-    Attributes:
-        do: "retrieve", "cancel" and "delete" are as over HTTP, "copy" gives a `StoredResponse` to go on with,
-            "answered" the messages that it answers, "events" those behind the number ``after``.
-        owner: of the response.
-    """
-
-    server: int
-    do: Asked
-    response_id: str
-    owner: str = ""
-    after: int = -1
-
-
-Question = ReadNumbers | CountOpen | AbortNamed | AskStored
+Question = ReadNumbers | CountOpen | AbortNamed
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
@@ -137,28 +116,11 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
     question: Question
 
 
-class Refusal(msgspec.Struct, frozen=True):
-    """An `ApiError`, to be raised where the question was asked."""
-
-    status: int
-    code: str | None
-    message: str
-    param: str | None
-
-    @classmethod
-    def of(cls, error: Exception) -> Refusal:
-        if isinstance(error, ApiError):
-            return cls(error.status, error.code, error.message, error.param)
-        return cls(500, "internal_error", "another server of this port failed at it; its log says why", None)
-
-    def error(self) -> ApiError:
-        return ApiError(self.status, self.code, self.message, param=self.param)
-
-
 class AskAnswer(msgspec.Struct, frozen=True, tag="answer"):
+    """The answer to a question; ``body`` is None where answering it has failed."""
+
     number: int
-    body: bytes
-    refusal: Refusal | None = None
+    body: bytes | None
 
 
 Message = ServerSettings | Serving | Counted | ServerGroup | Ask | AskAnswer
@@ -209,7 +171,7 @@ class Peer:
 
     Args:
         end: a connected Unix socket, closed in the end.
-        answer: what answers the other side's questions; an `ApiError` that it raises is raised there.
+        answer: answers the other side's questions.
         on_message: takes what is no question and no answer.
     """
 
@@ -272,7 +234,7 @@ class Peer:
         """Ask, and wait for the answer.
 
         Raises:
-            ApiError: of the other side; or 503: it is gone, or did not answer in time.
+            ApiError: 500: the other side failed at it; or 503: it is gone, or did not answer in time.
         """
         if self._writer is None or self._is_over:
             raise _gone()
@@ -286,9 +248,9 @@ class Peer:
             raise unavailable("another server of this port does not answer; try again later") from None
         finally:
             del self._asked[number]
-        if told.refusal is not None:
-            raise told.refusal.error()
-        body: bytes = told.body
+        body: bytes | None = told.body
+        if body is None:
+            raise ApiError(500, "internal_error", "another server of this port failed at it; its log says why")
         return body
 
     def _take(self, message: Message, tasks: TaskGroup) -> None:
@@ -302,23 +264,18 @@ class Peer:
             self._on_message(message)
 
     async def _reply(self, asked: Ask) -> None:
+        body: bytes | None = None
         try:
-            self.tell(AskAnswer(asked.number, await self._answer(asked.question)))
-        except Exception as error:
-            self.tell(AskAnswer(asked.number, b"", Refusal.of(error)))
+            body = await self._answer(asked.question)
+        except Exception:
+            logger.exception("a question of another server of this port failed")
+        self.tell(AskAnswer(asked.number, body))
 
 
 class Siblings:
-    """The other servers, as one of them sees them.
+    """The other servers, as one of them sees them."""
 
-    Attributes:
-        index: of this one.
-    """
-
-    def __init__(
-        self, index: int, group: Callable[[], ServerGroup], ask: Callable[[Question], Awaitable[bytes]]
-    ) -> None:
-        self.index = index
+    def __init__(self, group: Callable[[], ServerGroup], ask: Callable[[Question], Awaitable[bytes]]) -> None:
         self._group = group
         self.ask = ask
 
@@ -329,4 +286,4 @@ class Siblings:
 
 
 def _gone() -> ApiError:
-    return unavailable("the server of this port that has it has ended; try again later")
+    return unavailable("another server of this port has ended; try again later")
