@@ -103,6 +103,22 @@ async def test_a_bad_value_is_refused_by_its_fields_name(
 
 
 @pytest.mark.parametrize(
+    ("path", "body", "param", "hint"),
+    [
+        (CHAT, {"prompt": "a"}, "prompt", "is for /v1/completions"),
+        (COMPLETION, chat(), "messages", "are for /v1/chat/completions"),
+        (CHAT, chat(options={"num_predict": 3}), "options", "max_tokens for num_predict"),
+        (COMPLETION, text(options={"num_predict": 3}), "options", "max_tokens for num_predict"),
+        ("/v1/responses", {"input": "a", "options": {"num_ctx": 3}}, "options", "--max-model-len"),
+    ],
+)
+async def test_a_field_of_another_path_or_server_is_refused_with_what_to_give_instead(
+    limited_http: httpx.AsyncClient, path: str, body: dict[str, Any], param: str, hint: str
+) -> None:
+    assert hint in check(await limited_http.post(path, json=body), 400, param, "unsupported_parameter")
+
+
+@pytest.mark.parametrize(
     ("path", "body", "param", "code"),
     [
         (CHAT, chat(max_token=3), "max_token", "unknown_parameter"),

@@ -146,6 +146,11 @@ async def test_an_answer_that_does_not_come_is_an_error_in_time_and_at_the_other
 # Stored responses of several servers
 
 
+async def ended(ask: Callable[[OwnedId], object], owned: OwnedId) -> object:
+    answer = ask(owned)
+    return await answer if isinstance(answer, Awaitable) else answer
+
+
 async def test_each_server_of_a_port_has_its_own_responses_and_says_so_of_those_that_it_does_not_have() -> None:
     alone, *several = (StoredResponses(3, 10_000) for _ in range(3))
     for server in several:
@@ -161,8 +166,6 @@ async def test_each_server_of_a_port_has_its_own_responses_and_says_so_of_those_
         ]  # fmt: skip
         for ask in asked:
             with pytest.raises(ApiError) as caught:
-                answer = ask(owned)
-                assert isinstance(answer, Awaitable)
-                await answer
+                await ended(ask, owned)
             assert caught.value.status == (400 if ask == server.conversation else 404)
             assert ("another of this port's servers" in caught.value.message) is (server is not alone)

@@ -97,6 +97,7 @@ class ResponseRequest(ChatGeneration, kw_only=True):
     }  # fmt: skip
     HINTS: ClassVar[tuple[str, ...]] = (*Generation.HINTS, "client_metadata", "max_tool_calls")
     INSTEAD: ClassVar[dict[str, str]] = {
+        **Generation.INSTEAD,
         "conversation": "is not kept here: give the previous_response_id of the response to go on with",
     }
 

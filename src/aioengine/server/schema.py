@@ -69,8 +69,13 @@ class Generation(RowFields, kw_only=True):
         "length_penalty": (1, 1.0),
         "logits_processors": ([],),
         "media_io_kwargs": ({},),
+        "options": ({},),
         "truncation_side": ("left",),
     }  # fmt: skip
+    INSTEAD: ClassVar[dict[str, str]] = {
+        "options": "is Ollama's: give its fields beside the prompt or messages (temperature, top_p, seed, stop), with "
+        "max_tokens for num_predict and repetition_penalty for repeat_penalty; num_ctx is the server's --max-model-len",
+    }
     HINTS: ClassVar[tuple[str, ...]] = (
         "guided_decoding_backend", "metadata", "prediction", "prompt_cache_options",
         "prompt_cache_retention", "return_mm_kwargs", "return_token_offsets", "routed_experts_prompt_start",
@@ -226,7 +231,12 @@ class CompletionRequest(Generation, kw_only=True):
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
         **Generation.NEUTRAL,
+        "messages": ([],),
         "suffix": ("",),
+    }
+    INSTEAD: ClassVar[dict[str, str]] = {
+        **Generation.INSTEAD,
+        "messages": "are for /v1/chat/completions; here is /v1/completions, which needs a prompt",
     }
 
     prompt: msgspec.Raw = msgspec.Raw()
@@ -286,10 +296,13 @@ class ChatRequest(ChatGeneration, kw_only=True):
         "function_call": ("none", "auto"),
         "mm_processor_kwargs": ({},),
         "modalities": (["text"],),
+        "prompt": ("",),
     }
     LEFT_OUT: ClassVar[tuple[str, ...]] = ("functions",)
     INSTEAD: ClassVar[dict[str, str]] = {
+        **Generation.INSTEAD,
         "function_call": "must be none or auto, or be left out: give tools and tool_choice",
+        "prompt": "is for /v1/completions; here is /v1/chat/completions, which needs messages",
     }
 
     messages: msgspec.Raw = msgspec.Raw()
