@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import functools
 import importlib.util
@@ -140,8 +139,8 @@ def _closed(schema: Any, tagged: list[tuple[str, dict[str, Any]]]) -> Any:
     if closed.get("format") in _UNREAD_FORMATS:
         raise TypeError(f"the texts of {closed['format']} cannot be asked for; take str, with a pattern")
     if pattern := _FORMATS.get(closed.get("format", "")):
+        closed.setdefault("pattern", pattern)
         del closed["format"]
-        closed["pattern"] = pattern
     return closed
 
 
@@ -220,12 +219,13 @@ def _parts(kind: Any) -> Iterator[Any]:
             pending += _fields_of(part)
 
 
+_FIELDS = ("_fields", "__attrs_attrs__", "__dataclass_fields__", "__struct_fields__", "__total__", "model_fields")
+"""Attributes of classes whose values are made of fields; the last but one is a TypedDict's."""
+
+
 def _fields_of(kind: type) -> list[Any]:
     """The annotations of a class whose values are made of fields."""
-    is_plain = typing.is_typeddict(kind) or any(
-        hasattr(kind, name) for name in ("_fields", "__attrs_attrs__", "model_fields")
-    )
-    if not (is_plain or dataclasses.is_dataclass(kind) or issubclass(kind, msgspec.Struct)):
+    if not any(hasattr(kind, name) for name in _FIELDS):
         return []
     try:
         return list(typing.get_type_hints(kind, include_extras=True).values())
@@ -248,11 +248,12 @@ def _tighten(info: inspect.Type, node: dict[str, Any], definitions: dict[str, An
     for inner, of_inner in _within(info, node):
         _tighten(inner, of_inner, definitions, seen)
     match info:
-        case inspect.DateTimeType(tz) | inspect.TimeType(tz):
-            name = "date-time" if isinstance(info, inspect.DateTimeType) else "time"
-            if tz is False:
-                raise TypeError(_NAIVE)
-            node["format"] = name
+        case inspect.DateTimeType(tz=False) | inspect.TimeType(tz=False):
+            raise TypeError(_NAIVE)
+        case inspect.DateTimeType():
+            node["format"] = "date-time"
+        case inspect.TimeType():
+            node["format"] = "time"
         case inspect.UnionType():
             for option in (node, *node["anyOf"]):
                 option.pop("discriminator", None)  # says nothing more, and llguidance refuses recursion beside it

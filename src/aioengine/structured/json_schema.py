@@ -95,10 +95,7 @@ def _unsound_places(nodes: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _unsound_counts(node: dict[str, Any]) -> Iterator[str]:
-    least, required = (
-        node.get("minProperties", 0),
-        {name for name in listed(node, "required") if isinstance(name, str)},
-    )
+    least, required = node.get("minProperties", 0), {name for name in listed(node, "required") if isinstance(name, str)}
     # One key beside the required ones cannot be one of them; of two, the second may repeat the first.
     if is_number(least) and least > len(required) + 1:
         yield "minProperties: a key that is written twice counts twice"
