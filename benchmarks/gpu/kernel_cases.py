@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from aioengine.kernels.attention.paged import choose_num_splits
-from aioengine.kernels.operations import PagedKV
+from aioengine.kernels.operations import ExpertWeights, PagedKV
+from aioengine.kernels.packed_weight import in_panels
 from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow, param_of
 from aioengine.sampling_params import FILTERS, PENALTIES
 from benchmarks.gpu.sizes import KernelSizes
 
+NUM_EXPERTS, NUM_CHOSEN = 8, 2
 FP8 = torch.float8_e4m3fn
 
 
@@ -100,6 +102,13 @@ def _norms(i: Inputs) -> Iterator[Case]:
             call=lambda f, x=x, residual=residual, weight=weight: f(x, residual, weight, 1e-5),
             num_bytes=4 * x.nbytes,
         )
+        yield Case(
+            operation="rms_norm_add",
+            size=size,
+            call=lambda f, x=x, residual=residual, weight=weight: f(x, residual, weight, 1e-5),
+            num_bytes=3 * x.nbytes,
+        )
+        yield Case(operation="scale", size=size, call=lambda f, x=x: f(x, 1.0, 30.0), num_bytes=2 * x.nbytes)
 
 
 def _activation(i: Inputs) -> Iterator[Case]:
@@ -110,6 +119,35 @@ def _activation(i: Inputs) -> Iterator[Case]:
             size=f"[{tokens}, 2 · {i.sizes.intermediate}]",
             call=lambda f, x=x: f(x),
             num_bytes=1.5 * x.nbytes,
+        )
+
+
+def _experts(i: Inputs) -> Iterator[Case]:
+    s = i.sizes
+    sizes = [(2 * s.intermediate, s.hidden), (s.hidden, s.intermediate)]
+    # Each matrix begins a panel.
+    stacks = [i.normal(NUM_EXPERTS * in_panels(rows), columns) * columns**-0.5 for rows, columns in sizes]
+    gate_up, down = map(i.operations.pack, stacks)
+    layer = ExpertWeights(
+        num_experts=NUM_EXPERTS, hidden=s.hidden, intermediate=s.intermediate, gate_up=gate_up, down=down
+    )
+    for tokens in (1, s.decode, s.prefill):
+        logits, x = i.normal(tokens, NUM_EXPERTS, dtype=torch.float32), i.normal(tokens, s.hidden)
+        yield Case(
+            operation="route",
+            size=f"{tokens} tokens to {NUM_CHOSEN} of {NUM_EXPERTS} experts",
+            call=lambda f, logits=logits: f(logits, NUM_EXPERTS, NUM_CHOSEN, is_normalised=True),
+            num_bytes=logits.nbytes + 8 * tokens * NUM_CHOSEN,
+        )
+        weights, chosen = logits.softmax(-1).topk(NUM_CHOSEN)
+        ids = chosen.to(torch.int32)
+        share = len(ids.unique()) / NUM_EXPERTS
+        yield Case(
+            operation="experts",
+            size=f"{tokens} tokens, {NUM_CHOSEN} of {NUM_EXPERTS} experts of 3 · {s.hidden} · {s.intermediate}",
+            call=lambda f, *, a=(x, ids, weights, layer): f(*a),
+            num_bytes=share * sum(stack.nbytes for stack in stacks) + 2 * x.nbytes,
+            flops=6 * tokens * NUM_CHOSEN * s.hidden * s.intermediate,
         )
 
 
@@ -304,6 +342,7 @@ def _logprobs(i: Inputs) -> Iterator[Case]:
 CASES: tuple[Callable[[Inputs], Iterator[Case]], ...] = (
     _norms,
     _activation,
+    _experts,
     _rotation,
     _decode_attention,
     _prefill_attention,

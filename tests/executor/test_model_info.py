@@ -58,7 +58,8 @@ def test_quantised_checkpoints_take_as_many_bytes_as_is_said(
     checkpoint: Callable[..., Path], tmp_path: Path, name: str
 ) -> None:
     folder, _ = FORMATS[name](checkpoint("llama2", tokenizer=True), tmp_path)
-    assert_quantised_weights_are_as_said(folder)
+    # With one group a row, the dtype in which its numbers are exact differs from matrix to matrix.
+    assert_quantised_weights_are_as_said(folder, 0.005 if name == "awq in groups larger than any matrix" else 0.0)
 
 
 # Sums of Q4_1's numbers are exact in 16 bits in some matrices alone, which no sample tells.
@@ -76,12 +77,12 @@ def test_gguf_files_of_several_types_and_of_stacks_take_as_many_bytes_as_is_said
     assert_quantised_weights_are_as_said(file)
 
 
-def assert_quantised_weights_are_as_said(folder: Path) -> None:
+def assert_quantised_weights_are_as_said(folder: Path, tolerance: float = 0.0) -> None:
     for operations, device in ((native, "cpu"), (torch_operations, "cuda")):
         config = EngineConfig(model=str(folder), device=device)
         said = read_model_info(config, memory_bytes=MEMORY)
         decoder = load_decoder(ModelFolder.read(folder), config, placement=Placement(operations=operations))
-        assert said.weight_bytes == decoder.weight_bytes
+        assert said.weight_bytes == pytest.approx(decoder.weight_bytes, rel=tolerance)
         assert sum(each.file_bytes for each in said.formats) <= sum(
             file.stat().st_size for file in ([folder] if folder.is_file() else folder.glob("model*"))
         )

@@ -61,13 +61,13 @@ def test_it_runs_to_its_end_and_says_that_nothing_was_measured_on_a_gpu(tmp_path
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="on a GPU the benchmark itself does this")
 @pytest.mark.nightly
-@pytest.mark.parametrize("place", range(10))
+@pytest.mark.parametrize("place", range(11))
 def test_the_kernels_take_what_the_benchmark_calls_them_with(gpu: Any, place: int) -> None:
     """Without a GPU the command calls the oracles; launchers check more."""
     pytest.importorskip("triton")
     from aioengine.kernels import triton_operations
 
-    assert len(gpu.kernel_cases.CASES) == 10
+    assert len(gpu.kernel_cases.CASES) == 11
     inputs = gpu.kernel_cases.Inputs(gpu.sizes.TINY_KERNELS, "cpu", triton_operations)
     cases = list(gpu.kernel_cases.CASES[place](inputs))
     for case in cases:
