@@ -158,6 +158,8 @@ async def test_methods_that_are_not_there_yet_say_so(serve: Any) -> None:
             for name in ("embed", "encode", "score", "classify", "reward", "beam_search"):
                 with pytest.raises(InvalidRequest, match=f"{name} is not there yet: "):
                     getattr(kind, name)(served.engine, ["a text"], use_tqdm=False)
+        with pytest.raises(InvalidRequest, match="chat is not there yet: give the list of messages to generate"):
+            served.engine.chat([{"role": "user", "content": "hi"}])
 
 
 async def test_other_arguments_of_vllms_are_taken_where_they_ask_for_nothing(serve: Any) -> None:

@@ -20,7 +20,7 @@ from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.core.health import Health
 from aioengine.core.protocol import Cluster, ReplicaStatus
 from aioengine.errors import EngineClosed, InvalidRequest
-from aioengine.frontend.not_yet import NotYet
+from aioengine.frontend.not_yet import NotYet, not_yet
 from aioengine.frontend.prompt import ChatMessage
 from aioengine.frontend.runtime import Runtime
 from aioengine.metrics import EngineMetrics, EngineStats, Observer
@@ -54,6 +54,8 @@ class EngineControl(NotCopied, NotYet):
     config: EngineConfig
     _runtime: Runtime | None = None
     """Set when the start begins."""
+
+    chat = not_yet("chat", "give the list of messages to generate or stream")
 
     # Control calls
 

@@ -8,7 +8,7 @@ from typing import NoReturn
 from aioengine.errors import InvalidRequest
 
 
-def _not_yet(
+def not_yet(
     name: str, why: str = "this engine generates text, and has no embeddings, scores or classes yet"
 ) -> Callable[..., NoReturn]:
     def refuse(*_: object, **__: object) -> NoReturn:
@@ -21,5 +21,5 @@ def _not_yet(
 class NotYet:
     """A base of `Engine`, and of `LLM` and `LLMEngine`."""
 
-    embed, encode, score, classify, reward = map(_not_yet, ("embed", "encode", "score", "classify", "reward"))
-    beam_search = _not_yet("beam_search", "n gives several choices, each drawn, with its cumulative_logprob")
+    embed, encode, score, classify, reward = map(not_yet, ("embed", "encode", "score", "classify", "reward"))
+    beam_search = not_yet("beam_search", "n gives several choices, each drawn, with its cumulative_logprob")
