@@ -6,13 +6,16 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+import httpx
 import msgspec
 import pytest
-from server.conftest import both_loops
+from server.conftest import both_loops, fake_engine
 from waiting import Tasks, until
 
 from aioengine.config import EngineConfig
 from aioengine.errors import ConfigError
+from aioengine.server.api import Api
+from aioengine.server.asgi import create_app
 from aioengine.server.config import HttpLimits, ServerConfig
 from aioengine.server.errors import ApiError
 from aioengine.server.group.siblings import (
@@ -169,3 +172,19 @@ async def test_each_server_of_a_port_has_its_own_responses_and_says_so_of_those_
                 await ended(ask, owned)
             assert caught.value.status == (400 if ask == server.conversation else 404)
             assert ("another of this port's servers" in caught.value.message) is (server is not alone)
+
+
+async def test_several_servers_of_a_port_take_no_response_in_the_background() -> None:
+    asked = {"input": "Hi", "background": True, "max_output_tokens": 2}
+    async with fake_engine() as (engine, _):
+        app = create_app(engine)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
+            assert (await http.post("/v1/responses", json=asked)).status_code == 200
+            api: Api = app.state.api
+            api.enter_group(lambda: ServerGroup(2, 2), api.answer)
+            for stream in (False, True):
+                refused = await http.post("/v1/responses", json={**asked, "stream": stream})
+                error = refused.json()["error"]
+                assert (refused.status_code, error["param"]) == (400, "background")
+                assert "run one server, or several at ports of their own" in error["message"]
+            assert (await http.post("/v1/responses", json={**asked, "background": False})).status_code == 200

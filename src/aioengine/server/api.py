@@ -48,7 +48,7 @@ from aioengine.server.group.siblings import (
     CountOpen,
     Question,
     ReadNumbers,
-    Siblings,
+    ServerGroup,
     decode_families,
     encode_families,
 )
@@ -220,13 +220,15 @@ class Api:
         self._keys = ApiKeys(self.config.api_keys)
         self._bodies = BodyReader(self.config)
         self._responses = StoredResponses(self.config.max_stored_responses, self.config.max_stored_response_bytes)
-        self._siblings: Siblings | None = None
+        self._group: Callable[[], ServerGroup] | None = None
+        """All servers of the port as they are now; None: this one is alone, and asks none."""
+        self._ask: Callable[[Question], Awaitable[bytes]]
         self._num_open = 0
         self._has_warned = False
 
-    def enter_group(self, siblings: Siblings) -> None:
+    def enter_group(self, group: Callable[[], ServerGroup], ask: Callable[[Question], Awaitable[bytes]]) -> None:
         """Be one of several servers of a port, before anything is served: what is asked of this one is asked of all."""
-        self._siblings = siblings
+        self._group, self._ask = group, ask
         self._responses.is_one_of_several = True
 
     async def answer(self, question: Question) -> bytes:
@@ -474,7 +476,7 @@ class Api:
         if len(ids) > MAX_ABORTED:
             raise invalid_value("request_ids", f"request_ids has {len(ids):,}; at most {MAX_ABORTED:,} at once")
         await self._abort_here(ids)
-        if self._siblings is not None:
+        if self._group is not None:
             await self._ask(AbortNamed(ids))
         return _json({"request_ids": ids})
 
@@ -553,8 +555,8 @@ class Api:
             "is_sleeping": health.is_sleeping,
             "is_draining": self.is_draining,
         }
-        if self._siblings is not None:
-            group = self._siblings.group
+        if self._group is not None:
+            group = self._group()
             told["servers"] = {"serving": group.num_serving, "wanted": group.num_servers}
         if health.status == "STALLED":
             told.update(reason=health.reason, step_age_s=round(health.step_age_s, 3))
@@ -563,7 +565,7 @@ class Api:
         return _json(told, 200 if is_well else 503)
 
     async def _metrics(self, exchange: Exchange, record: RequestRecord) -> Response:
-        is_alone = self._siblings is None
+        is_alone = self._group is None
         families = self._families() if is_alone else decode_families(await self._ask(ReadNumbers()))
         body, content_type = await render(
             families, exchange.headers.get("accept"), self._rendering.get(), has_process=not is_alone
@@ -574,10 +576,6 @@ class Api:
         # Of a connected engine the model is known only once it is connected.
         return read_families(self.engine, self._metrics_of_http, self.config.metrics_prefix, self.models.names[0])
 
-    async def _ask(self, question: Question) -> bytes:
-        assert self._siblings is not None
-        return await self._siblings.ask(question)
-
     async def _version(self, exchange: Exchange, record: RequestRecord) -> Response:
         self._check_alive()
         return _json({"version": aioengine.__version__})
@@ -585,7 +583,7 @@ class Api:
     async def _load(self, exchange: Exchange, record: RequestRecord) -> Response:
         stats = self.engine.stats()
         told = {"running": stats.running, "waiting": stats.waiting, "kv_cache_usage": stats.kv_cache_usage}
-        num_open = self._num_open if self._siblings is None else int(await self._ask(CountOpen()))
+        num_open = self._num_open if self._group is None else int(await self._ask(CountOpen()))
         return _json({"server_load": num_open, **told})
 
     @functools.cached_property

@@ -37,7 +37,7 @@ from aioengine.server.record import RequestRecord
 from aioengine.server.response_tools import ResponseTools, read_response_tools
 from aioengine.server.responses import RESPONSE_NAMES, ResponseAnswer, ResponseRequest, read_input, with_instructions
 from aioengine.server.schema import ChatGeneration, ChatRequest, CompletionRequest, Generation, template_kwargs
-from aioengine.server.stored_responses import OwnedId, RunningResponse, StoredResponses
+from aioengine.server.stored_responses import ONE_SERVER, OwnedId, RunningResponse, StoredResponses
 from aioengine.server.stream_group import StreamGroup
 from aioengine.tool_calls.calls import forces_call
 from aioengine.turns import turns_here
@@ -156,6 +156,8 @@ class GenerationCall:
 
     async def respond(self, request: ResponseRequest, stored: StoredResponses) -> Response | None:
         """Answer by a response; None when that was a stream, which has been written."""
+        if request.background and stored.is_one_of_several:
+            raise invalid_value("background", f"background: the next request may reach another server; {ONE_SERVER}")
         conversation = await self._conversation(request, stored)
         owned = OwnedId(stored.make_id(), self._record.owner)
 

@@ -20,9 +20,10 @@ from aioengine.server.responses import InputItem, ResponseAnswer
 from aioengine.server.retrieval import events_of
 from aioengine.server.stream_group import StreamGroup
 
+ONE_SERVER = "run one server, or several at ports of their own behind a proxy that sends each client to one of them"
 MISSED_BY_SEVERAL = (
-    ", or another of this port's servers has it, which are separate: send the conversation with store: false, run one "
-    "server, or have a proxy send each client to one server"
+    ", or another of this port's servers has it, which are separate: send the conversation with store: false, or "
+    + ONE_SERVER
 )
 MAX_REFERRED_BYTES = 4 * 2**20
 """Of responses whose items a request names by their ids: reading them takes 15 ms."""
@@ -97,7 +98,7 @@ class StoredResponses:
         max_num: responses that are kept.
         max_bytes: of all of them together.
     Attributes:
-        is_one_of_several: other servers of the port have theirs, and the error for a missing response says so.
+        is_one_of_several: other servers of the port have theirs, and errors say so.
     """
 
     def __init__(self, max_num: int, max_bytes: int) -> None:

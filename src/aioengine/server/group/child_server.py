@@ -26,7 +26,6 @@ from aioengine.server.group.siblings import (
     ServerGroup,
     ServerSettings,
     Serving,
-    Siblings,
     receive_settings,
 )
 from aioengine.server.http_listener import HttpListener
@@ -109,7 +108,7 @@ class ChildServer:
         peer = Peer(self._end, api.answer, self._take)
         await peer.open()
         if self._settings.engine_address is not None:
-            api.enter_group(Siblings(lambda: self._group, peer.ask))
+            api.enter_group(lambda: self._group, peer.ask)
         failure: AioEngineError | None = None
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(peer.run)

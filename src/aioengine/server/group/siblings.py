@@ -272,18 +272,5 @@ class Peer:
         self.tell(AskAnswer(asked.number, body))
 
 
-class Siblings:
-    """The other servers, as one of them sees them."""
-
-    def __init__(self, group: Callable[[], ServerGroup], ask: Callable[[Question], Awaitable[bytes]]) -> None:
-        self._group = group
-        self.ask = ask
-
-    @property
-    def group(self) -> ServerGroup:
-        """All servers as they are now."""
-        return self._group()
-
-
 def _gone() -> ApiError:
     return unavailable("another server of this port has ended; try again later")
