@@ -447,7 +447,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"messages": [*HELLO, USES]}, "results"),
     ({"system": 5}, "system"),
-    ({"system": [{"type": "image"}]}, "system has a block of type 'image'"),
+    ({"system": [{"type": "image"}]}, "system has a part of type 'image'"),
     ({"thinking": {"type": "enabled"}}, "budget_tokens is missing"),
     ({"thinking": {"type": "between_tools"}}, "'between_tools'"),
     ({"thinking": {"type": "adaptive", "display": "omitted"}}, "display"),

@@ -39,6 +39,7 @@ MAX_COUNTED = 8192
 encode = msgspec.json.Encoder().encode
 
 P = TypeVar("P")
+Q = TypeVar("Q")
 
 
 Usage = dict[str, Any]
@@ -155,12 +156,13 @@ class Answer(ABC):
     def failing(self, error: ApiError) -> bytes:
         """Events in the place of all that would still have come."""
 
-    async def _add_all(self, positions: Sequence[P], add: Callable[[P], None]) -> None:
-        """Add each position, with turns for others between them."""
+    async def _in_turns(self, positions: Sequence[P], make: Callable[[P], Q]) -> list[Q]:
+        """Make something of each position, with turns for others between them."""
+        made: list[Q] = []
         for first in range(0, len(positions), self.max_positions):
-            for position in positions[first : first + self.max_positions]:
-                add(position)
+            made += map(make, positions[first : first + self.max_positions])
             await asyncio.sleep(0)
+        return made
 
 
 Part = Literal["reasoning", "text"] | int
@@ -306,12 +308,9 @@ class ChoicesAnswer(Answer):
         if (num_top := self._extras.num_prompt_top) is None:
             fields += b',"prompt_logprobs":null'
         else:
-            positions: list[bytes] = []
-
-            def add(position: TokenLogprobs | None) -> None:
-                positions.append(b"null" if position is None else encode(_plain_position(position, num_top)))
-
-            await self._add_all(output.prompt_logprobs or (), add)
+            positions = await self._in_turns(
+                output.prompt_logprobs or (), lambda each: encode(each and _plain_position(each, num_top))
+            )
             fields += b',"prompt_logprobs":[%b]' % b",".join(positions)
         return fields
 
@@ -405,11 +404,9 @@ class ChatAnswer(ChoicesAnswer):
     async def _choice(self, number: int, output: RequestOutput, choice: CompletionOutput) -> bytes:
         logprobs = b"null"
         if self._top_logprobs is not None:
-            positions: list[bytes] = []
-            await self._add_all(
-                choice.logprobs or (), lambda position: positions.append(self._writer.encode(number, position))
+            logprobs = _content(
+                await self._in_turns(choice.logprobs or (), lambda position: self._writer.encode(number, position))
             )
-            logprobs = _content(positions)
         message = encode(message_of(choice, has_reasoning=self._extras.has_reasoning))
         ending = _ending(finish_reason_of(choice, bool(choice.tool_calls)), choice.stop_reason)
         ending += self._ids_of(choice) or b',"token_ids":null'
@@ -500,7 +497,7 @@ class CompletionAnswer(ChoicesAnswer):
         if self.has_echo:
             await self._add_prompt(columns, output)
         columns.place = self._place_behind(prompt)
-        await self._add_all(choice.logprobs or (), columns.add)
+        await self._in_turns(choice.logprobs or (), columns.add)
         logprobs = b"null" if self._top_logprobs is None else columns.encoded()
         ending = _ending(choice.finish_reason, choice.stop_reason) + (self._ids_of(choice) or b',"token_ids":null')
         ending += await self._of_prompt(output)
@@ -551,7 +548,7 @@ class CompletionAnswer(ChoicesAnswer):
         first_id = output.prompt_token_ids[0]
         (first,) = self._token_bytes([first_id], is_start=True, skip_special_tokens=False)
         columns.add_token(first_id, first.decode(errors="replace"), None, None)  # it follows nothing
-        await self._add_all([position for position in output.prompt_logprobs if position is not None], columns.add)
+        await self._in_turns([position for position in output.prompt_logprobs if position is not None], columns.add)
 
 
 C = TypeVar("C", CompletionOutput, CompletionDelta)

@@ -365,6 +365,17 @@ def _plain_part(place: int, part: TextPart) -> dict[str, Any]:
     return {"type": part.type, **plain}
 
 
+def joined_texts(place: str, content: str | list[TextPart]) -> str:
+    """The texts of a content of which the template gets one; ``place`` begins with the field that holds it."""
+    if isinstance(content, str):
+        return content
+    for part in content:
+        if part.type not in ("text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text"):
+            name = place.partition("[")[0]
+            raise unsupported(name, f"has a part of type {shorten(part.type)} ({place}); give texts")
+    return "\n".join([part.text or part.refusal or "" for part in content])
+
+
 async def read_prompts(raw: msgspec.Raw, *, max_prompts: int, max_ids: int) -> list[str | list[int]]:
     """A completion's prompts: a text, token ids, or a list of either; with turns for others between many ids.
 

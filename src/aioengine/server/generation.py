@@ -36,6 +36,7 @@ from aioengine.server.messages import MESSAGE_NAMES, MessageAnswer, MessageReque
 from aioengine.server.record import RequestRecord
 from aioengine.server.response_tools import ResponseTools, read_response_tools
 from aioengine.server.responses import RESPONSE_NAMES, ResponseAnswer, ResponseRequest, read_input, with_instructions
+from aioengine.server.retrieval import split_events
 from aioengine.server.schema import ChatGeneration, ChatRequest, CompletionRequest, Generation, template_kwargs
 from aioengine.server.stored_responses import ONE_SERVER, OwnedId, RunningResponse, StoredResponses
 from aioengine.server.stream_group import StreamGroup
@@ -270,7 +271,7 @@ class GenerationCall:
 
         def record(data: bytes) -> None:
             if events is not None:
-                events.extend(event + b"\n\n" for event in data.split(b"\n\n")[:-1])
+                events.extend(split_events(data))
 
         async def finish() -> None:
             try:

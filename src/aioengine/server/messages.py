@@ -22,10 +22,10 @@ from aioengine.server.answers import (
     num_reasoning_tokens,
 )
 from aioengine.server.chat_builder import ChatBuilder
-from aioengine.server.decoding import is_text, read_items, read_text
+from aioengine.server.decoding import is_text, joined_texts, read_items, read_text
 from aioengine.server.errors import JSON_HEADERS, ApiError, invalid_value, missing, unsupported
 from aioengine.server.exchange import Response
-from aioengine.server.schema import ChatGeneration, Generation, is_given, read_response_format
+from aioengine.server.schema import ChatGeneration, Generation, TextPart, is_given, read_response_format
 from aioengine.structured.constraints import Constraint
 from aioengine.tool_calls.calls import ToolCall, ToolCallDelta
 from aioengine.validation import shorten
@@ -154,13 +154,6 @@ def _read_format(name: str, given: dict[str, Any] | None) -> Constraint | None:
     return read_response_format(given and {"type": "json_schema", "json_schema": given})
 
 
-class TextBlock(msgspec.Struct):
-    """A block of a system prompt, or of a tool's result. Others than texts are refused by their type."""
-
-    type: str
-    text: str | None = None
-
-
 class Block(msgspec.Struct):
     """A block of a message, also as clients send an answer's blocks back; what else it has is ignored."""
 
@@ -171,7 +164,7 @@ class Block(msgspec.Struct):
     name: str | None = None
     input: msgspec.Raw = msgspec.Raw()
     tool_use_id: str | None = None
-    content: str | list[TextBlock] | None = None
+    content: str | list[TextPart] | None = None
     is_error: bool | None = None
 
 
@@ -187,7 +180,7 @@ def read_chat(request: MessageRequest, max_messages: int) -> list[dict[str, Any]
         if is_text(request.system):
             chat.say("system", read_text(request.system, "system"))
         else:
-            chat.say("system", _joined("system", read_items(request.system, TextBlock, "system", max_messages)))
+            chat.say("system", joined_texts("system", read_items(request.system, TextPart, "system", max_messages)))
     for place, message in enumerate(read_items(request.messages, Message, "messages", max_messages)):
         blocks = message.content
         blocks = [Block("text", text=blocks)] if isinstance(blocks, str) else blocks
@@ -214,7 +207,7 @@ def continues_answer(messages: list[dict[str, Any]]) -> bool:
 def _add_blocks(chat: ChatBuilder, place: str, role: str, kind: str, blocks: Iterator[Block]) -> None:
     """Add blocks of one type that follow each other."""
     if kind == "text":
-        text = _joined(place, blocks)
+        text = "\n".join([block.text or "" for block in blocks])
         if role == "assistant":
             chat.answer(text)
         else:
@@ -230,21 +223,10 @@ def _add_blocks(chat: ChatBuilder, place: str, role: str, kind: str, blocks: Ite
         for block in blocks:
             if block.tool_use_id is None:
                 raise invalid_value("messages", f"{place} has a tool_result block without a tool_use_id")
-            content = block.content or ""
-            text = content if isinstance(content, str) else _joined(place, content)
+            text = joined_texts(place, block.content or "")
             chat.result(block.tool_use_id, f"Error: {text}" if block.is_error else text)
     else:
         raise unsupported("messages", f"has a block of type {shorten(kind)} ({place}, of the {role}); give texts")
-
-
-def _joined(place: str, blocks: Sequence[TextBlock] | Iterator[Block]) -> str:
-    texts = []
-    for block in blocks:
-        if block.type != "text":
-            name = place.partition("[")[0]
-            raise unsupported(name, f"has a block of type {shorten(block.type)} ({place}); give texts")
-        texts.append(block.text or "")
-    return "\n".join(texts)
 
 
 def _arguments_of(place: str, raw: msgspec.Raw) -> str:

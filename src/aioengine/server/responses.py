@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
-from aioengine.outputs import CompletionDelta, CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
+from aioengine.outputs import CompletionDelta, CompletionOutput, FinishReason, RequestOutput
 from aioengine.sampling_params import SamplingParams
 from aioengine.server.answers import (
     Part,
@@ -26,12 +26,12 @@ from aioengine.server.answers import (
     usage_of,
 )
 from aioengine.server.chat_builder import ChatBuilder
-from aioengine.server.decoding import is_text, read_items, read_text
+from aioengine.server.decoding import is_text, joined_texts, read_items, read_text
 from aioengine.server.errors import ApiError, invalid_value, missing, unsupported
 from aioengine.server.response_tools import ClientTool, arguments_of
-from aioengine.server.schema import ChatGeneration, Generation, Integer, is_given, read_response_format
+from aioengine.server.schema import ChatGeneration, Generation, Integer, TextPart, is_given, read_response_format
 from aioengine.structured.constraints import Constraint
-from aioengine.tool_calls.calls import ToolCallDelta
+from aioengine.tool_calls.calls import ToolCall, ToolCallDelta
 from aioengine.validation import shorten
 
 MAX_METADATA = 16
@@ -183,15 +183,7 @@ class ResponseRequest(ChatGeneration, kw_only=True):
         }
 
 
-class InputPart(msgspec.Struct):
-    """A part of an item. Others than texts are refused by their type."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-
-
-Content = str | list[InputPart]
+Content = str | list[TextPart]
 
 
 class InputItem(msgspec.Struct):
@@ -201,7 +193,7 @@ class InputItem(msgspec.Struct):
     type: str | None = None
     role: str | None = None
     content: Content | None = None
-    summary: list[InputPart] | None = None
+    summary: list[TextPart] | None = None
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
@@ -277,12 +269,7 @@ def _needed(place: str, name: str, value: str | None) -> str:
 def _text_of(place: str, content: Content | None) -> str:
     if content is None:
         raise invalid_value("input", f"{place} is missing")
-    if isinstance(content, str):
-        return content
-    for part in content:
-        if part.type not in ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"):
-            raise unsupported("input", f"has a part of type {shorten(part.type)} ({place}); give texts")
-    return "\n".join([part.text or part.refusal or "" for part in content])
+    return joined_texts(place, content)
 
 
 def with_instructions(request: ResponseRequest, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -300,18 +287,26 @@ def with_instructions(request: ResponseRequest, messages: list[dict[str, Any]]) 
 # What they get
 
 
-class _OpenItem:
-    """The item that a stream tells of now.
+class _Item(NamedTuple):
+    """An item of a response.
 
-    Args:
+    Attributes:
         part: what of the answer it is.
-        delta_head: what all its deltas' events begin with, up to the number of the event.
+        number: its place among all items.
+        tool: that it calls, if it is a call.
     """
 
-    def __init__(self, part: Part, index: int, item_id: str, delta_head: bytes) -> None:
-        self.part, self.index, self.item_id, self.delta_head = part, index, item_id, delta_head
-        self.texts: list[str] = []
-        self.call: ToolCallDelta | None = None
+    part: Part
+    number: int
+    id: str
+    tool: ClientTool | None
+    call_id: str
+
+    @property
+    def place(self) -> bytes:
+        """The fields by which events tell of its text."""
+        content = b',"content_index":0' if self.tool is None else b""
+        return b'"item_id":"%b","output_index":%d%b' % (self.id.encode(), self.number, content)
 
 
 class ResponseAnswer(PartsAnswer):
@@ -341,8 +336,11 @@ class ResponseAnswer(PartsAnswer):
         self._keep = keep
         self.max_positions = positions_a_slice(top_logprobs)
         self._num_events = 0
-        self._open: _OpenItem | None = None
-        self._done: list[tuple[_OpenItem, str, str]] = []
+        self._open: _Item | None = None
+        self._texts: list[str] = []
+        self._delta_head = b""
+        """What all deltas of the item that is open begin with, up to the number of the event."""
+        self._done: list[tuple[_Item, str, str]] = []
         """Items that have ended, each with its status and its text."""
         self._writer = PositionWriter(token_bytes, top_logprobs or 0)
         self._untold: list[bytes] = []
@@ -362,13 +360,8 @@ class ResponseAnswer(PartsAnswer):
         (choice,) = output.outputs
         # It has failed when it tells of its error, which comes next.
         reason = None if choice.finish_reason == "error" else choice.finish_reason
-        positions: list[bytes] = []
         writer = PositionWriter(self._token_bytes, self._top_logprobs or 0)
-
-        def add(position: TokenLogprobs) -> None:
-            positions.append(writer.encode(0, position))
-
-        await self._add_all(choice.logprobs or (), add)
+        positions = await self._in_turns(choice.logprobs or (), lambda position: writer.encode(0, position))
         parts: list[tuple[Part, str]] = []
         if choice.reasoning:
             parts.append(("reasoning", choice.reasoning))
@@ -380,8 +373,7 @@ class ResponseAnswer(PartsAnswer):
             is_cut = reason != "stop" and place == len(parts) - 1 and not isinstance(part, int)
             status = STATUSES[None] if reason is None else "incomplete" if is_cut else "completed"
             call = choice.tool_calls[part] if isinstance(part, int) else None
-            names = (call.id, call.name) if call is not None else ("", "")
-            items.append(self._item(part, place, status, text, positions, names))
+            items.append(self._encoded(self._item(part, place, call), status, text, positions))
         return self._body(reason, items, self._usage(output), is_cut=choice.has_cut_call)
 
     def empty_body(self, reason: FinishReason | None) -> bytes:
@@ -407,8 +399,7 @@ class ResponseAnswer(PartsAnswer):
         *,
         is_cut: bool = False,
     ) -> bytes:
-        """The response, which without a call that was cut is whole where the model has ended it."""
-        status = "incomplete" if is_cut and reason == "stop" else STATUSES[reason]
+        status = _status_of(reason, is_cut=is_cut)
         told = {
             "status": status,
             "completed_at": int(time.time()) if status == "completed" else None,
@@ -418,55 +409,41 @@ class ResponseAnswer(PartsAnswer):
         }
         return b'%b,"output":[%b],%b' % (self._head, b",".join(items), line_of(told)[1:])
 
-    def _item(
-        self,
-        part: Part,
-        place: int,
-        status: str,
-        text: str,
-        positions: Sequence[bytes] = (),
-        names: tuple[str, str] = ("", ""),
-        *,
-        is_begun: bool = True,
+    def _item(self, part: Part, number: int, call: ToolCall | ToolCallDelta | None) -> _Item:
+        """Its id is the same however the response is told; but text behind a call comes before it in a whole one."""
+        prefix = {"text": "msg", "reasoning": "rs"}.get(str(part), "fc")
+        item_id = f"{prefix}_{self._suffix}{number:02x}"
+        if call is None:
+            return _Item(part, number, item_id, None, "")
+        name = call.name or ""
+        return _Item(part, number, item_id, self._tools.get(name) or ClientTool(name), call.id or "")
+
+    def _encoded(
+        self, item: _Item, status: str, text: str, positions: Sequence[bytes] = (), *, is_begun: bool = True
     ) -> bytes:
         """An item as JSON.
 
         Args:
-            place: of it, among all.
             text: its text, or its arguments.
-            names: a call's id and name.
             is_begun: it has its part; else that is told of later.
         """
-        item_id = encode(self._id_of(part, place))
-        if part == "text":
-            content = _output_text(line_of(text), positions) if is_begun else b""
-            kind, rest = b"message", b'"role":"assistant","content":[%b]' % content
-        elif part == "reasoning":
-            content = b'{"type":"reasoning_text","text":%b}' % line_of(text) if is_begun else b""
-            kind, rest = b"reasoning", b'"summary":[],"content":[%b]' % content
+        if item.tool is not None:
+            kind = b"custom_tool_call" if item.tool.is_custom else b"function_call"
+            rest = line_of({"call_id": item.call_id, **item.tool.fields(text)})[1:-1]
         else:
-            tool = self._tool(names[1])
-            kind = b"custom_tool_call" if tool.is_custom else b"function_call"
-            rest = line_of({"call_id": names[0], **tool.fields(text)})[1:-1]
-        return b'{"id":%b,"type":"%b","status":"%b",%b}' % (item_id, kind, status.encode(), rest)
-
-    def _tool(self, function: str) -> ClientTool:
-        return self._tools.get(function) or ClientTool(function)
-
-    def _id_of(self, part: Part, place: int) -> str:
-        """The same however the response is told; but text behind a call comes before it in a whole one."""
-        prefix = {"text": "msg", "reasoning": "rs"}.get(str(part), "fc")
-        return f"{prefix}_{self._suffix}{place:02x}"
+            content = part_of(item.part, line_of(text), positions) if is_begun else b""
+            is_text = item.part == "text"
+            kind, head = (b"message", b'"role":"assistant"') if is_text else (b"reasoning", b'"summary":[]')
+            rest = b'%b,"content":[%b]' % (head, content)
+        return b'{"id":%b,"type":"%b","status":"%b",%b}' % (encode(item.id), kind, status.encode(), rest)
 
     # As events
 
     def opening(
         self, outputs: Sequence[RequestOutput], usage: Usage | None = None, prompt_ids: Sequence[bytes] = ()
     ) -> bytes:
-        body = self._body(None, [], None)
-        return self._event(b"response.created", b'"response":%b' % body) + self._event(
-            b"response.in_progress", b'"response":%b' % body
-        )
+        told = b'"response":%b' % self.empty_body(None)
+        return self._event(b"response.created", told) + self._event(b"response.in_progress", told)
 
     def event(self, choice: int, delta: CompletionDelta, usage: Usage | None = None) -> bytes:
         if delta.logprobs:
@@ -477,28 +454,32 @@ class ResponseAnswer(PartsAnswer):
 
     def closing(self, outputs: Sequence[RequestOutput]) -> bytes:
         (choice,) = outputs[0].outputs
-        events = []
-        if self._open is None and not self._done:
-            events.append(self._begin("text", None))
-        if self._untold and self._open is not None and self._open.part == "text":
-            events.append(self._delta(""))
-        is_done = choice.finish_reason == "stop"
-        if self._open is not None and self._open.call is not None:
-            is_done = any(call.id == self._open.call.id for call in choice.tool_calls)
-        events.append(self._close("completed" if is_done else "incomplete"))
-        is_cut = choice.has_cut_call
+        is_done, is_cut = choice.finish_reason == "stop", choice.has_cut_call
+        if self._open is not None and self._open.tool is not None:
+            is_done = any(call.id == self._open.call_id for call in choice.tool_calls)
+        last = self.end_items("completed" if is_done else "incomplete")
         body = self._body(choice.finish_reason, self._items(), self._usage(outputs[0]), is_cut=is_cut)
         self._keep(body, choice)
-        is_whole = choice.finish_reason == "stop" and not is_cut
-        kind = b"response.completed" if is_whole else b"response.incomplete"
-        return b"".join([*events, self._event(kind, b'"response":%b' % body)])
+        return last + self.end(_status_of(choice.finish_reason, is_cut=is_cut), body)
+
+    def end_items(self, status: str) -> bytes:
+        """Events that end the last item, which has this status; a response of nothing has an empty message."""
+        begun = self._begin("text", None) if self._open is None and not self._done else b""
+        if self._untold and self._open is not None and self._open.part == "text":
+            begun += self._delta("")
+        return begun + self._close(status)
+
+    def end(self, status: str, body: bytes) -> bytes:
+        """The last event, of a response with this status."""
+        kind = status if status in ("completed", "failed") else "incomplete"
+        return self._event(b"response.%b" % kind.encode(), b'"response":%b' % body)
 
     def failing(self, error: ApiError) -> bytes:
         code = "invalid_prompt" if error.status < 500 else "server_error"
         told = {"code": code, "message": error.message}
         body = self._body("error", self._items(), None, told)
         self._keep(body, None)
-        return self._event(b"response.failed", b'"response":%b' % body)
+        return self.end("failed", body)
 
     def _event(self, kind: bytes, fields: bytes) -> bytes:
         number = self._num_events
@@ -506,37 +487,30 @@ class ResponseAnswer(PartsAnswer):
         return b'event: %b\ndata: {"type":"%b","sequence_number":%d,%b}\n\n' % (kind, kind, number, fields)
 
     def _begin(self, part: Part, call: ToolCallDelta | None) -> bytes:
-        index = len(self._done)
-        item_id = self._id_of(part, index)
-        place = b'"item_id":"%b","output_index":%d' % (item_id.encode(), index)
-        kind, place = (
-            (b"response.function_call_arguments.delta", place)
-            if isinstance(part, int)
-            else (b"response.%b.delta" % PART_TYPES[part], place + b',"content_index":0')
-        )
-        head = b'event: %b\ndata: {"type":"%b",%b,"sequence_number":' % (kind, kind, place)
-        self._open = _OpenItem(part, index, item_id, head)
-        self._open.call = call
-        item = self._item(part, index, "in_progress", "", names=_names_of(call), is_begun=False)
-        added = self._event(b"response.output_item.added", b'"output_index":%d,"item":%b' % (index, item))
-        if isinstance(part, int):
+        item = self._open = self._item(part, len(self._done), call)
+        self._texts = []
+        kind = b"response.%b.delta" % PART_TYPES.get(part, b"function_call_arguments")
+        self._delta_head = b'event: %b\ndata: {"type":"%b",%b,"sequence_number":' % (kind, kind, item.place)
+        told = self._encoded(item, "in_progress", "", is_begun=False)
+        added = self._event(b"response.output_item.added", b'"output_index":%d,"item":%b' % (item.number, told))
+        if item.tool is not None:
             return added
-        content = part_of(part, b'""')
-        return added + self._event(b"response.content_part.added", b'%b,"part":%b' % (place, content))
+        content = b'%b,"part":%b' % (item.place, part_of(part, b'""'))
+        return added + self._event(b"response.content_part.added", content)
 
     def _delta(self, text: str) -> bytes:
-        opened = self._open
-        assert opened is not None
-        opened.texts.append(text)
-        if self._is_custom(opened):  # its input is told when all of it is there
+        item = self._open
+        assert item is not None
+        self._texts.append(text)
+        if item.tool is not None and item.tool.is_custom:  # its input is told when all of it is there
             return b""
         number = self._num_events
         self._num_events += 1
         logprobs = b""
-        if opened.part == "text":
+        if item.part == "text":
             logprobs = b',"logprobs":[%b]' % b",".join(self._untold)
             self._untold.clear()
-        return b'%b%d,"delta":%b%b}\n\n' % (opened.delta_head, number, line_of(text), logprobs)
+        return b'%b%d,"delta":%b%b}\n\n' % (self._delta_head, number, line_of(text), logprobs)
 
     def _close(self, status: str | None = None) -> bytes:
         """End the item that is open, if one is.
@@ -544,30 +518,24 @@ class ResponseAnswer(PartsAnswer):
         Args:
             status: of it; None: another one follows, and so only a call may not be complete.
         """
-        opened, self._open, self._part = self._open, None, None
-        if opened is None:
+        item, self._open, self._part = self._open, None, None
+        if item is None:
             return b""
-        said = "".join(opened.texts)
-        text = line_of(said)
-        place = b'"item_id":"%b","output_index":%d' % (opened.item_id.encode(), opened.index)
-        names = _names_of(opened.call)
-        if isinstance(opened.part, int):
+        said = "".join(self._texts)
+        if item.tool is not None:
             status = status or ("completed" if _is_whole(said) else "incomplete")
-            done = self._call_done(self._tool(names[1]), place, said)
+            done = self._call_done(item.tool, item.place, said)
         else:
-            kind, place = PART_TYPES[opened.part], place + b',"content_index":0'
-            logprobs = b',"logprobs":[]' if opened.part == "text" else b""
-            done = self._event(b"response.%b.done" % kind, b'%b,"text":%b%b' % (place, text, logprobs))
-            part = part_of(opened.part, text)
-            done += self._event(b"response.content_part.done", b'%b,"part":%b' % (place, part))
+            kind, text = PART_TYPES[item.part], line_of(said)
+            logprobs = b',"logprobs":[]' if item.part == "text" else b""
+            done = self._event(b"response.%b.done" % kind, b'%b,"text":%b%b' % (item.place, text, logprobs))
+            part = part_of(item.part, text)
+            done += self._event(b"response.content_part.done", b'%b,"part":%b' % (item.place, part))
         status = status or "completed"
-        self._done.append((opened, status, said))
+        self._done.append((item, status, said))
         # Log-probabilities, of which there may be megabytes, are told twice: in deltas, and at the response's end.
-        item = self._item(opened.part, opened.index, status, said, names=names)
-        return done + self._event(b"response.output_item.done", b'"output_index":%d,"item":%b' % (opened.index, item))
-
-    def _is_custom(self, opened: _OpenItem) -> bool:
-        return opened.call is not None and self._tool(opened.call.name or "").is_custom
+        told = b'"output_index":%d,"item":%b' % (item.number, self._encoded(item, status, said))
+        return done + self._event(b"response.output_item.done", told)
 
     def _call_done(self, tool: ClientTool, place: bytes, arguments: str) -> bytes:
         """The events that end a call's arguments."""
@@ -583,24 +551,24 @@ class ResponseAnswer(PartsAnswer):
         """Those that have ended; the first message has the log-probabilities of all tokens."""
         items, positions = [], self._positions
         for item, status, text in self._done:
-            items.append(self._item(item.part, item.index, status, text, positions, _names_of(item.call)))
+            items.append(self._encoded(item, status, text, positions))
             positions = [] if item.part == "text" else positions
         return items
 
 
-PART_TYPES = {"text": b"output_text", "reasoning": b"reasoning_text"}
+PART_TYPES: dict[Part, bytes] = {"text": b"output_text", "reasoning": b"reasoning_text"}
 
 
-def part_of(part: Part, text: bytes) -> bytes:
-    return _output_text(text) if part == "text" else b'{"type":"reasoning_text","text":%b}' % text
-
-
-def _output_text(text: bytes, positions: Sequence[bytes] = ()) -> bytes:
+def part_of(part: Part, text: bytes, positions: Sequence[bytes] = ()) -> bytes:
+    """The part of an item that is no call."""
+    if part != "text":
+        return b'{"type":"reasoning_text","text":%b}' % text
     return b'{"type":"output_text","annotations":[],"logprobs":[%b],"text":%b}' % (b",".join(positions), text)
 
 
-def _names_of(call: ToolCallDelta | None) -> tuple[str, str]:
-    return (call.id or "", call.name or "") if call is not None else ("", "")
+def _status_of(reason: FinishReason | None, *, is_cut: bool) -> str:
+    """Without a call that was cut a response is whole where the model has ended it."""
+    return "incomplete" if is_cut and reason == "stop" else STATUSES[reason]
 
 
 def _is_whole(arguments: str) -> bool:

@@ -8,65 +8,54 @@ from typing import Any
 import msgspec
 from msgspec.json import decode
 
+from aioengine.outputs import CompletionDelta
 from aioengine.server.answers import line_of
+from aioengine.server.decoding import joined_texts
 from aioengine.server.errors import invalid_value
-from aioengine.server.responses import part_of
+from aioengine.server.response_tools import ClientTool, arguments_of
+from aioengine.server.responses import InputItem, ResponseAnswer, part_of
+from aioengine.tool_calls.calls import ToolCallDelta
 
-IN_PROGRESS: dict[str, Any] = dict.fromkeys(("completed_at", "error", "incomplete_details", "usage")) | {
-    "status": "in_progress",
-    "output": [],
-}
-TEXTS = {
-    "message": ("output_text", "text"),
-    "reasoning": ("reasoning_text", "text"),
-    "function_call": ("function_call_arguments", "arguments"),
-    "custom_tool_call": ("custom_tool_call_input", "input"),
-}
-"""The name of an item's text in events, and the field that has it, by the item's type."""
+TOLD_LAST = ("status", "completed_at", "error", "incomplete_details", "usage", "output")
+"""A response's fields beside `ResponseRequest.head`."""
 MAX_ITEMS = 100
 """Most items of one page."""
 
 
-class _Part(msgspec.Struct):
-    """A part of an item, without its log-probabilities, which may be megabytes."""
+class _Output(InputItem):
+    """An item of a response."""
 
-    text: str
+    status: str = ""
 
 
 def events_of(body: bytes) -> list[bytes]:
     """The events of a response that has ended, by its body; a delta an item, log-probabilities in the last event."""
     response = decode(body, type=dict[str, msgspec.Raw])
-    items = decode(response["output"], type=list[dict[str, msgspec.Raw]])
-    events: list[bytes] = []
+    items = decode(response["output"], type=list[_Output])
+    tools: dict[str, ClientTool] = {}
+    deltas: list[CompletionDelta] = []
+    for item in items:
+        text = joined_texts("output", item.content or "")
+        reasoning, text = (text, "") if item.type == "reasoning" else ("", text)
+        calls: list[ToolCallDelta] = []
+        if item.call_id is not None:
+            tool = ClientTool(item.name or "", item.namespace, item.input is not None)
+            tools[tool.function] = tool
+            arguments = item.arguments if item.input is None else arguments_of(item.input)
+            calls = [ToolCallDelta(len(deltas), item.call_id, tool.function, arguments or "")]
+        deltas.append(CompletionDelta(index=0, token_ids=[], text=text, reasoning=reasoning, tool_calls=calls))
+    head = {name: value for name, value in response.items() if name not in TOLD_LAST}
+    answer = ResponseAnswer(
+        {**head, "id": decode(head["id"])}, list, top_logprobs=None, tools=tools, keep=lambda body, choice: None
+    )
+    events = [answer.opening(()), *(answer.event(0, delta) for delta in deltas)]
+    events.append(answer.end_items(items[-1].status) if items else b"")
+    return split_events(b"".join(events) + answer.end(decode(response["status"]), body))
 
-    def add(kind: str, fields: dict[str, Any]) -> None:
-        event = line_of({"type": f"response.{kind}", "sequence_number": len(events), **fields})
-        events.append(b"event: response.%b\ndata: %b\n\n" % (kind.encode(), event))
 
-    for kind in ("created", "in_progress"):
-        add(kind, {"response": {**response, **IN_PROGRESS}})
-    for index, item in enumerate(items):
-        kind, is_call = decode(item["type"]), "content" not in item
-        name, field = TEXTS[kind]
-        text: str = decode(item[field]) if is_call else decode(item["content"], type=list[_Part])[0].text
-        place = {"item_id": item["id"], "output_index": index, **({} if is_call else {"content_index": 0})}
-        logprobs: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-        empty, part = (msgspec.Raw(part_of("text" if logprobs else "reasoning", line_of(told))) for told in ("", text))
-        begun: dict[str, Any] = {**item, "status": "in_progress", **({field: ""} if is_call else {"content": []})}
-        add("output_item.added", {"output_index": index, "item": begun})
-        if not is_call:
-            add("content_part.added", {**place, "part": empty})
-        if text:
-            add(f"{name}.delta", {**place, "delta": text, **logprobs})
-        names = {"name": item["name"]} if kind == "function_call" else {}
-        add(f"{name}.done", {**place, **names, field: text, **logprobs})
-        if not is_call:
-            add("content_part.done", {**place, "part": part})
-            item["content"] = msgspec.Raw(b"[%b]" % part)
-        add("output_item.done", {"output_index": index, "item": item})
-    status = decode(response["status"])
-    add(status if status in ("completed", "failed") else "incomplete", {"response": msgspec.Raw(body)})
-    return events
+def split_events(data: bytes) -> list[bytes]:
+    """Each event alone."""
+    return [event + b"\n\n" for event in data.split(b"\n\n")[:-1]]
 
 
 def input_page(response_id: str, messages: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
