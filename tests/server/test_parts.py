@@ -16,6 +16,7 @@ from aioengine.outputs import CompletionDelta, CompletionOutput, RequestOutput
 from aioengine.server.answers import parts_in_order
 from aioengine.server.messages import MessageAnswer
 from aioengine.server.responses import ResponseAnswer
+from aioengine.server.retrieval import events_of
 from aioengine.tool_calls.calls import Piece, Tool, ToolCall, ToolCallDelta
 from aioengine.tool_calls.formats import find_tool_format
 from aioengine.tool_calls.reasoning import ReasoningParser, find_reasoning_format
@@ -81,6 +82,17 @@ def streamed(answer: Any, output: RequestOutput, deltas: list[CompletionDelta]) 
     return [json.loads(event) for _, event in sse_events(data)]
 
 
+def merged(events: list[Any]) -> list[Any]:
+    """Events without their numbers, and the deltas of an item as one."""
+    told: list[Any] = []
+    for event in ({**event, "sequence_number": 0} for event in events):
+        if told and event["type"] == told[-1]["type"] and "delta" in event:
+            told[-1]["delta"] += event["delta"]
+        else:
+            told.append(event)
+    return told
+
+
 def check_calls(told: list[tuple[str, str, str]], calls: list[ToolCall]) -> None:
     """All complete calls are told, and at most one that was cut."""
     complete = {call.id: (call.id, call.name, call.arguments) for call in calls}
@@ -112,6 +124,9 @@ def test_a_responses_events_are_in_order(text: str, seed: int) -> None:
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     response = events[-1]["response"]
     assert json.loads(kept[0]) == response
+    again = [json.loads(event) for _, event in sse_events(b"".join(events_of(kept[0])))]
+    assert [event["sequence_number"] for event in again] == list(range(len(again)))
+    assert merged(again) == merged(events), "a stored response is told again as it was"
     opened: list[str] = []
     said: dict[str, str] = {}
     for event in events[2:-1]:

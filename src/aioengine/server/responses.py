@@ -287,7 +287,7 @@ def with_instructions(request: ResponseRequest, messages: list[dict[str, Any]]) 
 # What they get
 
 
-class _Item(NamedTuple):
+class _OutputItem(NamedTuple):
     """An item of a response.
 
     Attributes:
@@ -336,11 +336,11 @@ class ResponseAnswer(PartsAnswer):
         self._keep = keep
         self.max_positions = positions_a_slice(top_logprobs)
         self._num_events = 0
-        self._open: _Item | None = None
+        self._open: _OutputItem | None = None
         self._texts: list[str] = []
         self._delta_head = b""
         """What all deltas of the item that is open begin with, up to the number of the event."""
-        self._done: list[tuple[_Item, str, str]] = []
+        self._done: list[tuple[_OutputItem, str, str]] = []
         """Items that have ended, each with its status and its text."""
         self._writer = PositionWriter(token_bytes, top_logprobs or 0)
         self._untold: list[bytes] = []
@@ -409,17 +409,17 @@ class ResponseAnswer(PartsAnswer):
         }
         return b'%b,"output":[%b],%b' % (self._head, b",".join(items), line_of(told)[1:])
 
-    def _item(self, part: Part, number: int, call: ToolCall | ToolCallDelta | None) -> _Item:
+    def _item(self, part: Part, number: int, call: ToolCall | ToolCallDelta | None) -> _OutputItem:
         """Its id is the same however the response is told; but text behind a call comes before it in a whole one."""
         prefix = {"text": "msg", "reasoning": "rs"}.get(str(part), "fc")
         item_id = f"{prefix}_{self._suffix}{number:02x}"
         if call is None:
-            return _Item(part, number, item_id, None, "")
+            return _OutputItem(part, number, item_id, None, "")
         name = call.name or ""
-        return _Item(part, number, item_id, self._tools.get(name) or ClientTool(name), call.id or "")
+        return _OutputItem(part, number, item_id, self._tools.get(name) or ClientTool(name), call.id or "")
 
     def _encoded(
-        self, item: _Item, status: str, text: str, positions: Sequence[bytes] = (), *, is_begun: bool = True
+        self, item: _OutputItem, status: str, text: str, positions: Sequence[bytes] = (), *, is_begun: bool = True
     ) -> bytes:
         """An item as JSON.
 

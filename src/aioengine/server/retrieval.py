@@ -22,7 +22,7 @@ MAX_ITEMS = 100
 """Most items of one page."""
 
 
-class _Output(InputItem):
+class _StoredItem(InputItem):
     """An item of a response."""
 
     status: str = ""
@@ -31,7 +31,7 @@ class _Output(InputItem):
 def events_of(body: bytes) -> list[bytes]:
     """The events of a response that has ended, by its body; a delta an item, log-probabilities in the last event."""
     response = decode(body, type=dict[str, msgspec.Raw])
-    items = decode(response["output"], type=list[_Output])
+    items = decode(response["output"], type=list[_StoredItem])
     tools: dict[str, ClientTool] = {}
     deltas: list[CompletionDelta] = []
     for item in items:
