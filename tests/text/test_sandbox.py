@@ -31,6 +31,8 @@ def render(template: str, content: str = "hi", *, limits: TemplateLimits | None 
         "{% set c = cycler(1, 2) %}{% for i in range(99999) %}{% for j in range(99999) %}{{ c.next() and '' }}"
         "{% endfor %}{% endfor %}",
         "{% for i in range(99999) %}{{ (range(9999) | map('string') | list)[:0] and '' }}{% endfor %}",
+        "{{ range(2, 99999) | select('in', [1] * 1000) | list }}",
+        "{% set l = [1] * 1000 %}{{ [" + "2 in l," * 4000 + "] }}",
     ],
 )
 def test_a_template_that_loops_is_stopped_at_its_deadline(template: str) -> None:
@@ -101,6 +103,18 @@ def test_a_template_that_takes_long_pauses_for_the_event_loop(monkeypatch: pytes
         "{% set x = 'x' * 1000000 %}{% set y %}{% for i in range(99999) %}{{ x[1:] }}{% endfor %}{% endset %}",
         "{% set x = ['x' * 1000] * 1000 %}{% set y %}{% for i in range(99999) %}{{ x }}{% endfor %}{% endset %}",
         "".join(f"{{% set x{i} = 'x' * 16000000 %}}" for i in range(300)),
+        "{{ ([10 ** 4000] * 100000) | tojson }}",
+        "{{ ([10 ** 4000] * 100000) | string }}",
+        "{{ ([10 ** 4000] * 100000) | join }}",
+        "{{ ([(('x' * 1000000) | safe).upper] * 1000) | string }}",
+        "{% macro " + "m" * 10000 + "() %}{% endmacro %}{{ ([" + "m" * 10000 + "] * 10000) | string }}",
+        "{{ ([{'x' * 100000: 1}.keys() - []] * 10000) | string }}",
+        "{{ ([{'x' * 100000: 1}.keys().mapping] * 10000) | string }}",
+        "{{ ('x\n' * 500000) | indent(63) }}",
+        "{{ [1] | batch(7000000, 'x') | list }}",
+        "{{ strftime_now('%99999999d' * 90000) }}",
+        "{{ '%(a(b)c)999999999d' % {'a(b)c': 1} }}",
+        "{{ '%(a%b)999999999d' % {'a%b': 1} }}",
     ],
 )
 def test_a_template_that_asks_for_all_memory_gets_none(template: str) -> None:
@@ -169,6 +183,10 @@ def test_closed_limits_end_what_runs_and_admit_no_more() -> None:
         "{{ '%(a)99999999d' % {'a': 1} }}",
         "{{ ('%(a)s' * 100000) % {'a': 'x' * 100000} }}",
         "{{ ('{0}' * 100000).format('x' * 100000) }}",
+        "{{ ('%(' * 500000) % () }}",
+        "{{ ([messages] * 5000) | sort(attribute='0.' * 4000) }}",
+        "{{ ([messages] * 5000) | map(attribute='0.' * 4000) | list }}",
+        "{{ ([messages] * 5000) | selectattr('0.' * 4000) | list }}",
         "{% set ns = namespace(l=[1] * 20000) %}{% for i in range(60) %}{% set ns.l = [ns.l] %}{% endfor %}"
         "{{ ns.l | tojson(indent=64) }}",
     ],
@@ -204,6 +222,11 @@ def test_what_templates_do_with_long_contents_is_done() -> None:
     [
         ("{% macro m(l) %}{{ l.index }}{% endmacro %}{% for x in 'abc' %}{{ m(loop) }}{% endfor %}", "123"),
         ("{{ '{name}: {text:>5} {value}'.format(name='a', text='b', value=1.5) }}", "a:     b 1.5"),
+        ("{{ '%(a)s, 100%% (%(b)3d)' % {'a': 'x', 'b': 1} }}", "x, 100% (  1)"),
+        (
+            "{{ 1 < 2 < 3 }}{{ 'h' in messages[0].content }}{{ 'a' not in ['b'] }}{{ 'A' is lower }}",
+            "TrueTrueTrueFalse",
+        ),
         ("{{ '%s: %(a)s' if false else '%5.1f|%s' % (1.25, 'x') }}", "  1.2|x"),
         ("{% for x in 'ab' %}{{ x.replace('a', 'b') }}{{ x | replace('b', 1) }}{% endfor %}", "bab1"),
         ("{{ [[1], [2, 3]] | sum(start=[]) | join('-') }}{{ [1, 2] | join }}", "1-2-312"),

@@ -25,7 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Cycler, Namespace
 from jinja2.visitor import NodeTransformer
 
-from aioengine.text.template_limits import TemplateStopped, current
+from aioengine.text.template_limits import ITEM_CHARS, TemplateStopped, current
 
 LEFT_OUT = frozenset({
     "encode", "expandtabs", "format_map", "fromkeys", "maketrans", "pprint", "striptags", "to_bytes", "translate",
@@ -34,16 +34,27 @@ LEFT_OUT = frozenset({
 """Filters and methods that no chat needs, and that take long over little or make much of little."""
 
 MULTIPLIES = frozenset({
-    "batch", "center", "indent", "ljust", "lstrip", "rfind", "rindex", "rjust", "rpartition", "rsplit", "rstrip",
-    "slice", "strip", "tojson", "trim", "zfill",
+    "lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip", "tojson", "trim",
 })  # fmt: skip
-"""Filters and methods whose results, or whose time, may be the text times the largest argument."""
+"""Filters and methods whose time may be the text times the largest argument."""
+
+PADS = frozenset({"batch", "center", "ljust", "rjust", "slice", "zfill"})
+"""Filters and methods whose results have as many items or characters as an argument says."""
+
+BY_ATTRIBUTE = frozenset({
+    "groupby", "join", "map", "max", "min", "rejectattr", "selectattr", "sort", "sum", "unique",
+})  # fmt: skip
+"""Filters that look up a path such as "a.b.c" in each item."""
+
+MAX_TIME_FORMAT_CHARS = 1000
+"""Length of a format of `strftime_now`; the C library makes up to 256 times as many characters of it."""
 
 TOO_WIDE = {
-    "%": re.compile(r"%(\([^)]*\))?[^%a-zA-Z]*(\d{4,}|\*)"),
+    "%": re.compile(r"%(\((?![^()%]{0,99}\))|(\([^()%]*\))?[^%a-zA-Z]*(\d{4,}|\*))"),
     "{": re.compile(r"\{([^{}:!]*[.\[]|[^{}]*(\d{4,}|\{))"),
 }
-"""By what begins a field of a format: fields of four digits or more, of an argument's width, of a value's attribute."""
+"""By what begins a field of a format: fields of four digits or more, of an argument's width, of a value's attribute, of
+a key that is long or has parentheses. Each pattern stops at the next field, so that its time is linear."""
 
 
 class ChatEnvironment(ImmutableSandboxedEnvironment):
@@ -58,7 +69,8 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         self.filters = {name: _checked(name, filters[name]) for name in filters.keys() - LEFT_OUT}
         del self.globals["lipsum"]
         self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = lambda format: datetime.now().strftime(format)  # noqa: A006 - its name there
+        self.globals["strftime_now"] = _strftime_now
+        self.tests = {name: _counted(test) for name, test in self.tests.items()}
         self.globals["dict"] = _dict
         self.globals["namespace"] = lambda *args, **kwargs: _Namespace(_dict(*args, **kwargs))
 
@@ -118,13 +130,15 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Counting(NodeTransformer):
-    """Makes loops, ``~``, slices, lists and dicts calls of the environment."""
+    """Makes loops, ``~``, slices, lists, dicts and comparisons calls of the environment."""
 
     def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
         node = super().visit(node, *args, **kwargs)
         match node:
             case nodes.For():
                 node.iter = _call("counted", node.iter)
+            case nodes.Compare() if not all(isinstance(operand.expr, nodes.Const) for operand in node.ops):
+                return _call("made", node)  # two lists may take milliseconds
             case nodes.Concat():
                 return _call("joined", *node.nodes)
             case nodes.List() | nodes.Tuple(ctx="load") if all(isinstance(item, nodes.Const) for item in node.items):
@@ -165,6 +179,12 @@ def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
+def _strftime_now(format: str) -> str:  # noqa: A002 - its name in transformers
+    if len(format) > MAX_TIME_FORMAT_CHARS:
+        raise TemplateStopped(f"it formats a time by more than {MAX_TIME_FORMAT_CHARS} characters")
+    return datetime.now().strftime(format)
+
+
 def _to_json(
     x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
@@ -184,6 +204,17 @@ def _join(environment: Environment, value: Any, d: Any = "", attribute: Any = No
 
 def _round(value: float, precision: int = 0, method: Any = "common") -> float:
     return do_round(value, max(-400, min(precision, 400)), method)  # no float has more digits
+
+
+def _counted(test: Callable[..., Any]) -> Callable[..., Any]:
+    """A test as a step: ``select`` may apply one to many items and yield none."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        current().step()
+        return test(*args, **kwargs)
+
+    return run
 
 
 def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -215,9 +246,17 @@ def _check(name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     """Refuse a filter, or a text's method, that would make too much or take too long; formats by `TOO_WIDE`'s keys."""
     rendering, given = current(), (*args, *kwargs.values())
     size, num_chars = rendering.size_of, 0
+    largest = max((some if isinstance(some, int) else size(some) for some in given), default=0)
+    if name in BY_ATTRIBUTE:
+        rendering.check_size(size(value) * max((some.count(".") for some in given if isinstance(some, str)), default=0))
     if name in MULTIPLIES:
-        largest = max((some if isinstance(some, int) else size(some) for some in given), default=0)
         num_chars = (1 + size(value)) * largest // 64
+    elif name in ("list", "slice", "sort") and isinstance(value, str):
+        num_chars = ITEM_CHARS * len(value)
+    elif name == "indent":
+        num_chars = size(value) * largest // 4  # an indent of four is the usual one
+    elif name in PADS:
+        num_chars = largest * (ITEM_CHARS if name in ("batch", "slice") else 1)
     elif name == "replace" and len(given) > 1:
         old, new = (str(kwargs.get(key, given[place])) for place, key in enumerate(("old", "new")))
         num_chars = str(value).count(old) * len(new)

@@ -13,8 +13,8 @@ from typing import Any
 from aioengine.errors import EngineClosed
 from aioengine.turns import running_loop
 
-MAX_STEPS = 2**22
-"""Loop iterations, calls, filters and operators of one rendering, and pieces of text that it writes.
+MAX_STEPS = 2**23
+"""Loop iterations, calls, filters, tests and operators of one rendering, and pieces of text that it writes.
 
 Templates that go through all messages for each message take up to 3 million steps for 2,000 messages."""
 
@@ -34,7 +34,7 @@ LONG_S = 0.1
 """A rendering that takes longer gives way to other chats, and takes turns with those that do, too: of several threads
 that compute, each would make the event loop wait for the GIL."""
 
-CONTAINERS = (list, tuple, dict, MappingView)
+CONTAINERS = (list, tuple, dict, set, MappingView)
 
 
 class TemplateStopped(Exception):
@@ -150,11 +150,16 @@ class Rendering:
         """Characters of all texts in a value; a text that occurs twice counts twice, as in the value's own text."""
         if isinstance(value, str):
             return len(value)
-        if not isinstance(value, CONTAINERS):
+        if isinstance(value, int):
+            return value.bit_length() // 64 * 20  # decimal digits
+        if isinstance(value, float) or value is None:
             return 0
         if id(value) not in self._sizes:
-            parts: Any = (*value, *value.values()) if isinstance(value, dict) else value
-            size = ITEM_CHARS * len(value) + sum(self.size_of(part) for part in parts)
+            if isinstance(value, CONTAINERS):
+                parts: Any = (*value, *value.values()) if isinstance(value, dict) else value
+                size = ITEM_CHARS * len(value) + sum(map(self.size_of, parts))
+            else:
+                size = len(repr(value))  # a macro has its name there, a method of `Markup` the whole text
             self.check_size(size)
             self._sizes[id(value)] = value, size
         return self._sizes[id(value)][1]
