@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import typing
 from collections.abc import Callable, Iterator
+from types import UnionType
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -209,6 +210,8 @@ def _parts(kind: Any) -> Iterator[Any]:
             yield from part.__metadata__
             pending.append(part.__origin__)
         elif origin is not None and origin is not typing.Literal:
+            if origin in (set, frozenset) and any(map(_is_unhashable, typing.get_args(part))):
+                raise TypeError(f"{_named(part)} cannot hold such items; take a list, or items that are frozen")
             pending += [origin, *typing.get_args(part)]
         elif name := next((name for name in ("__supertype__", "__value__", "__bound__") if hasattr(part, name)), ""):
             pending.append(getattr(part, name))
@@ -217,6 +220,18 @@ def _parts(kind: Any) -> Iterator[Any]:
         elif isinstance(part, type):
             yield part
             pending += _fields_of(part)
+
+
+def _is_unhashable(kind: Any) -> bool:
+    """Whether values of the type may have no hash; of `Any`, a JSON object would have none."""
+    origin = typing.get_origin(kind) or kind
+    if origin in (typing.Union, UnionType):
+        return any(map(_is_unhashable, typing.get_args(kind)))
+    if origin is Annotated:
+        return _is_unhashable(kind.__origin__)
+    if isinstance(origin, type) and issubclass(origin, msgspec.Struct):
+        return not origin.__struct_config__.frozen
+    return origin in (Any, object) or getattr(origin, "__hash__", None) is None
 
 
 _FIELDS = ("_fields", "__attrs_attrs__", "__dataclass_fields__", "__struct_fields__", "__total__", "model_fields")
@@ -347,6 +362,8 @@ def _generators() -> tuple[Any, Any]:
                 described["additionalProperties"] = False
             elif keys.get("type", "string") != "string" or "format" in keys:
                 raise TypeError(_WRONG_KEYS)
+            elif "patternProperties" in described:
+                described["additionalProperties"] = False
             return described
 
     return Silent, Exact

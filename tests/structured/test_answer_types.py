@@ -134,6 +134,7 @@ OF_PYDANTIC = [
     *(Annotated[int, annotated_types.Ge(500)], NewType("Number", Hundreds), Kid, Class, Counted, Pair, Plain),
     *(WithDefault, OfPydantic, Home, Kept, Annotated[Cat | Dog, Field(discriminator="kind")]),
     *(Rest, set[Hundreds], frozenset[Annotated[str, Field(max_length=2)]]),
+    dict[Annotated[str, Field(pattern="^[a-c]{1,3}$")], Hundreds],
 ]
 OF_MSGSPEC = [
     *(datetime.datetime, datetime.time, datetime.timedelta, decimal.Decimal, Hour, Day, list[Day | Hour]),
@@ -198,6 +199,10 @@ class OfMember(pydantic.BaseModel):
     ("kind", "said"),
     [
         (dict[str, list[complex]], "take two floats"),
+        (set[Any], "take a list"),
+        (list[frozenset[dict[str, int] | None]], "take a list"),
+        (set[Annotated[Kid | int, "a word"]], "take a list"),
+        (set[Hour], "take a list"),
         (Naive, "with its zone"),
         (dict[datetime.date, bool], "cannot be kept to these keys"),
         (dict[Literal[1, 2], bool], "cannot be kept to these keys"),

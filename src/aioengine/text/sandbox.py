@@ -206,7 +206,7 @@ def _round(value: float, precision: int = 0, method: Any = "common") -> float:
     return do_round(value, max(-400, min(precision, 400)), method)  # no float has more digits
 
 
-def _counted(test: Callable[..., Any]) -> Callable[..., Any]:
+def _counted(test: Any) -> Callable[..., Any]:
     """A test as a step: ``select`` may apply one to many items and yield none."""
 
     @functools.wraps(test)
