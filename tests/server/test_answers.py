@@ -17,7 +17,8 @@ from server.conftest import ADAPTERS, Adapter, events_of, openai_client, plain_c
 
 from aioengine import Engine
 from aioengine.outputs import CompletionDelta, CompletionOutput, FinishReason, Logprob, RequestOutput, TokenLogprobs
-from aioengine.server.answers import ChatAnswer, CompletionAnswer, TextPlace, usage_of
+from aioengine.server.answers import ChatAnswer, CompletionAnswer, Extras, usage_of
+from aioengine.server.token_logprobs import TextPlace
 from aioengine.testing import FakeExecutor
 
 HEAD: dict[str, object] = {"id": "cmpl-1", "created": 1_700_000_000, "model": 'a "model"\n'}
@@ -146,7 +147,7 @@ def check_endings(events: list[Any], whole: Any) -> None:
 @given(runs(), st.none() | st.integers(0, 3), st.booleans())
 def test_a_chats_events_add_up_to_its_answer(run: Run, top: int | None, has_usage: bool) -> None:
     def answer() -> ChatAnswer:
-        return ChatAnswer(HEAD, token_bytes, top_logprobs=top, has_usage=has_usage)
+        return ChatAnswer(HEAD, token_bytes, Extras(top_logprobs=top, has_usage=has_usage))
 
     whole = json.loads(asyncio.run(answer().whole(run.outputs)))
     check_heads([whole], "chat.completion")
@@ -196,8 +197,7 @@ def test_a_completions_events_add_up_to_its_answer(run: Run, top: int | None, ha
         return CompletionAnswer(
             HEAD,
             token_bytes,
-            top_logprobs=top,
-            has_usage=has_usage,
+            Extras(top_logprobs=top, has_usage=has_usage),
             num_choices=run.num_choices,
             prompt_texts=() if echo == "none" else run.prompts,
             is_echo_alone=echo == "alone",
@@ -279,7 +279,7 @@ def test_text_offsets_are_where_tokens_begin_in_the_text(
     def answer() -> CompletionAnswer:
         texts = [prompt[0]] if echo else []
         options: dict[str, Any] = {"num_choices": 1, "prompt_texts": texts, "skips_special": skips_special}
-        return CompletionAnswer(HEAD, bytes_of, top_logprobs=0, has_usage=False, **options)
+        return CompletionAnswer(HEAD, bytes_of, Extras(top_logprobs=0), **options)
 
     def places(begin: int, pieces: list[bytes]) -> list[int]:
         """By the text alone: so many whole characters are before each piece."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import bisect
-import codecs
 import itertools
 import sys
 from abc import ABC, abstractmethod
@@ -18,25 +17,26 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 import msgspec
 
 import aioengine
-from aioengine.outputs import CompletionDelta, CompletionOutput, FinishReason, Logprob, RequestOutput, TokenLogprobs
+from aioengine.outputs import CompletionDelta, CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
 from aioengine.server.decoding import IDS_A_TURN
 from aioengine.server.errors import ApiError
+from aioengine.server.token_logprobs import (
+    Columns,
+    PositionWriter,
+    TextPlace,
+    TokenBytes,
+    encode,
+    plain_position,
+    positions_a_slice,
+)
 from aioengine.tool_calls.calls import ToolCallDelta
 
 DONE = b"data: [DONE]\n\n"
 FINGERPRINT = f"aioengine-{aioengine.__version__}"
 
 
-TokenBytes = Callable[..., list[bytes]]
-"""`Engine.token_bytes`."""
-
-ENTRIES_A_SLICE = 500
-"""Log-probabilities that are encoded between two turns for others."""
-
 MAX_COUNTED = 8192
 """Tokens among which those of the reasoning are counted: half a microsecond each."""
-
-encode = msgspec.json.Encoder().encode
 
 P = TypeVar("P")
 Q = TypeVar("Q")
@@ -78,9 +78,11 @@ async def encode_ids(ids: Sequence[int]) -> bytes:
 
 
 class Extras(NamedTuple):
-    """What vLLM's further fields ask for.
+    """What an answer is to have beside its text.
 
     Attributes:
+        top_logprobs: how many likeliest tokens to tell of at each position; None without log-probabilities.
+        has_usage: a stream's last event tells of the usage, and the others say that it comes later.
         has_reasoning: reasoning is told of.
         has_token_ids: so are the ids of prompt and output.
         is_by_ids: log-probabilities name tokens by their ids instead of their texts.
@@ -88,18 +90,18 @@ class Extras(NamedTuple):
         num_named: tokens that the request has named, which are told of at each position instead of the likeliest ones.
     """
 
+    top_logprobs: int | None = None
+    has_usage: bool = False
     has_reasoning: bool = True
     has_token_ids: bool = False
     is_by_ids: bool = False
     num_prompt_top: int | None = None
     num_named: int = 0
 
-    def max_rank(self, top_logprobs: int | None) -> int:
+    @property
+    def max_rank(self) -> int:
         """The last rank that is told of at a position."""
-        return sys.maxsize if self.num_named else top_logprobs or 0
-
-
-NO_EXTRAS = Extras()
+        return sys.maxsize if self.num_named else self.top_logprobs or 0
 
 
 class Answer(ABC):
@@ -216,41 +218,6 @@ class PartsAnswer(Answer):
         """Events that end the part that is open, if one is."""
 
 
-class PositionWriter:
-    """Log-probabilities of tokens as chats tell of them.
-
-    Args:
-        top_logprobs: how many likeliest tokens to tell of at each position.
-        is_by_ids: tokens are named by their ids.
-    """
-
-    def __init__(self, token_bytes: TokenBytes, top_logprobs: int, *, is_by_ids: bool = False) -> None:
-        self._token_bytes = token_bytes
-        self._top_logprobs = top_logprobs
-        self._is_by_ids = is_by_ids
-        self._begun: set[int] = set()
-        """Choices of which some positions have been written."""
-
-    def encode(self, choice: int, position: TokenLogprobs) -> bytes:
-        """JSON of a choice's next token, and of the likeliest ones as many as were asked for, by rank."""
-        is_start = choice not in self._begun
-        self._begun.add(choice)
-        entries = {}
-        for token_id, entry in position.items():
-            # One at a time: they stand in for each other, and do not follow each other.
-            (data,) = self._token_bytes([token_id], is_start=is_start, skip_special_tokens=False)
-            name = _id_name(token_id) if self._is_by_ids else _text_of(entry)
-            entries[token_id] = {"token": name, "logprob": _finite(entry.logprob), "bytes": list(data)}
-        ranked = sorted((entry.rank, token_id) for token_id, entry in position.items())
-        top = [entries[token_id] for rank, token_id in ranked if rank <= self._top_logprobs]
-        return encode({**entries[next(iter(position))], "top_logprobs": top})
-
-
-def positions_a_slice(top_logprobs: int | None) -> int:
-    """`Answer.max_positions` where so many likeliest tokens are told of."""
-    return max(1, ENTRIES_A_SLICE // ((top_logprobs or 0) + 1))
-
-
 class ChoicesAnswer(Answer):
     """What chats and completions have in common.
 
@@ -258,9 +225,6 @@ class ChoicesAnswer(Answer):
 
     Args:
         head: the answer's "id", "created" and "model".
-        top_logprobs: how many likeliest tokens to tell of at each position; None without log-probabilities.
-        has_usage: a stream's last event tells of the usage, and the others say that it comes later.
-        extras: what else it is to have.
     """
 
     WHOLE: ClassVar[str]
@@ -271,18 +235,16 @@ class ChoicesAnswer(Answer):
     """The field of an event that holds its text."""
     NO_TEXT: ClassVar[bytes]
 
-    def __init__(
-        self, head: dict[str, object], *, top_logprobs: int | None, has_usage: bool, extras: Extras = NO_EXTRAS
-    ) -> None:
+    def __init__(self, head: dict[str, object], token_bytes: TokenBytes, extras: Extras) -> None:
         self._head = head
-        self._top_logprobs = top_logprobs
+        self._token_bytes = token_bytes
+        self._top_logprobs = top_logprobs = extras.top_logprobs
         self._extras = extras
         self._tells_of_each_token = top_logprobs is not None or extras.has_token_ids
         """Also of those that bring no text."""
-        self._has_usage = has_usage
         self.max_positions = positions_a_slice(max(top_logprobs or 0, extras.num_prompt_top or 0, extras.num_named))
         self._event_head = self._head_of(self.PART)
-        self._event_end = b'}],"usage":null}\n\n' if has_usage else b"}]}\n\n"
+        self._event_end = b'}],"usage":null}\n\n' if extras.has_usage else b"}]}\n\n"
         self._prefixes: dict[int, bytes] = {}
         """Of each choice's events."""
         self._calling: set[int] = set()
@@ -309,7 +271,7 @@ class ChoicesAnswer(Answer):
             fields += b',"prompt_logprobs":null'
         else:
             positions = await self._in_turns(
-                output.prompt_logprobs or (), lambda each: encode(each and _plain_position(each, num_top))
+                output.prompt_logprobs or (), lambda each: encode(each and plain_position(each, num_top))
             )
             fields += b',"prompt_logprobs":[%b]' % b",".join(positions)
         return fields
@@ -321,11 +283,6 @@ class ChoicesAnswer(Answer):
     def usage(self, outputs: Sequence[RequestOutput]) -> Usage:
         """What the client is told that it has used."""
         return usage_of(outputs, is_prompt_alone=self.is_echo_alone)
-
-    def opening(
-        self, outputs: Sequence[RequestOutput], usage: Usage | None = None, prompt_ids: Sequence[bytes] = ()
-    ) -> bytes:
-        return b""
 
     def event(self, choice: int, delta: CompletionDelta, usage: Usage | None = None) -> bytes:
         text = self.TEXT % encode(delta.text) if delta.text else self.NO_TEXT
@@ -350,7 +307,7 @@ class ChoicesAnswer(Answer):
         """The log-probabilities of a choice's next tokens."""
 
     def closing(self, outputs: Sequence[RequestOutput]) -> bytes:
-        if not self._has_usage:
+        if not self._extras.has_usage:
             return DONE
         return b'data: %b,"choices":[],"usage":%b}\n\n%b' % (self._event_head, encode(self.usage(outputs)), DONE)
 
@@ -387,19 +344,11 @@ class ChatAnswer(ChoicesAnswer):
     NO_TEXT = b'"delta":{}'
 
     def __init__(
-        self,
-        head: dict[str, object],
-        token_bytes: TokenBytes,
-        *,
-        top_logprobs: int | None,
-        has_usage: bool,
-        has_text: bool = True,
-        extras: Extras = NO_EXTRAS,
+        self, head: dict[str, object], token_bytes: TokenBytes, extras: Extras, *, has_text: bool = True
     ) -> None:
-        super().__init__(head, top_logprobs=top_logprobs, has_usage=has_usage, extras=extras)
+        super().__init__(head, token_bytes, extras)
         self._has_text = has_text
-        self._token_bytes = token_bytes
-        self._writer = PositionWriter(token_bytes, extras.max_rank(top_logprobs), is_by_ids=extras.is_by_ids)
+        self._writer = PositionWriter(token_bytes, extras.max_rank, is_by_ids=extras.is_by_ids)
 
     async def _choice(self, number: int, output: RequestOutput, choice: CompletionOutput) -> bytes:
         logprobs = b"null"
@@ -469,17 +418,14 @@ class CompletionAnswer(ChoicesAnswer):
         self,
         head: dict[str, object],
         token_bytes: TokenBytes,
+        extras: Extras,
         *,
-        top_logprobs: int | None,
-        has_usage: bool,
         num_choices: int,
         prompt_texts: Sequence[str] = (),
         is_echo_alone: bool = False,
         skips_special: bool = True,
-        extras: Extras = NO_EXTRAS,
     ) -> None:
-        super().__init__(head, top_logprobs=top_logprobs, has_usage=has_usage, extras=extras)
-        self._token_bytes = token_bytes
+        super().__init__(head, token_bytes, extras)
         self._num_choices = num_choices
         self._prompt_texts = prompt_texts
         self.has_echo = bool(prompt_texts)
@@ -511,8 +457,8 @@ class CompletionAnswer(ChoicesAnswer):
         events = [self._event(place, content + prompt_ids[place // self._num_choices], usage) for place in places]
         return b"".join(events)
 
-    def _columns(self, place: TextPlace) -> _Columns:
-        return _Columns(place, self._extras.max_rank(self._top_logprobs), is_by_ids=self._extras.is_by_ids)
+    def _columns(self, place: TextPlace) -> Columns:
+        return Columns(place, self._extras.max_rank, is_by_ids=self._extras.is_by_ids)
 
     def _place_behind(self, prompt: str) -> TextPlace:
         """Where a choice's own tokens begin."""
@@ -542,7 +488,7 @@ class CompletionAnswer(ChoicesAnswer):
             columns.add(position)
         return columns.encoded()
 
-    async def _add_prompt(self, columns: _Columns, output: RequestOutput) -> None:
+    async def _add_prompt(self, columns: Columns, output: RequestOutput) -> None:
         if self._top_logprobs is None or output.prompt_logprobs is None:
             return
         first_id = output.prompt_token_ids[0]
@@ -558,99 +504,6 @@ def _without_tokens(choice: C) -> C:
     """What is told of a choice of which nothing is wanted but its prompt: the engine always generates one token."""
     reason: FinishReason = "length"
     return msgspec.structs.replace(choice, text="", token_ids=[], logprobs=None, finish_reason=reason, stop_reason=None)
-
-
-class TextPlace:
-    """A place in a text, in characters, that moves on token by token.
-
-    Args:
-        prompt: the text, where it is known: special tokens that are not in it, as the beginning's, move nothing.
-        offset: the place of the first token.
-        skips_special: the text is without special tokens.
-    """
-
-    def __init__(
-        self, token_bytes: TokenBytes, prompt: str | None = None, *, offset: int = 0, skips_special: bool = False
-    ) -> None:
-        self._token_bytes = token_bytes
-        self._prompt = prompt
-        self._offset = offset
-        self._skips_special = skips_special
-        self._is_start = prompt is None
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        """Holds the bytes of a character that is not complete."""
-
-    def move(self, token_id: int, shown: str) -> int:
-        """Move behind a token, which is shown as ``shown``; returns where that begins in the text.
-
-        A token that goes on with a character has the place of that.
-        """
-        (data,) = self._token_bytes([token_id], is_start=self._is_start, skip_special_tokens=self._skips_special)
-        self._is_start = False
-        is_open = bool(self._decoder.getstate()[0])
-        if is_open and data and data[0] & 0xC0 != 0x80:  # nothing completes it, and the text has U+FFFD
-            self._offset += len(self._decoder.decode(b"", True))
-            is_open = False
-        begin = self._offset
-        if self._prompt is not None and not is_open:
-            data = self._found(token_id, data, self._prompt)
-        self._offset += len(self._decoder.decode(data))
-        return begin + (data[:1] == b" " and bool(shown) and shown[0] != " ")  # some vocabularies show no space
-
-    def _found(self, token_id: int, data: bytes, prompt: str) -> bytes:
-        """A token's bytes as the prompt has them."""
-        text = data.decode(errors="ignore")
-        if prompt.startswith(text, self._offset):
-            return data
-        if text[:1] == " " and prompt.startswith(text[1:], self._offset):  # some tokenizers put it before a text
-            return data[1:]
-        return data if any(self._token_bytes([token_id], is_start=False, skip_special_tokens=True)) else b""
-
-
-class _Columns:
-    """Tokens with their log-probabilities in the completions' layout, as JSON: four lists of the same length.
-
-    Args:
-        place: of the first token.
-        num_top: likeliest tokens that are told of. is_by_ids: tokens are named by their ids.
-    """
-
-    def __init__(self, place: TextPlace, num_top: int, *, is_by_ids: bool) -> None:
-        self.place = place
-        self._num_top = num_top
-        self._is_by_ids = is_by_ids
-        self._rows: list[tuple[bytes, bytes, bytes, bytes]] = []
-
-    def add(self, position: TokenLogprobs) -> None:
-        """A sampled token, and by their texts the likeliest ones, itself among them."""
-        top: dict[str, float] = {}
-        for token_id, entry in _likeliest(position, self._num_top).items():
-            name = self._name_of(token_id, _text_of(entry))
-            top.setdefault(name, _finite(entry.logprob))  # several half characters have the same text
-        sampled_id, sampled = next(iter(position.items()))
-        self.add_token(sampled_id, _text_of(sampled), _finite(sampled.logprob), top)
-
-    def add_token(self, token_id: int, text: str, logprob: float | None, top: dict[str, float] | None) -> None:
-        name = self._name_of(token_id, text)
-        self._rows.append((encode(name), encode(logprob), encode(top), b"%d" % self.place.move(token_id, text)))
-
-    def _name_of(self, token_id: int, text: str) -> str:
-        return _id_name(token_id) if self._is_by_ids else text
-
-    def encoded(self) -> bytes:
-        columns = [b",".join(column) for column in zip(*self._rows, strict=True)] or [b""] * 4
-        return b'{"tokens":[%b],"token_logprobs":[%b],"top_logprobs":[%b],"text_offset":[%b]}' % tuple(columns)
-
-
-def split_delta(delta: CompletionDelta, max_positions: int) -> Iterator[CompletionDelta]:
-    """A delta that was merged for long, as several with few log-probabilities each; its text is in the last."""
-    positions = delta.logprobs or []
-    last = max(0, len(positions) - 1) // max_positions * max_positions
-    for first in range(0, last, max_positions):
-        end = first + max_positions
-        ids, part = delta.token_ids[first:end], positions[first:end]
-        yield CompletionDelta(index=delta.index, text="", token_ids=ids, logprobs=part)
-    yield msgspec.structs.replace(delta, token_ids=delta.token_ids[last:], logprobs=positions[last:])
 
 
 def num_reasoning_tokens(choice: CompletionOutput, token_bytes: TokenBytes) -> int:
@@ -710,31 +563,3 @@ def _content(positions: Sequence[bytes]) -> bytes:
 
 def _ending(finish_reason: str | None, stop_reason: int | str | None) -> bytes:
     return b'"finish_reason":%b,"stop_reason":%b' % (encode(finish_reason), encode(stop_reason))
-
-
-def _likeliest(position: TokenLogprobs, num_top: int) -> TokenLogprobs:
-    """The position's own token, and so many of the likeliest: more may have been computed, for another field."""
-    own = next(iter(position))
-    return {token_id: entry for token_id, entry in position.items() if token_id == own or entry.rank <= num_top}
-
-
-def _plain_position(position: TokenLogprobs, num_top: int) -> dict[int, dict[str, Any]]:
-    """As vLLM writes one of a prompt."""
-    return {
-        token_id: {"logprob": _finite(entry.logprob), "rank": entry.rank, "decoded_token": entry.decoded_token}
-        for token_id, entry in _likeliest(position, num_top).items()
-    }
-
-
-def _id_name(token_id: int) -> str:
-    """As vLLM names a token by its id."""
-    return f"token_id:{token_id}"
-
-
-def _text_of(entry: Logprob) -> str:
-    return entry.decoded_token or ""
-
-
-def _finite(logprob: float) -> float:
-    """JSON has no infinities; vLLM's floor."""
-    return max(logprob, -9999.0)

@@ -85,7 +85,6 @@ from aioengine.turns import turns_here
 from aioengine.validation import shorten
 
 T = TypeVar("T", bound=Body)
-G = TypeVar("G", bound=Generation)
 
 Handler = Callable[[Exchange, RequestRecord], Awaitable[Response | None]]
 
@@ -106,6 +105,17 @@ RESPONSE_PATH = "/v1/responses/{id}"
 CANCEL_PATH = "/v1/responses/{id}/cancel"
 INPUT_PATH = "/v1/responses/{id}/input_items"
 COUNT_PATH = "/v1/responses/input_tokens"
+GENERATING: dict[str, type[Generation]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponseRequest,
+    MESSAGES: MessageRequest,
+}
+COUNTING: dict[str, type[MessageRequest | ResponseRequest]] = {
+    COUNT_PATH: ResponseRequest,
+    f"{MESSAGES}/count_tokens": MessageRequest,
+}
+"""Paths that tell how many tokens a prompt has."""
 
 
 class Route(NamedTuple):
@@ -185,16 +195,18 @@ class Api:
         self.models = ServedModels(self._find_engine, self.config)
         self.is_draining = False
         routes = (
-            Route("POST", "/v1/chat/completions", self._chat, ChatRequest, is_work=True),
-            Route("POST", "/v1/completions", self._complete, CompletionRequest, is_work=True),
-            Route("POST", "/v1/responses", self._create_response, ResponseRequest, is_work=True),
-            Route("POST", COUNT_PATH, self._count_input_tokens, ResponseRequest, is_work=True),
+            *(
+                Route("POST", path, functools.partial(self._generate, kind), kind, is_work=True)
+                for path, kind in GENERATING.items()
+            ),
+            *(
+                Route("POST", path, functools.partial(self._count, kind), kind, is_work=True)
+                for path, kind in COUNTING.items()
+            ),
             Route("GET", RESPONSE_PATH, self._get_response),
             Route("DELETE", RESPONSE_PATH, self._delete_response),
             Route("POST", CANCEL_PATH, self._cancel_response),
             Route("GET", INPUT_PATH, self._list_input),
-            Route("POST", MESSAGES, self._create_message, MessageRequest, is_work=True),
-            Route("POST", f"{MESSAGES}/count_tokens", self._count_tokens, MessageRequest, is_work=True),
             Route("GET", "/v1/models", self._models),
             Route("GET", MODEL_PATH, self._model),
             Route("POST", "/tokenize", self._tokenize, TokenizeRequest, is_work=True),
@@ -408,34 +420,23 @@ class Api:
 
     # Generating
 
-    async def _chat(self, exchange: Exchange, record: RequestRecord) -> Response | None:
-        request = await self._read_generation(exchange, record, ChatRequest)
-        return await GenerationCall(self.engine, self.config, exchange, record).chat(request)
-
-    async def _complete(self, exchange: Exchange, record: RequestRecord) -> Response | None:
-        request = await self._read_generation(exchange, record, CompletionRequest)
-        return await GenerationCall(self.engine, self.config, exchange, record).complete(request)
-
-    async def _create_message(self, exchange: Exchange, record: RequestRecord) -> Response | None:
-        request = await self._read_generation(exchange, record, MessageRequest)
-        return await GenerationCall(self.engine, self.config, exchange, record).message(request)
-
-    async def _count_tokens(self, exchange: Exchange, record: RequestRecord) -> Response:
-        request = await self._read(exchange, MessageRequest)
+    async def _generate(self, kind: type[Generation], exchange: Exchange, record: RequestRecord) -> Response | None:
+        self.engine.check_accepting()  # before the body is read
+        request = await self._read(exchange, kind)
+        check_request(exchange, record, request)
         record.model = self.models.choose(request.model)
-        num_tokens = await GenerationCall(self.engine, self.config, exchange, record).count(request)
-        return _json({"input_tokens": num_tokens})
+        return await self._call(exchange, record).answer(request)
 
-    async def _create_response(self, exchange: Exchange, record: RequestRecord) -> Response | None:
-        request = await self._read_generation(exchange, record, ResponseRequest)
-        return await GenerationCall(self.engine, self.config, exchange, record).respond(request, self._responses)
-
-    async def _count_input_tokens(self, exchange: Exchange, record: RequestRecord) -> Response:
-        request = await self._read(exchange, ResponseRequest)
+    async def _count(
+        self, kind: type[MessageRequest | ResponseRequest], exchange: Exchange, record: RequestRecord
+    ) -> Response:
+        request = await self._read(exchange, kind)
         record.model = self.models.choose(request.model)
-        call = GenerationCall(self.engine, self.config, exchange, record)
-        num_tokens = await call.count_input(request, self._responses)
-        return _json({"object": "response.input_tokens", "input_tokens": num_tokens})
+        told = {"object": "response.input_tokens"} if kind is ResponseRequest else {}
+        return _json({**told, "input_tokens": await self._call(exchange, record).count(request)})
+
+    def _call(self, exchange: Exchange, record: RequestRecord) -> GenerationCall:
+        return GenerationCall(self.engine, self.config, self._responses, exchange, record)
 
     async def _get_response(self, exchange: Exchange, record: RequestRecord) -> Response | None:
         owned, query = _owned_id(exchange, record), dict(parse_qsl(exchange.query))
@@ -444,8 +445,7 @@ class Api:
         after = query.get("starting_after", "-1")
         if not (after.removeprefix("-").isdecimal() and after.isascii() and len(after) < 12):
             raise invalid_value("starting_after", "starting_after is the sequence_number of an event")
-        call = GenerationCall(self.engine, self.config, exchange, record)
-        await call.follow(owned, self._responses, int(after))
+        await self._call(exchange, record).follow(owned, int(after))
         return None
 
     async def _list_input(self, exchange: Exchange, record: RequestRecord) -> Response:
@@ -460,13 +460,6 @@ class Api:
         owned = _owned_id(exchange, record)
         self._responses.delete(owned)
         return _json({"id": owned.id, "object": "response", "deleted": True})
-
-    async def _read_generation(self, exchange: Exchange, record: RequestRecord, kind: type[G]) -> G:
-        self.engine.check_accepting()  # before the body is read
-        request = await self._read(exchange, kind)
-        check_request(exchange, record, request)
-        record.model = self.models.choose(request.model)
-        return request
 
     async def _abort(self, exchange: Exchange, record: RequestRecord) -> Response:
         request = await self._read(exchange, AbortRequest)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import anyio
@@ -25,14 +25,13 @@ from aioengine.server.answers import (
     Usage,
     encode_ids,
     line_of,
-    split_delta,
     usage_of,
 )
 from aioengine.server.config import ServerConfig
 from aioengine.server.decoding import read_messages, read_prompts, read_tools, too_many
 from aioengine.server.errors import JSON_HEADERS, ApiError, api_error_of, invalid_value, unavailable, unsupported
 from aioengine.server.exchange import Exchange, Response, WriteMonitor, run_while_connected
-from aioengine.server.messages import MESSAGE_NAMES, MessageAnswer, MessageRequest, continues_answer, read_chat
+from aioengine.server.messages import MessageAnswer, MessageRequest, continues_answer, read_chat
 from aioengine.server.record import RequestRecord
 from aioengine.server.response_tools import ResponseTools, read_response_tools
 from aioengine.server.responses import RESPONSE_NAMES, ResponseAnswer, ResponseRequest, read_input, with_instructions
@@ -40,6 +39,7 @@ from aioengine.server.retrieval import split_events
 from aioengine.server.schema import ChatGeneration, ChatRequest, CompletionRequest, Generation, template_kwargs
 from aioengine.server.stored_responses import ONE_SERVER, OwnedId, RunningResponse, StoredResponses
 from aioengine.server.stream_group import StreamGroup
+from aioengine.server.token_logprobs import split_delta
 from aioengine.tool_calls.calls import forces_call
 from aioengine.turns import turns_here
 
@@ -58,8 +58,6 @@ MAX_CUT_IDS = 2**16
 """Token ids of a prompt that is to be cut: decoding them takes 2 ms."""
 MAX_TEMPLATE_CHARS = 2**15
 """Of a request's own template: Python's compiler holds the GIL while it is at one, for 0.2 s at the worst."""
-CHAT_NAMES = {"prompt": "messages", "logprobs": "top_logprobs", "structured": "response_format"}
-"""What chats call the engine's parameters."""
 
 
 def check_request(exchange: Exchange, record: RequestRecord, request: Generation) -> None:
@@ -73,47 +71,89 @@ def check_request(exchange: Exchange, record: RequestRecord, request: Generation
             record.request_id = request.request_id
 
 
+@contextlib.contextmanager
+def _in_names_of(request: Generation) -> Iterator[None]:
+    """Errors name parameters as the request does."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise api_error_of(error, param_names=request.own_names()) from error
+
+
 class GenerationCall:
     """A request for a generation, from its decoded body to its last event."""
 
     _told: ClassVar[set[str]] = set()
     """Tools that were left out, as the log has named them."""
 
-    def __init__(self, engine: Engine, config: ServerConfig, exchange: Exchange, record: RequestRecord) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        config: ServerConfig,
+        stored: StoredResponses,
+        exchange: Exchange,
+        record: RequestRecord,
+    ) -> None:
         self._engine = engine
         self._config = config
+        self._stored = stored
         self._exchange = exchange
         self._record = record
 
-    async def chat(self, request: ChatRequest) -> Response | None:
-        """Answer a chat; None when that was a stream, which has been written."""
-        messages = read_messages(request.messages, self._config.max_messages)
-        try:
-            asked = self._answer_options(request, self._tools(request))
-            options = {"chat_template_kwargs": template_kwargs(request), **asked}
-            streams = await self._streams(request, [messages], **options)
-            answer = ChatAnswer(
-                self._head("chatcmpl", streams),
-                self._engine.token_bytes,
-                top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-                has_usage=request.has_usage(unless_said=self._config.enable_force_include_usage),
-                has_text=not forces_call(options["tool_choice"]),
-                extras=self._extras_of(request, has_reasoning=request.include_reasoning is not False),
-            )
-            return await self._answer(request, StreamGroup(streams), answer)
-        except InvalidRequest as error:
-            names = {**CHAT_NAMES, **request.own_names()}
-            if request.max_completion_tokens is not None:
-                names["max_tokens"] = "max_completion_tokens"
-            if request.chat_template_kwargs is None:
-                names["chat_template_kwargs"] = "add_generation_prompt"
-            raise api_error_of(error, param_names=names) from error
+    async def answer(self, request: Generation) -> Response | None:
+        """Answer a request; None when that was a stream, which has been written."""
+        with _in_names_of(request):
+            match request:
+                case ChatRequest():
+                    return await self._chat(request)
+                case CompletionRequest():
+                    return await self._complete(request)
+                case ResponseRequest():
+                    return await self._respond(request)
+                case MessageRequest():
+                    return await self._message(request)
+        raise TypeError(f"no such request: {type(request)}")
 
-    def _answer_options(self, request: ChatGeneration, asked: ResponseTools) -> dict[str, Any]:
+    async def count(self, request: MessageRequest | ResponseRequest) -> int:
+        """Tokens of the prompt that `answer` would make."""
+        with _in_names_of(request):
+            if isinstance(request, MessageRequest):
+                messages, variables = self._read_chat(request)
+            else:
+                messages = with_instructions(request, await self._conversation(request))
+                variables = request.chat_template_kwargs
+            options = self._answer_options(request, self._tools(request), variables)
+            asked = AnswerOptions.of(options["tools"], options["tool_choice"], None)
+            told = {**template_variables(options["reasoning_effort"]), **(variables or {})}
+            token_ids = await run_while_connected(
+                self._exchange,
+                lambda _: self._engine.tokenize(
+                    messages,
+                    chat_template=options["chat_template"],
+                    chat_template_kwargs=told,
+                    tools=options["tools"] if asked.tools else None,
+                ),
+            )
+            return len(token_ids)
+
+    async def _chat(self, request: ChatRequest) -> Response | None:
+        messages = read_messages(request.messages, self._config.max_messages)
+        options = self._answer_options(request, self._tools(request), template_kwargs(request))
+        streams = await self._streams(request, [messages], **options)
+        top_logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        extras = self._extras_of(request, top_logprobs, has_reasoning=request.include_reasoning is not False)
+        has_text = not forces_call(options["tool_choice"])
+        answer = ChatAnswer(self._head("chatcmpl", streams), self._engine.token_bytes, extras, has_text=has_text)
+        return await self._answer(request, StreamGroup(streams), answer)
+
+    def _answer_options(
+        self, request: ChatGeneration, asked: ResponseTools, variables: dict[str, Any] | None
+    ) -> dict[str, Any]:
         """What a chat asks of its answer; tools that may be called, of a model that cannot, are left out.
 
         Args:
             asked: see `_tools`.
+            variables: for the template.
         Raises:
             ApiError: it has a template of its own that is too long, or this server takes none.
         """
@@ -136,6 +176,7 @@ class GenerationCall:
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "reasoning_effort": request.reasoning_effort,
             "chat_template": request.chat_template,
+            "chat_template_kwargs": variables,
         }
 
     def _leave_out(self, tools: str, why: str) -> None:
@@ -155,52 +196,48 @@ class GenerationCall:
             return read_response_tools(tools, request.tool_choice, leave_out)
         return ResponseTools(tools, request.tool_choice)
 
-    async def respond(self, request: ResponseRequest, stored: StoredResponses) -> Response | None:
-        """Answer by a response; None when that was a stream, which has been written."""
+    async def _respond(self, request: ResponseRequest) -> Response | None:
+        stored = self._stored
         if request.background and stored.is_one_of_several:
             raise invalid_value("background", f"background: the next request may reach another server; {ONE_SERVER}")
-        conversation = await self._conversation(request, stored)
+        conversation = await self._conversation(request)
         owned = OwnedId(stored.make_id(), self._record.owner)
-
         events: list[bytes] = []
 
         def keep(body: bytes, choice: CompletionOutput | None) -> None:
             if request.store is not False:
                 stored.keep(owned, body, conversation, choice, events)
 
-        try:
-            tools = self._tools(request)
-            options = {"chat_template_kwargs": request.chat_template_kwargs, **self._answer_options(request, tools)}
-            is_followed = request.background and request.stream
-            request.stream = request.stream and not request.background
-            group = StreamGroup(await self._streams(request, [with_instructions(request, conversation)], **options))
-            answer = ResponseAnswer(
-                request.head(owned.id, self._record.model, group.streams[0].params, read_tools(request.tools)),
-                self._engine.token_bytes,
-                top_logprobs=request.num_top_logprobs,
-                tools=tools.by_function,
-                keep=keep,
-            )
-            running = stored.running(owned, RunningResponse(group, answer, conversation, events))
-            if request.background:
-                begun = await self._begin_in_background(group, answer, running, events if is_followed else None)
-                if not is_followed:
-                    return begun
-                await self.follow(owned, stored)
-                return None
-            with running:
-                return await self._answer(request, group, answer)
-        except InvalidRequest as error:
-            raise api_error_of(error, param_names=RESPONSE_NAMES) from error
+        tools = self._tools(request)
+        options = self._answer_options(request, tools, request.chat_template_kwargs)
+        is_followed = request.background and request.stream
+        request.stream = request.stream and not request.background
+        group = StreamGroup(await self._streams(request, [with_instructions(request, conversation)], **options))
+        answer = ResponseAnswer(
+            request.head(owned.id, self._record.model, group.streams[0].params, read_tools(request.tools)),
+            self._engine.token_bytes,
+            top_logprobs=request.num_top_logprobs,
+            tools=tools.by_function,
+            keep=keep,
+        )
+        running = stored.running(owned, RunningResponse(group, answer, conversation, events))
+        if request.background:
+            begun = await self._begin_in_background(group, answer, running, events if is_followed else None)
+            if not is_followed:
+                return begun
+            await self.follow(owned)
+            return None
+        with running:
+            return await self._answer(request, group, answer)
 
-    async def follow(self, owned: OwnedId, stored: StoredResponses, after: int = -1) -> None:
+    async def follow(self, owned: OwnedId, after: int = -1) -> None:
         """Write a response's events behind the one of a number; of a running one those that still come, too.
 
         Raises:
             ApiError: 404.
         """
         after = max(after, -1)
-        events, is_over = stored.events(owned, after)  # raises before the answer begins
+        events, is_over = self._stored.events(owned, after)  # raises before the answer begins
         exchange, config, clock = self._exchange, self._config, asyncio.get_running_loop().time
 
         async def work(cut: Callable[[], None]) -> None:
@@ -217,7 +254,7 @@ class GenerationCall:
                         break
                     await asyncio.sleep(POLL_S)
                     try:
-                        events, is_over = stored.events(owned, after)
+                        events, is_over = self._stored.events(owned, after)
                     except ApiError as error:  # it was not to be stored, or has given way to others
                         told = {"code": error.code, "message": error.message, "param": error.param}
                         event = line_of({"type": "error", "sequence_number": after + 1, **told})
@@ -226,20 +263,15 @@ class GenerationCall:
 
         await run_while_connected(exchange, work)
 
-    async def _conversation(self, request: ResponseRequest, stored: StoredResponses) -> list[dict[str, Any]]:
+    async def _conversation(self, request: ResponseRequest) -> list[dict[str, Any]]:
         """The messages that a response answers, without its own instructions."""
         previous_id, max_messages = request.previous_response_id, self._config.max_messages
-        owner = self._record.owner
+        owner, stored = self._record.owner, self._stored
         conversation = stored.conversation(OwnedId(previous_id, owner)) if previous_id is not None else []
         conversation += await read_input(request, max_messages, stored.item_finder(owner))
         if len(conversation) > max_messages:
             raise too_many("messages", max_messages)
         return conversation
-
-    async def count_input(self, request: ResponseRequest, stored: StoredResponses) -> int:
-        """Tokens of the prompt that `respond` would make."""
-        messages = with_instructions(request, await self._conversation(request, stored))
-        return await self._count(request, messages, request.chat_template_kwargs, RESPONSE_NAMES)
 
     async def _begin_in_background(
         self,
@@ -299,47 +331,12 @@ class GenerationCall:
         await is_taken
         return Response(200, answer.empty_body(None), JSON_HEADERS)
 
-    async def message(self, request: MessageRequest) -> Response | None:
-        """Answer by a message, as Anthropic's API does; None when that was a stream, which has been written."""
-        try:
-            messages, variables = self._read_chat(request)
-            options = {"chat_template_kwargs": variables, **self._answer_options(request, self._tools(request))}
-            group = StreamGroup(await self._streams(request, [messages], **options))
-            answer = MessageAnswer(self._head("msg", group.streams), self._engine.token_bytes)
-            return await self._answer(request, group, answer)
-        except InvalidRequest as error:
-            raise api_error_of(error, param_names=MESSAGE_NAMES) from error
-
-    async def count(self, request: MessageRequest) -> int:
-        """Tokens of the prompt that `message` would make."""
+    async def _message(self, request: MessageRequest) -> Response | None:
         messages, variables = self._read_chat(request)
-        return await self._count(request, messages, variables, MESSAGE_NAMES)
-
-    async def _count(
-        self,
-        request: ChatGeneration,
-        messages: list[dict[str, Any]],
-        variables: dict[str, Any] | None,
-        names: Mapping[str, str],
-    ) -> int:
-        """Tokens of a chat's prompt; ``names`` are the client's for the engine's parameters."""
-        try:
-            options = self._answer_options(request, self._tools(request))
-            asked = AnswerOptions.of(options["tools"], options["tool_choice"], None)
-            told = {**template_variables(options["reasoning_effort"]), **(variables or {})}
-            engine = self._engine
-            token_ids = await run_while_connected(
-                self._exchange,
-                lambda _: engine.tokenize(
-                    messages,
-                    chat_template=options["chat_template"],
-                    chat_template_kwargs=told,
-                    tools=options["tools"] if asked.tools else None,
-                ),
-            )
-            return len(token_ids)
-        except InvalidRequest as error:
-            raise api_error_of(error, param_names=names) from error
+        options = self._answer_options(request, self._tools(request), variables)
+        group = StreamGroup(await self._streams(request, [messages], **options))
+        answer = MessageAnswer(self._head("msg", group.streams), self._engine.token_bytes)
+        return await self._answer(request, group, answer)
 
     def _read_chat(self, request: MessageRequest) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
         """Messages, and what the template is told beside them."""
@@ -347,13 +344,6 @@ class GenerationCall:
         if continues_answer(messages):
             variables = {"continue_final_message": True, **(variables or {})}
         return messages, variables
-
-    async def complete(self, request: CompletionRequest) -> Response | None:
-        """Complete prompts; None when that was a stream, which has been written."""
-        try:
-            return await self._complete(request)
-        except InvalidRequest as error:
-            raise api_error_of(error, param_names=request.own_names()) from error
 
     async def _complete(self, request: CompletionRequest) -> Response | None:
         max_ids = self._engine.info.max_model_len
@@ -364,13 +354,11 @@ class GenerationCall:
         answer = CompletionAnswer(
             self._head("cmpl", streams),
             self._engine.token_bytes,
-            top_logprobs=request.logprobs,
-            has_usage=request.has_usage(unless_said=self._config.enable_force_include_usage),
+            self._extras_of(request, request.logprobs),
             num_choices=streams[0].params.n,
             prompt_texts=[await self._text_of(prompt) for prompt in prompts] if request.echo else (),
             is_echo_alone=request.is_echo_alone,
             skips_special=streams[0].params.skip_special_tokens,
-            extras=self._extras_of(request),
         )
         return await self._answer(request, StreamGroup(streams), answer)
 
@@ -420,9 +408,11 @@ class GenerationCall:
         record.n, record.max_tokens = params.n, params.max_tokens
         return streams
 
-    def _extras_of(self, request: Generation, *, has_reasoning: bool = True) -> Extras:
+    def _extras_of(self, request: Generation, top_logprobs: int | None, *, has_reasoning: bool = True) -> Extras:
         asked = request.return_tokens_as_token_ids
         return Extras(
+            top_logprobs=top_logprobs,
+            has_usage=request.has_usage(unless_said=self._config.enable_force_include_usage),
             has_reasoning=has_reasoning,
             has_token_ids=bool(request.return_token_ids),
             is_by_ids=self._config.return_tokens_as_token_ids if asked is None else asked,

@@ -15,9 +15,7 @@ from aioengine.outputs import CompletionOutput, RequestOutput
 from aioengine.server.answers import (
     Part,
     PartsAnswer,
-    TokenBytes,
     Usage,
-    encode,
     line_of,
     num_reasoning_tokens,
 )
@@ -26,6 +24,7 @@ from aioengine.server.decoding import is_text, joined_texts, read_items, read_te
 from aioengine.server.errors import JSON_HEADERS, ApiError, invalid_value, missing, unsupported
 from aioengine.server.exchange import Response
 from aioengine.server.schema import ChatGeneration, Generation, TextPart, is_given, read_response_format
+from aioengine.server.token_logprobs import TokenBytes, encode
 from aioengine.structured.constraints import Constraint
 from aioengine.tool_calls.calls import ToolCall, ToolCallDelta
 from aioengine.validation import shorten
@@ -119,6 +118,9 @@ class MessageRequest(ChatGeneration, kw_only=True):
                 pass
             case dict():
                 raise invalid_value("tool_choice", "tool_choice.type is auto, any, none, or tool with the name of one")
+
+    def own_names(self) -> dict[str, str]:
+        return MESSAGE_NAMES
 
     def variables(self) -> dict[str, Any] | None:
         """What the chat template is told: of the thinking, under the names that templates use."""

@@ -16,13 +16,9 @@ from aioengine.sampling_params import SamplingParams
 from aioengine.server.answers import (
     Part,
     PartsAnswer,
-    PositionWriter,
-    TokenBytes,
     Usage,
-    encode,
     line_of,
     num_reasoning_tokens,
-    positions_a_slice,
     usage_of,
 )
 from aioengine.server.chat_builder import ChatBuilder
@@ -30,6 +26,7 @@ from aioengine.server.decoding import is_text, joined_texts, read_items, read_te
 from aioengine.server.errors import ApiError, invalid_value, missing, unsupported
 from aioengine.server.response_tools import ClientTool, arguments_of
 from aioengine.server.schema import ChatGeneration, Generation, Integer, TextPart, is_given, read_response_format
+from aioengine.server.token_logprobs import PositionWriter, TokenBytes, encode, positions_a_slice
 from aioengine.structured.constraints import Constraint
 from aioengine.tool_calls.calls import ToolCall, ToolCallDelta
 from aioengine.validation import shorten
@@ -133,6 +130,9 @@ class ResponseRequest(ChatGeneration, kw_only=True):
             raise invalid_value("store", "a response in the background is stored: leave store out, or background")
         if len(self.metadata or ()) > MAX_METADATA:
             raise invalid_value("metadata", f"metadata has {len(self.metadata or ())} pairs; at most {MAX_METADATA}")
+
+    def own_names(self) -> dict[str, str]:
+        return RESPONSE_NAMES
 
     def add_tools(self, tools: Sequence[msgspec.Raw]) -> None:
         """Put the tools of input items, a list each, behind the request's own, undecoded."""

@@ -149,7 +149,7 @@ class Generation(RowFields, kw_only=True):
         return sampling if constraint is None else {**sampling, "structured": constraint}
 
     def own_names(self) -> dict[str, str]:
-        """What it calls those of the engine's parameters that it gives by a name of vLLM's or OpenAI's."""
+        """What it calls the engine's parameters, where it has other names for them."""
         constraints = ("response_format", "structured_outputs", *(f"guided_{name}" for name in GUIDED))
         names = {
             "structured": next((name for name in constraints if getattr(self, name) is not None), None),
@@ -311,6 +311,14 @@ class ChatRequest(ChatGeneration, kw_only=True):
     max_completion_tokens: Integer | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+
+    def own_names(self) -> dict[str, str]:
+        names = {"prompt": "messages", "logprobs": "top_logprobs", "structured": "response_format"}
+        if self.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        if self.chat_template_kwargs is None:
+            names["chat_template_kwargs"] = "add_generation_prompt"
+        return {**names, **super().own_names()}
 
     def check(self) -> None:
         super().check()
