@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
-from aioengine import Choice, ConfigError, Engine, StepFailed
+from aioengine import Choice, ConfigError, Engine, Regex, StepFailed
 from aioengine.testing import FakeExecutor
 
 CHAT = [{"role": "user", "content": "Hello"}]
@@ -48,7 +50,8 @@ async def test_a_tool_call_is_text_in_the_models_format() -> None:
     async with serving([CALL, "3"]) as engine:
         (call,) = (await engine.generate(CHAT, tools=[add])).tool_calls
         assert (call.name, call.arguments) == ("add", '{"a": 1, "b": 2}')
-        (call,) = (await engine.generate(CHAT, tools=[add], tool_choice="required")).tool_calls or [None]
+        with pytest.raises(StepFailed, match="the request's constraint does not admit '3', by what follows ''"):
+            await engine.generate(CHAT, tools=[add], tool_choice="required")
 
 
 async def test_an_error_reaches_its_own_request_after_the_text_before_it() -> None:
@@ -72,6 +75,40 @@ async def test_what_a_request_limits_limits_the_answer() -> None:
         assert (await engine.generate("x", stop=", and")).text == "an owl"
         cut = (await engine.generate("x", max_tokens=2)).outputs[0]
         assert (len(cut.token_ids), cut.finish_reason) == (2, "length")
+
+
+class Place(BaseModel):
+    name: str
+    near: list[Place] = []
+
+
+PLACE = Place(name="Oslo, 1", near=[Place(name="½ 🦊")])
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+async def test_json_answers_a_constraint_in_any_spacing(max_in_flight: int) -> None:
+    spelt = [PLACE.model_dump_json(), PLACE.model_dump_json(indent=2), json.dumps(PLACE.model_dump()), " 5 "]
+    async with serving(spelt, max_in_flight=max_in_flight) as engine:
+        outputs = [await engine.generate("x", output_type=Place, max_tokens=200) for _ in range(3)]
+        assert [output.parsed for output in outputs] == [PLACE] * 3
+        assert (await engine.generate("x", output_type=int)).parsed == 5
+
+
+@pytest.mark.parametrize(
+    ("answer", "constraint"),
+    [
+        ('{"name": 5}', Place),
+        ("```json\n{}\n```", Place),
+        ("", Place),
+        ('{"name": "a"', Place),
+        ("maybe", Choice(["yes", "no"])),
+        ("12", Regex("[0-9]{3}")),
+    ],
+)
+async def test_an_answer_that_a_constraint_does_not_admit_fails_its_request(answer: str, constraint: Any) -> None:
+    async with serving([answer]) as engine:
+        with pytest.raises(StepFailed, match="constraint does not admit"):
+            await engine.generate("x", structured=constraint)
 
 
 async def test_preemption_changes_no_answer() -> None:

@@ -152,7 +152,8 @@ class FakeExecutor:
         answers: what requests are answered with, in place of hashes: a text, an error, or a tuple of a text and the
             error that cuts it, for each request in their order, the last one again for further ones; or a function from
             the text of a prompt to one of these. Tool calls and reasoning are texts as the model writes them. An error
-            reaches the caller as the cause of `StepFailed`.
+            reaches the caller as the cause of `StepFailed`, as does an answer that a request's constraint does not
+            admit; of JSON any spaces are taken.
         sampler: makes the next token; `sample_hash` unless given.
         step_time_s: loop time from when the device gets to a step until it ends; nothing under a virtual clock.
 
@@ -393,7 +394,8 @@ class FakeExecutor:
             self._grammar_rows.fill([(row.grammar, len(held))], bits)
             ids = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
             allowed = {token for token in ids.tolist() if token in allowed}
-        answer = None if self._answers is None else self._answers.next_token(added, output)
+        constrained = None if row.grammar is None else allowed
+        answer = None if self._answers is None else self._answers.next_token(added, output, constrained)
         tokens: list[int] = []
         for choice in range(sampling.choice, sampling.choice + (1 if output else sampling.num_choices)):
             of_choice = msgspec.structs.replace(sampling, choice=choice)
