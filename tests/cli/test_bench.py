@@ -117,8 +117,8 @@ def test_a_summary_is_over_the_samples_of_all_repeats() -> None:
 @pytest.mark.nightly
 def test_latency_is_a_table_on_stderr_and_json_on_stdout() -> None:
     done = run(
-        "bench", "latency", *TINY, "--concurrency", "4,1", "--num-requests", "3", "--output-len", "3", "--repeats", "2",
-        "--json", "-",
+        "bench", "latency", *TINY, "--concurrency", "4,1,8", "--num-requests", "4", "--output-len", "3",
+        "--repeats", "2", "--json", "-",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "in flight" in done.stderr
@@ -127,7 +127,7 @@ def test_latency_is_a_table_on_stderr_and_json_on_stdout() -> None:
     assert [level.concurrency for level in report.levels] == [1, 4]
     for level in report.levels:
         overall = level.overall
-        assert (overall.num_requests, overall.num_input_tokens, overall.num_output_tokens) == (6, 48, 18)
+        assert (overall.num_requests, overall.num_input_tokens, overall.num_output_tokens) == (8, 64, 24)
         assert 0 < overall.ttft_ms.p50 <= overall.ttft_ms.p90 <= overall.ttft_ms.p99
         assert overall.itl_ms is not None
         assert overall.e2e_ms.p50 > overall.ttft_ms.p50

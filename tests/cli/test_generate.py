@@ -30,6 +30,12 @@ def test_the_same_seed_tells_the_same_story_as_text_and_in_json_with_what_no_tex
 
 
 @pytest.mark.nightly
+def test_a_model_that_ends_at_once_is_said_to(call_main: CallMain) -> None:
+    code, stdout, stderr = call_main("generate", "What is 8 + 7?", "--temperature", "0")
+    assert (code, stdout) == (0, "What is 8 + 7?\n")
+    assert "the model ended at once" in stderr
+
+
 def test_choices_are_shown_one_after_the_other_each_under_its_number() -> None:
     done = run("generate", "Once upon a time", "--n", "3", "--seed", "1", "--max-tokens", "20", "--stats")
     assert done.returncode == 0, done.stderr
@@ -131,6 +137,8 @@ def test_a_model_is_named_by_an_argument_or_an_option(call_main: CallMain, tmp_p
     assert (code, "in quotes" in stderr) == (2, True)
     code, _, stderr = call_main("generate", "Once", "upon")
     assert (code, "'Once'" in stderr, "a word of the PROMPT?" in stderr) == (1, True, True), stderr
+    code, _, stderr = call_main("generate", str(tmp_path), "upon")
+    assert (code, str(tmp_path) in stderr, "a word of the PROMPT?" in stderr) == (1, True, False), stderr
 
 
 def test_another_library_s_name_of_a_flag_is_answered_with_ours(call_main: CallMain) -> None:

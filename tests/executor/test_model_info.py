@@ -98,7 +98,9 @@ def test_a_gpu_keeps_weights_as_plain_torch_does(checkpoint: Callable[..., Path]
     decoder = load_decoder(ModelFolder.read(folder), config, placement=Placement(operations=torch_operations))
     assert said.weight_bytes == decoder.weight_bytes
     assert said.device == "cuda"
-    assert said.kv_cache_bytes == int(0.9 * MEMORY) - said.weight_bytes
+    room = int(0.9 * MEMORY) - said.weight_bytes
+    block_bytes = said.block_size * sum(group.bytes_per_token for group in said.kv_groups)
+    assert (said.kv_cache_bytes, said.num_kv_blocks) == (room - room % block_bytes, room // block_bytes)
     assert (
         read_model_info(
             EngineConfig(model=str(folder), device="cuda", kv_cache_dtype="fp8"), memory_bytes=MEMORY

@@ -131,7 +131,7 @@ def bench() -> None:
 @click.option(
     "--num-requests",
     type=click.IntRange(1),
-    help=f"at each concurrency; absent: {FEWEST_REQUESTS}, or twice the concurrency if that is more",
+    help=f"at each concurrency of not more; absent: {FEWEST_REQUESTS}, or twice the concurrency if that is more",
 )
 @_shared_options(output_len="32")
 def latency(concurrency: list[int], num_requests: int | None, **flags: Any) -> None:
@@ -140,7 +140,8 @@ def latency(concurrency: list[int], num_requests: int | None, **flags: Any) -> N
     A closed loop: at each concurrency so many clients each send a request, read it to its end, and send the next.
     Every request runs to its full length, past any end-of-sequence token.
     """
-    counts = {level: num_requests or max(FEWEST_REQUESTS, 2 * level) for level in concurrency}
+    levels = [level for level in concurrency if num_requests is None or level <= num_requests] or concurrency
+    counts = {level: num_requests or max(FEWEST_REQUESTS, 2 * level) for level in levels}
     _measure_and_report("latency", counts, flags)
 
 

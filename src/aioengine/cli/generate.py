@@ -73,7 +73,8 @@ def generate(
     try:
         run(_generate(messages or prompt, is_json, shows_stats, given(EngineConfig, flags), sampling))
     except ModelLoadError as error:
-        raise error.with_hint("is it a word of the PROMPT? That stands in quotes" if models else "") from None
+        is_word = bool(models) and not Path(models[0]).exists()
+        raise error.with_hint("is it a word of the PROMPT? That stands in quotes" if is_word else "") from None
 
 
 def constraint_of(json_schema: str | None, regex: str | None, choices: tuple[str, ...]) -> Constraint | None:
@@ -150,6 +151,9 @@ async def _generate(
             output = await show(engine, prompt, sampling)
         if "structured" in sampling and any(choice.finish_reason == "length" for choice in output.outputs):
             raise click.ClickException("the answer was cut, and has not the shape: give a larger --max-tokens")
+        is_empty = all(choice.finish_reason == "stop" and not choice.text for choice in output.outputs)
+        if is_empty and isinstance(prompt, str) and not is_json:
+            click.echo("the model ended at once: it goes on with a text, and --chat asks it a question", err=True)
         if shows_stats:
             click.echo(_summary(output, time.perf_counter() - started), err=True)
 

@@ -172,6 +172,7 @@ def read_model_info(config: EngineConfig, *, memory_bytes: int | None = None) ->
         sequence_bytes = blocks_for(model.max_model_len) * cache.bytes_per_block
         kv_bytes, _ = granted_kv_bytes(config, memory, None if is_host else 0, sequence_bytes)
         num_blocks = min(kv_bytes // cache.bytes_per_block, config.max_num_seqs * blocks_for(model.max_model_len))
+        kv_bytes = num_blocks * cache.bytes_per_block
         longest = bisect_right(range(model.max_model_len + 1), num_blocks, key=blocks_for) - 1
         fits = [
             Fit(num_tokens=length, num_sequences=num_blocks // blocks_for(length))
