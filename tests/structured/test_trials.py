@@ -12,7 +12,7 @@ import pytest
 from structured.conftest import ANIMAL, compile_grammar, ending_ids, tokenizer, vocabulary
 from structured.schema_sample import SAMPLE, SchemaCase
 from structured.test_engine import over_fake
-from waiting import Tasks
+from waiting import Tasks, until
 
 from aioengine import Choice, EngineOverloaded, Grammar, InternalError, InvalidRequest, Json, Regex, StructuralTags, Tag
 from aioengine.core import grammars
@@ -193,6 +193,39 @@ async def test_a_tenant_has_so_many_grammars_waiting_and_the_next_is_to_come_aga
         other = tasks.start(engine.generate("x", structured=Grammar('start: "b"'), tenant="other"))
         gate.set()
         assert [out.text for out in await asyncio.gather(*asked[:3], other)] == ["0", "1", "2", "b"]
+
+
+@pytest.mark.virtual_clock
+async def test_requests_that_were_cancelled_while_they_waited_take_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks, gate = Tasks(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    compile_now = Vocabulary.compile
+
+    def compile_slowly(self: Vocabulary, constraint: Any) -> Any:
+        asyncio.run_coroutine_threadsafe(gate.wait(), loop).result()
+        return compile_now(self, constraint)
+
+    monkeypatch.setattr(Vocabulary, "compile", compile_slowly)
+    monkeypatch.setattr(grammars, "MAX_QUEUED", 3)
+    monkeypatch.setattr(grammars, "GIVE_WAY_S", 1e9)
+    monkeypatch.setattr(grammars, "COMPILE_TIMEOUT_S", 1e9)
+    async with over_fake(2) as engine:
+        queues = engine._runtime.core.grammars._tried.queues
+        first = tasks.start(engine.generate("x", structured=Grammar('start: "a"')))
+        for tenant in (*map(str, range(20)), "many"):
+            ended = [
+                tasks.start(engine.generate("x", structured=Grammar(f'start: "{tenant} {n}"'), tenant=tenant))
+                for n in range(3)
+            ]
+            await until(lambda tenant=tenant: len(queues.get(tenant, ())) == 3)
+            for task in ended:
+                task.cancel()
+            await asyncio.gather(*ended, return_exceptions=True)
+        last = tasks.start(engine.generate("x", structured=Grammar('start: "b"'), tenant="many"))
+        await until(lambda: len(queues.get("many", ())) == 1)
+        assert len(queues) == 1
+        gate.set()
+        assert [out.text for out in await asyncio.gather(first, last)] == ["a", "b"]
 
 
 def doubling(keyword: str, leaf: Any) -> dict[str, Any]:

@@ -143,6 +143,16 @@ async def test_what_waits_gets_another_thread_than_what_is_left_behind() -> None
     assert text_threads() == []
 
 
+async def test_a_thread_that_is_left_behind_when_its_work_is_done_ends_with_the_others() -> None:
+    worker = TextWorker(close_grace_s=10.0)
+    for _ in range(40):  # some of which leave two threads that wait for work
+        worker.leave_behind()
+        await asyncio.gather(*(worker.begin(threading.current_thread) for _ in range(2)))
+    with anyio.fail_after(5):
+        await worker.aclose()
+    assert text_threads() == []
+
+
 async def test_so_much_work_may_give_way_and_no_more() -> None:
     worker = TextWorker(close_grace_s=10.0)
     works = [Held(worker.give_way) for _ in range(MAX_GIVEN_WAY + 1)]

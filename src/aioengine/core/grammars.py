@@ -89,6 +89,7 @@ class Grammars:
         self._waiting: dict[bytes, list[tuple[OnCompiled, IsWanted]]] = {}
         """By constraints that are compiled or queued: callbacks for the result, and whether each is still wanted."""
         self._compiling = set[bytes]()
+        self._num_begun = 0
         self._small, self._tried = _Lane(), _Lane()
 
     def get(self, request: Request) -> CompiledGrammar | None:
@@ -119,13 +120,31 @@ class Grammars:
         key = constraint.content
         lane = self._tried if is_to_be_tried(constraint) else self._small
         if key not in self._compiling:
+            self._num_begun += 1
+            if not self._num_begun % MAX_QUEUED:
+                self._forget_unwanted()
             queue = lane.queues.setdefault(tenant, {})
+            if len(queue) >= MAX_QUEUED and key not in queue:
+                self._forget_unwanted()
+                queue = lane.queues.setdefault(tenant, {})
             if len(queue) >= MAX_QUEUED and key not in queue:
                 asyncio.get_running_loop().call_soon(tell, _overloaded())
                 return
             queue[key] = constraint  # also where another tenant waits for it: that one's turn may come later
             asyncio.get_running_loop().call_soon(self._compile_next, lane)
         self._waiting.setdefault(key, []).append((tell, is_wanted))
+
+    def _forget_unwanted(self) -> None:
+        """Let go of requests that have ended, and of constraints that none waits for: a lane may stand for seconds."""
+        for key, waiting in list(self._waiting.items()):
+            waiting[:] = [(tell, is_wanted) for tell, is_wanted in waiting if is_wanted()]
+            if not waiting and key not in self._compiling:
+                del self._waiting[key]
+        for lane in (self._small, self._tried):
+            for tenant, queue in list(lane.queues.items()):
+                lane.queues[tenant] = {key: queued for key, queued in queue.items() if key in self._waiting}
+                if not lane.queues[tenant]:
+                    del lane.queues[tenant]
 
     async def aclose(self) -> None:
         """Compile no more. A thread that is still at one ends by itself."""

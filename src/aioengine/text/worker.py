@@ -149,7 +149,11 @@ class _Threads:
     def _work(self) -> None:
         with self._lock:  # held until this thread has been made the resident one
             here = threading.current_thread()
-        while self._resident is here and (call := self._waiting.get()) is not None:
+        while self._resident is here:
+            call = self._waiting.get()
+            if call is None:
+                self._waiting.put(None)  # for a thread that was left behind when its work was already done
+                break
             if not call.outcome.done():  # nothing has ended it
                 call.run()
             del call
