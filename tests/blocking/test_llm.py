@@ -377,6 +377,23 @@ def test_a_stream_is_read_in_a_loop_and_leaving_it_aborts(open_llm: Open, patien
         next(stream)
         assert llm.stats().finished["abort"] == 1
     assert llm.stats().finished["abort"] == 2
+    llm.stream(IDS).close()
+    with llm.stream(IDS, max_tokens=ENDLESS, ignore_eos=True) as stream, ThreadPoolExecutor(1) as threads:
+        next(stream)
+        reading = threads.submit(list, stream)
+        stream.close()
+        stream.close()
+        reading.result(10)
+    assert next(stream, None) is None
+
+    async def drop_it() -> None:  # in a thread with a loop, which must not wait
+        nonlocal stream
+        del stream
+
+    stream = llm.stream(IDS, max_tokens=ENDLESS, ignore_eos=True)
+    next(stream)
+    asyncio.run(drop_it())
+    assert llm.stats().finished["abort"] == 4
     left = llm.stream(IDS, max_tokens=ENDLESS, ignore_eos=True)
     next(left)
     llm.close()

@@ -7,15 +7,16 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import anyio
 
 from aioengine.blocking.facade import Facade
+from aioengine.blocking.loop_thread import LoopThread
 from aioengine.engine import Engine
-from aioengine.errors import EngineClosed, InvalidRequest, OutputNotParsed
+from aioengine.errors import InvalidRequest, OutputNotParsed
 from aioengine.frontend.answer_format import ReasoningEffort
 from aioengine.outputs import CompletionDelta, RequestOutput, T, TypeForm
 from aioengine.sampling_params import SamplingKeywords, SamplingParams, make_params
@@ -146,23 +147,7 @@ class LLM(Facade):
             StepFailed, EngineDead, EngineClosed: while it is read.
         """
         stream = self._host.ask(lambda engine: engine.stream(prompt, sampling_params, **options))
-        return BlockingStream(self._read(stream))
-
-    def _read(self, stream: Stream) -> Generator[CompletionDelta]:
-        async def enter(engine: Engine) -> None:
-            await self._check_awake(engine)
-            await stream.__aenter__()
-
-        async def read(_: Engine) -> CompletionDelta | None:
-            return await anext(stream, None)
-
-        self._host.run(enter)
-        try:
-            while (delta := self._host.run(read)) is not None:
-                yield delta
-        finally:
-            with contextlib.suppress(EngineClosed):
-                self._host.run(lambda _: stream.__aexit__(None, None, None))
+        return BlockingStream(self._host, stream, self._check_awake)
 
     def openai_client(self, **options: Any) -> OpenAI:
         """OpenAI's own blocking client of this model, in this process, for any thread; as `Engine.openai_client`."""
@@ -211,19 +196,54 @@ class LLM(Facade):
 
 
 class BlockingStream(Iterator[CompletionDelta]):
-    """Deltas of an answer, to be read in a loop. `close`, or the end of a ``with`` block, aborts what still runs."""
+    """Deltas of an answer, to be read in a loop. `close`, or the end of a ``with`` block, aborts what still runs: from
+    any thread, one that reads included, whose loop then ends."""
 
-    def __init__(self, deltas: Generator[CompletionDelta]) -> None:
-        self._deltas = deltas
-        self.close = deltas.close
+    def __init__(self, host: LoopThread, stream: Stream, check: Callable[[Engine], Coroutine[Any, Any, None]]) -> None:
+        self._host = host
+        self._stream = stream
+        self._check = check
+        self._is_begun = self._is_ended = self._is_closed = False
 
     def __next__(self) -> CompletionDelta:
-        return next(self._deltas)
+        try:
+            delta = self._host.run(self._read)
+        except BaseException:
+            self.close()
+            raise
+        if delta is None:
+            raise StopIteration
+        return delta
+
+    async def _read(self, engine: Engine) -> CompletionDelta | None:
+        if not (self._is_begun or self._is_closed):
+            await self._check(engine)
+            await self._stream.__aenter__()
+            self._is_begun = True
+        delta = None if self._is_closed else await anext(self._stream, None)
+        if delta is None or self._is_closed:
+            await self._leave()
+            return None
+        return delta
+
+    async def _leave(self) -> None:
+        if self._is_begun and not self._is_ended:
+            self._is_ended = True
+            await self._stream.__aexit__(None, None, None)
+
+    def close(self) -> None:
+        """Abort what still runs. Idempotent; it waits for nothing, since a collector may call it in any thread."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._host.start_soon(self._leave)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
         self.close()
 
 
