@@ -223,14 +223,20 @@ async def refuses(served: Port) -> bool:
 
 async def one_stream_at_each(served: Port, stack: AsyncExitStack) -> list[AsyncIterator[str]]:
     """Long streams whose first pieces have come, one at each of two servers."""
-    found: dict[str, AsyncIterator[str]] = {}
+    found: dict[int, AsyncIterator[str]] = {}
     while len(found) < 2:
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=served.url, timeout=30))
         body = {"input": "Hi", "max_output_tokens": 3000, "stream": True}
         response = await stack.enter_async_context(client.stream("POST", "/v1/responses", json=body))
         lines = (line.removeprefix("data: ") async for line in response.aiter_lines() if line.startswith("data:"))
-        server = json.loads(await anext(lines))["response"]["id"].removeprefix("resp_")[:2]
-        found.setdefault(server, lines)
+        await anext(lines)
+        _, own_port = response.extensions["network_stream"].get_extra_info("client_addr")
+        (pid,) = [
+            server.pid
+            for server in servers()
+            if any(each.raddr and each.raddr.port == own_port for each in server.net_connections())
+        ]
+        found.setdefault(pid, lines)
     return list(found.values())
 
 

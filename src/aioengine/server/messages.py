@@ -153,7 +153,7 @@ def _read_format(name: str, given: dict[str, Any] | None) -> Constraint | None:
     if given is not None and (given.get("type") != "json_schema" or not isinstance(given.get("schema"), dict)):
         place = "output_config.format" if name == "output_config" else name
         raise invalid_value(name, f'{place} needs {{"type": "json_schema", "schema": {{...}}}}')
-    return read_response_format(given and {"type": "json_schema", "json_schema": given})
+    return read_response_format(given)
 
 
 class Block(msgspec.Struct):

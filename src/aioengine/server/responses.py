@@ -152,7 +152,6 @@ class ResponseRequest(ChatGeneration, kw_only=True):
         if given is not None and given.get("type") == "json_schema":
             if not isinstance(given.get("schema"), dict):
                 raise invalid_value("text", 'text.format needs {"type": "json_schema", "name": ..., "schema": {...}}')
-            given = {"type": "json_schema", "json_schema": given}
         elif given is not None and given.get("type") not in ("text", "json_object"):
             raise invalid_value("text", "text.format.type is text, json_object or json_schema")
         return {"text": read_response_format(given)}

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from aioengine.outputs import CompletionOutput
+from aioengine.outputs import CompletionOutput, FinishReason
 from aioengine.server.answers import message_of
 from aioengine.server.errors import ApiError
 from aioengine.server.responses import InputItem, ResponseAnswer
@@ -79,16 +79,15 @@ class RunningResponse(NamedTuple):
     messages: list[dict[str, Any]]
     events: list[bytes]
 
-    async def body(self) -> bytes:
-        """As far as it has come."""
+    async def body(self, reason: FinishReason | None = None) -> bytes:
+        """As far as it has come; with this reason where the engine has not begun it."""
         outputs = self.group.outputs()
-        return await self.answer.body_of(outputs[0]) if outputs else self.answer.empty_body(None)
+        return await self.answer.body_of(outputs[0]) if outputs else self.answer.empty_body(reason)
 
     async def cancel(self) -> bytes:
         """End it; returns what has come of it."""
         self.group.abort()
-        outputs = self.group.outputs()
-        return await self.answer.body_of(outputs[0]) if outputs else self.answer.empty_body("abort")
+        return await self.body("abort")
 
 
 class StoredResponses:
@@ -209,9 +208,7 @@ class StoredResponses:
         """
         if (running := self._running.get(owned)) is not None:
             return await running.body()
-        body = self._find(owned).body
-        self._stored.move_to_end(owned)
-        return body
+        return self._find(owned).body
 
     def events(self, owned: OwnedId, after: int) -> Events:
         """The next events of a response behind the one of a number.
@@ -263,9 +260,9 @@ class StoredResponses:
         del self._stored[owned]
 
     def _find(self, owned: OwnedId) -> StoredResponse:
-        if owned not in self._stored:
+        if (stored := self._look_up(owned)) is None:
             raise ApiError(404, "not_found", self._missed(owned), param="id")
-        return self._stored[owned]
+        return stored
 
     def _missed(self, owned: OwnedId) -> str:
         message = f"there is no response {owned.id[:100]!r}: it was not stored, or has given way to others"
