@@ -11,7 +11,8 @@ import pathlib
 import random
 import sys
 import uuid
-from typing import Annotated, Any, Literal, NamedTuple, NewType
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, NamedTuple, NewType, NotRequired
 
 import annotated_types
 import msgspec
@@ -153,6 +154,47 @@ def test_what_a_type_admits_is_read_as_its_value(kind: Any) -> None:
     assert len(ended) > NUM_WALKS // 2
     for text in ended:
         read(text.decode(errors="replace"))  # a walk may draw half of a letter
+
+
+COMMON = [int, str, bool, None, bytes, datetime.datetime, datetime.date, uuid.UUID, decimal.Decimal, Colour]
+LEAVES: dict[str, list[Any]] = {
+    "pydantic": [*COMMON, Literal["x", 1, None], Kid, Plain, Pair, Hundreds, pydantic.HttpUrl, pydantic.PositiveInt],
+    "msgspec": [*COMMON, Literal["x", 1, None], Hour, First, Annotated[int, msgspec.Meta(ge=5, lt=90)]],
+}
+
+
+def draw_type(chance: random.Random, leaves: list[Any], depth: int) -> Any:
+    """A type that people might write for an answer, of these at the bottom."""
+    leaf = chance.choice(leaves)
+    if not depth:
+        return leaf
+    inner = draw_type(chance, leaves, depth - 1)
+    optional, name = {"f": inner, "g": NotRequired[leaf]}, f"Drawn{chance.getrandbits(32)}"
+    makers: list[Callable[[], Any]] = [
+        *(lambda: list[inner], lambda: tuple[inner, leaf], lambda: tuple[inner, ...], lambda: (inner or int) | None),
+        *(lambda: dict[str, inner], lambda: dict[Literal["p", "q"], inner], lambda: dict[int, inner]),
+        *(lambda: TypedDict(name, optional), lambda: NamedTuple(name, [("f", inner), ("g", leaf)])),
+        lambda: dataclasses.make_dataclass(name, [("f", inner), ("g", leaf)]),
+        lambda: set[chance.choice([int, str, bool, datetime.date, Colour, tuple[int, str]])],
+    ]
+    return chance.choice(makers)()
+
+
+@pytest.mark.parametrize("library", LEAVES)
+def test_types_made_of_common_ones_are_read(library: str) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    for _ in range(15):
+        kind = draw_type(chance, LEAVES[library], chance.randrange(1, 4))
+        if library == "pydantic":
+            kind = pydantic.create_model("Drawn", answer=(kind, ...))
+        schema, read = describe(kind)
+        grammar = compile_schema(schema, whitespace=False)
+        for _ in range(3):
+            walked = walk(grammar, random.Random(chance.random()), num_free_tokens=30, max_tokens=300)
+            if walked.has_ended:
+                read(walked.text.decode(errors="replace"))
 
 
 @pytest.mark.parametrize("kind", OF_PYDANTIC[:6], ids=str)

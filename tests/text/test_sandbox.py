@@ -141,6 +141,11 @@ def test_a_template_has_no_way_out(template: str) -> None:
         render(template)
 
 
+def test_a_template_that_would_take_long_to_compile_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="the template has more than 262,144 characters"):
+        render("{% set a = 1 %}" * 20_000)
+
+
 def test_long_messages_may_be_written_whole_and_more_than_once() -> None:
     template = "{% for m in messages %}{{ m.content }}{{ m.content | trim }}{% endfor %}"
     assert len(render(template, "x" * 20_000_000)) == 40_000_000

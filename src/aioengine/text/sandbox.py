@@ -1,10 +1,10 @@
 """Chat templates as programs of strangers: in Jinja's immutable sandbox, with their steps and sizes counted.
 
 The sandbox keeps a template from the program around it, but not from looping for long or asking for all memory. Here
-each iteration of a loop, call, filter and operator is a step of a `Rendering`, and an operation whose result would be
-too large is refused before it runs. One operation on values of bounded size takes about linear time: a template is
-stopped within some 100 ms of its deadline. Filters, globals and tags are those that transformers gives to templates,
-but for `LEFT_OUT`.
+each iteration of a loop, call, filter, test and operator is a step of a `Rendering`, and an operation whose result
+would be too large is refused before it runs. One operation on values of bounded size takes about linear time: a
+template is stopped within some 100 ms of its deadline, but for the time that compiling it takes. Filters, globals and
+tags are those that transformers gives to templates, but for `LEFT_OUT`.
 """
 
 from __future__ import annotations
@@ -45,6 +45,9 @@ BY_ATTRIBUTE = frozenset({
     "groupby", "join", "map", "max", "min", "rejectattr", "selectattr", "sort", "sum", "unique",
 })  # fmt: skip
 """Filters that look up a path such as "a.b.c" in each item."""
+
+MAX_SOURCE_CHARS = 2**18
+"""Length of a template's source; those of models have some ten thousand. Compiling holds the GIL."""
 
 MAX_TIME_FORMAT_CHARS = 1000
 """Length of a format of `strftime_now`; the C library makes up to 256 times as many characters of it."""
@@ -278,6 +281,8 @@ def compile_template(source: str) -> Template:
     """Compile a template, in milliseconds.
 
     Raises:
-        TemplateError: its syntax is wrong.
+        TemplateError: its syntax is wrong, or it is too long.
     """
+    if len(source) > MAX_SOURCE_CHARS:
+        raise TemplateError(f"the template has more than {MAX_SOURCE_CHARS:,} characters")
     return ChatEnvironment().from_string(source)
