@@ -33,6 +33,7 @@ def render(template: str, content: str = "hi", *, limits: TemplateLimits | None 
         "{% for i in range(99999) %}{{ (range(9999) | map('string') | list)[:0] and '' }}{% endfor %}",
         "{{ range(2, 99999) | select('in', [1] * 1000) | list }}",
         "{% set l = [1] * 1000 %}{{ [" + "2 in l," * 4000 + "] }}",
+        "{% set k = (1,) * 1000 %}{% set d = {k: 1} %}{{ [" + "d[k]," * 4000 + "] }}",
     ],
 )
 def test_a_template_that_loops_is_stopped_at_its_deadline(template: str) -> None:
@@ -111,6 +112,7 @@ def test_a_template_that_takes_long_pauses_for_the_event_loop(monkeypatch: pytes
         "{{ ([{'x' * 100000: 1}.keys() - []] * 10000) | string }}",
         "{{ ([{'x' * 100000: 1}.keys().mapping] * 10000) | string }}",
         "{{ ('x\n' * 500000) | indent(63) }}",
+        "{{ ([1, 2, 3] * 1000) | groupby('a', default='x' * 1000000) | list }}",
         "{{ [1] | batch(7000000, 'x') | list }}",
         "{{ strftime_now('%99999999d' * 90000) }}",
         "{{ '%(a(b)c)999999999d' % {'a(b)c': 1} }}",

@@ -133,7 +133,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Counting(NodeTransformer):
-    """Makes loops, ``~``, slices, lists, dicts and comparisons calls of the environment."""
+    """Makes loops, ``~``, slices, look-ups, lists, dicts and comparisons calls of the environment."""
 
     def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
         node = super().visit(node, *args, **kwargs)
@@ -146,7 +146,9 @@ class _Counting(NodeTransformer):
                 return _call("joined", *node.nodes)
             case nodes.List() | nodes.Tuple(ctx="load") if all(isinstance(item, nodes.Const) for item in node.items):
                 return node
-            case nodes.List() | nodes.Tuple(ctx="load") | nodes.Dict() | nodes.Getitem(arg=nodes.Slice()):
+            case nodes.Getitem(arg=nodes.Const()):
+                return node
+            case nodes.List() | nodes.Tuple(ctx="load") | nodes.Dict() | nodes.Getitem():
                 return _call("made", node)
         return node
 
@@ -256,6 +258,8 @@ def _check(name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         num_chars = (1 + size(value)) * largest // 64
     elif name in ("list", "slice", "sort") and isinstance(value, str):
         num_chars = ITEM_CHARS * len(value)
+    elif name == "groupby":
+        num_chars = size(value) * largest // ITEM_CHARS  # each item may get a copy of the default
     elif name == "indent":
         num_chars = size(value) * largest // 4  # an indent of four is the usual one
     elif name in PADS:
