@@ -154,6 +154,16 @@ async def test_it_says_what_the_config_and_the_model_make_of_it(model: Model) ->
     await executor.aclose()
 
 
+@pytest.mark.parametrize(("num_threads", "warns"), [(1, False), (2, True)])
+async def test_more_threads_than_cores_are_used_with_a_warning(
+    num_threads: int, warns: bool, model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    executor = await model.start(num_threads=num_threads)
+    await executor.aclose()
+    assert ("num_threads=2, and this process may use 1 cores" in caplog.text) is warns
+
+
 async def test_progress_is_told_on_the_loop(model: Model) -> None:
     told: list[tuple[int, int, threading.Thread]] = []
     executor = await TorchExecutor.start(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import time
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -54,6 +55,12 @@ def num_usable_threads(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> int:
     """torch's number of threads, which is that of the physical cores that this process may run on or OMP_NUM_THREADS;
     no more than its control groups allow (`processor_quota`)."""
     return max(1, int(min(torch.get_num_threads(), processor_quota(cgroups, own))))
+
+
+def num_usable_cores() -> int:
+    """The cores that this process may run on; no more than its control groups give time for."""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, int(min(num_cores, processor_quota())))
 
 
 def use_torch_threads(num_threads: int) -> None:

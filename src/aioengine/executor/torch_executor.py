@@ -29,7 +29,7 @@ from aioengine.executor.accelerator import Accelerator
 from aioengine.executor.completion_thread import DeferredResult, Pending
 from aioengine.executor.cuda import CudaAccelerator, find_cuda
 from aioengine.executor.device_thread import CLOSED, DeviceThread
-from aioengine.executor.host import HostAccelerator, num_usable_threads
+from aioengine.executor.host import HostAccelerator, num_usable_cores, num_usable_threads
 from aioengine.executor.make_runner import make_runner
 from aioengine.executor.memory import return_freed_memory
 from aioengine.executor.profiler import Recording
@@ -176,7 +176,14 @@ class Device:
         self._num_layers = decoder.config.num_layers
         self._kv_bytes_per_token = len(info.windows) * info.kv_cache_bytes // (info.num_blocks * info.block_size)
         self._weight_bytes = info.weight_bytes
-        if config.num_threads is None and accelerator.is_host:
+        if (
+            accelerator.is_host
+            and config.num_threads is not None
+            and config.num_threads > (cores := num_usable_cores())
+        ):
+            told = "num_threads=%d, and this process may use %d cores: steps are slower so; leave num_threads out"
+            logger.warning(told, config.num_threads, cores)
+        if accelerator.is_host and config.num_threads is None:
             self._max_threads = num_usable_threads()
         return info
 
