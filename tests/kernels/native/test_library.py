@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import io
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -243,8 +244,27 @@ def test_a_command_waits_for_the_compiler_of_another_one(
     with library_path("common").with_name("compiler.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         compilation = Compilation(["common"])
-        assert "in the background, about 6 s" in caplog.records[0].message
+        assert "about 6 s, as an earlier command's compiler still does; until" in caplog.records[0].message
         assert compilation.poll() is None
     library = compilation.wait()
     assert library is not None
     assert library.address("put_spans")
+
+
+@pytest.mark.parametrize(
+    ("cache", "told"),
+    [
+        ("", "once, also after this command ends; until"),
+        ("/file", r"for this command alone, .* kept \(.*Not a directory"),
+    ],
+)
+def test_a_command_says_how_long_its_kernels_are_for(
+    cache: str, told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(kept, "_COMPILE", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}{cache}")
+    monkeypatch.setenv(COMPILER_OUTLIVES, "1")
+    compilation = Compilation(["common"])
+    compilation.close()
+    assert re.search(told, caplog.records[0].message)

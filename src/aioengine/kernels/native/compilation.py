@@ -72,9 +72,10 @@ class Compilation:
         if missing := [part for part in self._parts if read_part(part) is None]:
             if self._outlives:
                 logger.warning(
-                    "compiling kernels for this CPU in the background, about %d s, once; until then plain torch "
+                    "compiling kernels for this CPU in the background, about %d s, %s; until then plain torch "
                     "computes, slower and rounded otherwise: a seed may give another text then",
                     compile_seconds(missing),
+                    _outlook(),
                 )
             else:
                 logger.info("compiling native kernels beside this program, once a machine; until then steps are slow")
@@ -149,6 +150,20 @@ class Compilation:
         self.problem = problem
         logger.warning("no native kernels, so that steps are slow: %s", problem)
         self.close()
+
+
+def _outlook() -> str:
+    """Whether a command's compiler goes on after it, which `outlive_parent` decides by the same lock."""
+    try:
+        path = library_path(COMMON).with_name("compiler.lock")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return "as an earlier command's compiler still does"
+    except OSError as error:
+        return f"for this command alone, since they cannot be kept ({error}): set XDG_CACHE_HOME"
+    return "once, also after this command ends"
 
 
 @functools.cache  # once a process
