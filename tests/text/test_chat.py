@@ -1,8 +1,10 @@
 """Chat messages are checked, then rendered by the model's template in a sandbox."""
 
+import copy
 import dataclasses
 import json
 from enum import IntEnum
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -10,10 +12,12 @@ import numpy as np
 import pydantic
 import pytest
 
-from aioengine.errors import InvalidRequest
+from aioengine.errors import InvalidRequest, ModelLoadError
 from aioengine.text.chat_input import check_messages, copy_messages, open_messages, parse_arguments
 from aioengine.text.chat_template import render_template
+from aioengine.text.loading import load_tokenizer
 from aioengine.text.template_limits import TemplateLimits
+from aioengine.text.tokenizer import Tokenizer
 from aioengine.tool_calls.calls import ToolCall
 
 USER = {"role": "user", "content": "hi"}
@@ -170,7 +174,6 @@ def test_malformed_messages_are_the_callers_fault(messages: Any, problem: str) -
 @pytest.mark.parametrize(
     ("template", "problem"),
     [
-        ("{% if %}", "Expected an expression"),
         ("{{ messages[0].content + 1 }}", "can only concatenate"),
         ("{{ messages[7].content.x }}", "has no element 7"),
         ("{{ 1 / 0 }}", "division by zero"),
@@ -182,6 +185,18 @@ def test_a_template_that_fails_is_an_invalid_request(template: str, problem: str
     with pytest.raises(InvalidRequest, match=f"chat template does not take these messages: .*{problem}") as raised:
         render(template)
     assert raised.value.param == "prompt"
+
+
+@pytest.mark.parametrize("template", ["{% for x %}", "{% if %}", "{{ 1 | no_such_filter }}", "{{ 1 " + "+ 1" * 90_000])
+def test_a_template_that_does_not_parse_is_the_fault_of_who_gave_it(template: str, qwen_folder: Path) -> None:
+    tokenizer = Tokenizer(load_tokenizer(qwen_folder))
+    theirs = copy.copy(tokenizer)
+    theirs.chat_templates = {"default": template}
+    with pytest.raises(ModelLoadError, match=r"the model's chat template does not parse: .*; give another"):
+        theirs.render_chat([USER])
+    with pytest.raises(InvalidRequest, match="chat template does not parse: ") as raised:
+        tokenizer.render_chat([USER], chat_template=template)
+    assert raised.value.param == "chat_template"
 
 
 def test_a_template_sees_the_named_tokens() -> None:

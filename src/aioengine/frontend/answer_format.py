@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from aioengine.config import EngineConfig
-from aioengine.errors import AioEngineError, InvalidRequest
+from aioengine.errors import AioEngineError, InvalidRequest, ModelLoadError
 from aioengine.sampling_params import SamplingParams
 from aioengine.structured.constraints import Constraint, Either, Grammar
 from aioengine.structured.forced import MAX_FORCED_BYTES, longest_text
@@ -300,7 +300,7 @@ class AnswerFormats:
         assert self._reasoning is not None
         try:
             prompt = self._tokenizer.render_chat([{"role": "user", "content": "?"}], **template_variables("low"))
-        except InvalidRequest:
+        except (InvalidRequest, ModelLoadError):
             return True
         return not self._reasoning.is_begun_by_prompt(prompt)
 

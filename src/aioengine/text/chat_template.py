@@ -38,10 +38,12 @@ def render_template(
             the field of that name.
         variables: ``bos_token``, ``eos_token`` and so on, and further ones for the template.
     Raises:
-        InvalidRequest: the template failed, refused these messages by its ``raise_exception``, or was stopped, since it
-            took too long or made something too large.
+        InvalidRequest: the template does not parse (``param`` is "chat_template" then), failed, refused these messages
+            by its ``raise_exception``, or was stopped, since it took too long or made something too large.
         EngineClosed: the limits are closed.
     """
+    from jinja2 import TemplateError
+
     from aioengine.text.template_forms import forms_of
 
     try:
@@ -51,7 +53,10 @@ def render_template(
         ending = _mark_end(chat[-1], field, template) if field else ""
         given = {"tools": None, "documents": None, **variables}
         with limits.run((chat, given)):
-            forms = forms_of(template, tuple(sorted(named.items())))
+            try:
+                forms = forms_of(template, tuple(sorted(named.items())))
+            except TemplateError as error:
+                raise InvalidRequest(f"chat template does not parse: {error}", param="chat_template") from error
             chat = forms.fit(chat, has_tools=bool(given["tools"]))
             given["tools"] = forms.fit_tools(given["tools"])
             text = forms.template.render(messages=chat, add_generation_prompt=add_generation_prompt, **given)

@@ -175,11 +175,18 @@ class Tokenizer:
 
         Raises:
             InvalidRequest: malformed messages, no template, or the template does not take these messages.
+            ModelLoadError: the model's template does not parse.
         """
         checked = check_messages(messages)
         template = self.find_template(chat_template, has_tools=bool(variables.get("tools")))
         keywords = {"add_generation_prompt": True, **self._named_tokens, **variables}
-        return render_template(template, checked, self.template_limits, **keywords)
+        try:
+            return render_template(template, checked, self.template_limits, **keywords)
+        except InvalidRequest as error:
+            if error.param != "chat_template" or template not in self.chat_templates.values():
+                raise
+            told = f"the model's {error.message}; give another (chat_template, --chat-template)"
+            raise ModelLoadError(told) from error
 
     @property
     def chat_template(self) -> str | None:
