@@ -28,7 +28,7 @@ class OutputType:
     """
 
     def __init__(self, kind: Any) -> None:
-        self._kind = kind
+        self._name = kind.__name__ if isinstance(kind, type) else shorten(kind)
         schema, self._decode = _describe(kind)
         self.constraint = Json(schema)
 
@@ -70,7 +70,7 @@ class OutputType:
         if choice.finish_reason != "stop":
             cut = f"it was cut after {len(choice.token_ids)} tokens (finish_reason {choice.finish_reason!r})"
             hint = "; give a larger max_tokens" if choice.finish_reason == "length" else ""
-            raise OutputNotParsed(f"the answer is no {shorten(self._kind)}: {cut}{hint}", choice.text)
+            raise OutputNotParsed(f"the answer is no {self._name}: {cut}{hint}", choice.text)
         if choice.tool_calls:
             return choice
         try:
@@ -79,7 +79,7 @@ class OutputType:
             cut = (
                 f"it was cut at the stop {_shown_stop(choice.stop_reason)}; " if choice.stop_reason is not None else ""
             )
-            problem = f"the answer is no {shorten(self._kind)}: {cut}{type(error).__name__}: {error}"
+            problem = f"the answer is no {self._name}: {cut}{type(error).__name__}: {error}"
             raise OutputNotParsed(problem, choice.text) from error
         return msgspec.structs.replace(choice, parsed=value)
 
