@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -399,3 +401,7 @@ def test_a_stream_is_read_in_a_loop_and_leaving_it_aborts(open_llm: Open, patien
     llm.close()
     with pytest.raises(EngineClosed):
         next(left)
+    seen = weakref.ref(left)
+    del left
+    gc.collect()
+    assert seen() is None, "a closed engine keeps nothing"

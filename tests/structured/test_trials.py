@@ -214,8 +214,10 @@ async def test_requests_that_were_cancelled_while_they_waited_take_no_place(monk
     monkeypatch.setattr(grammars, "GIVE_WAY_S", 1e9)
     monkeypatch.setattr(grammars, "COMPILE_TIMEOUT_S", 1e9)
     async with over_fake(2) as engine:
-        queues = engine._runtime.core.grammars._tried.queues
+        lane = engine._runtime.core.grammars._tried
+        queues = lane.queues
         first = tasks.start(engine.generate("x", structured=Grammar('start: "a"')))
+        await until(lambda: lane.is_busy)
         for tenant in (*map(str, range(20)), "many"):
             ended = [
                 tasks.start(engine.generate("x", structured=Grammar(f'start: "{tenant} {n}"'), tenant=tenant))

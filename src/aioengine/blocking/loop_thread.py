@@ -132,8 +132,7 @@ class LoopThread:
 
     def start_soon(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Start a task that raises nothing; from any thread. It is cancelled once the engine has been closed."""
-        self._inbox.append(work)
-        self._call_soon(self._changed.set)
+        self._call_soon(self._begin, work)
 
     def stop(self) -> None:
         """Begin to close the engine and to end the thread. Idempotent, from any thread and at any moment."""
@@ -162,6 +161,7 @@ class LoopThread:
                 runner.run(self._serve())
         finally:
             self.is_open = False
+            self._inbox.clear()
             for call in list(self._calls):
                 call.end(self._closed())
             _running.discard(self)
@@ -181,6 +181,10 @@ class LoopThread:
             except Exception as error:
                 logger.error("closing an engine failed: %s", error)
             tasks.cancel_scope.cancel()
+
+    def _begin(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._inbox.append(work)
+        self._changed.set()
 
     def _stop(self) -> None:
         self.is_open = False
