@@ -91,6 +91,13 @@ def test_a_callers_tokenizer_has_transformers_names_and_defaults(folder: Path) -
         ours.apply_chat_template(MESSAGES, return_dict=True)
 
 
+@pytest.mark.parametrize("config", [{"num_labels": 10**9}, {"text_config": {"num_labels": 10**9}}])
+def test_labels_without_number_are_refused_before_transformers_lists_them(folder: Path, config: dict[str, Any]) -> None:
+    rewrite(folder / "config.json", **config)
+    with pytest.raises(ModelLoadError, match=r"config\.json: num_labels=1000000000; 0 to 65536 is needed"):
+        load_tokenizer(folder)
+
+
 # None is what AutoTokenizer makes of a folder without config.json; the last two have classes of their own.
 @pytest.mark.parametrize("model_type", [*sorted(PLAIN_MODEL_TYPES), None, "qwen2", "gemma3_text"])
 def test_a_folder_gives_the_ids_of_auto_tokenizer(folder: Path, model_type: str | None) -> None:

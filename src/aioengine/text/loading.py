@@ -56,6 +56,9 @@ MAX_GROWTH = 1000
 MAX_TOKEN_IDS = 2**22
 """Of a tokenizer whose model does not say how many it has; the largest known has 2**20."""
 
+MAX_LABELS = 2**16
+"""Labels of a classifier, as in `aioengine.models.decoder_config`."""
+
 TOKEN_IDS_MARGIN = 2**16
 """Ids that a tokenizer may have beyond its model's."""
 
@@ -82,6 +85,17 @@ class LoadedTokenizer(msgspec.Struct, frozen=True, kw_only=True):
     max_ids: int = MAX_TOKEN_IDS
 
 
+def _check_labels(folder: Path, config: dict[str, Any]) -> None:
+    """Refuse labels without number, of which transformers makes a dict while it looks for the tokenizer's class."""
+    pending = [config]
+    while pending:
+        node = pending.pop()
+        num_labels = node.get("num_labels", 0)
+        if isinstance(num_labels, int) and num_labels > MAX_LABELS:
+            raise ModelLoadError(f"{folder / 'config.json'}: num_labels={num_labels}; 0 to {MAX_LABELS} is needed")
+        pending += [part for part in node.values() if isinstance(part, dict)]
+
+
 def has_tokenizer(folder: Path) -> bool:
     """Whether the folder, or GGUF file, has a tokenizer at all. A model without one takes prompts as token ids."""
     if is_gguf(folder):
@@ -102,6 +116,7 @@ def load_tokenizer(folder: Path) -> LoadedTokenizer:
     check_files(folder)
     files = (folder / "tokenizer_config.json", folder / "config.json")
     settings, config = (read_json(file) if file.is_file() else {} for file in files)
+    _check_labels(folder, config)
     if settings.get("tokenizer_class") not in WITHOUT_VOCABULARY:
         _check_vocabulary(folder)
     templates = templates_of_folder(folder, settings)
