@@ -30,10 +30,10 @@ def test_the_same_seed_tells_the_same_story_as_text_and_in_json_with_what_no_tex
 
 
 @pytest.mark.nightly
-def test_a_model_that_ends_at_once_is_said_to(call_main: CallMain) -> None:
-    code, stdout, stderr = call_main("generate", "What is 8 + 7?", "--temperature", "0")
-    assert (code, stdout) == (0, "What is 8 + 7?\n")
-    assert "the model ended at once" in stderr
+def test_a_model_that_ends_at_once_is_said_to() -> None:
+    done = run("generate", "What is 8 + 7?", "--temperature", "0")
+    assert (done.returncode, done.stdout) == (0, "What is 8 + 7?\n")
+    assert "the model ended at once" in done.stderr
 
 
 def test_choices_are_shown_one_after_the_other_each_under_its_number() -> None:
