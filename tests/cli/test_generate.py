@@ -29,13 +29,13 @@ def test_the_same_seed_tells_the_same_story_as_text_and_in_json_with_what_no_tex
     assert len(output["outputs"][0]["logprobs"]) == output["metrics"]["num_generation_tokens"] == 40
 
 
-@pytest.mark.nightly
 def test_a_model_that_ends_at_once_is_said_to() -> None:
     done = run("generate", "What is 8 + 7?", "--temperature", "0")
     assert (done.returncode, done.stdout) == (0, "What is 8 + 7?\n")
     assert "the model ended at once" in done.stderr
 
 
+@pytest.mark.nightly
 def test_choices_are_shown_one_after_the_other_each_under_its_number() -> None:
     done = run("generate", "Once upon a time", "--n", "3", "--seed", "1", "--max-tokens", "20", "--stats")
     assert done.returncode == 0, done.stderr

@@ -266,5 +266,7 @@ def test_a_command_says_how_long_its_kernels_are_for(
     monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}{cache}")
     monkeypatch.setenv(COMPILER_OUTLIVES, "1")
     compilation = Compilation(["common"])
+    assert compilation._child is not None
+    compilation._child.wait()  # or it would stay as a zombie of this process
     compilation.close()
     assert re.search(told, caplog.records[0].message)
