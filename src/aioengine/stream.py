@@ -144,14 +144,14 @@ class Stream(NotCopied):
         await state.wait_begun()
         if state.is_ended and state.error is not None:
             self._is_exhausted = True
-            raise state.error
+            raise state.error.anew()
 
     async def finish(self) -> RequestOutput:
         """Wait for the end, reading nothing; returns the whole output. Lifts ``max_unread_tokens``."""
         state = self._entered()
         await state.wait(for_end=True)
         if state.error is not None:
-            raise state.error
+            raise state.error.anew()
         return self.result
 
     def watch(self, on_news: Callable[[], None]) -> None:
@@ -180,7 +180,7 @@ class Stream(NotCopied):
         if delta is None and state.is_ended:
             self._is_exhausted = True
             if state.error is not None:
-                raise state.error
+                raise state.error.anew()
         return delta
 
     @property
@@ -199,7 +199,7 @@ class Stream(NotCopied):
         while state.take() is not None:
             pass
         if state.is_ended and state.error is not None:
-            raise state.error
+            raise state.error.anew()
         return self.result
 
     def check_accepting(self, num_sequences: int | None = None) -> None:

@@ -188,7 +188,7 @@ class Grammars:
         loop = asyncio.get_running_loop()
         timers: list[asyncio.TimerHandle] = []
         outside = contextlib.ExitStack()
-        is_overdue = is_given_up = False
+        is_overdue = is_given_up = is_done = False  # a closure over the future would keep its error's frames
         lane.is_busy = True
         self._compiling.add(key)
 
@@ -200,7 +200,7 @@ class Grammars:
             return vocabulary.compile(constraint)
 
         def begin_timer(after_s: float, act: Callable[[], None]) -> None:
-            if not outcome.done():
+            if not is_done:
                 timers.append(loop.call_later(after_s, act))
 
         def give_way() -> None:
@@ -222,6 +222,8 @@ class Grammars:
             self._compile_next(lane)
 
         def on_done(done: asyncio.Future[GuidanceGrammar]) -> None:
+            nonlocal is_done
+            is_done = True
             for timer in timers:
                 timer.cancel()
             outside.close()

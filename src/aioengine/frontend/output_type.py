@@ -54,16 +54,16 @@ class OutputType:
         Raises:
             OutputNotParsed: a choice is no value of the type, such as one that was cut at ``max_tokens``.
         """
-        choices, errors = list(output.outputs), []
+        choices, errors = list(output.outputs), list[OutputNotParsed]()
         for place, choice in enumerate(choices):
             try:
                 choices[place] = self._parsed(choice)
             except OutputNotParsed as error:
-                errors.append(error)
+                errors = errors or [error]
         output = msgspec.structs.replace(output, outputs=choices)
         if errors:
             errors[0].output, errors[0].outputs = output, [output]
-            raise errors[0]
+            raise errors.pop()  # its traceback has this frame, which must not have the error
         return output
 
     def _parsed(self, choice: CompletionOutput) -> CompletionOutput:

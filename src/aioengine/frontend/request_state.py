@@ -76,8 +76,9 @@ class Completion:
     # Called by the core
 
     def on_started(self) -> None:
-        self._leave_queue()
-        self._request.on_started()
+        if not self.is_ended:
+            self._leave_queue()
+            self._request.on_started()
 
     def _leave_queue(self) -> None:
         if self._is_queued:
@@ -104,8 +105,9 @@ class Completion:
             if text:
                 self._texts.append(text)
             if detokenizer.stop_string is not None or (self._plan.ends_at_call and self._read_answer().has_its_call):
+                core = self._request.core
                 self._end("stop", detokenizer.stop_string)
-                self._request.core.finish(self.sequence, "stop", detokenizer.stop_string)
+                core.finish(self.sequence, "stop", detokenizer.stop_string)
                 return
         if len(token_ids) >= self._tell_at:
             self._tell()
@@ -116,6 +118,8 @@ class Completion:
         return sequence.finish_reason == "stop" and len(self.token_ids) == len(sequence.output_ids)
 
     def on_prompt_logprobs(self, position: int, logprobs: list[SampledLogprobs]) -> None:
+        if self.is_ended:
+            return
         ids = self.sequence.slice_ids(position, position + len(logprobs))
         try:
             decoded = [self._request.with_texts(*of_token) for of_token in zip(ids, logprobs, strict=True)]
@@ -167,7 +171,7 @@ class Completion:
         self._num_read_ids = len(self.token_ids)
         self._num_read_texts = len(self._texts)
         self._tell_at = self._num_read_ids + self._interval
-        if self._num_read_ids >= self._allow_at:
+        if self._num_read_ids >= self._allow_at and not self.is_ended:
             # Not for each token that is read: from another process that takes a message.
             self._allow_at = self._num_read_ids + (self._request.max_unread + 1) // 2
             self._request.core.unblock(self.sequence)
@@ -222,6 +226,7 @@ class Completion:
         self._leave_queue()
         self._request.on_news(self)
         self._request.on_ended(self)
+        del self._request  # each holds the other: the garbage collector would have to find them
 
 
 class ParsedAnswer:
@@ -436,6 +441,7 @@ class RequestState:
             self.end_span(self.error)
             self._wake()
             self._tell_watcher()
+            self._watcher = None  # it leads to the stream, which has this
 
     def on_prompt_logprobs(self, position: int, logprobs: list[TokenLogprobs]) -> None:
         assert self.prompt_logprobs is not None

@@ -316,6 +316,7 @@ class Api:
             self._tracing.end(span, record)
             if self.config.log_probes or record.route not in UNCOUNTED_HANDLERS or record.outcome != "ok":
                 log_request(record)
+            record.error = None  # its traceback leads here
 
     async def _answer(
         self, exchange: Exchange, record: RequestRecord, routes: dict[str, Route] | None
@@ -343,19 +344,22 @@ class Api:
         except ClientGone:
             raise
         except Exception as error:
-            answer = api_error_of(error)
-            record.error, record.error_code, record.error_param = error, answer.code, answer.param
-            if isinstance(error, EngineClosed) and not self._has_warned and not self.is_draining:
-                self._has_warned = True
-                logger.warning("requests are answered 503: %s", error)
-            if record.status:  # an answer now would stand in the middle of one
-                record.outcome = "error"
-                exchange.cut()
-                return None
-            is_shed = answer.code == "overloaded"
-            record.outcome = "refused" if answer.status < 500 else "shed" if is_shed else "error"
-            is_of_messages = exchange.path.startswith(MESSAGES)
-            return error_response(answer, record.request_id) if is_of_messages else answer.response()
+            return self._answer_error(error, exchange, record)
+
+    def _answer_error(self, error: Exception, exchange: Exchange, record: RequestRecord) -> Response | None:
+        answer = api_error_of(error)
+        record.error, record.error_code, record.error_param = error, answer.code, answer.param
+        if isinstance(error, EngineClosed) and not self._has_warned and not self.is_draining:
+            self._has_warned = True
+            logger.warning("requests are answered 503: %s", error)
+        if record.status:  # an answer now would stand in the middle of one
+            record.outcome = "error"
+            exchange.cut()
+            return None
+        is_shed = answer.code == "overloaded"
+        record.outcome = "refused" if answer.status < 500 else "shed" if is_shed else "error"
+        is_of_messages = exchange.path.startswith(MESSAGES)
+        return error_response(answer, record.request_id) if is_of_messages else answer.response()
 
     def _nothing_at(self, path: str) -> ApiError:
         if (told := instead_of(path)) is not None:

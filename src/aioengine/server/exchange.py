@@ -130,6 +130,8 @@ async def run_while_connected(exchange: Exchange, work: Callable[[Callable[[], N
         async def do() -> None:
             try:
                 results.append(await work(lambda: leave(ClientCut())))
+            except asyncio.CancelledError:
+                return  # the group would keep it, and all frames of the work with it
             except Exception as error:  # a group would wrap it
                 errors.append(error)
             group.cancel_scope.cancel()
@@ -141,7 +143,7 @@ async def run_while_connected(exchange: Exchange, work: Callable[[Callable[[], N
         leave(ClientGone())
     if results:
         return results[0]
-    raise (errors or gone)[0]
+    raise (errors or gone).pop()  # the error's traceback has this frame, which must not have the error
 
 
 class WriteMonitor:

@@ -66,7 +66,6 @@ def longest_match(pattern: str) -> float:
 def longest_text(root: Any) -> float:
     """The bytes of all keys, constants and patterns in JSON of a schema, each as often as it must be repeated; infinity
     for a schema that refers to itself."""
-    known: dict[int, float] = {}
     longest_minimum = 1.0
     pending = [root]
     while pending:  # of any nesting: a pattern and the length of its text may stand apart
@@ -74,33 +73,33 @@ def longest_text(root: Any) -> float:
         if isinstance(value, dict) and is_number(value.get("minLength")):
             longest_minimum = max(longest_minimum, value["minLength"])
         pending.extend(value.values() if isinstance(value, dict) else value if isinstance(value, list) else ())
+    return _longest_of(root, root, {}, longest_minimum)
 
-    def total(node: Any, depth: int = 0) -> float:
-        if not isinstance(node, dict):
-            return 0
-        if id(node) in known:
-            return known[id(node)]
-        if depth > MAX_SCHEMAS_DEEP:
-            return math.inf
-        inside = functools.partial(total, depth=depth + 1)
-        known[id(node)] = math.inf  # within itself
-        others = inside(node.get("additionalProperties"))
-        found = [_OTHER_BYTES, others, _longest_value(node), inside(node.get("propertyNames"))]
-        found += [len(name) + inside(inner) for name, inner in mapped(node, "properties").items()]
-        found += [longest_match(name) + inside(inner) for name, inner in mapped(node, "patternProperties").items()]
-        found += [len(name) + others for name in listed(node, "required") if isinstance(name, str)]
-        if isinstance(pattern := node.get("pattern"), str):
-            found.append(longest_match(pattern) * longest_minimum)
-        least: Any = node.get("minItems")
-        found.append(inside(node.get("items")) * (max(least, 1) if is_number(least) else 1))
-        found += map(inside, (*listed(node, "items"), *listed(node, "prefixItems"), node.get("additionalItems")))
-        found += map(inside, (*listed(node, "allOf"), referred(root, node.get("$ref"))))
-        for keyword in ("anyOf", "oneOf"):
-            found.append(max(map(inside, listed(node, keyword)), default=0))
-        known[id(node)] = sum(found)
+
+def _longest_of(node: Any, root: Any, known: dict[int, float], longest_minimum: float, depth: int = 0) -> float:
+    if not isinstance(node, dict):
+        return 0
+    if id(node) in known:
         return known[id(node)]
-
-    return total(root)
+    if depth > MAX_SCHEMAS_DEEP:
+        return math.inf
+    inside = functools.partial(_longest_of, root=root, known=known, longest_minimum=longest_minimum, depth=depth + 1)
+    known[id(node)] = math.inf  # within itself
+    others = inside(node.get("additionalProperties"))
+    found = [_OTHER_BYTES, others, _longest_value(node), inside(node.get("propertyNames"))]
+    found += [len(name) + inside(inner) for name, inner in mapped(node, "properties").items()]
+    found += [longest_match(name) + inside(inner) for name, inner in mapped(node, "patternProperties").items()]
+    found += [len(name) + others for name in listed(node, "required") if isinstance(name, str)]
+    if isinstance(pattern := node.get("pattern"), str):
+        found.append(longest_match(pattern) * longest_minimum)
+    least: Any = node.get("minItems")
+    found.append(inside(node.get("items")) * (max(least, 1) if is_number(least) else 1))
+    found += map(inside, (*listed(node, "items"), *listed(node, "prefixItems"), node.get("additionalItems")))
+    found += map(inside, (*listed(node, "allOf"), referred(root, node.get("$ref"))))
+    for keyword in ("anyOf", "oneOf"):
+        found.append(max(map(inside, listed(node, keyword)), default=0))
+    known[id(node)] = sum(found)
+    return known[id(node)]
 
 
 def _longest_value(node: dict[str, Any]) -> int:

@@ -24,7 +24,7 @@ class StopSearch:
         found: the stop string, once it is there; nothing may be fed after it.
     """
 
-    __slots__ = ("_first_chars", "_held", "_include_stop", "_root", "_state", "_stop", "found")
+    __slots__ = ("_first_chars", "_held", "_include_stop", "_state", "_states", "_stop", "found")
 
     def __init__(self, stop: Sequence[str], *, include_stop: bool = False) -> None:
         assert all(stop), "an empty stop string matches everywhere"
@@ -33,15 +33,18 @@ class StopSearch:
         self._include_stop = include_stop
         self._held = ""
         self._first_chars = frozenset(string[0] for string in stop)
-        self._root = self._state = _State(0, list(range(len(stop))), None, None)
+        self._state = _State(0, list(range(len(stop))), -1, None)
+        self._states = [self._state]
+        """By number, the empty one first: states that held each other would wait for the garbage collector."""
 
     def feed(self, text: str) -> str:
         """Return what may be shown of the text held back and this new one; at a stop string, all that is shown."""
-        state = self._state
-        if state is self._root and self._first_chars.isdisjoint(text):
+        state, states = self._state, self._states
+        if state is states[0] and self._first_chars.isdisjoint(text):
             return text
         for position, char in enumerate(text):
-            state = state.following.get(char) or self._extend(state, char)
+            number = state.following.get(char)
+            state = states[self._extend(state, char) if number is None else number]
             if state.match is not None:
                 self.found = self._stop[state.match]
                 text = self._held + text[: position + 1]
@@ -58,26 +61,25 @@ class StopSearch:
         held, self._held = self._held, ""
         return held
 
-    def _extend(self, state: _State, char: str) -> _State:
+    def _extend(self, state: _State, char: str) -> int:
         """The state after ``char``; it is made, and the shorter ones that it falls back on, where they are missing."""
-        missing = []
-        at: _State | None = state
-        while at is not None and char not in at.following:
-            missing.append(at)
-            at = at.fallback
-        target = self._root if at is None else at.following[char]
+        missing = [state]
+        while char not in missing[-1].following and missing[-1].fallback >= 0:
+            missing.append(self._states[missing[-1].fallback])
+        target = missing.pop().following[char] if char in missing[-1].following else 0
         # From the shortest to the longest: each one's result is the fallback of the next one's.
-        for at in reversed(missing):
-            target = at.following[char] = self._grow(at, char, target)
+        for shorter in reversed(missing):
+            target = shorter.following[char] = self._grow(shorter, char, target)
         return target
 
-    def _grow(self, state: _State, char: str, fallback: _State) -> _State:
+    def _grow(self, state: _State, char: str, fallback: int) -> int:
         stop, depth = self._stop, state.depth
         sharing = [index for index in state.sharing if len(stop[index]) > depth and stop[index][depth] == char]
         if not sharing:
             return fallback
         whole = (index for index in sharing if len(stop[index]) == depth + 1)
-        return _State(depth + 1, sharing, fallback, next(whole, fallback.match))
+        self._states.append(_State(depth + 1, sharing, fallback, next(whole, self._states[fallback].match)))
+        return len(self._states) - 1
 
 
 class _State:
@@ -86,15 +88,16 @@ class _State:
     Args:
         depth: its length.
         sharing: indexes of the stop strings that begin with it.
-        fallback: the next shorter beginning that the text ends with; None for the empty one.
+        fallback: number of the next shorter beginning that the text ends with; -1 for the empty one.
         match: index of the longest stop string that the text ends with.
     """
 
     __slots__ = ("depth", "fallback", "following", "match", "sharing")
 
-    def __init__(self, depth: int, sharing: list[int], fallback: _State | None, match: int | None) -> None:
+    def __init__(self, depth: int, sharing: list[int], fallback: int, match: int | None) -> None:
         self.depth = depth
         self.sharing = sharing
         self.fallback = fallback
-        self.following: dict[str, _State] = {}
+        self.following: dict[str, int] = {}
+        """Numbers of the states after each character."""
         self.match = match

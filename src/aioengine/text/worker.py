@@ -226,6 +226,7 @@ class _Call(Generic[T]):
             error = exc
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self.end, result, error)
+        del self, error  # the error's traceback has this frame
 
     def end(self, result: Any, error: BaseException | None) -> None:
         """On the loop; the first end holds."""
