@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import threading
 from typing import Any
 
 import numpy as np
@@ -441,6 +442,19 @@ def test_there_are_as_many_lexers_as_the_living_rows_need(monkeypatch: pytest.Mo
     del matchers
     grammar.matcher()
     assert grammar.num_lexers == 1
+
+
+def test_a_grammar_is_freed_in_a_thread_when_no_row_has_it() -> None:
+    grammar = vocabulary().compile(Regex("[ab]+"))
+    begun, row = grammar.matcher().lexer.begun, grammar.matcher()
+    del grammar
+    assert not begun.is_error()
+    assert not row.problem
+    del row
+    for thread in threading.enumerate():
+        if thread.name == "aioengine-grammar-end":
+            thread.join()
+    assert begun.is_error()  # it was ended, and what it had is free
 
 
 def test_a_row_that_is_taken_again_makes_no_mask_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:

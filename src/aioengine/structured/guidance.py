@@ -3,12 +3,14 @@ guidance-ai/llguidance), whose masks take microseconds."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
 import os
 import re
 import secrets
+import sys
 import threading
 import time
 import weakref
@@ -77,6 +79,8 @@ MAX_RENEWAL_S = 0.1
 
 TOKENS_OF_FUEL = 128
 """The library counts what each mask and the tokens behind it cost; with more tokens a mask is made between them."""
+
+NO_TOKEN = 2**32 - 1
 
 MAX_SHOWN_CHARS = 500
 
@@ -324,6 +328,11 @@ class Lexer:
         self.begun = begun
         self.matchers = weakref.WeakSet[GuidanceMatcher]()
 
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            with contextlib.suppress(RuntimeError):  # no thread is to be had: then here
+                threading.Thread(target=_free, args=(self.begun,), name="aioengine-grammar-end").start()
+
     def limit(self, token_id: int) -> str:
         """Why it takes no token any more; empty if it does.
 
@@ -525,6 +534,15 @@ class GuidanceMatcher:
 @functools.cache
 def _threads() -> Any:
     return llguidance.LLExecutor(os.cpu_count())
+
+
+def _free(begun: Any) -> None:
+    """Free what a matcher and its copies share: of a large grammar that takes 0.1 s, which may not pass under the GIL.
+
+    A wrong token ends a matcher, and the library ends two of them without the GIL.
+    """
+    pairs = [(begun, NO_TOKEN), (begun.deep_copy(), NO_TOKEN)]
+    llguidance.LLExecutor(1).consume_token_par(pairs)
 
 
 def _with_deep_stack(function: Callable[[], Any]) -> Any:
