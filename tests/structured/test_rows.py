@@ -444,7 +444,8 @@ def test_there_are_as_many_lexers_as_the_living_rows_need(monkeypatch: pytest.Mo
     assert grammar.num_lexers == 1
 
 
-def test_a_grammar_is_freed_in_a_thread_when_no_row_has_it() -> None:
+def test_a_large_grammar_is_freed_in_a_thread_when_no_row_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guidance, "MAX_AT_ONCE_S", 0.0)
     grammar = vocabulary().compile(Regex("[ab]+"))
     begun, row = grammar.matcher().lexer.begun, grammar.matcher()
     del grammar

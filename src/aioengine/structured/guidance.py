@@ -77,6 +77,9 @@ MAX_AGAIN_S = 0.005
 MAX_RENEWAL_S = 0.1
 """A grammar that took longer gets no new lexer when its own is full, for the same reason: its rows fail."""
 
+MAX_AT_ONCE_S = 0.02
+"""A grammar that took longer is freed in a thread: freeing takes a fifth of the time, and up to 3 ms for its states."""
+
 TOKENS_OF_FUEL = 128
 """The library counts what each mask and the tokens behind it cost; with more tokens a mask is made between them."""
 
@@ -319,17 +322,19 @@ class Lexer:
 
     Args:
         begun: llguidance's matcher at the beginning of the text, whose copies share it.
+        is_large: freeing it takes long.
 
     Attributes:
         matchers: those that use it now.
     """
 
-    def __init__(self, begun: Any) -> None:
+    def __init__(self, begun: Any, *, is_large: bool) -> None:
         self.begun = begun
+        self._is_large = is_large
         self.matchers = weakref.WeakSet[GuidanceMatcher]()
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():
+        if self._is_large and not sys.is_finalizing():
             with contextlib.suppress(RuntimeError):  # no thread is to be had: then here
                 threading.Thread(target=_free, args=(self.begun,), name="aioengine-grammar-end").start()
 
@@ -363,9 +368,10 @@ class GuidanceGrammar:
         self.vocabulary = vocabulary
         self.is_forcing = is_forcing
         self.is_spent = False
-        self._lexers = [Lexer(begun)]
         self._begin = begin
         self._compile_s = compile_s
+        self._is_large = compile_s > MAX_AT_ONCE_S
+        self._lexers = [Lexer(begun, is_large=self._is_large)]
 
     @property
     def num_lexers(self) -> int:
@@ -375,7 +381,7 @@ class GuidanceGrammar:
         self._lexers = [lexer for lexer in self._lexers if lexer.matchers] or self._lexers[:1]
         lexer = self._least_used()
         if len(lexer.matchers) >= ROWS_OF_LEXER and len(self._lexers) < MAX_LEXERS and self._compile_s < MAX_AGAIN_S:
-            self._lexers.append(lexer := Lexer(self._begin()))
+            self._lexers.append(lexer := Lexer(self._begin(), is_large=False))
         return GuidanceMatcher(self, lexer)
 
     def replace(self, full: Lexer) -> tuple[Lexer, bool] | None:
@@ -385,7 +391,8 @@ class GuidanceGrammar:
         if self._compile_s > MAX_RENEWAL_S:
             self.is_spent = True
             return None
-        fresh = Lexer(self._begin() if self._compile_s < MAX_AGAIN_S else _with_deep_stack(self._begin))
+        begun = self._begin() if self._compile_s < MAX_AGAIN_S else _with_deep_stack(self._begin)
+        fresh = Lexer(begun, is_large=self._is_large)
         self._lexers[self._lexers.index(full)] = fresh
         return fresh, True
 
@@ -537,12 +544,11 @@ def _threads() -> Any:
 
 
 def _free(begun: Any) -> None:
-    """Free what a matcher and its copies share: of a large grammar that takes 0.1 s, which may not pass under the GIL.
+    """Free what a matcher and its copies share; of a large grammar that takes 0.1 s, and must not hold the GIL.
 
-    A wrong token ends a matcher, and the library ends two of them without the GIL.
+    A token that does not exist ends a matcher, and the library ends two of them without the GIL.
     """
-    pairs = [(begun, NO_TOKEN), (begun.deep_copy(), NO_TOKEN)]
-    llguidance.LLExecutor(1).consume_token_par(pairs)
+    llguidance.LLExecutor(1).consume_token_par([(begun, NO_TOKEN), (begun.deep_copy(), NO_TOKEN)])
 
 
 def _with_deep_stack(function: Callable[[], Any]) -> Any:
