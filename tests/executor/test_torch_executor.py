@@ -161,7 +161,7 @@ async def test_more_threads_than_cores_are_used_with_a_warning(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     executor = await model.start(num_threads=num_threads)
     await executor.aclose()
-    assert ("num_threads=2, and this process may use 1 cores" in caplog.text) is warns
+    assert ("num_threads=2 is more than the usable cores (1)" in caplog.text) is warns
 
 
 async def test_progress_is_told_on_the_loop(model: Model) -> None:

@@ -181,7 +181,7 @@ class Device:
             and config.num_threads is not None
             and config.num_threads > (cores := num_usable_cores())
         ):
-            told = "num_threads=%d, and this process may use %d cores: steps are slower so; leave num_threads out"
+            told = "num_threads=%d is more than the usable cores (%d): steps are slower so; leave it out"
             logger.warning(told, config.num_threads, cores)
         if accelerator.is_host and config.num_threads is None:
             self._max_threads = num_usable_threads()

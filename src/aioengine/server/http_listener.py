@@ -86,7 +86,7 @@ class HttpListener:
 
     @property
     def sockets(self) -> list[socket.socket]:
-        """Those of the first share."""
+        """The sockets of the first share."""
         return self.shares[0] if self.shares else []
 
     def _not_served(self, error: OSError) -> ConfigError:
