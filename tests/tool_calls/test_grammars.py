@@ -39,8 +39,8 @@ from tool_calls.answers import (
 import aioengine
 from aioengine.errors import InternalError
 from aioengine.tool_calls.calls import Tool, ToolChoice
-from aioengine.tool_calls.deepseek import ALL_BEGIN, ALL_END, BEGIN, END, SEPARATOR
 from aioengine.tool_calls.formats import find_tool_format
+from aioengine.tool_calls.named_json import ALL_BEGIN, ALL_END, BEGIN, END, SEPARATOR
 
 NUM_TOKENS = 2048
 EOS = 2

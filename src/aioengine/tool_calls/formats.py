@@ -8,12 +8,10 @@ from typing import Protocol
 
 from aioengine.errors import ConfigError
 from aioengine.tool_calls.calls import NO_TOKENS, AnswerParser, Tool, ToolChoice
-from aioengine.tool_calls.deepseek import DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2
 from aioengine.tool_calls.gemma4 import FUNCTION_GEMMA, GEMMA4
 from aioengine.tool_calls.harmony import HARMONY
-from aioengine.tool_calls.llama3_json import LLAMA3_JSON, XLAM
-from aioengine.tool_calls.marked_json import COHERE, GRANITE, HERMES, NEMOTRON, PHI4_MINI
-from aioengine.tool_calls.mistral import MISTRAL, MISTRAL_ARGS
+from aioengine.tool_calls.marked_json import COHERE, GRANITE, HERMES, LLAMA3_JSON, NEMOTRON, PHI4_MINI, XLAM
+from aioengine.tool_calls.named_json import DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2, MISTRAL, MISTRAL_ARGS
 from aioengine.tool_calls.pythonic import LFM2, OLMO3, PYTHONIC
 from aioengine.tool_calls.tagged import TAGGED
 from aioengine.validation import nearest, shorten

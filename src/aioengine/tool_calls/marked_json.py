@@ -1,4 +1,4 @@
-"""Calls that are JSON between two markers: an object each, or a list of all.
+"""Calls that are JSON, an object each or a list of all: most of them between two markers.
 
 Hermes 2 Pro, Qwen2.5, Qwen3, Granite 4, SmolLM3:
 
@@ -19,6 +19,13 @@ Granite 3 (which has no second marker), Phi-4-mini, Nemotron Nano 2, and Command
         {"tool_call_id": "0", "tool_name": "get_time", "parameters": {}}
     ]<|END_ACTION|>
 
+Llama 3.1 and later, and xLAM 2, which has a list:
+
+    {"name": "get_weather", "parameters": {"city": "Paris"}}; {"name": "get_time", "parameters": {}}
+
+They are the whole answer, or follow ``<|python_tag|>``. A model may leave the semicolon away. JSON that is no call is
+an answer like others.
+
 Each is read whether it is an object or a list. The ids that Command writes are passed over: its template numbers the
 calls by itself.
 """
@@ -31,18 +38,27 @@ from aioengine.tool_calls.grammars import GrammarWriter, StepFormat, quoted
 from aioengine.tool_calls.reading import Markers, Reading, Steps
 
 BEGIN, END = "<tool_call>", "</tool_call>"
+PYTHON_TAG = "<|python_tag|>"
 COHERE_TEXT = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")
 """The markers that Command's models write around content."""
 
 
-def _reader(begins: tuple[str, ...], end: str, markup: tuple[str, ...] = ()) -> Callable[[Reading], Steps[None]]:
+def _reader(
+    begins: tuple[str, ...], end: str, markup: tuple[str, ...] = (), *, beginning: str = ""
+) -> Callable[[Reading], Steps[None]]:
+    """``beginning``: of an answer that is calls without a marker, which are several."""
     markers = Markers(*begins, *markup)
 
-    def read_call(reading: Reading) -> Steps[None]:
-        yield from reading.json_calls()
-        yield from reading.close(*([end] if end else []))
+    def read_calls(reading: Reading) -> Steps[None]:
+        first = "{"
+        while first and first in "{[":
+            yield from reading.json_calls(needs_arguments=bool(beginning))
+            yield from reading.close(*filter(None, [end]))
+            first = (yield from reading.peek()) if beginning else ""
 
     def read(reading: Reading) -> Steps[None]:
+        if beginning and (yield from reading.skip_space()) == beginning:
+            yield from reading.attempt(read_calls(reading), is_marked=False)
         while marker := (yield from reading.find_call(markers)):
             if marker in markup:
                 reading.drop()
@@ -50,7 +66,7 @@ def _reader(begins: tuple[str, ...], end: str, markup: tuple[str, ...] = ()) -> 
             if marker.endswith("["):  # the list's own
                 reading.put_back()
                 reading.take(reading.at + len(marker) - 1)
-            yield from reading.attempt(read_call(reading))
+            yield from reading.attempt(read_calls(reading))
 
     return read
 
@@ -61,12 +77,21 @@ def _write_each(writer: GrammarWriter) -> str:
     return writer.finish_marked(BEGIN, f"{newline} {call} {newline} {writer.marker(END)}", between=newline)
 
 
-def _list_writer(begins: tuple[str, ...], end: str) -> Callable[[GrammarWriter], str]:
+def list_writer(begins: tuple[str, ...], end: str) -> Callable[[GrammarWriter], str]:
     def write(writer: GrammarWriter) -> str:
         calls = f"{writer.json_list('arguments')} {writer.marker(end)}"
         return writer.finish_marked(*begins[:1], calls, *begins[1:], between=None)
 
     return write
+
+
+def _write_llama(writer: GrammarWriter) -> str:
+    call = writer.one_of(writer.json_call(tool, "parameters") for tool in writer.tools)
+    return writer.finish_unmarked(PYTHON_TAG, writer.several(call, quoted("; ")), beginning="{")
+
+
+def _write_xlam(writer: GrammarWriter) -> str:
+    return writer.finish_unmarked(PYTHON_TAG, writer.json_list("arguments"), beginning="[")
 
 
 def _write_cohere(writer: GrammarWriter) -> str:
@@ -83,7 +108,7 @@ def _write_cohere(writer: GrammarWriter) -> str:
 
 HERMES = StepFormat("hermes", _reader((BEGIN,), END), _write_each, keeps_special_tokens=(BEGIN, END))
 GRANITE, PHI4_MINI, NEMOTRON = (
-    StepFormat(name, _reader(begins, end), _list_writer(begins, end), keeps_special_tokens=True)
+    StepFormat(name, _reader(begins, end), list_writer(begins, end), keeps_special_tokens=True)
     for name, begins, end in (
         ("granite", ("<|tool_call|>", BEGIN), ""),
         ("phi4_mini", ("<|tool_call|>", "functools["), "<|/tool_call|>"),
@@ -92,4 +117,8 @@ GRANITE, PHI4_MINI, NEMOTRON = (
 )
 COHERE = StepFormat(
     "cohere", _reader(("<|START_ACTION|>",), "<|END_ACTION|>", COHERE_TEXT), _write_cohere, keeps_special_tokens=True
+)
+LLAMA3_JSON, XLAM = (
+    StepFormat(name, _reader((PYTHON_TAG,), ";", beginning=beginning), write, keeps_special_tokens=True)
+    for name, beginning, write in (("llama3_json", "{", _write_llama), ("xlam", "[", _write_xlam))
 )

@@ -209,6 +209,7 @@ class Reading:
             the text, if it is not given away.
         """
         parts: list[str] = []
+        give = parts.append if give is None else give
         room = float("inf") if longest is None else longest
         while True:
             found = markers.find(self.text, self.at)
@@ -217,10 +218,7 @@ class Reading:
                 self.take(self.at + int(room))
                 raise NotACall
             room -= stop - self.at
-            if give is None:
-                parts.append(self.take(stop))
-            else:
-                give(self.take(stop))
+            give(self.take(stop))
             if found:
                 self.marker = self.take(found.end())
                 return "".join(parts)
@@ -266,12 +264,10 @@ class Reading:
         """Take a JSON value; its text is given as it comes, or else returned."""
         scanner = JsonScanner()
         parts: list[str] = []
+        give = parts.append if give is None else give
         while True:
             end = scanner.scan(self.text, self.at)
-            if give is None:
-                parts.append(self.take(end))
-            else:
-                give(self.take(end))
+            give(self.take(end))
             if scanner.is_done:
                 return "".join(parts)
             if scanner.is_wrong or self.is_over:
