@@ -245,7 +245,7 @@ def masks(vocabulary: Vocabulary, num_words: int) -> None:
         num_forced = num_sampled = 0
         for seed in range(4):
             table = GrammarRows(num_words)
-            rows = [table.add(grammar, 0, []) for _ in range(NUM_ROWS)]
+            rows = [table.add(GrammarRow(grammar, 0), []) for _ in range(NUM_ROWS)]
             rng = np.random.default_rng(seed)
             position = 0
             filled = np.empty((NUM_ROWS, num_words), np.int32)

@@ -25,7 +25,7 @@ from structured.conftest import (
 from aioengine import Choice, Grammar, Json, Regex, StructuralTags, Tag
 from aioengine.structured import guidance
 from aioengine.structured.grammar import CompiledGrammar, Thinking, ThinkingGrammar
-from aioengine.structured.rows import GrammarRows
+from aioengine.structured.rows import GrammarRow, GrammarRows
 
 CONSTRAINTS = {
     "json": Json(ANIMAL),
@@ -40,7 +40,7 @@ class Row:
 
     def __init__(self, grammar: CompiledGrammar, first: int, output_ids: list[int], **options: Any) -> None:
         self._rows = GrammarRows(NUM_TOKENS // 32)
-        self._row = self._rows.add(grammar, first, output_ids, **options)
+        self._row = self._rows.add(GrammarRow(grammar, first, **options), output_ids)
         self.unsent = self._row.unsent
 
     @property
@@ -368,7 +368,7 @@ WEARING = Regex("[a-z ]*[aeious][a-z ]{30}[xyz]")
 def random_rows(grammar: CompiledGrammar, num_rows: int, num_steps: int, *, seed: int) -> list[list[int]]:
     """The tokens that rows side by side sample, each by a seed of its own."""
     table = GrammarRows(NUM_TOKENS // 32)
-    rows = [table.add(grammar, 0, []) for _ in range(num_rows)]
+    rows = [table.add(GrammarRow(grammar, 0), []) for _ in range(num_rows)]
     outputs: list[list[int]] = [[] for _ in rows]
     masks = np.zeros((num_rows, NUM_TOKENS // 32), np.int32)
     for _ in range(num_steps):

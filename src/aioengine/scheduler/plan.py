@@ -133,10 +133,9 @@ class RowAdded(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         sampling = self.sampling
         assert sampling.grammar is not None
         has_rules = sampling.allowed_token_ids or sampling.bad_words or sampling.logits_processors or sampling.stop_ids
-        return rows.add(
+        row = GrammarRow(
             sampling.grammar,
             self.num_prompt_tokens,
-            self.token_ids[self.num_prompt_tokens :].tolist(),
             jumps=sampling.logprobs < 0,
             is_forcing=not (has_rules or sampling.ignores_end),
             ignores_end=sampling.ignores_end,
@@ -144,6 +143,7 @@ class RowAdded(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             num_late=sampling.min_tokens if sampling.stop_ids else 0,
             allowed=allowed,
         )
+        return rows.add(row, self.token_ids[self.num_prompt_tokens :].tolist())
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -27,33 +27,46 @@ class GrammarRow:
     before that sample them, too, under a mask of that one token, so that nothing else can come of it. A row that does
     not jump, since it wants log-probabilities of each token, samples all of them so. Both have the same tokens.
 
+    Args:
+        num_prompt_tokens: the position of the first output token.
+        jumps: as above.
+        is_forcing: no rule of the request forbids tokens; with such rules it samples what mask and rules leave.
+        ignores_end: what ends the output comes only where nothing else can.
+        late_ids: these come only where nothing else can among the first ``num_late`` output tokens.
+        allowed: the only tokens that may come, besides what the grammar says; None: any.
+
     Attributes:
         num_tokens: of prompt and output, forced ones that the device has not sampled included.
         unsent: (position, tokens) that are to be put into the device's history.
         problem: why no further token can come; empty if one can.
+        slot: its row of the table of masks.
+        is_masked: its mask in the table is that of the token at ``num_tokens``.
+        has_rules: its mask is changed by rules of the request's own.
     """
 
     def __init__(
-        self, grammar: CompiledGrammar, num_prompt_tokens: int, *, jumps: bool, is_forcing: bool, ignores_end: bool
+        self,
+        grammar: CompiledGrammar,
+        num_prompt_tokens: int,
+        *,
+        jumps: bool = True,
+        is_forcing: bool = True,
+        ignores_end: bool = False,
+        late_ids: Sequence[int] = (),
+        num_late: int = 0,
+        allowed: Mask | None = None,
     ) -> None:
-        self.grammar = grammar
         self.matcher = grammar.matcher()
         self.num_tokens = num_prompt_tokens
         self.unsent: deque[tuple[int, list[int]]] = deque()
         self.problem = ""
         self.slot = -1
-        """Its row of the table of masks."""
-        self.allowed: Mask | None = None
-        """The only tokens that may come, besides what the grammar says; None: any."""
-        self.late_ids: Sequence[int] = ()
-        self.late_from = 0
-        """The position before which ``late_ids`` come only where nothing else can."""
-        self.is_forcing = is_forcing
         self.is_masked = False
-        """Its mask in the table is that of the token at ``num_tokens``."""
-        self.has_rules = ignores_end
-        """Its mask is changed by rules of the request's own."""
+        self.has_rules = ignores_end or num_late > 0 or allowed is not None
+        self._is_forcing = is_forcing
         self._ignores_end = ignores_end
+        self._late_ids, self._late_until = late_ids, num_prompt_tokens + num_late
+        self._allowed = allowed
         self._jumps = jumps and is_forcing
         self._forced: list[int] = []
         """The last tokens up to ``num_tokens``, if they were forced."""
@@ -77,19 +90,19 @@ class GrammarRow:
 
     def force(self) -> None:
         """Take over the tokens that follow without a choice."""
-        while self.is_forcing and len(self._forced) < MAX_FORCED and (forced := self.matcher.forced()):
+        while self._is_forcing and len(self._forced) < MAX_FORCED and (forced := self.matcher.forced()):
             self._forced += forced
             self.num_tokens += len(forced)
             self.matcher.consume(forced)
 
     def restrict(self, mask: Mask) -> None:
         """Take out what the request's own rules forbid."""
-        if self.allowed is not None:
-            mask &= self.allowed
+        if self._allowed is not None:
+            mask &= self._allowed
         if self._ignores_end:
             keep_going(mask, self.matcher.ending_ids)
-        if self.num_tokens < self.late_from:
-            keep_going(mask, self.late_ids)
+        if self.num_tokens < self._late_until:
+            keep_going(mask, self._late_ids)
 
     def tell(self) -> list[int]:
         """The forced tokens that the caller was not told of, if the row jumps over them."""
@@ -119,40 +132,15 @@ class GrammarRows:
         self._free_slots: list[int] = []
         self._lock = threading.Lock()
 
-    def add(
-        self,
-        grammar: CompiledGrammar,
-        num_prompt_tokens: int,
-        output_ids: Sequence[int],
-        *,
-        jumps: bool = True,
-        is_forcing: bool = True,
-        ignores_end: bool = False,
-        late_ids: Sequence[int] = (),
-        num_late: int = 0,
-        allowed: Mask | None = None,
-    ) -> GrammarRow:
-        """Take in a row.
-
-        Args:
-            num_prompt_tokens: the position of the first output token.
-            output_ids: those that are known already.
-            jumps: as above.
-            is_forcing: no rule of the request forbids tokens; with such rules it samples what mask and rules leave.
-            ignores_end: what ends the output comes only where nothing else can.
-            late_ids: these come only where nothing else can among the first ``num_late`` output tokens.
-            allowed: the only tokens that may come, besides what the grammar says; None: any.
-        """
-        row = GrammarRow(grammar, num_prompt_tokens, jumps=jumps, is_forcing=is_forcing, ignores_end=ignores_end)
-        row.allowed, row.late_ids, row.late_from = allowed, late_ids, num_prompt_tokens + num_late
-        row.has_rules = ignores_end or num_late > 0 or allowed is not None
+    def add(self, row: GrammarRow, output_ids: Sequence[int]) -> GrammarRow:
+        """Take in a row, behind the tokens of its output that are known."""
         with self._lock:
             if not self._free_slots:
                 size = len(self._masks)
                 self._masks = np.concatenate([self._masks, np.zeros((max(size, 16), self._masks.shape[1]), np.int32)])
                 self._free_slots = list(range(size, len(self._masks)))
             row.slot = self._free_slots.pop()
-            self._replay(row, num_prompt_tokens, output_ids)
+            self._replay(row, output_ids)
         return row
 
     def remove(self, row: GrammarRow) -> None:
@@ -198,13 +186,13 @@ class GrammarRows:
             if single:
                 set_only(masks, single)
 
-    def _replay(self, row: GrammarRow, first: int, output_ids: Sequence[int]) -> None:
+    def _replay(self, row: GrammarRow, output_ids: Sequence[int]) -> None:
         """Bring a row behind tokens that are known, without masks.
 
         What is forced is asked for where it was at first: behind each token that was sampled, and there alone. Asked
         for amid a forced text the library may find less of it, or cut it into other tokens.
         """
-        for position, token_id in enumerate(output_ids, first):
+        for position, token_id in enumerate(output_ids, row.num_tokens):
             if position == row.num_tokens:
                 row.force()
             if row.takes(position):
