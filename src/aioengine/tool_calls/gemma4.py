@@ -10,8 +10,8 @@ has a pattern, a format or a length.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from aioengine.tool_calls.calls import Tool
 from aioengine.tool_calls.grammars import GrammarWriter, StepFormat, properties_of, quoted, types_of
@@ -25,12 +25,17 @@ NO_TYPES: Mapping[str, frozenset[str]] = {}
 _NAME_ENDS, _KEY_ENDS, _VALUE_ENDS = Markers("{"), Markers(":"), Markers(",", "}", "]")
 
 
-class _MarkedReader:
-    def __init__(self, begin: str, quote: str, *ends: str) -> None:
-        self._begins, self._quote, self._quotes, self._ends = Markers(begin), quote, Markers(quote), ends
+class _Marks(NamedTuple):
+    """The texts of a format: around a call, around a string, and what may follow a call's end."""
+
+    begin: str
+    end: str
+    quote: str
+    response: str
 
     def read(self, reading: Reading) -> Steps[None]:
-        while (yield from reading.show_until(self._begins)):
+        begins = Markers(self.begin)
+        while (yield from reading.show_until(begins)):
             yield from reading.attempt(self._read_call(reading))
 
     def _read_call(self, reading: Reading) -> Steps[None]:
@@ -44,7 +49,7 @@ class _MarkedReader:
         types = {key: types_of(schema, tool.parameters) for key, schema in properties_of(tool).items()}
         yield from self._read_value(reading, MAX_DEPTH, types_in=types)
         reading.end_call()
-        yield from reading.close(*self._ends)
+        yield from reading.close(self.end, self.response)
 
     def _read_value(
         self,
@@ -60,12 +65,12 @@ class _MarkedReader:
             types_in: the same of an object's members.
         """
         first = yield from reading.skip_space()
-        is_marked = yield from reading.literal(self._quote)
+        is_marked = yield from reading.literal(self.quote)
         if first == '"':
             yield from reading.json_value(reading.add_arguments)
         elif is_marked and (not types or "string" in types):
             reading.add_arguments('"')
-            yield from reading.read_until(self._quotes, give=lambda text: reading.add_arguments(in_string(text)))
+            yield from reading.read_until(Markers(self.quote), give=lambda text: reading.add_arguments(in_string(text)))
             reading.add_arguments('"')
         elif not is_marked and first and first in "{[" and depth:
             closer = "}" if first == "{" else "]"
@@ -80,7 +85,7 @@ class _MarkedReader:
                     yield from reading.expect(",")
             reading.add_arguments(reading.take(reading.at + 1))
         else:
-            text = yield from reading.read_until(self._quotes if is_marked else _VALUE_ENDS)
+            text = yield from reading.read_until(Markers(self.quote) if is_marked else _VALUE_ENDS)
             if not is_marked:
                 reading.put_back()
             reading.add_arguments(as_json(text.strip(), types))
@@ -92,31 +97,24 @@ class _MarkedReader:
             yield from reading.expect(":")
         else:
             key = yield from reading.read_until(_KEY_ENDS, longest=MAX_KEYWORD_CHARS)
-            key = key.strip().removeprefix(self._quote).removesuffix(self._quote)
+            key = key.strip().removeprefix(self.quote).removesuffix(self.quote)
         reading.add_arguments(f'"{in_string(key)}": ')
         return key
 
-
-def _writer(begin: str, quote: str, end: str) -> Callable[[GrammarWriter], str]:
-    def write_member(writer: GrammarWriter, name: str, schema: Mapping[str, Any], tool: Tool) -> str:
-        if not is_plain(schema, types_of(schema, tool.parameters)):
-            return f'{name} ":" {writer.json(schema, tool)}'
-        return f'{name} ":" {writer.marker(quote)} {writer.plain_value(schema, quote)}'
-
-    def write(writer: GrammarWriter) -> str:
+    def write(self, writer: GrammarWriter) -> str:
         call = writer.one_of(
-            f"{quoted(f'call:{tool.name}{{')} {write_arguments(writer, tool, write_member, ',')} {quoted('}')}"
+            f"{quoted(f'call:{tool.name}{{')} {write_arguments(writer, tool, self._write_member, ',')} {quoted('}')}"
             for tool in writer.tools
         )
-        return writer.finish_marked(begin, f"{call} {writer.marker(end)}", between="")
+        return writer.finish_marked(self.begin, f"{call} {writer.marker(self.end)}", between="")
 
-    return write
+    def _write_member(self, writer: GrammarWriter, name: str, schema: Mapping[str, Any], tool: Tool) -> str:
+        if not is_plain(schema, types_of(schema, tool.parameters)):
+            return f'{name} ":" {writer.json(schema, tool)}'
+        return f'{name} ":" {writer.marker(self.quote)} {writer.plain_value(schema, self.quote)}'
 
 
-GEMMA4, FUNCTION_GEMMA = (
-    StepFormat(name, _MarkedReader(begin, quote, *ends).read, _writer(begin, quote, ends[0]), keeps_special_tokens=True)
-    for name, begin, quote, *ends in (
-        ("gemma4", "<|tool_call>", '<|"|>', "<tool_call|>", "<|tool_response>"),
-        ("function_gemma", "<start_function_call>", "<escape>", "<end_function_call>", "<start_function_response>"),
-    )
-)
+_GEMMA4 = _Marks("<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>")
+_FUNCTION_GEMMA = _Marks("<start_function_call>", "<end_function_call>", "<escape>", "<start_function_response>")
+GEMMA4 = StepFormat("gemma4", _GEMMA4.read, _GEMMA4.write, keeps_special_tokens=True)
+FUNCTION_GEMMA = StepFormat("function_gemma", _FUNCTION_GEMMA.read, _FUNCTION_GEMMA.write, keeps_special_tokens=True)

@@ -52,7 +52,7 @@ def _reader(
     def read_calls(reading: Reading) -> Steps[None]:
         first = "{"
         while first and first in "{[":
-            yield from reading.json_calls(needs_arguments=bool(beginning))
+            yield from reading.json_calls()
             yield from reading.close(*filter(None, [end]))
             first = (yield from reading.peek()) if beginning else ""
 

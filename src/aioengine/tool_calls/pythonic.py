@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from aioengine.tool_calls.calls import Tool
 from aioengine.tool_calls.grammars import GrammarWriter, StepFormat, quoted, types_of
@@ -28,19 +28,43 @@ _PLAIN, _PLAIN_IN_STRING = re.compile(r"[^\"'()\[\]{},\\]+"), re.compile(r"[^\"'
 _CLOSER_OF = {"(": ")", "[": "]", "{": "}"}
 
 
-def _reader(tag: str, end: str, *, needs_tag: bool) -> Callable[[Reading], Steps[None]]:
-    tags = Markers(tag)
-    loose = Markers(tag, "\n[")
+class _Style(NamedTuple):
+    """How a model writes such calls.
 
-    def read(reading: Reading) -> Steps[None]:
-        if (yield from reading.skip_space()) == "[" and not (needs_tag and reading.is_strict):
-            yield from reading.attempt(_read_calls(reading, end), is_marked=False)
-        while marker := (yield from reading.show_until(tags if reading.is_strict else loose)):
-            if marker != tag:
+    Attributes:
+        tag, end: around all of them.
+        needs_tag: a grammar has calls behind the tag alone.
+        is_listed: they are a list; else each has a line.
+    """
+
+    tag: str
+    end: str
+    needs_tag: bool = True
+    is_listed: bool = True
+
+    def read(self, reading: Reading) -> Steps[None]:
+        tags = Markers(self.tag) if reading.is_strict else Markers(self.tag, "\n[")
+        if (yield from reading.skip_space()) == "[" and not (self.needs_tag and reading.is_strict):
+            yield from reading.attempt(_read_calls(reading, self.end), is_marked=False)
+        while marker := (yield from reading.show_until(tags)):
+            if marker != self.tag:
                 reading.put_back()
-            yield from reading.attempt(_read_calls(reading, end), is_marked=marker == tag)
+            yield from reading.attempt(_read_calls(reading, self.end), is_marked=marker == self.tag)
 
-    return read
+    def write(self, writer: GrammarWriter) -> str:
+        call = writer.one_of(
+            f"{quoted(tool.name + '(')} {write_arguments(writer, tool, self._write_argument, ', ')} {quoted(')')}"
+            for tool in writer.tools
+        )
+        calls = writer.several(call, quoted(", " if self.is_listed else "\n"))
+        calls = f"{quoted('[')} {calls} {quoted(']')}" if self.is_listed else calls
+        if self.needs_tag:
+            return writer.finish_marked(self.tag, f"{calls} {writer.marker(self.end)}", between=None)
+        return writer.finish_unmarked(self.tag, calls, beginning="[")
+
+    def _write_argument(self, writer: GrammarWriter, name: str, schema: Mapping[str, Any], tool: Tool) -> str:
+        is_bool = self.is_listed and types_of(schema, tool.parameters) == {"boolean"}
+        return f'{name} "=" ' + ('("True" | "False")' if is_bool else writer.json(schema, tool))
 
 
 def _read_calls(reading: Reading, end: str) -> Steps[None]:
@@ -105,37 +129,11 @@ def _read_value(reading: Reading) -> Steps[tuple[str, str]]:
     raise NotACall
 
 
-def _writer(tag: str, end: str, *, needs_tag: bool, is_listed: bool) -> Callable[[GrammarWriter], str]:
-    def write_argument(writer: GrammarWriter, name: str, schema: Mapping[str, Any], tool: Tool) -> str:
-        is_bool = is_listed and types_of(schema, tool.parameters) == {"boolean"}
-        return f'{name} "=" ' + ('("True" | "False")' if is_bool else writer.json(schema, tool))
-
-    def write(writer: GrammarWriter) -> str:
-        call = writer.one_of(
-            f"{quoted(tool.name + '(')} {write_arguments(writer, tool, write_argument, ', ')} {quoted(')')}"
-            for tool in writer.tools
-        )
-        newline = quoted("\n")
-        if not is_listed:
-            return writer.finish_marked(tag, f"{writer.several(call, newline)} {writer.marker(end)}", between=None)
-        calls = f"{quoted('[')} {writer.several(call, quoted(', '))} {quoted(']')}"
-        if needs_tag:
-            return writer.finish_marked(tag, f"{calls} {writer.marker(end)}", between=None)
-        return writer.finish_unmarked(tag, calls, beginning="[")
-
-    return write
-
-
 PYTHONIC, LFM2, OLMO3 = (
-    StepFormat(
-        name,
-        _reader(tag, end, needs_tag=name != "pythonic"),
-        _writer(tag, end, needs_tag=name != "pythonic", is_listed=name != "olmo3"),
-        keeps_special_tokens=True,
-    )
-    for name, tag, end in (
-        ("pythonic", "<|python_start|>", "<|python_end|>"),
-        ("lfm2", "<|tool_call_start|>", "<|tool_call_end|>"),
-        ("olmo3", "<function_calls>", "</function_calls>"),
+    StepFormat(name, style.read, style.write, keeps_special_tokens=True)
+    for name, style in (
+        ("pythonic", _Style("<|python_start|>", "<|python_end|>", needs_tag=False)),
+        ("lfm2", _Style("<|tool_call_start|>", "<|tool_call_end|>")),
+        ("olmo3", _Style("<function_calls>", "</function_calls>", is_listed=False)),
     )
 )

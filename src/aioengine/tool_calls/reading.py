@@ -90,6 +90,7 @@ class Reading:
         self._arguments: list[str] = []
         self._num_begun = 0
         self._given_ids: set[str] = set()
+        self._is_marked = False
         self._deltas: dict[int, tuple[str | None, str | None, list[str]]] = {}
 
     def take_piece(self) -> Piece:
@@ -156,8 +157,10 @@ class Reading:
         """Go through steps that read a call, or several. Where they find none what they have taken is shown.
 
         Args:
-            is_marked: a marker has begun it, so that it is one where the text is over before it is named.
+            is_marked: a marker has begun it, so that it is one where the text is over before it is named. Else a call
+                in JSON is one with arguments alone.
         """
+        self._is_marked = is_marked
         try:
             yield from steps
         except NotACall:
@@ -280,10 +283,10 @@ class Reading:
         """Show text up to a marker, which is returned, as `show_until`; on the way read calls in JSON without one."""
         while (marker := (yield from self.show_until(begins.loose if self.is_loose else begins))) in LOOSE:
             self.put_back()
-            yield from self.attempt(self.json_calls(needs_arguments=True), is_marked=False)
+            yield from self.attempt(self.json_calls(), is_marked=False)
         return marker
 
-    def json_calls(self, *, needs_arguments: bool = False) -> Steps[None]:
+    def json_calls(self) -> Steps[None]:
         """A call that is an object, or a list of these; models put either into a fence."""
         yield from self.skip_space()
         if is_fenced := (yield from self.literal("```")):
@@ -291,24 +294,20 @@ class Reading:
             yield from self.skip_space()
         separator = "["
         while (yield from self.literal(separator)):
-            yield from self.json_call(needs_arguments=needs_arguments)
+            yield from self.json_call()
             yield from self.close()
             separator = ","
         if separator == "[":
-            yield from self.json_call(needs_arguments=needs_arguments)
+            yield from self.json_call()
         else:
             yield from self.close("]")
         yield from self.close(*(["```"] if is_fenced else []))
 
-    def json_call(self, *, needs_arguments: bool = False) -> Steps[None]:
-        """A call that is an object, with a name and arguments in any order, or with these under "function".
-
-        Args:
-            needs_arguments: an object with a tool's name alone is no call; else it is one without arguments.
-        """
+    def json_call(self) -> Steps[None]:
+        """A call that is an object, with a name and arguments in any order, or with these under "function"."""
         yield from self.skip_space()
         name, arguments = yield from self._json_fields()
-        if name is None or (needs_arguments and arguments is None):
+        if name is None or (arguments is None and not self._is_marked):
             raise NotACall
         if not self.is_in_call:
             self.begin_call(name, arguments or "{}")

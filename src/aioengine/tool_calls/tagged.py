@@ -186,34 +186,28 @@ _QWEN3_CODER = Tags(
     "<tool_call>\n", "</tool_call>", ("<function=", ">\n"), "</function>\n",
     ("<parameter=", ">\n"), "\n</parameter>\n", next_lines=("\n<parameter=", "\n</function>"),
 )  # fmt: skip
-_SEED_OSS = _QWEN3_CODER._replace(
-    begin="<seed:tool_call>\n", end="</seed:tool_call>", parameter=("<parameter=", ">"),
-    parameter_end="</parameter>\n", next_lines=(),
-)  # fmt: skip
-_MINIMAX_M2 = Tags(
-    "<minimax:tool_call>\n", "</minimax:tool_call>", ('<invoke name="', '">\n'), "</invoke>\n",
-    ('<parameter name="', '">'), "</parameter>\n", is_listed=True,
-)  # fmt: skip
 _DEEPSEEK_V32 = Tags(
     "<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>",
     ('<｜DSML｜invoke name="', '">\n'), "</｜DSML｜invoke>\n",
     ('<｜DSML｜parameter name="', '" string="true">'), "</｜DSML｜parameter>\n", '" string="false">', is_listed=True,
 )  # fmt: skip
-_DEEPSEEK_V4 = _DEEPSEEK_V32._replace(begin="<｜DSML｜tool_calls>\n", end="</｜DSML｜tool_calls>")
-_GLM45 = Tags("<tool_call>", "</tool_call>", ("", "\n"), "", ("<arg_key>", "</arg_key>\n<arg_value>"), "</arg_value>\n")
-_GLM47 = Tags(
-    "<tool_call>", "</tool_call>", ("", ""), "", ("<arg_key>", "</arg_key><arg_value>"), "</arg_value>", between=""
-)
 
-TAGGED = tuple(
-    _format(name, tags)
-    for name, tags in (
-        ("qwen3_coder", _QWEN3_CODER),
-        ("seed_oss", _SEED_OSS),
-        ("minimax_m2", _MINIMAX_M2),
-        ("deepseek_v32", _DEEPSEEK_V32),
-        ("deepseek_v4", _DEEPSEEK_V4),
-        ("glm45", _GLM45),
-        ("glm47", _GLM47),
-    )
-)
+TAGGED = (
+    _format("qwen3_coder", _QWEN3_CODER),
+    _format("seed_oss", _QWEN3_CODER._replace(
+        begin="<seed:tool_call>\n", end="</seed:tool_call>", parameter=("<parameter=", ">"),
+        parameter_end="</parameter>\n", next_lines=(),
+    )),
+    _format("minimax_m2", Tags(
+        "<minimax:tool_call>\n", "</minimax:tool_call>", ('<invoke name="', '">\n'), "</invoke>\n",
+        ('<parameter name="', '">'), "</parameter>\n", is_listed=True,
+    )),
+    _format("deepseek_v32", _DEEPSEEK_V32),
+    _format("deepseek_v4", _DEEPSEEK_V32._replace(begin="<｜DSML｜tool_calls>\n", end="</｜DSML｜tool_calls>")),
+    _format("glm45", Tags(
+        "<tool_call>", "</tool_call>", ("", "\n"), "", ("<arg_key>", "</arg_key>\n<arg_value>"), "</arg_value>\n",
+    )),
+    _format("glm47", Tags(
+        "<tool_call>", "</tool_call>", ("", ""), "", ("<arg_key>", "</arg_key><arg_value>"), "</arg_value>", between="",
+    )),
+)  # fmt: skip
