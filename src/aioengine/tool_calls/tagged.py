@@ -36,7 +36,7 @@ A model may leave the outer markers away where others follow them, and the ends 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from aioengine.tool_calls.calls import Tool
@@ -73,10 +73,11 @@ class Tags(NamedTuple):
         return (self.parameter_end.rstrip(), self.parameter_end.strip(), *self.next_lines)
 
 
-class _TagReader:
-    """Reads the calls of a format."""
+class _TagFormat:
+    """Reads and writes the calls of a format."""
 
     def __init__(self, tags: Tags) -> None:
+        self._tags = tags
         self._begin, self._function, self._end = tags.begin.rstrip(), tags.function[0], tags.end
         self._begins = Markers(*filter(None, (self._begin, self._function)))
         self._function_end, self._parameter = tags.function_end.rstrip() or tags.end, tags.parameter[0]
@@ -146,40 +147,32 @@ class _TagReader:
         if reading.marker in self._next_lines:
             reading.put_back()
 
-
-def _writer(tags: Tags) -> Callable[[GrammarWriter], str]:
-    begin, write_parameter = tags.begin.rstrip(), _parameter_writer(tags)
-
-    def write(writer: GrammarWriter) -> str:
+    def write(self, writer: GrammarWriter) -> str:
+        tags = self._tags
         end = writer.marker(tags.function_end)
         call = writer.one_of(
-            f"{writer.marker(tool.name.join(tags.function))} {write_arguments(writer, tool, write_parameter)} {end}"
+            f"{writer.marker(tool.name.join(tags.function))} "
+            f"{write_arguments(writer, tool, self._write_parameter)} {end}"
             for tool in writer.tools
         )
         calls = writer.several(call, "") if tags.is_listed else call
-        text = f"{quoted(tags.begin[len(begin) :])} {calls} {writer.marker(tags.end)}"
+        text = f"{quoted(tags.begin[len(self._begin) :])} {calls} {writer.marker(tags.end)}"
         between = None if tags.is_listed else quoted(tags.between)
-        return writer.finish_marked(begin, text, *filter(None, tags.function[:1]), between=between)
+        return writer.finish_marked(self._begin, text, *filter(None, [self._function]), between=between)
 
-    return write
-
-
-def _parameter_writer(tags: Tags) -> Callable[[GrammarWriter, str, Mapping[str, Any], Tool], str]:
-    before, after = tags.parameter
-
-    def write(writer: GrammarWriter, name: str, schema: Mapping[str, Any], tool: Tool) -> str:
+    def _write_parameter(self, writer: GrammarWriter, name: str, schema: Mapping[str, Any], tool: Tool) -> str:
+        tags, (before, after) = self._tags, self._tags.parameter
         is_text = is_plain(schema, types_of(schema, tool.parameters))
         head = f"{writer.marker(before)} {name} {writer.marker(after if is_text else tags.json_parameter or after)}"
         if is_text:
             return f"{head} {writer.plain_value(schema, tags.parameter_end, *tags.value_ends[1:])}"
         return f"{head} {writer.json(schema, tool)} {writer.marker(tags.parameter_end)}"
 
-    return write
-
 
 def _format(name: str, tags: Tags) -> StepFormat:
     markers = tuple(TOKENS.findall(" ".join((tags.begin, tags.end, *tags.parameter, tags.parameter_end))))
-    return StepFormat(name, _TagReader(tags).read, _writer(tags), keeps_special_tokens=markers)
+    made = _TagFormat(tags)
+    return StepFormat(name, made.read, made.write, keeps_special_tokens=markers)
 
 
 _QWEN3_CODER = Tags(
