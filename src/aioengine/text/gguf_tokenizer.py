@@ -20,6 +20,7 @@ from aioengine.models.formats.gguf_vocabulary import (
     ending_ids,
     id_of_role,
     token_types,
+    tokens_of,
 )
 from aioengine.validation import shorten
 
@@ -106,10 +107,6 @@ NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 """The tokens of Phi-3's families that leave white space after them as it is."""
 
 
-def has_vocabulary(file: GgufFile) -> bool:
-    return "tokenizer.ggml.tokens" in file.metadata
-
-
 def build_tokenizer(file: GgufFile) -> Any:
     """A `tokenizers.Tokenizer`. It raises what that library does where the vocabulary is no good.
 
@@ -122,7 +119,7 @@ def build_tokenizer(file: GgufFile) -> Any:
     if kind not in BUILDERS:
         raise ModelLoadError(f"{file.path}: tokenizer.ggml.model={shorten(kind)}; supported: {', '.join(BUILDERS)}")
     types = token_types(file)
-    tokens = _tokens(file)
+    tokens = tokens_of(file)
     if kind == SENTENCEPIECE:
         tokens = [_spelled(token, each == USER_DEFINED) for token, each in zip(tokens, types, strict=True)]
     tokenizer = BUILDERS[kind](file, tokens, types)
@@ -140,7 +137,7 @@ def build_tokenizer(file: GgufFile) -> Any:
 def named_tokens_of(file: GgufFile) -> dict[str, str]:
     """ "bos_token", "eos_token" and so on, as far as the file has them."""
     ids = {name: id_of_role(file, role) for name, role in ROLES.items()}
-    return {name: _tokens(file)[token_id] for name, token_id in ids.items() if token_id is not None}
+    return {name: tokens_of(file)[token_id] for name, token_id in ids.items() if token_id is not None}
 
 
 def bos_id_of(file: GgufFile) -> int | None:
@@ -148,11 +145,6 @@ def bos_id_of(file: GgufFile) -> int | None:
     pre = file.get("tokenizer.ggml.pre", str, "default")
     is_default = pre in ADDS_BOS or file.metadata["tokenizer.ggml.model"] == SENTENCEPIECE
     return id_of_role(file, "bos") if file.get("tokenizer.ggml.add_bos_token", bool, is_default) else None
-
-
-def _tokens(file: GgufFile) -> list[str]:
-    tokens: list[str] = file.get("tokenizer.ggml.tokens", list)
-    return tokens
 
 
 def _strips(file: GgufFile) -> bool:
@@ -239,7 +231,7 @@ def _add_ends(file: GgufFile, tokenizer: Any) -> None:
     from tokenizers import processors
 
     eos_id = id_of_role(file, "eos") if file.get("tokenizer.ggml.add_eos_token", bool, False) else None
-    first, last = ([] if i is None else [(_tokens(file)[i], i)] for i in (bos_id_of(file), eos_id))
+    first, last = ([] if i is None else [(tokens_of(file)[i], i)] for i in (bos_id_of(file), eos_id))
     if first or last:
         template = [*(token for token, _ in first), "$A", *(token for token, _ in last)]
         tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=[*first, *last])

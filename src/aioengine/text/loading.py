@@ -19,7 +19,8 @@ import msgspec
 from aioengine.errors import AioEngineError, ModelLoadError
 from aioengine.models.folder import check_files, is_gguf, read_json
 from aioengine.models.formats.gguf_file import GgufFile
-from aioengine.text.gguf_tokenizer import PATTERNS, bos_id_of, build_tokenizer, has_vocabulary, named_tokens_of
+from aioengine.models.formats.gguf_vocabulary import tokens_of
+from aioengine.text.gguf_tokenizer import PATTERNS, bos_id_of, build_tokenizer, named_tokens_of
 from aioengine.text.template_files import DEFAULT, templates_of_folder, templates_of_gguf
 
 VOCABULARY_FILES = (
@@ -99,7 +100,7 @@ def _check_labels(folder: Path, config: dict[str, Any]) -> None:
 def has_tokenizer(folder: Path) -> bool:
     """Whether the folder, or GGUF file, has a tokenizer at all. A model without one takes prompts as token ids."""
     if is_gguf(folder):
-        return has_vocabulary(GgufFile.read(folder))
+        return bool(tokens_of(GgufFile.read(folder)))
     return any((folder / name).is_file() for name in ("tokenizer_config.json", *VOCABULARY_FILES))
 
 
@@ -134,12 +135,12 @@ def load_tokenizer(folder: Path) -> LoadedTokenizer:
 
 def _load_from_gguf(path: Path) -> LoadedTokenizer:
     file = GgufFile.read(path)
-    if not has_vocabulary(file):
+    if not tokens_of(file):
         raise ModelLoadError(f"{path} has no tokenizer; give prompts as token ids")
     templates = templates_of_gguf(file, path)
     with failures_as(lambda problem: ModelLoadError(f"{path}: the tokenizer could not be loaded: {problem}")):
         loaded = _with_backend(build_tokenizer(file), named_tokens_of(file))
-    max_ids = len(file.get("tokenizer.ggml.tokens", list))
+    max_ids = len(tokens_of(file))
     return msgspec.structs.replace(loaded, chat_templates=templates, chat_bos_id=bos_id_of(file), max_ids=max_ids)
 
 

@@ -39,13 +39,19 @@ END_TEXTS = {
 """Tokens that end a text in any vocabulary that has them, of whatever type: of a turn, a text or a piece of code."""
 
 
+def tokens_of(file: GgufFile) -> list[str]:
+    """The vocabulary, by ids; empty where the file has none."""
+    tokens: list[str] = file.get("tokenizer.ggml.tokens", list, [])
+    return tokens
+
+
 def token_types(file: GgufFile) -> list[int]:
     """The type of each token; all are normal where the file has no types.
 
     Raises:
         ModelLoadError: there are more or fewer than tokens.
     """
-    tokens, types = file.get("tokenizer.ggml.tokens", list, []), file.metadata.get("tokenizer.ggml.token_type")
+    tokens, types = tokens_of(file), file.metadata.get("tokenizer.ggml.token_type")
     if types is None:
         return [NORMAL] * len(tokens)
     if len(types) != len(tokens):
@@ -59,7 +65,7 @@ def id_of_role(file: GgufFile, role: str) -> int | None:
     Ids that the vocabulary lacks count as not given, as in llama.cpp: converters have written -1 for none.
     """
     token_id: int | None = file.get(f"tokenizer.ggml.{role}_token_id", int)
-    num_tokens = len(file.get("tokenizer.ggml.tokens", list, []))
+    num_tokens = len(tokens_of(file))
     is_known = token_id is not None and (0 <= token_id < num_tokens or not num_tokens)
     if not is_known and file.metadata.get("tokenizer.ggml.model") == SENTENCEPIECE:
         token_id = DEFAULT_IDS.get(role, num_tokens)
@@ -82,7 +88,7 @@ def ending_ids(file: GgufFile) -> list[int]:
     types = token_types(file)
     known = {
         token: token_id
-        for token_id, token in enumerate(file.get("tokenizer.ggml.tokens", list, []))
+        for token_id, token in enumerate(tokens_of(file))
         if token in END_TEXTS and (token != "</s>" or types[token_id] == CONTROL)
     }
     if known.keys() & {"<|call|>", "<|calls|>"} and known.keys() & {"<|return|>", "<|flush|>"}:
