@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -266,30 +266,24 @@ def from_vllm(given: Any) -> Constraint | None:
         return given
     fields = given if isinstance(given, Mapping) else _fields_of(given)
     has_whitespace = fields.get("disable_any_whitespace") is False
-    names = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-    if isinstance(given, Mapping) and (unknown := set(given) - {*names, *SETTINGS_OF_VLLM}):
-        raise _refuse("", f"{', '.join(sorted(map(str, unknown)))} is no constraint; known: {', '.join(names)}")
-    asked = {name: fields[name] for name in names if fields.get(name) is not None}
+    readers: dict[str, Callable[[Any], Constraint]] = {
+        "json": lambda value: Json(
+            read_schema(value) if isinstance(value, str | dict | bool) else schema_of(value), whitespace=has_whitespace
+        ),
+        "regex": Regex,
+        "choice": Choice,
+        "grammar": Grammar,
+        "json_object": lambda _: Json(whitespace=has_whitespace),
+        "structural_tag": read_structural_tag,
+    }
+    if isinstance(given, Mapping) and (unknown := set(given) - {*readers, *SETTINGS_OF_VLLM}):
+        raise _refuse("", f"{', '.join(sorted(map(str, unknown)))} is no constraint; known: {', '.join(readers)}")
+    asked = {name: fields[name] for name in readers if fields.get(name) is not None}
     if asked.get("json_object") is False:
         del asked["json_object"]
     if len(asked) > 1:
         raise _refuse("", f"{', '.join(asked)} are several constraints; give one")
-    for name, value in asked.items():
-        match name:
-            case "json":
-                schema = read_schema(value) if isinstance(value, str | dict | bool) else schema_of(value)
-                return Json(schema, whitespace=has_whitespace)
-            case "json_object":
-                return Json(whitespace=has_whitespace)
-            case "structural_tag":
-                return read_structural_tag(value)
-            case "regex":
-                return Regex(value)
-            case "choice":
-                return Choice(value)
-            case "grammar":
-                return Grammar(value)
-    return None
+    return next((readers[name](value) for name, value in asked.items()), None)
 
 
 def _fields_of(given: Any) -> dict[str, Any]:

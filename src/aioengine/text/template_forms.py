@@ -10,7 +10,6 @@ the prompt is then what transformers makes of the same messages.
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 import json
 import re
@@ -22,6 +21,7 @@ from aioengine.errors import AioEngineError
 from aioengine.text.chat_input import REASONING_FIELDS, Message, parse_arguments, text_of
 from aioengine.text.sandbox import compile_template
 from aioengine.text.template_limits import TemplateStopped
+from aioengine.tool_calls.calls import short_id
 
 _ROLES = ("system", "user", "assistant", "tool", "developer")
 """Roles that are asked about; others, which are a client's choice, are read as the user's."""
@@ -235,9 +235,8 @@ def _fit_call(call: Message, form: CallForm, new_ids: dict[str, str], number: in
         arguments = json.dumps(arguments, ensure_ascii=False)
     if isinstance(call_id, str) and form.ids != "any":
         named = f"functions.{function.get('name')}:"
-        is_fit = call_id.startswith(named) if form.ids == "named" else re.fullmatch("[A-Za-z0-9]{9}", call_id)
-        new = f"{named}{number}" if form.ids == "named" else hashlib.sha256(call_id.encode()).hexdigest()[:9]
-        new_ids[call_id] = call_id = call_id if is_fit else new
+        numbered = call_id if call_id.startswith(named) else f"{named}{number}"
+        new_ids[call_id] = call_id = numbered if form.ids == "named" else short_id(call_id)
     told = {"arguments": arguments} if "arguments" in function else {}
     return {**call, **({"id": call_id} if "id" in call else {}), "function": {**function, **told}}
 

@@ -140,9 +140,8 @@ class _Threads:
 
     def _start_resident(self) -> None:
         thread = threading.Thread(target=self._work, name="aioengine-text", daemon=True)
-        start_with_stack(
-            thread, self._stack_bytes
-        )  # first: where there are too many threads, the next call tries again
+        # First: where there are too many threads, the next call tries again.
+        start_with_stack(thread, self._stack_bytes)
         self.alive.add(thread)
         self._resident = thread
 

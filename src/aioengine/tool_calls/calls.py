@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -79,6 +80,11 @@ class ToolCall(PlainStruct, frozen=True):
     def as_openai(self) -> dict[str, Any]:
         """The dict that a message has of it in OpenAI's API."""
         return {"id": self.id, **_as_function({"name": self.name, "arguments": self.arguments})}
+
+
+def short_id(call_id: str) -> str:
+    """An id of nine letters and digits, which are all that Mistral's templates take; the same for the same id."""
+    return call_id if re.fullmatch("[A-Za-z0-9]{9}", call_id) else hashlib.sha256(call_id.encode()).hexdigest()[:9]
 
 
 class ToolCallDelta(PlainStruct, frozen=True):

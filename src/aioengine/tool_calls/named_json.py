@@ -19,11 +19,9 @@ Mistral's models had a list until version 11 of their tokenizer, which is read b
 
 from __future__ import annotations
 
-import functools
-import hashlib
-from collections.abc import Callable
 from typing import NamedTuple
 
+from aioengine.tool_calls.calls import short_id
 from aioengine.tool_calls.grammars import GrammarWriter, StepFormat, quoted
 from aioengine.tool_calls.marked_json import list_writer
 from aioengine.tool_calls.reading import MAX_KEYWORD_CHARS, Markers, NotACall, Reading, Steps
@@ -100,14 +98,9 @@ class _Marks(NamedTuple):
 
 
 def _read_mistral(reading: Reading) -> Steps[None]:
-    reading.make_id = functools.partial(_short_id, reading.make_id)
+    make_id = reading.make_id
+    reading.make_id = lambda: short_id(make_id())
     return _MISTRAL.read(reading)
-
-
-def _short_id(make_id: Callable[[], str]) -> str:
-    long_id = make_id()
-    is_short = len(long_id) == 9 and long_id.isascii() and long_id.isalnum()
-    return long_id if is_short else hashlib.sha256(long_id.encode()).hexdigest()[:9]
 
 
 _DEEPSEEK = (BEGIN, SEPARATOR, END, ALL_BEGIN, ALL_END)
