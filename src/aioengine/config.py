@@ -156,8 +156,8 @@ NEUTRAL_CONFIG = {
 """vLLM's engine arguments that this engine has not, with the values at which they have no effect."""
 
 Name = Annotated[str, Meta(min_length=1)]
-MAX_TEMPLATE_CHARS = 2**20
-"""Thirty times the largest chat template that is known."""
+MAX_TEMPLATE_CHARS = 2**18
+"""Seven times the largest chat template that is known. Compiling one holds the GIL."""
 
 Count = Annotated[int, Meta(ge=1)]
 Share = Annotated[float, Meta(gt=0.0, le=1.0)]

@@ -25,6 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Cycler, Namespace
 from jinja2.visitor import NodeTransformer
 
+from aioengine.config import MAX_TEMPLATE_CHARS
 from aioengine.text.template_limits import ITEM_CHARS, TemplateStopped, current
 
 LEFT_OUT = frozenset({
@@ -45,12 +46,6 @@ BY_ATTRIBUTE = frozenset({
     "groupby", "join", "map", "max", "min", "rejectattr", "selectattr", "sort", "sum", "unique",
 })  # fmt: skip
 """Filters that look up a path such as "a.b.c" in each item."""
-
-MAX_SOURCE_CHARS = 2**18
-"""Length of a template's source; those of models have some ten thousand. Compiling holds the GIL."""
-
-MAX_TIME_FORMAT_CHARS = 1000
-"""Length of a format of `strftime_now`; the C library makes up to 256 times as many characters of it."""
 
 TOO_WIDE = {
     "%": re.compile(r"%(\((?![^()%]{0,99}\))|(\([^()%]*\))?[^%a-zA-Z]*(\d{4,}|\*))"),
@@ -119,13 +114,9 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             yield item
 
     @staticmethod
-    def concat(texts: Iterable[str]) -> str:
-        text: str = current().bounded("".join(ChatEnvironment.counted(texts)))
+    def concat(parts: Iterable[Any]) -> str:
+        text: str = current().bounded("".join(ChatEnvironment.counted(map(str, parts))))
         return text
-
-    @staticmethod
-    def joined(*parts: Any) -> str:
-        return "".join(ChatEnvironment.counted(map(str, parts)))
 
     @staticmethod
     def made(value: Any) -> Any:
@@ -143,7 +134,7 @@ class _Counting(NodeTransformer):
             case nodes.Compare() if not all(isinstance(operand.expr, nodes.Const) for operand in node.ops):
                 return _call("made", node)  # two lists may take milliseconds
             case nodes.Concat():
-                return _call("joined", *node.nodes)
+                return _call("concat", nodes.List(node.nodes))
             case nodes.List() | nodes.Tuple(ctx="load") if all(isinstance(item, nodes.Const) for item in node.items):
                 return node
             case nodes.Getitem(arg=nodes.Const()):
@@ -185,8 +176,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _strftime_now(format: str) -> str:  # noqa: A002 - its name in transformers
-    if len(format) > MAX_TIME_FORMAT_CHARS:
-        raise TemplateStopped(f"it formats a time by more than {MAX_TIME_FORMAT_CHARS} characters")
+    current().check_size(256 * len(format))  # the C library makes up to so many characters of each
     return datetime.now().strftime(format)
 
 
@@ -287,6 +277,6 @@ def compile_template(source: str) -> Template:
     Raises:
         TemplateError: its syntax is wrong, or it is too long.
     """
-    if len(source) > MAX_SOURCE_CHARS:
-        raise TemplateError(f"the template has more than {MAX_SOURCE_CHARS:,} characters")
+    if len(source) > MAX_TEMPLATE_CHARS:
+        raise TemplateError(f"the template has more than {MAX_TEMPLATE_CHARS:,} characters")
     return ChatEnvironment().from_string(source)

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, MappingView
+from contextvars import ContextVar
 from typing import Any
 
 from aioengine.errors import EngineClosed
@@ -75,13 +76,14 @@ class TemplateLimits:
             TemplateStopped: the rendering took too long, or made something too large.
             EngineClosed: the limits are closed.
         """
-        rendering = _running.rendering = Rendering(self, sys.maxsize)
+        rendering = Rendering(self, sys.maxsize)
+        _running.set(rendering)
         try:
             rendering.max_chars = MAX_CHARS + GROWTH * rendering.size_of(given)
             rendering.look()
             yield
         finally:
-            _running.rendering = None
+            _running.set(None)
             rendering.end_turn()
 
 
@@ -169,13 +171,9 @@ class Rendering:
             raise TemplateStopped(f"it makes a text, list or number of more than {self.max_chars} characters")
 
 
-class _Running(threading.local):
-    rendering: Rendering | None = None
-
-
-_running = _Running()
+_running: ContextVar[Rendering | None] = ContextVar("running", default=None)
 
 
 def current() -> Rendering:
-    """This thread's rendering; a new one where a template is compiled or rendered outside `TemplateLimits.run`."""
-    return _running.rendering or Rendering(TemplateLimits())
+    """The rendering that runs here; a new one where a template is compiled or rendered outside `TemplateLimits.run`."""
+    return _running.get() or Rendering(TemplateLimits())
