@@ -25,7 +25,7 @@ NO_TYPES: Mapping[str, frozenset[str]] = {}
 _NAME_ENDS, _KEY_ENDS, _VALUE_ENDS = Markers("{"), Markers(":"), Markers(",", "}", "]")
 
 
-class _Marks(NamedTuple):
+class _BareKeys(NamedTuple):
     """The texts of a format: around a call, around a string, and what may follow a call's end."""
 
     begin: str
@@ -114,7 +114,7 @@ class _Marks(NamedTuple):
         return f'{name} ":" {writer.marker(self.quote)} {writer.plain_value(schema, self.quote)}'
 
 
-_GEMMA4 = _Marks("<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>")
-_FUNCTION_GEMMA = _Marks("<start_function_call>", "<end_function_call>", "<escape>", "<start_function_response>")
+_GEMMA4 = _BareKeys("<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>")
+_FUNCTION_GEMMA = _BareKeys("<start_function_call>", "<end_function_call>", "<escape>", "<start_function_response>")
 GEMMA4 = StepFormat("gemma4", _GEMMA4.read, _GEMMA4.write, keeps_special_tokens=True)
 FUNCTION_GEMMA = StepFormat("function_gemma", _FUNCTION_GEMMA.read, _FUNCTION_GEMMA.write, keeps_special_tokens=True)

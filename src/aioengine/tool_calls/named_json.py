@@ -31,7 +31,7 @@ BEGIN, SEPARATOR, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<�
 _LINE_ENDS = Markers("\n")
 
 
-class _Marks(NamedTuple):
+class _NamedJson(NamedTuple):
     """The texts of a format.
 
     Attributes:
@@ -108,13 +108,13 @@ _KIMI = (
     *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
     *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
 )
-_MISTRAL = _Marks("[TOOL_CALLS]", "[ARGS]", "", "", "", '"NAME" SEPARATOR')
+_MISTRAL = _NamedJson("[TOOL_CALLS]", "[ARGS]", "", "", "", '"NAME" SEPARATOR')
 DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2 = (
     StepFormat(name, marks.read, marks.write, keeps_special_tokens=True)
     for name, marks in (
-        ("deepseek_v3", _Marks(*_DEEPSEEK, r'"function" SEPARATOR "NAME\n```json\n"', "\n```", "\n")),
-        ("deepseek_v31", _Marks(*_DEEPSEEK, '"NAME" SEPARATOR')),
-        ("kimi_k2", _Marks(*_KIMI, '"functions.NAME:" /[0-9]{1,4}/ SEPARATOR')),
+        ("deepseek_v3", _NamedJson(*_DEEPSEEK, r'"function" SEPARATOR "NAME\n```json\n"', "\n```", "\n")),
+        ("deepseek_v31", _NamedJson(*_DEEPSEEK, '"NAME" SEPARATOR')),
+        ("kimi_k2", _NamedJson(*_KIMI, '"functions.NAME:" /[0-9]{1,4}/ SEPARATOR')),
     )
 )
 MISTRAL = StepFormat("mistral", _read_mistral, list_writer((_MISTRAL.begin,), ""), keeps_special_tokens=True)
