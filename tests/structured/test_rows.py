@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -452,10 +455,41 @@ def test_a_large_grammar_is_freed_in_a_thread_when_no_row_has_it(monkeypatch: py
     assert not begun.is_error()
     assert not row.problem
     del row
+    join_ends_of_grammars()
+    assert begun.is_error()  # it was ended, and what it had is free
+
+
+def test_a_grammar_that_a_daemon_thread_frees_is_waited_for_at_the_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guidance, "MAX_AT_ONCE_S", 0.0)
+    daemons = list[bool]()
+    monkeypatch.setattr(guidance, "_free", lambda begun: daemons.append(threading.current_thread().daemon))
+    grammars = [vocabulary().compile(Regex("[ab]+"))]
+    thread = threading.Thread(target=grammars.clear, daemon=True)
+    thread.start()
+    thread.join()
+    join_ends_of_grammars()
+    assert daemons == [False]
+
+
+def test_a_large_grammar_is_freed_at_the_interpreters_exit() -> None:
+    script = (
+        "import atexit\n"
+        "from aioengine.structured import guidance\n"
+        "from aioengine.structured.constraints import Regex\n"
+        "from structured.test_rows import vocabulary\n"
+        "guidance.MAX_AT_ONCE_S = 0.0\n"
+        "grammars = [vocabulary().compile(Regex('[ab]+'))]\n"
+        "atexit.register(grammars.clear)\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    ended = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def join_ends_of_grammars() -> None:
     for thread in threading.enumerate():
         if thread.name == "aioengine-grammar-end":
             thread.join()
-    assert begun.is_error()  # it was ended, and what it had is free
 
 
 def test_a_row_that_is_taken_again_makes_no_mask_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:

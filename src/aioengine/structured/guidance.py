@@ -334,9 +334,11 @@ class Lexer:
         self.matchers = weakref.WeakSet[GuidanceMatcher]()
 
     def __del__(self) -> None:
-        if self._is_large and not sys.is_finalizing():
+        # At the interpreter's exit no thread is waited for, and one inside the library would be a segmentation fault.
+        if self._is_large and not sys.is_finalizing() and threading.main_thread().is_alive():
             with contextlib.suppress(RuntimeError):  # no thread is to be had: then here
-                threading.Thread(target=_free, args=(self.begun,), name="aioengine-grammar-end").start()
+                name = "aioengine-grammar-end"
+                threading.Thread(target=_free, args=(self.begun,), name=name, daemon=False).start()
 
     def limit(self, token_id: int) -> str:
         """Why it takes no token any more; empty if it does.
