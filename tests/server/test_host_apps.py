@@ -158,6 +158,19 @@ async def test_what_was_done_while_connected_is_given_back_and_its_errors_are_as
     assert refused.json()["error"]["param"] == "max_tokens"
 
 
+async def test_work_that_the_app_cancels_ends_though_its_client_stays() -> None:
+    is_gone, cancelled = asyncio.Event(), asyncio.get_running_loop().create_future()
+    cancelled.cancel()
+
+    async def receive() -> Any:
+        await is_gone.wait()
+
+    request = Request({"type": "http", "method": "GET", "path": "/", "query_string": b"", "headers": []}, receive)
+    async with asyncio.timeout(30):
+        with pytest.raises(asyncio.CancelledError):
+            await while_connected(request, cancelled)
+
+
 class Story(BaseModel):
     title: str
     output: RequestOutput

@@ -116,6 +116,7 @@ async def run_while_connected(exchange: Exchange, work: Callable[[Callable[[], N
         work: is given what ends it with `ClientCut`: the client does not read.
     Raises:
         ClientGone, ClientCut: the work was cancelled.
+        CancelledError: the work was cancelled by itself, as where it awaits a task that was.
         Exception: what the work raised.
     """
     results: list[T] = []
@@ -131,7 +132,7 @@ async def run_while_connected(exchange: Exchange, work: Callable[[Callable[[], N
             try:
                 results.append(await work(lambda: leave(ClientCut())))
             except asyncio.CancelledError:
-                return  # the group would keep it, and all frames of the work with it
+                pass  # the group would keep it, and all frames of the work with it
             except Exception as error:  # a group would wrap it
                 errors.append(error)
             group.cancel_scope.cancel()
@@ -143,6 +144,8 @@ async def run_while_connected(exchange: Exchange, work: Callable[[Callable[[], N
         leave(ClientGone())
     if results:
         return results[0]
+    if not (errors or gone):
+        raise asyncio.CancelledError
     raise (errors or gone).pop()  # the error's traceback has this frame, which must not have the error
 
 
