@@ -198,6 +198,21 @@ def test_when_one_fails_the_rest_is_aborted(open_llm: Open, device: Any) -> None
     assert len(llm.generate([IDS] * 3, max_tokens=2)) == 3
 
 
+def test_an_error_is_free_as_soon_as_the_caller_drops_it(open_llm: Open, device: Any) -> None:
+    llm = open_llm(device)
+    device.make_row_fail(1, 0, ValueError("broken row"))
+    gc.disable()
+    try:
+        with pytest.raises(StepFailed) as caught:
+            llm.generate(IDS, max_tokens=20)
+        error = weakref.ref(caught.value)
+        del caught
+        llm.stats()  # the call before this one has left the loop
+        assert error() is None
+    finally:
+        gc.enable()
+
+
 def test_ctrl_c_aborts_them_all_and_the_next_call_works(open_llm: Open, patient_device: Any) -> None:
     llm = open_llm(patient_device, max_num_seqs=4, max_waiting=4)
     patient_device.interrupt_at(30)

@@ -259,31 +259,31 @@ async def _run_all(
     for number, call in enumerate(calls):  # one that can never run must not cost the others' work
         with _naming(number, len(calls)):
             engine.stream(**{name: value for name, value in call.items() if name != "output_type"})
-    error: Exception | None = None
+    failed: list[Exception] = []  # one at most; its traceback has these frames, which must not have the error
     # By priority here, too: what is not in the engine yet is not sorted by it.
     queue = iter(sorted(range(len(calls)), key=lambda number: calls[number]["priority"]))
 
     async def work() -> None:
-        nonlocal error
         for number in queue:
             try:
                 with _naming(number, len(calls)):
                     outputs[number] = await engine.generate(request_id=str(next(request_numbers)), **calls[number])
             except OutputNotParsed as exc:
                 outputs[number] = exc.output
-                error = error or exc
+                failed[:] = failed or [exc]
             except Exception as exc:
-                error = exc if error is None or isinstance(error, OutputNotParsed) else error
+                if not failed or isinstance(failed[0], OutputNotParsed):
+                    failed[:] = [exc]
                 tasks.cancel_scope.cancel()
                 return
 
     async with anyio.create_task_group() as tasks:
         for _ in range(min(len(calls), engine.config.max_num_seqs + engine.config.max_waiting)):
             tasks.start_soon(work)
-    if isinstance(error, OutputNotParsed):
-        error.outputs = [outputs[number] for number in range(len(calls))]
-    if error is not None:
-        raise error
+    if failed and isinstance(failed[0], OutputNotParsed):
+        failed[0].outputs = [outputs[number] for number in range(len(calls))]
+    if failed:
+        raise failed.pop()
 
 
 @contextlib.contextmanager
