@@ -115,7 +115,18 @@ async def ask_for_much(engine: Engine) -> None:
     await engine.generate("Once", n=3, max_tokens=20, stop=["a", "the"], logprobs=2, prompt_logprobs=1)
 
 
-@pytest.mark.parametrize("request_", [leave, cancel, ask_what_is_refused, ask_what_is_cut, ask_for_much])
+async def watch_what_has_ended(engine: Engine) -> None:
+    async with engine.stream("Once", max_tokens=3) as stream:
+        await stream.finish()
+        stream.watch(lambda: stream.abort())
+        while not stream.is_ended:
+            stream.take()
+
+
+CALLS = [leave, cancel, ask_what_is_refused, ask_what_is_cut, ask_for_much, watch_what_has_ended]
+
+
+@pytest.mark.parametrize("request_", CALLS)
 async def test_a_call_leaves_none(engine: Engine, request_: Callable[[Engine], Awaitable[None]]) -> None:
     assert await garbage_of(lambda: request_(engine)) == {}
 

@@ -499,7 +499,8 @@ class RequestState:
 
     def watch(self, watcher: Callable[[], None]) -> None:
         """Call ``watcher`` when there is something to take that was not there before, and at the end."""
-        self._watcher = watcher
+        if not self.is_ended:
+            self._watcher = watcher
         if self.has_news or self.is_ended:
             watcher()
 

@@ -25,7 +25,8 @@ class StreamGroup:
         self._ready: list[int] = []
         """Numbers of streams that have something to take, once for each choice of theirs, and once for their end."""
         self._num_open = 0
-        self._failure: AioEngineError | None = None
+        self._failures: list[AioEngineError] = []
+        """One that has come behind deltas, to be raised by the next `take`."""
         self._waiter: asyncio.Future[None] | None = None
 
     async def enter(self, stack: contextlib.AsyncExitStack) -> None:
@@ -83,8 +84,8 @@ class StreamGroup:
         Raises:
             StepFailed, EngineDead, EngineClosed: a request has failed, and all that had arrived of it was taken.
         """
-        if self._failure is not None:
-            raise self._failure
+        if self._failures:
+            raise self._failures.pop()  # its traceback leads here, where it must not stay
         numbers, self._ready = self._ready, []
         taken: list[tuple[int, CompletionDelta]] = []
         for number in numbers:
@@ -100,7 +101,7 @@ class StreamGroup:
             except AioEngineError as error:
                 if not taken:
                     raise
-                self._failure = error
+                self._failures.append(error.anew())
                 self._ready.append(number)  # to be asked again
                 break
         return taken
