@@ -20,12 +20,13 @@ from aioengine.core.executor_protocol import Executor
 from aioengine.core.protocol import Backend, CoreHooks
 from aioengine.errors import ConfigError, EngineClosed, InvalidRequest
 from aioengine.executor.in_process import InProcess
-from aioengine.frontend.admission import OnFull
-from aioengine.frontend.answer_format import AnswerOptions, ReasoningEffort, template_variables
+from aioengine.frontend.answer_format import AnswerOptions, template_variables
 from aioengine.frontend.engine_control import EngineControl
 from aioengine.frontend.output_type import OutputType, retold
 from aioengine.frontend.prompt import (
+    CALL_NAMES,
     Call,
+    CallKeywords,
     ChatMessage,
     Checked,
     Prompt,
@@ -37,7 +38,7 @@ from aioengine.frontend.prompt import (
 )
 from aioengine.frontend.runtime import Runtime
 from aioengine.outputs import RequestOutput, T, TypeForm
-from aioengine.sampling_params import NO_SEED, SamplingKeywords, SamplingParams, make_params
+from aioengine.sampling_params import NO_SEED, SamplingParams, make_params
 from aioengine.stream import Stream, await_only
 from aioengine.turns import running_loop
 from aioengine.validation import shorten
@@ -48,6 +49,15 @@ if TYPE_CHECKING:
 __all__ = ["ChatMessage", "Engine", "Prompt", "Stream"]
 
 CLUSTER_PREFIX = "cluster+"
+
+
+class EngineKeywords(ConfigKeywords, total=False):
+    """The keywords of `Engine`."""
+
+    executor: Executor | None
+    process: bool | ProcessOptions
+    replicas: int | ReplicaOptions
+    seed: int | None
 
 
 class Engine(EngineControl):
@@ -89,24 +99,15 @@ class Engine(EngineControl):
         vars(self).update(start=_refuse_another, connect=_refuse_another)  # of the class; hides them from this object
 
     @classmethod
-    async def start(
-        cls,
-        model: str | os.PathLike[str] | None = None,
-        *,
-        executor: Executor | None = None,
-        process: bool | ProcessOptions = False,
-        replicas: int | ReplicaOptions = 1,
-        seed: int | None = None,
-        **config: Unpack[ConfigKeywords],
-    ) -> Self:
+    async def start(cls, model: str | os.PathLike[str] | None = None, **options: Unpack[EngineKeywords]) -> Self:
         """Make an engine and start it, for notebooks and apps where no ``async with`` fits; close it with `aclose`.
 
-        Cancelling stops the loading and leaves nothing behind.
+        Arguments are those of `Engine`. Cancelling stops the loading and leaves nothing behind.
 
         Raises:
             ConfigError, ModelLoadError: it cannot be started; nothing is left behind.
         """
-        engine = cls(model, executor=executor, process=process, replicas=replicas, seed=seed, **config)
+        engine = cls(model, **options)
         await engine._start()
         engine._is_to_be_entered = True
         return engine
@@ -191,22 +192,8 @@ class Engine(EngineControl):
         params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
-        sampling_params: SamplingParams | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        tenant: str | None = None,
-        session: str | None = None,
-        trace_headers: Mapping[str, str] | None = None,
-        on_full: OnFull = "wait",
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        tools: Any = None,
-        tool_choice: Any = None,
-        parallel_tool_calls: bool = True,
-        reasoning_effort: ReasoningEffort | None = None,
-        chat_template: str | None = None,
-        add_special_tokens: bool | None = None,
         output_type: TypeForm[T] | UnionType | None = None,
-        **sampling: Unpack[SamplingKeywords],
+        **options: Unpack[CallKeywords],
     ) -> RequestOutput[T]:
         """Complete a prompt.
 
@@ -221,15 +208,15 @@ class Engine(EngineControl):
                 keywords that are not given.
             sampling_params: vLLM's name for ``params``.
             request_id: your name for it; it may repeat. One is made up when absent.
-            priority: smaller goes first, and preempts larger ones that run; equal ones go by age.
+            priority: smaller goes first, and preempts larger ones that run; equal ones go by age. Absent: 0.
             cache_salt: share cached prefixes only with requests of the same salt.
             tenant: its account, where ``scheduler="fair"``: tenants share the engine alike, however much each asks.
             session: requests of the same one, such as the turns of a chat, go to the same of several replicas, which
                 has their prefixes in its cache, while it serves; any name of up to 256 characters.
             trace_headers: ``traceparent`` and ``tracestate`` of the OpenTelemetry span that its own is to be inside of;
                 absent: the current one. It has none where the program has not set OpenTelemetry up.
-            on_full: with ``max_waiting`` sequences waiting already, "wait" for admission or "raise" `EngineOverloaded`.
-                With ``scheduler="fair"`` a tenant has a share of ``max_waiting``.
+            on_full: with ``max_waiting`` sequences waiting already, "wait" for admission (as when it is absent), or
+                "raise" `EngineOverloaded`. With ``scheduler="fair"`` a tenant has a share of ``max_waiting``.
             chat_template_kwargs: variables for the model's chat template, such as ``enable_thinking``; plain data.
                 Among them ``add_generation_prompt``: end the prompt with what begins an answer, True where no message
                 is continued; ``continue_final_message``: leave the last message open, so that the answer goes on with
@@ -238,7 +225,7 @@ class Engine(EngineControl):
                 Anthropic's clients give them. What it asks for is in ``tool_calls``; to call it is the caller's.
             tool_choice: "auto", "none", "required" (a call of some tool, by a grammar), or a tool's name; in OpenAI's
                 and Anthropic's spellings, too. A tool that is ``strict`` gets arguments that its schema admits alone.
-            parallel_tool_calls: whether one answer may ask for several calls.
+            parallel_tool_calls: whether one answer may ask for several calls; absent: it may.
             reasoning_effort: for models that can be told: "none" lets them answer without reasoning.
             chat_template: the name of one of the model's templates, or a Jinja text to use in place of them, with the
                 same bounds. Absent: "tool_use" for tools where the model has it, else "default".
@@ -251,16 +238,11 @@ class Engine(EngineControl):
             EngineOverloaded, StepFailed, EngineDead, EngineClosed: see their docstrings.
         """
         check_asyncio()
-        call: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "on_full": on_full, "may_wait": True}
-        call |= {"effort": reasoning_effort, "options": AnswerOptions.of(tools, tool_choice, parallel_tool_calls)}
-        call |= {"chat_template": chat_template, "add_special_tokens": add_special_tokens}
-        call |= {"tenant": tenant, "session": session, "trace_headers": trace_headers}
         wanted = OutputType(output_type) if output_type is not None else None
         if wanted is not None:
-            if params is None:
-                params, sampling_params = sampling_params, None
-            params, sampling = wanted.constrain(params, sampling)
-        stream = self._make_stream(prompt, params, sampling_params, sampling, chat_template_kwargs, request_id, **call)
+            params = options.pop("sampling_params", None) if params is None else params
+            params, options = wanted.constrain(params, options)
+        stream = self._make_stream(prompt, params, request_id, options, may_wait=True)
         try:
             async with stream:
                 output = await stream.finish()
@@ -277,23 +259,9 @@ class Engine(EngineControl):
         params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
-        sampling_params: SamplingParams | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        tenant: str | None = None,
-        session: str | None = None,
-        trace_headers: Mapping[str, str] | None = None,
-        on_full: OnFull = "wait",
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        tools: Any = None,
-        tool_choice: Any = None,
-        parallel_tool_calls: bool = True,
-        reasoning_effort: ReasoningEffort | None = None,
-        chat_template: str | None = None,
-        add_special_tokens: bool | None = None,
         max_unread_tokens: int | None = None,
         stream_interval: int | None = None,
-        **sampling: Unpack[SamplingKeywords],
+        **options: Unpack[CallKeywords],
     ) -> Stream:
         """Complete a prompt and read it as it comes.
 
@@ -308,49 +276,45 @@ class Engine(EngineControl):
             stream_interval: tokens of a choice between two deltas, the first and the last delta aside; absent: the
                 engine's.
         """
-        call: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "tenant": tenant, "on_full": on_full}
-        call |= {"session": session, "trace_headers": trace_headers}
-        call |= {"max_unread_tokens": max_unread_tokens, "stream_interval": stream_interval}
-        call |= {"effort": reasoning_effort, "options": AnswerOptions.of(tools, tool_choice, parallel_tool_calls)}
-        call |= {"chat_template": chat_template, "add_special_tokens": add_special_tokens}
-        return self._make_stream(prompt, params, sampling_params, sampling, chat_template_kwargs, request_id, **call)
+        more = {"max_unread_tokens": max_unread_tokens, "stream_interval": stream_interval}
+        return self._make_stream(prompt, params, request_id, options, **more)
 
     def _make_stream(
         self,
         prompt: Any,
         params: SamplingParams | None,
-        sampling_params: SamplingParams | None,
-        sampling: SamplingKeywords,
-        template: Any,
         request_id: str | None,
+        given: CallKeywords,
         *,
-        cache_salt: Any,
-        trace_headers: Any,
-        effort: Any,
-        options: AnswerOptions,
-        may_wait: Any = False,
-        **call: Any,
+        may_wait: bool = False,
+        **more: Any,
     ) -> Stream:
         """As `stream`. With ``may_wait`` it is checked on entering if this turn of the loop has no time left.
 
         Args:
-            template: the ``chat_template_kwargs``. effort: the ``reasoning_effort``.
-            call: the other fields of `Call`.
+            given: the keywords.
+            more: further fields of `Call`.
         """
+        call = {name: value for name, value in given.items() if name in CALL_NAMES}
+        sampling = {name: value for name, value in given.items() if name not in CALL_NAMES}
+        tools, tool_choice = call.pop("tools", None), call.pop("tool_choice", None)
+        options = AnswerOptions.of(tools, tool_choice, call.pop("parallel_tool_calls", True))
+        effort, template = call.pop("reasoning_effort", None), call.pop("chat_template_kwargs", None)
+        alias = call.pop("sampling_params", None)
         runtime = self._here_or_starting()
-        prompt, cache_salt = open_prompt(prompt, cache_salt)
+        prompt, call["cache_salt"] = open_prompt(prompt, call.get("cache_salt"))
         template_variables(effort)  # refused at the call
         name = make_id() if request_id is None else request_id
-        if isinstance(trace_headers, Mapping):
-            trace_headers = {key.lower(): value for key, value in trace_headers.items() if isinstance(key, str)}
-        checked_call = Call(request_id=name, cache_salt=cache_salt, trace_headers=trace_headers, **call)
+        if isinstance(headers := call.get("trace_headers"), Mapping):
+            call["trace_headers"] = {key.lower(): value for key, value in headers.items() if isinstance(key, str)}
+        checked_call = Call(request_id=name, **call, **more)
         seed = None
-        seeds = *(getattr(given, "seed", None) for given in (params, sampling_params)), sampling.get("seed")
+        seeds = *(getattr(each, "seed", None) for each in (params, alias)), sampling.get("seed")
         if self._seeds is not None and all(each in (None, NO_SEED) for each in seeds):
             seed = self._seeds.getrandbits(56)
 
         def check() -> Checked:
-            checked = make_params(params, runtime.sampling_defaults, sampling, alias=sampling_params)
+            checked = make_params(params, runtime.sampling_defaults, sampling, alias=alias)
             if seed is not None:
                 checked = msgspec.structs.replace(checked, seed=seed)
             variables = template

@@ -12,11 +12,10 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 import anyio
 
 from aioengine.blocking.loop_thread import LoopThread
-from aioengine.config import ConfigKeywords, EngineConfig, ProcessOptions, ReplicaOptions
+from aioengine.config import EngineConfig
 from aioengine.core.control import PauseMode, SleepLevel
-from aioengine.core.executor_protocol import Executor
 from aioengine.core.health import Health
-from aioengine.engine import Engine
+from aioengine.engine import Engine, EngineKeywords
 from aioengine.errors import EngineDead
 from aioengine.frontend.engine_control import NotCopied
 from aioengine.frontend.not_yet import NotYet
@@ -48,24 +47,13 @@ class Facade(NotCopied, NotYet):
     script ends, closes itself.
 
     Args:
-        model, executor, process, replicas, seed, config: as in `Engine`.
+        model, options: as in `Engine`.
     Raises:
         ConfigError, ModelLoadError: it cannot be started; nothing is left behind.
     """
 
-    def __init__(
-        self,
-        model: str | os.PathLike[str] | None = None,
-        *,
-        executor: Executor | None = None,
-        process: bool | ProcessOptions = False,
-        replicas: int | ReplicaOptions = 1,
-        seed: int | None = None,
-        **config: Unpack[ConfigKeywords],
-    ) -> None:
-        self._open(
-            lambda: Engine.start(model, executor=executor, process=process, replicas=replicas, seed=seed, **config)
-        )
+    def __init__(self, model: str | os.PathLike[str] | None = None, **options: Unpack[EngineKeywords]) -> None:
+        self._open(lambda: Engine.start(model, **options))
 
     @classmethod
     def connect(cls, address: str, **options: Any) -> Self:

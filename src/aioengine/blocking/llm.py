@@ -17,7 +17,7 @@ from aioengine.blocking.facade import Facade
 from aioengine.blocking.loop_thread import LoopThread
 from aioengine.engine import Engine
 from aioengine.errors import InvalidRequest, OutputNotParsed
-from aioengine.frontend.answer_format import ReasoningEffort
+from aioengine.frontend.prompt import CHAT_NAMES, ChatKeywords
 from aioengine.outputs import CompletionDelta, RequestOutput, T, TypeForm
 from aioengine.sampling_params import SamplingKeywords, SamplingParams, make_params
 from aioengine.stream import Stream
@@ -81,9 +81,8 @@ class LLM(Facade):
         """
         make_params(None, {}, sampling)  # Engine.generate has arguments that are not for this method
         call = {"cache_salt": cache_salt, "tenant": tenant, "output_type": output_type, **sampling}
-        return self._complete(
-            _list_prompts(prompts), sampling_params, priority, call, use_tqdm=use_tqdm, show_progress=show_progress
-        )
+        is_shown = _is_shown(use_tqdm, show_progress)
+        return self._complete(_list_prompts(prompts), sampling_params, priority, call, is_shown=is_shown)
 
     def chat(
         self,
@@ -93,18 +92,10 @@ class LLM(Facade):
         use_tqdm: bool = True,
         show_progress: bool | None = None,
         priority: int | Sequence[int] | None = None,
-        cache_salt: str | None = None,
-        tenant: str | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool | str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        chat_template: str | None = None,
-        tools: Any = None,
-        tool_choice: Any = None,
-        parallel_tool_calls: bool = True,
-        reasoning_effort: ReasoningEffort | None = None,
         output_type: TypeForm[T] | UnionType | None = None,
-        **sampling: Unpack[SamplingKeywords],
+        **options: Unpack[ChatKeywords],
     ) -> list[RequestOutput[T]]:
         """Answer conversations, by the model's chat template; as `generate`.
 
@@ -115,23 +106,13 @@ class LLM(Facade):
             chat_template: as in `Engine.generate`.
             tools, tool_choice, parallel_tool_calls, reasoning_effort, output_type: as there, for all conversations.
         """
-        make_params(None, {}, sampling)
+        make_params(None, {}, {name: value for name, value in options.items() if name not in CHAT_NAMES})
         named = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         named = {name: value for name, value in named.items() if value is not None}
-        if named and isinstance(chat_template_kwargs, Mapping | None):
-            chat_template_kwargs = {**named, **(chat_template_kwargs or {})}
-        call: dict[str, Any] = {"chat_template_kwargs": chat_template_kwargs, "chat_template": chat_template}
-        call |= {"cache_salt": cache_salt, "tenant": tenant}
-        call |= {"tools": tools, "tool_choice": tool_choice, "parallel_tool_calls": parallel_tool_calls}
-        call |= {"reasoning_effort": reasoning_effort, "output_type": output_type}
-        return self._complete(
-            _list_chats(messages),
-            sampling_params,
-            priority,
-            {**call, **sampling},
-            use_tqdm=use_tqdm,
-            show_progress=show_progress,
-        )
+        if named and isinstance(variables := options.get("chat_template_kwargs"), Mapping | None):
+            options["chat_template_kwargs"] = {**named, **(variables or {})}
+        call, is_shown = {**options, "output_type": output_type}, _is_shown(use_tqdm, show_progress)
+        return self._complete(_list_chats(messages), sampling_params, priority, call, is_shown=is_shown)
 
     def stream(self, prompt: Any, sampling_params: SamplingParams | None = None, **options: Any) -> BlockingStream:
         """Complete a prompt, and read it as it comes: ``for delta in llm.stream("Once"): print(delta.text, end="")``.
@@ -162,8 +143,7 @@ class LLM(Facade):
         priority: int | Sequence[int] | None,
         call: Mapping[str, Any],
         *,
-        use_tqdm: bool,
-        show_progress: bool | None,
+        is_shown: bool,
     ) -> list[RequestOutput]:
         num_prompts = len(prompts)
         all_params = _for_each("sampling_params", sampling_params, num_prompts)
@@ -178,9 +158,6 @@ class LLM(Facade):
             await self._check_awake(engine)
             await _run_all(engine, calls, outputs, self._request_numbers)
 
-        is_shown = show_progress
-        if is_shown is None:  # a server's threads write nothing to its terminal
-            is_shown = use_tqdm and sys.stderr.isatty() and threading.current_thread() is threading.main_thread()
         if not (is_shown and prompts):
             self._host.run(run)
         else:
@@ -295,6 +272,13 @@ def _naming(number: int, num_prompts: int) -> Iterator[None]:
         if num_prompts > 1:
             error.add_note(f"prompt {number} of {num_prompts}, counted from 0")
         raise
+
+
+def _is_shown(use_tqdm: bool, show_progress: bool | None) -> bool:
+    """Whether there is a progress bar; by default a server's threads write nothing to its terminal."""
+    if show_progress is not None:
+        return show_progress
+    return use_tqdm and sys.stderr.isatty() and threading.current_thread() is threading.main_thread()
 
 
 def _for_each(name: str, given: Any, num_prompts: int) -> list[Any]:

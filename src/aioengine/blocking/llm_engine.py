@@ -13,9 +13,7 @@ import msgspec
 
 from aioengine.blocking.facade import Facade
 from aioengine.blocking.stat_loggers import StatLoggerFactory, StatLoggers
-from aioengine.config import ConfigKeywords, ProcessOptions, ReplicaOptions
-from aioengine.core.executor_protocol import Executor
-from aioengine.engine import Engine, Stream
+from aioengine.engine import Engine, EngineKeywords, Stream
 from aioengine.errors import AioEngineError, ConfigError, EngineClosed, EngineDead, EngineOverloaded, InvalidRequest
 from aioengine.outputs import RequestOutput
 from aioengine.sampling_params import NEUTRAL_ARGUMENTS, SamplingParams
@@ -44,11 +42,7 @@ class LLMEngine(Facade):
         *,
         stat_loggers: Iterable[StatLoggerFactory] | None = None,
         log_stats: bool | None = None,
-        executor: Executor | None = None,
-        process: bool | ProcessOptions = False,
-        replicas: int | ReplicaOptions = 1,
-        seed: int | None = None,
-        **config: Unpack[ConfigKeywords],
+        **options: Unpack[EngineKeywords],
     ) -> None:
         """As of `Facade`, and two more.
 
@@ -58,8 +52,8 @@ class LLMEngine(Facade):
             log_stats: False writes no log lines about the load (``log_stats_interval_s=0``).
         """
         if log_stats is False:
-            config.setdefault("log_stats_interval_s", 0.0)
-        super().__init__(model, executor=executor, process=process, replicas=replicas, seed=seed, **config)
+            options.setdefault("log_stats_interval_s", 0.0)
+        super().__init__(model, **options)
         self.log_stats = log_stats is not False
         try:
             loggers = self._stat_loggers = StatLoggers(stat_loggers or (), self.engine_config)

@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 
 from aioengine.errors import InvalidRequest, OutputNotParsed
+from aioengine.frontend.prompt import CallKeywords
 from aioengine.outputs import CompletionOutput, RequestOutput
-from aioengine.sampling_params import SamplingKeywords, SamplingParams
+from aioengine.sampling_params import SamplingParams
 from aioengine.structured.constraints import Constraint, Json
 from aioengine.type_schema import TypeSchema, describe, is_type, no_schema
 from aioengine.validation import shorten, typed
@@ -33,20 +34,20 @@ class OutputType:
         self.constraint = Json(schema)
 
     def constrain(
-        self, params: SamplingParams | None, sampling: SamplingKeywords
-    ) -> tuple[SamplingParams | None, SamplingKeywords]:
+        self, params: SamplingParams | None, options: CallKeywords
+    ) -> tuple[SamplingParams | None, CallKeywords]:
         """The parameters of a call, or its keywords, with the constraint.
 
         Raises:
             InvalidRequest: they have one already, or ask for no text.
         """
-        if getattr(params, "detokenize", True) is False or sampling.get("detokenize") is False:
+        if getattr(params, "detokenize", True) is False or options.get("detokenize") is False:
             raise InvalidRequest("output_type is read from the text: leave out detokenize=False", param="output_type")
-        if getattr(params, "structured", None) is not None or sampling.get("structured") is not None:
+        if getattr(params, "structured", None) is not None or options.get("structured") is not None:
             raise InvalidRequest("output_type is a constraint itself: leave structured out", param="output_type")
         if isinstance(params, SamplingParams):
-            return params.clone(structured=self.constraint), sampling
-        return params, {**sampling, "structured": self.constraint}
+            return params.clone(structured=self.constraint), options
+        return params, {**options, "structured": self.constraint}
 
     def parse(self, output: RequestOutput) -> RequestOutput:
         """The output with ``parsed`` in each choice that calls no tool; not on the loop where its texts are long.

@@ -17,9 +17,9 @@ from aioengine.config import MAX_TEMPLATE_CHARS
 from aioengine.core.protocol import check_limits
 from aioengine.errors import PromptTooLong
 from aioengine.frontend.admission import OnFull
-from aioengine.frontend.answer_format import PLAIN, AnswerOptions, AnswerPlan, with_constraint
+from aioengine.frontend.answer_format import PLAIN, AnswerOptions, AnswerPlan, ReasoningEffort, with_constraint
 from aioengine.frontend.runtime import Runtime
-from aioengine.sampling_params import SamplingParams
+from aioengine.sampling_params import SamplingKeywords, SamplingParams
 from aioengine.scheduler.plan import int32
 from aioengine.scheduler.policy import Incoming
 from aioengine.scheduler.sequence import (
@@ -65,6 +65,34 @@ CHARS_A_TOKEN = 4
 
 MAX_NORMALIZED_CHARS = 4
 """That a normalizer may make one of: none of Unicode's compositions takes more."""
+
+
+class ChatKeywords(SamplingKeywords, total=False):
+    """The keywords of `LLM.chat` and of `Engine.generate` alike; the docstring of the second says what each does."""
+
+    cache_salt: str | None
+    tenant: str | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    chat_template: str | None
+    tools: Any
+    tool_choice: Any
+    parallel_tool_calls: bool
+    reasoning_effort: ReasoningEffort | None
+
+
+class CallKeywords(ChatKeywords, total=False):
+    """The keywords of `Engine.generate` and `Engine.stream` alike."""
+
+    sampling_params: SamplingParams | None
+    priority: int
+    session: str | None
+    trace_headers: Mapping[str, str] | None
+    on_full: OnFull
+    add_special_tokens: bool | None
+
+
+CHAT_NAMES = ChatKeywords.__annotations__.keys() - SamplingKeywords.__annotations__.keys()
+CALL_NAMES = CallKeywords.__annotations__.keys() - SamplingKeywords.__annotations__.keys()
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
