@@ -202,7 +202,7 @@ def serve(make_executor: Callable[..., FakeExecutor]) -> Serve:
         async with Engine(model, executor=executor, **(config or {})) as engine:
             served = Served(engine, executor, script)
             yield served
-            if served.core.death is None and not served.runtime._is_closing:
+            if served.core.death is None and not served.runtime.is_closing:
                 await served.rest()
                 served.assert_nothing_is_held()
         assert executor.is_closed

@@ -505,7 +505,7 @@ class Storm:
             except (EngineClosed, EngineDead):
                 assert self.end in ("closed", "drained", "lost")
                 continue
-            is_on = self.served.core.death is None and not self.served.runtime._is_closing
+            is_on = self.served.core.death is None and not self.served.runtime.is_closing
             if name in STOPPING and before == self.num_resumes and is_on:
                 assert not self.served.executor.unfinished
                 self.paused_since = before

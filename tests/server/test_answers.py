@@ -115,7 +115,7 @@ def streamed(answer: Any, run: Run) -> list[Any]:
     """The events of a run, decoded."""
 
     async def relay() -> bytes:
-        parts = [answer.opening(run.outputs)]
+        parts = [answer.opening(run.outputs, None, ())]
         echoed = set()
         for number, delta in run.deltas:
             if answer.has_echo and number not in echoed:

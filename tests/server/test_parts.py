@@ -76,7 +76,11 @@ def _joined(pieces: list[Piece], name: str) -> str:
 
 
 def streamed(answer: Any, output: RequestOutput, deltas: list[CompletionDelta]) -> list[Any]:
-    parts = [answer.opening([output]), *(answer.event(0, delta) for delta in deltas), answer.closing([output])]
+    parts = [
+        answer.opening([output], None, ()),
+        *(answer.event(0, delta) for delta in deltas),
+        answer.closing([output]),
+    ]
     data = b"".join(parts)
     assert len(data.decode().splitlines()) == data.count(b"\n")
     return [json.loads(event) for _, event in sse_events(data)]

@@ -12,7 +12,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from server.scripted import WEATHER, scripted, sse_events
 
-from aioengine.server.generation import GenerationCall
+from aioengine.server.generation import warn_once
 from aioengine.server.response_tools import ClientTool, arguments_of, input_of, read_response_tools
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -105,9 +105,9 @@ async def test_calls_come_back_as_their_client_can_dispatch_them(folder: Path) -
 
 
 async def test_tools_that_a_server_would_run_are_left_out_and_the_log_says_so(
-    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(GenerationCall, "_told", set())
+    warn_once.cache_clear()
     async with scripted(folder, "Hi.", "Hello.") as served:
         with caplog.at_level(logging.WARNING, "aioengine.server"):
             for text in ("a", "b"):

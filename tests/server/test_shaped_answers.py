@@ -17,7 +17,7 @@ from openai import AsyncOpenAI, pydantic_function_tool
 from server.conftest import ServedFake, on_both_adapters, read, serving_fake
 
 from aioengine.frontend import answer_format
-from aioengine.server.generation import GenerationCall
+from aioengine.server.generation import warn_once
 from doubles.saying import Saying
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -385,7 +385,7 @@ async def test_a_call_that_is_not_completed_is_none_whole_and_streamed(
 async def test_tools_of_a_model_that_cannot_call_are_left_out_and_the_log_says_so_once(
     choice: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(GenerationCall, "_told", set())
+    warn_once.cache_clear()
     monkeypatch.setattr(answer_format, "detect_tool_format", lambda template: None)
     async with saying("Hello!", tool_format="auto") as (engine, _, client, _):
         assert not engine.has_tools

@@ -159,10 +159,7 @@ class Facade(NotCopied, NotYet):
 
         return self._host.run(call)
 
-    def apply_model(self, function: Callable[[Any], T]) -> list[T]:
-        """Call a function with the model on each rank; for engines in this process."""
-        return self._host.run(lambda engine: engine.apply_model(function))
-
+    apply_model = _blocking(Engine.apply_model)
     get_supported_tasks = _blocking(Engine.supported_tasks)
     wake_up = _blocking(Engine.wake_up)
     is_sleeping = _blocking(Engine.is_sleeping)

@@ -288,7 +288,7 @@ class EngineControl(NotCopied, NotYet):
             )
         add = True if add_special_tokens is None else add_special_tokens
         calls.check_flag("add_special_tokens", add)
-        tokenizer = _tokenizer_of(runtime, "prompt")
+        tokenizer = runtime.require_tokenizer()
         kwargs = take_template_kwargs(chat_template_kwargs, is_chat=is_chat)
         if told := told_tools(tools, read_tools(tools)):
             kwargs["tools"] = list(told)
@@ -312,7 +312,7 @@ class EngineControl(NotCopied, NotYet):
         """
         runtime = self._here()
         calls.check_flag("skip_special_tokens", skip_special_tokens)
-        tokenizer, ids = _tokenizer_of(runtime, "token_ids"), calls.listed_ids(token_ids)
+        tokenizer, ids = runtime.require_tokenizer("token_ids"), calls.listed_ids(token_ids)
         given = (tokenizer, ids, runtime.info.vocab_size, skip_special_tokens)
         return await runtime.open_worker_for(len(ids)).run(calls.detokenize, len(ids), *given)
 
@@ -336,7 +336,7 @@ class EngineControl(NotCopied, NotYet):
         flags = {"is_start": is_start, "skip_special_tokens": skip_special_tokens}
         for name, value in flags.items():
             calls.check_flag(name, value)
-        return calls.token_bytes(_tokenizer_of(runtime, "token_ids"), token_ids, runtime.info.vocab_size, **flags)
+        return calls.token_bytes(runtime.require_tokenizer("token_ids"), token_ids, runtime.info.vocab_size, **flags)
 
     # Numbers
 
@@ -521,12 +521,6 @@ def _bytes_of(name: object, tensor: Any) -> tuple[WeightDtype, tuple[int, ...], 
         "float16 or (torch) bfloat16",
         param="tensors",
     )
-
-
-def _tokenizer_of(runtime: Runtime, param: str) -> Tokenizer:
-    if runtime.tokenizer is None:
-        raise InvalidRequest("this model has no tokenizer: it takes and gives token ids alone", param=param)
-    return runtime.tokenizer
 
 
 def _not_started() -> EngineClosed:

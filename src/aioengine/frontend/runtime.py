@@ -103,7 +103,8 @@ class Runtime:
         self._start_error: Exception | None = None
         self._start_traceback: TracebackType | None = None
         self._is_serving = False
-        self._is_closing = False
+        self.is_closing = False
+        """Whether closing has begun; nothing stops that."""
         self._is_stoppable = False
         self._side_tasks: dict[asyncio.Task[None], Callable[[], None]] = {}
         """Those of `start_task` that have not ended, with what tells each that the engine has been closed."""
@@ -134,7 +135,7 @@ class Runtime:
 
     @property
     def is_starting(self) -> bool:
-        return not (self._is_serving or self._is_closing)
+        return not (self._is_serving or self.is_closing)
 
     async def wait_started(self, on_full: OnFull = "wait") -> None:
         """As `Engine.wait_started`; `EngineOverloaded` if ``max_waiting`` others wait and ``on_full`` is "raise"."""
@@ -157,7 +158,7 @@ class Runtime:
             self.backend.abandon()
             return
         self.check_loop()
-        self._is_closing = True
+        self.is_closing = True
         failure: Exception | None = None
         if drain and self._is_stoppable and self._is_serving:
             try:
@@ -180,7 +181,7 @@ class Runtime:
 
     def abandon(self) -> None:
         """Close, with no task that waits for it: the engine is garbage. From any thread, at any moment."""
-        self._is_closing = True
+        self.is_closing = True
         try:
             self._loop.call_soon_threadsafe(self._stop)
         except RuntimeError:  # the loop is gone, and no task can close anything
@@ -188,7 +189,7 @@ class Runtime:
 
     def _stop(self) -> None:
         """Interrupt the supervisor, which then closes everything; once, or the closing would be interrupted."""
-        self._is_closing = True
+        self.is_closing = True
         if self._is_stoppable:
             self._is_stoppable = False
             self._user_code.keep()  # tokens may still come before it is interrupted
@@ -197,11 +198,6 @@ class Runtime:
     @property
     def is_open(self) -> bool:
         return not self._supervisor.done()
-
-    @property
-    def is_closing(self) -> bool:
-        """Whether closing has begun; nothing stops that."""
-        return self._is_closing
 
     @property
     def state(self) -> str:
@@ -214,7 +210,7 @@ class Runtime:
         """Raise EngineDead or EngineClosed if no request can be taken; callable from anywhere."""
         if self._is_serving and self.core.death is not None:
             raise self.core.copy_death()
-        if self._is_closing:
+        if self.is_closing:
             raise _closed()
         if not self._is_serving:
             raise EngineClosed("the engine is still starting")
@@ -237,7 +233,7 @@ class Runtime:
         Raises:
             EngineClosed, EngineDead: it is closed, or being closed.
         """
-        if self._is_closing:
+        if self.is_closing:
             raise self._end_error()
         task = self._make_task(work(), name)
         self._side_tasks[task] = on_closed
@@ -250,7 +246,7 @@ class Runtime:
     async def _supervise(self) -> None:
         is_loop_gone = False
         try:
-            if not self._is_closing:
+            if not self.is_closing:
                 self._is_stoppable = True
                 await self._open()
                 self._is_serving = True
@@ -261,7 +257,7 @@ class Runtime:
             self.backend.abandon()
             raise
         except asyncio.CancelledError:
-            if not self._is_closing:
+            if not self.is_closing:
                 warnings.warn("the event loop ended before the engine was closed", ResourceWarning, stacklevel=1)
             raise
         except Exception as error:
@@ -269,7 +265,7 @@ class Runtime:
                 raise
             self._start_error, self._start_traceback = error, error.__traceback__
         finally:
-            self._is_closing = True
+            self.is_closing = True
             self._is_stoppable = False
             if not is_loop_gone:
                 await self._close()
@@ -481,9 +477,11 @@ class Runtime:
 
     # Text
 
-    def require_tokenizer(self) -> Tokenizer:
+    def require_tokenizer(self, param: str = "prompt") -> Tokenizer:
+        """The tokenizer, which is needed for this parameter of a call."""
         if self.tokenizer is None:
-            raise InvalidRequest("this model has no tokenizer; give the prompt as token ids", param="prompt")
+            instead = "give the prompt as token ids" if param == "prompt" else "it gives token ids alone"
+            raise InvalidRequest(f"this model has no tokenizer; {instead}", param=param)
         return self.tokenizer
 
     def describe(self) -> str:

@@ -114,8 +114,7 @@ def _shown(value: str | None) -> str | None:
     """A client's text on one line, and not a long one."""
     if value is None:
         return None
-    cut = value if len(value) <= MAX_SHOWN_CHARS else f"{value[:MAX_SHOWN_CHARS]}…"
-    return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", cut)
+    return _escape(value if len(value) <= MAX_SHOWN_CHARS else f"{value[:MAX_SHOWN_CHARS]}…", keep="")
 
 
 # How it looks
@@ -163,8 +162,8 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(shown, default=repr)  # in ASCII: no line end of Unicode's, and no half of a surrogate pair
 
 
-def _escape(line: str) -> str:
-    return _UNPRINTABLE.sub(lambda match: match[0] if match[0] == "\t" else f"\\u{ord(match[0]):04x}", line)
+def _escape(line: str, *, keep: str = "\t") -> str:
+    return _UNPRINTABLE.sub(lambda match: match[0] if match[0] in keep else f"\\u{ord(match[0]):04x}", line)
 
 
 def _told_by(server: int) -> Callable[[logging.LogRecord], bool]:

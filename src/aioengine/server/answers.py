@@ -128,12 +128,11 @@ class Answer(ABC):
         """
 
     @abstractmethod
-    def opening(
-        self, outputs: Sequence[RequestOutput], usage: Usage | None = None, prompt_ids: Sequence[bytes] = ()
-    ) -> bytes:
+    def opening(self, outputs: Sequence[RequestOutput], usage: Usage | None, prompt_ids: Sequence[bytes]) -> bytes:
         """Events before the first token.
 
         Args:
+            usage: to be told with each.
             prompt_ids: each prompt's token ids as JSON, if they were asked for.
         """
 
@@ -385,9 +384,7 @@ class ChatAnswer(ChoicesAnswer):
         ending = _ending(finish_reason_of(delta, choice in self._calling), delta.stop_reason)
         return self._event(choice, b'"delta":%b,%b,%b' % (encode(told), self._of_tokens(choice, delta), ending), usage)
 
-    def opening(
-        self, outputs: Sequence[RequestOutput], usage: Usage | None = None, prompt_ids: Sequence[bytes] = ()
-    ) -> bytes:
+    def opening(self, outputs: Sequence[RequestOutput], usage: Usage | None, prompt_ids: Sequence[bytes]) -> bytes:
         delta = {"role": "assistant", "content": "" if self._has_text else None, "refusal": None}
         content = b'"delta":%b,"logprobs":null,"finish_reason":null' % encode(delta)
         num_choices = sum(len(output.outputs) for output in outputs)
@@ -449,9 +446,7 @@ class CompletionAnswer(ChoicesAnswer):
         ending += await self._of_prompt(output)
         return b'{"index":%d,"text":%b,"logprobs":%b,%b}' % (number, encode(text), logprobs, ending)
 
-    def opening(
-        self, outputs: Sequence[RequestOutput], usage: Usage | None = None, prompt_ids: Sequence[bytes] = ()
-    ) -> bytes:
+    def opening(self, outputs: Sequence[RequestOutput], usage: Usage | None, prompt_ids: Sequence[bytes]) -> bytes:
         content = b'"text":"","logprobs":null,"finish_reason":null,"token_ids":[],"prompt_token_ids":'
         places = range(sum(len(output.outputs) for output in outputs) if prompt_ids else 0)
         events = [self._event(place, content + prompt_ids[place // self._num_choices], usage) for place in places]

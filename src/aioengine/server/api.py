@@ -370,27 +370,25 @@ class Api:
 
     async def _respond(self, exchange: Exchange, record: RequestRecord, response: Response) -> None:
         """Give the response; a large one piece by piece, as its client takes it."""
+        timeout_s = self.config.write_timeout_s
+
+        async def in_pieces(cut: Callable[[], None]) -> None:
+            with WriteMonitor(exchange, timeout_s=timeout_s, on_stuck=cut) as monitor:
+                headers = {**response.headers, "content-length": str(len(response.body))}
+                await monitor.write(exchange.start(response.status, headers))
+                await monitor.write_pieces(response.body)
+                await monitor.write(exchange.end())
+
         if len(response.body) > PIECE_BYTES and exchange.method != "HEAD":  # of which no server sends the body
-            await run_while_connected(exchange, lambda cut: self._respond_in_pieces(exchange, response, cut))
+            await run_while_connected(exchange, in_pieces)
             return
 
-        def cut() -> None:
+        def note_cut() -> None:
             record.outcome = "cut"
-            exchange.cut()
 
         # Where the client has not read yet what it asked for before, this waits.
-        timer = asyncio.get_running_loop().call_later(self.config.write_timeout_s, cut)
-        try:
-            await exchange.respond(response)
-        finally:
-            timer.cancel()
-
-    async def _respond_in_pieces(self, exchange: Exchange, response: Response, cut: Callable[[], None]) -> None:
-        with WriteMonitor(exchange, timeout_s=self.config.write_timeout_s, on_stuck=cut) as monitor:
-            headers = {**response.headers, "content-length": str(len(response.body))}
-            await monitor.write(exchange.start(response.status, headers))
-            await monitor.write_pieces(response.body)
-            await monitor.write(exchange.end())
+        with WriteMonitor(exchange, timeout_s=timeout_s, on_stuck=note_cut) as monitor:
+            await monitor.write(exchange.respond(response))
 
     async def _work(self, exchange: Exchange, record: RequestRecord, route: Route) -> Response | None:
         """Refuse what there is no room for, before its body is read; then do it."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
 
 import anyio
 
@@ -34,7 +35,7 @@ from aioengine.server.exchange import Exchange, Response, WriteMonitor, run_whil
 from aioengine.server.messages import MessageAnswer, MessageRequest, continues_answer, read_chat
 from aioengine.server.record import RequestRecord
 from aioengine.server.response_tools import ResponseTools, read_response_tools
-from aioengine.server.responses import RESPONSE_NAMES, ResponseAnswer, ResponseRequest, read_input, with_instructions
+from aioengine.server.responses import ResponseAnswer, ResponseRequest, read_input, with_instructions
 from aioengine.server.retrieval import split_events
 from aioengine.server.schema import ChatGeneration, ChatRequest, CompletionRequest, Generation, template_kwargs
 from aioengine.server.stored_responses import ONE_SERVER, OwnedId, RunningResponse, StoredResponses
@@ -80,11 +81,14 @@ def _in_names_of(request: Generation) -> Iterator[None]:
         raise api_error_of(error, param_names=request.own_names()) from error
 
 
+@functools.cache
+def warn_once(tools: str, why: str) -> None:
+    """Log, once a process, that requests have such tools, which are left out."""
+    logger.warning("requests have %s, which are left out: %s (said once)", tools, why)
+
+
 class GenerationCall:
     """A request for a generation, from its decoded body to its last event."""
-
-    _told: ClassVar[set[str]] = set()
-    """Tools that were left out, as the log has named them."""
 
     def __init__(
         self,
@@ -103,16 +107,7 @@ class GenerationCall:
     async def answer(self, request: Generation) -> Response | None:
         """Answer a request; None when that was a stream, which has been written."""
         with _in_names_of(request):
-            match request:
-                case ChatRequest():
-                    return await self._chat(request)
-                case CompletionRequest():
-                    return await self._complete(request)
-                case ResponseRequest():
-                    return await self._respond(request)
-                case MessageRequest():
-                    return await self._message(request)
-        raise TypeError(f"no such request: {type(request)}")
+            return await ANSWERS[type(request)](self, request)
 
     async def count(self, request: MessageRequest | ResponseRequest) -> int:
         """Tokens of the prompt that `answer` would make."""
@@ -169,7 +164,7 @@ class GenerationCall:
         if tools and not self._engine.has_tools and mode in (None, "auto", "none"):
             tools = None
             why = "the format of this model's calls cannot be told from its chat template (--tool-format names one)"
-            self._leave_out("tools", why)
+            warn_once("tools", why)
         return {
             "tools": tools,
             "tool_choice": choice if tools or mode not in ("auto", "none") else None,
@@ -179,17 +174,11 @@ class GenerationCall:
             "chat_template_kwargs": variables,
         }
 
-    def _leave_out(self, tools: str, why: str) -> None:
-        """Log once that requests have such tools, which are left out."""
-        if tools not in self._told:
-            self._told.add(tools)
-            logger.warning("requests have %s, which are left out: %s (said once)", tools, why)
-
     def _tools(self, request: ChatGeneration) -> ResponseTools:
         """The tools of a request, for the engine."""
 
         def leave_out(kind: str) -> None:
-            self._leave_out(f"tools of type {kind}", "a server would have to run them, and this one runs none")
+            warn_once(f"tools of type {kind}", "a server would have to run them, and this one runs none")
 
         tools = read_tools(request.tools)
         if isinstance(request, ResponseRequest):
@@ -222,7 +211,7 @@ class GenerationCall:
         )
         running = stored.running(owned, RunningResponse(group, answer, conversation, events))
         if request.background:
-            begun = await self._begin_in_background(group, answer, running, events if is_followed else None)
+            begun = await self._begin_in_background(request, group, answer, running, events if is_followed else None)
             if not is_followed:
                 return begun
             await self.follow(owned)
@@ -275,6 +264,7 @@ class GenerationCall:
 
     async def _begin_in_background(
         self,
+        request: ResponseRequest,
         group: StreamGroup,
         answer: ResponseAnswer,
         running: contextlib.AbstractContextManager[None],
@@ -301,7 +291,7 @@ class GenerationCall:
                 if not is_taken.done():  # cancelled, as the engine closes
                     is_taken.set_exception(EngineClosed("the engine was closed"))
 
-        def record(data: bytes) -> None:
+        async def record(data: bytes) -> None:
             if events is not None:
                 events.extend(split_events(data))
 
@@ -311,20 +301,16 @@ class GenerationCall:
                     await answer.whole(await group.finish())
                     return
                 group.watch()
-                record(answer.opening(()))
-                while not group.is_ended:
-                    await group.wait()
-                    for choice, delta in group.take():
-                        record(answer.event(choice, delta))
-                record(answer.closing(group.outputs()))
+                await self._relay_deltas(request, group, answer, record)
+                await record(answer.closing(group.outputs()))
             except asyncio.CancelledError:
-                record(answer.failing(unavailable("the engine was closed")))
+                await record(answer.failing(unavailable("the engine was closed")))
                 raise
             except Exception as error:
-                told = api_error_of(error, param_names=RESPONSE_NAMES)
+                told = api_error_of(error, param_names=request.own_names())
                 if told.code == "internal_error":
                     logger.error("a response in the background has failed", exc_info=error)
-                record(answer.failing(told))
+                await record(answer.failing(told))
 
         is_taken.add_done_callback(lambda outcome: outcome.cancelled() or outcome.exception())  # its client may be gone
         self._engine._start_task(work, "aioengine response", lambda: None)
@@ -447,7 +433,7 @@ class GenerationCall:
         with WriteMonitor(exchange, timeout_s=timeout_s, on_stuck=cut, idle_s=idle_s, on_idle=group.wake) as monitor:
             await monitor.write(exchange.start(200, {**EVENT_HEADERS, **record.id_headers}))
             try:
-                await self._relay_deltas(request, group, answer, monitor)
+                await self._relay_deltas(request, group, answer, lambda data: monitor.write(exchange.write(data)))
             except AioEngineError as error:
                 told = api_error_of(error)
                 record.error, record.error_code, record.error_param = error, told.code, told.param
@@ -459,10 +445,9 @@ class GenerationCall:
             await monitor.write(exchange.end())
 
     async def _relay_deltas(
-        self, request: Generation, group: StreamGroup, answer: Answer, monitor: WriteMonitor
+        self, request: Generation, group: StreamGroup, answer: Answer, write: Callable[[bytes], Awaitable[None]]
     ) -> None:
-        exchange, record = self._exchange, self._record
-        outputs = group.outputs()
+        record, outputs = self._record, group.outputs()
         # Counted here: all outputs together are as long as their prompts, and would be made for each event.
         so_far = usage_of(outputs, is_prompt_alone=True) if request.has_usage_all_along else None
 
@@ -472,22 +457,22 @@ class GenerationCall:
                     so_far[name] += len(delta.token_ids)
             return so_far
 
-        async def write(events: list[bytes]) -> None:
+        async def write_all(events: list[bytes]) -> None:
             if data := b"".join(events):
                 if record.time_to_first_token_s is None:
                     record.time_to_first_token_s = time.monotonic() - record.started_at
-                await monitor.write(exchange.write(data))
+                await write(data)
 
         prompt_ids = []
         if request.return_token_ids:
             prompt_ids = [await encode_ids(output.prompt_token_ids) for output in outputs]
         if opening := answer.opening(outputs, usage(), prompt_ids):
-            await monitor.write(exchange.write(opening))
+            await write(opening)
         has_echo = answer.has_echo
         echoed: set[int] = set()
         while not group.is_ended:
             if not await group.wait():
-                await monitor.write(exchange.write(answer.KEEPALIVE))
+                await write(answer.KEEPALIVE)
                 continue
             events: list[bytes] = []
             for choice, delta in group.take():
@@ -496,12 +481,20 @@ class GenerationCall:
                     events.append(await answer.echo(choice, group.output_of(choice), usage()))
                 if delta.logprobs is not None and len(delta.logprobs) > answer.max_positions:
                     for part in split_delta(delta, answer.max_positions):
-                        await write([*events, answer.event(choice, part, usage(part))])
+                        await write_all([*events, answer.event(choice, part, usage(part))])
                         events.clear()
                         await asyncio.sleep(0)
                 else:
                     events.append(answer.event(choice, delta, usage(delta)))
-            await write(events)
+            await write_all(events)
+
+
+ANSWERS: dict[type[Generation], Callable[[GenerationCall, Any], Awaitable[Response | None]]] = {
+    ChatRequest: GenerationCall._chat,
+    CompletionRequest: GenerationCall._complete,
+    MessageRequest: GenerationCall._message,
+    ResponseRequest: GenerationCall._respond,
+}
 
 
 def _note_outputs(record: RequestRecord, outputs: list[RequestOutput]) -> None:

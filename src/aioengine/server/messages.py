@@ -42,15 +42,6 @@ ERROR_TYPES = {
     OVERLOADED: "overloaded_error",
 }
 """Of other statuses they are `invalid_request_error` below 500, and `api_error` from there on."""
-MESSAGE_NAMES = {
-    "prompt": "messages",
-    "stop": "stop_sequences",
-    "structured": "output_config.format",
-    "reasoning_effort": "output_config.effort",
-    "max_thinking_tokens": "thinking.budget_tokens",
-}
-"""What clients call the engine's parameters."""
-
 
 # What clients send
 
@@ -91,6 +82,13 @@ class MessageRequest(ChatGeneration, kw_only=True):
     )  # fmt: skip
 
     LEFT_OUT: ClassVar[tuple[str, ...]] = ("compaction", "context_management")
+    NAMES: ClassVar[dict[str, str]] = {
+        "prompt": "messages",
+        "stop": "stop_sequences",
+        "structured": "output_config.format",
+        "reasoning_effort": "output_config.effort",
+        "max_thinking_tokens": "thinking.budget_tokens",
+    }
 
     messages: msgspec.Raw = msgspec.Raw()
     system: msgspec.Raw = msgspec.Raw()
@@ -118,9 +116,6 @@ class MessageRequest(ChatGeneration, kw_only=True):
                 pass
             case dict():
                 raise invalid_value("tool_choice", "tool_choice.type is auto, any, none, or tool with the name of one")
-
-    def own_names(self) -> dict[str, str]:
-        return MESSAGE_NAMES
 
     def variables(self) -> dict[str, Any] | None:
         """What the chat template is told: of the thinking, under the names that templates use."""
@@ -299,9 +294,7 @@ class MessageAnswer(PartsAnswer):
             "output_tokens_details": {"thinking_tokens": num_reasoning_tokens(choice, self._token_bytes)},
         }
 
-    def opening(
-        self, outputs: Sequence[RequestOutput], usage: Usage | None = None, prompt_ids: Sequence[bytes] = ()
-    ) -> bytes:
+    def opening(self, outputs: Sequence[RequestOutput], usage: Usage | None, prompt_ids: Sequence[bytes]) -> bytes:
         message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None}
         message["usage"] = self._usage(outputs[0])
         return _event("message_start", message=message) + self.KEEPALIVE

@@ -44,15 +44,6 @@ INCLUDABLE = (
     "web_search_call.results",
 )
 """What ``include`` may ask for; most of it is of tools that there are none of."""
-RESPONSE_NAMES = {
-    "prompt": "input",
-    "messages": "input",
-    "logprobs": "top_logprobs",
-    "structured": "text",
-    "max_tokens": "max_output_tokens",
-    "reasoning_effort": "reasoning",
-}
-"""What clients call the engine's parameters."""
 STATUSES: dict[FinishReason | None, str] = {
     None: "in_progress",
     "stop": "completed",
@@ -97,6 +88,14 @@ class ResponseRequest(ChatGeneration, kw_only=True):
         **Generation.INSTEAD,
         "conversation": "is not kept here: give the previous_response_id of the response to go on with",
     }
+    NAMES: ClassVar[dict[str, str]] = {
+        "prompt": "input",
+        "messages": "input",
+        "logprobs": "top_logprobs",
+        "structured": "text",
+        "max_tokens": "max_output_tokens",
+        "reasoning_effort": "reasoning",
+    }
 
     input: msgspec.Raw = msgspec.Raw()
     instructions: msgspec.Raw = msgspec.Raw()
@@ -130,9 +129,6 @@ class ResponseRequest(ChatGeneration, kw_only=True):
             raise invalid_value("store", "a response in the background is stored: leave store out, or background")
         if len(self.metadata or ()) > MAX_METADATA:
             raise invalid_value("metadata", f"metadata has {len(self.metadata or ())} pairs; at most {MAX_METADATA}")
-
-    def own_names(self) -> dict[str, str]:
-        return RESPONSE_NAMES
 
     def add_tools(self, tools: Sequence[msgspec.Raw]) -> None:
         """Put the tools of input items, a list each, behind the request's own, undecoded."""
@@ -438,9 +434,7 @@ class ResponseAnswer(PartsAnswer):
 
     # As events
 
-    def opening(
-        self, outputs: Sequence[RequestOutput], usage: Usage | None = None, prompt_ids: Sequence[bytes] = ()
-    ) -> bytes:
+    def opening(self, outputs: Sequence[RequestOutput], usage: Usage | None, prompt_ids: Sequence[bytes]) -> bytes:
         told = b'"response":%b' % self.empty_body(None)
         return self._event(b"response.created", told) + self._event(b"response.in_progress", told)
 

@@ -48,7 +48,7 @@ def events_of(body: bytes) -> list[bytes]:
     answer = ResponseAnswer(
         {**head, "id": decode(head["id"])}, list, top_logprobs=None, tools=tools, keep=lambda body, choice: None
     )
-    events = [answer.opening(()), *(answer.event(0, delta) for delta in deltas)]
+    events = [answer.opening((), None, ()), *(answer.event(0, delta) for delta in deltas)]
     events.append(answer.end_items(items[-1].status) if items else b"")
     return split_events(b"".join(events) + answer.end(decode(response["status"]), body))
 

@@ -33,6 +33,8 @@ class Body(msgspec.Struct, kw_only=True):
     """Fields that are not supported, and are left out with a warning in the log."""
     INSTEAD: ClassVar[dict[str, str]] = {}
     """What is said of fields that are not supported, where there is more to say."""
+    NAMES: ClassVar[dict[str, str]] = {}
+    """What the API calls the engine's parameters, where it has other names for them."""
 
 
 class StreamOptions(msgspec.Struct):
@@ -149,13 +151,13 @@ class Generation(RowFields, kw_only=True):
         return sampling if constraint is None else {**sampling, "structured": constraint}
 
     def own_names(self) -> dict[str, str]:
-        """What it calls the engine's parameters, where it has other names for them."""
+        """What this request calls the engine's parameters, where it has other names for them."""
         constraints = ("response_format", "structured_outputs", *(f"guided_{name}" for name in GUIDED))
         names = {
             "structured": next((name for name in constraints if getattr(self, name) is not None), None),
             "max_thinking_tokens": "thinking_token_budget" if self.thinking_token_budget is not None else None,
         }
-        return {name: own for name, own in names.items() if own is not None}
+        return self.NAMES | {name: own for name, own in names.items() if own is not None}
 
     def _constraint(self) -> Constraint | None:
         """What the text must be, by whichever of the fields for it was given."""
@@ -299,6 +301,11 @@ class ChatRequest(ChatGeneration, kw_only=True):
         "prompt": ("",),
     }
     LEFT_OUT: ClassVar[tuple[str, ...]] = ("functions",)
+    NAMES: ClassVar[dict[str, str]] = {
+        "prompt": "messages",
+        "logprobs": "top_logprobs",
+        "structured": "response_format",
+    }
     INSTEAD: ClassVar[dict[str, str]] = {
         **Generation.INSTEAD,
         "function_call": "must be none or auto, or be left out: give tools and tool_choice",
@@ -313,12 +320,12 @@ class ChatRequest(ChatGeneration, kw_only=True):
     continue_final_message: bool | None = None
 
     def own_names(self) -> dict[str, str]:
-        names = {"prompt": "messages", "logprobs": "top_logprobs", "structured": "response_format"}
+        names = super().own_names()
         if self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
         if self.chat_template_kwargs is None:
             names["chat_template_kwargs"] = "add_generation_prompt"
-        return {**names, **super().own_names()}
+        return names
 
     def check(self) -> None:
         super().check()

@@ -64,13 +64,6 @@ class OwnedId(NamedTuple):
     owner: str
 
 
-class Events(NamedTuple):
-    """Some events of a response, and whether the last is among them."""
-
-    events: list[bytes]
-    is_over: bool
-
-
 class RunningResponse(NamedTuple):
     """A response that is being generated, to these messages; with its events so far where they are recorded."""
 
@@ -83,11 +76,6 @@ class RunningResponse(NamedTuple):
         """As far as it has come; with this reason where the engine has not begun it."""
         outputs = self.group.outputs()
         return await self.answer.body_of(outputs[0]) if outputs else self.answer.empty_body(reason)
-
-    async def cancel(self) -> bytes:
-        """End it; returns what has come of it."""
-        self.group.abort()
-        return await self.body("abort")
 
 
 class StoredResponses:
@@ -210,17 +198,17 @@ class StoredResponses:
             return await running.body()
         return self._find(owned).body
 
-    def events(self, owned: OwnedId, after: int) -> Events:
-        """The next events of a response behind the one of a number.
+    def events(self, owned: OwnedId, after: int) -> tuple[list[bytes], bool]:
+        """The next events of a response behind the one of a number, and whether its last is among them.
 
         Raises:
             ApiError: 404.
         """
         if (running := self._running.get(owned)) is not None:
-            return Events(running.events[after + 1 :][:MAX_EVENTS], is_over=False)
+            return running.events[after + 1 :][:MAX_EVENTS], False
         stored = self._find(owned)
         events = (stored.events or events_of(stored.body))[after + 1 :]
-        return Events(events[:MAX_EVENTS], is_over=len(events) <= MAX_EVENTS)
+        return events[:MAX_EVENTS], len(events) <= MAX_EVENTS
 
     def answered(self, owned: OwnedId) -> bytes:
         """The messages that a response answers, as JSON.
@@ -240,7 +228,8 @@ class StoredResponses:
             ApiError: 404; or 400: it has ended otherwise.
         """
         if (running := self._running.get(owned)) is not None:
-            return await running.cancel()
+            running.group.abort()
+            return await running.body("abort")
         stored = self._find(owned)
         if not stored.is_cancelled:
             message = "the response has ended, and cannot be cancelled any more"

@@ -78,7 +78,7 @@ class RowWork(NamedTuple):
 
 
 class FakeLaunch:
-    """What a `FakeExecutor` has launched."""
+    """What a `FakeExecutor` has launched: a dummy, or a step."""
 
     def __init__(self, executor: FakeExecutor) -> None:
         self.executor = executor
@@ -105,18 +105,11 @@ class FakeLaunch:
             self._error = cause
             self._done.set()
 
-    async def _end(self) -> None:
+    async def finish(self) -> Any:
         await self._done.wait()
         self.executor.unfinished.remove(self)
         if self._error is not None:
             raise self._error
-
-
-class FakeDummy(FakeLaunch):
-    """A launched dummy of a `FakeExecutor`."""
-
-    async def finish(self) -> None:
-        await self._end()
 
 
 class FakeStep(FakeLaunch):
@@ -129,7 +122,7 @@ class FakeStep(FakeLaunch):
         self._outcome = outcome
 
     async def finish(self) -> StepResult:
-        await self._end()
+        await super().finish()
         if isinstance(self._outcome, Exception):
             raise self._outcome
         return msgspec.structs.replace(self._outcome, ended_at_s=self.ended_at_s)
@@ -227,8 +220,8 @@ class FakeExecutor:
         self._run_later(step)
         return step
 
-    def launch_dummy(self) -> FakeDummy:
-        dummy = FakeDummy(self)
+    def launch_dummy(self) -> FakeLaunch:
+        dummy = FakeLaunch(self)
         if self._lost is not None:
             dummy.lose(self._lost)
         self._run_later(dummy)

@@ -6,7 +6,6 @@ the command line has nothing but that one's number.
 
 from __future__ import annotations
 
-import argparse
 import socket
 import sys
 
@@ -15,12 +14,9 @@ from aioengine.transport.child import die_with_parent
 
 def main() -> int:
     """Serve until it is told to end; 0 if it was, 1 if it could not start or its engine has died."""
-    parser = argparse.ArgumentParser(prog="python -m aioengine.server.group.child")
-    parser.add_argument("--channel", type=int, required=True, help="descriptor of the socket to the process above")
-    arguments = parser.parse_args()
     from aioengine.server.group.child_server import run_server
 
-    return run_server(socket.socket(fileno=arguments.channel))
+    return run_server(socket.socket(fileno=int(sys.argv[1])))
 
 
 if __name__ == "__main__":

@@ -76,11 +76,10 @@ class ServerProcess:
     def _start(self, descriptor: int) -> Child:
         settings = self._settings
         inherited = {descriptor, settings.log_descriptor, *(each for share in settings.shares for each in share)}
-        arguments = ("--channel", str(descriptor))
         return Child(
             self.name,
             CHILD_MODULE,
-            *arguments,
+            str(descriptor),
             env=settings.environment,
             visible_devices=settings.visible_devices,
             pass_fds=inherited,
