@@ -18,16 +18,7 @@ from aioengine.frontend.answer_format import AnswerOptions, template_variables
 from aioengine.outputs import CompletionDelta, CompletionOutput, RequestOutput
 from aioengine.scheduler.sequence import MAX_SESSION_CHARS
 from aioengine.server.access_log import MAX_ID_CHARS, is_fit_id
-from aioengine.server.answers import (
-    Answer,
-    ChatAnswer,
-    CompletionAnswer,
-    Extras,
-    Usage,
-    encode_ids,
-    line_of,
-    usage_of,
-)
+from aioengine.server.answers import Answer, ChatAnswer, CompletionAnswer, Extras, Usage, encode_ids, line_of, usage_of
 from aioengine.server.config import ServerConfig
 from aioengine.server.decoding import read_messages, read_prompts, read_tools, too_many
 from aioengine.server.errors import JSON_HEADERS, ApiError, api_error_of, invalid_value, unavailable, unsupported

@@ -12,13 +12,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from aioengine.outputs import CompletionOutput, RequestOutput
-from aioengine.server.answers import (
-    Part,
-    PartsAnswer,
-    Usage,
-    line_of,
-    num_reasoning_tokens,
-)
+from aioengine.server.answers import Part, PartsAnswer, Usage, line_of, num_reasoning_tokens
 from aioengine.server.chat_builder import ChatBuilder
 from aioengine.server.decoding import is_text, joined_texts, read_items, read_text
 from aioengine.server.errors import JSON_HEADERS, ApiError, invalid_value, missing, unsupported

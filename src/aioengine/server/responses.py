@@ -13,14 +13,7 @@ import msgspec
 
 from aioengine.outputs import CompletionDelta, CompletionOutput, FinishReason, RequestOutput
 from aioengine.sampling_params import SamplingParams
-from aioengine.server.answers import (
-    Part,
-    PartsAnswer,
-    Usage,
-    line_of,
-    num_reasoning_tokens,
-    usage_of,
-)
+from aioengine.server.answers import Part, PartsAnswer, Usage, line_of, num_reasoning_tokens, usage_of
 from aioengine.server.chat_builder import ChatBuilder
 from aioengine.server.decoding import is_text, joined_texts, read_items, read_text
 from aioengine.server.errors import ApiError, invalid_value, missing, unsupported
