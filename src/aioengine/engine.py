@@ -276,7 +276,7 @@ class Engine(EngineControl):
             stream_interval: tokens of a choice between two deltas, the first and the last delta aside; absent: the
                 engine's.
         """
-        more = {"max_unread_tokens": max_unread_tokens, "stream_interval": stream_interval}
+        more: dict[str, Any] = {"max_unread_tokens": max_unread_tokens, "stream_interval": stream_interval}
         return self._make_stream(prompt, params, request_id, options, **more)
 
     def _make_stream(
@@ -295,7 +295,7 @@ class Engine(EngineControl):
             given: the keywords.
             more: further fields of `Call`.
         """
-        call = {name: value for name, value in given.items() if name in CALL_NAMES}
+        call: dict[str, Any] = {name: value for name, value in given.items() if name in CALL_NAMES}
         sampling = {name: value for name, value in given.items() if name not in CALL_NAMES}
         tools, tool_choice = call.pop("tools", None), call.pop("tool_choice", None)
         options = AnswerOptions.of(tools, tool_choice, call.pop("parallel_tool_calls", True))

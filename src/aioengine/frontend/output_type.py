@@ -77,9 +77,9 @@ class OutputType:
         try:
             value = self._decode(choice.text)
         except Exception as error:  # pydantic's, msgspec's, and what the type's own validators raise
-            cut = (
-                f"it was cut at the stop {_shown_stop(choice.stop_reason)}; " if choice.stop_reason is not None else ""
-            )
+            reason, cut = choice.stop_reason, ""
+            if reason is not None:
+                cut = f"it was cut at the stop {'string' if isinstance(reason, str) else 'token'} {reason!r}; "
             problem = f"the answer is no {self._name}: {cut}{type(error).__name__}: {error}"
             raise OutputNotParsed(problem, choice.text) from error
         return msgspec.structs.replace(choice, parsed=value)
@@ -90,10 +90,6 @@ def retold(error: InvalidRequest) -> InvalidRequest:
     if error.param != "structured":
         return error
     return InvalidRequest(error.renamed("output_type"), param="output_type")  # without its hint: no type follows it
-
-
-def _shown_stop(reason: int | str) -> str:
-    return f"{'string' if isinstance(reason, str) else 'token'} {reason!r}"
 
 
 def _describe(kind: Any) -> TypeSchema:

@@ -181,13 +181,6 @@ def read_families(engine: Engine, http: HttpMetrics, prefix: str, model_name: st
         told = tuple((label, str(said)) for label, said in labels.items())
         add(name, "gauge", documentation, [Sample("", told, float(value))])
 
-    def add_replicas(replicas: list[ReplicaStatus]) -> None:
-        for name, kind, documentation, value in REPLICA_METRICS:
-            suffix = "_total" if kind == "counter" else ""
-            samples = [Sample(suffix, (("rank", str(each.rank)),), float(value(each))) for each in replicas]
-            if samples:
-                add(OWN_PREFIX + name, kind, documentation, samples, is_of_engine=name != MOVED)
-
     try:
         health, metrics = engine.health(), engine.metrics
     except AioEngineError:  # not started, closed or dead
@@ -220,7 +213,11 @@ def read_families(engine: Engine, http: HttpMetrics, prefix: str, model_name: st
     add_gauge("aioengine:engine_up", "1 while the engine is there; 0: not started, closed or dead.", is_up)
     add_gauge("aioengine:engine_stalled", stalled, is_stalled)
     add_gauge("aioengine:engine_step_age_seconds", "How long the device has been at its present step.", step_age_s)
-    add_replicas(engine.replicas() if is_up else [])
+    if replicas := engine.replicas() if is_up else []:
+        for name, kind, documentation, value in REPLICA_METRICS:
+            suffix = "_total" if kind == "counter" else ""
+            samples = [Sample(suffix, (("rank", str(each.rank)),), float(value(each))) for each in replicas]
+            add(OWN_PREFIX + name, kind, documentation, samples, is_of_engine=name != MOVED)
     for metric in vars(http).values():
         add(metric.name, metric.kind, metric.documentation, metric.samples(), is_of_engine=False)
     return families

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+import functools
 
 from aioengine.engine import Stream
 from aioengine.errors import AioEngineError
@@ -21,6 +21,7 @@ class StreamGroup:
     def __init__(self, streams: list[Stream]) -> None:
         self.streams = streams
         self._num_choices = streams[0].params.n
+        """Of each prompt."""
         self._entered: list[Stream] = []
         self._ready: list[int] = []
         """Numbers of streams that have something to take, once for each choice of theirs, and once for their end."""
@@ -36,11 +37,6 @@ class StreamGroup:
             self._entered.append(stream)
 
     @property
-    def num_choices(self) -> int:
-        """Of all prompts."""
-        return len(self.streams) * self._num_choices
-
-    @property
     def is_ended(self) -> bool:
         """All has been taken."""
         return not self._num_open
@@ -52,16 +48,13 @@ class StreamGroup:
 
     def watch(self) -> None:
         """Follow the streams from now on, for `wait` and `take`."""
-        self._num_open = self.num_choices
+        self._num_open = len(self.streams) * self._num_choices
         for number, stream in enumerate(self.streams):
-            stream.watch(self._marker_of(number))
+            stream.watch(functools.partial(self._mark_ready, number))
 
-    def _marker_of(self, number: int) -> Callable[[], None]:
-        def mark_ready() -> None:
-            self._ready.append(number)
-            self.wake()
-
-        return mark_ready
+    def _mark_ready(self, number: int) -> None:
+        self._ready.append(number)
+        self.wake()
 
     async def wait(self) -> bool:
         """Wait for something to `take`, or for the end; False where it was `wake` that ended the wait."""

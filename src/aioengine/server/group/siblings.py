@@ -127,15 +127,8 @@ Message = ServerSettings | Serving | Counted | ServerGroup | Ask | AskAnswer
 
 _encode: Callable[[object], bytes] = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
-_families_decoder: msgspec.msgpack.Decoder[list[MetricFamily]] = msgspec.msgpack.Decoder(list[MetricFamily])
-
-
-def encode_families(families: list[MetricFamily]) -> bytes:
-    return _encode(families)
-
-
-def decode_families(body: bytes) -> list[MetricFamily]:
-    return _families_decoder.decode(body)
+encode_families: Callable[[list[MetricFamily]], bytes] = _encode
+decode_families: Callable[[bytes], list[MetricFamily]] = msgspec.msgpack.Decoder(list[MetricFamily]).decode
 
 
 def frame_of(message: Message) -> bytes:
