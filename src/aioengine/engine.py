@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import math
 import os
 import random
 import warnings
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType, UnionType
 from typing import TYPE_CHECKING, Any, Never, Self, Unpack
 
@@ -374,12 +373,6 @@ class Engine(EngineControl):
         from aioengine.integrations.openai_client import async_client
 
         return async_client(self, **options)
-
-    def _start_task(
-        self, work: Callable[[], Coroutine[Any, Any, None]], name: str, on_closed: Callable[[], None]
-    ) -> asyncio.Task[None]:
-        """As `Runtime.start_task`, of an engine that runs on this loop or is being started there."""
-        return self._here_or_starting().start_task(work, name, on_closed)
 
     def abort(self, request_id: str) -> None:
         """End all requests of this id with what they have: ``finish_reason`` is "abort". Synchronous and idempotent."""

@@ -206,9 +206,7 @@ class LLMEngine(Facade):
             while True:
                 changed = requests.changed
                 await requests.read()
-                if (
-                    is_interrupted
-                ):  # twice: nothing waits for this any more, and the next step may wait for what it read
+                if is_interrupted:  # nothing waits for this any more, and the next step may wait for what it read
                     await put_back()
                     return
                 requests.move_news(told)

@@ -48,11 +48,7 @@ JOIN_FLAGS = ("join_keys", "join_timeout_s", "replicas_local", "start_rank")
 )
 @options_of(EngineConfig)
 def engine(
-    arguments: tuple[str, ...],
-    keys: str | None,
-    plugins: tuple[str, ...],
-    join: str | None,
-    **flags: Any,
+    arguments: tuple[str, ...], keys: str | None, plugins: tuple[str, ...], join: str | None, **flags: Any
 ) -> None:
     """Serve MODEL (absent: the bundled one) at ADDRESS, for `Engine.connect(ADDRESS)`, until Ctrl-C or SIGTERM.
 

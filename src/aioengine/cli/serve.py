@@ -167,19 +167,18 @@ class Service:
 
     def _check_external_lb(self, replicas: dict[str, Any]) -> None:
         """Refuse what does not go with --external-lb, before `ReplicaOptions` does by its own rules."""
-        if self.connect is not None:
-            raise click.UsageError("--external-lb starts its engines itself: leave --connect out")
-        if self.api_servers > 1:
-            raise click.UsageError("--external-lb has one server for each replica: leave --api-servers out")
-        if self.process:
-            raise click.UsageError(
-                "--external-lb has a process for each replica, engine and server: leave --process out"
-            )
         if others := sorted(replicas.keys() - {"replicas"}):
             flag = others[0].replace("_", "-")
             raise click.UsageError(f"--{flag} is for replicas behind one port: leave it out with --external-lb")
-        if "replicas" not in replicas:
-            raise click.UsageError("--external-lb serves each replica at a port of its own: say in --replicas how many")
+        refusals = {
+            "starts its engines itself: leave --connect out": self.connect is not None,
+            "has one server for each replica: leave --api-servers out": self.api_servers > 1,
+            "has a process for each replica, engine and server: leave --process out": self.process,
+            "serves each replica at a port of its own: say in --replicas how many": "replicas" not in replicas,
+        }
+        for told, is_so in refusals.items():
+            if is_so:
+                raise click.UsageError(f"--external-lb {told}")
 
     def open_listeners(self, where: ServerAddress) -> Iterator[HttpListener]:
         """Open one for each port that is served at, as they are iterated."""

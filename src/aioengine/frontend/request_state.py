@@ -40,11 +40,7 @@ class Completion:
     """
 
     def __init__(
-        self,
-        sequence: Sequence,
-        request: RequestState,
-        detokenizer: Detokenizer | None,
-        plan: AnswerPlan = PLAIN,
+        self, sequence: Sequence, request: RequestState, detokenizer: Detokenizer | None, plan: AnswerPlan
     ) -> None:
         self.sequence = sequence
         self.token_ids: list[int] = []

@@ -91,11 +91,7 @@ class Runtime:
         """Characters of the longest token; None where the tokenizer does not tell."""
         self.admission = Admission(config.max_waiting, lambda: self.core.num_unstarted, on_left=self._recheck)
         self.backend = make_backend(
-            CoreHooks(
-                worker=self.worker,
-                dump_worker=self._large_worker,
-                on_capacity=self._on_capacity,
-            )
+            CoreHooks(worker=self.worker, dump_worker=self._large_worker, on_capacity=self._on_capacity)
         )
         self._loop = asyncio.get_running_loop()
         self._started = asyncio.Event()

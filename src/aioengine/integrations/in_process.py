@@ -232,7 +232,7 @@ class InProcessApi:
             TimeoutError, ConnectionError: as `InProcessExchange.head`.
         """
         serve = functools.partial(self._serve, exchange)
-        task = self._engine._start_task(serve, "aioengine request", exchange.lift_bound)
+        task = self._engine._here_or_starting().start_task(serve, "aioengine request", exchange.lift_bound)
         self._open[task] = exchange
         task.add_done_callback(self._open.pop)
         await exchange.head()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import logging
 import time
@@ -78,22 +79,15 @@ def warn_once(tools: str, why: str) -> None:
     logger.warning("requests have %s, which are left out: %s (said once)", tools, why)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class GenerationCall:
     """A request for a generation, from its decoded body to its last event."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        config: ServerConfig,
-        stored: StoredResponses,
-        exchange: Exchange,
-        record: RequestRecord,
-    ) -> None:
-        self._engine = engine
-        self._config = config
-        self._stored = stored
-        self._exchange = exchange
-        self._record = record
+    _engine: Engine
+    _config: ServerConfig
+    _stored: StoredResponses
+    _exchange: Exchange
+    _record: RequestRecord
 
     async def answer(self, request: Generation) -> Response | None:
         """Answer a request; None when that was a stream, which has been written."""
@@ -304,7 +298,7 @@ class GenerationCall:
                 await record(answer.failing(told))
 
         is_taken.add_done_callback(lambda outcome: outcome.cancelled() or outcome.exception())  # its client may be gone
-        self._engine._start_task(work, "aioengine response", lambda: None)
+        self._engine._here_or_starting().start_task(work, "aioengine response", lambda: None)
         await is_taken
         return Response(200, answer.empty_body(None), JSON_HEADERS)
 

@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from aioengine.core.tracing import HEADERS, MAX_TEXT_CHARS, SYSTEM
-from aioengine.errors import AioEngineError
+from aioengine.core.tracing import HEADERS, MAX_TEXT_CHARS, SYSTEM, end_span
 from aioengine.server.metrics import METHODS, UNCOUNTED_HANDLERS
 from aioengine.server.record import OTHER_ROUTE, RequestRecord
 
@@ -76,17 +75,12 @@ class Tracing:
         if span is None:
             return
         span.update_name(_name(record))
-        span.set_attributes(_attributes(record))
-        if record.error is not None and record.is_failure:
-            span.set_attribute("error.type", type(record.error).__qualname__)
-            # Our own messages name no text of a request; those of others may quote anything.
-            told = str(record.error)[:MAX_TEXT_CHARS] if isinstance(record.error, AioEngineError) else ""
-            span.set_status(Status(StatusCode.ERROR, told or type(record.error).__qualname__))
-        elif record.outcome not in ("ok", "refused") or record.status >= 500:
+        error = record.error if record.is_failure else None
+        if error is None and (record.outcome not in ("ok", "refused") or record.status >= 500):
             is_told_by_status = record.outcome in ("ok", "error") and record.status >= 500
             span.set_attribute("error.type", str(record.status) if is_told_by_status else record.outcome)
             span.set_status(Status(StatusCode.ERROR, record.outcome))
-        span.end()
+        end_span(span, _attributes(record), error)
 
 
 def _is_inside(span: Span, asked: SpanContext) -> bool:

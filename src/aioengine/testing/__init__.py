@@ -8,12 +8,4 @@
 from aioengine.testing.clock import Deadlock, OutsideWork, VirtualClockLoop, run
 from aioengine.testing.fake_executor import FakeExecutor, FakeStep, sample_hash
 
-__all__ = [
-    "Deadlock",
-    "FakeExecutor",
-    "FakeStep",
-    "OutsideWork",
-    "VirtualClockLoop",
-    "run",
-    "sample_hash",
-]
+__all__ = ["Deadlock", "FakeExecutor", "FakeStep", "OutsideWork", "VirtualClockLoop", "run", "sample_hash"]

@@ -169,10 +169,7 @@ class Peer:
     """
 
     def __init__(
-        self,
-        end: socket.socket,
-        answer: Callable[[Question], Awaitable[bytes]],
-        on_message: Callable[[Message], None],
+        self, end: socket.socket, answer: Callable[[Question], Awaitable[bytes]], on_message: Callable[[Message], None]
     ) -> None:
         self._end = end
         self._answer = answer
