@@ -260,21 +260,23 @@ class GenerationCall:
         Args:
             events: where its events are recorded; None: they are not.
         """
-        is_taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        is_begun = asyncio.Event()
+        refused: list[Exception] = []  # a future would keep the error, and the error's traceback the future
 
         async def work() -> None:
             try:
                 async with contextlib.AsyncExitStack() as stack:
                     await group.enter(stack)
                     with running:
-                        is_taken.set_result(None)
+                        is_begun.set()
                         await finish()
-            except Exception as error:  # it was not taken
-                if not is_taken.done():
-                    is_taken.set_exception(error)
+            except Exception as error:
+                if not is_begun.is_set():
+                    refused.append(error)
             finally:
-                if not is_taken.done():  # cancelled, as the engine closes
-                    is_taken.set_exception(EngineClosed("the engine was closed"))
+                if not (is_begun.is_set() or refused):  # cancelled, as the engine closes
+                    refused.append(EngineClosed("the engine was closed"))
+                is_begun.set()
 
         async def record(data: bytes) -> None:
             if events is not None:
@@ -297,9 +299,10 @@ class GenerationCall:
                     logger.error("a response in the background has failed", exc_info=error)
                 await record(answer.failing(told))
 
-        is_taken.add_done_callback(lambda outcome: outcome.cancelled() or outcome.exception())  # its client may be gone
         self._engine._here_or_starting().start_task(work, "aioengine response", lambda: None)
-        await is_taken
+        await is_begun.wait()
+        if refused:
+            raise refused.pop()
         return Response(200, answer.empty_body(None), JSON_HEADERS)
 
     async def _message(self, request: MessageRequest) -> Response | None:
