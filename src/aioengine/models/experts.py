@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from aioengine.kernels.operations import Activation
+if TYPE_CHECKING:
+    from aioengine.kernels.operations import Activation
 
 MAX_EXPERTS = 2**16
 

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from aioengine.errors import ModelLoadError
+from aioengine.models.families import ARCHITECTURES
 from aioengine.models.formats.gguf_file import GgufFile, GgufTensor
 from aioengine.models.formats.gguf_vocabulary import ending_ids
 from aioengine.validation import shorten
@@ -74,6 +75,10 @@ OF_EXPERTS: Fields = {
     "num_experts_per_tok": ("expert_used_count", int),
     "moe_intermediate_size": ("expert_feed_forward_length", int),
 }
+LOCAL_EXPERTS: Fields = {
+    "num_local_experts": OF_EXPERTS["num_experts"],
+    "num_experts_per_tok": OF_EXPERTS["num_experts_per_tok"],
+}
 WINDOW: Fields = {"sliding_window": ("attention.sliding_window", int)}
 SOFT_CAPS: Fields = {
     "attn_logit_softcapping": ("attn_logit_softcapping", float),
@@ -95,7 +100,6 @@ class GgufFamily(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         architecture: transformers' class.
-        model_type: of its config.
         names: of a layer's tensors, where they differ from `INNER`.
         fields: of its config beside `FIELDS`: the metadata's key without the architecture, and its type.
         has_pairs: whether the outputs of the projections of queries and keys are in the order in which the two numbers
@@ -108,7 +112,6 @@ class GgufFamily(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     architecture: str
-    model_type: str
     names: dict[str, str] = {}
     fields: Fields = {}
     has_pairs: bool = False
@@ -185,27 +188,22 @@ def _every(number: int, config: dict[str, Any]) -> list[str]:
 
 FAMILIES = {
     # Mistral's models, too: without its windows, which its later ones have not.
-    "llama": GgufFamily(architecture="LlamaForCausalLM", model_type="llama", has_pairs=True, more=_biases),
-    "qwen2": GgufFamily(architecture="Qwen2ForCausalLM", model_type="qwen2"),
-    "qwen3": GgufFamily(architecture="Qwen3ForCausalLM", model_type="qwen3", more=_biases),
+    "llama": GgufFamily(architecture="LlamaForCausalLM", has_pairs=True, more=_biases),
+    "qwen2": GgufFamily(architecture="Qwen2ForCausalLM"),
+    "qwen3": GgufFamily(architecture="Qwen3ForCausalLM", more=_biases),
     "qwen2moe": GgufFamily(
         architecture="Qwen2MoeForCausalLM",
-        model_type="qwen2_moe",
         fields={**OF_EXPERTS, "shared_expert_intermediate_size": ("expert_shared_feed_forward_length", int)},
         more=_experts,
     ),
-    "qwen3moe": GgufFamily(
-        architecture="Qwen3MoeForCausalLM", model_type="qwen3_moe", fields=OF_EXPERTS, more=_experts
-    ),
+    "qwen3moe": GgufFamily(architecture="Qwen3MoeForCausalLM", fields=OF_EXPERTS, more=_experts),
     "olmoe": GgufFamily(
         architecture="OlmoeForCausalLM",
-        model_type="olmoe",
         fields={name: OF_EXPERTS[name] for name in ("num_experts", "num_experts_per_tok")},
         more=_experts,
     ),
     "gemma2": GgufFamily(
         architecture="Gemma2ForCausalLM",
-        model_type="gemma2",
         names={"ffn_norm": "pre_feedforward_layernorm"},
         fields={**WINDOW, **SOFT_CAPS},
         has_one_added=True,
@@ -213,27 +211,17 @@ FAMILIES = {
     ),
     "gemma3": GgufFamily(
         architecture="Gemma3ForCausalLM",
-        model_type="gemma3_text",
         names={"ffn_norm": "pre_feedforward_layernorm"},
         fields={**WINDOW, **SOFT_CAPS},
         has_one_added=True,
         more=_gemma3,
     ),
-    "phi3": GgufFamily(
-        architecture="Phi3ForCausalLM",
-        model_type="phi3",
-        names={"ffn_up": "mlp.gate_up_proj"},
-        fields=WINDOW,
-        more=_phi3,
-    ),
-    "olmo2": GgufFamily(architecture="Olmo2ForCausalLM", model_type="olmo2", more=_biases),
-    "granite": GgufFamily(
-        architecture="GraniteForCausalLM", model_type="granite", fields=GRANITES, has_pairs=True, more=_biases
-    ),
-    "smollm3": GgufFamily(architecture="SmolLM3ForCausalLM", model_type="smollm3", has_pairs=True, more=_biases),
+    "phi3": GgufFamily(architecture="Phi3ForCausalLM", names={"ffn_up": "mlp.gate_up_proj"}, fields=WINDOW, more=_phi3),
+    "olmo2": GgufFamily(architecture="Olmo2ForCausalLM", more=_biases),
+    "granite": GgufFamily(architecture="GraniteForCausalLM", fields=GRANITES, has_pairs=True, more=_biases),
+    "smollm3": GgufFamily(architecture="SmolLM3ForCausalLM", has_pairs=True, more=_biases),
     "glm4": GgufFamily(
         architecture="Glm4ForCausalLM",
-        model_type="glm4",
         names={
             "post_attention_norm": "post_self_attn_layernorm",
             "post_ffw_norm": "post_mlp_layernorm",
@@ -241,48 +229,36 @@ FAMILIES = {
         },
         more=_biases,
     ),
-    "seed_oss": GgufFamily(architecture="SeedOssForCausalLM", model_type="seed_oss", more=_biases),
-    "mistral3": GgufFamily(
-        architecture="Ministral3ForCausalLM", model_type="ministral3", has_pairs=True, more=_mistral3
-    ),
+    "seed_oss": GgufFamily(architecture="SeedOssForCausalLM", more=_biases),
+    "mistral3": GgufFamily(architecture="Ministral3ForCausalLM", has_pairs=True, more=_mistral3),
     "gpt-oss": GgufFamily(
         architecture="GptOssForCausalLM",
-        model_type="gpt_oss",
         names={"ffn_gate_inp": "mlp.router"},
         stacks={
             "mlp.experts.gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"),
             "mlp.experts.down_proj": ("ffn_down_exps",),
         },
-        fields={
-            **WINDOW,
-            "num_local_experts": OF_EXPERTS["num_experts"],
-            "num_experts_per_tok": OF_EXPERTS["num_experts_per_tok"],
-            "intermediate_size": OF_EXPERTS["moe_intermediate_size"],
-        },
+        fields={**WINDOW, **LOCAL_EXPERTS, "intermediate_size": OF_EXPERTS["moe_intermediate_size"]},
         more=_gpt_oss,
     ),
-    "exaone4": GgufFamily(architecture="Exaone4ForCausalLM", model_type="exaone4", fields=WINDOW, more=_exaone4),
+    "exaone4": GgufFamily(architecture="Exaone4ForCausalLM", fields=WINDOW, more=_exaone4),
 }
 """By general.architecture."""
 
 MIXTRAL = GgufFamily(
     architecture="MixtralForCausalLM",
-    model_type="mixtral",
     names={
         "ffn_gate_inp": "block_sparse_moe.gate",
         "ffn_gate_exps": f"block_sparse_moe.experts.{EXPERT}.w1",
         "ffn_up_exps": f"block_sparse_moe.experts.{EXPERT}.w3",
         "ffn_down_exps": f"block_sparse_moe.experts.{EXPERT}.w2",
     },
-    fields={
-        "num_local_experts": OF_EXPERTS["num_experts"],
-        "num_experts_per_tok": OF_EXPERTS["num_experts_per_tok"],
-    },
+    fields=LOCAL_EXPERTS,
     has_pairs=True,
 )
 """A "llama" with experts."""
 
-OLMO3 = GgufFamily(architecture="Olmo3ForCausalLM", model_type="olmo3", fields=WINDOW, more=_olmo3)
+OLMO3 = GgufFamily(architecture="Olmo3ForCausalLM", fields=WINDOW, more=_olmo3)
 """An "olmo2" with windows."""
 
 
@@ -317,7 +293,10 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         ModelLoadError: metadata is missing or malformed, or says what is not supported.
     """
     family, prefix = family_of(file), file.metadata["general.architecture"]
-    config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
+    config: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": ARCHITECTURES[family.architecture].model_type,
+    }
     for field, (key, kind) in {**FIELDS, **family.fields}.items():
         value = file.get(f"{prefix}.{key}", kind)
         if value is not None:
