@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 
 class StopSearch:
     """Searches a text for stop strings, holding back what may be the beginning of one.
@@ -82,22 +84,19 @@ class StopSearch:
         return len(self._states) - 1
 
 
-class _State:
+class _State(msgspec.Struct, eq=False):
     """A beginning of one or more stop strings: the longest one that the text ends with.
 
-    Args:
+    Attributes:
         depth: its length.
         sharing: indexes of the stop strings that begin with it.
         fallback: number of the next shorter beginning that the text ends with; -1 for the empty one.
         match: index of the longest stop string that the text ends with.
+        following: numbers of the states after each character.
     """
 
-    __slots__ = ("depth", "fallback", "following", "match", "sharing")
-
-    def __init__(self, depth: int, sharing: list[int], fallback: int, match: int | None) -> None:
-        self.depth = depth
-        self.sharing = sharing
-        self.fallback = fallback
-        self.following: dict[str, int] = {}
-        """Numbers of the states after each character."""
-        self.match = match
+    depth: int
+    sharing: list[int]
+    fallback: int
+    match: int | None
+    following: dict[str, int] = {}

@@ -116,5 +116,5 @@ class _BareKeys(NamedTuple):
 
 _GEMMA4 = _BareKeys("<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>")
 _FUNCTION_GEMMA = _BareKeys("<start_function_call>", "<end_function_call>", "<escape>", "<start_function_response>")
-GEMMA4 = StepFormat("gemma4", _GEMMA4.read, _GEMMA4.write, keeps_special_tokens=True)
-FUNCTION_GEMMA = StepFormat("function_gemma", _FUNCTION_GEMMA.read, _FUNCTION_GEMMA.write, keeps_special_tokens=True)
+GEMMA4 = StepFormat("gemma4", _GEMMA4.read, _GEMMA4.write)
+FUNCTION_GEMMA = StepFormat("function_gemma", _FUNCTION_GEMMA.read, _FUNCTION_GEMMA.write)

@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import msgspec
+
 from aioengine.errors import InternalError, InvalidRequest
 from aioengine.json_pointer import referred, resolved
 from aioengine.tool_calls.calls import NO_TOKENS, AnswerParser, Tool, ToolChoice
@@ -166,38 +168,30 @@ class GrammarWriter:
         return self.finish(f"{text} | {tagged} | {self.text_until(tag, beginning=beginning)} {calls}")
 
 
-class StepFormat:
+class StepFormat(msgspec.Struct, eq=False):
     """A `ToolFormat` of the two things that a format is: how its calls are read, and how they are written.
 
-    Args:
+    Attributes:
         read: goes through an answer until its text is over.
         write: the grammar of what `read` reads as calls.
     """
 
-    def __init__(
-        self,
-        name: str,
-        read: Callable[[Reading], Steps[None]],
-        write: Callable[[GrammarWriter], str],
-        *,
-        keeps_special_tokens: bool | tuple[str, ...],
-    ) -> None:
-        self.name = name
-        self.keeps_special_tokens = keeps_special_tokens
-        self._read = read
-        self._write = write
+    name: str
+    read: Callable[[Reading], Steps[None]]
+    write: Callable[[GrammarWriter], str]
+    keeps_special_tokens: bool | tuple[str, ...] = True
 
     def make_parser(self, tools: Iterable[Tool], make_id: Callable[[], str]) -> AnswerParser:
-        return StepParser(self._read, tools, make_id)
+        return StepParser(self.read, tools, make_id)
 
     def make_strict_parser(self, tools: Iterable[Tool], make_id: Callable[[], str]) -> AnswerParser:
         """A parser of an answer that a grammar constrains: without its markers there are no calls."""
-        return StepParser(self._read, tools, make_id, is_strict=True)
+        return StepParser(self.read, tools, make_id, is_strict=True)
 
     def grammar(
         self, tools: Iterable[Tool], choice: ToolChoice, *, parallel: bool, token_ids: Mapping[str, int] = NO_TOKENS
     ) -> str:
-        return self._write(GrammarWriter(tools, choice, parallel=parallel, token_ids=token_ids))
+        return self.write(GrammarWriter(tools, choice, parallel=parallel, token_ids=token_ids))
 
 
 def _escaped(text: str) -> str:

@@ -75,4 +75,4 @@ def _write(writer: GrammarWriter) -> str:
     return writer.finish(f"{before}* {writer.one_of(last)}")
 
 
-HARMONY = StepFormat("harmony", _read, _write, keeps_special_tokens=True)
+HARMONY = StepFormat("harmony", _read, _write)

@@ -108,17 +108,13 @@ def _write_cohere(writer: GrammarWriter) -> str:
 
 HERMES = StepFormat("hermes", _reader((BEGIN,), END), _write_each, keeps_special_tokens=(BEGIN, END))
 GRANITE, PHI4_MINI, NEMOTRON = (
-    StepFormat(name, _reader(begins, end), list_writer(begins, end), keeps_special_tokens=True)
+    StepFormat(name, _reader(begins, end), list_writer(begins, end))
     for name, begins, end in (
         ("granite", ("<|tool_call|>", BEGIN), ""),
         ("phi4_mini", ("<|tool_call|>", "functools["), "<|/tool_call|>"),
         ("nemotron", ("<TOOLCALL>",), "</TOOLCALL>"),
     )
 )
-COHERE = StepFormat(
-    "cohere", _reader(("<|START_ACTION|>",), "<|END_ACTION|>", COHERE_TEXT), _write_cohere, keeps_special_tokens=True
-)
-LLAMA3_JSON, XLAM = (
-    StepFormat(name, _reader((PYTHON_TAG,), ";", beginning=beginning), write, keeps_special_tokens=True)
-    for name, beginning, write in (("llama3_json", "{", _write_llama), ("xlam", "[", _write_xlam))
-)
+COHERE = StepFormat("cohere", _reader(("<|START_ACTION|>",), "<|END_ACTION|>", COHERE_TEXT), _write_cohere)
+LLAMA3_JSON = StepFormat("llama3_json", _reader((PYTHON_TAG,), ";", beginning="{"), _write_llama)
+XLAM = StepFormat("xlam", _reader((PYTHON_TAG,), ";", beginning="["), _write_xlam)

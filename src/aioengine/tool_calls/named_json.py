@@ -110,12 +110,12 @@ _KIMI = (
 )
 _MISTRAL = _NamedJson("[TOOL_CALLS]", "[ARGS]", "", "", "", '"NAME" SEPARATOR')
 DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2 = (
-    StepFormat(name, marks.read, marks.write, keeps_special_tokens=True)
+    StepFormat(name, marks.read, marks.write)
     for name, marks in (
         ("deepseek_v3", _NamedJson(*_DEEPSEEK, r'"function" SEPARATOR "NAME\n```json\n"', "\n```", "\n")),
         ("deepseek_v31", _NamedJson(*_DEEPSEEK, '"NAME" SEPARATOR')),
         ("kimi_k2", _NamedJson(*_KIMI, '"functions.NAME:" /[0-9]{1,4}/ SEPARATOR')),
     )
 )
-MISTRAL = StepFormat("mistral", _read_mistral, list_writer((_MISTRAL.begin,), ""), keeps_special_tokens=True)
-MISTRAL_ARGS = StepFormat("mistral_args", _read_mistral, _MISTRAL.write, keeps_special_tokens=True)
+MISTRAL = StepFormat("mistral", _read_mistral, list_writer((_MISTRAL.begin,), ""))
+MISTRAL_ARGS = StepFormat("mistral_args", _read_mistral, _MISTRAL.write)

@@ -130,7 +130,7 @@ def _read_value(reading: Reading) -> Steps[tuple[str, str]]:
 
 
 PYTHONIC, LFM2, OLMO3 = (
-    StepFormat(name, style.read, style.write, keeps_special_tokens=True)
+    StepFormat(name, style.read, style.write)
     for name, style in (
         ("pythonic", _Style("<|python_start|>", "<|python_end|>", needs_tag=False)),
         ("lfm2", _Style("<|tool_call_start|>", "<|tool_call_end|>")),
