@@ -123,7 +123,20 @@ async def watch_what_has_ended(engine: Engine) -> None:
             stream.take()
 
 
-CALLS = [leave, cancel, ask_what_is_refused, ask_what_is_cut, ask_for_much, watch_what_has_ended]
+async def call_what_is_not_there(engine: Engine) -> None:
+    with pytest.raises(InvalidRequest):
+        await engine.collective_rpc("nothing")
+
+
+CALLS = [
+    leave,
+    cancel,
+    ask_what_is_refused,
+    ask_what_is_cut,
+    ask_for_much,
+    watch_what_has_ended,
+    call_what_is_not_there,
+]
 
 
 @pytest.mark.parametrize("request_", CALLS)

@@ -66,7 +66,10 @@ class Pending(Generic[T]):
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         if self._error is not None:
-            raise self._error
+            try:
+                raise self._error
+            finally:
+                del self  # the error's traceback has this frame
         result: T = self._result
         return result
 
@@ -79,6 +82,7 @@ class Pending(Generic[T]):
             _forget_locals(error)
             self._job = None
             self._end(None, error)
+            del self  # the error's traceback has this frame
             return
         if isinstance(result, DeferredResult) and not self.is_launched:
             self._job = result.wait
