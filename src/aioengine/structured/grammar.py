@@ -88,17 +88,16 @@ class Thinking(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 MAX_GAP_TOKENS = 2
 
 
-class ThinkingGrammar:
+class ThinkingGrammar(msgspec.Struct, frozen=True, eq=False):
     """Reasoning first, free and of bounded length; then what ``inner`` admits, or anything.
 
-    Args:
+    Attributes:
         ending_ids: tokens that end the output, which must not come before what ``inner`` asks for.
     """
 
-    def __init__(self, thinking: Thinking, inner: CompiledGrammar | None, ending_ids: Sequence[int]) -> None:
-        self.thinking = thinking
-        self.inner = inner
-        self.ending_ids = ending_ids
+    thinking: Thinking
+    inner: CompiledGrammar | None
+    ending_ids: Sequence[int]
 
     def matcher(self) -> Matcher:
         return ThinkingMatcher(self)

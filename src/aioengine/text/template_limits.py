@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, MappingView
 from contextvars import ContextVar
 from typing import Any
 
+import msgspec
+
 from aioengine.errors import EngineClosed
 from aioengine.turns import running_loop
 
@@ -42,29 +44,22 @@ class TemplateStopped(Exception):
     """A template took too long, or made something too large."""
 
 
-class TemplateLimits:
+class TemplateLimits(msgspec.Struct, eq=False):
     """The limits of an engine's renderings.
 
-    Args:
+    Attributes:
         timeout_s: deadline of a rendering, from when it begins to run; the turns of others do not count.
         give_way: called in the thread of a rendering that takes long, for another thread to take what waits.
         clock: seconds.
-    Attributes:
+        turn: held by the one of several long renderings that computes.
         is_closed: renderings end at their next steps with `EngineClosed`.
     """
 
-    def __init__(
-        self,
-        timeout_s: float = 10.0,
-        *,
-        give_way: Callable[[], None] = lambda: None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.timeout_s = timeout_s
-        self.give_way = give_way
-        self.clock = clock
-        self.turn = threading.Lock()
-        self.is_closed = False
+    timeout_s: float = 10.0
+    give_way: Callable[[], None] = lambda: None
+    clock: Callable[[], float] = time.monotonic
+    turn: threading.Lock = msgspec.field(default_factory=threading.Lock)
+    is_closed: bool = False
 
     @contextlib.contextmanager
     def run(self, given: Any) -> Iterator[None]:
