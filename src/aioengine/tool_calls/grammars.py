@@ -182,11 +182,11 @@ class StepFormat(msgspec.Struct, eq=False):
     keeps_special_tokens: bool | tuple[str, ...] = True
 
     def make_parser(self, tools: Iterable[Tool], make_id: Callable[[], str]) -> AnswerParser:
-        return StepParser(self.read, tools, make_id)
+        return StepParser(self.read, Reading(tools, make_id))
 
     def make_strict_parser(self, tools: Iterable[Tool], make_id: Callable[[], str]) -> AnswerParser:
         """A parser of an answer that a grammar constrains: without its markers there are no calls."""
-        return StepParser(self.read, tools, make_id, is_strict=True)
+        return StepParser(self.read, Reading(tools, make_id, is_strict=True))
 
     def grammar(
         self, tools: Iterable[Tool], choice: ToolChoice, *, parallel: bool, token_ids: Mapping[str, int] = NO_TOKENS

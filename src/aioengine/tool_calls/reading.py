@@ -65,6 +65,8 @@ class Markers:
 class Reading:
     """A text that is being read, what has been held of it, and what came out.
 
+    Args:
+        make_id: makes an id for each call that begins.
     Attributes:
         text, at: the part that is here, and how far it was taken.
         is_over: no more will come.
@@ -385,20 +387,11 @@ class StepParser:
 
     Args:
         make_steps: the format: goes on until the text is over.
-        make_id: an id for each call that begins.
-        is_strict: a grammar constrains the text.
     """
 
-    def __init__(
-        self,
-        make_steps: Callable[[Reading], Steps[None]],
-        tools: Iterable[Tool],
-        make_id: Callable[[], str],
-        *,
-        is_strict: bool = False,
-    ) -> None:
-        self._reading = Reading(tools, make_id, is_strict=is_strict)
-        self._steps = make_steps(self._reading)
+    def __init__(self, make_steps: Callable[[Reading], Steps[None]], reading: Reading) -> None:
+        self._reading = reading
+        self._steps = make_steps(reading)
         next(self._steps)
 
     @property

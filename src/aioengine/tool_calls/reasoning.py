@@ -130,7 +130,7 @@ class ReasoningParser:
         self._has_ended = self._has_call = False
         self._splitter: AnswerParser | None = None
         if not format.has_own_parser:
-            self._splitter = StepParser(self._read, (), str)
+            self._splitter = StepParser(self._read, Reading((), str))
         elif inner is None:
             inner = HARMONY.make_parser((), str)
         self._inner = inner
