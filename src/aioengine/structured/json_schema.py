@@ -62,15 +62,10 @@ def unsound_keywords(schema: Any) -> list[str]:
     if isinstance(schema, dict) and "x-guidance" in schema:
         found.append("x-guidance: it changes how the grammar is made")
     nodes = list(subschemas(schema))
+    checks = (_of_draft_3, _unsound_counts, _unsound_lists, _unsound_numbers, _unwritable_texts, _unsound_patterns)
     for node in nodes:
-        if _CHECKED.isdisjoint(node):
-            continue
-        found.extend(_of_draft_3(node))
-        found.extend(_unsound_counts(node))
-        found.extend(_unsound_lists(node))
-        found.extend(_unsound_numbers(node))
-        found.extend(_unwritable_texts(node))
-        found.extend(_unsound_patterns(node))
+        if not _CHECKED.isdisjoint(node):
+            found.extend(itertools.chain.from_iterable(check(node) for check in checks))
     found.extend(_unsound_places(nodes))
     for together in filter(None, _applied_together(nodes)):
         found.extend(_unsound_multiples(together))
