@@ -283,14 +283,9 @@ class AnswerFormats:
             return None
         end = self._ids(reasoning.end)
         begin = () if is_begun else self._ids(reasoning.begin)
-        gaps = [ids[0] for text in ("\n", "\n\n") if len(ids := self._ids(text)) == 1]
+        gaps = tuple(ids[0] for text in ("\n", "\n\n") if len(ids := self._ids(text)) == 1)
         return Thinking(
-            begin_ids=begin,
-            end_ids=end,
-            forced_end_ids=end,
-            is_begun=is_begun,
-            max_tokens=max_tokens,
-            gap_ids=tuple(gaps),
+            begin_ids=begin, end_ids=end, forced_end_ids=end, is_begun=is_begun, max_tokens=max_tokens, gap_ids=gaps
         )
 
     @functools.cached_property

@@ -39,21 +39,9 @@ _FIT_PARAM = re.compile(r"[A-Za-z_][A-Za-z0-9_.\[\]]{0,99}")
 # direction of writing; and halves of surrogate pairs, which no encoding can write.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 FIELDS = (
-    "request_id",
-    "method",
-    "path",
-    "status",
-    "duration_s",
-    "client",
-    "model",
-    "prompt_tokens",
-    "completion_tokens",
-    "finish_reasons",
-    "time_to_first_token_s",
-    "outcome",
-    "error_code",
-    "error_param",
-)
+    "request_id", "method", "path", "status", "duration_s", "client", "model", "prompt_tokens", "completion_tokens",
+    "finish_reasons", "time_to_first_token_s", "outcome", "error_code", "error_param",
+)  # fmt: skip
 """The attributes of a request's log record."""
 
 

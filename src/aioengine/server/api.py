@@ -335,9 +335,8 @@ class Api:
             if routes is None or (route is None and instead_of(exchange.path)):
                 raise self._nothing_at(exchange.path)
             if route is None:
-                methods = ", ".join(routes)
-                message = f"{record.route} takes {methods}"
-                raise ApiError(405, "method_not_allowed", message, headers={"allow": methods})
+                allowed = ", ".join(routes)
+                raise ApiError(405, "method_not_allowed", f"{record.route} takes {allowed}", headers={"allow": allowed})
             if not route.is_work:
                 return await route.handler(exchange, record)
             return await self._work(exchange, record, route)
@@ -356,10 +355,10 @@ class Api:
             record.outcome = "error"
             exchange.cut()
             return None
-        is_shed = answer.code == "overloaded"
-        record.outcome = "refused" if answer.status < 500 else "shed" if is_shed else "error"
-        is_of_messages = exchange.path.startswith(MESSAGES)
-        return error_response(answer, record.request_id) if is_of_messages else answer.response()
+        record.outcome = "refused" if answer.status < 500 else "shed" if answer.code == "overloaded" else "error"
+        if exchange.path.startswith(MESSAGES):
+            return error_response(answer, record.request_id)
+        return answer.response()
 
     def _nothing_at(self, path: str) -> ApiError:
         if (told := instead_of(path)) is not None:
@@ -488,18 +487,15 @@ class Api:
         record.model = self.models.choose(request.model)
         if is_given(request.messages) == is_given(request.prompt):
             raise invalid_value("prompt", "give either prompt or messages")
-        prompt: Any
-        if is_given(request.messages):
-            prompt = read_messages(request.messages, self.config.max_messages)
-        else:
-            prompt = read_text(request.prompt, "prompt")
+        is_chat, max_messages = is_given(request.messages), self.config.max_messages
+        prompt: Any = read_messages(request.messages, max_messages) if is_chat else read_text(request.prompt, "prompt")
         add, kwargs, tools = request.add_special_tokens, template_kwargs(request), read_tools(request.tools)
         ids = await run_while_connected(
             exchange,
             lambda _: self.engine.tokenize(prompt, add_special_tokens=add, chat_template_kwargs=kwargs, tools=tools),
         )
-        answer: dict[str, Any] = {"count": len(ids), "max_model_len": self.engine.info.max_model_len}
-        answer["token_strs"] = None
+        max_model_len = self.engine.info.max_model_len
+        answer: dict[str, Any] = {"count": len(ids), "max_model_len": max_model_len, "token_strs": None}
         if request.return_token_strs:
             if len(ids) > MAX_TOKEN_STRS:
                 message = f"return_token_strs is for at most {MAX_TOKEN_STRS:,} tokens, and these are {len(ids):,}"

@@ -48,13 +48,9 @@ OLD_NAMES = {
 """Names that vLLM had until 0.11, and that dashboards of then ask for."""
 AT_DOOR = "num_requests_waiting_for_admission"
 NOT_VLLMS = (
-    "kv_cache_cached_perc",
-    "kv_cache_touched_perc",
-    "step_time_seconds",
-    "device_time_seconds",
-    "loop_lag_seconds",
+    "kv_cache_cached_perc", "kv_cache_touched_perc", "step_time_seconds", "device_time_seconds", "loop_lag_seconds",
     AT_DOOR,
-)
+)  # fmt: skip
 METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE")
 """Clients may make up as many others as they like: those are "other"."""
 OPEN_PATHS = ("/health", "/ping")

@@ -331,10 +331,10 @@ class ResponseAnswer(PartsAnswer):
         self._done: list[tuple[_OutputItem, str, str]] = []
         """Items that have ended, each with its status and its text."""
         self._writer = PositionWriter(token_bytes, top_logprobs or 0)
-        self._untold: list[bytes] = []
-        """Log-probabilities that no event has told of: their tokens' text is held back, or not the message's."""
         self._positions: list[bytes] = []
-        """All of them."""
+        """All log-probabilities so far."""
+        self._num_told = 0
+        """Those that events have told of; of the others the tokens' text is held back, or not the message's."""
 
     # Whole
 
@@ -433,9 +433,7 @@ class ResponseAnswer(PartsAnswer):
 
     def event(self, choice: int, delta: CompletionDelta, usage: Usage | None = None) -> bytes:
         if delta.logprobs:
-            told = [self._writer.encode(0, position) for position in delta.logprobs]
-            self._untold += told
-            self._positions += told
+            self._positions += [self._writer.encode(0, position) for position in delta.logprobs]
         return super().event(choice, delta, usage)
 
     def closing(self, outputs: Sequence[RequestOutput]) -> bytes:
@@ -451,7 +449,7 @@ class ResponseAnswer(PartsAnswer):
     def end_items(self, status: str) -> bytes:
         """Events that end the last item, which has this status; a response of nothing has an empty message."""
         begun = self._begin("text", None) if self._open is None and not self._done else b""
-        if self._untold and self._open is not None and self._open.part == "text":
+        if self._num_told < len(self._positions) and self._open is not None and self._open.part == "text":
             begun += self._delta("")
         return begun + self._close(status)
 
@@ -494,8 +492,8 @@ class ResponseAnswer(PartsAnswer):
         self._num_events += 1
         logprobs = b""
         if item.part == "text":
-            logprobs = b',"logprobs":[%b]' % b",".join(self._untold)
-            self._untold.clear()
+            logprobs = b',"logprobs":[%b]' % b",".join(self._positions[self._num_told :])
+            self._num_told = len(self._positions)
         return b'%b%d,"delta":%b%b}\n\n' % (self._delta_head, number, line_of(text), logprobs)
 
     def _close(self, status: str | None = None) -> bytes:

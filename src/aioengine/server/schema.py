@@ -231,11 +231,7 @@ class CompletionRequest(Generation, kw_only=True):
 
     HINTS: ClassVar[tuple[str, ...]] = (*Generation.HINTS, "parallel_tool_calls", "reasoning_effort")
 
-    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
-        **Generation.NEUTRAL,
-        "messages": ([],),
-        "suffix": ("",),
-    }
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {**Generation.NEUTRAL, "messages": ([],), "suffix": ("",)}
     INSTEAD: ClassVar[dict[str, str]] = {
         **Generation.INSTEAD,
         "messages": "are for /v1/chat/completions; here is /v1/completions, which needs a prompt",

@@ -42,7 +42,7 @@ class PositionWriter:
         for token_id, entry in position.items():
             # One at a time: they stand in for each other, and do not follow each other.
             (data,) = self._token_bytes([token_id], is_start=is_start, skip_special_tokens=False)
-            name = _id_name(token_id) if self._is_by_ids else _text_of(entry)
+            name = _name_of(token_id, _text_of(entry), is_by_ids=self._is_by_ids)
             entries[token_id] = {"token": name, "logprob": _finite(entry.logprob), "bytes": list(data)}
         ranked = sorted((entry.rank, token_id) for token_id, entry in position.items())
         top = [entries[token_id] for rank, token_id in ranked if rank <= self._top_logprobs]
@@ -119,17 +119,14 @@ class Columns:
         """A sampled token, and by their texts the likeliest ones, itself among them."""
         top: dict[str, float] = {}
         for token_id, entry in _likeliest(position, self._num_top).items():
-            name = self._name_of(token_id, _text_of(entry))
+            name = _name_of(token_id, _text_of(entry), is_by_ids=self._is_by_ids)
             top.setdefault(name, _finite(entry.logprob))  # several half characters have the same text
         sampled_id, sampled = next(iter(position.items()))
         self.add_token(sampled_id, _text_of(sampled), _finite(sampled.logprob), top)
 
     def add_token(self, token_id: int, text: str, logprob: float | None, top: dict[str, float] | None) -> None:
-        name = self._name_of(token_id, text)
+        name = _name_of(token_id, text, is_by_ids=self._is_by_ids)
         self._rows.append((encode(name), encode(logprob), encode(top), b"%d" % self.place.move(token_id, text)))
-
-    def _name_of(self, token_id: int, text: str) -> str:
-        return _id_name(token_id) if self._is_by_ids else text
 
     def encoded(self) -> bytes:
         columns = [b",".join(column) for column in zip(*self._rows, strict=True)] or [b""] * 4
@@ -161,9 +158,9 @@ def plain_position(position: TokenLogprobs, num_top: int) -> dict[int, dict[str,
     }
 
 
-def _id_name(token_id: int) -> str:
-    """As vLLM names a token by its id."""
-    return f"token_id:{token_id}"
+def _name_of(token_id: int, text: str, *, is_by_ids: bool) -> str:
+    """A token's name: its text, or as vLLM names it by its id."""
+    return f"token_id:{token_id}" if is_by_ids else text
 
 
 def _text_of(entry: Logprob) -> str:
