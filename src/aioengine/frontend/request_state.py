@@ -311,8 +311,8 @@ class RequestState:
         self._ended_at = math.nan
         self._waiter: asyncio.Future[None] | None = None
         self._waits_for_end = False
-        self._has_started = False
-        self._is_started: asyncio.Future[None] | None = None
+        self._started = asyncio.Event()
+        """Set when a choice has taken a row, or all have ended."""
         self._watcher: Callable[[], None] | None = None
         self._end_span: Callable[[BaseException | None], None] | None = None
 
@@ -411,9 +411,7 @@ class RequestState:
 
     def on_started(self) -> None:
         """A choice has taken its first row."""
-        self._has_started = True
-        if self._is_started is not None and not self._is_started.done():
-            self._is_started.set_result(None)
+        self._started.set()
 
     def on_news(self, completion: Completion) -> None:
         if not completion.is_listed:
@@ -485,13 +483,7 @@ class RequestState:
 
     async def wait_begun(self) -> None:
         """Wait until one of its choices has taken a row, or the request has ended."""
-        if self._has_started or self.is_ended:
-            return
-        self._is_started = asyncio.get_running_loop().create_future()
-        try:
-            await self._is_started
-        finally:
-            self._is_started = None
+        await self._started.wait()
 
     def watch(self, watcher: Callable[[], None]) -> None:
         """Call ``watcher`` when there is something to take that was not there before, and at the end."""
