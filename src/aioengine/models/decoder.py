@@ -20,14 +20,7 @@ from torch import Tensor, nn
 
 from aioengine.errors import InvalidRequest
 from aioengine.kernels.operations import ExpertWeights, LayerAttention, Operations
-from aioengine.kernels.packed_weight import (
-    CodedRows,
-    CodedWeight,
-    PackedWeight,
-    Quantization,
-    UnpackedRows,
-    in_panels,
-)
+from aioengine.kernels.packed_weight import CodedRows, CodedWeight, PackedWeight, Quantization, UnpackedRows, in_panels
 from aioengine.models.checkpoint import EMBEDDING, HEAD, CheckpointTensor, checkpoint_tensors
 from aioengine.models.decoder_config import DecoderConfig
 from aioengine.models.experts import ExpertsConfig

@@ -18,14 +18,7 @@ from aioengine.errors import ConfigError, ModelLoadError
 from aioengine.kernels.operations import Operations
 from aioengine.kernels.packed_weight import CodedWeight, Quantization
 from aioengine.kernels.torch import operations as torch_operations
-from aioengine.models.checkpoint import (
-    EMBEDDING,
-    FILE_DTYPES,
-    HEAD,
-    CheckpointTensor,
-    checkpoint_tensors,
-    of_text,
-)
+from aioengine.models.checkpoint import EMBEDDING, FILE_DTYPES, HEAD, CheckpointTensor, checkpoint_tensors, of_text
 from aioengine.models.decoder import Decoder, Linear
 from aioengine.models.decoder_config import DecoderConfig, read_decoder_config
 from aioengine.models.families import text_config

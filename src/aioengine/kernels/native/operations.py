@@ -29,14 +29,7 @@ from aioengine.kernels.packed_weight import (
 from aioengine.kernels.sampling.sample_rows import SampleFlag
 from aioengine.kernels.torch import products as plain
 from aioengine.kernels.torch.experts import experts as plain_experts
-from aioengine.kernels.torch.quantized import (
-    dequantize,
-    head_dim_of,
-    int4_rows,
-    pair_codes,
-    quantize,
-    split_codes,
-)
+from aioengine.kernels.torch.quantized import dequantize, head_dim_of, int4_rows, pair_codes, quantize, split_codes
 
 HOST = torch.device("cpu")
 

@@ -9,14 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from aioengine.kernels.packed_weight import (
-    CodedRows,
-    CodedWeight,
-    PackedWeight,
-    Quantization,
-    UnpackedRows,
-    row_blocks,
-)
+from aioengine.kernels.packed_weight import CodedRows, CodedWeight, PackedWeight, Quantization, UnpackedRows, row_blocks
 from aioengine.kernels.torch.quantized import (
     coded_rows,
     embed_quantized,
