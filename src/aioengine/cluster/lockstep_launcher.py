@@ -188,11 +188,7 @@ class LockstepMember:
         if hooks.cluster is not None:
             hooks = hooks._replace(cluster=hooks.cluster._replace(on_orphaned=partial(self._group.on_orphaned, self)))
         self._child = InChild(
-            *(self._config, self._process, hooks),
-            rank=self.rank,
-            env=self._env,
-            module=CHILD_MODULE,
-            lockstep=place,
+            *(self._config, self._process, hooks), rank=self.rank, env=self._env, module=CHILD_MODULE, lockstep=place
         )
         with self._ending_group():
             return await self._child.find_model()

@@ -111,12 +111,7 @@ class HostAccelerator:
     name = "cpu"
     capability = 0
 
-    def __init__(
-        self,
-        *,
-        num_threads: int | None = None,
-        parts: Iterable[str] = (),
-    ) -> None:
+    def __init__(self, *, num_threads: int | None = None, parts: Iterable[str] = ()) -> None:
         self.can_capture = num_threads is not None
         self._num_threads = num_threads or 1
         # Contexts are cut for as many programs as there are threads, by `PROGRAMS_PER_MULTIPROCESSOR`.

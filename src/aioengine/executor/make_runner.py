@@ -39,11 +39,7 @@ _reserving = threading.Lock()
 
 
 def make_runner(
-    accelerator: Accelerator,
-    decoder: Model,
-    config: EngineConfig,
-    stats: ExecutorStats,
-    on_progress: OnProgress,
+    accelerator: Accelerator, decoder: Model, config: EngineConfig, stats: ExecutorStats, on_progress: OnProgress
 ) -> tuple[Runner, ExecutorInfo]:
     """A runner on a device, with a KV cache in the memory that the largest steps leave, and its graphs.
 

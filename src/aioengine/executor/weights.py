@@ -152,11 +152,7 @@ class Weights:
         if source is None:
             return self._load(placement=placement, on_progress=lambda *_: None, should_stop=self._should_stop)
         return load_weights(
-            source,
-            self.config,
-            quantization=self._quantization,
-            placement=placement,
-            should_stop=self._should_stop,
+            source, self.config, quantization=self._quantization, placement=placement, should_stop=self._should_stop
         )
 
     def commit(self, transfer: str) -> None:

@@ -29,11 +29,7 @@ class Preemption:
     """
 
     def __init__(
-        self,
-        kv: KVManager,
-        table: RowTable,
-        waiting: WaitingQueue | TenantQueues,
-        blocked: dict[int, Sequence],
+        self, kv: KVManager, table: RowTable, waiting: WaitingQueue | TenantQueues, blocked: dict[int, Sequence]
     ) -> None:
         self._kv = kv
         self._table = table

@@ -547,13 +547,7 @@ class NativeOperations:
         )  # fmt: skip
 
     def look_up(
-        self,
-        logits: Tensor,
-        logits_rows: Tensor,
-        token_ids: Tensor,
-        log_mass: Tensor,
-        logprobs: Tensor,
-        ranks: Tensor,
+        self, logits: Tensor, logits_rows: Tensor, token_ids: Tensor, log_mass: Tensor, logprobs: Tensor, ranks: Tensor
     ) -> None:
         self._team.launch(
             "look_up", len(logits_rows),
