@@ -132,7 +132,7 @@ class Answer(ABC):
         """Events before the first token.
 
         Args:
-            usage: to be told with each.
+            usage: to be in each event.
             prompt_ids: each prompt's token ids as JSON, if they were asked for.
         """
 

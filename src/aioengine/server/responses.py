@@ -334,7 +334,7 @@ class ResponseAnswer(PartsAnswer):
         self._positions: list[bytes] = []
         """All log-probabilities so far."""
         self._num_told = 0
-        """Those that events have told of; of the others the tokens' text is held back, or not the message's."""
+        """Number of them that events have; the text of the other tokens is held back, or not the message's."""
 
     # Whole
 

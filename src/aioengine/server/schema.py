@@ -34,7 +34,7 @@ class Body(msgspec.Struct, kw_only=True):
     INSTEAD: ClassVar[dict[str, str]] = {}
     """What is said of fields that are not supported, where there is more to say."""
     NAMES: ClassVar[dict[str, str]] = {}
-    """What the API calls the engine's parameters, where it has other names for them."""
+    """The API's names for parameters of the engine, where they differ."""
 
 
 class StreamOptions(msgspec.Struct):
@@ -151,7 +151,7 @@ class Generation(RowFields, kw_only=True):
         return sampling if constraint is None else {**sampling, "structured": constraint}
 
     def own_names(self) -> dict[str, str]:
-        """What this request calls the engine's parameters, where it has other names for them."""
+        """The request's names for parameters of the engine, where they differ."""
         constraints = ("response_format", "structured_outputs", *(f"guided_{name}" for name in GUIDED))
         names = {
             "structured": next((name for name in constraints if getattr(self, name) is not None), None),

@@ -21,7 +21,7 @@ class StreamGroup:
     def __init__(self, streams: list[Stream]) -> None:
         self.streams = streams
         self._num_choices = streams[0].params.n
-        """Of each prompt."""
+        """Choices of each prompt."""
         self._entered: list[Stream] = []
         self._ready: list[int] = []
         """Numbers of streams that have something to take, once for each choice of theirs, and once for their end."""

@@ -78,7 +78,7 @@ class RowWork(NamedTuple):
 
 
 class FakeLaunch:
-    """What a `FakeExecutor` has launched: a dummy, or a step."""
+    """A launched dummy or step of a `FakeExecutor`."""
 
     def __init__(self, executor: FakeExecutor) -> None:
         self.executor = executor
