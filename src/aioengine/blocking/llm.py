@@ -16,12 +16,13 @@ import anyio
 from aioengine.blocking.facade import Facade
 from aioengine.blocking.loop_thread import LoopThread
 from aioengine.engine import Engine
-from aioengine.errors import InvalidRequest, OutputNotParsed
+from aioengine.errors import OutputNotParsed
 from aioengine.frontend.prompt import CHAT_NAMES, ChatKeywords
 from aioengine.outputs import CompletionDelta, RequestOutput, T, TypeForm
 from aioengine.sampling_params import SamplingKeywords, SamplingParams, make_params
 from aioengine.stream import Stream
 from aioengine.text.chat_input import open_messages
+from aioengine.validation import invalid
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -286,9 +287,8 @@ def _for_each(name: str, given: Any, num_prompts: int) -> list[Any]:
     if not isinstance(given, list | tuple):
         return [given] * num_prompts
     if len(given) != num_prompts:
-        raise InvalidRequest(
-            f"{name} has {len(given)} items for {num_prompts} prompts; give one for each, or one for all", param=name
-        )
+        told = f"{name} has {len(given)} items for {num_prompts} prompts; give one for each, or one for all"
+        raise invalid(name, told)
     return list(given)
 
 
@@ -319,10 +319,8 @@ def _list_chats(messages: Any) -> list[Any]:
         isinstance(chat, list | tuple) and chat and isinstance(chat[0], dict) for chat in messages
     )
     if not is_known:
-        raise InvalidRequest(
-            "messages: give a conversation, a list of {'role': ..., 'content': ...}, or a list of conversations",
-            param="messages",
-        )
+        told = "messages: give a conversation, a list of {'role': ..., 'content': ...}, or a list of conversations"
+        raise invalid("messages", told)
     return list(messages)
 
 

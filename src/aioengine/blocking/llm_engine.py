@@ -271,10 +271,10 @@ class _Requests:
 
     def check_new(self, request_id: str) -> None:
         if request_id in self._streams or request_id in self._untold:
-            raise InvalidRequest(
-                f"request_id={shorten(request_id)} is that of an unfinished request; choose another, or abort that one",
-                param="request_id",
+            told = (
+                f"request_id={shorten(request_id)} is that of an unfinished request; choose another, or abort that one"
             )
+            raise invalid("request_id", told)
 
     async def add(self, stream: Stream) -> None:
         """Begin a request; one that is not admitted at once waits in a task, and its errors are raised by a step."""

@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from aioengine.errors import WAIT, AioEngineError, EngineOverloaded, InvalidRequest
+from aioengine.errors import WAIT, AioEngineError, EngineOverloaded
 from aioengine.frontend.request_state import RequestState
 from aioengine.scheduler.policy import ByPriority, Fair, Incoming, Order, Policy, order_of
 from aioengine.turns import turns_here
-from aioengine.validation import shorten
+from aioengine.validation import invalid, shorten
 
 OnFull = Literal["wait", "raise"]
 
@@ -164,21 +164,15 @@ class Admission:
             incoming: one of them; absent: of a tenant that holds nothing.
         """
         if isinstance(num_sequences, bool) or not isinstance(num_sequences, int) or num_sequences < 1:
-            raise InvalidRequest(
-                f"num_sequences={shorten(num_sequences)}: an int of at least 1 is needed", param="num_sequences"
-            )
+            raise invalid("num_sequences", f"num_sequences={shorten(num_sequences)}: an int of at least 1 is needed")
         if num_sequences > self.capacity:
-            raise InvalidRequest(
-                f"{num_sequences} sequences never find room where max_waiting={self.capacity} may wait",
-                param="num_sequences",
-            )
+            told = f"{num_sequences} sequences never find room where max_waiting={self.capacity} may wait"
+            raise invalid("num_sequences", told)
         if incoming is not None and isinstance(self.policy, Fair):
             most = max(self.capacity // 2, incoming.params.num_sequences)  # of several requests of one tenant
             if num_sequences > most:
-                raise InvalidRequest(
-                    f"{num_sequences} sequences never find room at once where a tenant may have {most} waiting",
-                    param="num_sequences",
-                )
+                told = f"{num_sequences} sequences never find room at once where a tenant may have {most} waiting"
+                raise invalid("num_sequences", told)
         self._check_refusal()
         tenant = _Tenant("") if incoming is None else self._tenant(order_of(self.policy, incoming))
         self._check_capacity(tenant, num_sequences)

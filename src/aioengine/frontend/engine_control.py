@@ -215,11 +215,10 @@ class EngineControl(NotCopied, NotYet):
 
         Also of an engine that has died: with the reason of each.
         """
-        if self._runtime is None:
-            raise _not_started()
-        if self._runtime.state != "dead":
-            self._runtime.check_running()
-        cluster = self._runtime.backend.cluster
+        runtime = self._begun()
+        if runtime.state != "dead":
+            runtime.check_running()
+        cluster = runtime.backend.cluster
         return [] if cluster is None else cluster.statuses()
 
     async def scale(self, replicas: int) -> None:
@@ -351,9 +350,7 @@ class EngineControl(NotCopied, NotYet):
         Raises:
             EngineClosed: the engine has not been started.
         """
-        if self._runtime is None:
-            raise _not_started()
-        return self._runtime.health()
+        return self._begun().health()
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer, with the names and defaults of transformers'; it may be awaited, too, as in vLLM.
@@ -453,11 +450,17 @@ class EngineControl(NotCopied, NotYet):
         """
         return self._running().describe()
 
-    def _running(self) -> Runtime:
+    def _begun(self) -> Runtime:
+        """The runtime of an engine whose start has begun."""
         if self._runtime is None:
-            raise _not_started()
-        self._runtime.check_running()
+            error = EngineClosed("the engine has not been started")
+            raise error.with_hint("use `async with Engine(...)` or `await Engine.start(...)`")
         return self._runtime
+
+    def _running(self) -> Runtime:
+        runtime = self._begun()
+        runtime.check_running()
+        return runtime
 
     def _here(self) -> Runtime:
         """The running engine's runtime, asked on its loop."""
@@ -521,8 +524,3 @@ def _bytes_of(name: object, tensor: Any) -> tuple[WeightDtype, tuple[int, ...], 
         "float16 or (torch) bfloat16",
         param="tensors",
     )
-
-
-def _not_started() -> EngineClosed:
-    error = EngineClosed("the engine has not been started")
-    return error.with_hint("use `async with Engine(...)` or `await Engine.start(...)`")
