@@ -143,10 +143,7 @@ class Vocabulary:
         """Of a mask; the model's are cut where the tokenizer has more tokens."""
         try:
             self.tokenizer = llguidance.LLTokenizer(
-                _with_hidden_names(known, self.control_ids),
-                n_vocab=self.num_tokens,
-                eos_token=endings,
-                slices=SLICES,
+                _with_hidden_names(known, self.control_ids), n_vocab=self.num_tokens, eos_token=endings, slices=SLICES
             )
         except BaseException as error:  # a panic of the library's is no Exception
             raise InvalidRequest(
