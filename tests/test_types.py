@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 import types
@@ -131,3 +132,11 @@ def test_the_programs_of_the_pages_pass_the_type_check(tmp_path: Path, monkeypat
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert not [line for line in done.stdout.splitlines() if ": error: " in line], done.stdout
     assert "Success" in done.stdout
+
+
+def test_a_notebook_completes_all_keywords_of_a_call() -> None:
+    for call in (aioengine.Engine.generate, aioengine.Engine.stream, aioengine.LLM.chat):
+        assert {"tools", "chat_template", "max_tokens", "seed"} <= inspect.signature(call).parameters.keys()
+    assert {"max_tokens", "output_type"} <= inspect.signature(aioengine.LLM.generate).parameters.keys()
+    for made in (aioengine.Engine, aioengine.Engine.start, aioengine.LLM, aioengine.LLMEngine):
+        assert {"process", "replicas", "max_model_len"} <= inspect.signature(made).parameters.keys()

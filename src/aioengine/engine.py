@@ -32,6 +32,7 @@ from aioengine.frontend.prompt import (
     PromptDict,
     check_request,
     keep_prompt,
+    lists_keywords,
     make_id,
     open_prompt,
 )
@@ -78,6 +79,7 @@ class Engine(EngineControl):
         ConfigError: a field is unknown, or its value is bad.
     """
 
+    @lists_keywords(ConfigKeywords)
     def __init__(
         self,
         model: str | os.PathLike[str] | None = None,
@@ -98,6 +100,7 @@ class Engine(EngineControl):
         vars(self).update(start=_refuse_another, connect=_refuse_another)  # of the class; hides them from this object
 
     @classmethod
+    @lists_keywords(EngineKeywords)
     async def start(cls, model: str | os.PathLike[str] | None = None, **options: Unpack[EngineKeywords]) -> Self:
         """Make an engine and start it, for notebooks and apps where no ``async with`` fits; close it with `aclose`.
 
@@ -184,6 +187,7 @@ class Engine(EngineControl):
         if self._runtime is not None:
             await self._runtime.aclose(drain=drain)
 
+    @lists_keywords(CallKeywords)
     @await_only
     async def generate(
         self,
@@ -252,6 +256,7 @@ class Engine(EngineControl):
         num_chars = sum(len(choice.text) for choice in output.outputs)
         return await self._here().worker_for(num_chars).run(wanted.parse, num_chars, output)
 
+    @lists_keywords(CallKeywords)
     def stream(
         self,
         prompt: Prompt | PromptDict,

@@ -19,6 +19,7 @@ from aioengine.engine import Engine, EngineKeywords
 from aioengine.errors import EngineDead
 from aioengine.frontend.engine_control import NotCopied
 from aioengine.frontend.not_yet import NotYet
+from aioengine.frontend.prompt import lists_keywords
 from aioengine.metrics import EngineStats
 from aioengine.text.tokenizer import Tokenizer
 
@@ -52,6 +53,7 @@ class Facade(NotCopied, NotYet):
         ConfigError, ModelLoadError: it cannot be started; nothing is left behind.
     """
 
+    @lists_keywords(EngineKeywords)
     def __init__(self, model: str | os.PathLike[str] | None = None, **options: Unpack[EngineKeywords]) -> None:
         self._open(lambda: Engine.start(model, **options))
 

@@ -17,7 +17,7 @@ from aioengine.blocking.facade import Facade
 from aioengine.blocking.loop_thread import LoopThread
 from aioengine.engine import Engine
 from aioengine.errors import OutputNotParsed
-from aioengine.frontend.prompt import CHAT_NAMES, ChatKeywords
+from aioengine.frontend.prompt import CHAT_NAMES, ChatKeywords, lists_keywords
 from aioengine.outputs import CompletionDelta, RequestOutput, T, TypeForm
 from aioengine.sampling_params import SamplingKeywords, SamplingParams, make_params
 from aioengine.stream import Stream
@@ -43,6 +43,7 @@ class LLM(Facade):
         super()._open(start)
         self._request_numbers = itertools.count()
 
+    @lists_keywords(SamplingKeywords)
     def generate(
         self,
         prompts: Any,
@@ -85,6 +86,7 @@ class LLM(Facade):
         is_shown = _is_shown(use_tqdm, show_progress)
         return self._complete(_list_prompts(prompts), sampling_params, priority, call, is_shown=is_shown)
 
+    @lists_keywords(ChatKeywords)
     def chat(
         self,
         messages: Any,

@@ -15,6 +15,7 @@ from aioengine.blocking.facade import Facade
 from aioengine.blocking.stat_loggers import StatLoggerFactory, StatLoggers
 from aioengine.engine import Engine, EngineKeywords, Stream
 from aioengine.errors import AioEngineError, ConfigError, EngineClosed, EngineDead, EngineOverloaded, InvalidRequest
+from aioengine.frontend.prompt import lists_keywords
 from aioengine.outputs import RequestOutput
 from aioengine.sampling_params import NEUTRAL_ARGUMENTS, SamplingParams
 from aioengine.text.tokenizer import Tokenizer
@@ -36,6 +37,7 @@ class LLMEngine(Facade):
     in that of one of them.
     """
 
+    @lists_keywords(EngineKeywords)
     def __init__(
         self,
         model: str | os.PathLike[str] | None = None,

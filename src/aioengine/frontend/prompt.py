@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 from collections import abc
-from collections.abc import Mapping
-from typing import Annotated, Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -63,6 +64,8 @@ PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 CHARS_A_TOKEN = 4
 """Of usual text, about."""
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 MAX_NORMALIZED_CHARS = 4
 """That a normalizer may make one of: none of Unicode's compositions takes more."""
 
@@ -89,6 +92,26 @@ class CallKeywords(ChatKeywords, total=False):
     trace_headers: Mapping[str, str] | None
     on_full: OnFull
     add_special_tokens: bool | None
+
+
+def lists_keywords(keywords: Any) -> Callable[[F], F]:
+    """A decorator: `inspect.signature`, and so a notebook's completion, lists the keywords of ``**options``.
+
+    Args:
+        keywords: the TypedDict of ``**options``.
+    """
+    listed = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=..., annotation=kind)
+        for name, kind in keywords.__annotations__.items()
+    ]
+
+    def decorate(function: F) -> F:
+        signature = inspect.signature(function)
+        *named, _ = signature.parameters.values()
+        vars(function)["__signature__"] = signature.replace(parameters=[*named, *listed])
+        return function
+
+    return decorate
 
 
 CHAT_NAMES = ChatKeywords.__annotations__.keys() - SamplingKeywords.__annotations__.keys()
