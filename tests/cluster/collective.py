@@ -19,7 +19,7 @@ from aioengine.core.executor_protocol import DeviceLost
 from aioengine.core.lockstep_protocol import LockstepPlace
 from aioengine.core.worker_functions import Worker, worker_function
 from aioengine.executor.gloo import Gloo
-from aioengine.testing.fake_executor import FakeDummy, FakeLaunch
+from aioengine.testing.fake_executor import FakeLaunch
 
 EXECUTOR = "cluster.collective:make"
 
@@ -35,7 +35,7 @@ class Collective(Mortal):
         self._queue: queue.SimpleQueue[FakeLaunch] = queue.SimpleQueue()
         threading.Thread(target=self._meet, name="collectives", daemon=True).start()
 
-    def launch_dummy(self) -> FakeDummy:
+    def launch_dummy(self) -> FakeLaunch:
         self.num_dummies += 1
         return super().launch_dummy()
 

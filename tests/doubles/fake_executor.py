@@ -114,7 +114,7 @@ class FakeExecutor(public.FakeExecutor):
             self._profile.append(step)
         return step
 
-    def launch_dummy(self) -> public.FakeDummy:
+    def launch_dummy(self) -> public.FakeLaunch:
         assert len(self.unfinished) < self.info.max_in_flight, "more steps in flight than the executor takes"
         assert not self._asleep, f"a dummy was launched while these were asleep: {sorted(self._asleep)}"
         return super().launch_dummy()

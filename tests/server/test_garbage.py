@@ -50,6 +50,7 @@ async def settle() -> None:
 @contextlib.contextmanager
 def saved_garbage() -> Iterator[list[object]]:
     gc.collect()
+    gc.freeze()  # what is there is not looked through again
     gc.disable()
     found: list[object] = []
     try:
@@ -61,6 +62,7 @@ def saved_garbage() -> Iterator[list[object]]:
         gc.set_debug(0)
         gc.garbage.clear()
         gc.enable()
+        gc.unfreeze()
 
 
 def our_name(value: object) -> str:
