@@ -30,6 +30,7 @@ from aioengine.errors import ConfigError, InvalidRequest
 from aioengine.executor import torch_executor
 from aioengine.executor.device_thread import THREAD_NAME
 from aioengine.executor.host import HostAccelerator, num_usable_threads
+from aioengine.executor.runner import Runner
 from aioengine.executor.torch_executor import TorchExecutor, is_large_step
 from aioengine.models.decoder import Decoder
 
@@ -162,6 +163,17 @@ async def test_more_threads_than_cores_are_used_with_a_warning(
     executor = await model.start(num_threads=num_threads)
     await executor.aclose()
     assert ("num_threads=2 is more than the usable cores (1)" in caplog.text) is warns
+
+
+async def test_a_start_without_room_for_the_kv_cache_says_what_to_give(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Runner) -> None:
+        raise torch.OutOfMemoryError("7 bytes")
+
+    monkeypatch.setattr(Runner, "make_cache", fail)
+    with pytest.raises(ConfigError, match="no room for a KV cache of .* 7 bytes; give a smaller kv_cache_memory_bytes"):
+        await model.start()
 
 
 async def test_progress_is_told_on_the_loop(model: Model) -> None:

@@ -47,7 +47,7 @@ def make_runner(
         decoder: on the device, not bound.
         on_progress: told of graphs that are captured.
     Raises:
-        ConfigError: the KV cache is too small, or the device cannot hold it in fp8 or int8.
+        ConfigError: the KV cache is too small, there is no room for it, or the device cannot hold it in fp8 or int8.
     """
     model = decoder.config
     groups, of_cache = kv_groups(model.windows), cache_dtype(config, model.dtype, is_host=accelerator.is_host)
@@ -90,7 +90,10 @@ def make_runner(
             windows=groups.windows,
             max_in_flight=max_in_flight,
         )
-        runner.make_cache()
+        problem = _make_cache(runner)
+    if problem:  # out of the handler: the error's traceback held the part of the cache that there was room for
+        told = f"{config.model or 'demo'}: there is no room for a KV cache of {num_blocks:,} blocks: {problem}"
+        raise ConfigError(f"{told}; give a smaller kv_cache_memory_bytes or max_model_len")
     if not accelerator.is_host:
         started = time.monotonic()
         runner.warm_up(
@@ -161,6 +164,15 @@ def cache_dtype(config: EngineConfig, dtype: torch.dtype, *, is_host: bool) -> t
     if is_host:
         raise ConfigError("kv_cache_dtype='fp8' needs a GPU; on a CPU use 'int8' or 'auto'")
     return torch.float8_e4m3fn
+
+
+def _make_cache(runner: Runner) -> str:
+    """Make its KV cache, or return why there is no room for it."""
+    try:
+        runner.make_cache()
+    except torch.OutOfMemoryError as error:
+        return str(error)
+    return ""
 
 
 def _check_capability(accelerator: Accelerator, dtype: torch.dtype) -> None:
