@@ -172,7 +172,9 @@ async def test_a_start_without_room_for_the_kv_cache_says_what_to_give(
         raise torch.OutOfMemoryError("7 bytes")
 
     monkeypatch.setattr(Runner, "make_cache", fail)
-    with pytest.raises(ConfigError, match="no room for a KV cache of .* 7 bytes; give a smaller kv_cache_memory_bytes"):
+    with pytest.raises(
+        ConfigError, match=r"no room for a KV cache of .* 7 bytes; give a smaller kv_cache_memory_bytes"
+    ):
         await model.start()
 
 
