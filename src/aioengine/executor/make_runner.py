@@ -90,8 +90,8 @@ def make_runner(
             windows=groups.windows,
             max_in_flight=max_in_flight,
         )
-        problem = _make_cache(runner)
-    if problem:  # out of the handler: the error's traceback held the part of the cache that there was room for
+        problem = make_cache(runner)
+    if problem:
         told = f"{config.model or 'demo'}: there is no room for a KV cache of {num_blocks:,} blocks: {problem}"
         raise ConfigError(f"{told}; give a smaller kv_cache_memory_bytes or max_model_len")
     if not accelerator.is_host:
@@ -166,8 +166,11 @@ def cache_dtype(config: EngineConfig, dtype: torch.dtype, *, is_host: bool) -> t
     return torch.float8_e4m3fn
 
 
-def _make_cache(runner: Runner) -> str:
-    """Make its KV cache, or return why there is no room for it."""
+def make_cache(runner: Runner) -> str:
+    """Make a runner's KV cache, or return why there is no room for it; empty if there is.
+
+    A string, since the error's traceback holds the part of the cache that there was room for.
+    """
     try:
         runner.make_cache()
     except torch.OutOfMemoryError as error:

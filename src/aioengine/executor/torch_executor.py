@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Self, TypeVar, TypeVarTuple
 
 import anyio
-import torch
 
 from aioengine.config import EngineConfig
 from aioengine.core import control as c
@@ -30,7 +29,7 @@ from aioengine.executor.completion_thread import DeferredResult, Pending
 from aioengine.executor.cuda import CudaAccelerator, find_cuda
 from aioengine.executor.device_thread import CLOSED, DeviceThread
 from aioengine.executor.host import HostAccelerator, num_usable_cores, num_usable_threads
-from aioengine.executor.make_runner import make_runner
+from aioengine.executor.make_runner import make_cache, make_runner
 from aioengine.executor.memory import return_freed_memory
 from aioengine.executor.profiler import Recording
 from aioengine.executor.runner import Runner
@@ -288,20 +287,11 @@ class Device:
                 self._return_memory()
             self._asleep.discard("weights")
         if "kv_cache" in parts:
-            self._make_cache()
+            if problem := make_cache(self.runner):
+                self._return_memory()
+                told = f"there is no room for the KV cache: {problem}"
+                raise ConfigError(f"{told}. Free some of the device's memory, and wake up again")
             self._asleep.discard("kv_cache")
-
-    def _make_cache(self) -> None:
-        try:
-            self.runner.make_cache()
-            return
-        except torch.OutOfMemoryError as error:
-            problem = str(error)
-        # Out of the handler: the error's traceback held the part of the cache that there was room for.
-        self._return_memory()
-        raise ConfigError(
-            f"there is no room for the KV cache: {problem}. Free some of the device's memory, and wake up again"
-        )
 
     def _replace(self, change: Callable[[], None]) -> None:
         self._use_threads(True)

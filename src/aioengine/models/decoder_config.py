@@ -17,7 +17,7 @@ from aioengine.errors import ConfigError, ModelLoadError
 from aioengine.kernels.operations import Activation
 from aioengine.models.experts import ExpertsConfig
 from aioengine.models.families import ARCHITECTURES, Family, QkNorm, native_architecture, text_config
-from aioengine.models.folder import ModelFolder, is_gguf
+from aioengine.models.folder import MAX_LABELS, ModelFolder, is_gguf
 from aioengine.models.model import ModelConfig
 from aioengine.models.rope import ROPE_TYPES, Lengths, Rope, RopeParameters, head_order, read_rope, rotated_size
 from aioengine.models.silence import silent_transformers
@@ -37,7 +37,7 @@ NUMBERS = {
     "max_position_embeddings": (2, MAX_POSITIONS),
     "sliding_window": (1, math.inf),
     "max_window_layers": (0, 4096),
-    "num_labels": (0, 2**16),
+    "num_labels": (0, MAX_LABELS),
 }
 """config.json's integers: the least and the most of each, far beyond any model. Lists of some of these lengths are
 made; all are held against the shapes of the tensors before memory is asked for. A window may be wider than any

@@ -37,6 +37,9 @@ MAX_SMALL_BYTES = 256 * 2**20
 MAX_JSON_BYTES = 32 * 2**20
 """Of a JSON file that is read here: four times the largest index."""
 
+MAX_LABELS = 2**16
+"""The most labels of a classifier, ``num_labels`` in config.json: transformers makes a dict of them."""
+
 # Some repositories hold the same weights twice, in their author's own layout.
 DUPLICATE_FILES = ("original/*", "consolidated*")
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from aioengine.errors import AioEngineError, ModelLoadError
-from aioengine.models.folder import check_files, is_gguf, read_json
+from aioengine.models.folder import MAX_LABELS, check_files, is_gguf, read_json
 from aioengine.models.formats.gguf_file import GgufFile
 from aioengine.models.formats.gguf_vocabulary import tokens_of
 from aioengine.text.gguf_tokenizer import PATTERNS, bos_id_of, build_tokenizer, named_tokens_of
@@ -56,9 +56,6 @@ MAX_GROWTH = 1000
 
 MAX_TOKEN_IDS = 2**22
 """Of a tokenizer whose model does not say how many it has; the largest known has 2**20."""
-
-MAX_LABELS = 2**16
-"""Labels of a classifier, as in `aioengine.models.decoder_config`."""
 
 TOKEN_IDS_MARGIN = 2**16
 """Ids that a tokenizer may have beyond its model's."""

@@ -9,9 +9,11 @@ has a pattern, a format or a length.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from aioengine.tool_calls.calls import Tool
 from aioengine.tool_calls.grammars import GrammarWriter, StepFormat, properties_of, quoted, types_of
@@ -25,13 +27,18 @@ NO_TYPES: Mapping[str, frozenset[str]] = {}
 _NAME_ENDS, _KEY_ENDS, _VALUE_ENDS = Markers("{"), Markers(":"), Markers(",", "}", "]")
 
 
-class _BareKeys(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _BareKeys:
     """The texts of a format: around a call, around a string, and what may follow a call's end."""
 
     begin: str
     end: str
     quote: str
     response: str
+
+    @functools.cached_property
+    def _quotes(self) -> Markers:
+        return Markers(self.quote)
 
     def read(self, reading: Reading) -> Steps[None]:
         begins = Markers(self.begin)
@@ -70,7 +77,7 @@ class _BareKeys(NamedTuple):
             yield from reading.json_value(reading.add_arguments)
         elif is_marked and (not types or "string" in types):
             reading.add_arguments('"')
-            yield from reading.read_until(Markers(self.quote), give=lambda text: reading.add_arguments(in_string(text)))
+            yield from reading.read_until(self._quotes, give=lambda text: reading.add_arguments(in_string(text)))
             reading.add_arguments('"')
         elif not is_marked and first and first in "{[" and depth:
             closer = "}" if first == "{" else "]"
@@ -85,7 +92,7 @@ class _BareKeys(NamedTuple):
                     yield from reading.expect(",")
             reading.add_arguments(reading.take(reading.at + 1))
         else:
-            text = yield from reading.read_until(Markers(self.quote) if is_marked else _VALUE_ENDS)
+            text = yield from reading.read_until(self._quotes if is_marked else _VALUE_ENDS)
             if not is_marked:
                 reading.put_back()
             reading.add_arguments(as_json(text.strip(), types))
