@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import anthropic
 import httpx
 import openai
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
 from server.conftest import NO_TLS, Adapter, openai_client, plain_client, serving
 
 from aioengine import Engine
@@ -52,13 +54,19 @@ WEATHER: dict[str, Any] = {
     "required": ["city"],
     "additionalProperties": False,
 }
-
+TOOL: dict[str, Any] = {"type": "function", "name": "get_weather", "parameters": WEATHER, "strict": True}
+"""As ``/v1/responses`` has tools."""
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 SOME_JSON: tuple[Any, ...] = (
     None, True, 0, -1, 2, 1.0, 0.5, "", "a", "user", [], [1], [[]], ["a"], {}, {"a": 1}, {"type": "a"}, {"type": []},
     [{}], [{"type": "text"}], [{"type": "text", "text": "a"}], {"format": {"type": 5}}, {"effort": "max"}, "\u2028",
 )  # fmt: skip
 """Values that a field may or may not take."""
+
+
+def named(**fields: Any) -> ServerConfig:
+    return ServerConfig(served_model_name=("demo",), **fields)
 
 
 class Script:
