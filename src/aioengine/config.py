@@ -1,4 +1,4 @@
-"""How an engine and its process are set up: one definition for keywords, for flags and for the wire."""
+"""The settings of an engine and of its process: one definition for keywords, flags and the wire."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ IN_CONFIG = "change it in the config.json of a copy of the folder"
 WITH_MODEL = "the tokenizer is that of the model's folder: put other files there"
 ONE_DEVICE = "an engine computes on one device: give replicas for one on each, in processes of their own"
 WITHOUT_MEANING = (
-    # How many devices, workers and processes do their parts: there is one.
+    # Numbers of devices, workers and processes: there is one.
     "all2all_backend", "cp_kv_cache_interleave_size", "data_parallel_address", "data_parallel_backend",
     "data_parallel_external_lb", "data_parallel_hybrid_lb", "data_parallel_rpc_port", "data_parallel_start_rank",
     "dbo_decode_token_threshold", "dbo_prefill_token_threshold", "disable_custom_all_reduce",
@@ -26,7 +26,7 @@ WITHOUT_MEANING = (
     "eplb_step_interval", "eplb_window_size", "expert_placement_strategy", "fault_tolerance_config", "master_addr",
     "master_port", "max_parallel_loading_workers", "num_redundant_experts", "numa_bind", "ray_workers_use_nsight",
     "ubatch_size", "worker_use_ray",
-    # How fast it is by other parts than ours.
+    # The speed of parts that this engine does not have.
     "additional_config", "attention_backend", "attention_config", "cuda_graph_sizes", "cudagraph_capture_sizes",
     "disable_async_output_proc", "disable_cascade_attn", "disable_hybrid_kv_cache_manager",
     "enable_flashinfer_autotune", "gdn_prefill_backend", "ignore_patterns", "ir_op_priority", "kernel_config",
@@ -37,7 +37,7 @@ WITHOUT_MEANING = (
     "prefix_match_unit", "pt_load_map_location", "renderer_num_workers", "safetensors_load_strategy",
     "scheduler_delay_factor", "swap_space", "tokenizer_pool_extra_config", "tokenizer_pool_size",
     "tokenizer_pool_type", "use_v2_block_manager", "watermark",
-    # Of what is off: adapters, images, state-space layers, sleep.
+    # Features that are off: adapters, images, state-space layers, sleep.
     "disable_chunked_mm_input", "disable_mm_preprocessor_cache", "enable_lora_bias",
     "enable_mamba_cache_stochastic_rounding", "enable_multimodal_encoder_data_parallel", "enable_sleep_mode",
     "fully_sharded_loras", "language_model_only", "lora_dtype", "lora_extra_vocab_size", "mamba_backend",
@@ -45,13 +45,13 @@ WITHOUT_MEANING = (
     "mamba_ssm_cache_dtype", "max_cpu_loras", "max_lora_rank", "max_loras", "max_prompt_adapter_token",
     "max_prompt_adapters", "mm_encoder_attn_backend", "mm_encoder_tp_mode", "mm_processor_cache_gb",
     "mm_processor_cache_type", "mm_shm_cache_max_object_size_mb", "skip_mm_profiling", "video_pruning_rate",
-    # What else is told of it.
+    # Logs, metrics, checks and the shutdown.
     "aggregate_engine_logging", "cudagraph_metrics", "enable_layerwise_nvtx_tracing",
     "enable_logging_iteration_details", "enable_mfu_metrics", "enable_mm_processor_stats",
     "fail_on_environ_validation", "kv_cache_metrics", "kv_cache_metrics_sample", "max_log_len",
     "show_hidden_metrics_for_version", "shutdown_timeout",
 )  # fmt: skip
-"""vLLM's engine arguments that change no answer here, whatever is given."""
+"""vLLM's engine arguments that change no answer here, whatever their value."""
 
 NEUTRAL_CONFIG = {
     **dict.fromkeys(WITHOUT_MEANING, Neutral(None)),
@@ -153,18 +153,19 @@ NEUTRAL_CONFIG = {
     "disable_log_requests": Neutral((None, True), "give log_requests=True"),
     "enable_log_requests": Neutral((None, False), "give log_requests=True"),
 }
-"""vLLM's engine arguments that this engine has not, with the values at which they have no effect."""
+"""vLLM's engine arguments that this engine lacks, with the values at which they have no effect."""
 
 Name = Annotated[str, Meta(min_length=1)]
 MAX_TEMPLATE_CHARS = 2**18
-"""Seven times the largest chat template that is known. Compiling one holds the GIL."""
+"""Seven times the largest known chat template. Bounded, since compiling a template holds the GIL."""
 
 Count = Annotated[int, Meta(ge=1)]
 Share = Annotated[float, Meta(gt=0.0, le=1.0)]
 Seconds = Annotated[float, Meta(gt=0.0, le=86400.0)]
 
 MODEST_HOST_SHARE, MOST_HOST_SHARE = 0.1, 0.4
-"""Of the host's free memory, for a CPU's KV cache unless the config says it; the second where one sequence needs it."""
+"""Shares of the host's free memory for a CPU's KV cache, unless the config sets one; the second if one sequence of
+``max_model_len`` tokens needs more than the first."""
 
 DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9][0-9]?))?")
 
@@ -174,7 +175,7 @@ def _refused(_: str, message: str) -> ConfigError:
 
 
 def is_template(text: str) -> bool:
-    """Whether it is a chat template's text, and no file's path."""
+    """Whether this is the text of a chat template, rather than a file's path."""
     return any(mark in text for mark in "{}\n")
 
 
@@ -329,7 +330,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class ConfigKeywords(TypedDict, total=False):
-    """The fields of `EngineConfig` but the model, for type checkers, as keywords; a test holds the two together."""
+    """The fields of `EngineConfig` except the model, as keywords for type checkers; a test keeps the two equal."""
 
     revision: str | None
     model_path: Literal["auto", "native", "transformers"]
@@ -374,7 +375,7 @@ class ConfigKeywords(TypedDict, total=False):
 
 
 def make_config(model: str | None, given: Mapping[str, Any]) -> EngineConfig:
-    """The config of keywords, vLLM's included where they have no effect (`NEUTRAL_CONFIG`).
+    """Make a config from keywords; those of vLLM may have values without effect (`NEUTRAL_CONFIG`).
 
     Raises:
         ConfigError: a keyword is unknown, or its value is bad.
@@ -413,7 +414,7 @@ class ProcessOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 OF_MACHINES = ("replicas_local", "join_address", "join_keys")
-"""Options that say which replicas are on which machine."""
+"""Options for replicas on other machines."""
 
 
 class ReplicaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -502,7 +503,7 @@ class ReplicaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         check_fields(self, _refused)
         if self.cluster_address is not None and not self.cluster_address.startswith("ipc://"):
-            # By tcp, on loopback too, any user of the machine would reach it.
+            # By tcp, any user of the machine would reach it, on loopback too.
             raise ConfigError(
                 f"cluster_address={self.cluster_address!r}: what connects there may scale and restart the replicas: "
                 "give an ipc:///path in a folder that only you can enter"

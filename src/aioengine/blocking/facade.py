@@ -1,4 +1,4 @@
-"""The methods that `LLM` and `LLMEngine` have in common: those of the whole engine, as blocking calls."""
+"""The methods that `LLM` and `LLMEngine` share: blocking calls that concern the whole engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DEFAULT_TRACE = "aioengine-trace.json"
 
 
 def _blocking(method: Callable[Concatenate[Engine, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Facade, P], T]:
-    """A method of `Engine` as a blocking one."""
+    """A blocking version of a method of `Engine`."""
 
     @functools.wraps(method)
     def call(facade: Facade, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -43,14 +43,14 @@ def _blocking(method: Callable[Concatenate[Engine, P], Coroutine[Any, Any, T]]) 
 class Facade(NotCopied, NotYet):
     """A started engine on a loop in a thread of its own, for calls from any thread; see `LoopThread`.
 
-    Every method raises RuntimeError inside a running event loop and in a process that was forked from the one that made
-    this object, and `EngineClosed` once it is closed. Closing is optional: what is dropped, or still open when the
-    script ends, closes itself.
+    Every method raises RuntimeError inside a running event loop and in a fork of the process that made this object, and
+    `EngineClosed` once the object is closed. Closing is optional: an object that is dropped, or open when the script
+    ends, closes itself.
 
     Args:
         model, options: as in `Engine`.
     Raises:
-        ConfigError, ModelLoadError: it cannot be started; nothing is left behind.
+        ConfigError, ModelLoadError: the engine cannot be started; nothing is left behind.
     """
 
     @lists_keywords(EngineKeywords)
@@ -84,7 +84,7 @@ class Facade(NotCopied, NotYet):
         """The same as `close`."""
         self.close()
 
-    # What the engine is
+    # State
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer, with the names and defaults of transformers'."""
@@ -112,7 +112,7 @@ class Facade(NotCopied, NotYet):
     # The whole engine
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
-        """Forget all cached prefixes; with ``reset_running`` what runs computes its KV again, too.
+        """Forget all cached prefixes; with ``reset_running``, running requests compute their KV again, too.
 
         Returns:
             True: it always succeeds.
@@ -121,7 +121,7 @@ class Facade(NotCopied, NotYet):
         return True
 
     def sleep(self, level: SleepLevel = 1, mode: PauseMode = "abort") -> None:
-        """Give the device's memory back until `wake_up`; as `Engine.sleep`."""
+        """Free the device's memory until `wake_up`; as `Engine.sleep`."""
         self._may_sleep = True
         self._host.run(lambda engine: engine.sleep(level, mode=mode))
 
@@ -130,10 +130,10 @@ class Facade(NotCopied, NotYet):
         self._host.run(lambda engine: engine.start_profile(max_steps=max_steps))
 
     def stop_profile(self, path: str | os.PathLike[str] = DEFAULT_TRACE) -> Path:
-        """Write what was recorded since `start_profile`; as `Engine.profile`.
+        """Write the trace recorded since `start_profile`; as `Engine.profile`.
 
         Returns:
-            the file.
+            the file's path.
         """
         self._host.run(lambda engine: engine.stop_profile(path))
         return Path(path)
@@ -150,9 +150,9 @@ class Facade(NotCopied, NotYet):
         Args:
             timeout: seconds to wait; absent: for ever.
         Returns:
-            what it returned, by rank.
+            the function's results, by rank.
         Raises:
-            TimeoutError: it took longer.
+            TimeoutError: the call took longer than ``timeout``.
         """
 
         async def call(engine: Engine) -> list[Any]:
@@ -171,7 +171,7 @@ class Facade(NotCopied, NotYet):
     # For calls that wait for tokens
 
     async def _check_awake(self, engine: Engine) -> None:
-        """Raise while the engine sleeps: it would compute nothing, and the thread that could wake it up would wait."""
+        """Raise RuntimeError if the engine sleeps: the caller would wait, and may be the only thread to wake it up."""
         if self._may_sleep:
             self._may_sleep = await engine.is_sleeping()
         if self._may_sleep:

@@ -1,4 +1,4 @@
-"""`LLM`: prompts in, outputs out, in the names of vLLM's class."""
+"""`LLM`: prompts in, outputs out, under the names of vLLM's class."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from openai import OpenAI
 
 REFRESH_INTERVAL_S = 0.2
-"""Of the progress bar: what an eye follows."""
+"""Between two updates of the progress bar; an eye follows no faster ones."""
 
 Params = SamplingParams | Sequence[SamplingParams | None] | None
 
@@ -36,7 +36,7 @@ Params = SamplingParams | Sequence[SamplingParams | None] | None
 class LLM(Facade):
     """A model for scripts: ``LLM().generate(["Once upon a time", "Then"], max_tokens=64)``.
 
-    All prompts of a call run side by side, as many as the engine takes.
+    All prompts of a call run concurrently, as many as the engine takes.
     """
 
     def _open(self, start: Callable[[], Coroutine[Any, Any, Engine]]) -> None:
@@ -59,25 +59,27 @@ class LLM(Facade):
     ) -> list[RequestOutput[T]]:
         """Complete prompts, and wait for all of them.
 
-        When one fails the others are aborted, and so they are at Ctrl-C; the object stays usable.
+        When a prompt fails, the others are aborted; only an `OutputNotParsed` waits until all have ended. Ctrl-C aborts
+        all prompts. The object stays usable.
 
         Args:
             prompts: one or a list. Each is a text, token ids, chat messages, ``{"prompt": text}`` or
                 ``{"prompt_token_ids": ids}``.
-            sampling_params: for all, or a list with one for each; or give the fields as keywords. The model's
-                generation config has the defaults of what is not given.
+            sampling_params: one for all prompts, or a list with one for each; or give the fields as keywords. Keywords
+                that are not given default to the model's generation config.
             use_tqdm: False shows no progress.
-            show_progress: True shows it also where stderr is no terminal; absent: as ``use_tqdm`` says, on a terminal.
-            priority: for all, or a list with one for each; smaller goes first.
+            show_progress: True shows a bar even if stderr is no terminal; absent: ``use_tqdm`` decides, and a bar needs
+                a terminal and the main thread.
+            priority: one for all prompts, or a list with one for each; smaller goes first.
             cache_salt: share cached prefixes only with requests of the same salt.
             output_type: as in `Engine.generate`, for all prompts.
             tenant: as in `Engine.generate`.
         Returns:
             an output for each prompt, in their order.
         Raises:
-            InvalidRequest: a value is bad; all are checked before the first one runs, but for the lengths of texts in
-                tokens. The error's notes say which prompt it was.
-            OutputNotParsed: an answer is no value of ``output_type``; its ``outputs`` are those of all prompts.
+            InvalidRequest: a value is bad. All are checked before the first prompt runs, except for the lengths of
+                texts in tokens. The error's notes give the number of the prompt.
+            OutputNotParsed: an answer is no value of ``output_type``; the error's ``outputs`` are those of all prompts.
             StepFailed, EngineDead: see there.
             RuntimeError: the engine sleeps.
         """
@@ -104,10 +106,10 @@ class LLM(Facade):
 
         Args:
             messages: a conversation, a list of ``{"role": ..., "content": ...}``; or a list of conversations.
-            add_generation_prompt, continue_final_message: short for these two of ``chat_template_kwargs``.
+            add_generation_prompt, continue_final_message: shorthands for these two ``chat_template_kwargs``.
             chat_template_kwargs: variables for the template, such as ``enable_thinking``; as in `Engine.generate`.
             chat_template: as in `Engine.generate`.
-            tools, tool_choice, parallel_tool_calls, reasoning_effort, output_type: as there, for all conversations.
+            tools, tool_choice, parallel_tool_calls, reasoning_effort, output_type: as in `Engine.generate`, for all.
         """
         make_params(None, {}, {name: value for name, value in options.items() if name not in CHAT_NAMES})
         named = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
@@ -120,8 +122,8 @@ class LLM(Facade):
     def stream(self, prompt: Any, sampling_params: SamplingParams | None = None, **options: Any) -> BlockingStream:
         """Complete a prompt, and read it as it comes: ``for delta in llm.stream("Once"): print(delta.text, end="")``.
 
-        The request begins with the first delta that is asked for. Leaving the loop, or a ``with`` block over it, aborts
-        it; what is not read meanwhile is merged into the next delta.
+        The request begins when the first delta is read. Leaving the loop, or a ``with`` block over it, aborts the
+        request. Tokens that come between two reads are merged into the next delta.
 
         Args:
             prompt: as in `Engine.generate`; chat messages, too.
@@ -176,8 +178,8 @@ class LLM(Facade):
 
 
 class BlockingStream(Iterator[CompletionDelta]):
-    """Deltas of an answer, to be read in a loop. `close`, or the end of a ``with`` block, aborts what still runs: from
-    any thread, one that reads included, whose loop then ends."""
+    """The deltas of an answer, to be read in a loop. `close`, or the end of a ``with`` block, aborts the request, from
+    any thread; a loop that reads in another thread then ends."""
 
     def __init__(self, host: LoopThread, stream: Stream, check: Callable[[Engine], Coroutine[Any, Any, None]]) -> None:
         self._host = host
@@ -212,7 +214,7 @@ class BlockingStream(Iterator[CompletionDelta]):
             await self._stream.__aexit__(None, None, None)
 
     def close(self) -> None:
-        """Abort what still runs. Idempotent; it waits for nothing, since a collector may call it in any thread."""
+        """Abort the request. Idempotent; does not wait, since the garbage collector may call it in any thread."""
         if not self._is_closed:
             self._is_closed = True
             self._host.start_soon(self._leave)
@@ -230,17 +232,17 @@ class BlockingStream(Iterator[CompletionDelta]):
 async def _run_all(
     engine: Engine, calls: list[dict[str, Any]], outputs: dict[int, RequestOutput], request_numbers: Iterator[int]
 ) -> None:
-    """Generate by these keywords, no more of them at a time than the engine could hold; the first error ends them all,
-    but for an answer that is no value of its type, which is told of when all have ended.
+    """Run `Engine.generate` with each call's keywords, at most as many at a time as the engine holds. The first error
+    cancels the rest; an `OutputNotParsed` is raised only when all have ended.
 
     Args:
-        outputs: filled by the numbers of the calls.
+        outputs: receives the outputs, by the numbers of the calls.
     """
-    for number, call in enumerate(calls):  # one that can never run must not cost the others' work
+    for number, call in enumerate(calls):  # a call that can never run must not cost the others' work
         with _naming(number, len(calls)):
             engine.stream(**{name: value for name, value in call.items() if name != "output_type"})
-    failed: list[Exception] = []  # one at most; its traceback has these frames, which must not have the error
-    # By priority here, too: what is not in the engine yet is not sorted by it.
+    failed: list[Exception] = []  # at most one; its traceback has these frames, which must not have the error
+    # Sorted by priority here, too: the engine sorts only the requests that it has.
     queue = iter(sorted(range(len(calls)), key=lambda number: calls[number]["priority"]))
 
     async def work() -> None:
@@ -268,7 +270,7 @@ async def _run_all(
 
 @contextlib.contextmanager
 def _naming(number: int, num_prompts: int) -> Iterator[None]:
-    """Say in an error which prompt it was, where there are several."""
+    """Add a prompt's number to an error's notes, if there are several prompts."""
     try:
         yield
     except Exception as error:
@@ -278,14 +280,14 @@ def _naming(number: int, num_prompts: int) -> Iterator[None]:
 
 
 def _is_shown(use_tqdm: bool, show_progress: bool | None) -> bool:
-    """Whether there is a progress bar; by default a server's threads write nothing to its terminal."""
+    """Whether to show a progress bar; by default only in the main thread, so that no thread of a server writes one."""
     if show_progress is not None:
         return show_progress
     return use_tqdm and sys.stderr.isatty() and threading.current_thread() is threading.main_thread()
 
 
 def _for_each(name: str, given: Any, num_prompts: int) -> list[Any]:
-    """One for each prompt, of one for all or a list."""
+    """A value for each prompt, from one value for all or a list."""
     if not isinstance(given, list | tuple):
         return [given] * num_prompts
     if len(given) != num_prompts:
@@ -295,7 +297,7 @@ def _for_each(name: str, given: Any, num_prompts: int) -> list[Any]:
 
 
 def _list_prompts(prompts: Any) -> list[Any]:
-    """One prompt or several, as several: text, token ids, an array of them, a dict and a chat are one each."""
+    """One prompt or several, as a list. A text, token ids, an array of ids, a dict and a chat are one prompt each."""
     if not isinstance(prompts, list | tuple):
         return [prompts]
     if not prompts:
@@ -307,10 +309,10 @@ def _list_prompts(prompts: Any) -> list[Any]:
 
 
 def _list_chats(messages: Any) -> list[Any]:
-    """One conversation or several, as several.
+    """One conversation or several, as a list.
 
     Raises:
-        InvalidRequest: these are no conversations.
+        InvalidRequest: ``messages`` is neither.
     """
     messages = open_messages(messages)
     if isinstance(messages, list | tuple) and messages and isinstance(messages[0], dict):
@@ -328,7 +330,7 @@ def _list_chats(messages: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def _progress_bar(num_requests: int) -> Iterator[Callable[[int, int], None]]:
-    """Yields what shows a bar of requests done and output tokens a second on stderr; its last state stays there."""
+    """Yield a function that draws a bar of requests done and tokens a second on stderr. Its last state stays there."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

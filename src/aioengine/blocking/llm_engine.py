@@ -1,4 +1,4 @@
-"""`LLMEngine`: requests are added, and steps bring what is new of them, in the names of vLLM's class."""
+"""`LLMEngine`: requests are added, and steps return their new outputs, under the names of vLLM's class."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from aioengine.validation import invalid, shorten, without_neutral
 
 
 class LLMEngine(Facade):
-    """An engine for loops of one's own, for scripts written against vLLM's class of this name.
+    """An engine that a script steps in a loop of its own, as with vLLM's class of this name.
 
     ```python
     engine = LLMEngine(model="...")
@@ -33,8 +33,8 @@ class LLMEngine(Facade):
             print(output.request_id, output.text, output.finished)
     ```
 
-    The engine computes all the time. Each output and each error comes in one step; where several threads are in `step`,
-    in that of one of them.
+    The engine computes all the time, also between steps. Each output and each error comes in one step; of several
+    threads in `step`, one gets it.
     """
 
     @lists_keywords(EngineKeywords)
@@ -46,11 +46,11 @@ class LLMEngine(Facade):
         log_stats: bool | None = None,
         **options: Unpack[EngineKeywords],
     ) -> None:
-        """As of `Facade`, and two more.
+        """Start an engine, with the arguments of `Facade` and two more.
 
         Args:
-            stat_loggers: called with the engine's config and 0, each makes a logger as vLLM's `StatLoggerBase` has it;
-                see `aioengine.blocking.stat_loggers`.
+            stat_loggers: called with the engine's config and 0, each returns a logger with the methods of vLLM's
+                `StatLoggerBase`; see `aioengine.blocking.stat_loggers`.
             log_stats: False writes no log lines about the load (``log_stats_interval_s=0``).
         """
         if log_stats is False:
@@ -80,17 +80,17 @@ class LLMEngine(Facade):
         enable_multiprocessing: bool = False,
         **config: Any,
     ) -> Self:
-        """Make an engine of an `EngineConfig`, a dict, a dataclass or any object with such attributes, or of keywords.
+        """Make an engine from an `EngineConfig`, a dict, a dataclass or an object with such attributes, or keywords.
 
         Attributes that are None count as absent; keywords win.
 
         Args:
-            usage_context: not looked at.
+            usage_context: ignored.
             stat_loggers: as of `LLMEngine`.
             enable_multiprocessing: True is ``process=True``.
 
         Raises:
-            ConfigError: there is an attribute that the engine does not know; names it.
+            ConfigError: the engine does not know an attribute, which the error names.
         """
         given = {**_attributes(engine_args), **config, "stat_loggers": stat_loggers}
         if enable_multiprocessing:
@@ -103,7 +103,7 @@ class LLMEngine(Facade):
         return self.get_tokenizer()
 
     def do_log_stats(self) -> None:
-        """Let the ``stat_loggers`` log."""
+        """Call ``log`` of each of the ``stat_loggers``."""
         self._stat_loggers.call("log")
 
     # Requests
@@ -122,20 +122,20 @@ class LLMEngine(Facade):
         trace_headers: Mapping[str, str] | None = None,
         **neutral: Any,
     ) -> str:
-        """Queue a request. There is no bound: what finds no place in the engine waits for one, by priority, then age.
+        """Queue a request, without a bound: requests beyond the engine's capacity wait, by priority, then age.
 
         Args:
-            request_id: names it in `step`'s outputs; no unfinished request may have it.
+            request_id: the request's name in `step`'s outputs; no unfinished request may have the same.
             prompt: text, token ids, chat messages, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.
-            params: how to sample; absent: as the model's generation config says.
-            arrival_time: from when on its times count, in Unix seconds; absent: now.
+            params: how to sample; absent: by the model's generation config.
+            arrival_time: the start of the request's latencies, in Unix seconds; absent: now.
             priority, cache_salt, tenant, session, trace_headers: as in `Engine.generate`.
             neutral: other arguments of vLLM's, at values that have no effect.
         Returns:
             the request's id.
         Raises:
-            InvalidRequest: a value is bad. Where the request waits for a place, a text whose length in tokens is too
-                much raises later, in `step`.
+            InvalidRequest: a value is bad. If the request waits for capacity, a text of too many tokens raises later,
+                in `step`.
             EngineDead: see there.
         """
         if not isinstance(request_id, str):
@@ -166,7 +166,7 @@ class LLMEngine(Facade):
         return request_id
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
-        """Forget these requests; no `step` brings anything of them any more. Unknown ids are fine."""
+        """Abort these requests; no later `step` returns anything of them. Unknown ids are ignored."""
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
 
         async def abort(_: Engine) -> None:
@@ -176,27 +176,27 @@ class LLMEngine(Facade):
         self._host.run(abort)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether a `step` has anything to bring."""
+        """Whether there is a request whose last output, or error, no `step` has returned yet."""
         return self.get_num_unfinished_requests() > 0
 
     def get_num_unfinished_requests(self) -> int:
-        """Requests whose last output, or error, no `step` has brought yet."""
+        """Number of requests whose last output, or error, no `step` has returned yet."""
         return self._requests.num_unreturned
 
-    # What they bring
+    # Results
 
     def step(self) -> list[RequestOutput]:
-        """Wait until there is something new of at least one request, and return what is new.
+        """Wait until at least one request has new output, and return the new outputs.
 
-        An output has all of its request so far, all choices included; ``finished`` ones are the last of theirs. Ctrl-C
-        loses nothing: the requests stay, and the next step goes on.
+        An output has all of its request so far, all choices included; a ``finished`` output is its request's last.
+        Ctrl-C loses nothing: the requests stay, and the next step goes on.
 
         Returns:
             at most one output for each request; empty only if nothing is unfinished.
         Raises:
-            AioEngineError: a request has failed (`StepFailed`, or `InvalidRequest` of one that had waited here). It is
-                gone; its id is in the error's notes. The others go on with the next step. What else was new has been
-                returned before.
+            AioEngineError: a request has failed (`StepFailed`, or `InvalidRequest` of a request that had waited). Its
+                id is in the error's notes, and the request is gone. Other new outputs have been returned before; the
+                other requests go on with the next step.
             EngineDead: the engine broke; raised once, and all requests are gone.
             RuntimeError: the engine sleeps, and there is nothing to return.
         """
@@ -208,7 +208,7 @@ class LLMEngine(Facade):
             while True:
                 changed = requests.changed
                 await requests.read()
-                if is_interrupted:  # nothing waits for this any more, and the next step may wait for what it read
+                if is_interrupted:  # no step waits for this any more, and the next step may wait for these outputs
                     await put_back()
                     return
                 requests.move_news(told)
@@ -234,7 +234,7 @@ class LLMEngine(Facade):
         return outputs
 
     def close(self) -> None:
-        """Stop, and free everything; unfinished requests are gone. Idempotent."""
+        """Stop, and free everything; unfinished requests are aborted. Idempotent."""
         super().close()
         self._requests = _Requests(self._host.start_soon)
 
@@ -242,33 +242,34 @@ class LLMEngine(Facade):
 class _Requests:
     """The requests of an `LLMEngine`, and their outputs and errors that no step has returned or raised yet.
 
-    For the loop's thread alone, but for `num_unreturned` and `forget_told`. Holds no reference to the `LLMEngine`: one
-    that is dropped closes itself, and tasks of the loop would keep it alive.
+    For the loop's thread alone, except `num_untold`, `num_unreturned` and `forget_told`. Holds no reference to the
+    `LLMEngine`: tasks of the loop would keep it alive, and an engine that is dropped is to close itself.
 
     Attributes:
-        changed: set at the next change, and replaced then, so that each of several waiting steps is woken once.
+        changed: an event that the next change sets and replaces, so that each waiting step is woken once.
     """
 
     def __init__(self, start_soon: Callable[[Callable[[], Coroutine[Any, Any, None]]], None]) -> None:
         self.changed = asyncio.Event()
         self._start_soon = start_soon
         self._streams: dict[str, Stream] = {}
-        """Of requests whose end has not been read, those included that wait to be admitted."""
+        """The streams of requests whose end has not been read, including requests that wait to be admitted."""
         self._news: dict[str, None] = {}
         """Ids of the streams with something to read, in the order in which it came."""
         self._untold: dict[str, RequestOutput | AioEngineError] = {}
-        """What was read, and no step has taken yet."""
+        """Outputs and errors that were read, and that no step has taken yet."""
         self._told: dict[int, dict[str, RequestOutput | AioEngineError]] = {}
-        """What a step has taken and not returned or raised yet, by its id: Ctrl-C may come between."""
+        """Outputs and errors that a step has taken and not returned or raised yet, by its dict's `id`: Ctrl-C may come
+        between."""
 
     @property
     def num_untold(self) -> int:
-        """Requests whose end no step has taken yet; from any thread."""
+        """Number of requests whose end no step has taken yet; for any thread."""
         return len(self._streams) + _num_ends(self._untold)
 
     @property
     def num_unreturned(self) -> int:
-        """Requests whose end no step has brought yet; from any thread."""
+        """Number of requests whose end no step has returned or raised yet; for any thread."""
         return self.num_untold + sum(map(_num_ends, list(self._told.values())))
 
     def check_new(self, request_id: str) -> None:
@@ -279,7 +280,7 @@ class _Requests:
             raise invalid("request_id", told)
 
     async def add(self, stream: Stream) -> None:
-        """Begin a request; one that is not admitted at once waits in a task, and its errors are raised by a step."""
+        """Begin a request. If it is not admitted at once, it waits in a task, and a step raises its errors."""
 
         async def begin_in_turn() -> None:
             try:
@@ -314,7 +315,7 @@ class _Requests:
         self.changed = asyncio.Event()
 
     def move_news(self, told: dict[str, RequestOutput | AioEngineError]) -> None:
-        """Move what is new into ``told``, until `forget_told` or `put_back`: all outputs, or else one error."""
+        """Move all new outputs into ``told``, or one error if there are none, until `forget_told` or `put_back`."""
         self._told[id(told)] = told
         outputs = [request_id for request_id, item in self._untold.items() if isinstance(item, RequestOutput)]
         for request_id in outputs or list(self._untold)[:1]:
@@ -322,7 +323,7 @@ class _Requests:
             del self._untold[request_id]
 
     def forget_told(self, told: dict[str, RequestOutput | AioEngineError]) -> None:
-        """From any thread."""
+        """Forget what a step has returned. For any thread."""
         self._told.pop(id(told), None)
 
     def put_back(self, told: dict[str, RequestOutput | AioEngineError]) -> None:
@@ -332,7 +333,7 @@ class _Requests:
         self._change()
 
     async def read(self) -> None:
-        """Take what is new from the streams, unless something is left from the last time."""
+        """Read the streams that have something new, unless outputs of the last read are left."""
         if self._untold:
             return
         news, self._news = self._news, {}
@@ -349,7 +350,7 @@ class _Requests:
     async def _fail(self, stream: Stream, error: AioEngineError) -> None:
         if not self._is_wanted(stream):
             return
-        if isinstance(error, EngineDead | EngineClosed):  # of all requests, and raised once
+        if isinstance(error, EngineDead | EngineClosed):  # ends all requests, and is raised once
             for request_id in [*self._streams, *self._untold]:
                 await self.forget(request_id)
         else:
@@ -358,15 +359,15 @@ class _Requests:
         self._untold[stream.request_id] = error
 
     def _is_wanted(self, stream: Stream) -> bool:
-        """Whether it was not forgotten; its id may be another request's by now."""
+        """Whether the stream was not forgotten; another request may have its id by now."""
         return self._streams.get(stream.request_id) is stream
 
     async def forget(self, request_id: str) -> None:
-        """Abort a request that has not ended, and tell nothing more of it. Idempotent."""
+        """Abort a request if it has not ended, and drop its outputs and errors. Idempotent."""
         stream = self._streams.pop(request_id, None)
         if stream is not None:
             await stream.__aexit__(None, None, None)
-        self._news.pop(request_id, None)  # an abort is news, too
+        self._news.pop(request_id, None)  # an abort adds the id, too
         self._untold.pop(request_id, None)
         self._change()
 
@@ -376,7 +377,7 @@ def _num_ends(told: dict[str, RequestOutput | AioEngineError]) -> int:
 
 
 def _attributes(engine_args: Any) -> dict[str, Any]:
-    """What an object of arguments says, by name."""
+    """The attributes of an object of arguments, by name."""
     if engine_args is None:
         return {}
     if isinstance(engine_args, Mapping):

@@ -1,4 +1,4 @@
-"""An event loop with an engine on it, in a thread of its own, asked by blocking calls from any thread."""
+"""An event loop with an engine, in a thread of its own, for blocking calls from any thread."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from aioengine.turns import running_loop
 T = TypeVar("T")
 
 CLOSE_DEADLINE_S = 10.0
-"""How long the interpreter's exit, or the thread that drops an engine, waits for its end."""
+"""Longest wait for an engine's end, at the interpreter's exit or in the thread that drops the engine."""
 
 SIGNAL_INTERVAL_S = 0.5
-"""How often a thread that waits looks for signals: one that comes just before it blocks in a lock does not wake it."""
+"""Time between a waiting thread's checks for signals: a signal just before it blocks in a lock does not wake it."""
 
 CLOSED = "the engine was closed meanwhile"
 
@@ -35,15 +35,15 @@ logger = logging.getLogger("aioengine")
 class LoopThread:
     """Starts an engine on a loop of its own in a daemon thread, and closes it there.
 
-    Calls come from any threads, and run side by side. Ctrl-C in the main thread cancels what that thread's call awaits,
-    and is raised once that has cleaned up; calls of other threads go on. A second Ctrl-C is raised at once, and the
-    cleaning up goes on by itself. So does whatever else a signal handler raises.
+    Calls come from any thread, and run concurrently. Ctrl-C in the main thread cancels that thread's call, and is
+    raised once the call has cleaned up; calls of other threads go on. A second Ctrl-C is raised at once, and the
+    cleanup goes on by itself. Other exceptions of signal handlers do the same.
 
     Args:
         owner: for messages, the name of the class that blocks.
         start: makes the engine.
     Raises:
-        RuntimeError: this thread runs an event loop.
+        RuntimeError: the calling thread runs an event loop.
         ConfigError, ModelLoadError: the engine cannot be started; nothing is left behind.
     """
 
@@ -54,7 +54,7 @@ class LoopThread:
         self.is_open = True
         self._refuse_running_loop()
         self._loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
-        # Tasks to be started: anyio starts them from within a task alone, and not from a callback.
+        # Tasks to be started: anyio starts a task only from within a task, not from a callback.
         self._inbox: deque[Callable[[], Coroutine[Any, Any, None]]] = deque()
         self._changed = asyncio.Event()
         self._starting = _BlockingCall(start)
@@ -70,17 +70,17 @@ class LoopThread:
             else:
                 self._thread.join()
             raise
-        # Registered last it is called first: before the device threads are told to stop.
+        # The function that is registered last is called first: before the device threads are stopped.
         atexit.unregister(_close_all)
         atexit.register(_close_all)
 
     @property
     def engine(self) -> Engine:
-        """The engine, for what neither waits nor needs its loop.
+        """The engine, for calls that neither wait nor need its loop.
 
         Raises:
-            RuntimeError: it was made before a fork, in the parent process.
-            EngineClosed: it is closed.
+            RuntimeError: this object was made before a fork, in the parent process.
+            EngineClosed: the engine is closed.
         """
         if os.getpid() != self._pid:
             raise RuntimeError(f"this {self._owner} was made in another process, before a fork: make one here")
@@ -95,13 +95,13 @@ class LoopThread:
         every_s: float = SIGNAL_INTERVAL_S,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> T:
-        """Do this work on the loop, and wait for it.
+        """Run ``work`` on the loop, and return its result.
 
         Args:
-            every_s: call ``meanwhile`` in this thread, so many seconds apart, while it waits.
+            every_s: seconds between two calls of ``meanwhile``, in this thread, during the wait.
         Raises:
-            RuntimeError: this thread runs an event loop, or this was made before a fork.
-            EngineClosed: it is closed, or was while the work ran.
+            RuntimeError: this thread runs an event loop, or this object was made before a fork.
+            EngineClosed: the engine is closed, or was closed while the work ran.
             KeyboardInterrupt: Ctrl-C; the work was cancelled.
         """
         engine = self.engine
@@ -109,7 +109,7 @@ class LoopThread:
         call = _BlockingCall(lambda: work(engine))
         self._calls.add(call)
         try:
-            if not self.is_open:  # else the thread ends all calls before its own end, this one, too
+            if not self.is_open:  # else the thread ends all calls, this one included, before its own end
                 raise self._closed()
             self.start_soon(call.run)
             call.wait(every_s, meanwhile)
@@ -123,7 +123,7 @@ class LoopThread:
         return call.result
 
     def ask(self, question: Callable[[Engine], T]) -> T:
-        """Call a function on the loop, and return what it returns; errors as of `run`."""
+        """Call a function on the loop, and return its result; errors as of `run`."""
 
         async def answer(engine: Engine) -> T:
             return question(engine)
@@ -131,23 +131,23 @@ class LoopThread:
         return self.run(answer)
 
     def start_soon(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Start a task that raises nothing; from any thread. It is cancelled once the engine has been closed."""
+        """Start a task that raises nothing; for any thread. The task is cancelled once the engine has been closed."""
         self._call_soon(self._begin, work)
 
     def stop(self) -> None:
-        """Begin to close the engine and to end the thread. Idempotent, from any thread and at any moment."""
+        """Begin to close the engine and to end the thread. Idempotent; for any thread, at any moment."""
         if os.getpid() == self._pid:  # a forked child has its parent's loop
             self._call_soon(self._stop)
 
     def close(self) -> None:
-        """Close the engine, and see the thread end. Idempotent."""
+        """Close the engine, and wait for the thread's end. Idempotent."""
         if self.is_open:
             self._refuse_running_loop()
         self.stop()
         self._thread.join()
 
     def drop(self) -> None:
-        """Close an engine that is no longer used; wait for its end, unless in a loop's thread or one of an engine."""
+        """Close an engine that is no longer used. Waits for its end, except in a thread of an engine or event loop."""
         self.stop()
         if not (running_loop() or threading.current_thread().name.startswith("aioengine")):
             self._thread.join(CLOSE_DEADLINE_S)
@@ -216,46 +216,46 @@ class _BlockingCall(Generic[T]):
         self._scope: anyio.CancelScope | None = None
         self._error: BaseException | None = None
         self._is_ended = False
-        # Not an Event: Ctrl-C may be raised amid one's Python code, and leave its lock taken for ever.
+        # Not an Event: Ctrl-C may be raised inside an Event's Python code, and leave its lock taken for ever.
         self._end = threading.Lock()
         self._end.acquire()
 
     async def run(self) -> None:
-        """On the loop. Raises nothing: `check` raises the work's error in the thread that waits."""
+        """Run the work, on the loop. Raises nothing: `check` raises the work's error in the thread that waits."""
         if self._is_ended:
             return
         try:
             with anyio.CancelScope() as self._scope:
                 self.result = await self._work()
                 self.end(None)
-        except asyncio.CancelledError:  # with all tasks of the loop: the engine has been closed
+        except asyncio.CancelledError:  # all tasks of the loop are cancelled: the engine has been closed
             pass
         except BaseException as error:
             self.end(error)
-        self.end(EngineClosed(CLOSED))  # where nothing has ended it yet, it was cancelled
+        self.end(EngineClosed(CLOSED))  # a call that has no outcome by now was cancelled
 
     def cancel(self) -> None:
-        """On the loop. Idempotent, and harmless when it has ended."""
+        """Cancel the work, on the loop. Idempotent; no effect once the work has ended."""
         if self._scope is None:
             self.end(EngineClosed(CLOSED))
         elif not self._is_ended:
             self._scope.cancel()
 
     def end(self, error: BaseException | None) -> None:
-        """On the loop. The first time counts."""
+        """Set the outcome, on the loop. Only the first call counts."""
         if not self._is_ended:
             self._error = error
             self._is_ended = True
             self._end.release()
 
     def wait(self, every_s: float = SIGNAL_INTERVAL_S, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """In the thread that waits; again, after an exception has ended the wait."""
+        """Block until the work has ended. May be repeated, after an exception has ended the wait."""
         while not self._is_ended:
             if not self._end.acquire(timeout=every_s):
                 meanwhile()
 
     def check(self) -> None:
-        """Raise what the work has raised, once."""
+        """Raise the work's error, once."""
         error, self._error = self._error, None
         try:
             if error is not None:

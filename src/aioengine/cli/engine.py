@@ -67,7 +67,7 @@ def engine(
     if plugins:
         sys.path.insert(0, os.getcwd())  # an installed command does not look there by itself
     fields = given(EngineConfig, flags)
-    config = EngineConfig(**fields)  # with --join, too, to refuse now what cannot be
+    config = EngineConfig(**fields)  # with --join, too: a bad config is refused now
     if join is not None:
         if keys is not None:
             raise click.UsageError("with --join the engine serves by its --join-keys: leave out --keys")
@@ -82,7 +82,7 @@ def engine(
 
 
 def _join(join: str, flags: dict[str, Any], served: dict[str, Any]) -> None:
-    """Be one replica of a front end, or have several; exits with `AGAIN` where it wants another one in its place."""
+    """Join a front end as one replica, or with several; exit with `AGAIN` if it asks for another one in this place."""
     keys, timeout_s, num_engines, rank = (flags[name] for name in JOIN_FLAGS)
     if keys is not None and join.startswith("ipc://"):
         raise click.UsageError(f"--join-keys are for tcp: at {join} only you can join: leave them out")
@@ -103,10 +103,10 @@ def _join(join: str, flags: dict[str, Any], served: dict[str, Any]) -> None:
 
 
 def _run(main: Coroutine[Any, Any, T]) -> T:
-    """Run what ends at SIGTERM and SIGINT.
+    """Run a coroutine that ends at SIGTERM and SIGINT.
 
     Raises:
-        KeyboardInterrupt: it was SIGINT.
+        KeyboardInterrupt: the signal was SIGINT.
     """
     outcome = run(main)
     if is_interrupted():
@@ -115,7 +115,7 @@ def _run(main: Coroutine[Any, Any, T]) -> T:
 
 
 def _say_where(server: EngineServer) -> None:
-    """On stdout, for the program that started this and waits for the line."""
+    """Print the address to stdout, for a program that started this process and waits for the line."""
     click.echo(f"serving at {server.address}")
 
 

@@ -35,7 +35,7 @@ MAX_API_SERVERS = 64
 CLUSTER_SOCKET = "cluster.sock"
 MAX_PORT = 65535
 REPLICA_FLAGS = frozenset(ReplicaOptions.__struct_fields__) - {"drain_timeout_s"}
-"""The time that requests have when a replica is drained is no flag: here that name is the servers'."""
+"""Without ``drain_timeout_s``: here ``--drain-timeout-s`` is the servers', and that of replicas has no flag."""
 
 
 @click.command(name="serve")
@@ -74,8 +74,9 @@ REPLICA_FLAGS = frozenset(ReplicaOptions.__struct_fields__) - {"drain_timeout_s"
 def serve_command(drain_timeout_s: float, log_format: LogFormat, **flags: Any) -> int:
     """Serve MODEL (absent: the bundled one) over HTTP, as the OpenAI API does, until Ctrl-C or SIGTERM.
 
-    Says on stdout where, once it serves. Told to stop, it takes no new clients, and ends when what runs has ended; told
-    again, it ends what runs. API keys come from --api-keys and from AIOENGINE_API_KEY (comma separated).
+    Prints its address to stdout once it serves. After the first signal it takes no new clients, and ends when running
+    requests have ended; a second signal aborts them. API keys come from --api-keys and from AIOENGINE_API_KEY (comma
+    separated).
 
     Exit codes: 0 after SIGTERM, 130 after Ctrl-C, 1 when the model cannot be loaded, or the engine died or cannot be
     reached; 2 for wrong arguments, or a place that cannot be served at.
@@ -84,7 +85,7 @@ def serve_command(drain_timeout_s: float, log_format: LogFormat, **flags: Any) -
     service = Service(flags, drain_timeout_s, log_format)
     from aioengine.server.access_log import logging_off_loop
 
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # below that it tells of its own steps
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # below that it logs its own steps
     with logging_off_loop(log_format):
         try:
             with contextlib.ExitStack() as opened:
@@ -95,7 +96,7 @@ def serve_command(drain_timeout_s: float, log_format: LogFormat, **flags: Any) -
         except AioEngineError as error:
             if log_format == "text":
                 raise
-            # In the log: a line that is no JSON would break its readers. An engine's death while it serves is there.
+            # Logged: a line that is no JSON would break the log's readers. A death while serving is in the log already.
             if not (service.has_served and isinstance(error, EngineDead)):
                 logger.error("%s", error)
             return exit_code_of(error)
@@ -111,7 +112,7 @@ def _where(given_fields: dict[str, Any]) -> ServerAddress:
 
 
 def _protected(config: ServerConfig, listener: HttpListener) -> ServerConfig:
-    """The config with what it leaves open for this place, and a line in the log on whether keys are asked for."""
+    """The config with the hosts that this address allows by default; logs whether API keys are required."""
     if config.api_keys:
         logger.info("asking for an API key")
     elif not listener.is_local:
@@ -124,7 +125,7 @@ def _protected(config: ServerConfig, listener: HttpListener) -> ServerConfig:
 def _server_config(config: dict[str, Any]) -> ServerConfig:
     variable = os.environ.get(API_KEY_VARIABLE)
     keys = [] if variable is None else [key.strip() for key in variable.split(",") if key.strip()]
-    # What should have filled it has failed, and no client would be asked for a key.
+    # An empty variable is a mistake: whatever should have filled it failed, and any client would be served.
     if variable is not None and not keys:
         raise ConfigError(f"{API_KEY_VARIABLE} is set, and holds no key: give one, or unset it to ask for none")
     return ServerConfig(**{**config, "api_keys": (*config.get("api_keys", ()), *keys)})
@@ -134,9 +135,9 @@ class Service:
     """An engine to be served, over HTTP by one process or several.
 
     Attributes:
-        has_served: whether it has come to serve.
+        has_served: whether serving has begun.
     Raises:
-        ConfigError, click.UsageError: what is asked for does not go together.
+        ConfigError, click.UsageError: a value is bad, or flags exclude each other.
     """
 
     def __init__(self, flags: dict[str, Any], drain_timeout_s: float, log_format: LogFormat) -> None:
@@ -166,7 +167,7 @@ class Service:
         self._stop = StopRequest()
 
     def _check_external_lb(self, replicas: dict[str, Any]) -> None:
-        """Refuse what does not go with --external-lb, before `ReplicaOptions` does by its own rules."""
+        """Refuse flags that --external-lb excludes, before `ReplicaOptions` refuses them for other reasons."""
         if others := sorted(replicas.keys() - {"replicas"}):
             flag = others[0].replace("_", "-")
             raise click.UsageError(f"--{flag} is for replicas behind one port: leave it out with --external-lb")
@@ -181,7 +182,7 @@ class Service:
                 raise click.UsageError(f"--external-lb {told}")
 
     def open_listeners(self, where: ServerAddress) -> Iterator[HttpListener]:
-        """Open one for each port that is served at, as they are iterated."""
+        """Yield an open listener for each port to serve at."""
         if not self.external_lb:
             yield HttpListener(where, self.api_servers)
             return
@@ -218,7 +219,7 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def _cluster_address(self) -> AsyncIterator[str | None]:
-        """Where server processes reach the replicas of an engine that is started here; None where there are none."""
+        """The address at which server processes reach an engine that is started here; None if it needs none."""
         if self.api_servers == 1 or self.connect is not None:
             yield None
         elif self.replicas.cluster_address is not None:
@@ -232,7 +233,7 @@ class Service:
                     await anyio.to_thread.run_sync(folder.remove)
 
     async def _start(self, cluster_address: str | None) -> Engine:
-        """Start the engine here, or reach it."""
+        """Start the engine here, or connect to it."""
         if self.connect is not None:
             return await Engine.connect(self.connect, model=self.model, keys=self.keys, client=self.client)
         options = self.replicas
@@ -282,7 +283,7 @@ class Service:
             limits=self.limits,
             drain_timeout_s=self.drain_timeout_s,
             log_format=self.log_format,
-            log_descriptor=os.dup(sys.stderr.fileno()),  # a server's own stderr is this process's to read
+            log_descriptor=os.dup(sys.stderr.fileno()),  # this process reads each server's own stderr
             **engine,
         )
 

@@ -1,4 +1,4 @@
-"""Replicas that are one group in lockstep: started together, told of each other's waves, and ended with the first."""
+"""Replicas that are one group in lockstep: they start together, follow each other's waves, and end together."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ CHILD_MODULE = "aioengine.cluster.lockstep_child"
 
 
 class LockstepLauncher(Launcher):
-    """Of engines of this machine that step together.
+    """Launches engines of this machine that step together.
 
-    A rank's second backend begins the group anew, for all: the others end, and are to be started again, too.
+    A rank's second backend starts a new group: the other engines end, and must be started again, too.
     """
 
     def __init__(self, config: EngineConfig, process: ProcessOptions, num_ranks: int) -> None:
@@ -57,10 +57,10 @@ class LockstepLauncher(Launcher):
 
 
 class LockstepMembers:
-    """A group's members, of one start, and its coordinator.
+    """The members of one start of a group, and their coordinator.
 
     Attributes:
-        death: why it is over, once it is.
+        death: why the group is over; None: it is not.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -69,9 +69,10 @@ class LockstepMembers:
         self.death: EngineDead | None = None
         self._coordinator = WaveCoordinator(num_ranks)
         self._culprit = -1
-        """The rank that ended first."""
+        """The rank that ended first; -1: none."""
         self._orphans: list[tuple[LockstepMember, list[Orphan]]] = []
-        """Of those that have died and are not handed over: first all must have, or they would go to the next to die."""
+        """In-flight sequences of dead members, handed over when all members are dead: else one about to die may get
+        them."""
         self._is_ending = False
         self._folder: str | None = None
 
@@ -80,10 +81,11 @@ class LockstepMembers:
         return self._coordinator.is_over
 
     def make_store(self) -> str:
-        """Where the ranks meet: in a private folder, which rank 0 removes when all have met. For the worker's thread.
+        """The path at which the ranks meet, in a private folder, which rank 0 removes when all have met. For the
+        worker's thread.
 
         Raises:
-            ConfigError: there can be none.
+            ConfigError: the folder cannot be made.
         """
         if self._folder is None:
             try:
@@ -93,20 +95,20 @@ class LockstepMembers:
         return f"{self._folder}/store"
 
     def remove_store(self) -> None:
-        """Idempotent; for the worker's thread."""
+        """Remove the folder. Idempotent; for the worker's thread."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def on_beat(self, rank: int, beat: Beat) -> None:
         for other in self._coordinator.on_report(rank, WaveReport(beat.wave, beat.is_wave_running)):
-            if other in self.members and self.members[other].has_core:  # else it hears it after its first beat
+            if other in self.members and self.members[other].has_core:  # else it starts after its first beat
                 self.members[other].core.start_wave(self._coordinator.known.wave)
 
     def on_orphaned(self, member: LockstepMember, orphans: list[Orphan]) -> None:
-        """A core has died, of itself or with the group."""
+        """Take the in-flight sequences of a core that has died, by itself or with the group."""
         self._orphans.append((member, orphans))
         if not self.is_over:
-            # The others lose their connections to one that is killed, and may tell it before its exit is known.
+            # Other ranks lose their connections to a killed one, and may report that before its exit is known.
             exited = next((other for other in self.members.values() if other.exit_news is not None), None)
             first = exited or member
             self.end(first.rank, first.exit_news or str(member.core.death))
@@ -114,7 +116,7 @@ class LockstepMembers:
             self._hand_over()
 
     def end(self, rank: int, reason: str) -> None:
-        """A rank has ended: without it the others can compute nothing. Idempotent."""
+        """End all ranks, since one has ended and the others cannot compute without it. Idempotent."""
         if self.is_over:
             return
         self._coordinator.on_death()
@@ -164,12 +166,12 @@ class LockstepMember:
 
     @property
     def has_core(self) -> bool:
-        """Whether it serves, or has."""
+        """Whether the rank serves, or has served."""
         return hasattr(self._child, "core")
 
     @property
     def exit_news(self) -> str | None:
-        """How its process has ended, if it has."""
+        """How the rank's process has ended; None: it has not."""
         return self._child.exit_news if self._child is not None else None
 
     @property
@@ -203,7 +205,7 @@ class LockstepMember:
         return await refuse_function(self, function)
 
     def end_with_group(self, death: EngineDead) -> None:
-        """A rank has ended, this one or another; idempotent."""
+        """End this rank, since a rank of the group has ended, this one or another. Idempotent."""
         if self.has_core:
             self.core.die(death)
         elif self._child is not None:
@@ -226,7 +228,7 @@ class LockstepMember:
 
     @contextlib.contextmanager
     def _ending_group(self) -> Iterator[None]:
-        """What raises here ends the group; a rank that was ended with it raises why that was."""
+        """End the group at an error in the block; if the group has ended, raise the reason of its end instead."""
         if self._group.death is not None:
             raise self._group.death.anew()
         try:

@@ -1,4 +1,4 @@
-"""Grammars of requests, compiled in threads beside the loop; each once, while it is remembered."""
+"""Grammars of requests, compiled in threads beside the loop, and cached."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger("aioengine")
 
 COMPILE_TIMEOUT_S = 3.0
-"""The longest time of compiling one grammar; then its request fails, and its thread is left alone."""
+"""Longest time to compile one grammar; then its requests fail, and its thread is abandoned."""
 
 GIVE_WAY_S = 0.5
-"""After this time the next one is compiled beside it, in another thread."""
+"""Time after which a grammar gives way: the next one is compiled beside it, in another thread."""
 
 MAX_OVERDUE = 4
-"""Constraints of a lane that have given way and have not ended; with so many the others wait."""
+"""Most constraints of a lane that have given way and not ended; further ones wait."""
 MAX_OVERDUE_OF_TENANT = 2
 
 MAX_QUEUED = 64
-"""Constraints of one tenant that wait in a lane; with so many the next one is refused."""
+"""Most constraints of one tenant that wait in a lane; further ones are refused."""
 
 MAX_REMEMBERED_LEXERS = 64
-"""A grammar with many rows has several, of 20 MB at most (`guidance.LIMITS`), and mostly below 1 MB."""
+"""A grammar with many rows has several lexers, each of 20 MB at most (`guidance.LIMITS`), mostly below 1 MB."""
 MAX_REMEMBERED_BYTES = 8 * 2**20
-"""The texts of all remembered constraints."""
+"""Most bytes of the texts of all cached constraints."""
 
 CLOSE_GRACE_S = 1.0
 
@@ -53,9 +53,9 @@ class _Lane:
 
     Attributes:
         queues: the constraints that wait, by tenant; the tenant whose turn is next comes first.
-        is_busy: one is being compiled that has not given way.
-        overdue: by tenant, how many have given way and have not ended.
-        given_up: how many of these took longer than is allowed, and may never end.
+        is_busy: whether a constraint is being compiled that has not given way.
+        overdue: number of constraints that have given way and not ended, by tenant.
+        given_up: number of these that exceeded their time limit, and may never end, by tenant.
     """
 
     def __init__(self) -> None:
@@ -66,15 +66,14 @@ class _Lane:
 
 
 class Grammars:
-    """Compiles what requests ask for, for one model's vocabulary, in two lanes: small constraints, and those that may
-    take long, which are tried in a process first.
+    """Compiles the constraints of requests for one model's vocabulary, in two lanes: small constraints, and constraints
+    that may take long, which are tried in a process first.
 
-    The tokenizer is read when the first grammar comes. A text is compiled once, and those that were used last are
-    remembered.
+    The tokenizer is loaded with the first grammar. The most recently used grammars are cached.
 
     Args:
         folder: the model's.
-        num_tokens: of its vocabulary.
+        num_tokens: the size of its vocabulary.
         ending_ids: tokens that end an output.
     """
 
@@ -85,15 +84,15 @@ class Grammars:
         self._vocabulary: Vocabulary | None = None
         self._vocabulary_lock = threading.Lock()
         self._remembered: OrderedDict[bytes, GuidanceGrammar] = OrderedDict()
-        """The one that was used last is at the end."""
+        """Cached grammars by their constraints, the most recently used last."""
         self._waiting: dict[bytes, list[tuple[OnCompiled, IsWanted]]] = {}
-        """By constraints that are compiled or queued: callbacks for the result, and whether each is still wanted."""
+        """Callbacks for the result and whether each is still wanted, by constraints that are queued or compiled."""
         self._compiling = set[bytes]()
         self._num_begun = 0
         self._small, self._tried = _Lane(), _Lane()
 
     def get(self, request: Request) -> CompiledGrammar | None:
-        """The request's grammar, if there is nothing left to compile."""
+        """The request's grammar; None: it must be compiled first."""
         constraint = request.params.structured
         if constraint is None:
             return self._with_thinking(request, None)
@@ -105,11 +104,11 @@ class Grammars:
         return self._with_thinking(request, compiled)
 
     def begin(self, request: Request, on_compiled: OnCompiled, is_wanted: IsWanted, *, tenant: str = "") -> None:
-        """Compile the request's grammar; ``on_compiled`` is called, in a later turn of the loop, with it or with what
-        keeps it from being one. A grammar is left out if no request is waiting for it when its turn comes.
+        """Compile the request's grammar, and call ``on_compiled`` with it or an error, in a later turn of the loop. A
+        grammar is skipped if no request waits for it when its turn comes.
 
         Args:
-            tenant: takes turns with the other tenants, so that it waits for one constraint of each at most.
+            tenant: takes turns with the other tenants, and so waits for at most one constraint of each.
         """
         constraint = request.params.structured
         assert constraint is not None, "there is nothing to compile"
@@ -130,12 +129,12 @@ class Grammars:
             if len(queue) >= MAX_QUEUED and key not in queue:
                 asyncio.get_running_loop().call_soon(tell, _overloaded())
                 return
-            queue[key] = constraint  # also where another tenant waits for it: that one's turn may come later
+            queue[key] = constraint  # also if another tenant waits for it: that tenant's turn may come later
             asyncio.get_running_loop().call_soon(self._compile_next, lane)
         self._waiting.setdefault(key, []).append((tell, is_wanted))
 
     def _forget_unwanted(self) -> None:
-        """Let go of requests that have ended, and of constraints that none waits for: a lane may stand for seconds."""
+        """Drop requests that have ended, and constraints that none waits for: a lane may be blocked for seconds."""
         for key, waiting in list(self._waiting.items()):
             waiting[:] = [(tell, is_wanted) for tell, is_wanted in waiting if is_wanted()]
             if not waiting and key not in self._compiling:
@@ -147,7 +146,7 @@ class Grammars:
                     del lane.queues[tenant]
 
     async def aclose(self) -> None:
-        """Compile no more. A thread that is still at one ends by itself."""
+        """Stop compiling. A thread that is still compiling ends by itself."""
         self._waiting.clear()
         for lane in (self._small, self._tried):
             lane.queues.clear()
@@ -161,8 +160,8 @@ class Grammars:
         return compiled
 
     def _compile_next(self, lane: _Lane) -> None:
-        """Compile the next of a lane that is wanted. Tenants whose places are all taken wait, unless by what was given
-        up: then they are to come again."""
+        """Compile a lane's next wanted constraint. A tenant whose places are all taken waits; if constraints that were
+        given up hold them, its requests are refused, to be tried again later."""
         for tenant, queue in list(lane.queues.items()):
             while queue and not lane.is_busy:
                 is_refused = _has_no_place(lane.given_up, tenant)
@@ -184,7 +183,7 @@ class Grammars:
                 lane.queues.pop(tenant, None)
 
     def _compile(self, lane: _Lane, tenant: str, key: bytes, constraint: Constraint) -> None:
-        """Hand a constraint to the lane's thread, and go on with the next when it is done or overdue."""
+        """Hand a constraint to the lane's thread; go on with the next one when it is done or overdue."""
         loop = asyncio.get_running_loop()
         timers: list[asyncio.TimerHandle] = []
         outside = contextlib.ExitStack()
@@ -251,13 +250,13 @@ class Grammars:
         outcome.add_done_callback(on_done)
 
     def _end(self, key: bytes, compiled: CompiledGrammar | AioEngineError) -> None:
-        """Call back all that wait for a constraint."""
+        """Call all callbacks that wait for a constraint."""
         self._compiling.discard(key)
         for tell, _ in self._waiting.pop(key, ()):
             tell(compiled)
 
     def _remember(self, key: bytes, compiled: GuidanceGrammar) -> None:
-        """Put it at the end, and forget those at the beginning for which there is no room."""
+        """Cache a grammar as the most recently used, and drop the least recently used ones beyond the limits."""
         self._remembered[key] = compiled
         num_lexers = sum(grammar.num_lexers for grammar in self._remembered.values())
         num_bytes = sum(map(len, self._remembered))
@@ -266,7 +265,7 @@ class Grammars:
             num_lexers, num_bytes = num_lexers - grammar.num_lexers, num_bytes - len(forgotten)
 
     def _load_vocabulary(self) -> Vocabulary:
-        """In the thread; the first time it takes from 10 ms to a second."""
+        """Load the vocabulary, in the thread; the first time takes 10 ms to a second."""
         with self._vocabulary_lock:
             if self._vocabulary is None:
                 from aioengine.structured.guidance import Vocabulary
