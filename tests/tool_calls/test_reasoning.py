@@ -15,7 +15,6 @@ from aioengine.tool_calls.reasoning import (
     ReasoningParser,
     detect_reasoning_format,
     find_reasoning_format,
-    register_reasoning_format,
 )
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
@@ -201,9 +200,8 @@ def test_a_template_tells_its_reasoning_where_that_is_certain(template: str, nam
     assert detect_reasoning_format(template) == name
 
 
-def test_a_format_can_be_registered_and_an_unknown_one_is_refused() -> None:
-    register_reasoning_format("mine", ReasoningFormat("mine", "(", ")"))
-    seen = read(ReasoningParser(find_reasoning_format("mine"), None, False), "(a)b")
+def test_a_format_is_its_two_markers_and_an_unknown_one_is_refused() -> None:
+    seen = read(ReasoningParser(ReasoningFormat("mine", "(", ")"), None, False), "(a)b")
     assert (seen.reasoning, seen.content) == ("a", "b")
     with pytest.raises(ConfigError, match="did you mean 'think'"):
         find_reasoning_format("thinks")

@@ -66,11 +66,6 @@ _formats = {
 }
 
 
-def register_reasoning_format(name: str, format: ReasoningFormat) -> None:  # noqa: A002
-    """Make a format known by a name; one that had it is replaced."""
-    _formats[name] = format
-
-
 def find_reasoning_format(name: str) -> ReasoningFormat:
     """
     Raises:
