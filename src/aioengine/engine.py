@@ -1,4 +1,4 @@
-"""`Engine`: an inference engine that lives in the caller's event loop; its life and its requests."""
+"""`Engine`: an inference engine in the caller's event loop; its start and end, and its requests."""
 
 from __future__ import annotations
 
@@ -61,20 +61,20 @@ class EngineKeywords(ConfigKeywords, total=False):
 
 
 class Engine(EngineControl):
-    """An inference engine, whole, inside this process and this event loop.
+    """A complete inference engine inside this process and this event loop.
 
-    Made in a moment; the model is loaded by ``async with`` or by `start`. All methods belong to the loop that it was
-    started on. Requests run side by side: start as many as you like with ``asyncio.gather`` or a task group.
+    The constructor is quick; ``async with`` or `start` loads the model. Call all methods on the loop of the start.
+    Requests run concurrently: start as many as you like with ``asyncio.gather`` or a task group.
 
     Args:
         model: a hub id, a folder, a GGUF file, or None for the bundled demo model.
-        executor: a device side of your own, such as `aioengine.testing.FakeExecutor`; the model then serves for its
-            tokenizer and its generation config alone. It is closed with the engine, also when that cannot start.
+        executor: a device side of your own, such as `aioengine.testing.FakeExecutor`; of the model only the tokenizer
+            and the generation config are then used. It is closed with the engine, also if the start fails.
         process: run the engine core, with its model and device, in a process of its own, which ends with this one.
-        replicas: run so many engines of the model, each in a process of its own, as one. A request goes to the one
-            that suits it best, and goes on at another one if that dies.
-        seed: requests that have no seed get theirs from this one, in the order of the calls; absent or -1: at random.
-        config: the fields of `EngineConfig`; and engine arguments of vLLM's, where they ask for nothing.
+        replicas: run so many engines of the model, each in a process of its own, as one. A request goes to the replica
+            that suits it best, and goes on at another one if that replica dies.
+        seed: source of the seeds of requests without one, in the order of the calls; absent or -1: random seeds.
+        config: the fields of `EngineConfig`, and vLLM's engine arguments at values without effect.
     Raises:
         ConfigError: a field is unknown, or its value is bad.
     """
@@ -96,8 +96,8 @@ class Engine(EngineControl):
         self._seeds = None if seed in (None, NO_SEED) else random.Random(seed)
         self._make_backend = _backend_of(self.config, executor, process, replicas)
         self._is_to_be_entered = False
-        """It was started by `start` or `connect`, and an ``async with`` may still follow."""
-        vars(self).update(start=_refuse_another, connect=_refuse_another)  # of the class; hides them from this object
+        """Whether `start` or `connect` started the engine, and an ``async with`` may still follow."""
+        vars(self).update(start=_refuse_another, connect=_refuse_another)  # hides the class methods from this object
 
     @classmethod
     @lists_keywords(EngineKeywords)
@@ -107,7 +107,7 @@ class Engine(EngineControl):
         Arguments are those of `Engine`. Cancelling stops the loading and leaves nothing behind.
 
         Raises:
-            ConfigError, ModelLoadError: it cannot be started; nothing is left behind.
+            ConfigError, ModelLoadError: the engine cannot be started; nothing is left behind.
         """
         engine = cls(model, **options)
         await engine._start()
@@ -125,22 +125,22 @@ class Engine(EngineControl):
         timeout_s: float = 30.0,
         **config: Never,
     ) -> Self:
-        """Use an engine that serves in another process (``aioengine engine``, `EngineServer`); the same object.
+        """Use an engine that serves in another process (``aioengine engine``, `EngineServer`), with the same methods.
 
-        Its config is that engine's. `aclose` ends this connection and its requests; the engine serves on. When the
-        engine or the connection breaks, each request hears `EngineDead` once; connect anew then.
+        The config is that engine's. `aclose` ends this connection and its requests; the engine serves on. When the
+        engine or the connection breaks, each request raises `EngineDead`; then connect again.
 
         Args:
             address: ``ipc:///path`` or ``tcp://host:port``; or ``cluster+ipc:///path``, with the ``cluster_address`` of
-                an engine with replicas, of which this is a further front end then.
-            model: where to find the tokenizer here, if that is elsewhere than on the engine's machine.
-            keys: the folder that ``aioengine keys`` made; for addresses that are not this machine's own. A further
-                front end takes none: it gets the keys of replicas from their owner.
-            client: whose keys of the folder to use; may be left out where there are one client's.
-            timeout_s: for the engine to answer; where nothing listens at the address, that is known at once.
+                an engine with replicas, to become a further front end of it.
+            model: where to find the tokenizer here, if its path differs from that on the engine's machine.
+            keys: the folder that ``aioengine keys`` made; for addresses of other machines. A further front end takes
+                none: it gets the keys of replicas from their owner.
+            client: the client whose keys to use; may be left out if the folder has the keys of one client.
+            timeout_s: for the engine to answer; fails at once if nothing listens at the address.
         Raises:
             ConfigError: the address is not allowed, lacks keys or takes none; or fields of `EngineConfig` were given.
-            EngineDead: no answer came, or what answered is no engine of this version.
+            EngineDead: no answer came, or the answer is not that of an engine of this version.
         """
         if config:
             raise ConfigError(f"{', '.join(config)}: the config is that engine's: give it where that is started")
@@ -178,11 +178,11 @@ class Engine(EngineControl):
         Cancelling stops the wait, not the closing.
 
         Args:
-            drain: first let all requests end that were made before, those included that wait for admission, are paused
-                or asleep. A reader that has stalled at its ``max_unread_tokens`` is waited for: bound that by a
-                timeout of your own, and `abort_all`. Without ``drain`` all requests hear `EngineClosed`.
+            drain: first let all earlier requests end, including requests that wait for admission, are paused or asleep.
+                This waits for readers that have stalled at ``max_unread_tokens``: bound the wait by a timeout of your
+                own, and `abort_all`. Without ``drain`` all requests raise `EngineClosed`.
         Raises:
-            ModelLoadError, ConfigError: what slept could not be woken up to be drained; it is closed all the same.
+            ModelLoadError, ConfigError: a sleeping engine could not be woken up for the drain; it is closed anyway.
         """
         if self._runtime is not None:
             await self._runtime.aclose(drain=drain)
@@ -200,43 +200,42 @@ class Engine(EngineControl):
     ) -> RequestOutput[T]:
         """Complete a prompt.
 
-        Cancelling aborts the request: it is in no later step, and its memory is free for the next one.
+        Cancelling aborts the request: it is in no later step, and its memory is free for the next step.
 
-        While another task starts the engine the request waits for it, and is checked then. Where the start fails, it
-        hears the error that the start raises.
+        While another task starts the engine, the request waits for the start, and is checked then. If the start fails,
+        this raises the same error.
 
         Args:
             prompt: text, token ids, chat messages, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.
-            params: how to sample; or give its fields as keywords. The model's generation config has the defaults of
-                keywords that are not given.
+            params: how to sample; or give its fields as keywords. Keywords that are not given default to the model's
+                generation config.
             sampling_params: vLLM's name for ``params``.
-            request_id: your name for it; it may repeat. One is made up when absent.
+            request_id: your name for the request; need not be unique. Absent: a random one.
             priority: smaller goes first, and preempts larger ones that run; equal ones go by age. Absent: 0.
             cache_salt: share cached prefixes only with requests of the same salt.
-            tenant: its account, where ``scheduler="fair"``: tenants share the engine alike, however much each asks.
-            session: requests of the same one, such as the turns of a chat, go to the same of several replicas, which
-                has their prefixes in its cache, while it serves; any name of up to 256 characters.
-            trace_headers: ``traceparent`` and ``tracestate`` of the OpenTelemetry span that its own is to be inside of;
-                absent: the current one. It has none where the program has not set OpenTelemetry up.
-            on_full: with ``max_waiting`` sequences waiting already, "wait" for admission (as when it is absent), or
-                "raise" `EngineOverloaded`. With ``scheduler="fair"`` a tenant has a share of ``max_waiting``.
+            tenant: the request's account under ``scheduler="fair"``: tenants get equal shares, however much each asks.
+            session: any name of up to 256 characters. Requests of one session, such as the turns of a chat, go to the
+                same replica while it serves: their prefixes are in its cache.
+            trace_headers: ``traceparent`` and ``tracestate`` of the parent of the request's OpenTelemetry span; absent:
+                the current span. There is no span if the program has not set OpenTelemetry up.
+            on_full: with ``max_waiting`` sequences waiting already, "wait" for admission (the default), or "raise"
+                `EngineOverloaded`. With ``scheduler="fair"`` a tenant has a share of ``max_waiting``.
             chat_template_kwargs: variables for the model's chat template, such as ``enable_thinking``; plain data.
-                Among them ``add_generation_prompt``: end the prompt with what begins an answer, True where no message
-                is continued; ``continue_final_message``: leave the last message open, so that the answer goes on with
-                it.
+                ``add_generation_prompt``: end the prompt with the beginning of an answer; True unless a message is
+                continued. ``continue_final_message``: leave the last message open, and let the answer continue it.
             tools: functions that a chat's answer may ask for: Python functions, `Tool`, or dicts as OpenAI's or
-                Anthropic's clients give them. What it asks for is in ``tool_calls``; to call it is the caller's.
+                Anthropic's clients give them. The calls are in ``tool_calls``; the caller runs them.
             tool_choice: "auto", "none", "required" (a call of some tool, by a grammar), or a tool's name; in OpenAI's
-                and Anthropic's spellings, too. A tool that is ``strict`` gets arguments that its schema admits alone.
+                and Anthropic's spellings, too. The arguments of a ``strict`` tool always match its schema.
             parallel_tool_calls: whether one answer may ask for several calls; absent: it may.
-            reasoning_effort: for models that can be told: "none" lets them answer without reasoning.
-            chat_template: the name of one of the model's templates, or a Jinja text to use in place of them, with the
-                same bounds. Absent: "tool_use" for tools where the model has it, else "default".
-            add_special_tokens: to a text or a chat those that the tokenizer adds by itself, such as a BOS; absent: to a
-                text, and not to a chat, whose template writes them.
+            reasoning_effort: for models that support it; "none" asks for answers without reasoning.
+            chat_template: the name of one of the model's templates, or a Jinja text in place of them, with the same
+                bounds. Absent: "tool_use" if there are tools and the model has this template, else "default".
+            add_special_tokens: whether the tokenizer adds its own special tokens, such as a BOS; absent: to a text, but
+                not to a chat, whose template writes them.
             output_type: a type, such as a pydantic model: the answer is JSON of its schema, and ``parsed`` a value.
         Raises:
-            InvalidRequest: a value is bad; raised before anything is queued, but for a grammar that cannot be enforced.
+            InvalidRequest: a value is bad; raised before anything is queued, except if a grammar cannot be enforced.
             OutputNotParsed: the answer is no value of ``output_type``, such as one that was cut.
             EngineOverloaded, StepFailed, EngineDead, EngineClosed: see their docstrings.
         """
@@ -270,13 +269,13 @@ class Engine(EngineControl):
         """Complete a prompt and read it as it comes.
 
         ``async with engine.stream(...) as stream: async for delta in stream: ...``. Arguments and errors are those of
-        `generate`, and two more. Leaving the block, for any reason, aborts the request. While another task starts the
-        engine, entering the block waits for it, and raises what the call raises otherwise.
+        `generate`, and two more arguments. Leaving the block, for any reason, aborts the request. While another task
+        starts the engine, entering the block waits for the start, and raises the errors that the call raises otherwise.
 
         Args:
-            max_unread_tokens: with so many of a choice unread it is not computed any further until they are read; it
-                then holds no row and is the first to lose its memory. Tokens in flight at that moment still come: at
-                most one a step in flight. Absent: unread deltas are merged.
+            max_unread_tokens: a choice with so many unread tokens is paused until they are read; meanwhile it holds no
+                row, and is the first to lose its memory. Tokens in flight at that moment still come: at most one for
+                each step in flight. Absent: unread deltas are merged.
             stream_interval: tokens of a choice between two deltas, the first and the last delta aside; absent: the
                 engine's.
         """
@@ -293,7 +292,7 @@ class Engine(EngineControl):
         may_wait: bool = False,
         **more: Any,
     ) -> Stream:
-        """As `stream`. With ``may_wait`` it is checked on entering if this turn of the loop has no time left.
+        """As `stream`. With ``may_wait`` the request is checked on entering if this turn of the loop has no time left.
 
         Args:
             given: the keywords.
@@ -328,35 +327,35 @@ class Engine(EngineControl):
             return check_request(runtime, checked_call, prompt, checked, variables, options)
 
         is_later = runtime.is_starting or (may_wait and runtime.turns.is_busy)
-        if is_later:  # the caller may go on with what it gave
+        if is_later:  # the caller may change its objects meanwhile
             prompt = keep_prompt(prompt)
             template = dict(template) if isinstance(template, dict) else template
         return Stream(self, runtime, checked_call, check, is_later=is_later)
 
     async def wait_started(self) -> None:
-        """Wait while another task starts the engine; returns at once where it runs. Cancelling stops the wait alone.
+        """Wait while another task starts the engine; return at once if it runs. Cancelling stops only the wait.
 
         `generate`, and entering a `stream`, do so by themselves.
 
         Raises:
-            ConfigError, ModelLoadError: it cannot be started, as that other task hears, too.
-            EngineClosed: no task has begun to start it, or it was closed.
+            ConfigError, ModelLoadError: the engine cannot be started; the other task gets the same error.
+            EngineClosed: no task has begun to start the engine, or it was closed.
         """
         await self._here_or_starting().wait_started()
 
     def check_accepting(self, num_sequences: int = 1) -> None:
-        """Raise what a request with ``on_full="raise"`` would hear now, for programs that refuse before other work.
+        """Raise the error of a request with ``on_full="raise"`` made now, for programs that refuse before other work.
 
-        Acquires nothing, so that a request which follows may hear otherwise. Synchronous.
+        Acquires nothing, so that a later request may get another outcome. Synchronous.
 
         Args:
-            num_sequences: that the request will be (`SamplingParams.num_sequences`). With ``scheduler="fair"`` this is
-                for a tenant with nothing waiting; for another's ask `Stream.check_accepting`.
+            num_sequences: of the request (`SamplingParams.num_sequences`). With ``scheduler="fair"`` the check is for a
+                tenant with nothing waiting; use `Stream.check_accepting` for other tenants.
         Raises:
-            EngineOverloaded: there is no capacity for so many; says when to try again.
+            EngineOverloaded: there is no capacity for so many; the error has the time to wait before another try.
             EngineClosed: the engine has not been started, drains, or is closed.
-            EngineDead: it broke.
-            InvalidRequest: so many never find room.
+            EngineDead: the engine broke.
+            InvalidRequest: so many sequences exceed any capacity.
         """
         runtime = self._here()
         runtime.admission.check(num_sequences)
@@ -365,42 +364,44 @@ class Engine(EngineControl):
     def openai_client(self, **options: Any) -> AsyncOpenAI:
         """OpenAI's own client of this engine's API, in this process and on this loop: no port, no bytes on a socket.
 
-        For programs and libraries that speak to an ``openai.AsyncOpenAI``. Leaving a request (its task is cancelled,
-        its stream is closed) aborts it; closing the client aborts its requests; closing the engine ends them with an
-        error. The client needs no closing of its own. ``model`` may be left out.
+        For programs and libraries that take an ``openai.AsyncOpenAI``. Cancelling the task of a request or closing its
+        stream aborts it; closing the client aborts its requests; closing the engine ends them with an error. The client
+        need not be closed. ``model`` may be left out.
 
         Args:
             options: of ``AsyncOpenAI`` (``timeout``, ``max_retries``, …), and ``config``: a
-                `aioengine.server.ServerConfig`, of which hosts, keys and ``write_timeout_s`` mean nothing here.
+                `aioengine.server.ServerConfig`, whose hosts, keys and ``write_timeout_s`` have no effect here.
         Raises:
-            ConfigError: the package openai is not installed; or an option would lead elsewhere.
+            ConfigError: the package openai is not installed; or an option names another server.
         """
         from aioengine.integrations.openai_client import async_client
 
         return async_client(self, **options)
 
     def abort(self, request_id: str) -> None:
-        """End all requests of this id with what they have: ``finish_reason`` is "abort". Synchronous and idempotent."""
+        """End all requests of this id with the output that they have, with the ``finish_reason`` "abort". Synchronous
+        and idempotent."""
         if self._runtime is not None:
             self._runtime.abort_named(request_id)
 
     def abort_all(self) -> None:
-        """End all requests, those that wait for admission included, with what they have. Synchronous and idempotent.
+        """End all requests with the output that they have, including those that wait for admission.
 
-        They are in no later step. With hundreds of requests, some readers hear of it in later turns of the loop.
+        They are in no later step. With hundreds of requests, some readers wake in later turns of the loop. Synchronous
+        and idempotent.
         """
         if self._runtime is not None:
             self._runtime.abort_all()
 
     async def drain(self) -> None:
-        """Take no new requests, and wait until all that were made before have ended; `resume` takes new ones again.
+        """Refuse new requests, and wait until all earlier ones have ended; `resume` accepts new ones again.
 
-        Requests that wait for admission are served, too, and a paused or sleeping engine goes on. A reader that has
-        stalled at its ``max_unread_tokens`` is waited for: bound that with a timeout of your own, and `abort_all`. A
-        `pause` meanwhile holds it up. Returns early when it is resumed. Idempotent. Cancelling stops the wait alone.
+        Requests that wait for admission are served, too, and a paused or sleeping engine goes on. This waits for
+        readers that have stalled at ``max_unread_tokens``: bound the wait with a timeout of your own, and `abort_all`.
+        A later `pause` delays the drain; `resume` ends it early. Idempotent. Cancelling stops only the wait.
 
         Raises:
-            EngineDead, EngineClosed: it came to an end before they did.
+            EngineDead, EngineClosed: the engine ended before the requests.
         """
         await self._here().drain()
 
@@ -413,7 +414,7 @@ class Engine(EngineControl):
         self.config = runtime.config
 
     def _here_or_starting(self) -> Runtime:
-        """As `_here`, and that of an engine that is being started."""
+        """The runtime as of `_here`, also of an engine that is being started."""
         if self._runtime is None or not self._runtime.is_starting:
             return self._here()
         self._runtime.check_loop()
@@ -432,7 +433,7 @@ class Engine(EngineControl):
 
 
 def check_asyncio() -> None:
-    """Raise RuntimeError where a coroutine is not run by asyncio."""
+    """Raise RuntimeError if the current coroutine is not run by asyncio."""
     if running_loop() is None:
         raise RuntimeError(
             "aioengine needs asyncio's event loop, and none runs here (trio does not have one): start the program with "
@@ -444,7 +445,7 @@ def check_asyncio() -> None:
 def _backend_of(
     config: EngineConfig, executor: Executor | None, process: bool | ProcessOptions, replicas: int | ReplicaOptions
 ) -> Callable[[CoreHooks], Backend]:
-    """Where the core is to run."""
+    """A function that makes the backend: where the core is to run."""
     if isinstance(replicas, int) and not isinstance(replicas, bool):
         is_one, replicas = replicas == 1, ReplicaOptions(replicas=replicas)
     elif isinstance(replicas, ReplicaOptions):
@@ -469,7 +470,7 @@ def _backend_of(
 
 
 def _connected(address: str, options: dict[str, Any]) -> Callable[[CoreHooks], Backend]:
-    """Where a core is reached that another process has."""
+    """A function that makes the backend of a core in another process."""
     if not address.startswith(CLUSTER_PREFIX):
         from aioengine.transport.backends import Connected
 

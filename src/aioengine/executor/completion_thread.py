@@ -1,8 +1,8 @@
-"""What a job brings, the thread that waits for what comes later than the job's end, and how threads wake the loop.
+"""Results of jobs, the thread that waits for results later than their jobs' end, and how threads wake the loop.
 
-A job of a GPU only launches its work: it returns a `DeferredResult`, the device thread goes on with the next plan, and
-the completion thread blocks until the device gets there: one wake of the loop a step, and no look at the clock. Other
-ways of waiting are measured beside it in ``benchmarks/gpu/waiting.md``; each would be another `CompletionThread`.
+A job of a GPU only launches its work and returns a `DeferredResult`. The device thread goes on with the next plan, and
+the completion thread blocks until the device is done: one wake of the loop a step, no polling. Other ways to wait are
+measured in ``benchmarks/gpu/waiting.md``; each would be another `CompletionThread`.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ THREAD_NAME = "aioengine-completion"
 
 
 class DeferredResult(ABC, Generic[T_co]):
-    """What a job returns that has launched work on the device and not waited for it.
+    """The return value of a job that has launched work on the device and not waited for it.
 
-    To be derived from: other things with a ``wait``, such as a process or an event, are results.
+    Must be subclassed: other objects with a ``wait``, such as a process or an event, are plain results.
     """
 
     @abstractmethod
     def wait(self) -> T_co:
-        """Block until the device is done, without the GIL; return the job's result, or raise what became of it.
+        """Block until the device is done, without the GIL; return the job's result, or raise its error.
 
-        Called once, in the completion thread, under ``torch.inference_mode``, after those of all earlier jobs.
+        Called once, in the completion thread, under ``torch.inference_mode``, after the waits of all earlier jobs.
         """
 
 
 class Pending(Generic[T]):
-    """What a job will bring. Made on the loop; a thread sets the outcome, and then wakes the loop.
+    """The future outcome of a job. Made on the loop; a thread sets the outcome, and then wakes the loop.
 
     Attributes:
-        is_launched: the job has run, and has returned a `DeferredResult`, which is or was to be waited for.
-        is_done: the outcome is there.
+        is_launched: whether the job has run and returned a `DeferredResult`, which the completion thread waits for.
+        is_done: whether the outcome is set.
     """
 
     def __init__(self, job: Callable[[], T | DeferredResult[T]]) -> None:
@@ -61,7 +61,7 @@ class Pending(Generic[T]):
         self.is_done = False
 
     async def finish(self) -> T:
-        """The job's result, or what it raised. Cancelling stops the wait, not the job: one may wait again."""
+        """Return the job's result, or raise its error. Cancelling stops the wait, not the job: one may wait again."""
         if not self.is_done:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -74,11 +74,11 @@ class Pending(Generic[T]):
         return result
 
     def run(self) -> None:
-        """Run the job, in the device thread; once it is launched, wait for its end, in the completion thread."""
+        """Run the job, in the device thread; if it is launched, wait for its end, in the completion thread."""
         assert self._job is not None
         try:
             result = self._job()
-        except BaseException as error:  # of any kind: what waits on the loop must hear it, and the thread go on
+        except BaseException as error:  # of any kind: the waiter on the loop must get it, and the thread go on
             _forget_locals(error)
             self._job = None
             self._end(None, error)
@@ -92,18 +92,18 @@ class Pending(Generic[T]):
             self._end(result, None)
 
     def fail(self, error: Exception) -> None:
-        """Bring an error instead of the job's outcome, unless that is there. What is launched is still waited for."""
+        """Set an error as the outcome, unless there is one. A launched job is still waited for."""
         if not self.is_launched:
             self._job = None
         self._end(None, error)
 
     def wake(self) -> None:
-        """Let `finish` return if the outcome is there, on the loop."""
+        """Let `finish` return if the outcome is set. On the loop."""
         if self.is_done and self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def _end(self, result: Any, error: BaseException | None) -> None:
-        # Never released: of two threads the first one counts, where a device that was given up comes back after all.
+        # Never released: the first outcome counts, if a device that was given up returns after all.
         if self._outcome.acquire(blocking=False):
             self._result = result
             self._error = error
@@ -116,18 +116,18 @@ class CompletionThread:
     For the device thread alone, which must call `end`.
 
     Args:
-        on_done: called with each job when it is done, in the thread that saw it; must not raise.
+        on_done: called with each job when it is done, in the completion thread or the caller's; must not raise.
     """
 
     def __init__(self, on_done: Callable[[Pending[Any]], object]) -> None:
         self._on_done = on_done
         self._queue: queue.SimpleQueue[Pending[Any] | None] = queue.SimpleQueue()
         self._launched: deque[Pending[Any]] = deque()
-        """Those that are not done."""
+        """The launched jobs that are not done, in order."""
         self._thread: threading.Thread | None = None
 
     def add(self, pending: Pending[Any]) -> None:
-        """Wait for a job that is launched. Returns at once, but where no thread can be had: then it waits itself."""
+        """Wait for a launched job in the thread. Returns at once, unless no thread can start: then it waits itself."""
         self._launched.append(pending)
         if self._thread is None and not self._start():
             self._finish(pending)
@@ -135,7 +135,7 @@ class CompletionThread:
             self._queue.put(pending)
 
     def end(self, timeout_s: float | None) -> bool:
-        """Block until all jobs are done and the thread has ended; False if they are not by then. May be repeated."""
+        """Block until all jobs are done and the thread has ended; False after a timeout. May be repeated."""
         if self._thread is None:
             return True
         self._queue.put(None)
@@ -161,7 +161,7 @@ class CompletionThread:
         with torch.inference_mode():
             while (pending := self._queue.get()) is not None:
                 self._finish(pending)
-                del pending  # or its result would live until the next one
+                del pending  # or its result would live until the next job
 
     def _finish(self, pending: Pending[Any]) -> None:
         pending.run()
@@ -170,35 +170,34 @@ class CompletionThread:
 
 
 def _forget_locals(error: BaseException) -> None:
-    """Free what the failed job's functions held, or an error that someone keeps would keep the model alive."""
+    """Free the local variables of the failed job's functions: an error that is kept would keep the model alive."""
     for link in linked(error):
         traceback.clear_frames(TRACEBACK.__get__(link))
 
 
 class Waker:
-    """Calls back on a loop, from other threads, in order. To be made on that loop, which it knows weakly.
+    """Calls functions on a loop, from other threads, in order. Made on that loop, to which it holds a weak reference.
 
-    By a file descriptor that the loop keeps reading. ``call_soon_threadsafe`` does the same and takes a quarter longer
-    until the waiting coroutine goes on, and twice as long on a uvloop with other things to do (see
-    ``benchmarks/gpu/waiting.md``): asyncio sends a byte through a socket and reads until that is empty, and uvloop
-    goes round once more before it calls.
+    Uses a file descriptor that the loop keeps reading. With ``call_soon_threadsafe`` the waiting coroutine goes on a
+    quarter later, and twice as late on a busy uvloop (see ``benchmarks/gpu/waiting.md``): asyncio sends a byte through
+    a socket and reads until that is empty, and uvloop makes one more round before it calls.
 
-    Where the system has no such descriptors it uses ``call_soon_threadsafe``.
+    Uses ``call_soon_threadsafe`` if the system has no such descriptors.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = weakref.ref(loop)
         self._callbacks: deque[Callable[[], object]] = deque()
         self._lock = threading.Lock()
-        """Held by what uses the descriptor: a callback that the loop finds early may be the one that closes it."""
+        """Held while the descriptor is used: a callback that the loop runs early may close the descriptor."""
         self._fd = -1
         if hasattr(os, "eventfd"):
             self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            # In an empty context: the loop would keep alive all that the caller's refers to.
+            # In an empty context: the loop would keep alive all objects of the caller's context.
             contextvars.Context().run(loop.add_reader, self._fd, self._on_readable)
 
     def call(self, callback: Callable[[], object]) -> None:
-        """Call back on the loop soon; ``callback`` must not raise. Not to be used once `release` may have been called.
+        """Call ``callback`` on the loop soon; it must not raise. Not for use once `release` may have been called.
 
         Raises:
             RuntimeError: the loop is closed or gone.
@@ -214,7 +213,7 @@ class Waker:
                 os.eventfd_write(self._fd, 1)
 
     def release(self) -> None:
-        """On the loop: read no more, and give the descriptor back. Idempotent."""
+        """Stop reading, and close the descriptor. On the loop. Idempotent."""
         loop = self._loop()
         if self._fd >= 0 and loop is not None:
             loop.remove_reader(self._fd)
@@ -231,6 +230,6 @@ class Waker:
         os.close(fd)
 
     def __del__(self) -> None:
-        # A loop that was closed before `release` has let go of the descriptor and of this; an open one holds both.
+        # A loop that was closed before `release` has dropped the descriptor and this object; an open loop holds both.
         if self._fd >= 0:
             self._close()

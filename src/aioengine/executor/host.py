@@ -1,4 +1,4 @@
-"""The host's processor as an `Accelerator`: its queue runs at once, its events are times, its memory is the host's."""
+"""The host's CPU as an `Accelerator`: work runs at once, events are times, and its memory is the host's."""
 
 from __future__ import annotations
 
@@ -28,12 +28,11 @@ from aioengine.threads import CGROUPS, OWN_CGROUP, processor_quota
 
 
 class Chunk(NamedTuple):
-    """How much of prompts is computed beside decodes. benchmarks/README.md has both ends.
+    """Lower bounds of the prompt tokens in a step with decodes. benchmarks/README.md has measurements of both ends.
 
     Attributes:
-        tokens: at least; with fewer, products leave the matrix rate, and prompts lose more than streams gain.
-        token_bytes: tokens times bytes of weights, at least; a smaller step of a small model is overhead for the most
-            part.
+        tokens: least number; with fewer, products leave the matrix rate, and prompts lose more than streams gain.
+        token_bytes: least tokens times bytes of weights; smaller steps of a small model are mostly overhead.
     """
 
     tokens: int
@@ -41,48 +40,48 @@ class Chunk(NamedTuple):
 
 
 SMALL_CHUNK, LARGE_CHUNK = Chunk(64, 4e9), Chunk(128, 16e9)
-"""The second of bfloat16 where AVX-512 multiplies it: such a core computes a token several times as fast as others."""
+"""The second for bfloat16 with AVX-512 products: such a core computes a token several times as fast as others."""
 
 
 def chunk_tokens(weight_bytes: int, dtype: torch.dtype) -> int:
-    """Tokens of prompts in a step in which rows decode, for a model of so many bytes that computes in ``dtype``."""
+    """Most prompt tokens in a step in which rows decode, for a model of so many bytes that computes in ``dtype``."""
     is_fast = dtype == torch.bfloat16 and binding.get_host_cpu_features().get("avx512bf16", False)
     chunk = LARGE_CHUNK if is_fast else SMALL_CHUNK
     return max(chunk.tokens, int(chunk.token_bytes / weight_bytes))
 
 
 def num_usable_threads(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> int:
-    """torch's number of threads, which is that of the physical cores that this process may run on or OMP_NUM_THREADS;
-    no more than its control groups allow (`processor_quota`)."""
+    """torch's number of threads: OMP_NUM_THREADS, or the physical cores that this process may run on; at most the
+    number that its control groups allow (`processor_quota`)."""
     return max(1, int(min(torch.get_num_threads(), processor_quota(cgroups, own))))
 
 
 def num_usable_cores() -> int:
-    """The cores that this process may run on; no more than its control groups give time for."""
+    """Number of cores that this process may run on; at most the number that its control groups allow."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, int(min(num_cores, processor_quota())))
 
 
 def use_torch_threads(num_threads: int) -> None:
-    """From torch's next operation in this thread on, as many threads at most.
+    """Use at most so many threads from torch's next operation in this thread on.
 
-    `torch.set_num_threads` would also set the number that all threads begin with which have not asked torch yet.
+    `torch.set_num_threads` would also change the default of all threads that have not called torch yet.
     """
-    torch.get_num_threads()  # a thread's first operation would take the process's number
+    torch.get_num_threads()  # a thread's first operation would set the process's number
     for set_number in _thread_setters():
         set_number(num_threads)
 
 
 @cache
 def _thread_setters() -> list[Callable[[int], Any]]:
-    """Those of OpenMP and MKL, as far as torch has them: each sets the number of the calling thread alone."""
-    linked = ctypes.PyDLL(torch._C.__file__)  # also finds what that is linked with
+    """The functions of OpenMP and MKL, as far as torch has them, that set the number of the calling thread alone."""
+    linked = ctypes.PyDLL(torch._C.__file__)  # also finds functions of the libraries that it is linked with
     names = "omp_set_num_threads", "MKL_Set_Num_Threads_Local"
     return [getattr(linked, name) for name in names if hasattr(linked, name)]
 
 
 class HostEvent:
-    """A time: what was enqueued before has run."""
+    """A time; all work that was enqueued before has run."""
 
     def __init__(self) -> None:
         self._at_s = time.perf_counter()
@@ -99,11 +98,11 @@ class HostEvent:
 
 
 class HostAccelerator:
-    """See `Accelerator`. What work raises comes out of `enqueue`.
+    """See `Accelerator`. `enqueue` raises the errors of its work.
 
     Args:
-        num_threads: of native kernels; None: there are none.
-        parts: of their library, that the model needs.
+        num_threads: threads of native kernels; None: there are no native kernels.
+        parts: the parts of the kernels' library that the model needs.
     """
 
     is_host = True
@@ -114,7 +113,7 @@ class HostAccelerator:
     def __init__(self, *, num_threads: int | None = None, parts: Iterable[str] = ()) -> None:
         self.can_capture = num_threads is not None
         self._num_threads = num_threads or 1
-        # Contexts are cut for as many programs as there are threads, by `PROGRAMS_PER_MULTIPROCESSOR`.
+        # `PROGRAMS_PER_MULTIPROCESSOR` cuts contexts into as many programs as there are threads.
         self.num_multiprocessors = max(1, self._num_threads // PROGRAMS_PER_MULTIPROCESSOR)
         self._team: Team | None = None
         self._compilation = Compilation(parts) if num_threads is not None else None
@@ -128,9 +127,9 @@ class HostAccelerator:
         return NativeOperations(self._team)
 
     def use_threads(self, num_threads: int) -> None:
-        """From the next operation on, as many of them at most."""
+        """Use at most so many threads from the next operation on."""
         if self._compilation is not None and self._compilation.is_running:
-            # torch's threads would wait for the one whose core the compiler takes.
+            # torch's threads would wait for the thread whose core the compiler takes.
             num_threads = max(1, num_threads - 1)
         if num_threads != torch.get_num_threads():
             use_torch_threads(num_threads)

@@ -1,4 +1,4 @@
-"""A runner for a device, and room for its KV cache."""
+"""Makes a runner for a device, with its KV cache."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from aioengine.scheduler.kv_groups import KVGroups, kv_groups
 logger = logging.getLogger("aioengine")
 
 HOST_MAX_IN_FLIGHT = 1
-"""On a CPU the loop and the device share the cores, and a queued step costs a wasted token where a stop is seen late.
-For the bundled model 2 is 15 to 20 % faster all the same; in the shape of Qwen3-0.6B 3 % faster with one stream, and
+"""On a CPU the loop and the device share the cores, and a queued step wastes a token after a stop that is seen late.
+Still, 2 is 15 to 20 % faster for the bundled model; in the shape of Qwen3-0.6B it is 3 % faster with one stream, and
 1 % slower with 16."""
 
 DEVICE_MAX_IN_FLIGHT = 2
-"""The next step lies in the device's queue when one ends."""
+"""The next step is in the device's queue when a step ends."""
 
 FP8_CAPABILITY = 89
 
@@ -41,11 +41,11 @@ _reserving = threading.Lock()
 def make_runner(
     accelerator: Accelerator, decoder: Model, config: EngineConfig, stats: ExecutorStats, on_progress: OnProgress
 ) -> tuple[Runner, ExecutorInfo]:
-    """A runner on a device, with a KV cache in the memory that the largest steps leave, and its graphs.
+    """Make a runner on a device, with a KV cache in the memory that the largest steps leave, and its graphs.
 
     Args:
         decoder: on the device, not bound.
-        on_progress: told of graphs that are captured.
+        on_progress: called as graphs are captured.
     Raises:
         ConfigError: the KV cache is too small, there is no room for it, or the device cannot hold it in fp8 or int8.
     """
@@ -80,7 +80,7 @@ def make_runner(
         graph_sizes=_graph_sizes(accelerator, decoder, config),
     )
     peak_bytes = _peak_bytes(runner, accelerator, config)
-    with _reserving:  # of engines that start at once the second knows what the first takes
+    with _reserving:  # of two engines that start at once, the second sees the memory that the first takes
         num_blocks = num_kv_blocks(
             config,
             max_model_len=model.max_model_len,
@@ -120,12 +120,12 @@ def make_runner(
 def _graph_sizes(accelerator: Accelerator, decoder: Model, config: EngineConfig) -> tuple[int, ...]:
     if config.cuda_graphs == "off" or not (accelerator.can_capture and decoder.is_capturable):
         return ()
-    # A row of padding is computed like any other: a GPU has room beside the others, a CPU has not.
+    # A row of padding is computed like any other: free on a GPU with spare capacity, but not on a CPU.
     return tuple(range(1, config.max_num_seqs + 1)) if accelerator.is_host else default_sizes(config.max_num_seqs)
 
 
 def _peak_bytes(runner: Runner, accelerator: Accelerator, config: EngineConfig) -> int | None:
-    """What the largest steps and all graphs take beside the weights; None on the host, where it is not measured."""
+    """Bytes that the largest steps and all graphs take beside the weights; None on the host: not measured there."""
     if accelerator.is_host:
         return None
     peak_bytes = accelerator.peak_of(runner.profile_run, config.max_num_batched_tokens, config.max_num_seqs)
@@ -137,7 +137,7 @@ def _peak_bytes(runner: Runner, accelerator: Accelerator, config: EngineConfig) 
 
 
 def cache_shape(model: ModelConfig, groups: KVGroups, block_size: int, dtype: torch.dtype) -> KVCacheShape:
-    """Of a block, which any of the groups may take."""
+    """The shape of a KV block, which any of the groups may take."""
     return KVCacheShape(
         num_layers=groups.layers_a_group,
         block_size=block_size,
@@ -148,10 +148,10 @@ def cache_shape(model: ModelConfig, groups: KVGroups, block_size: int, dtype: to
 
 
 def cache_dtype(config: EngineConfig, dtype: torch.dtype, *, is_host: bool) -> torch.dtype:
-    """Of the KV cache of a model of this dtype.
+    """The dtype of the KV cache, for a model of ``dtype``.
 
     Raises:
-        ConfigError: the device has no such caches.
+        ConfigError: the device does not support a cache of ``config.kv_cache_dtype``.
     """
     if config.kv_cache_dtype == "auto":
         return dtype

@@ -49,15 +49,15 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 CANCEL_DEADLINE_S = 60.0
-"""How long a cancelled start waits for what cannot be interrupted, such as an import."""
+"""Longest wait of a cancelled start for work that cannot be interrupted, such as an import."""
 
 LARGE_LAYER_BYTES = 2 * 2**20
-"""From here on two idle cores compute a step faster than one: 1.03 times at the bundled model's 2 MiB a layer with one
-row, 1.2 times with 32, 1.35 times at 7.5 MiB with one row (benchmarks/README.md)."""
+"""Size of a layer's work from which two idle cores compute a step faster than one: 1.03 times at the bundled model's
+2 MiB a layer with one row, 1.2 times with 32 rows, 1.35 times at 7.5 MiB with one row (benchmarks/README.md)."""
 
 
 class TorchExecutor:
-    """An `Executor` in this process. Its thread holds the model and the KV cache; this object only talks to it."""
+    """An `Executor` in this process. Its thread holds the model and the KV cache; this object submits jobs to it."""
 
     def __init__(self, thread: DeviceThread, device: Device, info: ExecutorInfo, stats: ExecutorStats) -> None:
         self.info = info
@@ -80,9 +80,9 @@ class TorchExecutor:
         Cancelling stops the loading and leaves nothing behind.
 
         Args:
-            folder: the model's; None: it came from none, and cannot be saved.
+            folder: the model's; None: the model came from no folder, and cannot be saved.
             load: makes the decoder in the device thread, in place of `load_model`.
-            find_accelerator: makes the device in the device thread; absent: the one that ``config.device`` names.
+            find_accelerator: makes the device in the device thread; absent: the device that ``config.device`` names.
             on_progress: called on the loop.
         Raises:
             ModelLoadError, ConfigError: as `load_model`; ConfigError also when the KV cache is too small.
@@ -127,7 +127,7 @@ class TorchExecutor:
 
 
 class Device:
-    """What the device thread owns. Only jobs and the thread's end touch it, so that it is freed with the thread.
+    """The state of the device thread. Only jobs and the thread's end use it, so that it is freed with the thread.
 
     Attributes:
         weights, runner: from `load` to `free`.
@@ -143,7 +143,7 @@ class Device:
         self._num_layers = 1
         self._kv_bytes_per_token = 0
         self._max_threads = 0
-        """Threads of a large step; 0: leave the thread's number as it is, for all steps."""
+        """Threads of a large step; 0: do not change the number of threads, for any step."""
         self._recording: Recording | None = None
 
     def load(
@@ -198,7 +198,7 @@ class Device:
             return self.runner.step(plan)
 
     def dummy_step(self) -> None:
-        """As `Executor.launch_dummy`; waits for it."""
+        """As `Executor.launch_dummy`; waits for the step's end."""
         self._use_threads(self._is_large(1, 0))
         self.runner.dummy_step()
 
@@ -237,7 +237,7 @@ class Device:
         return None
 
     def cancel(self, call: c.Control) -> None:
-        """The caller of `perform` has left: undo what nothing else would end."""
+        """Undo the parts of a call that nothing else would end, since the caller of `perform` was cancelled."""
         match call:
             case c.StageWeights():
                 self.weights.staging.drop(call.transfer)
@@ -296,7 +296,7 @@ class Device:
     def _replace(self, change: Callable[[], None]) -> None:
         self._use_threads(True)
         self.runner.synchronize()
-        change()  # where the old values were: the runner need not know, and its graphs stay good
+        change()  # in place: the runner and its graphs stay valid
         self._return_memory()
 
     def apply(self, function: Callable[[Any], T]) -> list[T]:
@@ -319,7 +319,7 @@ class Device:
 
     def free(self) -> None:
         self._drop_profile()
-        accelerator: Accelerator | None = vars(self).get("_accelerator")  # none where it was not found
+        accelerator: Accelerator | None = vars(self).get("_accelerator")  # None if it was not found
         vars(self).clear()
         if accelerator is not None:
             with contextlib.suppress(Exception):  # a lost device gives nothing back while the process lives
@@ -327,7 +327,7 @@ class Device:
 
 
 def _run_foreign(job: Callable[[*Ts], T], *args: *Ts) -> T:
-    """Run a job beside the steps, which may call foreign code, and may be told to stop."""
+    """Run a job that is no step: it may call foreign code, and may be asked to stop."""
     try:
         return job(*args)
     except LoadStopped as error:
@@ -339,7 +339,7 @@ def _run_foreign(job: Callable[[*Ts], T], *args: *Ts) -> T:
 
 
 def _find_accelerator(config: EngineConfig, folder: ModelFolder | None) -> Accelerator:
-    """What ``config.device`` names; "auto" is a CPU where there is no GPU, or no Triton.
+    """The device that ``config.device`` names; "auto" is the CPU if there is no GPU, or no Triton.
 
     Raises:
         ConfigError: there is no such GPU, or Triton is missing; and as `_host`.
@@ -361,10 +361,10 @@ def _find_accelerator(config: EngineConfig, folder: ModelFolder | None) -> Accel
 
 
 def _host(config: EngineConfig, folder: ModelFolder | None) -> HostAccelerator:
-    """With plain torch until the native kernels are compiled, which takes some seconds once a machine.
+    """The host's accelerator, with plain torch until the native kernels are compiled: some seconds, once a machine.
 
     Args:
-        folder: of the model that comes; None: its dtype is ``config``'s, or float32.
+        folder: of the model to be loaded; None: its dtype is ``config``'s, or float32.
     Raises:
         ModelLoadError, ConfigError: as `read_model_config`.
     """
@@ -385,20 +385,20 @@ def _host(config: EngineConfig, folder: ModelFolder | None) -> HostAccelerator:
 def is_large_step(weight_bytes: int, num_layers: int, num_tokens: int, context_bytes: int) -> bool:
     """Whether a step's operations are long enough for more than one thread: by a layer's work, in bytes to be read.
 
-    torch's threads wait for each other at the end of each operation, which takes a microsecond. Where another process
-    holds one of their cores they wait for that one: the bundled model is 1.3 to 1.5 times as fast with one thread then.
-    Native ones wait for chunks that have begun alone.
+    torch's threads wait for each other at the end of each operation, which takes a microsecond. If another process
+    holds a core, they wait for its thread: the bundled model is then 1.3 to 1.5 times as fast with one thread. Native
+    threads only wait for chunks that have begun.
 
     Args:
         weight_bytes: of all parameters; a product with 16 tokens takes as long as reading its weights.
-        context_bytes: of the keys and values that the step's rows attend to; reading a byte of them, scattered as they
-            are, takes as long as reading 4 of the weights.
+        context_bytes: of the keys and values that the step's rows attend to; they are scattered, so that reading a byte
+            takes as long as reading 4 bytes of weights.
     """
     return weight_bytes * (1 + num_tokens / 16) + 4 * context_bytes > num_layers * LARGE_LAYER_BYTES
 
 
 def _on_loop(on_progress: OnProgress | None) -> OnProgress:
-    """What the device thread calls to have ``on_progress`` called on this loop."""
+    """A function for the device thread that calls ``on_progress`` on this loop."""
     loop = asyncio.get_running_loop()
 
     def report(done: int, total: int, what: str = LOADING) -> None:

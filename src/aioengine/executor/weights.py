@@ -1,4 +1,4 @@
-"""A model's weights over an engine's life: loaded, replaced, thrown away and read again."""
+"""The weights of an engine's model: loaded, replaced, discarded and read again."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ from aioengine.models.saver import save_checkpoint
 from aioengine.progress import OnProgress
 
 Load = Callable[..., Model]
-"""Makes a decoder, of placement, on_progress and should_stop as `load_model` has them; blocks."""
+"""Makes a decoder from placement, on_progress and should_stop, as `load_model` takes them; blocks."""
 
 
 class Weights:
-    """The decoder of a device, or what it takes to make it again. For the device thread.
+    """The decoder of a device, or the means to make it again. For the device thread.
 
     Args:
         load: makes the decoder, now and after `discard`.
-        folder: where its config and tokenizer are, for `save`.
-        is_in_folder: its weights are there, too, and are read from there after `discard`.
-        placement: where the decoder goes. is_elsewhere: not to the host's memory.
-        should_stop: asked by what takes long, which then raises LoadStopped.
+        folder: holds the model's config and tokenizer, for `save`.
+        is_in_folder: whether the weights are in ``folder``, too, to be read from there after `discard`.
+        placement: the decoder's device and operations.
+        is_elsewhere: whether that device's memory is not the host's.
+        should_stop: polled by long operations, which then raise LoadStopped.
 
     Attributes:
-        decoder: None while the weights are thrown away. It stays the same when they are replaced, and so do the
-            addresses of its weights.
+        decoder: None while the weights are discarded. Replacing weights changes neither the object nor the addresses
+            of its weights.
         config: the decoder's.
         is_elsewhere: as given.
-        is_torn: some weights were replaced and others not, since the device failed: no step may use them.
+        is_torn: whether the device failed during a replacement, so that weights are mixed: no step may use them.
     """
 
     def __init__(
@@ -69,23 +70,23 @@ class Weights:
         self.decoder: Model | None = decoder
         self._load = load
         self._source = folder.path.absolute() if folder is not None and is_in_folder else None
-        """The folder that the weights were last taken from; None: ``load`` made them."""
+        """The folder from which the weights were last read; None: ``load`` made them."""
 
     @cached_property
     def staging(self) -> WeightTransfer:
-        """What is on its way to `commit`."""
+        """Tensors that were staged for `commit`."""
         return WeightTransfer(self._shapes | {name: self._shapes[other] for name, other in self._ties.items()})
 
     def discard(self) -> None:
-        """Throw the weights away. Idempotent.
+        """Discard the weights. Idempotent.
 
         Raises:
-            InvalidRequest: they came as tensors.
+            InvalidRequest: the weights came as tensors, and could not be read again.
         """
         if self._came_as_tensors:
             raise weights_came_as_tensors()
         if self.decoder is not None:
-            # Others than those of the start, if native kernels came meanwhile.
+            # Not the operations of the start, if native kernels were compiled since.
             operations = self.decoder.operations
             self._placement = msgspec.structs.replace(self._placement, operations=operations)
         self.decoder = None
@@ -94,7 +95,7 @@ class Weights:
         """Move the weights to the host's memory, page-locked, if they are on another device. Idempotent.
 
         Raises:
-            InvalidRequest: the host has no memory for them; they stay.
+            InvalidRequest: the host has no memory for them; they stay on the device.
         """
         if self.decoder is None or not self.is_elsewhere or self._is_away:
             return
@@ -109,11 +110,11 @@ class Weights:
         self._is_away = True
 
     def restore(self) -> None:
-        """Move the weights back, or read them again, if they were moved or thrown away.
+        """Move the weights back, or read them again, if they were moved or discarded.
 
         Raises:
-            ModelLoadError: they cannot be read, have become those of another model, or there is no memory for them;
-                all is as it was.
+            ModelLoadError: the weights cannot be read, are those of another model now, or there is no memory for them;
+                nothing has changed.
         """
         if self.decoder is not None:
             if self._is_away:
@@ -131,16 +132,16 @@ class Weights:
         self.is_torn = False
 
     def update(self, folder: Path) -> None:
-        """Take the weights of a folder, now or with `restore`. Needs the memory of the weights once more, the host's.
+        """Take the weights of a folder, now or with `restore`. Needs host memory of the weights' size, temporarily.
 
         Raises:
-            ModelLoadError: as `load_weights`; the old ones stay.
+            ModelLoadError: as `load_weights`; the old weights stay.
         """
         source = folder.absolute()
         if self.decoder is None:
             check_weights(source, self.config)
         else:
-            # Whole and checked before the first is replaced: a GPU has no room for both, beside its KV cache.
+            # Read and checked in full before the first is replaced: a GPU has no room for both beside its KV cache.
             read = self._read(source, Placement(operations=self.decoder.operations))
             if isinstance(self.decoder, Decoder) and isinstance(read, Decoder):
                 check_kept_alike(self.decoder, read)
@@ -156,11 +157,10 @@ class Weights:
         )
 
     def commit(self, transfer: str) -> None:
-        """Put what was staged in its entry. From the moment in which it fits, the transfer is over.
+        """Replace weights by the staged tensors of a transfer, which is dropped once its tensors have been checked.
 
         Raises:
-            InvalidRequest: as `WeightTransfer.whole`, the weights are thrown away, or two that are tied
-                differ.
+            InvalidRequest: as `WeightTransfer.whole`; or the weights are discarded, or two tied tensors differ.
         """
         staged = self.staging.whole(transfer)
         if self.decoder is None:
@@ -172,9 +172,9 @@ class Weights:
         self._fill(changes)
 
     def _fill(self, changes: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Put values of the host into their entries, of the same shape and dtype: it takes no memory of the device's.
+        """Copy values from the host into weights of the same shape and dtype, without further memory of the device.
 
-        For a device that has nothing left to do. Only its loss can end this midway.
+        The device must be idle. Only its loss can end this midway.
         """
         try:
             for target, values in changes:
@@ -184,7 +184,7 @@ class Weights:
             raise
 
     def _resolve_ties(self, staged: dict[str, StagedTensor]) -> None:
-        """A tensor that is tied to another, as in a checkpoint, stands for it, or is equal to it."""
+        """Remove tied tensors: each replaces the tensor that it is tied to if that is missing, and must equal it."""
         for name, other in self._ties.items():
             if name not in staged:
                 continue
@@ -200,7 +200,7 @@ class Weights:
         """As `save_checkpoint`.
 
         Raises:
-            InvalidRequest: the weights are thrown away, or the model came from no folder, whose tokenizer to save.
+            InvalidRequest: the weights are discarded, or the model came from no folder with a config and tokenizer.
         """
         if self.decoder is None:
             raise weights_asleep("save_sharded_state")
