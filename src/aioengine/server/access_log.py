@@ -1,7 +1,7 @@
 """One log record a request, as a line for a person or as JSON, and a handler that never holds the event loop.
 
-What a record says is in its attributes (``request_id``, ``status``, ``outcome``, ...), so that any handler of the host
-program has them, too. It holds no prompts, no texts, no keys and no query strings. What a client chose (its id, its
+A record's fields are its attributes (``request_id``, ``status``, ``outcome``, ...), so that any handler of the host
+program has them, too. They hold no prompts, no texts, no keys and no query strings. Text that a client chose (an id, a
 path) cannot begin a line of its own, nor colour a terminal.
 """
 
@@ -26,7 +26,7 @@ from aioengine.server.record import RequestRecord
 LOGGER_NAME = "aioengine.server"
 MAX_ID_CHARS = 128
 MAX_SHOWN_CHARS = 256
-"""Of a path or a name in the log: they are the client's."""
+"""Most characters of a path or a name in the log: clients choose them."""
 
 LogFormat = Literal["text", "json"]
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(LOGGER_NAME)
 
 _FIT_ID = re.compile(f"[!-~]{{1,{MAX_ID_CHARS}}}")
 _FIT_PARAM = re.compile(r"[A-Za-z_][A-Za-z0-9_.\[\]]{0,99}")
-"""A field's name, or a place in one. Of an unknown field the name is the client's own words."""
+"""A field's name, or a place in one. Other names are not logged: an unknown field's name is the client's own text."""
 # Control characters, among them those of 8 bits and the line ends that only Unicode knows; marks that turn the
 # direction of writing; and halves of surrogate pairs, which no encoding can write.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -46,7 +46,7 @@ FIELDS = (
 
 
 def request_id_of(headers: Mapping[str, str]) -> str:
-    """The client's ``X-Request-Id``, if that is 1 to 128 visible ASCII characters; else one that is made up.
+    """The client's ``X-Request-Id`` if that is 1 to 128 visible ASCII characters; else a generated id.
 
     Args:
         headers: with names in lower case.
@@ -56,14 +56,14 @@ def request_id_of(headers: Mapping[str, str]) -> str:
 
 
 def is_fit_id(request_id: str) -> bool:
-    """Whether it can stand in a header and in a line of the log: 1 to 128 visible ASCII characters."""
+    """Whether an id can stand in a header and in a line of the log: 1 to 128 visible ASCII characters."""
     return _FIT_ID.fullmatch(request_id) is not None
 
 
 def log_request(record: RequestRecord) -> None:
-    """The request is over; its record is complete. Failures of the server come with their traceback."""
-    # A dead engine has told of its death once, and a closed one is meant to be: requests that hear of it are no news.
-    # Where nothing was raised, as at a /health that says what is wrong, there is nothing to look into either.
+    """Log the complete record of a request. Failures of the server are logged with their traceback."""
+    # A dead engine has logged its death already, and a closed one was closed on purpose: neither is an error here.
+    # Without an exception, as when /health reports a failure, there is nothing to look into either.
     is_news = record.is_failure and not isinstance(record.error, EngineDead | EngineClosed | None)
     level = logging.ERROR if is_news else logging.INFO
     if not logger.isEnabledFor(level):
@@ -99,17 +99,17 @@ def _line(fields: Mapping[str, Any]) -> str:
 
 
 def _shown(value: str | None) -> str | None:
-    """A client's text on one line, and not a long one."""
+    """A client's text on one line, cut to `MAX_SHOWN_CHARS`."""
     if value is None:
         return None
     return _escape(value if len(value) <= MAX_SHOWN_CHARS else f"{value[:MAX_SHOWN_CHARS]}…", keep="")
 
 
-# How it looks
+# Formatters
 
 
 class TextFormatter(logging.Formatter):
-    """``2026-03-01 12:00:00.123 INFO aioengine.server: ...``; a traceback's lines are set in, as no record's first."""
+    """``2026-03-01 12:00:00.123 INFO aioengine.server: ...``; lines after a record's first are indented."""
 
     default_msec_format = "%s.%03d"
 
@@ -129,7 +129,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """An object a line: time (UTC), level, logger, message, then what a request's record has; errors as ``error``."""
+    """A JSON object a line: time (UTC), level, logger, message, then a request's `FIELDS`; exceptions as ``error``."""
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
@@ -155,7 +155,7 @@ def _escape(line: str, *, keep: str = "\t") -> str:
 
 
 def _told_by(server: int) -> Callable[[logging.LogRecord], bool]:
-    """A filter that notes in each record which of several HTTP servers has made it."""
+    """A filter that sets ``server`` of each record to this number."""
 
     def note(record: logging.LogRecord) -> bool:
         record.server = server
@@ -164,14 +164,14 @@ def _told_by(server: int) -> Callable[[logging.LogRecord], bool]:
     return note
 
 
-# Where it goes
+# Handler
 
 
 class OffLoopHandler(logging.Handler):
-    """Writes log records in a thread: a stderr that is not read stalls that thread, and not the loop.
+    """Writes log records in a thread: an unread stderr stalls that thread, and not the loop.
 
-    At most ``max_queued`` records wait; with so many waiting newer ones are dropped, counted, and told of in a line
-    once there is room. Formatting is the thread's work, too, so that a flood costs the loop a few µs a record.
+    At most ``max_queued`` records wait; newer ones are dropped, and a line logs their number once the queue is half
+    empty. The thread also formats them, so that a flood costs the loop a few µs a record.
 
     Args:
         formatter: `TextFormatter` unless given.
@@ -181,8 +181,8 @@ class OffLoopHandler(logging.Handler):
 
     CLOSE_TIMEOUT_S = 1.0
     MAX_TRACEBACKS = 256
-    """With so many records waiting a newer one loses its traceback, which holds all that its functions held, prompts
-    included."""
+    """With so many records waiting, a newer one loses its traceback, which keeps the locals of its frames alive,
+    prompts included."""
 
     def __init__(
         self, formatter: logging.Formatter | None = None, stream: TextIO | None = None, *, max_queued: int = 10_000
@@ -196,7 +196,7 @@ class OffLoopHandler(logging.Handler):
         self.num_dropped = 0
         """Records dropped so far."""
         self.num_told = 0
-        """Of these, those that were told of."""
+        """Dropped records that a logged line has reported."""
         self._thread = threading.Thread(target=self._write_all, name="aioengine-log", daemon=True)
         self._thread.start()
 
@@ -213,7 +213,7 @@ class OffLoopHandler(logging.Handler):
             return
         record = copy.copy(record)  # other handlers get it as it was
         try:
-            record.msg = record.getMessage()  # now: what it is made of may change until the thread gets to it
+            record.msg = record.getMessage()  # now: its arguments may change before the thread formats them
         except Exception:  # arguments that do not fit: the bug is elsewhere, and the message is still worth having
             record.msg = f"{record.msg} {len(record.args or ())} arguments that do not fit"
         record.args = None
@@ -223,9 +223,9 @@ class OffLoopHandler(logging.Handler):
         self._records.put(record)
 
     def close(self) -> None:
-        """Write what waits and end the thread; idempotent. What cannot be written within a second is given up.
+        """Write the waiting records and end the thread; idempotent. Records not written within a second are lost.
 
-        It waits: call it when the loop has ended, or in a thread.
+        Blocks: call it when the loop has ended, or in a thread.
         """
         if not self._is_closed:
             self._is_closed = True
@@ -257,7 +257,7 @@ class OffLoopHandler(logging.Handler):
             self._stream.write(line.encode(encoding, "backslashreplace").decode(encoding))
             self._stream.flush()
         except (OSError, ValueError):
-            pass  # the stream is closed, or not read any more: there is nowhere left to say so
+            pass  # the stream is closed, or not read any more: there is nowhere left to report it
         except Exception:
             self.handleError(record)
 
@@ -270,10 +270,10 @@ def logging_off_loop(
     *,
     server: int | None = None,
 ) -> Iterator[OffLoopHandler]:
-    """All of this process's log records go through an `OffLoopHandler` while the block runs; for the command line.
+    """Send all log records of this process through an `OffLoopHandler` while the block runs; for the command line.
 
     Args:
-        server: the number of this HTTP server among several, which each record then tells.
+        server: the number of this HTTP server among several, added to each record.
     """
     root = logging.getLogger()
     level_before = root.level

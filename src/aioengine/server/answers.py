@@ -1,6 +1,6 @@
-"""What clients get: the OpenAI API's bodies and stream events, made of the engine's outputs.
+"""The OpenAI API's bodies and stream events, made of the engine's outputs.
 
-A stream has an event for each delta. What is the same in all of them is made once, so that a token costs the JSON of
+A stream has an event for each delta. The parts that all events share are made once, so that a token costs the JSON of
 its text and two joins: 0.5 µs of the 20 that its way to the client takes.
 """
 
@@ -36,14 +36,14 @@ FINGERPRINT = f"aioengine-{aioengine.__version__}"
 
 
 MAX_COUNTED = 8192
-"""Tokens among which those of the reasoning are counted: half a microsecond each."""
+"""Longest output, in tokens, whose reasoning tokens are counted exactly: half a microsecond each."""
 
 P = TypeVar("P")
 Q = TypeVar("Q")
 
 
 Usage = dict[str, Any]
-"""Tokens of a request, as the API tells of them."""
+"""Numbers of a request's tokens, by the API's names."""
 
 
 def usage_of(outputs: Sequence[RequestOutput], *, is_prompt_alone: bool = False) -> Usage:
@@ -62,14 +62,14 @@ LINE_ENDS = tuple((end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u
 
 
 def in_one_line(data: bytes) -> bytes:
-    """JSON without what ends a line for clients that read by Python's ``splitlines`` alone."""
+    """JSON with `LINE_ENDS` escaped, at which clients that use Python's ``splitlines`` would split it."""
     for end, escaped in LINE_ENDS:
         data = data.replace(end, escaped)
     return data
 
 
 async def encode_ids(ids: Sequence[int]) -> bytes:
-    """A list that may be very long as JSON, with turns for others between its parts."""
+    """JSON of a list that may be very long; other tasks run between its parts."""
     parts = []
     for first in range(0, len(ids), IDS_A_TURN):
         parts.append(encode(ids[first : first + IDS_A_TURN])[1:-1])
@@ -78,16 +78,16 @@ async def encode_ids(ids: Sequence[int]) -> bytes:
 
 
 class Extras(NamedTuple):
-    """What an answer is to have beside its text.
+    """The contents of an answer beside its text.
 
     Attributes:
-        top_logprobs: how many likeliest tokens to tell of at each position; None without log-probabilities.
-        has_usage: a stream's last event tells of the usage, and the others say that it comes later.
-        has_reasoning: reasoning is told of.
-        has_token_ids: so are the ids of prompt and output.
+        top_logprobs: likeliest tokens to report at each position; None: no log-probabilities.
+        has_usage: a stream's last event has the usage, and the others a null in its place.
+        has_reasoning: the answer has the reasoning.
+        has_token_ids: the answer has the token ids of prompt and output.
         is_by_ids: log-probabilities name tokens by their ids instead of their texts.
-        num_prompt_top: how many likeliest tokens to tell of at each position of the prompt; None: nothing.
-        num_named: tokens that the request has named, which are told of at each position instead of the likeliest ones.
+        num_prompt_top: likeliest tokens to report at each position of the prompt; None: nothing.
+        num_named: tokens that the request names, which are reported at each position instead of the likeliest ones.
     """
 
     top_logprobs: int | None = None
@@ -100,7 +100,7 @@ class Extras(NamedTuple):
 
     @property
     def max_rank(self) -> int:
-        """The last rank that is told of at a position."""
+        """The last rank that is reported at a position."""
         return sys.maxsize if self.num_named else self.top_logprobs or 0
 
 
@@ -108,20 +108,20 @@ class Answer(ABC):
     """One request's answer, whole or as a stream's events.
 
     Attributes:
-        max_positions: log-probabilities of so many tokens take about a millisecond to encode, see `split_delta`.
+        max_positions: tokens whose log-probabilities take about a millisecond to encode, see `split_delta`.
         has_echo: choices begin with their prompt.
-        is_echo_alone: nothing but that is told of.
+        is_echo_alone: choices have only their prompt.
     """
 
     KEEPALIVE: ClassVar[bytes] = b": still here\n\n"
-    """What a stream sends that has nothing to say: a comment, which clients of server-sent events pass over."""
+    """Sent while a stream has no events: a comment, which clients of server-sent events ignore."""
 
     max_positions: int
     has_echo = is_echo_alone = False
 
     @abstractmethod
     async def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """The body of an answer that is given at once, when all has ended; with turns for others between its parts.
+        """The body of an answer that is not streamed, made when all has ended; other tasks run between its parts.
 
         Args:
             outputs: one for each prompt.
@@ -132,21 +132,21 @@ class Answer(ABC):
         """Events before the first token.
 
         Args:
-            usage: to be in each event.
+            usage: for each event; None: they have none.
             prompt_ids: each prompt's token ids as JSON, if they were asked for.
         """
 
     async def echo(self, choice: int, output: RequestOutput, usage: Usage | None) -> bytes:
-        """A choice's first event, of its prompt, once it has a token; only where `has_echo`."""
+        """A choice's first event, which has its prompt, once the choice has a token; only with `has_echo`."""
         return b""
 
     @abstractmethod
     def event(self, choice: int, delta: CompletionDelta, usage: Usage | None = None) -> bytes:
-        """The events of a delta; empty where they would say nothing.
+        """The events of a delta; empty if they would have no contents.
 
         Args:
             choice: its number, through all prompts.
-            usage: to be told with it.
+            usage: for the event; None: it has none.
         """
 
     @abstractmethod
@@ -155,10 +155,10 @@ class Answer(ABC):
 
     @abstractmethod
     def failing(self, error: ApiError) -> bytes:
-        """Events in the place of all that would still have come."""
+        """Events that report an error, in place of all later ones."""
 
     async def _in_turns(self, positions: Sequence[P], make: Callable[[P], Q]) -> list[Q]:
-        """Make something of each position, with turns for others between them."""
+        """Call ``make`` with each position; other tasks run after every `max_positions` of them."""
         made: list[Q] = []
         for first in range(0, len(positions), self.max_positions):
             made += map(make, positions[first : first + self.max_positions])
@@ -167,13 +167,13 @@ class Answer(ABC):
 
 
 Part = Literal["reasoning", "text"] | int
-"""What a piece of an answer belongs to; an int is a call's index."""
+"""The part of an answer that a piece belongs to; an int is a tool call's index."""
 
 
 def parts_in_order(delta: CompletionDelta, open_part: Part | None) -> Iterator[tuple[Part, str | ToolCallDelta]]:
-    """What a delta brings, one part after the other, for APIs whose streams tell of one at a time.
+    """The pieces of a delta, one part after the other, for APIs whose streams have one part at a time.
 
-    How it was mixed is not known where it was merged: what is open goes on first, then come reasoning, text and calls.
+    A merged delta has lost the order of its pieces: the open part goes on first, then come reasoning, text and calls.
     """
     calls = [(call.index, call) for call in delta.tool_calls]
     yield from (part for part in calls if part[0] == open_part)
@@ -183,10 +183,10 @@ def parts_in_order(delta: CompletionDelta, open_part: Part | None) -> Iterator[t
 
 
 class PartsAnswer(Answer):
-    """An answer that is a list of parts, of which a stream tells one after the other."""
+    """An answer that is a list of parts; a stream sends one after the other."""
 
     _part: Part | None = None
-    """The one that is open."""
+    """The open part."""
 
     def event(self, choice: int, delta: CompletionDelta, usage: Usage | None = None) -> bytes:
         if not delta.tool_calls:  # nearly always, and at a quarter of the cost
@@ -210,15 +210,15 @@ class PartsAnswer(Answer):
 
     @abstractmethod
     def _delta(self, text: str) -> bytes:
-        """An event for the next piece of the part that is open."""
+        """An event for the next piece of the open part."""
 
     @abstractmethod
     def _close(self) -> bytes:
-        """Events that end the part that is open, if one is."""
+        """Events that end the open part, if there is one."""
 
 
 class ChoicesAnswer(Answer):
-    """What chats and completions have in common.
+    """An answer of chats or completions, which have choices.
 
     An event is ``data: <head, "choices":[{"index":0,> … <}]>`` and an empty line.
 
@@ -240,12 +240,12 @@ class ChoicesAnswer(Answer):
         self._top_logprobs = top_logprobs = extras.top_logprobs
         self._extras = extras
         self._tells_of_each_token = top_logprobs is not None or extras.has_token_ids
-        """Also of those that bring no text."""
+        """Tokens that add no text have events, too."""
         self.max_positions = positions_a_slice(max(top_logprobs or 0, extras.num_prompt_top or 0, extras.num_named))
         self._event_head = self._head_of(self.PART)
         self._event_end = b'}],"usage":null}\n\n' if extras.has_usage else b"}]}\n\n"
         self._prefixes: dict[int, bytes] = {}
-        """Of each choice's events."""
+        """The beginning of each choice's events."""
         self._calling: set[int] = set()
         """Choices that have begun a tool call."""
 
@@ -263,7 +263,7 @@ class ChoicesAnswer(Answer):
         return b""
 
     async def _of_prompt(self, output: RequestOutput) -> bytes:
-        """Fields about a prompt, each with a comma before it; as vLLM's they are null where nothing asked for them."""
+        """Fields about a prompt, each with a comma before it; null if not asked for, as vLLM's are."""
         ids = await encode_ids(output.prompt_token_ids) if self._extras.has_token_ids else b"null"
         fields = b',"prompt_token_ids":' + ids
         if (num_top := self._extras.num_prompt_top) is None:
@@ -280,7 +280,7 @@ class ChoicesAnswer(Answer):
         """A choice of a body; ``number`` counts through all prompts."""
 
     def usage(self, outputs: Sequence[RequestOutput]) -> Usage:
-        """What the client is told that it has used."""
+        """The usage that the client gets."""
         return usage_of(outputs, is_prompt_alone=self.is_echo_alone)
 
     def event(self, choice: int, delta: CompletionDelta, usage: Usage | None = None) -> bytes:
@@ -314,11 +314,11 @@ class ChoicesAnswer(Answer):
         return b"data: %b\n\n%b" % (error.body(), DONE)
 
     def _head_of(self, kind: str) -> bytes:
-        """What all bodies or events of the answer begin with."""
+        """The beginning of all bodies or events of the answer."""
         return in_one_line(encode({**self._head, "object": kind, "system_fingerprint": FINGERPRINT})[:-1])
 
     def _event(self, choice: int, content: bytes, usage: Usage | None) -> bytes:
-        """An event with one choice, of which ``content`` is what follows its index."""
+        """An event with one choice; ``content`` has the choice's fields after its index."""
         if not content.isascii():
             content = in_one_line(content)
         prefix = self._prefixes.get(choice)
@@ -334,7 +334,7 @@ class ChatAnswer(ChoicesAnswer):
     """The answer to ``/v1/chat/completions``.
 
     Args:
-        has_text: it may have some; it has none where a call is forced.
+        has_text: the answer may have text; it has none where a call is forced.
     """
 
     WHOLE = "chat.completion"
@@ -401,9 +401,9 @@ class CompletionAnswer(ChoicesAnswer):
     """The answer to ``/v1/completions``.
 
     Args:
-        num_choices: of each prompt.
-        prompt_texts: with which each prompt's choices begin; empty where they do not.
-        is_echo_alone: nothing but the prompts is wanted.
+        num_choices: choices of each prompt.
+        prompt_texts: the texts that each prompt's choices begin with; empty without an echo.
+        is_echo_alone: choices have only their prompt.
         skips_special: the choices' texts are without special tokens.
     """
 
@@ -496,13 +496,16 @@ C = TypeVar("C", CompletionOutput, CompletionDelta)
 
 
 def _without_tokens(choice: C) -> C:
-    """What is told of a choice of which nothing is wanted but its prompt: the engine always generates one token."""
+    """A choice without its tokens, for a request that wants only the prompt: the engine always generates one token."""
     reason: FinishReason = "length"
     return msgspec.structs.replace(choice, text="", token_ids=[], logprobs=None, finish_reason=reason, stop_reason=None)
 
 
 def num_reasoning_tokens(choice: CompletionOutput, token_bytes: TokenBytes) -> int:
-    """Tokens up to the end of a choice's reasoning; where that is long, or not found in their texts, its share."""
+    """Tokens up to the end of a choice's reasoning.
+
+    Estimated by its share of the characters if there are over `MAX_COUNTED` tokens, or their texts do not contain it.
+    """
     if not choice.reasoning:
         return 0
     num_tokens, reasoning = len(choice.token_ids), choice.reasoning.encode()
@@ -523,7 +526,7 @@ def line_of(value: Any) -> bytes:
 
 
 def message_of(choice: CompletionOutput, *, has_reasoning: bool = True) -> dict[str, Any]:
-    """A chat's answer as a message, also without its reasoning."""
+    """A chat's answer as a message, with or without its reasoning."""
     message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
     if choice.reasoning is not None and has_reasoning:
         message |= _reasoning_fields(choice.reasoning)
@@ -534,18 +537,18 @@ def message_of(choice: CompletionOutput, *, has_reasoning: bool = True) -> dict[
 
 
 def _reasoning_fields(text: str) -> dict[str, str]:
-    """Reasoning by both names that clients read: DeepSeek's, and the one that vLLM and OpenRouter have instead."""
+    """Reasoning by both names that clients read: DeepSeek's, and the one of vLLM and OpenRouter."""
     return {"reasoning_content": text, "reasoning": text}
 
 
 def finish_reason_of(choice: CompletionOutput | CompletionDelta, has_calls: bool) -> str | None:
-    """What the API calls it; "tool_calls" says that each call is complete."""
+    """The API's name of a finish reason; "tool_calls" only if each call is complete."""
     is_calling = choice.finish_reason == "stop" and has_calls and not choice.has_cut_call
     return "tool_calls" if is_calling else choice.finish_reason
 
 
 def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
-    """A piece of a tool call; the first one of it names it."""
+    """A piece of a tool call; only the first piece has the call's id and name."""
     function = {"arguments": call.arguments}
     if call.id is None:
         return {"index": call.index, "function": function}

@@ -1,4 +1,4 @@
-"""The API, written once for all frameworks: which requests are let in, what each asks for, what is known at its end."""
+"""The API, written once for all frameworks: routes, admission of requests, their handlers, and their records."""
 
 from __future__ import annotations
 
@@ -91,12 +91,12 @@ Handler = Callable[[Exchange, RequestRecord], Awaitable[Response | None]]
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that did not wait."""
 START_TIMEOUT_S = 30.0
-"""How long a request waits for an engine that is being started; proxies wait a minute."""
+"""Longest wait of a request for an engine that is being started; proxies wait a minute."""
 MAX_ABORTED = 1024
 MAX_TOKEN_STRS = 8192
 MAX_DETOKENIZED = 2**16
 BUNDLED = "demo"
-"""The bundled model's own name, by which the page knows it under whatever name it is served."""
+"""The bundled model's own name, by which the page recognises it whatever name it is served under."""
 MODEL_PREFIX = "/v1/models/"
 MODEL_PATH = "/v1/models/{id}"
 """An id may hold slashes."""
@@ -115,15 +115,15 @@ COUNTING: dict[str, type[MessageRequest | ResponseRequest]] = {
     COUNT_PATH: ResponseRequest,
     f"{MESSAGES}/count_tokens": MessageRequest,
 }
-"""Paths that tell how many tokens a prompt has."""
+"""Paths that return the number of a prompt's tokens."""
 
 
 class Route(NamedTuple):
-    """What a path does.
+    """The handler of a method at a path.
 
     Attributes:
-        body: what the request's is decoded into.
-        is_work: it counts among the requests that are served at once, and is refused when there are too many.
+        body: the type that the request's body is decoded into.
+        is_work: its requests count among those served at once, and are refused when there are too many.
     """
 
     method: str
@@ -134,7 +134,7 @@ class Route(NamedTuple):
 
 
 class ServedModels:
-    """The one model that an engine has, by the names that requests may call it."""
+    """The engine's one model, by the names that requests may use."""
 
     def __init__(self, find_engine: Callable[[], Engine], config: ServerConfig) -> None:
         self._find_engine = find_engine
@@ -143,7 +143,7 @@ class ServedModels:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """At least one. Of a folder only the last part is shown: its path is the server's own affair."""
+        """At least one name. A folder's is its last part: clients do not see the server's paths."""
         if self._config.served_model_name:
             return self._config.served_model_name
         model = self._find_engine().config.model
@@ -152,7 +152,7 @@ class ServedModels:
         return (PurePath(model).name or "model",) if PurePath(model).is_absolute() or model[0] in ".~" else (model,)
 
     def choose(self, asked: str | None) -> str:
-        """The name to answer with for the one that was asked for, if any; another model's is a 404."""
+        """The name to answer with: the one asked for, or the first; another model's name is a 404 (`ApiError`)."""
         names = self.names
         if not asked:
             return names[0]
@@ -162,7 +162,7 @@ class ServedModels:
         return asked
 
     def describe(self, name: str) -> dict[str, Any]:
-        """As ``/v1/models`` tells of it, to OpenAI's clients and to Anthropic's."""
+        """The model's entry in ``/v1/models``, for OpenAI's clients and for Anthropic's."""
         engine = self._find_engine()
         return {
             "id": name,
@@ -182,8 +182,8 @@ class Api:
     """One engine's HTTP API; `serve` is its one entry.
 
     Args:
-        engine: may be started later; until a task begins to, requests hear 503, and then they wait for at most
-            `START_TIMEOUT_S`. Or a function that finds it, asked at each request.
+        engine: may be started later. Requests get 503 until its start begins, and then wait for at most
+            `START_TIMEOUT_S`. Or a function that returns the engine, called at each request.
         config: absent: the defaults.
     """
 
@@ -222,32 +222,32 @@ class Api:
             Route("GET", "/", self._page),
         )
         self._routes: dict[str, dict[str, Route]] = {}
-        """By path and method."""
+        """Routes by path and method."""
         for route in routes:
             self._routes.setdefault(route.path, {})[route.method] = route
         self._metrics_of_http = HttpMetrics()
         self._rendering = PerLoop(lambda: CapacityLimiter(1))
-        """A thread for metrics."""
+        """Limits the rendering of metrics to one thread."""
         self._tracing = Tracing()
         self._keys = ApiKeys(self.config.api_keys)
         self._bodies = BodyReader(self.config)
         self._responses = StoredResponses(self.config.max_stored_responses, self.config.max_stored_response_bytes)
         self._group: Callable[[], ServerGroup] | None = None
-        """All servers of the port as they are now; None: this one is alone, and asks none."""
+        """Returns the present state of all servers of the port; None: this server is the only one."""
         self._ask: Callable[[Question], Awaitable[bytes]]
         self._num_open = 0
         self._has_warned = False
 
     def enter_group(self, group: Callable[[], ServerGroup], ask: Callable[[Question], Awaitable[bytes]]) -> None:
-        """Be one of several servers of a port, before anything is served: what is asked of this one is asked of all."""
+        """Become one of several servers of a port: metrics, load and aborts are then of all. Call it before serving."""
         self._group, self._ask = group, ask
         self._responses.is_one_of_several = True
 
     async def answer(self, question: Question) -> bytes:
-        """What another server, or the process that has started all, asks of this one.
+        """Answer a question of another server, or of the process that started all servers.
 
         Raises:
-            ApiError: as a client here would hear it.
+            ApiError: as for a client of this server.
         """
         if isinstance(question, CountOpen):
             return str(self._num_open).encode()
@@ -261,17 +261,17 @@ class Api:
 
     @property
     def engine(self) -> Engine:
-        """The one that is served now."""
+        """The engine that is served now."""
         return self._find_engine()
 
     def drain(self) -> None:
-        """The server begins to drain: `/health` says so from now on, and no new work is taken."""
+        """Begin to drain: from now on `/health` is 503 and new work is refused."""
         self.is_draining = True
 
     # Every request
 
     async def serve(self, exchange: Exchange) -> None:
-        """Answer one request. Cancelling aborts what it has begun.
+        """Answer one request. Cancelling aborts its work.
 
         Raises:
             RuntimeError: the server does not run on asyncio.
@@ -321,10 +321,10 @@ class Api:
     async def _answer(
         self, exchange: Exchange, record: RequestRecord, routes: dict[str, Route] | None
     ) -> Response | None:
-        """The response, also to what is refused or fails; None where it has been written already.
+        """The response, also for a refusal or a failure; None if it has been written already.
 
         Args:
-            routes: of its path, by method.
+            routes: the routes of the request's path, by method.
         """
         try:
             if exchange.path not in OPEN_PATHS:
@@ -351,7 +351,7 @@ class Api:
         if isinstance(error, EngineClosed) and not self._has_warned and not self.is_draining:
             self._has_warned = True
             logger.warning("requests are answered 503: %s", error)
-        if record.status:  # an answer now would stand in the middle of one
+        if record.status:  # an answer now would stand in the middle of another one
             record.outcome = "error"
             exchange.cut()
             return None
@@ -368,7 +368,7 @@ class Api:
         return ApiError(404, "not_found", f"there is nothing at {path[:100]!r}{hint}")
 
     async def _respond(self, exchange: Exchange, record: RequestRecord, response: Response) -> None:
-        """Give the response; a large one piece by piece, as its client takes it."""
+        """Send the response; a large one in pieces, as its client reads them."""
         timeout_s = self.config.write_timeout_s
 
         async def in_pieces(cut: Callable[[], None]) -> None:
@@ -378,19 +378,19 @@ class Api:
                 await monitor.write_pieces(response.body)
                 await monitor.write(exchange.end())
 
-        if len(response.body) > PIECE_BYTES and exchange.method != "HEAD":  # of which no server sends the body
+        if len(response.body) > PIECE_BYTES and exchange.method != "HEAD":  # servers send no body for HEAD
             await run_while_connected(exchange, in_pieces)
             return
 
         def note_cut() -> None:
             record.outcome = "cut"
 
-        # Where the client has not read yet what it asked for before, this waits.
+        # This waits while the client has not read its earlier responses.
         with WriteMonitor(exchange, timeout_s=timeout_s, on_stuck=note_cut) as monitor:
             await monitor.write(exchange.respond(response))
 
     async def _work(self, exchange: Exchange, record: RequestRecord, route: Route) -> Response | None:
-        """Refuse what there is no room for, before its body is read; then do it."""
+        """Handle a request of work, or refuse it before its body is read: there is no room, or the server drains."""
         if self.is_draining:
             raise unavailable("this server is being stopped", connection="close")
         if self._num_open >= self.config.concurrency_limit(self.engine.config, self.engine.num_engines):
@@ -405,7 +405,7 @@ class Api:
             self._num_open -= 1
 
     async def _wait_for_start(self) -> None:
-        """Wait until the engine serves; how many may wait is how many may be served at once."""
+        """Wait until the engine serves; waiting requests count among those that are served at once."""
         try:
             with anyio.fail_after(START_TIMEOUT_S):
                 await self.engine.wait_started()
@@ -413,7 +413,7 @@ class Api:
             raise unavailable("the engine is still starting; try again later") from None
         except EngineClosed:
             raise
-        except Exception as error:  # it may tell of files, and is heard where the engine is started
+        except Exception as error:  # its message may name files; the engine's starter gets it
             raise unavailable("the engine could not be started") from error
 
     async def _read(self, exchange: Exchange, kind: type[T]) -> T:
@@ -519,7 +519,7 @@ class Api:
             raise ApiError(404, "not_found", message)
         return _json(self.engine.tokenizer_info())
 
-    # Telling
+    # Information
 
     async def _models(self, exchange: Exchange, record: RequestRecord) -> Response:
         self._check_alive()
@@ -532,7 +532,7 @@ class Api:
         return _json(self.models.describe(self.models.choose(exchange.path.removeprefix(MODEL_PREFIX))))
 
     async def _health(self, exchange: Exchange, record: RequestRecord) -> Response:
-        """200 while the engine gets on, whatever is asked of it; else 503 with what is wrong."""
+        """200 while the engine is alive and the server does not drain; else 503, with the status."""
         try:
             health = self.engine.health()
         except AioEngineError:
@@ -564,7 +564,7 @@ class Api:
         return Response(200, body, {"content-type": content_type})
 
     def _families(self) -> list[MetricFamily]:
-        # Of a connected engine the model is known only once it is connected.
+        # The model of a connected engine is known only once it is connected.
         return read_families(self.engine, self._metrics_of_http, self.config.metrics_prefix, self.models.names[0])
 
     async def _version(self, exchange: Exchange, record: RequestRecord) -> Response:
@@ -579,7 +579,7 @@ class Api:
 
     @functools.cached_property
     def _openapi(self) -> dict[str, Any]:
-        """Made when it is first asked for: that takes 20 ms."""
+        """The OpenAPI document; made at its first use, since it takes 20 ms."""
         routes = [route for routes in self._routes.values() for route in routes.values()]
         return make_document([(route.method, route.path, route.body) for route in routes], self.config)
 
@@ -593,14 +593,14 @@ class Api:
         return PAGE
 
     def _check_alive(self) -> None:
-        """Raise where nothing can be served any more, so that a look at any of our paths tells of it."""
+        """Raise if the engine is dead or closed, so that a request to any path reports it."""
         if self.engine.health().status == "DEAD":
-            self.engine.check_accepting()  # one that was closed is not broken, and says so here
+            self.engine.check_accepting()  # raises EngineClosed if it was closed, which is no failure
             raise EngineDead("the engine has stopped working")
 
 
 def _template_of(path: str) -> str:
-    """The path of the route that a request's path would be for."""
+    """The path of the route for a request's path; without one, the path itself."""
     if path.startswith(MODEL_PREFIX) and path != MODEL_PREFIX:
         return MODEL_PATH
     if path.startswith(RESPONSE_PREFIX) and path not in (COUNT_PATH, COMPACT_PATH):
@@ -619,5 +619,5 @@ def _json(value: Any, status: int = 200) -> Response:
 
 
 async def _with_ids(fields: dict[str, Any], name: str, ids: list[int]) -> bytes:
-    """JSON of the fields and a list that may be very long, with turns for others between its parts."""
+    """JSON of the fields and a list that may be very long; other tasks run between its parts."""
     return b'%b,"%b":%b}' % (msgspec.json.encode(fields)[:-1], name.encode(), await encode_ids(ids))
