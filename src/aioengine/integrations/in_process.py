@@ -1,4 +1,4 @@
-"""HTTP requests to an engine's API without HTTP: from a caller on the engine's own loop, and through no socket."""
+"""Requests to an engine's HTTP API without a socket, from a caller on the engine's own loop."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from aioengine.server.errors import ApiError, api_error_of
 from aioengine.server.exchange import ClientGone, Response
 
 MAX_UNREAD_BYTES = 2**16
-"""Of an answer, written and not read yet; its writer waits then. About 250 tokens of a stream: one that is not read
-gets no further than them and ``max_unread_tokens``."""
+"""Bytes of an answer that may be written ahead of its reader; the writer waits then. About 250 tokens of a stream: one
+that is not read stops after these and ``max_unread_tokens``."""
 NEVER_S = 1e9
 NO_RETRY = {"x-should-retry": "false"}
-"""What OpenAI's clients take as: do not try again."""
+"""The header that keeps OpenAI's clients from retrying."""
 
 
 class InProcessExchange:
     """An `Exchange` whose client is an object on the same loop.
 
-    The client, which is one task at a time, awaits `head`, then `take` until it gives nothing, or calls `leave` at any
-    moment. The API's side is that of every `Exchange`.
+    The client, which is one task at a time, awaits `head`, then `take` until it returns nothing, or calls `leave` at
+    any moment. The API's side is that of every `Exchange`.
 
     Args:
         path: below the API's root.
         query: behind "?", if any.
         headers: with names in lower case.
-        body: the request's, whole: it is in memory already.
+        body: the whole request body, since it is in memory already.
         read_timeout_s: how long the client waits for the next bytes; absent: for ever.
 
     Attributes:
-        status: the answer's, known after `head`; so are its ``response_headers``.
+        status: the answer's status, known after `head`; so are its ``response_headers``.
     """
 
     client = "in-process"
@@ -66,7 +66,7 @@ class InProcessExchange:
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
         self._watcher: asyncio.Future[None] | None = None
-        """What waits for something to read, for room, and for the client to leave."""
+        """Futures of the waits for something to read, for room, and for the client to leave."""
         self._read_timeout_s = read_timeout_s
         self._reads_since = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -110,10 +110,10 @@ class InProcessExchange:
         self._pieces.clear()
         self.finish()
 
-    # What serves it
+    # The serving task's side
 
     def finish(self) -> None:
-        """Nothing more will be written; an answer that was not ended has failed. Idempotent."""
+        """Note that nothing more will be written; an answer that was not ended has failed. Idempotent."""
         self._is_over = True
         _wake(self._reader)
 
@@ -137,17 +137,17 @@ class InProcessExchange:
             await self._wait()
 
     async def take(self) -> bytes:
-        """All that has been written and not been read, once there is something; nothing at the answer's end.
+        """Wait for unread bytes and return all of them; return nothing at the answer's end.
 
         Raises:
-            TimeoutError, ConnectionError: as `head`, of the next piece.
+            TimeoutError, ConnectionError: as `head`, for the next piece.
         """
         while not (self._pieces or self._is_over):
             await self._wait()
         return self.take_rest()
 
     def take_rest(self) -> bytes:
-        """As `take`, of an answer of which nothing more will come; also where its loop runs no more."""
+        """Return all unread bytes, as `take`, of an answer that is over; also where its loop runs no more."""
         if not self._pieces:
             self._stop_timer()
             if not self._is_whole:
@@ -160,7 +160,7 @@ class InProcessExchange:
         return data
 
     def leave(self) -> None:
-        """The client reads no more: what is being computed for it is aborted. Idempotent, on the loop."""
+        """Stop reading: the engine aborts what it computes for this client. Idempotent, on the loop."""
         self._has_left = True
         if not self._is_over:  # else nothing is computed for it, and a loop that has ended may have ended this wait
             self._pieces.clear()
@@ -169,7 +169,7 @@ class InProcessExchange:
         self._stop_timer()
 
     def leave_soon(self) -> None:
-        """As `leave`, from any thread, a garbage collector's too."""
+        """Schedule `leave` from any thread, also during garbage collection."""
         if not self._is_over:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and nothing runs on it
                 self._loop.call_soon_threadsafe(self.leave)
@@ -191,7 +191,7 @@ class InProcessExchange:
     def _look(self) -> None:
         self._timer = None
         if self._reader is None or self._reader.done() or self._read_timeout_s is None:
-            return  # the next wait begins anew
+            return  # the next wait starts a new timer
         due = self._reads_since + self._read_timeout_s
         if self._loop.time() < due:
             self._timer = self._loop.call_at(due, self._look)
@@ -213,7 +213,7 @@ class InProcessApi:
     """An engine's API for callers on its loop. Each request is served by a task that the engine owns.
 
     Args:
-        config: what it says of hosts, keys and slow clients has no meaning here.
+        config: its settings of hosts, keys and slow clients do not apply here.
     """
 
     def __init__(self, engine: Engine, config: ServerConfig | None = None) -> None:
@@ -223,12 +223,12 @@ class InProcessApi:
         self._open: dict[asyncio.Task[None], InProcessExchange] = {}
 
     async def begin(self, exchange: InProcessExchange) -> asyncio.Task[None]:
-        """Let it be served, and wait until its answer has begun. Cancelling leaves it.
+        """Start to serve a request, and wait until its answer has begun. Cancelling leaves the exchange.
 
         Returns:
             the task that serves it.
         Raises:
-            AioEngineError, RuntimeError: there is no engine that could; its loop is another one, or it is closed.
+            AioEngineError, RuntimeError: no engine can serve it: the engine's loop is another one, or it is closed.
             TimeoutError, ConnectionError: as `InProcessExchange.head`.
         """
         serve = functools.partial(self._serve, exchange)
@@ -247,14 +247,14 @@ class InProcessApi:
             exchange.finish()
 
     async def aclose(self) -> None:
-        """Leave all that is open, and wait for its end."""
+        """Leave all open exchanges, and wait for their tasks' end."""
         for exchange in self._open.values():
             exchange.leave()
         if self._open:
             await asyncio.wait(list(self._open))
 
     def is_over(self) -> bool:
-        """Whether no later request can be served either."""
+        """Whether the engine can serve no further request."""
         try:
             return self._engine.health().status == "DEAD"
         except EngineClosed:  # it has not been started
@@ -262,7 +262,7 @@ class InProcessApi:
 
 
 def answer_to(error: Exception) -> Response:
-    """The answer to a request that could not be served, because of what `InProcessApi.begin` has raised."""
+    """The answer to a request for which `InProcessApi.begin` raised ``error``."""
     is_ours = isinstance(error, AioEngineError)
     answer = api_error_of(error) if is_ours else ApiError(500, None, str(error))  # a program's own mistake
     return answer.response()

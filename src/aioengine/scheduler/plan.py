@@ -1,4 +1,4 @@
-"""What the scheduler tells the device, and what the device answers: plain, immutable, numbered.
+"""Steps as the scheduler sends them to the device, and their results: plain, immutable, numbered data.
 
 A `StepPlan` is a delta over stable rows. A row is a place in the executor's persistent buffers; a running sequence
 keeps its row until it leaves. The executor owns the token history and the block tables, so that a steady decode step
@@ -37,7 +37,7 @@ EMPTY_FLOATS: Float32 = np.zeros(0, np.float32)
 
 
 class Want(enum.IntEnum):
-    """What a row's last token of a step is computed for."""
+    """The purpose of a row's last token in a step."""
 
     NOTHING = 0
     """A prefill chunk that ends before the last known token: only its KV is wanted."""
@@ -49,8 +49,8 @@ LogitsProcessor = Callable[[Any, list["LogitsRow"]], Any]
 """Changes logits: (float32 tensor [rows, vocab], the rows) → logits of the same shape, or None if changed in place.
 
 It runs in the device thread before penalties and temperature, once a step, with all the rows of that step whose
-requests were given this same object. In this process only: a function cannot travel. What it raises ends those rows'
-requests (`StepFailed`), and no others.
+requests were given this same object. In this process only: a function cannot be sent to another one. An exception that
+it raises ends those rows' requests (`StepFailed`), and no others.
 """
 
 
@@ -69,7 +69,7 @@ class LogitsRow(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 class RowSampling(RowParams, frozen=True, kw_only=True, gc=False):
-    """What the sampler has to know about a row; already validated.
+    """A row's sampling parameters for the sampler; already validated.
 
     A draw depends on (``seed``, ``choice``, output position) only, where the first output token has position 0.
     The logits are changed in this order, after raw log-probabilities were taken: ``allowed_token_ids``, ``bad_words``,
@@ -86,21 +86,21 @@ class RowSampling(RowParams, frozen=True, kw_only=True, gc=False):
     """``stop_ids`` cannot be sampled at output positions below this, unless a grammar leaves no other."""
     stop_ids: tuple[int, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, what is added to its logit) each."""
+    """(token id, number to add to its logit) each."""
     allowed_token_ids: tuple[int, ...] = ()
-    """The only ones that may be sampled; empty: all."""
+    """The only tokens that may be sampled; empty: all."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that must not come up in the output: the last token of one is masked behind the others."""
     logits_processors: tuple[LogitsProcessor, ...] = ()
-    """In this order. A plan that has some stays in this process."""
+    """Applied in this order. A plan that has some stays in this process."""
     grammar: CompiledGrammar | None = None
-    """What the output's text must be. A plan that has one stays in this process, too."""
+    """The constraint on the output's text. A plan that has one stays in this process, too."""
     ignores_end: bool = False
-    """Tokens that end the output come only where the grammar leaves no other."""
+    """Tokens that end the output may be sampled only where the grammar leaves no other."""
     logprobs: int = -1
     """Likeliest tokens to report beside the sampled one; -1: no log-probabilities at all."""
     logprobs_mode: LogprobsMode = "raw"
-    """Those of the model's logits, or of the logits that the token is drawn by, behind all of the above."""
+    """Whether to report those of the model's logits, or of the logits that tokens are drawn by, after all changes."""
     logprob_token_ids: tuple[int, ...] = ()
     """Tokens to report always, where ``logprobs`` is 0 or more."""
     prompt_logprobs: int = -1
@@ -108,7 +108,7 @@ class RowSampling(RowParams, frozen=True, kw_only=True, gc=False):
 
 
 class RowAdded(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A sequence that takes a row: all that the executor must know of it.
+    """A sequence that takes a row, with all that the executor needs.
 
     Attributes:
         row: free until now (``StepPlan.removed`` comes first).
@@ -125,10 +125,10 @@ class RowAdded(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     sampling: RowSampling
 
     def add_grammar(self, rows: GrammarRows, allowed: Mask | None = None) -> GrammarRow:
-        """Put a row that has a grammar among such rows, behind the tokens of its output that are known.
+        """Add this row, which has a grammar, to ``rows``, advanced by the tokens of its output that are known.
 
         Args:
-            allowed: of the only tokens that its other rules admit; None: all.
+            allowed: mask of the only tokens that its other rules admit; None: all.
         """
         sampling = self.sampling
         assert sampling.grammar is not None
@@ -201,7 +201,7 @@ MAX_DESCRIBED_ITEMS = 32
 
 
 def _describe_sampling(sampling: RowSampling) -> dict[str, Any]:
-    """Its fields, long ones by their length; of ids that a prompt or a secret word could be read from, the number."""
+    """The fields; a number in place of long ones, and of ids that would reveal a prompt or a secret word."""
     fields = msgspec.structs.asdict(sampling)
     fields["logits_processors"] = [repr(processor) for processor in sampling.logits_processors]
     fields["bad_words"] = f"<{len(sampling.bad_words)} sequences>"
@@ -216,7 +216,7 @@ class StepLogprobs(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Log-probabilities of the tokens whose rows asked for them, by each row's ``logprobs_mode``.
 
     Attributes:
-        index: int32 [m], which of ``StepResult.token_ids`` each line is about, ascending.
+        index: int32 [m], the index in ``StepResult.token_ids`` of each line's token, ascending.
         logprobs: float32 [m], of the sampled token.
         ranks: int32 [m], 1 for the likeliest token.
         top_ids: int32 [m, k], the likeliest first; k is the most that any row asked for, a row reads its own first few.
@@ -241,7 +241,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Raw log-probabilities of prompt tokens, each given the tokens before it.
 
     Attributes:
-        index: int32 [m], which of the plan's rows each line is about, ascending.
+        index: int32 [m], the index in the plan's rows of each line's row, ascending.
         positions: int32 [m], the place of the token in the prompt, at least 1; ascending within a row. A row that asks
             brings the lines of all prompt tokens that follow one which this step computes.
         logprobs: float32 [m], of that prompt token.
@@ -262,29 +262,28 @@ class NothingAllowed(ValueError):
 
 
 class RowFailure(msgspec.Struct, frozen=True, gc=False):
-    """One row's part of a step failed, and no other's: its logits are no numbers, or a processor of its own raised.
+    """The failure of one row's part of a step: its logits are no numbers, or a processor of its own raised.
 
-    The row brings no token; a plan that was launched meanwhile goes on with a meaningless one.
+    The row gets no token; a plan that was launched meanwhile goes on with a meaningless one.
     """
 
     index: int
-    """Which of the plan's rows."""
+    """Index in the plan's rows."""
     error: Exception
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What a step brought, flat: ``token_ids[offsets[i]:offsets[i + 1]]`` belong to ``plan.rows[i]``.
+    """The results of a step, flat: ``token_ids[offsets[i]:offsets[i + 1]]`` belong to ``plan.rows[i]``.
 
-    A row may bring none (`Want.NOTHING`, or it failed), one, or several tokens (``num_choices``).
+    A row may have none (`Want.NOTHING`, or it failed), one, or several tokens (``num_choices``).
 
     Attributes:
         offsets: int32 [b + 1].
         token_ids: int32 [tokens sampled].
         logprobs, prompt_logprobs: None where no row asked.
         failures: of single rows, ascending.
-        forced: by the index of a token in ``token_ids``, those that follow it without a choice, by its row's grammar.
-            They are in the row's history from the next plan on, with no KV; a row has the first of those that steps
-            in flight sample among them.
+        forced: by the index of a token in ``token_ids``, the tokens that the row's grammar forces after it. They are
+            in the row's history from the next plan on, without KV. Steps in flight sample the first of them.
         device_time_s: how long the step held the device.
         ended_at_s: when it ended, by ``time.monotonic`` or the clock of a virtual loop; 0.0 if unknown.
     """

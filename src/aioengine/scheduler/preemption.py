@@ -1,6 +1,6 @@
-"""Which sequences give way when rows or blocks run short.
+"""Preemption: the choice of sequences that give up rows or blocks when these run short.
 
-A blocked sequence (`Sequence.reasons`) leaves its row once nothing of it is in flight, and keeps its blocks. A sequence
+A blocked sequence (`Sequence.reasons`) leaves its row once it has no step in flight, and keeps its blocks. A sequence
 that holds blocks without a row is *parked*. When blocks run out, victims are chosen in this order: a parked sequence
 that is blocked, a blocked one that has a row still, then the one with the largest `WaitingQueue.eviction_key`. A
 victim loses its blocks, and computes their KV again.
@@ -18,11 +18,11 @@ from aioengine.scheduler.waiting_queue import TenantQueues, WaitingQueue
 
 
 class Preemption:
-    """Takes rows and blocks from sequences, and puts those back where they wait.
+    """Takes rows and blocks from sequences, and puts these sequences back into their queues.
 
     Attributes:
-        leaving: with a reason and with a row, until what is in flight is applied.
-        parked: without a row, with or without a reason, and holding blocks; by order.
+        leaving: blocked sequences that keep a row until their steps in flight are applied.
+        parked: sequences that hold blocks without a row, blocked or not; by order.
         reserve: blocks that are kept back from newcomers while others run: a prompt half admitted would only be
             preempted again.
         num_preemptions: since the start.
@@ -41,7 +41,7 @@ class Preemption:
         self.num_preemptions = 0
 
     def enqueue(self, sequence: Sequence) -> None:
-        """Let a sequence without a row wait: among the blocked ones if it has a reason."""
+        """Queue a sequence without a row: among the blocked ones if it has a reason."""
         if sequence.reasons:
             self._blocked[sequence.order] = sequence
         else:
@@ -53,7 +53,7 @@ class Preemption:
             self.leaving.remove(sequence)
 
     def release(self, sequence: Sequence) -> None:
-        """Give its blocks back, wherever it is."""
+        """Give a sequence's blocks back, parked or not."""
         self.parked.pop(sequence.order, None)
         self._kv.release(sequence)
 
@@ -61,7 +61,7 @@ class Preemption:
         """Preempt running sequences of a larger level than the first in the queue, if that makes room for it.
 
         Returns:
-            what that one is going to take of the next step, before the prompts of lower ones.
+            the share of the next step that it takes before the prompts of lower levels.
         """
         running = self._table.running
         head = self._waiting.peek() if running else None
@@ -91,13 +91,13 @@ class Preemption:
         """A sequence without a row that gives its blocks to ``newcomer``, the first in the queue, if there is one.
 
         Args:
-            is_alone: nothing runs. Then the newcomer may preempt itself: to copy its shared last block takes a block
-                more than to compute it anew.
+            is_alone: nothing runs. Then the newcomer may preempt itself: copying its shared last block takes one block
+                more than computing it again.
         """
         return self._parked_victim(newcomer) or (newcomer if is_alone and newcomer.block_ids else None)
 
     def _parked_victim(self, besides: Sequence | None = None) -> Sequence | None:
-        """Of the sequences that hold blocks without a row: a blocked one, else the last."""
+        """A blocked sequence among those that hold blocks without a row, else the last of these."""
         candidates = (sequence for sequence in self.parked.values() if sequence is not besides)
         eviction_key = self._waiting.eviction_key
         return max(candidates, key=lambda sequence: (bool(sequence.reasons), eviction_key(sequence)), default=None)
@@ -111,7 +111,7 @@ class Preemption:
         self.release(sequence)
 
     def park_blocked(self) -> None:
-        """Blocked sequences leave their rows once nothing of theirs is in flight."""
+        """Take the rows of blocked sequences that have no step in flight."""
         table = self._table
         idle = [s for s in self.leaving if table.computed[s.row] == table.scheduled[s.row]]
         for sequence in idle:

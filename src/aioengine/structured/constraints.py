@@ -1,6 +1,6 @@
-"""What an answer's text may be: a JSON schema, a regular expression, a choice, a grammar, or text with tagged spans.
+"""Constraints on an answer's text: a JSON schema, a regular expression, a choice, a grammar, or text with tagged spans.
 
-Plain data, so that it travels with a request. `aioengine.structured.guidance` compiles it.
+They are plain data, so that they travel with a request. `aioengine.structured.guidance` compiles them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from aioengine.type_schema import describe, is_type, no_schema
 from aioengine.validation import check_fields, shorten, typed
 
 MAX_CONSTRAINT_BYTES = 256 * 1024
-"""Of a constraint as JSON, so that queues and caches of them are bounded; compiling has bounds of its own."""
+"""The largest constraint as JSON, so that queues and caches of them are bounded; compiling has bounds of its own."""
 
 MAX_LEVELS = 120
 """Levels of lists and dicts in a schema; recursion is written with ``$ref``."""
@@ -30,7 +30,7 @@ Text = Annotated[str, Meta(min_length=1, max_length=MAX_CONSTRAINT_BYTES)]
 
 
 def _check_length(text: str) -> None:
-    """Refuse JSON that is too large however it is laid out, before anything is made of it: that takes long."""
+    """Refuse JSON that is too large in any layout, before it is parsed, which takes long."""
     if len(text) > 2 * MAX_CONSTRAINT_BYTES:
         raise _refuse("", f"it has {len(text):,} characters of JSON; at most {MAX_CONSTRAINT_BYTES:,} bytes are taken")
 
@@ -40,7 +40,7 @@ def _refuse(_: str, message: str) -> InvalidRequest:
 
 
 class _ConstraintMeta(msgspec.StructMeta):
-    """Arguments that the constraint has not, or lacks, are an `InvalidRequest`, as wrong values are."""
+    """Raises `InvalidRequest` for unknown or missing arguments of a constraint, as for wrong values."""
 
     def __call__(self, *args: Any, **given: Any) -> Any:
         try:
@@ -51,7 +51,7 @@ class _ConstraintMeta(msgspec.StructMeta):
 
 
 class _Constraint(msgspec.Struct, metaclass=_ConstraintMeta, frozen=True, omit_defaults=True, tag_field="kind"):
-    """What all have in common: they are checked when they are made.
+    """Base of all constraints, which are checked when they are made.
 
     Raises:
         InvalidRequest: a field has a wrong value, or all of it is too large or too deep.
@@ -70,7 +70,7 @@ class _Constraint(msgspec.Struct, metaclass=_ConstraintMeta, frozen=True, omit_d
 
     @property
     def content(self) -> bytes:
-        """All that it says: equal for equal constraints; the order of a schema's properties counts."""
+        """The constraint as JSON, equal for equal constraints; the order of a schema's properties counts."""
         return _encoder.encode(self)
 
 
@@ -82,9 +82,9 @@ class Json(_Constraint, frozen=True, tag="json"):
     Attributes:
         schema: a JSON schema (draft 7 to 2020-12).
         whitespace: admit a space, or a line break and indentation, between the tokens of JSON. Else ``, `` and ``: ``
-            separate them on one line, as Python and most models write it: fewer tokens, of which more follow from the
-            schema alone and are not computed.
-        lenient: keywords that cannot be enforced are passed over, and the output may break them.
+            separate them on one line, as Python and most models write it. That takes fewer tokens, and more of them
+            follow from the schema alone and are not computed.
+        lenient: ignore keywords that cannot be enforced; the output may break them.
     """
 
     schema: dict[str, Any] | bool = msgspec.field(default_factory=lambda: {"type": "object"})
@@ -144,8 +144,8 @@ class Tag(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         begin, end: the texts around it; ``begin`` may hold special tokens.
-        schema: of the JSON in it; or
-        pattern: a regular expression for it.
+        schema: the schema of the span's JSON; or
+        pattern: a regular expression for the span.
     """
 
     begin: Text
@@ -188,20 +188,20 @@ class Either(_Constraint, frozen=True, tag="either"):
 
 
 Constraint = Json | Regex | Choice | Grammar | StructuralTags | Either
-"""Any of them, as a request holds it."""
+"""Any constraint, as a request holds it."""
 
 _encoder = msgspec.json.Encoder()
 
 
 def unforced(constraint: Constraint) -> Constraint:
-    """The constraint without what only a trusted sender may ask for: its grammars force nothing."""
+    """The constraint with grammars that force nothing, since only a trusted sender may ask for that."""
     options = constraint.options if isinstance(constraint, Either) else (constraint,)
     trusted = tuple(Grammar(one.text) if isinstance(one, Grammar) else one for one in options)
     return Either(trusted) if isinstance(constraint, Either) else trusted[0]
 
 
 def _depth(value: Any) -> int:
-    """Levels of lists and dicts, at most one more than `MAX_LEVELS`: what is deeper, or holds itself, ends there."""
+    """Number of levels of lists and dicts, at most `MAX_LEVELS` + 1: deeper or cyclic values end there."""
     level, values = 0, [value]
     while values and level <= MAX_LEVELS:
         values = [
@@ -215,12 +215,12 @@ def _depth(value: Any) -> int:
     return level
 
 
-# From what callers give
+# Constraints from callers' values
 
 
 def as_constraint(given: Any) -> Constraint:
-    """A constraint, a JSON schema as a dict, or a type: pydantic's models, dataclasses, msgspec's structs, TypedDicts,
-    and what is made of them, such as ``list[Item]``.
+    """The constraint of a constraint, a JSON schema as a dict, or a type: pydantic's models, dataclasses, msgspec's
+    structs, TypedDicts, and types made of them, such as ``list[Item]``.
 
     Raises:
         InvalidRequest: it is none of these, or has no schema.
@@ -235,7 +235,7 @@ def as_constraint(given: Any) -> Constraint:
 
 
 def schema_of(kind: Any) -> dict[str, Any]:
-    """The JSON schema of a type, as `describe` has it.
+    """The JSON schema of a type, as `describe` returns it.
 
     Raises:
         InvalidRequest: there is none.
@@ -253,12 +253,12 @@ SETTINGS_OF_VLLM = (
 
 
 def from_vllm(given: Any) -> Constraint | None:
-    """vLLM's ``StructuredOutputsParams`` or ``GuidedDecodingParams``, or a dict of their fields.
+    """The constraint of vLLM's ``StructuredOutputsParams`` or ``GuidedDecodingParams``, or of a dict of their fields.
 
     Returns:
-        None where no constraint is in it.
+        None where it holds no constraint.
     Raises:
-        InvalidRequest: several are, or what is in it is none.
+        InvalidRequest: it holds several constraints, an unknown one, or an invalid one.
     """
     if given is None:
         return None
@@ -296,7 +296,7 @@ def _fields_of(given: Any) -> dict[str, Any]:
 
 
 def read_schema(given: str | dict[str, Any] | bool) -> Any:
-    """A JSON schema, also as text.
+    """Decode a JSON schema that may be text.
 
     Raises:
         InvalidRequest: the text is no JSON object.
@@ -311,7 +311,7 @@ def read_schema(given: str | dict[str, Any] | bool) -> Any:
 
 
 def read_structural_tag(given: Any) -> StructuralTags:
-    """``{"structures": [{"begin", "schema", "end"}], "triggers": [...]}`` as a dict or as text, in vLLM's and SGLang's
+    """Read ``{"structures": [{"begin", "schema", "end"}], "triggers": [...]}``, a dict or text, in vLLM's and SGLang's
     form.
 
     Raises:

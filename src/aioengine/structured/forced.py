@@ -1,7 +1,7 @@
-"""How many bytes of an answer may follow without a choice, by a constraint alone: an upper bound.
+"""An upper bound on the bytes of an answer that may follow without a choice, from the constraint alone.
 
-llguidance looks for such text in one call, under the GIL: 3 µs a byte, and for ever where a terminal takes up what the
-next one needs (``start: /a+/ "a"``). So the engine asks for it only where it is known to be short.
+llguidance searches such text in one call, under the GIL: 3 µs a byte, and for ever where a terminal takes up the text
+that the next one needs (``start: /a+/ "a"``). So the engine asks for it only where it is known to be short.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from aioengine.structured.constraints import Choice, Constraint, Either, Grammar
 from aioengine.structured.json_schema import is_number, listed, mapped
 
 MAX_FORCED_BYTES = 8 * 1024
-"""A constraint that may force more has all its tokens sampled."""
+"""All tokens of a constraint that may force more are sampled."""
 
 MAX_SCHEMAS_DEEP = 100
-"""Schemas within each other, by references and keywords."""
+"""The deepest nesting of schemas, by references and keywords."""
 
 _OTHER_BYTES = 64
-"""Of a schema beside its keys, constants and patterns: numbers, formats, braces."""
+"""Bytes of a schema's text beside its keys, constants and patterns: numbers, formats, braces."""
 
 _REPEAT = re.compile(r"(?<!\\)(?:\\\\)*([)}]?)\{\s*([0-9]+)\s*(?:,\s*[0-9]*\s*)?\}")
 _OF_NUMBERS = frozenset("0123456789+-.eE")
@@ -48,15 +48,15 @@ def longest_forced(constraint: Constraint) -> float:
 
 
 def _longest_of_tag(tag: Tag) -> float:
-    # A number takes up digits that its end begins with, and a pattern whatever it matches.
+    # A number takes up digits that the tag's end begins with, and a pattern any text that it matches.
     if tag.pattern is not None or tag.end[:1] in _OF_NUMBERS:
         return math.inf
     return len(tag.begin) + longest_text(tag.schema) + len(tag.end)
 
 
 def longest_match(pattern: str) -> float:
-    """The shortest text of a regular expression is not longer than this. It counts each repetition of a group, or of a
-    repetition, as if all were within each other."""
+    """An upper bound on the shortest text of a regular expression. Each repetition of a group, or of a repetition,
+    counts as if all were within each other."""
     found = [(kind, int(times[:9])) for kind, times in _REPEAT.findall(pattern)]
     single = max((times for kind, times in found if not kind), default=1)
     nested = math.prod(float(times) for kind, times in found if kind and times)

@@ -1,4 +1,4 @@
-"""What a compiled constraint is, whichever library compiled it; and the one around it, for text before it begins."""
+"""Interfaces of a compiled constraint of any library, and the grammar around it for reasoning before the answer."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ Mask = NDArray[np.int32]
 
 
 STACK_BYTES = 256 * 2**20
-"""Of a thread that compiles: llguidance follows references and rules by recursion, 10 kB a level, and an overflow ends
-the process. A constraint of the largest size has 7,000 levels of references, or 30,000 rules of 2 kB."""
+"""Stack of a thread that compiles: llguidance follows references and rules by recursion, 10 kB a level, and an overflow
+ends the process. A constraint of the largest size has 7,000 levels of references, or 30,000 rules of 2 kB."""
 
 TOO_LARGE = "the constraint is too large"
-"""The beginning of a matcher's ``problem`` where the library has met a limit."""
+"""The beginning of a matcher's ``problem`` where a limit of the library is reached."""
 
 
 class Matcher(Protocol):
-    """How far one sequence has come in its grammar. For one thread at a time."""
+    """The position of one sequence in its grammar. For one thread at a time."""
 
     @property
     def ending_ids(self) -> Sequence[int]:
@@ -33,25 +33,26 @@ class Matcher(Protocol):
         """Why it cannot go on: a token that the grammar does not admit, or a bound of the library; empty if it can."""
 
     def consume(self, token_ids: Sequence[int]) -> None:
-        """Take in the next tokens; see ``problem``."""
+        """Advance by these tokens; errors are in ``problem``."""
 
     def consume_all(self, matchers: Sequence[Self], token_ids: Sequence[int]) -> None:
-        """As `consume` of one token by each of these, in parallel and without the GIL where the library can."""
+        """Advance each matcher by one token, in parallel and without the GIL where the library can."""
 
     def renew(self) -> bool:
-        """Begin anew behind the tokens so far, where what several matchers share is full: whether the problem is gone.
+        """Replace state that several matchers share if it is full, and replay the tokens; return whether that helped.
 
-        To be asked after `fill`, which does not, until it is False; what was ``forced`` is asked for again.
+        `fill` does not renew: call this while it leaves a ``problem``, until it returns False. After a renewal call
+        `forced` and `fill` again.
         """
 
     def forced(self) -> list[int]:
-        """The only tokens that can come next, as the tokenizer cuts their text; the end of the output among them."""
+        """The only tokens that can come next, as the tokenizer splits their text, including the end of the output."""
 
     def fill(self, mask: Mask) -> None:
-        """Write which tokens may come next; where the text may end those that end it are among them."""
+        """Write the mask of the tokens that may come next, including those that end the text where it may end."""
 
     def fill_all(self, matchers: Sequence[Self], indices: Sequence[int], masks: Mask) -> None:
-        """As `fill` of each of these into ``masks[index]``, in parallel and without the GIL where the library can.
+        """Write the mask of each matcher into ``masks[index]``, in parallel and without the GIL where the library can.
 
         Args:
             masks: int32 [any, ⌈vocab / 32⌉], contiguous.
@@ -62,19 +63,19 @@ class CompiledGrammar(Protocol):
     """A constraint over one vocabulary. Any thread may use it."""
 
     def matcher(self) -> Matcher:
-        """A new one, at the beginning of the text."""
+        """A new matcher, at the beginning of the text."""
 
 
 class Thinking(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Reasoning that comes before an answer, as tokens.
 
     Attributes:
-        begin_ids: what begins it, where the prompt has not; empty if it cannot begin any more.
-        end_ids: what ends it.
-        forced_end_ids: what is put at its end when it has had ``max_tokens``; ends with ``end_ids``.
-        is_begun: the prompt has begun it.
-        max_tokens: -1: any number.
-        gap_ids: tokens of line breaks, of which up to `MAX_GAP_TOKENS` may stand between it and the answer.
+        begin_ids: tokens that begin it, where the prompt does not; empty if it cannot begin any more.
+        end_ids: tokens that end it.
+        forced_end_ids: tokens that are forced after ``max_tokens`` to end it; the last of them are ``end_ids``.
+        is_begun: the prompt begins it.
+        max_tokens: the most tokens of reasoning; -1: any number.
+        gap_ids: tokens of line breaks; up to `MAX_GAP_TOKENS` of them may stand between it and the answer.
     """
 
     begin_ids: tuple[int, ...] = ()
@@ -89,10 +90,10 @@ MAX_GAP_TOKENS = 2
 
 
 class ThinkingGrammar(msgspec.Struct, frozen=True, eq=False):
-    """Reasoning first, free and of bounded length; then what ``inner`` admits, or anything.
+    """Free reasoning of bounded length, then text that ``inner`` admits; any text if ``inner`` is None.
 
     Attributes:
-        ending_ids: tokens that end the output, which must not come before what ``inner`` asks for.
+        ending_ids: tokens that end the output; they must not come before the text of ``inner``.
     """
 
     thinking: Thinking
@@ -113,16 +114,16 @@ class ThinkingMatcher:
         self.ending_ids = grammar.ending_ids
         self._may_begin = bool(thinking.begin_ids) and not thinking.is_begun
         self._num_begun = 0
-        """Tokens of ``begin_ids`` so far, while it may yet begin: ``_inner`` has them, too, since it may be none."""
+        """Tokens of ``begin_ids`` so far, while reasoning may begin. ``_inner`` has them, too: it may be the answer."""
         self._is_thinking = thinking.is_begun
         self._num_gaps_left = 0
         """Tokens of ``gap_ids`` that may come before the answer."""
         self._num_tokens = 0
-        """Of the reasoning."""
+        """Number of tokens of reasoning."""
         self._num_forced = 0
         """Tokens of ``forced_end_ids`` so far."""
         self._last: list[int] = []
-        """Its last tokens, as many as ``end_ids``."""
+        """The last tokens of reasoning, as many as ``end_ids``."""
 
     @property
     def problem(self) -> str:
@@ -130,7 +131,7 @@ class ThinkingMatcher:
 
     @property
     def _answer(self) -> Matcher | None:
-        """The inner matcher, once it alone says what comes next."""
+        """The inner matcher, once it alone decides which tokens come next."""
         return None if self._is_thinking or self._may_begin or self._num_gaps_left else self._inner
 
     def consume(self, token_ids: Sequence[int]) -> None:
@@ -175,7 +176,7 @@ class ThinkingMatcher:
 
     @property
     def _is_to_end(self) -> bool:
-        """Whether the reasoning has had its tokens."""
+        """Whether the reasoning has reached ``max_tokens``."""
         return self._is_thinking and 0 <= self._thinking.max_tokens <= self._num_tokens
 
     def forced(self) -> list[int]:
@@ -214,14 +215,14 @@ class ThinkingMatcher:
 
 
 def set_only(masks: Mask, tokens: Sequence[tuple[int, int]]) -> None:
-    """Let these tokens alone be next: ``masks[row]`` admits that of each (row, token)."""
+    """Admit one token in each of these masks: for each (row, token) ``masks[row]`` admits the token alone."""
     rows, token_ids = np.array(tokens).T
     masks[rows] = 0
     masks.view(np.uint32)[rows, token_ids // 32] = np.uint32(1) << (token_ids % 32).astype(np.uint32)
 
 
 def keep_going(mask: Mask, ending_ids: Sequence[int]) -> None:
-    """Take out the tokens that end the output, where others are left."""
+    """Remove the tokens that end the output from a mask, if others are left."""
     others = mask.copy()
     _clear(others, ending_ids)
     if others.any():

@@ -32,7 +32,7 @@ from aioengine.structured.trials import is_to_be_tried, try_compiling
 from aioengine.threads import start_with_stack
 
 WHITESPACE = r"(\x20|\x0A\x20{0,64})"
-"""Between tokens of JSON, at most once: a model that may write any number of line breaks may never stop."""
+"""Whitespace between tokens of JSON, at most once: a model that may write any number of line breaks may never stop."""
 
 LIMITS: dict[str, Any] = {
     "max_items_in_row": 5_000,
@@ -43,45 +43,45 @@ LIMITS: dict[str, Any] = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
-"""Of compiling (tens of ms) and of one mask (some ms). A lexer with all its states takes up to 20 MB. A row of so many
-items, as of 1,250 optional properties, takes 10 ms, of which the library holds the GIL while it takes a token in."""
+"""Limits of compiling (tens of ms) and of one mask (some ms). A lexer with all its states takes up to 20 MB. A row of
+5,000 items, as for 1,250 optional properties, takes 10 ms; the library holds the GIL while it consumes a token."""
 
 SIZE_PROBLEMS = re.compile(r"lexer error|[Tt]oo many|max is")
-"""In what the library says when one of these limits is met."""
+"""Matches the library's message for any of these limits."""
 
 _CHAR = r'[^"\\\x00-\x1F\x7F]'
 SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_CHAR}{{1,{length}}}" for length in (2, 4, 6, 8, 12, 16, 24)), f"{_CHAR}+"]
-"""Tokens that the library admits together where all of such a text may come. By its own slices, of 10 and 30
+"""Sets of tokens that the library admits at once where any such text may come. With its own slices, of 10 and 30
 characters, a mask within a text that has a ``maxLength`` takes 180 µs in place of 30, with 129,000 tokens."""
 
 ESCAPES = 'nrbtf\\"'
-"""Of texts of JSON, without ``\\u``: a key that is written otherwise would pass for another one."""
+"""Escapes in JSON strings, without ``\\u``: a key written with that would pass for another one."""
 
 NUM_SMALL = 16
-"""Masks of so many rows are computed one after the other: handing them to threads takes as long."""
+"""Masks of up to so many rows are computed one after the other: handing them to threads takes as long."""
 
 MIN_FORCED_BYTES = 8
-"""Fewer are sampled: finding the tokens of any number of bytes takes 10 µs under the GIL, as long as some masks."""
+"""Fewer forced bytes are sampled: finding the tokens of any number takes 10 µs under the GIL, as long as some masks."""
 
 NOT_FORCING = '%llguidance {"no_forcing": true}\n'
-"""At the head of a grammar that may force long text, or endless text: the library looks for it in each mask else."""
+"""The head of a grammar that may force long or endless text, which the library else searches for in each mask."""
 
 ROWS_OF_LEXER = 32
-"""A grammar that so many rows use now is compiled once more: a lexer's lock lets one thread at a time use it."""
+"""Rows of a lexer, from which on the grammar is compiled again for the next: one thread at a time can use a lexer."""
 
 MAX_LEXERS = min(os.cpu_count() or 1, 8)
 
 MAX_AGAIN_S = 0.005
-"""A grammar that took longer has one lexer: others are compiled in the rows' thread, which waits for them."""
+"""A grammar that took longer to compile has one lexer: more would be compiled in the rows' thread, which waits."""
 
 MAX_RENEWAL_S = 0.1
-"""A grammar that took longer gets no new lexer when its own is full, for the same reason: its rows fail."""
+"""A grammar that took longer gets no new lexer when its own is full, for the same reason; its rows fail."""
 
 MAX_AT_ONCE_S = 0.02
 """A grammar that took longer is freed in a thread: freeing takes a fifth of the time, and up to 3 ms for its states."""
 
 TOKENS_OF_FUEL = 128
-"""The library counts what each mask and the tokens behind it cost; with more tokens a mask is made between them."""
+"""The library limits the cost of a mask and the tokens after it; a mask is made between more tokens than this."""
 
 NO_TOKEN = 2**32 - 1
 
@@ -91,29 +91,29 @@ NAMES_OF_LARK = re.compile(r'//.*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])*/|<[^<>\
 """Comments, literals, regular expressions, and names of tokens."""
 
 PASSED_OVER = re.compile(r"nimplemented|Unknown format|coerce_one_of")
-"""In what the library says of what it may pass over."""
+"""Matches the library's messages about keywords that ``lenient`` ignores."""
 
 GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.M)
 
 MAX_RULES = 500
-"""Of GBNF: the converter takes half a second for so many, and the square of it for more."""
+"""Most rules of a GBNF grammar: the converter takes half a second for these, and quadratic time for more."""
 
 ESCAPE_OF_GBNF = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U(00(?:0[0-9a-fA-F]|10)[0-9a-fA-F]{4})|.)")
 
 LISTING = re.compile(r"^\s*\d+ \| .*", re.M | re.S)
-"""Lines of a grammar, at the end of what the library says: most callers have not written them."""
+"""The grammar's lines at the end of the library's message: most callers have not written them."""
 
 POSITION = re.compile(r"^(at )?\d+\(\d+\): ")
 
 
 class Vocabulary:
-    """A tokenizer as llguidance knows it: what grammars are compiled for.
+    """A tokenizer in llguidance's form, for which grammars are compiled.
 
     Args:
-        tokenizer_json: as `tokenizers.Tokenizer.to_str` gives it.
-        num_tokens: the model's; its masks have a bit for each.
+        tokenizer_json: as `tokenizers.Tokenizer.to_str` returns it.
+        num_tokens: size of the model's vocabulary; its masks have a bit for each.
         ending_ids: tokens that end the output.
-        try_first: called with a grammar that may take long to compile, as `try_compiling`.
+        try_first: called with each grammar that may take long to compile, as `try_compiling`.
     Raises:
         InvalidRequest: llguidance cannot read the tokenizer, or there is no ending token.
     """
@@ -137,10 +137,10 @@ class Vocabulary:
         self.ending_ids = endings
         self.is_ending = frozenset(endings)
         self.text_id = next(token_id for token_id in itertools.count() if token_id not in endings)
-        """Of any token that does not end an output."""
+        """Id of a token that does not end an output."""
         self.num_tokens = max(num_tokens, num_known)
         self.num_words = -(-self.num_tokens // 32)
-        """Of a mask; the model's are cut where the tokenizer has more tokens."""
+        """Words of a mask; the model's masks are shorter if the tokenizer has more tokens."""
         try:
             self.tokenizer = llguidance.LLTokenizer(
                 _with_hidden_names(known, self.control_ids), n_vocab=self.num_tokens, eos_token=endings, slices=SLICES
@@ -185,10 +185,10 @@ class Vocabulary:
         return grammar
 
     def _try(self, grammar: GuidanceGrammar) -> None:
-        """Make the first masks: what no text fits, and most of what takes more than `LIMITS`, shows there.
+        """Make the first two masks, which reveal grammars that no text fits and most of those beyond `LIMITS`.
 
         Raises:
-            InvalidRequest: it does.
+            InvalidRequest: it is one of these.
         """
         matcher = grammar.matcher()
         mask = np.zeros(self.num_words, np.int32)
@@ -202,7 +202,7 @@ class Vocabulary:
             matcher.consume([first])
 
     def _grammar_of(self, constraint: Constraint) -> str:
-        """What llguidance takes: Lark, or JSON around it."""
+        """The grammar in llguidance's form: Lark, or JSON around it."""
         match constraint:
             case Json(schema, has_whitespace, is_lenient):
                 spacing = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
@@ -231,7 +231,7 @@ class Vocabulary:
         raise TypeError(f"{constraint!r} has no grammar of its own")
 
     def _one_of(self, constraint: Constraint, *, is_forcing: bool) -> str:
-        """A grammar of the options of a constraint, each with a grammar of its own."""
+        """A grammar of alternatives, one for each option of the constraint."""
         options = constraint.options if isinstance(constraint, Either) else (constraint,)
         names = [f"option_{number}" for number in range(len(options))]
         rules = ("" if is_forcing else NOT_FORCING) + "start: " + " | ".join(f"@{name}" for name in names)
@@ -239,19 +239,19 @@ class Vocabulary:
         return json.dumps({"grammars": [{"name": "start", "lark_grammar": rules}, *inner]})
 
     def _control_token(self, found: re.Match[str]) -> str:
-        """A control token of a grammar by its id; anything else as it is."""
+        """The id of a control token in the grammar's syntax; any other text unchanged."""
         token_id = self.control_ids.get(found[0])
         return found[0] if token_id is None else f"<[{token_id}]>"
 
     def _with_control_tokens(self, text: str) -> str:
-        """A text as the model writes it: control tokens in it by their ids."""
+        """A text in the grammar's syntax, with the control tokens in it by their ids."""
         names = "|".join(map(re.escape, sorted(self.control_ids, key=len, reverse=True)))
         pieces = re.split(f"({names})", text) if names else [text]
         ids = self.control_ids
         return " ".join(f"<[{ids[piece]}]>" if piece in ids else _quoted(piece) for piece in pieces if piece)
 
     def _named(self, name: str, constraint: Constraint) -> dict[str, Any]:
-        """As one of several grammars."""
+        """The constraint as one of several grammars."""
         text = self._grammar_of(constraint)
         if text.lstrip().startswith("{"):
             (grammar,) = json.loads(text)["grammars"]
@@ -290,9 +290,9 @@ def _is_control(token: dict[str, Any]) -> bool:
 
 
 def _with_hidden_names(known: dict[str, Any], control_ids: Mapping[str, int]) -> str:
-    """A tokenizer.json whose control tokens have names that no text has.
+    """A tokenizer.json whose control tokens have names that no text contains.
 
-    The library makes tokens of forced text, and would take a control token where the text has its name.
+    The library tokenizes forced text, and would return a control token where the text contains its name.
     """
     mark = secrets.token_hex(8)
     names = {name: f"<{mark} {token_id}>" for name, token_id in control_ids.items()}
@@ -314,15 +314,16 @@ def _with_hidden_names(known: dict[str, Any], control_ids: Mapping[str, int]) ->
 
 
 class Lexer:
-    """What some matchers of a grammar share. It gains states by the masks of all of them, and takes no token of any
-    when it has as many as `LIMITS` admits, or when one mask has met a limit.
+    """The lexer that some matchers of a grammar share. Masks of all of them add states to it.
+
+    It accepts no token of any matcher once it has as many states as `LIMITS` admits, or once a mask reached a limit.
 
     Args:
-        begun: llguidance's matcher at the beginning of the text, whose copies share it.
+        begun: llguidance's matcher at the beginning of the text, whose copies share the lexer.
         is_large: freeing it takes long.
 
     Attributes:
-        matchers: those that use it now.
+        matchers: the matchers that use it now.
     """
 
     def __init__(self, begun: Any, *, is_large: bool) -> None:
@@ -333,15 +334,15 @@ class Lexer:
     def __del__(self) -> None:
         # At the interpreter's exit no thread is waited for, and one inside the library would be a segmentation fault.
         if self._is_large and not sys.is_finalizing() and threading.main_thread().is_alive():
-            with contextlib.suppress(RuntimeError):  # no thread is to be had: then here
+            with contextlib.suppress(RuntimeError):  # no thread can be started: then it is freed here
                 name = "aioengine-grammar-end"
                 threading.Thread(target=_free, args=(self.begun,), name=name, daemon=False).start()
 
     def limit(self, token_id: int) -> str:
-        """Why it takes no token any more; empty if it does.
+        """Why it accepts no token any more; empty if it does.
 
         Args:
-            token_id: any but one that ends the output, which asks the lexer nothing.
+            token_id: any token that does not end the output, since those do not reach the lexer.
         """
         copy = self.begun.deep_copy()
         copy.consume_token(token_id)
@@ -354,11 +355,11 @@ class GuidanceGrammar:
 
     Args:
         begun: llguidance's matcher.
-        begin: makes another one, with a lexer of its own, in about ``compile_s``.
-        is_forcing: what follows without a choice is looked for, which its size bounds.
+        begin: makes another matcher, with a lexer of its own, in about ``compile_s``.
+        is_forcing: search for forced text; the constraint bounds its length.
 
     Attributes:
-        is_spent: a lexer of it is full, and it takes too long to make another one.
+        is_spent: one of its lexers is full, and making another one takes too long.
     """
 
     def __init__(
@@ -384,7 +385,7 @@ class GuidanceGrammar:
         return GuidanceMatcher(self, lexer)
 
     def replace(self, full: Lexer) -> tuple[Lexer, bool] | None:
-        """Another lexer than this one, which is full, and whether no matcher has used it; None: it takes too long."""
+        """A lexer in place of a full one, and whether it is unused so far; None if making one takes too long."""
         if full not in self._lexers:  # another matcher has had it replaced
             return self._least_used(), False
         if self._compile_s > MAX_RENEWAL_S:
@@ -403,8 +404,8 @@ class GuidanceMatcher:
     """A `Matcher`.
 
     Attributes:
-        raw: llguidance's.
-        lexer: the one that it uses.
+        raw: llguidance's matcher.
+        lexer: the lexer that ``raw`` uses.
     """
 
     def __init__(self, grammar: GuidanceGrammar, lexer: Lexer) -> None:
@@ -414,14 +415,14 @@ class GuidanceMatcher:
         self._grammar = grammar
         self._vocabulary = grammar.vocabulary
         self._token_ids: list[int] = []
-        """All that it has taken in, but for what ends the output."""
+        """All tokens that it has consumed, except those that end the output."""
         self._is_over = False
         self._num_unmasked = 0
         """Tokens since the last mask."""
         self._num_at_fresh = -1
-        """Tokens that it had when it got a lexer that no other one had used; -1: it got none."""
+        """Token count when it got an unused lexer; -1 if its last new lexer was a used one, or it got none."""
         self._limit = ""
-        """Why it goes no further, whatever its lexer."""
+        """Why it cannot go on with any lexer; empty if it can."""
         lexer.matchers.add(self)
 
     @property
@@ -464,7 +465,7 @@ class GuidanceMatcher:
                     matcher.renew()
 
     def _take(self, token_ids: Sequence[int]) -> None:
-        """Note tokens that llguidance's matcher is about to take in, at most `TOKENS_OF_FUEL`."""
+        """Record tokens, at most `TOKENS_OF_FUEL`, before llguidance's matcher consumes them; make a due mask."""
         self._num_unmasked += len(token_ids)
         if self._num_unmasked > TOKENS_OF_FUEL:
             self._fill(np.empty(self._vocabulary.num_words, np.int32))
@@ -472,7 +473,7 @@ class GuidanceMatcher:
         self._token_ids += token_ids
 
     def _is_end(self, token_id: int) -> bool:
-        """Whether the output ends with this token, or has ended; llguidance takes no token then."""
+        """Whether the output ends with this token, or has ended; llguidance must get no token then."""
         if token_id in self._vocabulary.is_ending and self.raw.is_accepting():
             self._is_over = True
         return self._is_over
@@ -543,7 +544,7 @@ def _threads() -> Any:
 
 
 def _free(begun: Any) -> None:
-    """Free what a matcher and its copies share; of a large grammar that takes 0.1 s, and must not hold the GIL.
+    """Free the state that a matcher and its copies share without the GIL, since a large grammar takes 0.1 s.
 
     A token that does not exist ends a matcher, and the library ends two of them without the GIL.
     """
@@ -551,7 +552,7 @@ def _free(begun: Any) -> None:
 
 
 def _with_deep_stack(function: Callable[[], Any]) -> Any:
-    """What the function returns, called in a thread with `STACK_BYTES`."""
+    """Call a function in a thread with a stack of `STACK_BYTES`, and return its result."""
     outcome: Future[Any] = Future()
 
     def call() -> None:
@@ -565,7 +566,7 @@ def _with_deep_stack(function: Callable[[], Any]) -> Any:
 
 
 def _inline_json(schema: Any) -> str:
-    """JSON of a schema inside a grammar of Lark's."""
+    """A rule for the JSON of a schema inside a Lark grammar."""
     schema = normalized(schema)
     if unsound := unsound_keywords(schema):
         raise _refused("; ".join(unsound))
@@ -583,7 +584,7 @@ def _check_end(pattern: str) -> None:
 
 
 def _unescaped(found: re.Match[str]) -> str:
-    """An escape of GBNF's as the library's converter takes it, which gets ``\\u`` wrong."""
+    """An escape of GBNF in a form that the library's converter reads right; it reads ``\\u`` wrong."""
     digits = found[1] or found[2]
     if digits is None:
         return found[0]
@@ -594,12 +595,12 @@ def _unescaped(found: re.Match[str]) -> str:
 
 
 def _quoted(text: str) -> str:
-    """As a literal of Lark's; empty for no text."""
+    """A text as a Lark literal; empty for no text."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f") if text else ""
 
 
 def _slashed(pattern: str) -> str:
-    """With a backslash before each slash that has none."""
+    """The pattern with a backslash before each slash that has none."""
     return re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern, flags=re.S)
 
 

@@ -1,7 +1,7 @@
-"""JSON schemas that llguidance takes and gets wrong: found, so that they are refused.
+"""Finds JSON schemas that llguidance accepts but enforces wrongly, so that they are refused.
 
-It refuses most keywords that it does not know. A test has the smallest schema for each that it takes and gets wrong,
-with a text that it admits; when it has learnt one the test says so.
+The library refuses most keywords that it does not know. For each keyword that it accepts and enforces wrongly, a test
+has the smallest schema and a wrong text that it admits. The test fails when a new version enforces one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CHECKED = frozenset((
 
 # Doubles hold each integer up to this one.
 MAX_EXACT_INTEGER = 2**53
-# The library reckons multiples in 32 bits, and goes on with what is left of a larger product.
+# The library computes products of multiples in 32 bits, and goes on with the low bits of a larger one.
 _MAX_MULTIPLE = 2**32
 # The product of so many different whole numbers is larger.
 _MAX_MULTIPLES = 13
@@ -40,7 +40,7 @@ _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 
 
 def subschemas(schema: Any, keywords: Container[str] = NESTING) -> Iterator[dict[str, Any]]:
-    """The schema and all in it, under these keywords, that are mappings. Constants and defaults are no schemas."""
+    """The schema and all that are mappings under these keywords in it. Constants and defaults are no schemas."""
     pending = [schema]
     while pending:
         node = pending.pop()
@@ -57,7 +57,7 @@ def subschemas(schema: Any, keywords: Container[str] = NESTING) -> Iterator[dict
 
 
 def unsound_keywords(schema: Any) -> list[str]:
-    """What in the schema would make the library admit wrong answers, as ``keyword: reason``; empty if nothing would."""
+    """The keywords by which the library would admit wrong answers, as ``keyword: reason``; empty if there are none."""
     found: list[str] = []
     if isinstance(schema, dict) and "x-guidance" in schema:
         found.append("x-guidance: it changes how the grammar is made")
@@ -80,7 +80,7 @@ def _of_draft_3(node: dict[str, Any]) -> Iterator[str]:
 
 
 def _unsound_places(nodes: list[dict[str, Any]]) -> Iterator[str]:
-    """Of references whose places are none that all else here is looked for in."""
+    """Problems of references that lead to places which the other checks do not visit."""
     root, known = nodes[0] if nodes else {}, set(map(id, nodes))
     if any(isinstance(node.get(keyword), str) for node in nodes[1:] for keyword in ("$id", "id")):
         yield "$id: within a schema it changes what references mean"
@@ -91,7 +91,7 @@ def _unsound_places(nodes: list[dict[str, Any]]) -> Iterator[str]:
 
 def _unsound_counts(node: dict[str, Any]) -> Iterator[str]:
     least, required = node.get("minProperties", 0), {name for name in listed(node, "required") if isinstance(name, str)}
-    # One key beside the required ones cannot be one of them; of two, the second may repeat the first.
+    # One further key cannot repeat a required one, but the second of two may repeat the first.
     if is_number(least) and least > len(required) + 1:
         yield "minProperties: a key that is written twice counts twice"
 
@@ -140,13 +140,13 @@ def _scalars(value: Any) -> Iterator[Any]:
 
 
 def _applied_together(nodes: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """The nodes that may be held against one value: each with its branches; all of them where there are references."""
+    """Groups of nodes that may apply to one value: each node with its branches; all nodes if there are references."""
     if any("$ref" in node for node in nodes):
         yield [node for node in nodes if not _NUMERIC.isdisjoint(node)]
         return
     branches = {id(part) for node in nodes for keyword in _BRANCHES for part in listed(node, keyword)}
     for node in nodes:
-        if id(node) not in branches:  # what is unsound of a branch is so of the whole
+        if id(node) not in branches:  # a branch's problems are found with the whole
             yield [part for part in subschemas(node, _BRANCHES) if not _NUMERIC.isdisjoint(part)]
 
 
@@ -159,7 +159,7 @@ def _unsound_multiples(together: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _unsound_ranges(together: list[dict[str, Any]]) -> Iterator[str]:
-    """Of a whole number that is excluded, where the other bound comes before the next whole number."""
+    """Problems of an excluded whole number whose opposite bound comes before the next whole number."""
     numbers = [part for part in together if part.get("type") != "integer"]
     bounds = {keyword: {part[keyword] for part in numbers if is_number(part.get(keyword))} for keyword in BOUNDS}
     for excluded, other in _next_above(bounds["exclusiveMinimum"], bounds["maximum"] | bounds["exclusiveMaximum"]):
@@ -172,7 +172,7 @@ def _unsound_ranges(together: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _next_above(numbers: set[Any], others: set[Any]) -> Iterator[tuple[Any, Any]]:
-    """Of each number the next of the others that is above it, if there is one."""
+    """Each number with the smallest of the others above it, if there is one."""
     ranked = sorted(others)
     for number in numbers:
         if (index := bisect.bisect_right(ranked, number)) < len(ranked):
@@ -207,6 +207,6 @@ def mapped(node: dict[str, Any], keyword: str) -> dict[str, Any]:
 
 
 def listed(node: dict[str, Any], keyword: str) -> list[Any]:
-    """What a keyword lists; nothing where it is no list."""
+    """The items that a keyword lists; empty where it is no list."""
     value = node.get(keyword)
     return value if isinstance(value, list) else []

@@ -1,4 +1,4 @@
-"""The rows of a device that have grammars: which tokens each may sample next, and which follow without a choice."""
+"""The rows of a device that have grammars: the tokens that each may sample next, and those that it is forced to."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ import numpy as np
 from aioengine.structured.grammar import TOO_LARGE, CompiledGrammar, Mask, keep_going, set_only
 
 MAX_FORCED = 4096
-"""Tokens that one token may bring along."""
+"""The most forced tokens after one token."""
 
 
 MIN_JUMP = 4
-"""Fewer tokens are sampled one by one, unless the last one ends the output: a step that computes several tokens of a
-row is no graph, and costs more."""
+"""Fewer forced tokens are sampled one by one, unless the last one ends the output: a step that computes several tokens
+of a row cannot be a graph, and costs more."""
 
 
 class GrammarRow:
-    """A sequence's way through its grammar, in step with a device that may be some tokens ahead of the host.
+    """A sequence's position in its grammar, in step with a device that may be some tokens ahead of the host.
 
-    Tokens that the grammar forces are known before the device samples them. A row that *jumps* takes them over at once:
-    `GrammarRows.learn` gives them, the scheduler appends them, and they are computed together. Steps that were launched
-    before that sample them, too, under a mask of that one token, so that nothing else can come of it. A row that does
-    not jump, since it wants log-probabilities of each token, samples all of them so. Both have the same tokens.
+    Tokens that the grammar forces are known before the device samples them. A row that *jumps* skips sampling them:
+    `GrammarRows.learn` returns them, the scheduler appends them, and they are computed together. Steps that were
+    launched before sample them, too, under a mask of one token, so that the result is the same. A row that does not
+    jump, since it reports log-probabilities of each token, samples all of them in this way. Both get the same tokens.
 
     Args:
         num_prompt_tokens: the position of the first output token.
         jumps: as above.
         is_forcing: no rule of the request forbids tokens; with such rules it samples what mask and rules leave.
-        ignores_end: what ends the output comes only where nothing else can.
-        late_ids: these come only where nothing else can among the first ``num_late`` output tokens.
-        allowed: the only tokens that may come, besides what the grammar says; None: any.
+        ignores_end: tokens that end the output are masked wherever others are left.
+        late_ids: masked wherever others are left, among the first ``num_late`` output tokens.
+        allowed: mask of the only tokens that the request's rules admit; None: any.
 
     Attributes:
-        num_tokens: of prompt and output, forced ones that the device has not sampled included.
-        unsent: (position, tokens) that are to be put into the device's history.
+        num_tokens: of prompt and output, including forced ones that the device has not sampled.
+        unsent: (position, tokens) to be put into the device's history.
         problem: why no further token can come; empty if one can.
         slot: its row of the table of masks.
         is_masked: its mask in the table is that of the token at ``num_tokens``.
@@ -71,15 +71,15 @@ class GrammarRow:
         self._forced: list[int] = []
         """The last tokens up to ``num_tokens``, if they were forced."""
         self._num_told = num_prompt_tokens
-        """Tokens that the caller has given or was told."""
+        """Tokens that the caller has given or that were returned to it."""
 
     @property
     def is_too_large(self) -> bool:
-        """Whether its problem is the constraint's size, and so the constraint's own."""
+        """Whether its problem is the constraint's size, for which the request is at fault."""
         return self.problem.startswith(TOO_LARGE)
 
     def takes(self, position: int) -> bool:
-        """The device has sampled the token at this position: whether that is news, and not a forced one."""
+        """Note that the device has sampled the token at this position; return whether the matcher must consume it."""
         self._num_told = max(self._num_told, position + 1)
         if position != self.num_tokens:  # behind it: a step before has failed, and the row with it
             return False
@@ -89,14 +89,14 @@ class GrammarRow:
         return not self.problem
 
     def force(self) -> None:
-        """Take over the tokens that follow without a choice."""
+        """Append the tokens that follow without a choice, at most about `MAX_FORCED`, and consume them."""
         while self._is_forcing and len(self._forced) < MAX_FORCED and (forced := self.matcher.forced()):
             self._forced += forced
             self.num_tokens += len(forced)
             self.matcher.consume(forced)
 
     def restrict(self, mask: Mask) -> None:
-        """Take out what the request's own rules forbid."""
+        """Remove the tokens that the request's own rules forbid."""
         if self._allowed is not None:
             mask &= self._allowed
         if self._ignores_end:
@@ -105,7 +105,7 @@ class GrammarRow:
             keep_going(mask, self._late_ids)
 
     def tell(self) -> list[int]:
-        """The forced tokens that the caller was not told of, if the row jumps over them."""
+        """The forced tokens that were not returned to the caller before, if the row jumps over them."""
         if not self._jumps or self._num_told >= self.num_tokens:
             return []
         forced = self._forced[self._num_told - self.num_tokens :]
@@ -121,10 +121,10 @@ class GrammarRow:
 
 
 class GrammarRows:
-    """All such rows of a device, whose masks are made side by side, in a table. Two threads may use it.
+    """All rows with grammars of a device. Their masks are made together, in a table. Two threads may use it.
 
     Args:
-        num_words: of a mask.
+        num_words: words of a mask.
     """
 
     def __init__(self, num_words: int) -> None:
@@ -133,7 +133,7 @@ class GrammarRows:
         self._lock = threading.Lock()
 
     def add(self, row: GrammarRow, output_ids: Sequence[int]) -> GrammarRow:
-        """Take in a row, behind the tokens of its output that are known."""
+        """Add a row, advanced by the tokens of its output that are known."""
         with self._lock:
             if not self._free_slots:
                 size = len(self._masks)
@@ -144,13 +144,13 @@ class GrammarRows:
         return row
 
     def remove(self, row: GrammarRow) -> None:
-        """It has left its row of the device."""
+        """Free the slot of a sequence that has left its row of the device."""
         with self._lock:
             self._free_slots.append(row.slot)
             row.slot = -1
 
     def learn(self, sampled: Sequence[tuple[GrammarRow, int, int]]) -> list[list[int]]:
-        """The device has sampled these: (row, position, token) each, at most one of a row.
+        """Advance rows by the tokens that the device has sampled: (row, position, token) each, at most one a row.
 
         Returns:
             for each, the tokens that follow without a choice, if the row jumps.
@@ -167,7 +167,7 @@ class GrammarRows:
             return [row.tell() for row, _, _ in sampled]
 
     def fill(self, wanted: Sequence[tuple[GrammarRow, int]], masks: Mask) -> None:
-        """Write which tokens each row may sample at its position, ``wanted[i]`` into ``masks[i]``.
+        """Write the mask of each (row, position), ``wanted[i]``, into ``masks[i]``.
 
         Args:
             masks: int32 [rows, ⌈vocab / 32⌉].
@@ -187,10 +187,10 @@ class GrammarRows:
                 set_only(masks, single)
 
     def _replay(self, row: GrammarRow, output_ids: Sequence[int]) -> None:
-        """Bring a row behind tokens that are known, without masks.
+        """Advance a row by tokens that are known, without masks.
 
-        What is forced is asked for where it was at first: behind each token that was sampled, and there alone. Asked
-        for amid a forced text the library may find less of it, or cut it into other tokens.
+        Forced tokens are searched for only where they were at first: after each sampled token. Within a forced text
+        the library may find less of it, or split it into other tokens.
         """
         for position, token_id in enumerate(output_ids, row.num_tokens):
             if position == row.num_tokens:
@@ -199,7 +199,7 @@ class GrammarRows:
                 row.matcher.consume([token_id])
 
     def _mask(self, rows: list[GrammarRow]) -> None:
-        """Make the masks of the tokens behind all that is known of these rows, the forced ones included."""
+        """Make the masks of the next tokens of these rows, after their forced ones."""
         for row in rows:
             row.force()
         for alike in _by_class(rows):
@@ -217,7 +217,7 @@ class GrammarRows:
 
 
 def _by_class(rows: Iterable[GrammarRow]) -> Iterable[list[GrammarRow]]:
-    """The rows whose matchers are of one class, and can be asked together."""
+    """The rows in groups whose matchers are of one class, and can be called together."""
     by_class: dict[type, list[GrammarRow]] = {}
     for row in rows:
         by_class.setdefault(type(row.matcher), []).append(row)
