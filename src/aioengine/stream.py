@@ -1,4 +1,4 @@
-"""A request being read: what `Engine.stream` gives out to ``async with``."""
+"""A request being read: the object that `Engine.stream` returns for ``async with``."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from aioengine.sampling_params import SamplingParams
 
 
 class Stream(NotCopied):
-    """A request being read. Made by `Engine.stream`; the request begins where the ``async with`` block does.
+    """A request being read. Made by `Engine.stream`; the request begins with the ``async with`` block.
 
-    One task reads it. What it has not read yet is merged into the next delta, so that a slow reader holds up no other.
-    With several choices each delta is one choice's (``delta.index``), as they come.
+    One task reads it. Unread tokens are merged into the next delta, so that a slow reader delays no other. With several
+    choices each delta is of one choice (``delta.index``), in the order in which they come.
 
     Attributes:
         request_id: the request's.
-        arrival_time: from when on its times count, in Unix seconds; to be set before it is entered. None: from then on.
+        arrival_time: the start of its latencies, in Unix seconds; set it before entering. None: the time of entering.
     """
 
     def __init__(
         self, engine: object, runtime: Runtime, call: Call, check: Callable[[], Checked], *, is_later: bool = False
     ) -> None:
-        """``check`` is called now, or ``is_later``: on entering, once the engine has started and a turn has time."""
+        """``check`` is called now; with ``is_later`` on entering, once the engine has started and a turn has time."""
         self.request_id = call.request_id
-        self._engine = engine  # an engine whose stream is read is not garbage
+        self._engine = engine  # keeps the engine alive while its stream is read
         self._runtime = runtime
         self._call = call
         self._check: Callable[[], Checked] | None = check
@@ -52,7 +52,7 @@ class Stream(NotCopied):
 
     @property
     def params(self) -> SamplingParams:
-        """How it is sampled: what was given, and the model's defaults."""
+        """The sampling parameters: those of the call, with the model's defaults."""
         return self._checked.params
 
     @property
@@ -62,7 +62,7 @@ class Stream(NotCopied):
         return self._asked
 
     def _ask(self) -> None:
-        """Check what is asked, once, and let go of what was given."""
+        """Check the arguments, once, and drop the caller's objects."""
         if self._check is not None:
             self._asked, self._check = self._check(), None
 
@@ -92,7 +92,7 @@ class Stream(NotCopied):
         if self._asked is None:
             await runtime.wait_started(call.on_full)
             await runtime.turns.take()
-            runtime.core.check_accepting()  # nothing would dismiss it from the queue of an engine that has ended
+            runtime.core.check_accepting()  # an engine that has ended would leave it in the queue for ever
             self._ask()
         asked = self._checked
         state.arrive(runtime.core, self.arrival_time)
@@ -115,17 +115,17 @@ class Stream(NotCopied):
             runtime.admission.release(state, num_acquired)
 
     def abort(self) -> None:
-        """End the request with what it has. Synchronous and idempotent."""
+        """End the request with the output that it has. Synchronous and idempotent."""
         self._runtime.abort(self._state)
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> CompletionDelta:
-        """The next delta, which is whatever has arrived of one choice; after the last one, StopAsyncIteration.
+        """The next delta, with all new output of one choice; after the last delta, StopAsyncIteration.
 
         Raises:
-            StepFailed, EngineDead, EngineClosed: after all that had arrived was read.
+            StepFailed, EngineDead, EngineClosed: after all earlier output was read.
         """
         while (delta := self.take()) is None:
             if self._is_exhausted:
@@ -138,7 +138,7 @@ class Stream(NotCopied):
 
         Raises:
             InvalidRequest: the grammar cannot be enforced.
-            EngineOverloaded, StepFailed, EngineDead, EngineClosed: it has ended so.
+            EngineOverloaded, StepFailed, EngineDead, EngineClosed: the request has ended with this error.
         """
         state = self._entered()
         await state.wait_begun()
@@ -147,7 +147,7 @@ class Stream(NotCopied):
             raise state.error.anew()
 
     async def finish(self) -> RequestOutput:
-        """Wait for the end, reading nothing; returns the whole output. Lifts ``max_unread_tokens``."""
+        """Wait for the end without reading; return the whole output. Lifts ``max_unread_tokens``."""
         state = self._entered()
         await state.wait(for_end=True)
         if state.error is not None:
@@ -158,20 +158,20 @@ class Stream(NotCopied):
         """Call ``on_news``, on the loop, when there is something new to read or the request ends; at once if so now.
 
         With `take` or `poll`, for one reader of many streams instead of a task for each. It is called once for all
-        that a choice has unread, and again only after that was read: read until `take` gives None.
+        unread output of a choice, and again only after that was read: read until `take` returns None.
 
-        What is called notes that, and leaves the reading to what it wakes: it runs amid the engine's own work on this
-        request. What it raises is logged. It must not hold the engine, or one that is dropped would never close itself.
+        ``on_news`` must only wake a reader, and not read: it runs inside the engine's own work on this request. Its
+        errors are logged. It must not hold the engine, since an engine that is dropped is to close itself.
         """
         self._entered().watch(on_news)
 
     def take(self) -> CompletionDelta | None:
-        """The next delta, as by ``async for``, without waiting; None if there is nothing now, or nothing any more.
+        """The next delta, as by ``async for``, without waiting; None if there is none now, or at the end.
 
-        `watch` tells when to ask again, and `is_ended` when not to.
+        `watch` notifies of the next delta; `is_ended` is True after the last one.
 
         Raises:
-            StepFailed, EngineDead, EngineClosed: once, after all that had arrived was read.
+            StepFailed, EngineDead, EngineClosed: once, after all earlier output was read.
         """
         state = self._entered()
         if self._is_exhausted:
@@ -185,15 +185,15 @@ class Stream(NotCopied):
 
     @property
     def is_ended(self) -> bool:
-        """Whether the request has ended and all of it was read, its error included: `take` brings nothing more."""
+        """Whether the request has ended and all of it was read, its error included: `take` returns nothing more."""
         state = self._entered()
         return self._is_exhausted or (state.is_ended and state.error is None and not state.has_news)
 
     def poll(self) -> RequestOutput:
-        """The output so far, all of it read now; waits for nothing.
+        """Read all output so far and return it, without waiting.
 
         Raises:
-            StepFailed, EngineDead, EngineClosed: the request has ended so.
+            StepFailed, EngineDead, EngineClosed: the request has ended with this error.
         """
         state = self._entered()
         while state.take() is not None:
@@ -206,7 +206,7 @@ class Stream(NotCopied):
         """As `Engine.check_accepting`, for the tenant of this request.
 
         Args:
-            num_sequences: of it and of others that are asked with it; absent: of it alone.
+            num_sequences: of this request and others that are made with it; absent: of this request alone.
         """
         params = self.params
         incoming = incoming_of(self._call, self._checked)
@@ -214,9 +214,9 @@ class Stream(NotCopied):
         self._runtime.core.check_accepting()
 
     def again(self, on_full: OnFull) -> Stream:
-        """The same request as a stream that has not been entered, for one that was not admitted.
+        """The same request as a new stream that has not been entered, after this one was not admitted.
 
-        The prompt is the one that was given then; nothing is checked twice.
+        The prompt is the original one; nothing is checked twice.
         """
         call = msgspec.structs.replace(self._call, on_full=on_full)
         return Stream(self._engine, self._runtime, call, lambda: self._checked)
@@ -237,9 +237,9 @@ T = TypeVar("T")
 
 
 class AwaitOnly:
-    """A coroutine for all that takes one (``await``, tasks, ``gather``, frameworks), which says why in ``async for``.
+    """A coroutine (for ``await``, tasks, ``gather``, frameworks) with a helpful error in ``async for``.
 
-    A coroutine's own ``async for`` names neither what was called nor what to call.
+    A plain coroutine's error in ``async for`` names neither the called method nor the one to use.
     """
 
     __slots__ = ("__weakref__", "_coroutine", "close", "send", "throw")
@@ -254,14 +254,14 @@ class AwaitOnly:
         return self._coroutine.__await__()
 
     def __aiter__(self) -> NoReturn:
-        self.close()  # else it would also be told that it was never awaited
+        self.close()  # else Python would also warn that it was never awaited
         raise TypeError(
             "generate gives one output: `await engine.generate(...)`. To read it as it comes: "
             "`async with engine.stream(...) as stream:`, and in it `async for delta in stream:`"
         )
 
     @property  # type: ignore[misc]
-    def __class__(self) -> type:  # what `inspect.iscoroutine` and asyncio look at
+    def __class__(self) -> type:  # read by `inspect.iscoroutine` and asyncio
         return CoroutineType
 
     def __getattr__(self, name: str) -> Any:  # cr_frame and so on, and its names
@@ -272,7 +272,7 @@ class AwaitOnly:
 
 
 def await_only(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """A coroutine function that gives an `AwaitOnly`. Costs half a microsecond a call."""
+    """A coroutine function that returns an `AwaitOnly`. Costs half a microsecond a call."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> Any:

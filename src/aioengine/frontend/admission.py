@@ -1,4 +1,4 @@
-"""Requests that were made and not left yet, and the bound on those of them that do not run."""
+"""The open requests, and the bound on those of them that do not run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIN_RETRY_S, MAX_RETRY_S = 0.1, 60.0
 
 
 class _Waiting(NamedTuple):
-    """A request in a queue; it is told how many sequences it has capacity for, 0 if it was dismissed."""
+    """A request in a queue; ``admitted`` gets the number of sequences that it has capacity for, 0 if dismissed."""
 
     level: float
     rank: float
@@ -32,12 +32,12 @@ class _Waiting(NamedTuple):
 
 
 class _Tenant:
-    """One that has something waiting; under a policy that knows no tenants there is one.
+    """A tenant that holds capacity or has a queue; a policy without tenants has a single one.
 
     Attributes:
-        turn: by the smallest the next tenant is found; it grows by a request's sequences over the tenant's weight.
-        num_held: sequences of its that have capacity: they are being prepared, or never had a row.
-        queue: its requests that wait to be admitted, sorted: the next one first.
+        turn: the tenant with the smallest is next; each admission adds the request's sequences over the weight.
+        num_held: its sequences that have capacity: they are being prepared, or have not had a row.
+        queue: its requests that wait to be admitted, the next one first.
     """
 
     def __init__(self, name: str) -> None:
@@ -56,42 +56,42 @@ class Admission:
     """The open requests, and capacity for those on their way to a row.
 
     A request enters before anything else is done for it, and leaves when its reader does. Before any costly work, such
-    as tokenization, it acquires capacity for each sequence that it will be. Waiting requests are admitted as the policy
-    orders them, and none passes the one before it, however few sequences it has.
+    as tokenization, it acquires capacity for each of its sequences. Waiting requests are admitted in the policy's
+    order, and none passes the one before it, however few sequences it has.
 
-    A `Fair` policy's tenants share the capacity: one that holds some may hold as much as is left (a queue's dynamic
-    threshold: Choudhury and Hahne, IEEE/ACM Transactions on Networking 6(2), 1998), so that one alone leaves a half to
-    those that come, and n that ask for all of it leave a part in n + 1. What a tenant may not hold waits or is refused,
-    and holds up no other. Those that wait and may are admitted in turn, by their weights.
+    The tenants of a `Fair` policy share the capacity: a tenant that holds some may hold as much as is left free (a
+    dynamic threshold: Choudhury and Hahne, IEEE/ACM Transactions on Networking 6(2), 1998). A tenant alone thus leaves
+    half to newcomers, and n tenants that ask for all of it leave a part in n + 1. Requests beyond a tenant's share wait
+    or are refused, and delay no other tenant's. Requests within the shares are admitted in turn, by the weights.
 
     Args:
-        capacity: sequences that are being prepared or wait in the scheduler, at most.
-        num_unstarted: how many wait in the scheduler now.
+        capacity: most sequences that are being prepared or wait in the scheduler.
+        num_unstarted: returns the number of sequences that wait in the scheduler now.
         on_left: called when a request has gone on to the scheduler, or away.
     """
 
     def __init__(self, capacity: int, num_unstarted: Callable[[], int], on_left: Callable[[], None]) -> None:
         self.capacity = capacity
         self.policy: Policy = ByPriority()
-        """As the core's: the order of what waits here."""
+        """The order of the requests that wait here; the same as the core's."""
         self.requests: dict[RequestState, None] = {}
-        """Those that have entered and not left, in order."""
+        """The requests that have entered and not left, in order."""
         self.num_preparing = 0
         """Sequences that have capacity and are not in the scheduler yet."""
         self.num_waiting = 0
         """Sequences of requests that wait to be admitted."""
         self.refusal: Callable[[], AioEngineError] | None = None
-        """Makes the error of requests that enter from now on, if they are refused; others are admitted in turn."""
+        """Makes the error of requests that enter from now on; None: they are admitted. Earlier ones are not refused."""
         self._num_unstarted = num_unstarted
         self._on_left = on_left
         self._tenants: dict[str, _Tenant] = {}
-        """Those that hold capacity or have a queue."""
+        """The tenants that hold capacity or have a queue, by name."""
         self._places: list[tuple[float, str]] = []
-        """Of those that have a queue, sorted."""
+        """The places of the tenants that have a queue, sorted."""
         self._waiting: dict[RequestState, _Waiting] = {}
         self._num_arrivals = 0
         self._turn = 0.0
-        """Of the tenant that was admitted last from its queue; where one begins that had none."""
+        """The turn of the tenant that was admitted last from its queue; a tenant without a queue begins there."""
         self._acquired_at: deque[float] = deque(maxlen=32)
 
     @property
@@ -104,28 +104,28 @@ class Admission:
         return all(request.is_begun for request in self.requests)
 
     def enter(self, request: RequestState) -> None:
-        """A request was made; raises its `refusal` if there is one, and no later one refuses it."""
+        """Register a request, or raise the current `refusal`; later refusals do not apply to it."""
         self._check_refusal()
         self.requests[request] = None
 
     def leave(self, request: RequestState) -> None:
-        """Its reader has gone. Idempotent."""
+        """Unregister a request, since its reader has gone. Idempotent."""
         self.requests.pop(request, None)
         self._on_left()
 
     async def acquire(self, request: RequestState, on_full: OnFull, incoming: Incoming) -> int:
-        """Acquire capacity, waiting for it in turn; `release` gives it back.
+        """Acquire capacity, waiting for it in turn; `release` returns it.
 
-        Cancelling leaves the queue, or gives the capacity back if it has just been acquired.
+        Cancelling leaves the queue, or returns the capacity if it has just been acquired.
 
         Args:
-            incoming: what the policy orders it by; of at most ``capacity`` sequences.
+            incoming: the properties by which the policy orders the request; of at most ``capacity`` sequences.
         Returns:
-            its sequences; 0 for a request that was aborted, which has no capacity.
+            number of its sequences; 0 for a request that was aborted, which has no capacity.
         Raises:
-            EngineOverloaded: there is too little, and ``on_full`` is "raise".
-            InternalError: the policy cannot order it.
-            AioEngineError: what `close` was given meanwhile.
+            EngineOverloaded: there is too little capacity, and ``on_full`` is "raise".
+            InternalError: the policy cannot order the request.
+            AioEngineError: the error of a `close` meanwhile.
         """
         if request.is_aborted:
             return 0
@@ -158,10 +158,10 @@ class Admission:
             raise
 
     def check(self, num_sequences: int, incoming: Incoming | None = None) -> None:
-        """Raise what requests of so many sequences would hear with ``on_full`` "raise"; acquires nothing.
+        """Raise the error of requests of so many sequences with ``on_full`` "raise", if any; acquires nothing.
 
         Args:
-            incoming: one of them; absent: of a tenant that holds nothing.
+            incoming: one of the requests; absent: they are of a tenant that holds nothing.
         """
         if isinstance(num_sequences, bool) or not isinstance(num_sequences, int) or num_sequences < 1:
             raise invalid("num_sequences", f"num_sequences={shorten(num_sequences)}: an int of at least 1 is needed")
@@ -178,7 +178,7 @@ class Admission:
         self._check_capacity(tenant, num_sequences)
 
     def release(self, request: RequestState, num_sequences: int) -> None:
-        """The request has gone on to the scheduler, or has ended on its way."""
+        """Return the capacity of a request that has gone on to the scheduler, or has ended before."""
         self.num_preparing -= num_sequences
         if not request.is_begun:
             request.leave_queue(num_sequences)
@@ -186,7 +186,7 @@ class Admission:
         self._on_left()
 
     def admit(self) -> None:
-        """Admit as many requests as there is capacity for now."""
+        """Admit as many waiting requests as there is capacity for."""
         while (first := self._first()) is not None and first.num_sequences <= self.num_free:
             tenant = first.tenant
             self._turn = max(self._turn, tenant.turn)
@@ -195,13 +195,13 @@ class Admission:
                 first.admitted.set_result(first.num_sequences)
 
     def dismiss(self, request: RequestState) -> None:
-        """Let a request wait no longer, if it does: it was aborted, and needs no capacity."""
+        """End the wait of a request, if it waits: it was aborted, and needs no capacity."""
         waiting = self._waiting.get(request)
         if waiting is not None and self._drop(waiting):
             waiting.admitted.set_result(0)
 
     async def close(self, error: Callable[[], AioEngineError]) -> None:
-        """Refuse all that come and all that wait, in order. If cancelled, the rest stay for a second call."""
+        """Refuse new requests and all that wait, in order. If this is cancelled, a second call refuses the rest."""
         self.refusal = error
         while self._places:
             await turns_here().take()
@@ -222,7 +222,7 @@ class Admission:
             raise EngineOverloaded(told, retry_after_s=self._estimate_wait()).with_hint(WAIT)
 
     def _has_capacity(self, tenant: _Tenant, num_sequences: int) -> bool:
-        """For a request that comes now, and passes none that waits but those that their tenants' shares hold up."""
+        """Whether a new request has capacity. It passes only requests that wait for their tenants' shares."""
         is_next = not tenant.queue and self._first() is None
         return is_next and self.num_free >= num_sequences and self._is_within_share(tenant, num_sequences)
 
@@ -232,15 +232,15 @@ class Admission:
         return tenant.num_held + num_sequences <= self.num_free - num_sequences
 
     def _first(self) -> _Waiting | None:
-        """The next to be admitted, once there is capacity."""
-        for _, name in self._places:  # those that are passed over hold some: there are no more than ``capacity``
+        """The request to be admitted next, once there is capacity."""
+        for _, name in self._places:  # tenants that are skipped hold capacity, so that there are at most ``capacity``
             tenant = self._tenants[name]
             if self._is_within_share(tenant, tenant.queue[0].num_sequences):
                 return tenant.queue[0]
         return None
 
     def _tenant(self, order: Order) -> _Tenant:
-        """A request's, kept only while it holds capacity or has a queue."""
+        """A request's tenant, which is kept only while it holds capacity or has a queue."""
         tenant = self._tenants.get(order.tenant) or _Tenant(order.tenant)
         tenant.weight = order.weight
         return tenant
@@ -249,7 +249,7 @@ class Admission:
         self.num_preparing += num_sequences
         self._acquired_at.append(asyncio.get_running_loop().time())
         if not isinstance(self.policy, Fair):
-            return  # what a tenant holds matters to no other
+            return  # tenants have no shares
         self._tenants[tenant.name] = tenant
         tenant.num_held += num_sequences
 
@@ -262,7 +262,7 @@ class Admission:
         request.leave_queue = leave_queue
 
     def _drop(self, waiting: _Waiting, *, num_turns: int = 0) -> bool:
-        """Take it out of its queue; False if it was cancelled and needs to hear nothing."""
+        """Take a request out of its queue; False if it was cancelled, and waits no more."""
         tenant = waiting.tenant
         del self._waiting[waiting.request]
         del tenant.queue[bisect.bisect_left(tenant.queue, waiting)]
@@ -279,7 +279,7 @@ class Admission:
             self._tenants.pop(tenant.name, None)
 
     def _estimate_wait(self) -> float:
-        """The mean time between the last acquisitions, in seconds: a guess at when the next one succeeds."""
+        """The mean time between the last acquisitions, in seconds: a guess at the time to the next one."""
         if len(self._acquired_at) < 2:
             return 1.0
         span = asyncio.get_running_loop().time() - self._acquired_at[0]

@@ -1,7 +1,7 @@
-"""What an answer to a chat consists of beside content: which tools it may call, and how the model writes its reasoning.
+"""The parts of a chat's answer beside content: the tools that it may call, and how the model writes its reasoning.
 
-`AnswerOptions` are what a call asks for, checked; `AnswerFormats` what a started engine's model writes;
-`AnswerPlan` the two together for one rendered prompt: how its text is read, and what constrains it.
+`AnswerOptions` are a call's checked options; `AnswerFormats` are the formats of a started engine's model;
+`AnswerPlan` combines the two for one rendered prompt: how the answer's text is read, and its constraint.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from aioengine.validation import invalid, shorten
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 NEARER_EFFORTS = {"minimal": "low", "max": "xhigh", "xhigh": "high"}
-"""What stands for an effort that a template does not name; "low", "medium" and "high" are passed to all."""
+"""Replacements of efforts that a template does not name; "low", "medium" and "high" are passed to all templates."""
 
 HARMONY_ANSWER = "<|channel|>final<|message|>"
 HARMONY_END = "<|end|><|start|>assistant"
-"""What closes a message of gpt-oss and opens the next one; its answer is the message of the final channel."""
+"""The text that closes a message of gpt-oss and opens the next; its answer is the message of the final channel."""
 
 
 LARGE_TOOLS_BYTES = 16 * 1024
-"""Of schemas, whose grammar takes 3 µs a byte to write."""
+"""Size of the schemas of tools from which other chats get another thread: their grammar takes 3 µs a byte to write."""
 
 
 class AnswerOptions(NamedTuple):
-    """What a call asks of its answer.
+    """A call's options for its answer.
 
     Attributes:
-        tools: those that the prompt tells of.
+        tools: the tools that the prompt describes.
         choice: which of them may be, or must be, called.
-        is_parallel: several may be called in one answer.
-        told: the tools, as the prompt tells of them.
+        is_parallel: whether one answer may have several calls.
+        told: the tools, in the form that the chat template gets.
     """
 
     tools: tuple[Tool, ...] = ()
@@ -65,10 +65,10 @@ class AnswerOptions(NamedTuple):
 
     @classmethod
     def of(cls, tools: Any, tool_choice: Any, parallel_tool_calls: Any) -> AnswerOptions:
-        """Of a call's arguments.
+        """Make the options from a call's arguments.
 
         Raises:
-            InvalidRequest: one of them is wrong.
+            InvalidRequest: an argument is wrong.
         """
         if tools is None and tool_choice is None:
             return NO_OPTIONS
@@ -86,12 +86,12 @@ NO_OPTIONS = AnswerOptions()
 
 
 def template_variables(effort: Any, template: str = "") -> dict[str, Any]:
-    """What chat templates read of a ``reasoning_effort``, under the names that they use.
+    """The variables of a ``reasoning_effort``, under the names that chat templates use.
 
     Args:
-        template: the text of the one that will read them.
+        template: the text of the template that will read them.
     Raises:
-        InvalidRequest: it is none.
+        InvalidRequest: there is no such effort.
     """
     if effort is None:
         return {}
@@ -105,11 +105,11 @@ def template_variables(effort: Any, template: str = "") -> dict[str, Any]:
 
 
 class AnswerFormats:
-    """How the model of a started engine writes calls and reasoning.
+    """The formats in which the model of a started engine writes calls and reasoning.
 
     Args:
         tokenizer: None: there are no chats.
-        give_way: called in a thread that is about to write the grammar of large tools: other chats need another.
+        give_way: called in a thread before it writes the grammar of large tools, so that other chats get another one.
     Raises:
         ConfigError: the config names a format that is not known.
     """
@@ -136,10 +136,10 @@ class AnswerFormats:
         return self._tools is not None
 
     def check(self, options: AnswerOptions, params: SamplingParams, *, is_chat: bool) -> None:
-        """Refuse what cannot be had of this model, or together.
+        """Refuse options that this model does not support, or that exclude each other.
 
         Raises:
-            InvalidRequest
+            InvalidRequest: the error names the option.
         """
         if options.tools and not is_chat:
             raise invalid("tools", "tools are for chats: give the prompt as a list of messages")
@@ -167,10 +167,10 @@ class AnswerFormats:
     def plan(
         self, options: AnswerOptions, params: SamplingParams, prompt_text: str, continued: str | None = None
     ) -> AnswerPlan:
-        """How the answer to a rendered chat is read, and what constrains it; not on the loop, where there are tools.
+        """How the answer to a rendered chat is read, and its constraint. With tools, not for the event loop.
 
         Args:
-            continued: the text of the last message, if the answer goes on with it.
+            continued: the text of the last message, if the answer continues it.
         Raises:
             InvalidRequest: a strict tool's schema cannot be enforced.
         """
@@ -202,7 +202,7 @@ class AnswerFormats:
             return parser
 
         def make_parser() -> AnswerParser:
-            # What a grammar admits as text must not be read as a call that it would refuse.
+            # Text that a grammar admits must not be read as a call that the grammar would refuse.
             inner = tools_parser(is_strict=constraint is not None)
             if reasoning is None:
                 assert inner is not None
@@ -217,16 +217,16 @@ class AnswerFormats:
         return AnswerPlan(constraint, thinking, make_parser, keeps, param, ends_at_call=not options.is_parallel)
 
     def _constraint(self, options: AnswerOptions, params: SamplingParams) -> Constraint | None:
-        """What the text behind the reasoning must be."""
+        """The constraint of the text after the reasoning."""
         if not options.tools:
             return params.structured
         assert self._tools is not None
         choice, may_be_called = options.choice, options.choice.pick(options.tools)
-        is_forced = choice.mode in ("required", "tool")  # a call has no text, of which structured could say anything
+        is_forced = choice.mode in ("required", "tool")  # a call has no text that structured could constrain
         is_shaped = is_forced or params.structured is not None
         if not (is_shaped or choice.names is not None or any(tool.strict for tool in may_be_called)):
             return None
-        # With a shape for the answer there are calls, or an answer of that shape, and no other text.
+        # With a shape, the answer is calls, or text of that shape, and no other text.
         shape = ToolChoice("required", choice.names) if is_shaped and not is_forced else choice
         num_bytes = sum(len(msgspec.json.encode(tool.parameters)) for tool in may_be_called)
         if num_bytes > LARGE_TOOLS_BYTES:
@@ -248,7 +248,7 @@ class AnswerFormats:
         return Grammar(text, is_short and isinstance(writer, StepFormat))  # no format forces text for ever
 
     def _keeps(self, wanted: bool | tuple[str, ...]) -> bool:
-        """Whether an answer is decoded with special tokens: beside markers that shows others, should it have some."""
+        """Whether answers are decoded with special tokens, so that these markers, and any others, are in the text."""
         assert self._tokenizer is not None
         if isinstance(wanted, bool):
             return wanted
@@ -278,7 +278,7 @@ class AnswerFormats:
                 end_ids=end, forced_end_ids=(*self._ids(HARMONY_END), *end), is_begun=True, max_tokens=max_tokens
             )
         if prompt_text.rstrip().endswith(reasoning.end):
-            return None  # it was ended before it began
+            return None  # the prompt has ended the reasoning
         if is_shaped and not is_begun and not self._begins_by_itself:
             return None
         end = self._ids(reasoning.end)
@@ -290,7 +290,7 @@ class AnswerFormats:
 
     @functools.cached_property
     def _begins_by_itself(self) -> bool:
-        """Whether the model writes the marker where the prompt has not: none does whose template can begin it."""
+        """Whether the model writes the begin marker if the prompt has not: no model whose template can does."""
         assert self._tokenizer is not None
         assert self._reasoning is not None
         try:
@@ -305,10 +305,10 @@ class AnswerFormats:
 
 
 def _enforceable(tool: Tool) -> Tool:
-    """The tool with its schema as it is enforced.
+    """The tool with its schema in the form that is enforced.
 
     Raises:
-        InvalidRequest: it is strict, and cannot be.
+        InvalidRequest: the tool is strict, and its schema cannot be enforced.
     """
     parameters = normalized(tool.parameters)
     if tool.strict and (unsound := unsound_keywords(parameters)):
@@ -317,15 +317,15 @@ def _enforceable(tool: Tool) -> Tool:
 
 
 class AnswerPlan(NamedTuple):
-    """For one prompt.
+    """How the answer to one prompt is read and constrained.
 
     Attributes:
-        constraint: what the text behind the reasoning must be.
-        thinking: the reasoning, where something constrains it or what follows.
-        make_parser: of one choice; None: the text is the content.
-        keeps_special_tokens: its text is to have those.
-        param: the argument of the call that the constraint is made of.
-        ends_at_call: the first complete tool call is its end.
+        constraint: of the text after the reasoning.
+        thinking: the reasoning, if it or the text after it is constrained.
+        make_parser: makes the parser of one choice; None: the text is the content.
+        keeps_special_tokens: whether the text has special tokens.
+        param: the argument of the call from which the constraint was made.
+        ends_at_call: whether the answer ends at its first complete tool call.
     """
 
     constraint: Constraint | None = None
@@ -336,7 +336,7 @@ class AnswerPlan(NamedTuple):
     ends_at_call: bool = False
 
     def retold(self, error: AioEngineError) -> AioEngineError:
-        """An error of the request, which names the constraint as the caller has given it."""
+        """An error of the request, with the constraint under the name that the caller used."""
         if self.param == "structured" or not isinstance(error, InvalidRequest) or error.param != "structured":
             return error
         return InvalidRequest(error.renamed(self.param), param=self.param).with_hint(error.hint)
@@ -346,12 +346,12 @@ PLAIN = AnswerPlan()
 
 
 def make_call_id() -> str:
-    """As OpenAI's look."""
+    """A random id of a tool call, in OpenAI's form."""
     return f"call_{secrets.token_hex(12)}"
 
 
 def with_constraint(params: SamplingParams, plan: AnswerPlan) -> SamplingParams:
-    """The parameters by which the core samples."""
+    """The sampling parameters for the core, with the plan's constraint."""
     if plan.constraint is None or plan.constraint is params.structured:
         return params
     return msgspec.structs.replace(params, structured=plan.constraint)

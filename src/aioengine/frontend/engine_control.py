@@ -1,4 +1,4 @@
-"""What a running engine is asked beside requests: control calls, text, numbers."""
+"""The methods of a running engine beside requests: control calls, text, numbers."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from aioengine.validation import shorten, typed
 T = TypeVar("T")
 
 PIECE_BYTES = 2**20
-"""Of a tensor, in one message, which is copied a few times on its way: below a millisecond."""
+"""Bytes of a tensor in one message; a message is copied a few times on its way, in less than a millisecond."""
 
 _NUMPY_DTYPES: dict[str, WeightDtype] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 class NotCopied:
-    """`copy` and `pickle` raise TypeError: a copy would close what both hold when one of them is collected."""
+    """`copy` and `pickle` raise TypeError: the first copy that is collected would close the parts of both."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(f"{type(self).__name__} cannot be copied or pickled: share this one, or make another one")
 
 
 class EngineControl(NotCopied, NotYet):
-    """The methods of `Engine` that concern the whole engine and no request.
+    """The methods of `Engine` that concern the whole engine rather than a request.
 
     A control call is a message that checks its arguments (`aioengine.core.control`), sent to the engine core.
     """
@@ -60,15 +60,15 @@ class EngineControl(NotCopied, NotYet):
     # Control calls
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Wait until the device is idle, and keep it so until `resume`: requests are accepted, and wait.
+        """Wait until the device is idle, and keep it idle until `resume`; meanwhile requests are accepted, and wait.
 
-        Idempotent, and safe beside anything; a second pause adds to the first. Cancelling stops the wait: the engine
-        pauses all the same. Returns early when it is resumed meanwhile.
+        Idempotent, and safe during any other call; a second pause adds to the first. Cancelling stops only the wait:
+        the engine still pauses. Returns early at a `resume`.
 
         Args:
-            mode: what becomes of accepted requests: "keep" stops them where they are, to go on from there; "wait" lets
-                them end first, slow readers' with ``max_unread_tokens`` included; "abort" ends them with what they
-                have.
+            mode: what happens to accepted requests: "keep" stops them, to go on after `resume`; "wait" lets them end
+                first, including those of slow readers with ``max_unread_tokens``; "abort" ends them with the output
+                that they have.
         Raises:
             InvalidRequest: there is no such mode.
         """
@@ -86,46 +86,46 @@ class EngineControl(NotCopied, NotYet):
         Args:
             reset_running: let running requests compute their KV again, too.
         Returns:
-            how many KV blocks had been kept for a prefix.
+            number of KV blocks that were cached for a prefix.
         """
         num_blocks: int = await self._call(c.ResetPrefixCache(bool(reset_running)))
         return num_blocks
 
     async def sleep(self, level: SleepLevel = 1, *, mode: PauseMode = "abort") -> None:
-        """Give the device's memory back until `wake_up`; meanwhile requests are accepted, and wait.
+        """Free the device's memory until `wake_up`; meanwhile requests are accepted, and wait.
 
-        The prefix cache is cleared. After waking, equal requests bring equal outputs.
+        The prefix cache is cleared. After waking, equal requests give equal outputs.
 
         Args:
             level: 0 only pauses; 1 drops the KV cache and keeps the weights in the host's memory (on a CPU they are
-                there already); 2 drops both, and waking reads the weights again from where they came.
-            mode: what becomes of accepted requests, as in `pause`; what "keep" stopped goes on after waking.
+                there already); 2 drops both, and waking reads the weights again from their source.
+            mode: what happens to accepted requests, as in `pause`; requests that "keep" stopped go on after waking.
         Raises:
-            InvalidRequest: a value is bad; or level 2, and the weights came as tensors, so that nothing could bring
-                them back; or level 1 on a GPU, and the host has no memory for them: nothing is asleep then.
+            InvalidRequest: a value is bad; or level is 2, and the weights came as tensors, so that they could not be
+                read again; or level is 1 on a GPU, and the host has no memory for the weights. Nothing is asleep then.
         """
         await self._call(c.Sleep(level, mode))
 
     async def wake_up(self, tags: Iterable[WakeTag] | None = None) -> None:
-        """Bring back what `sleep` took, and go on. Idempotent.
+        """Restore the parts that `sleep` freed, and go on. Idempotent.
 
         Args:
-            tags: "weights", "kv_cache", or "scheduling" for what a `sleep` at level 0 has stopped; absent: all. With
-                weights and KV cache both back, requests go on by themselves.
+            tags: "weights", "kv_cache", or "scheduling" after a `sleep` at level 0; absent: all. Requests go on once
+                weights and KV cache are both restored.
         Raises:
             InvalidRequest: there is no such tag.
-            ModelLoadError: the weights cannot be read any more, or a GPU has no memory for them now; it sleeps on.
-            ConfigError: a GPU has no memory for the KV cache now; that sleeps on. Both may be tried again.
+            ModelLoadError: the weights cannot be read any more, or a GPU has no memory for them now; they stay asleep.
+            ConfigError: a GPU has no memory for the KV cache now; it stays asleep. Both may be tried again.
         """
         await self._call(c.WakeUp(tags))
 
     async def is_sleeping(self) -> bool:
-        """Whether anything that `sleep` took is not back yet."""
+        """Whether a part that `sleep` freed is not restored yet."""
         is_sleeping: bool = await self._call(c.IsSleeping())
         return is_sleeping
 
     async def supported_tasks(self) -> tuple[str, ...]:
-        """What this engine can do with its model, such as "generate"."""
+        """The tasks that this engine can do with its model, such as "generate"."""
         return tuple(await self._call(c.SupportedTasks()))
 
     # Weights and workers
@@ -137,26 +137,26 @@ class EngineControl(NotCopied, NotYet):
 
         Args:
             folder: on the engine's machine; made if it is missing.
-            max_shard_bytes: of one file, also as 5GB or 2GiB; a tensor larger than that has one of its own.
+            max_shard_bytes: most bytes of one file, also as 5GB or 2GiB; a larger tensor has a file of its own.
         Returns:
             the names of the weight files.
         Raises:
-            OSError: it cannot be written.
+            OSError: the checkpoint cannot be written.
         """
         return list(await self._call(c.SaveShardedState(folder, max_shard_bytes)))
 
     async def update_weights(
         self, folder: str | os.PathLike[str] | None = None, *, tensors: Mapping[str, Any] | None = None
     ) -> None:
-        """Take other weights of the same shapes, all or nothing, between two steps.
+        """Replace the weights by others of the same shapes, all or nothing, between two steps.
 
-        The prefix cache is cleared, and what runs computes its KV again. Needs the memory of the new weights beside
-        the old ones for a moment.
+        The prefix cache is cleared, and running requests compute their KV again. The new weights need host memory of
+        their own for a moment.
 
         Args:
             folder: a checkpoint on the engine's machine.
-            tensors: by their names in checkpoints, as many as are to change: torch tensors on the CPU, or numpy
-                arrays; float32, float16, or torch's bfloat16.
+            tensors: new values of the weights that change, by their names in checkpoints: torch tensors on the CPU, or
+                numpy arrays; float32, float16, or torch's bfloat16.
         Raises:
             InvalidRequest: neither or both were given, or a tensor does not fit the model.
             ModelLoadError: the checkpoint does not fit, or cannot be read.
@@ -167,7 +167,7 @@ class EngineControl(NotCopied, NotYet):
         if folder is not None:
             await runtime.call(c.UpdateWeights(folder))
         elif tensors is not None:
-            async with runtime.weights_turn:  # one at a time: the engine holds what has come of each
+            async with runtime.weights_turn:  # one at a time: the engine holds the staged tensors of each
                 await _send_weights(runtime, tensors)
 
     async def collective_rpc(
@@ -176,12 +176,12 @@ class EngineControl(NotCopied, NotYet):
         """Call a function that the engine's process has registered (`worker_function`), between two steps.
 
         Args:
-            args, kwargs: behind the `Worker` that it is given; plain data where the engine is another process.
+            args, kwargs: follow the `Worker` that the function gets first; plain data if the engine is another process.
         Returns:
-            what it returned on each rank.
+            the function's result on each rank.
         Raises:
             InvalidRequest: no function has this name; in another process: an argument or a result is no plain data.
-            Exception: what the function raised; from another process Python's own types only, else RuntimeError.
+            Exception: the function's error; from another process Python's own types only, else RuntimeError.
         """
         return list(await self._call(c.CollectiveRpc(name, args, kwargs)))
 
@@ -194,7 +194,7 @@ class EngineControl(NotCopied, NotYet):
         return await self._here().backend.apply_model(function)
 
     async def execute_dummy_batch(self) -> None:
-        """Compute one token of no request: for ranks that must take part in what others compute.
+        """Compute one token that belongs to no request: for ranks that must take part in the steps of others.
 
         Raises:
             InvalidRequest: the engine sleeps.
@@ -205,15 +205,15 @@ class EngineControl(NotCopied, NotYet):
 
     @property
     def num_engines(self) -> int:
-        """Engines that requests may go to: replicas that serve or are about to, and 1 without replicas."""
+        """Number of engines that requests may go to: replicas that serve or soon will; 1 without replicas."""
         if self._runtime is None:
             return 1
         return max(1, self._runtime.admission.capacity // self.config.max_waiting)
 
     def replicas(self) -> list[ReplicaStatus]:
-        """The engines behind this one, by rank; empty unless it was made with ``replicas``.
+        """The status of each replica, by rank; empty unless the engine was made with ``replicas``.
 
-        Also of an engine that has died: with the reason of each.
+        Also for an engine that has died, with the reason of each replica's death.
         """
         runtime = self._begun()
         if runtime.state != "dead":
@@ -222,25 +222,25 @@ class EngineControl(NotCopied, NotYet):
         return [] if cluster is None else cluster.statuses()
 
     async def scale(self, replicas: int) -> None:
-        """Have so many replicas from now on, of an engine that was made with ``replicas``.
+        """Change the number of replicas of an engine that was made with ``replicas``.
 
-        Further ones are started, and those that were given up; they take requests once they serve. Those that are too
-        many, of the highest ranks, take no more; their requests have ``drain_timeout_s`` to end there, then go on at
-        others. Returns when it is so.
+        Further replicas, and those that were given up, are started, and take requests once they serve. Surplus
+        replicas, of the highest ranks, take no new requests; their requests have ``drain_timeout_s`` to end, then go on
+        at others. Returns when this is done.
 
         Raises:
             InvalidRequest: the engine has no replicas; or ``replicas`` is no number from 1 to 1024.
-            ModelLoadError, ConfigError, EngineDead: one of them could not be started; further ones that did not
-                serve by then are ended, too.
+            ModelLoadError, ConfigError, EngineDead: a replica could not be started; other new ones that did not serve
+                by then are ended, too.
         """
         await self._cluster().scale(replicas)
 
     async def restart_replicas(self) -> None:
-        """Start all replicas again, one after the other, while the others take the requests: none is lost.
+        """Restart all replicas, one after the other, while the others take the requests: no request is lost.
 
         Raises:
             InvalidRequest: the engine has no replicas.
-            EngineDead: one did not come back; those after it are not started again.
+            EngineDead: a replica did not come back; the replicas after it are not restarted.
         """
         await self._cluster().restart()
 
@@ -254,7 +254,7 @@ class EngineControl(NotCopied, NotYet):
 
     @property
     def has_tools(self) -> bool:
-        """Whether the format is known in which the model writes tool calls, so that ``tools`` may be given."""
+        """Whether the format of the model's tool calls is known, so that ``tools`` may be given."""
         return self._here().answer_formats.has_tools
 
     async def tokenize(
@@ -266,13 +266,13 @@ class EngineControl(NotCopied, NotYet):
         chat_template: str | None = None,
         tools: Any = None,
     ) -> list[int]:
-        """The token ids of a text or a chat, however long: more than the model takes may be counted, too.
+        """The token ids of a text or a chat, also of one that is longer than the model takes.
 
-        What is long is done in a thread; cancelling stops the wait, and the result is lost.
+        Long texts are tokenized in a thread; cancelling stops the wait, and the result is lost.
 
         Args:
-            add_special_tokens: those that the tokenizer adds by itself, such as a BOS. Absent: as `generate` does, with
-                a text and not with a chat, whose template writes them.
+            add_special_tokens: whether the tokenizer adds its own special tokens, such as a BOS. Absent: as `generate`,
+                to a text, but not to a chat, whose template writes them.
             chat_template_kwargs, chat_template, tools: as in `generate`.
         Raises:
             InvalidRequest: a value is bad, or the model has no tokenizer.
@@ -295,7 +295,7 @@ class EngineControl(NotCopied, NotYet):
             kwargs["chat_template"] = chat_template
         if isinstance(prompt, str):
             text, encode = prompt, partial(tokenizer.encode, add_special_tokens=add)
-        else:  # apart from the encoding: a long chat is encoded by the worker for its size
+        else:  # rendered and encoded apart: a long chat is encoded by the worker for its size
             messages = copy_messages(prompt)
             text = await runtime.open_worker_for(None).run(tokenizer.render_chat, None, messages, **kwargs)
             encode = partial(tokenizer.encode_chat, add_special_tokens=add_special_tokens)
@@ -304,7 +304,7 @@ class EngineControl(NotCopied, NotYet):
     async def detokenize(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids, however many, as the tokenizer's own decode gives it.
 
-        What is long is done in a thread; cancelling stops the wait, and the result is lost.
+        Long lists are decoded in a thread; cancelling stops the wait, and the result is lost.
 
         Raises:
             InvalidRequest: an id is not in the model's vocabulary, or the model has no tokenizer.
@@ -318,16 +318,16 @@ class EngineControl(NotCopied, NotYet):
     def token_bytes(
         self, token_ids: list[int], *, is_start: bool = True, skip_special_tokens: bool = True
     ) -> list[bytes]:
-        """Each token's part of the UTF-8 of their text: joined they are the text, where it has whole characters.
+        """Each token's bytes of the UTF-8 of their text: joined, they are the text, if it has whole characters.
 
-        The bytes of half a character, which a text shows as U+FFFD, are here what they are. Of a tokenizer whose
-        decoder is only known as a function (`WindowTable`) each token is decoded alone, and half a character is U+FFFD.
+        Bytes of half a character, which a text shows as U+FFFD, are returned unchanged. If a tokenizer's decoder is
+        only known as a function (`WindowTable`), each token is decoded alone, and half a character is U+FFFD.
         Synchronous, by a table: about half a microsecond a token, with the checks.
 
         Args:
-            is_start: the text begins with these, as an output does: some tokenizers leave the space before the first
-                word out. False: others came before them.
-            skip_special_tokens: they have no bytes then; else those of their contents.
+            is_start: whether the text begins with these tokens, as an output does: some tokenizers then drop the space
+                before the first word. False: other tokens came before.
+            skip_special_tokens: True: special tokens have no bytes; False: they have the bytes of their contents.
         Raises:
             InvalidRequest: an id is not in the model's vocabulary, or the model has no tokenizer.
         """
@@ -342,10 +342,10 @@ class EngineControl(NotCopied, NotYet):
     def health(self) -> Health:
         """Whether the engine is alive, stalled or dead, and why. Never raises once the engine has been started.
 
-        STARTING: it is being loaded. ALIVE: loop and device get on. STALLED: the engine is there, and either its device
-        has been at one step for longer than ``stall_after_s``, or its process does not beat (stopped, say), or
-        sequences could run and no step is launched (a bug, whose state is in the log). DEAD: it
-        said so, its process is gone, the connection to it was cut, or beats are missing from another machine.
+        STARTING: the engine is being loaded. ALIVE: loop and device make progress. STALLED: the device has been at one
+        step for longer than ``stall_after_s``; or the engine's process sends no beats, as when it is stopped; or
+        sequences could run and no step is launched (a bug, whose state is in the log). DEAD: the engine reported its
+        death, its process is gone, the connection to it was cut, or beats are missing from another machine.
 
         Raises:
             EngineClosed: the engine has not been started.
@@ -356,7 +356,7 @@ class EngineControl(NotCopied, NotYet):
         """The model's tokenizer, with the names and defaults of transformers'; it may be awaited, too, as in vLLM.
 
         Raises:
-            InvalidRequest: the model has none.
+            InvalidRequest: the model has no tokenizer.
         """
         return self._running().require_tokenizer()
 
@@ -387,29 +387,28 @@ class EngineControl(NotCopied, NotYet):
         return self._running().current_metrics()
 
     def add_observer(self, observer: Observer) -> Callable[[], None]:
-        """From now on tell ``observer`` of each step and each request's end; what is returned stops that, once.
+        """Notify ``observer`` of each later step and each request's end; return a function that removes it.
 
-        It is called on the loop, between steps. What it raises is logged.
+        The observer is called on the loop, between steps. Its errors are logged.
         """
         return self._running().core.observers.add(observer)
 
     def profile(self, path: str | os.PathLike[str], *, max_steps: int = 100) -> AbstractAsyncContextManager[None]:
         """Record what the device does: ``async with engine.profile("trace.json"): ...``.
 
-        What comes out is torch's own trace, for https://ui.perfetto.dev or chrome://tracing: an event a step of the
-        device, named ``step N (R rows, T tokens)``, and in it each operation with those inside it. Steps of all
-        requests are in it. The file is there when the block is left, also by an error; a block that is cancelled may
-        leave none.
+        The file is torch's own trace, for https://ui.perfetto.dev or chrome://tracing: an event for each step of the
+        device, named ``step N (R rows, T tokens)``, with its operations nested in it. Steps of all requests are in it.
+        The file is complete when the block is left, also by an error; a block that is cancelled may leave none.
 
-        The price: while it records, a step takes a fifth longer. Then torch holds the GIL, and with it the event loop,
-        for 2 to 5 µs an operation after the last step, and for 1 to 3 µs at the end of the block. ``max_steps`` bounds
-        that: 100 steps of the demo model have 100,000 operations, hold the loop for 0.2 to 0.5 s and again for 0.1 to
-        0.3 s, and make a file of 25 MB.
+        The cost: a recorded step takes a fifth longer. Afterwards torch holds the GIL, which blocks the event loop: for
+        2 to 5 µs an operation after the last step, and for 1 to 3 µs an operation at the end of the block.
+        ``max_steps`` bounds that: 100 steps of the demo model have 100,000 operations, block the loop for 0.2 to 0.5 s
+        and again for 0.1 to 0.3 s, and make a file of 25 MB.
 
         Args:
-            max_steps: record so many steps of the device, and no more.
+            max_steps: most steps of the device to record.
         Raises:
-            InvalidRequest: a value is bad; or, on entering the block, torch's profiler is in use: it has one a process.
+            InvalidRequest: a value is bad; or, on entering the block, the process's one torch profiler is in use.
             OSError: on leaving the block: the file cannot be written. The recording is then lost.
             EngineClosed: the engine is not running, or was closed in the block.
         """
@@ -417,7 +416,7 @@ class EngineControl(NotCopied, NotYet):
         return _profiling(self._here(), begin, end)
 
     async def start_profile(self, *, max_steps: int = 100) -> None:
-        """Begin a recording that `stop_profile` ends; `profile` does both, and tells what it costs.
+        """Begin a recording that `stop_profile` ends; `profile` does both, and has the cost in its docstring.
 
         Raises:
             InvalidRequest: a value is bad, or torch's profiler is in use.
@@ -435,7 +434,7 @@ class EngineControl(NotCopied, NotYet):
 
     @property
     def info(self) -> ExecutorInfo:
-        """What the device offers: KV blocks, lengths, sizes.
+        """The properties of the device and the model: KV blocks, lengths, sizes.
 
         Raises:
             EngineClosed: the engine is not running.
@@ -478,7 +477,7 @@ async def _profiling(runtime: Runtime, begin: c.StartProfile, end: c.StopProfile
     try:
         yield
     except BaseException:
-        with contextlib.suppress(EngineClosed):  # the block's own error is the news
+        with contextlib.suppress(EngineClosed):  # the block's own error is raised
             await runtime.call(end)
         raise
     try:
@@ -488,7 +487,7 @@ async def _profiling(runtime: Runtime, begin: c.StartProfile, end: c.StopProfile
 
 
 async def _send_weights(runtime: Runtime, tensors: Mapping[str, Any]) -> None:
-    """Stage all tensors at the engine core and have them committed; what fails leaves the weights as they were."""
+    """Stage all tensors at the engine core, then commit them; after an error the weights are unchanged."""
     if not isinstance(tensors, Mapping) or not tensors:
         raise InvalidRequest("tensors: a mapping of names to tensors is needed, with at least one", param="tensors")
     transfer = os.urandom(8).hex()
@@ -506,7 +505,7 @@ async def _send_weights(runtime: Runtime, tensors: Mapping[str, Any]) -> None:
 
 
 def _bytes_of(name: object, tensor: Any) -> tuple[WeightDtype, tuple[int, ...], memoryview]:
-    """A tensor's dtype, shape and bytes, row-major; copied only if they do not lie so already."""
+    """A tensor's dtype, shape and bytes in row-major order; copied only if the bytes are in another order."""
     if not isinstance(name, str):
         raise InvalidRequest(f"tensors: {shorten(name)} is no name", param="tensors")
     torch = sys.modules.get("torch")

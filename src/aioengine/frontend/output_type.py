@@ -1,4 +1,4 @@
-"""A type that an answer is asked for: its JSON schema constrains the text, which is read back as a value of it."""
+"""Answers of a given type: its JSON schema constrains the text, which is read back as a value of the type."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class OutputType:
         kind: a type, such as a pydantic model, a dataclass, a msgspec struct, ``list[Item]``; or a JSON schema, whose
             values are plain lists and dicts.
     Attributes:
-        constraint: what its JSON must be.
+        constraint: of the answer's text.
     Raises:
-        InvalidRequest: it has no JSON schema.
+        InvalidRequest: ``kind`` has no JSON schema.
     """
 
     def __init__(self, kind: Any) -> None:
@@ -36,10 +36,10 @@ class OutputType:
     def constrain(
         self, params: SamplingParams | None, options: CallKeywords
     ) -> tuple[SamplingParams | None, CallKeywords]:
-        """The parameters of a call, or its keywords, with the constraint.
+        """A call's parameters and keywords, with the constraint added to one of them.
 
         Raises:
-            InvalidRequest: they have one already, or ask for no text.
+            InvalidRequest: they have a constraint already, or ask for no text.
         """
         if getattr(params, "detokenize", True) is False or options.get("detokenize") is False:
             raise InvalidRequest("output_type is read from the text: leave out detokenize=False", param="output_type")
@@ -50,7 +50,7 @@ class OutputType:
         return params, {**options, "structured": self.constraint}
 
     def parse(self, output: RequestOutput) -> RequestOutput:
-        """The output with ``parsed`` in each choice that calls no tool; not on the loop where its texts are long.
+        """The output with ``parsed`` set in each choice that calls no tool. For long texts, not on the event loop.
 
         Raises:
             OutputNotParsed: a choice is no value of the type, such as one that was cut at ``max_tokens``.
@@ -76,7 +76,7 @@ class OutputType:
             return choice
         try:
             value = self._decode(choice.text)
-        except Exception as error:  # pydantic's, msgspec's, and what the type's own validators raise
+        except Exception as error:  # of pydantic, of msgspec, or of the type's own validators
             reason, cut = choice.stop_reason, ""
             if reason is not None:
                 cut = f"it was cut at the stop {'string' if isinstance(reason, str) else 'token'} {reason!r}; "
@@ -86,16 +86,17 @@ class OutputType:
 
 
 def retold(error: InvalidRequest) -> InvalidRequest:
-    """An error of the constraint, under the name by which the caller has given it."""
+    """An error of the constraint, under the name that the caller used."""
     if error.param != "structured":
         return error
-    return InvalidRequest(error.renamed("output_type"), param="output_type")  # without its hint: no type follows it
+    return InvalidRequest(error.renamed("output_type"), param="output_type")  # without its hint, which is for schemas
 
 
 def _describe(kind: Any) -> TypeSchema:
-    """
+    """The JSON schema of a type, and its decoder.
+
     Raises:
-        InvalidRequest: nothing can be asked for by it.
+        InvalidRequest: ``kind`` is no type, or has no JSON schema.
     """
     if isinstance(kind, Constraint):
         raise _refused(f"{shorten(kind)} is a constraint, and no type: give it as structured=...")

@@ -1,4 +1,4 @@
-"""What a caller gives, checked at the call and turned into a sequence: nothing bad goes any further."""
+"""A caller's arguments, checked at the call and turned into a sequence: no bad value goes any further."""
 
 from __future__ import annotations
 
@@ -62,16 +62,16 @@ PromptDict = Mapping[str, Any]
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 CHARS_A_TOKEN = 4
-"""Of usual text, about."""
+"""Roughly, of usual text."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 MAX_NORMALIZED_CHARS = 4
-"""That a normalizer may make one of: none of Unicode's compositions takes more."""
+"""Most characters that a normalizer merges into one: no composition of Unicode takes more."""
 
 
 class ChatKeywords(SamplingKeywords, total=False):
-    """The keywords of `LLM.chat` and of `Engine.generate` alike; the docstring of the second says what each does."""
+    """The keywords that `LLM.chat` and `Engine.generate` share; the docstring of the second describes them."""
 
     cache_salt: str | None
     tenant: str | None
@@ -84,7 +84,7 @@ class ChatKeywords(SamplingKeywords, total=False):
 
 
 class CallKeywords(ChatKeywords, total=False):
-    """The keywords of `Engine.generate` and `Engine.stream` alike."""
+    """The keywords that `Engine.generate` and `Engine.stream` share."""
 
     sampling_params: SamplingParams | None
     priority: int
@@ -95,7 +95,7 @@ class CallKeywords(ChatKeywords, total=False):
 
 
 def lists_keywords(keywords: Any) -> Callable[[F], F]:
-    """A decorator: `inspect.signature`, and so a notebook's completion, lists the keywords of ``**options``.
+    """A decorator that adds the keywords of ``**options`` to `inspect.signature`, and so to a notebook's completion.
 
     Args:
         keywords: the TypedDict of ``**options``.
@@ -119,10 +119,10 @@ CALL_NAMES = CallKeywords.__annotations__.keys() - SamplingKeywords.__annotation
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """Those arguments of `Engine.stream` that are checked without a model; numpy's integers are as good as Python's.
+    """The arguments of `Engine.stream` that are checked without a model; numpy's integers are accepted.
 
     Raises:
-        InvalidRequest: names the argument.
+        InvalidRequest: an argument is bad, which the error names.
     """
 
     request_id: Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
@@ -146,7 +146,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Checked(NamedTuple):
-    """Its other arguments, checked against the model."""
+    """A call's other arguments, checked against the model."""
 
     prompt: Prompt
     params: SamplingParams
@@ -158,8 +158,8 @@ class Prepared(NamedTuple):
     """A request on its way to the core.
 
     Attributes:
-        text: that was tokenized; None for token ids.
-        plan: of its answer.
+        text: the text that was tokenized; None for token ids.
+        plan: how the answer is read and constrained.
     """
 
     text: str | None
@@ -171,13 +171,13 @@ class Prepared(NamedTuple):
 
 
 def open_prompt(prompt: Any, cache_salt: str | None) -> tuple[Any, str | None]:
-    """What is in a `PromptDict`, and its salt; what is no dict stays as it is, but for messages that are objects.
+    """The prompt and the salt in a `PromptDict`; other prompts are unchanged, but message objects become dicts.
 
-    Keys whose value is None count as absent, and so do unknown ones whose value is empty (``multi_modal_data``). Token
+    Keys with the value None count as absent, and so do unknown keys with an empty value (``multi_modal_data``). Token
     ids win over their text. A salt of the call wins over the dict's.
 
     Raises:
-        InvalidRequest: the dict has neither, or has what this engine does not know.
+        InvalidRequest: the dict has neither text nor token ids, or has unknown keys.
     """
     if not isinstance(prompt, dict):
         return open_messages(prompt), cache_salt
@@ -202,13 +202,13 @@ def open_prompt(prompt: Any, cache_salt: str | None) -> tuple[Any, str | None]:
 def check_request(
     runtime: Runtime, call: Call, prompt: Any, params: SamplingParams, template_kwargs: Any, options: AnswerOptions
 ) -> Checked:
-    """Hold a request against the engine's limits, the model's vocabulary and its tokenizer.
+    """Check a request against the engine's limits, the model's vocabulary and its tokenizer.
 
-    The prompt and the template's variables are copied: the caller may change all that is in them while the request
-    waits.
+    The prompt and the template's variables are copied: the caller may change its own while the request waits.
 
     Raises:
-        InvalidRequest, PromptTooLong: a value does not fit, which is named; or this model cannot take the prompt.
+        InvalidRequest, PromptTooLong: a value, which the error names, does not fit; or this model cannot take the
+            prompt.
     """
     check_limits(params, runtime.config, runtime.info.vocab_size, runtime.core.eos_token_ids)
     for name in ("stop", "bad_words"):
@@ -237,18 +237,18 @@ def _take_prompt(runtime: Runtime, prompt: Any, params: SamplingParams) -> Promp
 
 
 def keep_prompt(prompt: Any) -> Any:
-    """A copy of a prompt that is checked later: of lists, messages, arrays and tensors."""
+    """A copy of a prompt that is checked later, if it is a list, messages, an array or a tensor."""
     if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], dict):
         return copy_messages(prompt)
     copy = getattr(prompt, "clone", None) or getattr(prompt, "copy", None)
     try:
         return copy() if callable(copy) else prompt
-    except Exception:  # what cannot be copied cannot be read, either, which is said when it is taken
+    except Exception:  # an object that cannot be copied cannot be read, either: its check will raise
         return prompt
 
 
 def operation_of(prompt: Prompt) -> str:
-    """What is done with it, in the words of gen_ai's semantic conventions."""
+    """The prompt's operation, as gen_ai's semantic conventions name it."""
     return "chat" if _is_chat(prompt) else "text_completion"
 
 
@@ -257,14 +257,14 @@ def make_id() -> str:
 
 
 def num_chars(prompt: Prompt, params: SamplingParams) -> int | None:
-    """Characters to tokenize; None for chats, whose templates are programs that may take long over little."""
+    """Number of characters to tokenize; None for chats, whose templates are programs that may take long over little."""
     if _is_chat(prompt):
         return None
     return len(prompt) + 2 * sum(len(word) for word in params.bad_words)  # each word is encoded in two forms
 
 
 def incoming_of(call: Call, checked: Checked) -> Incoming:
-    """What the policy orders it by, before it is tokenized."""
+    """The properties by which the policy orders a request before it is tokenized."""
     return Incoming(
         request_id=call.request_id,
         tenant=call.tenant or "",
@@ -320,7 +320,7 @@ def prepare(runtime: Runtime, call: Call, checked: Checked) -> Prepared:
 
 
 def _continued(message: Any, field: bool | str | None) -> str | None:
-    """The text that an answer goes on with: a message's content, or its field of this name; None: the answer begins."""
+    """The text that an answer continues: a message's content, or its field of this name; None: the answer is new."""
     if not field:
         return None
     names = REASONING_FIELDS if field in REASONING_FIELDS else ("content",)
@@ -328,7 +328,7 @@ def _continued(message: Any, field: bool | str | None) -> str | None:
 
 
 def unprepared(call: Call, checked: Checked) -> tuple[str | None, Sequence]:
-    """As `prepare`, of a request that was aborted before it: nothing is computed, not even its tokens."""
+    """As `prepare`, for a request that was aborted before: nothing is computed, not even its token ids."""
     ids = checked.prompt if isinstance(checked.prompt, list) and not _is_chat(checked.prompt) else []
     request = Request(
         request_id=call.request_id,
@@ -374,10 +374,10 @@ def _is_chat(prompt: Prompt) -> bool:
 
 
 def _check_ids(prompt: list[Any], limit: int, vocab_size: int) -> list[int]:
-    """The token ids as a list of their own."""
+    """The token ids, checked, as a new list."""
     if len(prompt) > limit:
         raise PromptTooLong(len(prompt), limit)
-    with contextlib.suppress(msgspec.ValidationError):  # mostly all is well, and this is ten times as fast
+    with contextlib.suppress(msgspec.ValidationError):  # the usual case, ten times as fast
         checked: list[int] = msgspec.convert(prompt, _ids_below(vocab_size), strict=True)
         return checked
     try:
@@ -400,10 +400,10 @@ def _ids_below(vocab_size: int) -> Any:
 
 
 def _as_list(prompt: Any, max_ids: int, num_kept: int | None) -> Any:
-    """Token ids as the list that they are: tuples, arrays and tensors of one dimension; of ids the last ``num_kept``.
+    """A tuple, or an array or tensor of one dimension, as a list; of token ids the last ``num_kept``.
 
     Raises:
-        InvalidRequest, PromptTooLong: it cannot become one, or is too long to be worth it.
+        InvalidRequest, PromptTooLong: the prompt cannot be read, or is too long for the model.
     """
     if num_kept is not None and isinstance(prompt, list | tuple) and prompt and not isinstance(prompt[0], dict):
         prompt = prompt[-num_kept:]

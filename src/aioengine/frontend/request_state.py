@@ -1,4 +1,4 @@
-"""A request on the caller's side: its choices, whose tokens become text as they arrive, and what its reader takes."""
+"""A request on the caller's side: its choices, whose tokens become text as they arrive, and its reader's deltas."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Completion:
     """The `Listener` of a sequence.
 
     Text is made and stop strings are searched as tokens arrive, never when they are read, so that an unread stream
-    stops where it should. What is not read is merged; the sequence's length bounds it, and so may ``max_unread``.
+    stops where it should. Unread output is merged; the sequence's length bounds it, and so may ``max_unread``.
 
     Args:
-        sequence: what to follow.
-        request: the request that this is a choice of; told when there is something to `take`. Its core ends the
-            sequence at a stop string, and blocks it while its reader is behind.
-        detokenizer: None: there is no text then.
+        sequence: the sequence to follow.
+        request: the request of this choice; notified when there is something to `take`. Its core ends the sequence at a
+            stop string, and blocks it while its reader is behind.
+        detokenizer: None: there is no text.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Completion:
         self.error: AioEngineError | None = None
         self.is_ended = False
         self.is_listed = False
-        """It is in the request's queue of choices with something to `take`; the request sets and clears this."""
+        """Whether it is in the request's queue of choices with something to `take`; set and cleared by the request."""
         self._is_queued = True
         self._request = request
         self._detokenizer = detokenizer
@@ -58,9 +58,9 @@ class Completion:
         self._has_stop_text = sequence.request.params.include_stop_str_in_output
         self._interval = min(request.stream_interval, request.max_unread)
         self._allow_at = UNLIMITED if request.max_unread == UNLIMITED else 0
-        """Number of tokens read at which the core is allowed more."""
+        """Number of tokens read at which the core may compute more."""
         self._tell_at = 1
-        """Number of tokens at which the request or the core is told: other tokens cost one comparison."""
+        """Number of tokens at which the request or the core is notified: other tokens cost one comparison."""
         self._cumulative_logprob = 0.0
         self._texts: list[str] = []
         self._num_read_ids = 0
@@ -86,7 +86,7 @@ class Completion:
             return
         try:
             self._take_token(token_id, logprobs)
-        except InvalidRequest as error:  # the tokenizer's library has failed: this request's end, and no other's
+        except InvalidRequest as error:  # the tokenizer's library has failed: this ends no other request
             self.on_error(error)
 
     def _take_token(self, token_id: int, logprobs: SampledLogprobs | None) -> None:
@@ -109,7 +109,7 @@ class Completion:
             self._tell()
 
     def _is_stop_token(self) -> bool:
-        """Whether the newest token is the one that has ended the sequence; others may have come with it."""
+        """Whether the newest token is the stop token that ended the sequence; other tokens may have come with it."""
         sequence = self.sequence
         return sequence.finish_reason == "stop" and len(self.token_ids) == len(sequence.output_ids)
 
@@ -151,7 +151,7 @@ class Completion:
 
     @property
     def num_allowed(self) -> int:
-        """Tokens that may be computed, all told, with what has been read."""
+        """Total number of tokens that may be computed, given the number that was read."""
         max_unread = self._request.max_unread
         return UNLIMITED if max_unread == UNLIMITED else self._num_read_ids + max_unread
 
@@ -160,7 +160,7 @@ class Completion:
         return len(self.token_ids) > self._num_read_ids or len(self._texts) > self._num_read_texts
 
     def take(self, index: int) -> CompletionDelta:
-        """What has arrived since the last `take`, merged; a sequence that was blocked for it goes on."""
+        """The output since the last `take`, merged; a sequence that was blocked until this read goes on."""
         first = self._num_read_ids
         text = "".join(self._texts[self._num_read_texts :])
         piece = self._read_answer().take() if self._answer is not None else Piece(text)
@@ -168,7 +168,7 @@ class Completion:
         self._num_read_texts = len(self._texts)
         self._tell_at = self._num_read_ids + self._interval
         if self._num_read_ids >= self._allow_at and not self.is_ended:
-            # Not for each token that is read: from another process that takes a message.
+            # Not for each token that is read: to a core in another process it is a message.
             self._allow_at = self._num_read_ids + (self._request.max_unread + 1) // 2
             self._request.core.unblock(self.sequence)
         return CompletionDelta(
@@ -204,7 +204,7 @@ class Completion:
         return self._answer is not None and self._answer.parser.is_cut
 
     def _read_answer(self) -> ParsedAnswer:
-        """Its parts, of all its text so far."""
+        """The parts of the answer, read from all its text so far."""
         assert self._answer is not None
         self._answer.read(self._texts, is_over=self.is_ended)
         return self._answer
@@ -213,7 +213,7 @@ class Completion:
         self._tell_at = self._num_read_ids + self._request.max_unread
         if len(self.token_ids) >= self._tell_at:
             self._request.core.block(self.sequence)
-        self._request.on_news(self)  # last, since what hears of it may read at once
+        self._request.on_news(self)  # last, since the reader may read at once
 
     def _end(self, reason: FinishReason, stop_reason: int | str | None) -> None:
         self.is_ended = True
@@ -222,17 +222,17 @@ class Completion:
         self._leave_queue()
         self._request.on_news(self)
         self._request.on_ended(self)
-        del self._request  # each holds the other: the garbage collector would have to find them
+        del self._request  # a reference cycle, which would be left to the garbage collector
 
 
 class ParsedAnswer:
-    """A choice's text, told apart as it is read: content, reasoning, tool calls.
+    """A choice's text, split as it is read into content, reasoning and tool calls.
 
     Args:
-        ends_at_call: it is read up to its first complete call.
+        ends_at_call: whether reading stops at the first complete call.
 
     Attributes:
-        parser: has its complete calls.
+        parser: has the complete calls.
     """
 
     def __init__(self, parser: AnswerParser, *, ends_at_call: bool = False) -> None:
@@ -245,32 +245,32 @@ class ParsedAnswer:
 
     @property
     def has_its_call(self) -> bool:
-        """It is at its end for a complete call."""
+        """Whether the answer has ended at a complete call."""
         return self._ends_at_call and bool(self.parser.calls)
 
     @property
     def content(self) -> str:
-        """All so far."""
+        """All content so far."""
         return "".join(piece.content for piece in self._pieces)
 
     @property
     def reasoning(self) -> str:
-        """All so far."""
+        """All reasoning so far."""
         return "".join(piece.reasoning for piece in self._pieces)
 
     def read(self, texts: list[str], *, is_over: bool) -> None:
-        """Read what has come to ``texts`` since the last call."""
+        """Read the items that were added to ``texts`` since the last call."""
         text = "".join(texts[self._num_fed :])
         self._num_fed = len(texts)
         if text:
             self._pieces.append(self.parser.feed(text))
         if is_over and not self._is_over:
             self._is_over = True
-            if not self.has_its_call:  # what the call's last token has begun behind it is not to be
+            if not self.has_its_call:  # text after the call, of the call's last token, is dropped
                 self._pieces.append(self.parser.finish())
 
     def take(self) -> Piece:
-        """What has been read since the last call."""
+        """The parts that were read since the last call."""
         pieces, self._num_taken = self._pieces[self._num_taken :], len(self._pieces)
         content, reasoning = ("".join(getattr(piece, name) for piece in pieces) for name in ("content", "reasoning"))
         return Piece(content, reasoning, tuple(call for piece in pieces for call in piece.calls))
@@ -280,19 +280,19 @@ class RequestState:
     """A request, whose choices one reader takes piece by piece.
 
     A choice with something to take is in the queue once, however much there is, behind the others. When one choice
-    fails the request fails: the others are ended, and the reader hears of it once all else is read.
+    fails, the request fails: the others are ended, and the reader gets the error once all else is read.
 
     Made with its stream. It arrives when the engine runs, and begins when its prompt is prepared.
 
     Attributes:
         request_id: the caller's name for it.
-        stream_interval: tokens of a choice to collect before the reader is told; the first and the end are told at
-            once.
-        max_unread: tokens of a choice that may lie unread before its sequence is blocked; those in flight come
-            nevertheless.
-        is_aborted: whether it is to end with what it has, as soon as it has begun.
+        stream_interval: tokens of a choice to collect before the reader is notified; not for the first token and the
+            end.
+        max_unread: most unread tokens of a choice before its sequence is blocked; tokens in flight still come.
+        is_aborted: whether it is to end with the output that it has, as soon as it has begun.
         core: where its sequences run.
-        leave_queue: called as so many of its sequences need no capacity any more: they have had a row, or never will.
+        leave_queue: called with a number of its sequences that need no capacity any more: they have had a row, or
+            never will.
     """
 
     core: Core
@@ -317,14 +317,14 @@ class RequestState:
         self._end_span: Callable[[BaseException | None], None] | None = None
 
     def arrive(self, core: Core, arrival_time: float | None = None) -> None:
-        """It was made, of a running engine: its times count from here, or since ``arrival_time``, in Unix seconds."""
+        """Begin the request's times, now or at ``arrival_time`` in Unix seconds: it was made, and the engine runs."""
         self.core = core
         now = time.time()
         self._arrival_time = now if arrival_time is None else min(arrival_time, now)
         self._arrived_at = core.clock() - (now - self._arrival_time)
 
     def begin_span(self, operation: str, params: SamplingParams, headers: dict[str, str] | None) -> dict[str, str]:
-        """It has arrived: begin its span. Returns the headers of what is to be inside it."""
+        """Begin the span of a request that has arrived. Returns the headers for spans inside it."""
         model = self.core.config.model or "demo"
         span, inside = begin_span(f"{operation} {model}", headers)
         if span is not None:
@@ -345,7 +345,7 @@ class RequestState:
         return inside
 
     def end_span(self, error: BaseException | None) -> None:
-        """It has ended, or could not begin. Idempotent."""
+        """End the span: the request has ended, or could not begin. Idempotent."""
         if self._end_span is not None:
             end, self._end_span = self._end_span, None
             end(error)
@@ -356,7 +356,7 @@ class RequestState:
         """Hand its sequence, and those of its other choices, to the core, and follow them.
 
         Args:
-            text: of the prompt, where it has one.
+            text: of the prompt, if it has one.
             plan: how the text of its choices is read.
         """
         completions = self._follow(text, sequence, tokenizer, plan)
@@ -367,7 +367,7 @@ class RequestState:
             self.abort()
 
     def end_unbegun(self, text: str | None, sequence: Sequence) -> None:
-        """It was aborted before the core had it."""
+        """End a request that was aborted before the core had it."""
         self.completions = self._follow(text, sequence, None)
         for completion in self.completions:
             completion.sequence.finish_reason = "abort"
@@ -376,7 +376,7 @@ class RequestState:
     def _follow(
         self, text: str | None, first: Sequence, tokenizer: Tokenizer | None, plan: AnswerPlan = PLAIN
     ) -> list[Completion]:
-        """A completion of each choice, by index."""
+        """Make a completion for each choice, by index."""
         params = first.request.params
         self._prompt_text = text
         self._sequences = [first, *first.children]
@@ -398,12 +398,12 @@ class RequestState:
         return not self._num_open
 
     def abort(self) -> None:
-        """End all choices with what they have."""
-        for sequence in reversed(self._sequences):  # the first one takes unborn ones with it
+        """End all choices with the output that they have."""
+        for sequence in reversed(self._sequences):  # the first one ends those that have not been forked yet
             self.core.finish(sequence, "abort")
 
     def fail(self, error: Callable[[], AioEngineError]) -> None:
-        """End its choices by an error each, if they have not ended."""
+        """End its choices with an error each, if they have not ended."""
         for completion in self.completions:
             completion.on_error(error())
 
@@ -425,7 +425,7 @@ class RequestState:
         self._num_open -= 1
         if completion.error is not None and self.error is None:
             self.error = completion.error
-            self.abort()  # the others end in here, too, and the last of them may have been counted already
+            self.abort()  # calls this for the other choices, so that the last may be counted already
         if not self._num_open and math.isnan(self._ended_at):
             self._ended_at = self.core.clock()
             self.on_started()
@@ -435,7 +435,7 @@ class RequestState:
             self.end_span(self.error)
             self._wake()
             self._tell_watcher()
-            self._watcher = None  # it leads to the stream, which has this
+            self._watcher = None  # a reference cycle: it refers to the stream, which refers to this
 
     def on_prompt_logprobs(self, position: int, logprobs: list[TokenLogprobs]) -> None:
         assert self.prompt_logprobs is not None
@@ -451,7 +451,7 @@ class RequestState:
         return logprobs
 
     def _decode(self, token_id: int) -> str:
-        """A token's text alone, special or not; by table, since a request may ask for twenty with each token."""
+        """The text of a single token, special or not; by table, since a request may ask for twenty with each token."""
         assert self._tokenizer is not None
         table = self._tokenizer.token_table(skip_special_tokens=False)
         if isinstance(table, TokenTable) and not table.lead_strip and token_id < len(table.pieces):
@@ -465,7 +465,7 @@ class RequestState:
     async def wait(self, *, for_end: bool) -> None:
         """Wait until there is something to take, or for the end; for one reader.
 
-        Cancelling takes nothing away: what has arrived stays to be read.
+        Cancelling loses nothing: output that has arrived can still be read.
         """
         if self._waiter is not None:
             raise RuntimeError("this stream is being read by another task; a stream has one reader")
@@ -486,7 +486,7 @@ class RequestState:
         await self._started.wait()
 
     def watch(self, watcher: Callable[[], None]) -> None:
-        """Call ``watcher`` when there is something to take that was not there before, and at the end."""
+        """Call ``watcher`` when there is something new to take, and at the end; at once if so now."""
         if not self.is_ended:
             self._watcher = watcher
         if self.has_news or self.is_ended:
@@ -497,7 +497,7 @@ class RequestState:
         return bool(self._ready or self._repeats)
 
     def take(self) -> CompletionDelta | None:
-        """What is new of the first choice in the queue; None if there is nothing."""
+        """The new output of the first choice in the queue; None if there is none."""
         if self._repeats:
             return self._repeats.popleft()
         while self._ready:
@@ -513,7 +513,7 @@ class RequestState:
         return None
 
     def output(self) -> RequestOutput:
-        """All that has come so far, read or not."""
+        """The whole output so far, read or not."""
         first = self._sequences[0]
         is_repeated = len(self.completions) < self._num_choices  # greedy choices are all alike
         return RequestOutput(
@@ -551,7 +551,7 @@ class RequestState:
         )
 
     def _finish_reasons(self) -> tuple[str, ...]:
-        """One for each choice."""
+        """The finish reason of each choice."""
         if self.error is not None:
             return ("error",) * self._num_choices
         reasons = tuple(completion.finish_reason or "error" for completion in self.completions)

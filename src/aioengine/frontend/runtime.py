@@ -1,8 +1,8 @@
-"""What a started engine consists of, and the one task that owns it.
+"""The parts of a started engine, and the one task that owns them.
 
-An `Engine` holds a `Runtime`, and nothing in here holds the `Engine`, so that one that was dropped unclosed is
-noticed. The supervisor task opens everything, serves, and closes everything, whatever ends it: `aclose`, a dead device,
-a garbage-collected engine, or the end of `asyncio.run`.
+An `Engine` holds a `Runtime`, and no part holds the `Engine`, so that an engine that is dropped unclosed is noticed.
+The supervisor task opens everything, serves, and closes everything, whatever ends it: `aclose`, a dead device, a
+garbage-collected engine, or the end of `asyncio.run`.
 """
 
 from __future__ import annotations
@@ -56,21 +56,21 @@ LARGE_TEXT_CHARS = 100_000
 """About 20 ms of tokenization, and a long prompt for any model."""
 
 LOAD_GRACE_S = 5.0
-"""How long a cancelled start waits for a tokenizer that is being loaded; of a usual one that takes less."""
+"""Longest wait of a cancelled start for a tokenizer that is being loaded; a usual one takes less time."""
 
 CHAT_CLOSE_GRACE_S = 1.0
-"""Longest wait of closing for chats that are rendered; their closed limits stop them at the next step."""
+"""Longest wait of closing for chats that are being rendered; their closed limits stop them at the next step."""
 
 SIDE_TASK_GRACE_S = 5.0
 """Longest wait of closing for side tasks; they have nothing left to wait for, and end in milliseconds."""
 
 
 class Runtime:
-    """A started engine's parts; made on the loop that it lives on.
+    """The parts of a started engine; made on the engine's loop.
 
     Args:
-        config: as it was given; the core's own may be another process's.
-        make_backend: where the core comes from.
+        config: the caller's; the core may have that of another process.
+        make_backend: makes the backend, which has the core.
     """
 
     files: ModelFolder
@@ -82,13 +82,13 @@ class Runtime:
         self._given_config = config
         self.worker = TextWorker()
         self._large_worker = TextWorker()
-        """For huge texts and reports that are written: they take long, and hold up no other work here."""
+        """For huge texts and for writing reports: they take long, and delay no other work here."""
         self._chat_worker = TextWorker(close_grace_s=CHAT_CLOSE_GRACE_S)
         """For chats: a template is a program, and may take long over little."""
         self.weights_turn = anyio.Lock()
         self.turns = turns_here()
         self.longest_token_chars: int | None = None
-        """Characters of the longest token; None where the tokenizer does not tell."""
+        """Characters of the longest token; None if the tokenizer has no table of them."""
         self.admission = Admission(config.max_waiting, lambda: self.core.num_unstarted, on_left=self._recheck)
         self.backend = make_backend(
             CoreHooks(worker=self.worker, dump_worker=self._large_worker, on_capacity=self._on_capacity)
@@ -100,16 +100,16 @@ class Runtime:
         self._start_traceback: TracebackType | None = None
         self._is_serving = False
         self.is_closing = False
-        """Whether closing has begun; nothing stops that."""
+        """Whether closing has begun, which nothing stops."""
         self._is_stoppable = False
         self._side_tasks: dict[asyncio.Task[None], Callable[[], None]] = {}
-        """Those of `start_task` that have not ended, with what tells each that the engine has been closed."""
+        """The tasks of `start_task` that have not ended, each with its ``on_closed``."""
         # In no task group: start and aclose may be called from different tasks.
         self._supervisor = self._make_task(self._supervise(), "aioengine supervisor")
 
     @property
     def config(self) -> EngineConfig:
-        """The engine's, which may be another process's."""
+        """The core's config, which may be that of another process."""
         return self.core.config
 
     @property
@@ -119,7 +119,7 @@ class Runtime:
     # Life
 
     async def start(self) -> None:
-        """Wait until the engine serves. Raises what keeps it from that, once everything is closed again."""
+        """Wait until the engine serves. Raises the error of the start, once everything is closed again."""
         try:
             await self._started.wait()
         except asyncio.CancelledError:
@@ -143,13 +143,13 @@ class Runtime:
         self._check_started()
 
     def _check_started(self) -> None:
-        if self._start_error is not None:  # raised to each that waited: without the others' tracebacks
+        if self._start_error is not None:  # raised to each waiting task, without the other tasks' tracebacks
             raise self._start_error.with_traceback(self._start_traceback)
         if not self._is_serving:
             raise EngineClosed("the engine was closed while it was starting")
 
     async def aclose(self, *, drain: bool) -> None:
-        """End what is served and wait until everything is closed; as `Engine.aclose`."""
+        """End all requests, and wait until everything is closed; as `Engine.aclose`."""
         if self._loop.is_closed():
             self.backend.abandon()
             return
@@ -161,7 +161,7 @@ class Runtime:
                 await self._wake_up()
                 # By a callback: cancelling this wait must not stop the closing.
                 self._drain(_closed, self._is_drained).add_done_callback(lambda _: self._stop())
-            except Exception as error:  # it cannot wake up, or has come to an end meanwhile: nothing can be drained
+            except Exception as error:  # it cannot wake up, or has ended meanwhile: nothing can be drained
                 failure = None if isinstance(error, EngineClosed | EngineDead) else error
                 self._stop()
             except BaseException:
@@ -176,7 +176,7 @@ class Runtime:
             raise InternalError(f"closing the engine failed: {describe(broke)}") from broke
 
     def abandon(self) -> None:
-        """Close, with no task that waits for it: the engine is garbage. From any thread, at any moment."""
+        """Close without a task that waits for it, since the engine is garbage. For any thread, at any moment."""
         self.is_closing = True
         try:
             self._loop.call_soon_threadsafe(self._stop)
@@ -184,7 +184,7 @@ class Runtime:
             self.backend.abandon()
 
     def _stop(self) -> None:
-        """Interrupt the supervisor, which then closes everything; once, or the closing would be interrupted."""
+        """Interrupt the supervisor, which then closes everything; only once: again would interrupt the closing."""
         self.is_closing = True
         if self._is_stoppable:
             self._is_stoppable = False
@@ -197,13 +197,13 @@ class Runtime:
 
     @property
     def state(self) -> str:
-        """For a person."""
+        """The state, for a person: "dead", "open" or "closed"."""
         if self._is_serving and self.core.death is not None:
             return "dead"
         return "open" if self.is_open else "closed"
 
     def check_running(self) -> None:
-        """Raise EngineDead or EngineClosed if no request can be taken; callable from anywhere."""
+        """Raise EngineDead or EngineClosed if no request can be taken. For any thread."""
         if self._is_serving and self.core.death is not None:
             raise self.core.copy_death()
         if self.is_closing:
@@ -221,13 +221,13 @@ class Runtime:
     def start_task(
         self, work: Callable[[], Coroutine[Any, Any, None]], name: str, on_closed: Callable[[], None]
     ) -> asyncio.Task[None]:
-        """Run what asks the engine on behalf of others than its caller, and raises nothing; the engine owns the task.
+        """Run work that outlives its caller and raises nothing, in a task that the engine owns.
 
-        When the engine is closed ``on_closed`` is called, once all requests have heard of that; the task then has
-        `SIDE_TASK_GRACE_S` to end, and is cancelled.
+        When the engine is closed, ``on_closed`` is called after all requests have ended. The task then has
+        `SIDE_TASK_GRACE_S` to end, before it is cancelled.
 
         Raises:
-            EngineClosed, EngineDead: it is closed, or being closed.
+            EngineClosed, EngineDead: the engine is closed, or being closed.
         """
         if self.is_closing:
             raise self._end_error()
@@ -248,7 +248,7 @@ class Runtime:
                 self._is_serving = True
                 self._started.set()
                 await self.core.run()
-        except GeneratorExit:  # nothing can be awaited any more; threads see for themselves that their loop is gone
+        except GeneratorExit:  # nothing can be awaited any more; threads notice that their loop is gone
             is_loop_gone = True
             self.backend.abandon()
             raise
@@ -288,7 +288,7 @@ class Runtime:
         logger.info("%s", self.describe())
 
     async def _policy(self) -> Policy:
-        """As the core's. Of an engine that others have started, a class of theirs only where it is imported here."""
+        """The core's policy. For an engine that others have started, their class only if it is imported here."""
         scheduler = self.config.scheduler
         module = scheduler.partition(":")[0]
         is_own = scheduler in POLICIES or scheduler == self._given_config.scheduler
@@ -302,7 +302,7 @@ class Runtime:
         return ByPriority()
 
     async def _load(self, show: OnProgress | None) -> None:
-        """Load the tokenizer and the model; each step of progress buys ``load_timeout_s`` more."""
+        """Load the tokenizer and the model; each step of progress extends the deadline by ``load_timeout_s``."""
         timeout_s = self._given_config.load_timeout_s
         with anyio.CancelScope(deadline=self._loop.time() + timeout_s) as scope:
 
@@ -325,7 +325,7 @@ class Runtime:
         def load() -> Tokenizer | None:
             return Tokenizer.load(folder) if has_tokenizer(folder) else None
 
-        # Not in the worker, for which closing waits: nothing can stop a library that runs for ever.
+        # Not in the worker, since closing waits for the worker and cannot stop a library that runs for ever.
         self.tokenizer = await run_abandonable(load, grace_s=LOAD_GRACE_S)
         if self.tokenizer is not None:
             self.tokenizer.template_limits = TemplateLimits(
@@ -336,7 +336,7 @@ class Runtime:
                 self.longest_token_chars = max((len(piece) for piece in table.pieces if piece), default=1)
 
     async def _close(self) -> None:
-        """Close all that was opened, in any state; then set `_started`, for tasks that wait in `start`."""
+        """Close all parts that were opened, in any state; then set `_started`, for tasks that wait in `start`."""
         try:
             with anyio.CancelScope(shield=True), anyio.move_on_after(CLOSE_DEADLINE_S) as deadline:
                 try:
@@ -352,7 +352,7 @@ class Runtime:
 
     async def _close_parts(self) -> None:
         await self.admission.close(self._end_error)
-        # The core has ended them all, unless it broke while doing so: none may wait for ever.
+        # The core has ended all requests, unless it broke meanwhile: none may wait for ever.
         for request in list(self.admission.requests):
             with self._user_code.called("while ending what was running"):
                 request.fail(self._end_error)
@@ -365,7 +365,7 @@ class Runtime:
                 parts.push_async_callback(part.aclose)
         await self._end_side_tasks()
         if tokenizer is not None:
-            # The caller may go on with it. Not before: chats that wait for their thread are to find closed limits.
+            # The caller may still use it. Only now: chats that wait for their thread must find closed limits.
             tokenizer.template_limits.is_closed = False
 
     async def _end_side_tasks(self) -> None:
@@ -383,26 +383,26 @@ class Runtime:
     # Requests
 
     def worker_for(self, num_chars: int | None) -> TextWorker:
-        """The worker for a text of so many characters, None for a chat: no text waits for one that takes seconds."""
+        """The worker for a text of so many characters; None: for a chat. No text waits for one that takes seconds."""
         if num_chars is None:
             return self._chat_worker
         return self._large_worker if num_chars > LARGE_TEXT_CHARS else self.worker
 
     def open_worker_for(self, num_chars: int | None) -> TextWorker:
-        """As `worker_for`, for work of several pieces: raises if the engine was closed between two."""
+        """As `worker_for`, for work of several pieces: raises if the engine was closed between two pieces."""
         self.check_running()
         return self.worker_for(num_chars)
 
     def abort(self, request: RequestState) -> None:
-        """End a request with what it has, wherever it is on its way. Idempotent."""
+        """End a request with the output that it has, in any state. Idempotent."""
         request.is_aborted = True
         if request.is_begun:
             request.abort()
-        else:  # it ends when it is admitted, or would be
+        else:  # it ends at its admission, or instead of it
             self.admission.dismiss(request)
 
     def abort_named(self, request_id: str) -> None:
-        """As `abort`, of all requests of this id."""
+        """As `abort`, for all requests of this id."""
         requests = [request for request in self.admission.requests if request.request_id == request_id]
         if requests:
             self.check_loop()
@@ -410,7 +410,7 @@ class Runtime:
             self.abort(request)
 
     def abort_all(self) -> None:
-        """As `abort`, of all requests; the readers of those that have begun may hear of it in later turns."""
+        """As `abort`, for all requests; readers of requests that have begun may wake in later turns of the loop."""
         requests = list(self.admission.requests)
         if requests:
             self.check_loop()
@@ -423,7 +423,7 @@ class Runtime:
     # The whole engine
 
     async def drain(self) -> None:
-        """Refuse new requests, and wait until all that were made before have ended, or it is resumed."""
+        """Refuse new requests, and wait until all earlier ones have ended, or the engine is resumed."""
         was_over = False
 
         def is_over() -> bool:
@@ -451,7 +451,7 @@ class Runtime:
         return Health(status="DEAD", reason="it is closed")
 
     def current_metrics(self) -> EngineMetrics:
-        """The metrics, with their gauges set to this moment's load."""
+        """The metrics, with the gauges set to the current load."""
         stats, metrics = self.core.stats(), self.core.observers.metrics
         waiting = stats.waiting + stats.blocked + self.admission.num_waiting
         metrics.set_load(stats.running, waiting, stats.blocked, stats.free_blocks, stats.num_blocks)
@@ -459,7 +459,7 @@ class Runtime:
         return metrics
 
     async def _wake_up(self) -> None:
-        """Wake a sleeping engine up, since requests of one that sleeps never end."""
+        """Wake the engine up if it sleeps, since requests of a sleeping engine never end."""
         if self.core.is_sleeping:
             await self.core.call(WakeUp())
 
@@ -474,14 +474,14 @@ class Runtime:
     # Text
 
     def require_tokenizer(self, param: str = "prompt") -> Tokenizer:
-        """The tokenizer, which is needed for this parameter of a call."""
+        """The tokenizer, or InvalidRequest about this parameter of a call if the model has none."""
         if self.tokenizer is None:
             instead = "give the prompt as token ids" if param == "prompt" else "it gives token ids alone"
             raise InvalidRequest(f"this model has no tokenizer; {instead}", param=param)
         return self.tokenizer
 
     def describe(self) -> str:
-        """One line on what was started, for a person."""
+        """One line about the model, its weights and its KV cache, for a person."""
         info = self.info
         num_fitting = info.num_blocks / info.blocks_for(info.max_model_len, self.config.max_num_batched_tokens)
         return (
