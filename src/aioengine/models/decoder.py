@@ -1,8 +1,7 @@
 """One decoder for all native families: what differs is in its config.
 
 The parameters are modules, for loading and counting. `Decoder.use` packs their matrices for a device's operations and
-turns them into closures over plain tensors, once, since a step of a small model on a CPU is as much Python as
-arithmetic.
+makes closures over plain tensors of them, once. A step of a small model on a CPU is as much Python as arithmetic.
 
 A layer is nine operations: the product of q, k and v, their rotation with the cache write, attention, output, addition
 and norm in one, gate and up, activation, down, addition and norm again. The addition after a layer's MLP is fused with
@@ -34,14 +33,14 @@ META = torch.device("meta")
 
 
 class Linear(nn.Module):
-    """y = x Wᵀ + b, of several matrices of a checkpoint stacked along the outputs; or an embedding, of rows of W.
+    """y = x Wᵀ + b for several matrices of a checkpoint stacked along the outputs; or an embedding, of rows of W.
 
     Attributes:
         weight: [out_features, in_features] until `pack`; then the values of the packed weight, in its layout.
-        scales: of a packed weight that is quantised.
-        packed: both, for ``operations``.
-        parts: of a weight that comes as codes, all its matrices and where they go, until `pack`; ``weight`` has no
-            memory then.
+        scales: the scales of a packed weight that is quantised.
+        packed: weight and scales, packed for ``operations``.
+        parts: until `pack`, all matrices of a weight that comes as codes, and where they go; ``weight`` has no memory
+            then.
     """
 
     weight: nn.Parameter
@@ -69,7 +68,7 @@ class Linear(nn.Module):
         self.is_packed = False
 
     def pack(self, operations: Operations) -> None:
-        """Bring the weight into the layout of these operations, from whatever layout it has."""
+        """Bring the weight into the layout of these operations, from any layout."""
         weight: Tensor | UnpackedRows | CodedWeight | CodedRows
         if self.parts:
             weight = self._stack_parts()
@@ -82,13 +81,13 @@ class Linear(nn.Module):
         packed = operations.pack(weight, self.quantization, self.dtype)
         self.weight = _as_parameter(packed.values)
         self.scales = _as_parameter(packed.scales) if packed.scales is not None else None
-        # With the parameters themselves, whose values `Decoder.move` moves.
+        # It holds the parameters themselves, whose values `Decoder.move` moves.
         self.packed = replace(packed, values=self.weight, scales=self.scales)
         self.operations = operations
         self.is_packed = True
 
     def _stack_parts(self) -> Tensor | CodedWeight:
-        """Codes if all parts are, and of one coding; else dense."""
+        """All parts as one weight: codes if all parts are codes of one coding, else dense."""
         parts, self.parts = self.parts, []
         coded = [part for _, part in parts if isinstance(part, CodedWeight)]
         if len(coded) == len(parts):
@@ -107,10 +106,10 @@ class Linear(nn.Module):
         return dense
 
     def changes(self, dense: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """What of the packed weight has to become what, for it to have other values.
+        """Pairs of (tensor of the packed weight, new values) that give it the values of ``dense``.
 
         Raises:
-            InvalidRequest: it is kept as a quantised checkpoint holds it, which other values do not fit.
+            InvalidRequest: it is kept as codes of a quantised checkpoint, which cannot take other values.
         """
         if self.packed.coding is not None and self.quantization is None:
             raise InvalidRequest(
@@ -123,11 +122,11 @@ class Linear(nn.Module):
         return changes
 
     def dense(self) -> Tensor:
-        """[out_features, in_features]: a copy, unless that is the weight's layout; float32 if it is quantised."""
+        """The weight as [out_features, in_features], a copy unless that is its layout; float32 if it is quantised."""
         return self.operations.unpack(self.packed) if self.is_packed else self.weight
 
     def product(self, out_dtype: torch.dtype | None = None) -> Product:
-        """As a function [rows, in_features] → [rows, out_features]."""
+        """The layer as a function [rows, in_features] → [rows, out_features]."""
         linear, packed, bias = self.operations.linear, self.packed, self.bias
         return lambda x: linear(x, packed, bias, out_dtype)
 
@@ -147,7 +146,7 @@ class Mlp(nn.Module):
         self.down = linear(intermediate_size, c.hidden_size)
 
     def bind(self, operations: Operations) -> Product:
-        """As a function [tokens, hidden] → [tokens, hidden]."""
+        """The MLP as a function [tokens, hidden] → [tokens, hidden]."""
         gate_up, down, gated_activation = self.gate_up.product(), self.down.product(), operations.gated_activation
         activation = self.activation
         return lambda x: down(gated_activation(gate_up(x), activation))
@@ -158,8 +157,8 @@ class Experts(nn.Module):
 
     Attributes:
         router: not quantised, since small differences of its logits decide.
-        gate_up, down: of all experts, one below the other, each from the beginning of a panel on.
-        shared: the MLP of all tokens, whose weight is the router's last logit's sigmoid.
+        gate_up, down: the matrices of all experts, one below the other; each begins at the start of a panel.
+        shared: the MLP of all tokens; its weight is the sigmoid of the router's last logit.
     """
 
     def __init__(self, config: DecoderConfig, experts: ExpertsConfig, quantization: Quantization | None) -> None:
@@ -176,7 +175,7 @@ class Experts(nn.Module):
         self.shared = Mlp(config, of.shared_size, quantization) if num_shared else None
 
     def bind(self, operations: Operations) -> Product:
-        """As a function [tokens, hidden] → [tokens, hidden]."""
+        """The mixture as a function [tokens, hidden] → [tokens, hidden]."""
         of, route, experts = self.of, operations.route, operations.experts
         weights = ExpertWeights(
             num_experts=of.count,
@@ -199,7 +198,7 @@ class Experts(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each added to the residual stream, with norms before or behind them, or both.
+    """Attention and MLP, each added to the residual stream, with norms before or after them, or both.
 
     Attributes:
         norms: by their places, as in `Family`.
@@ -256,10 +255,10 @@ class DecoderLayer(nn.Module):
 def _addition(
     operations: Operations, c: DecoderConfig, behind: Tensor | None, before: Tensor | None
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """A function of (x, residual) that adds what a block gave to ``residual`` and returns the next block's input.
+    """A function of (x, residual) that adds a block's output x to ``residual`` and returns the next block's input.
 
     Args:
-        behind, before: the weights of the norms behind the block and before the next one; there is one of them.
+        behind, before: the weights of the norms after the block and before the next one; at least one is given.
     """
     eps, offset, scale = c.rms_norm_eps, c.family.norm_offset, c.residual_scale
     if behind is None:
@@ -278,15 +277,15 @@ def _addition(
 class Decoder(nn.Module):
     """Token ids in, hidden states and logits out; attention and its cache are the caller's.
 
-    Its parameters are made on the meta device, without memory; `aioengine.models.loader.load_decoder` gives them some,
-    and values, and packs them. To be called under ``torch.inference_mode()``.
+    Its parameters are made on the meta device, without memory; `aioengine.models.loader.load_decoder` allocates, fills
+    and packs them. Call it under ``torch.inference_mode()``.
 
     Args:
         quantization: of the layers' matrices. The head is int8 then, which has no measurable cost in quality, and so
-            is the embedding that it may be; another embedding stays dense, since a step reads a few of its rows.
+            is an embedding tied to it. An untied embedding stays dense, since a step reads a few of its rows.
 
     Attributes:
-        rope_tables: as `rope_table` makes them, beside the parameters; from the first `use` on.
+        rope_tables: tables of `rope_table`, which are no parameters; set by the first `use`.
     """
 
     rope_tables: dict[Rope | None, Tensor | None]
@@ -308,7 +307,7 @@ class Decoder(nn.Module):
                 self.head = Linear(c.hidden_size, c.vocab_size, bias=False, dtype=c.dtype, quantization=of_head)
 
     def allocate(self, device: torch.device, without: Container[str] = ()) -> None:
-        """Give all parameters memory, but for these weights, whose values come as ``Linear.parts``."""
+        """Allocate all parameters except those in ``without``, whose values come as ``Linear.parts``."""
         for name, parameter in list(self.named_parameters()):
             if name not in without:
                 module, _, attribute = name.rpartition(".")
@@ -323,17 +322,17 @@ class Decoder(nn.Module):
 
     @property
     def operations(self) -> Operations:
-        """Those that its matrices are packed for."""
+        """The operations that its matrices are packed for."""
         return self.embedding.operations
 
     def use(self, operations: Operations, on_linear: Callable[[], None] = lambda: None) -> None:
-        """Compute by these operations from now on: unpack and pack each weight that others have packed, or none.
+        """Compute with these operations from now on: pack each weight that is not packed for them.
 
         Takes the memory of one packed weight more, and some MB. An error leaves some weights packed for these
-        operations and the others as they were: the decoder is as fit to run as before.
+        operations and the others as they were: the decoder can run if it could before.
 
         Args:
-            on_linear: called before each weight; what it raises ends this.
+            on_linear: called before each weight; an exception that it raises ends this.
         """
         try:
             for linear in self.linears():
@@ -364,12 +363,12 @@ class Decoder(nn.Module):
         self._head = (self.embedding if self.head is None else self.head).product(torch.float32)
 
     def move(self, device: torch.device, *, is_pinned: bool = False) -> None:
-        """Move the values of the parameters, all or none. What they leave goes at the end.
+        """Move the values of the parameters, all or none. Their old memory is freed at the end.
 
         Args:
-            is_pinned: to page-locked memory of the host, from and to which copies are fastest.
+            is_pinned: move to page-locked memory of the host, from and to which copies are fastest.
         Raises:
-            MemoryError: there is no room for them. They are where they were, as after any other error.
+            MemoryError: there is no room for them. They stay where they were, as after any other error.
         """
         move_weights(list(self.parameters()), device, is_pinned=is_pinned)
 
@@ -386,7 +385,7 @@ class Decoder(nn.Module):
         return {name: entry.shape for name, entry in self._entries.items()}
 
     def ties(self) -> dict[str, str]:
-        """As `Model.ties`: of two that are one, some tools save the other, or both."""
+        """As `Model.ties`: of two tied tensors some tools save the other one, or both."""
         return {HEAD: EMBEDDING} if self.config.tie_word_embeddings else {}
 
     def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
@@ -421,17 +420,17 @@ class Decoder(nn.Module):
         return changes
 
     def dense(self, name: str) -> Tensor:
-        """The values of a parameter, by its name in ``named_parameters``: a copy of one that is packed, or itself."""
+        """The values of a parameter, by its name in ``named_parameters``: the parameter, or a dense copy if packed."""
         linear = self.linear_of(name)
         return linear.dense() if linear is not None and name.endswith("weight") else self.get_parameter(name)
 
     def linear_of(self, name: str) -> Linear | None:
-        """Whose parameter this is, by its name; None: no matrix's."""
+        """The matrix that has the parameter of this name; None if no matrix has it."""
         module = self.get_submodule(name.rpartition(".")[0])
         return module if isinstance(module, Linear) else None
 
     def linears(self) -> Iterator[Linear]:
-        """All matrices, as they lie in a checkpoint."""
+        """All matrices, in the order of the modules."""
         return (module for module in self.modules() if isinstance(module, Linear))
 
     def forward(self, token_ids: Tensor, attend: Attend) -> Tensor:

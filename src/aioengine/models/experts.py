@@ -1,4 +1,4 @@
-"""Mixtures of experts as config.json describes them: which layers have some, how many, and how tokens choose."""
+"""Mixtures of experts as config.json describes them: their layers, their number, and how tokens choose."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         layers: for each layer whether it has experts; the others have a plain MLP.
-        count: of a layer. num_chosen: by each token.
-        intermediate_size: of each.
-        is_normalised: whether the weights of those that a token chose sum to 1.
+        count: experts of a layer. num_chosen: experts of a token.
+        intermediate_size: of each expert.
+        is_normalised: whether the weights of a token's experts sum to 1.
         shared_size: intermediate size of the expert of all tokens, which a sigmoid weighs; 0: there is none.
-        bias: whether they, and the router, have biases.
+        bias: whether experts and router have biases.
         activation: as in `Operations.gated_activation`.
     """
 
@@ -37,7 +37,7 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExpertFields(msgspec.Struct, frozen=True, kw_only=True):
-    """How a family's config.json describes its experts. A string is the field that says it.
+    """How a family's config.json describes its experts. A string is the name of the field that holds the value.
 
     Attributes:
         intermediate_size: of an expert.
@@ -54,7 +54,7 @@ class ExpertFields(msgspec.Struct, frozen=True, kw_only=True):
     activation: Activation = "silu"
 
     def read(self, get: Callable[[str], Any], num_layers: int) -> ExpertsConfig:
-        """Of a config, whose fields ``get`` gives by their names.
+        """Read the experts of a config; ``get`` returns a field by its name.
 
         Raises:
             ValueError: numbers are absent or no sizes of experts.

@@ -32,7 +32,7 @@ logger = logging.getLogger("aioengine")
 # Old checkpoints carry the rotation's frequencies, which follow from the config.
 HARMLESS = re.compile(r"\.rotary_emb\.inv_freq$")
 ROPE_BYTES = 20
-"""Of the rotations, a position and number of a head, while their table is made."""
+"""Bytes of the rotations, for each position and number of a head, while their table is made."""
 
 DUMMY_SEED = 0
 DUMMY_RANGE = 0.05
@@ -42,8 +42,8 @@ class Placement(msgspec.Struct, frozen=True):
     """Where a decoder's weights go.
 
     Attributes:
-        device: of its tensors.
-        operations: which they are packed for.
+        device: the device of its tensors.
+        operations: the operations that they are packed for.
     """
 
     device: torch.device = torch.device("cpu")
@@ -54,7 +54,7 @@ ON_CPU = Placement()
 
 
 class LoadStopped(Exception):
-    """Loading ended early because ``should_stop`` said so."""
+    """Loading ended early because ``should_stop`` returned True."""
 
 
 def load_decoder(
@@ -67,17 +67,17 @@ def load_decoder(
 ) -> Decoder:
     """Build the decoder that ``folder`` describes and give it its weights. Blocks: for a thread.
 
-    Needs the memory of the weights and of one linear more: each is packed once it has its values. Nothing stays
-    open or mapped.
+    Needs the memory of the weights and of one linear more: each is packed once it has its values. No file stays open
+    or mapped.
 
     Args:
-        config: its dtype, max_model_len, load_format and quantization count.
+        config: its dtype, max_model_len, load_format and quantization are used.
         on_progress: called with (bytes done, bytes of all tensors), from (0, all) to (all, all).
         should_stop: asked between tensors.
     Raises:
-        ModelLoadError: a file or tensor is missing, damaged or not what config.json says; the message names it.
+        ModelLoadError: a file or tensor is missing, damaged or does not fit config.json; the message names it.
         ConfigError: ``config.max_model_len`` is more than the model allows.
-        LoadStopped: ``should_stop`` said so.
+        LoadStopped: ``should_stop`` returned True.
     """
     decoder_config = read_config(folder, config)
     if config.load_format == "dummy":
@@ -89,12 +89,12 @@ def load_decoder(
 
 
 def read_config(folder: ModelFolder, config: EngineConfig) -> DecoderConfig:
-    """Of the decoder that `load_decoder` builds; where config.json states no dtype, it is the files'.
+    """The config of the decoder that `load_decoder` builds; where config.json states no dtype, the files' dtype.
 
     Raises:
         ModelLoadError, ConfigError: as `load_decoder`.
     """
-    # config.json first: where it describes what is not supported, that explains more than the files could.
+    # config.json first: an error of it explains more than one of the files.
     found = read_decoder_config(folder, dtype=config.dtype, max_model_len=config.max_model_len)
     if config.dtype != "auto" or states_dtype(folder) or config.load_format == "dummy":
         return found
@@ -104,7 +104,7 @@ def read_config(folder: ModelFolder, config: EngineConfig) -> DecoderConfig:
 
 
 def states_dtype(folder: ModelFolder) -> bool:
-    """Whether config.json says in which dtype the weights are."""
+    """Whether config.json states the dtype of the weights."""
     stated = text_config(folder.config)
     return any(stated.get(key) for key in ("dtype", "torch_dtype"))
 
@@ -117,9 +117,9 @@ def load_weights(
     placement: Placement = ON_CPU,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Decoder:
-    """As `load_decoder`, of a decoder that is known: from any checkpoint of its shapes, in the dtype of ``config``.
+    """Load a decoder of a known config from any checkpoint of its shapes, in the dtype of ``config``.
 
-    The folder needs no config.json. One that is there must describe the same decoder.
+    The folder needs no config.json. If it has one, that must describe the same decoder.
 
     Raises:
         ModelLoadError, LoadStopped: as `load_decoder`.
@@ -129,14 +129,14 @@ def load_weights(
 
 
 def check_weights(folder: Path, config: DecoderConfig) -> None:
-    """Raise what `load_weights` would, but for what only the tensors' values can tell."""
+    """Raise the errors of `load_weights` that can be found without the tensors' values."""
     check_config(folder, config)
     stored = of_text(read_catalogue(folder))
     match(stored, checkpoint_tensors(config, stored), tied=config.tie_word_embeddings)
 
 
 def check_kept_alike(kept: Decoder, read: Decoder) -> None:
-    """See that the weights of one can take the place of the other's, of the same config.
+    """Check that the weights of one decoder can replace those of another of the same config.
 
     Raises:
         ModelLoadError: one is of a quantised checkpoint, and the other of none or of another format.
@@ -150,7 +150,7 @@ def check_kept_alike(kept: Decoder, read: Decoder) -> None:
 
 
 def check_config(folder: Path, config: DecoderConfig) -> None:
-    """Compare with the folder's config.json, if it has one, or the GGUF file's. The dtype of the files may be another.
+    """Compare with the folder's config.json, if it has one, or the GGUF file's config. The dtype may differ.
 
     Raises:
         ModelLoadError: it describes another decoder, or there is no such folder.
@@ -206,7 +206,7 @@ def _read(
 def _fill(decoder: Decoder, tensor: CheckpointTensor, values: Tensor | CodedWeight, device: torch.device) -> None:
     linear, values = decoder.linear_of(tensor.parameter), tensor.arrange(values)
     if linear is not None and tensor.parameter.endswith(".weight") and linear.weight.is_meta:
-        # A dense one beside codes may be a view of the file.
+        # A dense tensor beside codes may be a view of the file.
         values = values.to(device) if isinstance(values, CodedWeight) else values.to(device, copy=True)
         linear.parts.append((tensor, values))
     else:
@@ -215,7 +215,7 @@ def _fill(decoder: Decoder, tensor: CheckpointTensor, values: Tensor | CodedWeig
 
 
 def _kept(decoder: Decoder, tensor: CheckpointTensor, stored: Stored) -> tuple[Stored, int, bool]:
-    """For `summarise`: its share of the parameter, with the scales."""
+    """An item for `summarise`: the bytes of a tensor's share of its parameter, scales included."""
     linear = decoder.linear_of(tensor.parameter)
     if linear is None or not tensor.parameter.endswith(".weight"):
         parameter = decoder.get_parameter(tensor.parameter)
@@ -225,7 +225,7 @@ def _kept(decoder: Decoder, tensor: CheckpointTensor, stored: Stored) -> tuple[S
 
 
 def _by_module(tensors: dict[str, CheckpointTensor]) -> Iterable[list[str]]:
-    """The names of the tensors of each linear, and of the norms beside them, in turn: few at a time, and whole."""
+    """The names of tensors in groups: all those of each linear, and those of the norms beside them."""
     names_of: dict[str, list[str]] = {}
     for name, tensor in tensors.items():
         names_of.setdefault(tensor.parameter.rpartition(".")[0], []).append(name)
@@ -235,7 +235,7 @@ def _by_module(tensors: dict[str, CheckpointTensor]) -> Iterable[list[str]]:
 def _pack(
     decoder: Decoder, filled: Iterable[CheckpointTensor], operations: Operations, should_stop: Callable[[], bool]
 ) -> None:
-    """Pack the matrices that have their values now."""
+    """Pack the matrices of these tensors, which have their values now."""
     for linear in dict.fromkeys(map(decoder.linear_of, (tensor.parameter for tensor in filled))):
         if linear is not None:
             stop_if(should_stop)
@@ -248,7 +248,7 @@ def coded_parameters(
     """Names of the decoder's parameters that come as codes, at least in part.
 
     Raises:
-        ConfigError: there are some, and ``quantization`` is asked for.
+        ConfigError: there are some, and ``quantization`` is set.
     """
     coded = {tensors[name].parameter for name, found in wanted.items() if found.format not in FILE_DTYPES}
     if coded and quantization is not None:
@@ -260,17 +260,17 @@ def coded_parameters(
 
 
 def match(stored: dict[str, Stored], tensors: dict[str, CheckpointTensor], *, tied: bool) -> dict[str, Stored]:
-    """For each tensor that the decoder needs, what the files hold for it.
+    """The stored tensor for each tensor that the decoder needs.
 
     Raises:
         ModelLoadError: a tensor is missing, unexpected, of the wrong shape, or of a dtype that is not supported.
     """
     names = {name: name for name in tensors}
     if tied and EMBEDDING not in stored and HEAD in stored:
-        names[EMBEDDING] = HEAD  # of two that are one, some tools save the other
+        names[EMBEDDING] = HEAD  # some tools save the head alone of the two
     expected = {*names.values(), *([HEAD] if tied else [])}
     missing = [name for name in names.values() if name not in stored]
-    # A bias or norm that is left out would make it another model.
+    # Ignoring a bias or norm would make it another model.
     extra = [name for name in stored if name not in expected and not HARMLESS.search(name)]
     unexpected = [name for name in extra if not _is_zero_bias(stored[name])]
     for problem, found in (("lacks", missing), ("has unexpected", unexpected)):
@@ -285,7 +285,7 @@ def match(stored: dict[str, Stored], tensors: dict[str, CheckpointTensor], *, ti
 
 
 def _is_zero_bias(stored: Stored) -> bool:
-    """Whether it adds nothing, as those that GPTQ tools wrote for each matrix, also of a model without biases."""
+    """Whether it is a bias of zeros; GPTQ tools wrote one for each matrix, also for models without biases."""
     if not stored.name.endswith(".bias") or len(stored.shape) != 1:
         return False
     with Files() as files:
@@ -339,7 +339,7 @@ def _fill_with_noise(
     on_progress: Callable[[int, int], None] | None,
     should_stop: Callable[[], bool],
 ) -> None:
-    # Made where they go: 8 billion of them take a CPU a minute, and a GPU some ms.
+    # Made on their device: 8 billion values take a CPU a minute, and a GPU some ms.
     generator = torch.Generator(placement.device).manual_seed(DUMMY_SEED)
     progress = _Progress(decoder.weight_bytes, on_progress)
     tensors = checkpoint_tensors(decoder.config)

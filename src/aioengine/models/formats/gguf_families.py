@@ -1,8 +1,7 @@
-"""What a GGUF file says of its model, in transformers' words: config.json's fields and the names of tensors.
+"""A GGUF file's description of its model in transformers' form: config.json's fields and the names of tensors.
 
 llama.cpp has names of its own for both (its gguf-py/gguf/constants.py), the same for all architectures, and changes
-some values when it converts a checkpoint (its convert_hf_to_gguf.py). The table here says where an architecture
-differs.
+some values when it converts a checkpoint (its convert_hf_to_gguf.py). `FAMILIES` lists each architecture's differences.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from aioengine.validation import shorten
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""How many times slower each pair of numbers turns: what Llama 3.1's scaling comes to, and longrope's two lists. They
-are of the config here, and no tensors of the model."""
+"""Factors by which each pair of numbers turns slower: the result of Llama 3.1's scaling, and longrope's two lists. They
+belong to the config here, and are no tensors of the model."""
 
 OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 EXPERT = "{expert}"
@@ -55,7 +54,7 @@ INNER = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
-"""Of a layer's tensors, without "blk.N." and ".weight"; with `EXPERT` it is a stack of matrices, one an expert."""
+"""Names of a layer's tensors, without "blk.N." and ".weight"; with `EXPERT` a stack of matrices, one an expert."""
 
 LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 Fields = dict[str, tuple[str, type]]
@@ -96,19 +95,19 @@ MAX_LAYERS = 4096
 
 
 class GgufFamily(msgspec.Struct, frozen=True, kw_only=True):
-    """In what the files of an architecture differ.
+    """The differences of an architecture's files.
 
     Attributes:
         architecture: transformers' class.
-        names: of a layer's tensors, where they differ from `INNER`.
-        fields: of its config beside `FIELDS`: the metadata's key without the architecture, and its type.
-        has_pairs: whether the outputs of the projections of queries and keys are in the order in which the two numbers
-            that turn together are neighbours; transformers has them half a head apart.
-        has_one_added: whether the weights of norms are what the normalised values are multiplied with; transformers
-            keeps them less one.
-        stacks: names of a layer's tensors that are of all its experts in transformers' files, too, but transposed, and
-            which of llama.cpp's are one there: their outputs in turn.
-        more: further fields of the config, of the file and of the config so far.
+        names: names of a layer's tensors that differ from `INNER`.
+        fields: fields of its config beside `FIELDS`: the metadata's key without the architecture, and its type.
+        has_pairs: the outputs of the projections of queries and keys have the two numbers that turn together as
+            neighbours; transformers has them half a head apart.
+        has_one_added: the weights of norms are the factors of the normalised values; transformers stores them less
+            one.
+        stacks: transformers' names of a layer's tensors that hold all experts, transposed → the tensors of llama.cpp
+            that make up each, with their outputs interleaved.
+        more: a function of the file and the config so far that returns further fields of the config.
     """
 
     architecture: str
@@ -120,7 +119,7 @@ class GgufFamily(msgspec.Struct, frozen=True, kw_only=True):
     more: Callable[[GgufFile, dict[str, Any]], dict[str, Any]] = lambda file, config: {}
 
     def name_of(self, inner: str) -> str:
-        """Of a layer's tensor."""
+        """transformers' name of a layer's tensor."""
         return self.names.get(inner) or INNER.get(inner, inner)
 
 
@@ -143,7 +142,7 @@ def _phi3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gemma(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    """What llama.cpp has in its code: the largest models scale queries by all heads' share of the hidden size."""
+    """Fields that llama.cpp has in its code: the largest models scale queries by ``hidden_size / num_heads``."""
     is_largest = config["num_hidden_layers"] == {"gemma2": 46, "gemma3_text": 62}[config["model_type"]]
     by_heads = config["hidden_size"] // max(1, config["num_attention_heads"])
     fields = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": by_heads}
@@ -181,13 +180,13 @@ def _exaone4(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _every(number: int, config: dict[str, Any]) -> list[str]:
-    """Types of layers, of which each ``number``-th attends to all tokens, and the others have a window."""
+    """The types of all layers: each ``number``-th attends to all tokens, and the others have a window."""
     layers = range(1, min(config["num_hidden_layers"], MAX_LAYERS) + 1)
     return [LAYER_TYPES[layer % number > 0] for layer in layers]
 
 
 FAMILIES = {
-    # Mistral's models, too: without its windows, which its later ones have not.
+    # Mistral's models, too, without windows, which its later models have not.
     "llama": GgufFamily(architecture="LlamaForCausalLM", has_pairs=True, more=_biases),
     "qwen2": GgufFamily(architecture="Qwen2ForCausalLM"),
     "qwen3": GgufFamily(architecture="Qwen3ForCausalLM", more=_biases),
@@ -268,7 +267,7 @@ NO_TEXT = {
     **dict.fromkeys(("bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "gemma-embedding", "t5encoder"), _EMBEDS),
     "adapter": "is an adapter (LoRA), and no model: merge it into its base model, and give the merged one",
 }
-"""Architectures and types of files that are no model which generates text."""
+"""Architectures and types of files that generate no text, and why."""
 
 
 def family_of(file: GgufFile) -> GgufFamily:
@@ -290,7 +289,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     """The model's config.json, as transformers would have saved it.
 
     Raises:
-        ModelLoadError: metadata is missing or malformed, or says what is not supported.
+        ModelLoadError: metadata is missing, malformed or not supported.
     """
     family, prefix = family_of(file), file.metadata["general.architecture"]
     config: dict[str, Any] = {
@@ -320,7 +319,7 @@ def _vocab_size(file: GgufFile) -> int:
 
 
 def _dtype(file: GgufFile) -> str:
-    """To compute in: that of the embedding; where it is quantised bfloat16, in which most models were trained."""
+    """The dtype to compute in: the embedding's; bfloat16 if that is quantised, since most models were trained in it."""
     return {"F32": "float32", "F16": "float16"}.get(file.tensors["token_embd.weight"].type, "bfloat16")
 
 
@@ -348,7 +347,7 @@ def _rope(file: GgufFile, prefix: str, config: dict[str, Any]) -> dict[str, Any]
             rope |= {"mscale": 1.0, "mscale_all_dim": multiplier}
     factors = [_factors(file.tensors[name]) for name in ROPE_FACTORS if name in file.tensors]
     if factors:
-        # What Llama 3.1's scaling comes to is longrope with one list for all lengths.
+        # Llama 3.1's scaling is longrope with one list for all lengths.
         rope |= {"rope_type": "longrope", "long_factor": factors[0], "short_factor": factors[-1]}
         rope |= {"original_max_position_embeddings": length, "attention_factor": 1.0 if scale is None else scale}
     return rope
@@ -365,7 +364,7 @@ def _factors(tensor: GgufTensor) -> list[float]:
 
 
 def generation_config_of(file: GgufFile) -> dict[str, Any]:
-    """The model's generation_config.json: which tokens end a text, and how it is to be sampled.
+    """The model's generation_config.json: the tokens that end a text, and the sampling parameters.
 
     Raises:
         ModelLoadError: metadata is malformed.
@@ -385,9 +384,9 @@ SAMPLING = {
 
 
 def named_tensors(file: GgufFile) -> Iterator[tuple[str, tuple[GgufTensor, Rows | None, bool]]]:
-    """Each tensor of the model, by transformers' name: where it lies, its rows' order, whether it has 1 added.
+    """Each tensor of the model, by transformers' name: its place, its rows' order, and whether it has 1 added.
 
-    Without those of `stacked_tensors`. One that transformers has no name for keeps llama.cpp's.
+    Those of `stacked_tensors` are left out. A tensor without a name in transformers keeps llama.cpp's.
 
     Raises:
         ModelLoadError: the architecture is not supported.
@@ -415,7 +414,7 @@ def named_tensors(file: GgufFile) -> Iterator[tuple[str, tuple[GgufTensor, Rows 
 
 
 def stacked_tensors(file: GgufFile) -> Iterator[tuple[str, list[GgufTensor]]]:
-    """Each tensor of `GgufFamily.stacks`, by transformers' name, as far as the file has what it consists of.
+    """Each tensor of `GgufFamily.stacks` whose parts are all in the file, by transformers' name.
 
     Raises:
         ModelLoadError: the architecture is not supported.
@@ -429,7 +428,7 @@ def stacked_tensors(file: GgufFile) -> Iterator[tuple[str, list[GgufTensor]]]:
 
 
 def _halves(num_rows: int, num_heads: int) -> Rows | None:
-    """Which rows are the first of a head's pairs, which the second, and so on for each head."""
+    """The order of rows with the first of all pairs before the second, head by head; None if the shape is wrong."""
     if num_heads <= 0 or num_rows % (2 * num_heads):
-        return None  # its shape is wrong, which is told where all shapes are compared
+        return None  # its shape is wrong; the comparison of all shapes raises
     return np.arange(num_rows).reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(-1)

@@ -22,11 +22,11 @@ ROLES = {
     "pad_token": "padding",
     "mask_token": "mask",
 }
-"""Tokens by transformers' name, and how their metadata's keys begin."""
+"""transformers' names of tokens → the beginning of their metadata's keys."""
 
 SENTENCEPIECE = "llama"
 DEFAULT_IDS = {"bos": 1, "eos": 2, "unknown": 0}
-"""Roles of a sentencepiece vocabulary whose file does not name them."""
+"""Ids of roles in a sentencepiece vocabulary whose file does not name them."""
 
 END_ROLES = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 END_TEXTS = {
@@ -36,7 +36,7 @@ END_TEXTS = {
     "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>",
     "<|file_sep|>",
 }  # fmt: skip
-"""Tokens that end a text in any vocabulary that has them, of whatever type: of a turn, a text or a piece of code."""
+"""Tokens that end a turn, a text or a piece of code in any vocabulary that has them, whatever their type."""
 
 
 def tokens_of(file: GgufFile) -> list[str]:
@@ -49,7 +49,7 @@ def token_types(file: GgufFile) -> list[int]:
     """The type of each token; all are normal where the file has no types.
 
     Raises:
-        ModelLoadError: there are more or fewer than tokens.
+        ModelLoadError: there are more or fewer types than tokens.
     """
     tokens, types = tokens_of(file), file.metadata.get("tokenizer.ggml.token_type")
     if types is None:
@@ -60,9 +60,9 @@ def token_types(file: GgufFile) -> list[int]:
 
 
 def id_of_role(file: GgufFile, role: str) -> int | None:
-    """The token that the file names for a role, such as "bos"; None without one.
+    """The token that the file names for a role, such as "bos"; None if it names none.
 
-    Ids that the vocabulary lacks count as not given, as in llama.cpp: converters have written -1 for none.
+    Ids outside the vocabulary count as not given, as in llama.cpp: converters have written -1 for none.
     """
     token_id: int | None = file.get(f"tokenizer.ggml.{role}_token_id", int)
     num_tokens = len(tokens_of(file))
@@ -76,8 +76,8 @@ def id_of_role(file: GgufFile, role: str) -> int | None:
 def ending_ids(file: GgufFile) -> list[int]:
     """The tokens that end a text: those that the file names, and those of `END_TEXTS`.
 
-    "<|end|>" ends a message of several where a vocabulary has other tokens that end a turn, as harmony's has. "</s>" is
-    HTML where it is no control token, as in Gemma's.
+    "<|end|>" is left out if the vocabulary has other tokens that end a turn, as harmony's: it ends one of several
+    messages there. "</s>" is left out if it is no control token, as in Gemma's vocabulary: it is HTML there.
 
     Raises:
         ModelLoadError: metadata is malformed.
