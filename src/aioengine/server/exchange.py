@@ -1,4 +1,4 @@
-"""What the handlers see of HTTP, whatever framework carries it; and watching a client while it is answered."""
+"""The handlers' interface to HTTP, whatever framework carries it; and work that ends when its client leaves."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from aioengine.turns import turns_here
 T = TypeVar("T")
 
 PIECE_BYTES = 2**16
-"""Of an answer, given to the connection at once, where it stays until the client reads."""
+"""Bytes of an answer given to the connection at once; they stay there until the client reads."""
 CUT_EXTENSION = "aioengine.cut"
-"""Of an ASGI scope's ``extensions``: a function that ends the connection at once. Our own server has it."""
+"""Name of an ASGI extension of our own server: a function that ends the connection at once."""
 
 
 class ClientGone(Exception):
@@ -32,8 +32,8 @@ class Response(msgspec.Struct, frozen=True):
     """An answer that is whole.
 
     Attributes:
-        status: of HTTP.
-        body: bytes.
+        status: the HTTP status.
+        body: the whole body.
         headers: names in lower case; `Exchange.respond` adds the length.
     """
 
@@ -47,8 +47,8 @@ class Exchange(Protocol):
 
     Attributes:
         method: in capitals.
-        path: below where the handlers are mounted; begins with "/". The handlers take a slash off its end.
-        query: of the target, behind "?", as it was sent.
+        path: the path below the handlers' mount; begins with "/". The handlers take a slash off its end.
+        query: the target's query without its "?", as it was sent.
         headers: see `read_headers`.
         client: the peer's address, for the log.
     """
@@ -68,7 +68,7 @@ class Exchange(Protocol):
         ...
 
     async def gone(self) -> None:
-        """Wait until the client has left. Only once the body has been read to its end."""
+        """Wait until the client has left. Call it only once the body has been read to its end."""
         ...
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
@@ -76,7 +76,7 @@ class Exchange(Protocol):
         than it is written to: see `WriteMonitor`.
 
         Raises:
-            ClientGone, ConnectionError: the client has left; where a framework does not say so, nothing happens.
+            ClientGone, ConnectionError: the client has left; some frameworks do not report it, and drop the data.
         """
         ...
 
@@ -85,13 +85,13 @@ class Exchange(Protocol):
     async def end(self) -> None: ...
 
     async def respond(self, response: Response) -> None:
-        """Give a whole response."""
+        """Send a whole response."""
         ...
 
     def cut(self) -> None:
-        """End the connection at once, with what is still buffered for the client. Idempotent.
+        """End the connection at once, and drop what is still buffered for the client. Idempotent.
 
-        Where the server offers no way to, the connection ends when its owner closes it.
+        If the server has no function for that, the connection ends when its owner closes it.
         """
         ...
 
@@ -99,8 +99,8 @@ class Exchange(Protocol):
 def read_headers(raw: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
     """Headers by their names in lower case; the values of a name that came several times are joined by commas.
 
-    RFC 9110, section 5.3, joins them so. Neither the first nor the last of two Hosts, keys or tenants counts then: a
-    client and a proxy in front of us could read different ones.
+    RFC 9110, section 5.3, joins them so. Of two Hosts, keys or tenants neither is chosen: the client and a proxy in
+    front of us could choose different ones.
     """
     headers: dict[str, str] = {}
     for raw_name, raw_value in raw:
@@ -110,13 +110,13 @@ def read_headers(raw: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
 
 
 async def run_while_connected(exchange: Exchange, work: Callable[[Callable[[], None]], Awaitable[T]]) -> T:
-    """Do the work as long as the client is there to hear of it.
+    """Do the work, and cancel it when the client leaves.
 
     Args:
-        work: is given what ends it with `ClientCut`: the client does not read.
+        work: takes a function that ends it with `ClientCut`, for a client that does not read.
     Raises:
-        ClientGone, ClientCut: the work was cancelled.
-        CancelledError: the work was cancelled by itself, as where it awaits a task that was.
+        ClientGone, ClientCut: the client has left or was cut off, and the work was cancelled.
+        CancelledError: the work ended with it, as when it awaits a task that was cancelled.
         Exception: what the work raised.
     """
     results: list[T] = []
@@ -137,7 +137,7 @@ async def run_while_connected(exchange: Exchange, work: Callable[[Callable[[], N
                 errors.append(error)
             group.cancel_scope.cancel()
 
-        # The work is the child: each token resumes what it is awaited by, and a server's layers are many (1 µs).
+        # The work is a child task: awaited here, each token would resume all frames of the server's layers, too (1 µs).
         group.start_soon(do)
         await exchange.gone()
         await turns_here().take()  # a thousand that leave together end one after the other
@@ -150,8 +150,9 @@ async def run_while_connected(exchange: Exchange, work: Callable[[Callable[[], N
 
 
 class WriteMonitor:
-    """Looks now and then at how the writing of a response goes: the clock before each write costs 0.1 µs, and a timeout
-    around it would cost 4. A context manager.
+    """Checks the writes of a response by a timer: is one stuck, or has there been none? A context manager.
+
+    Reading the clock before each write costs 0.1 µs; a timeout around each would cost 4.
 
     Args:
         timeout_s: how long one write may wait for its client; then the connection is cut, and ``on_stuck`` called.
@@ -186,7 +187,7 @@ class WriteMonitor:
         self._timer.cancel()
 
     async def write(self, writing: Awaitable[None]) -> None:
-        """Await what `Exchange.start`, `Exchange.write` or `Exchange.end` gave.
+        """Await a call of `Exchange.start`, `Exchange.write` or `Exchange.end`.
 
         Raises:
             ClientGone: the client has left.
@@ -200,7 +201,7 @@ class WriteMonitor:
         self._is_writing = False
 
     async def write_pieces(self, data: bytes) -> None:
-        """Write much in pieces, each within the timeout.
+        """Write data of any length in pieces, each within the timeout.
 
         Raises:
             ClientGone: the client has left.
@@ -224,15 +225,16 @@ class WriteMonitor:
 
 
 class PerLoop(Generic[T]):
-    """A lock, or a timer that runs, of an object that lives on several loops, one after another: made anew by the first
-    `get` on each, since an earlier loop may have ended in the middle of anything."""
+    """A value for each loop, such as a lock or a timer, of an object that is used on one loop after another.
+
+    The first `get` on a loop makes its value: an earlier loop may have ended while its own was in use."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
         self._made: tuple[asyncio.AbstractEventLoop, T] | None = None
 
     def get(self) -> T:
-        """The running loop's."""
+        """The running loop's value."""
         loop = asyncio.get_running_loop()
         if self._made is None or self._made[0] is not loop:
             self._made = loop, self._make()

@@ -1,4 +1,4 @@
-"""Chats, by whichever API, and completions: from a decoded request to its last event."""
+"""Chats of all APIs, and completions: from a decoded request to its last event."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ EVENT_HEADERS = {
     "x-accel-buffering": "no",  # else nginx collects events before it passes them on
 }
 POLL_S = 0.1
-"""How often a response that is running is looked at for a client that follows it, at least."""
+"""Interval at which a running response is checked for new events, for a client that follows it."""
 BEGIN_WAIT_S = 10.0
-"""How long a stream with a grammar waits for its row before it begins to answer."""
+"""Longest wait of a stream with a grammar for its row, before its answer begins."""
 MAX_CUT_IDS = 2**16
-"""Token ids of a prompt that is to be cut: decoding them takes 2 ms."""
+"""Most token ids of a prompt that is to be cut: decoding them takes 2 ms."""
 MAX_TEMPLATE_CHARS = 2**15
-"""Of a request's own template: Python's compiler holds the GIL while it is at one, for 0.2 s at the worst."""
+"""Most characters of a request's own template: Python's compiler holds the GIL for one, 0.2 s at worst."""
 
 
 def check_request(exchange: Exchange, record: RequestRecord, request: Generation) -> None:
-    """Refuse what contradicts itself, and name the request as its body does where no header has."""
+    """Refuse contradictory fields, and take the request's id from its body if no header has one."""
     request.check()
     if request.request_id is not None:
         if not is_fit_id(request.request_id):
@@ -66,7 +66,7 @@ def check_request(exchange: Exchange, record: RequestRecord, request: Generation
 
 @contextlib.contextmanager
 def _in_names_of(request: Generation) -> Iterator[None]:
-    """Errors name parameters as the request does."""
+    """Make errors name parameters as the request does."""
     try:
         yield
     except InvalidRequest as error:
@@ -75,7 +75,7 @@ def _in_names_of(request: Generation) -> Iterator[None]:
 
 @functools.cache
 def warn_once(tools: str, why: str) -> None:
-    """Log, once a process, that requests have such tools, which are left out."""
+    """Log that such tools of requests are left out; once a process for each reason."""
     logger.warning("requests have %s, which are left out: %s (said once)", tools, why)
 
 
@@ -90,12 +90,12 @@ class GenerationCall:
     _record: RequestRecord
 
     async def answer(self, request: Generation) -> Response | None:
-        """Answer a request; None when that was a stream, which has been written."""
+        """Answer a request; returns None after a stream, which has been written."""
         with _in_names_of(request):
             return await ANSWERS[type(request)](self, request)
 
     async def count(self, request: MessageRequest | ResponseRequest) -> int:
-        """Tokens of the prompt that `answer` would make."""
+        """Number of tokens of the prompt that `answer` would make."""
         with _in_names_of(request):
             if isinstance(request, MessageRequest):
                 messages, variables = self._read_chat(request)
@@ -129,13 +129,13 @@ class GenerationCall:
     def _answer_options(
         self, request: ChatGeneration, asked: ResponseTools, variables: dict[str, Any] | None
     ) -> dict[str, Any]:
-        """What a chat asks of its answer; tools that may be called, of a model that cannot, are left out.
+        """A chat's options for `Engine.stream`; optional tools are left out for a model without a format of calls.
 
         Args:
             asked: see `_tools`.
             variables: for the template.
         Raises:
-            ApiError: it has a template of its own that is too long, or this server takes none.
+            ApiError: the request has a template of its own, and it is too long or this server runs none.
         """
         is_program = "{" in (request.chat_template or "")  # else it is the name of one of the model's own
         if is_program and not self._config.trust_request_chat_template:
@@ -205,7 +205,7 @@ class GenerationCall:
             return await self._answer(request, group, answer)
 
     async def follow(self, owned: OwnedId, after: int = -1) -> None:
-        """Write a response's events behind the one of a number; of a running one those that still come, too.
+        """Write a response's events after number ``after``; while it runs, the new ones as they come.
 
         Raises:
             ApiError: 404.
@@ -229,7 +229,7 @@ class GenerationCall:
                     await asyncio.sleep(POLL_S)
                     try:
                         events, is_over = self._stored.events(owned, after)
-                    except ApiError as error:  # it was not to be stored, or has given way to others
+                    except ApiError as error:  # it was not stored, or was dropped for others
                         told = {"code": error.code, "message": error.message, "param": error.param}
                         event = line_of({"type": "error", "sequence_number": after + 1, **told})
                         events, is_over = [b"event: error\ndata: %b\n\n" % event], True
@@ -255,10 +255,10 @@ class GenerationCall:
         running: contextlib.AbstractContextManager[None],
         events: list[bytes] | None,
     ) -> Response:
-        """Answer once the engine has taken the request; a task of the engine's own keeps what comes of it.
+        """Answer once the engine has taken the request; a task of the engine finishes and stores the response.
 
         Args:
-            events: where its events are recorded; None: they are not.
+            events: the list that gets the response's events; None: they are not recorded.
         """
         is_begun = asyncio.Event()
         refused: list[Exception] = []  # a future would keep the error, and the error's traceback the future
@@ -313,7 +313,7 @@ class GenerationCall:
         return await self._answer(request, group, answer)
 
     def _read_chat(self, request: MessageRequest) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-        """Messages, and what the template is told beside them."""
+        """The messages, and the template's variables."""
         messages, variables = read_chat(request, self._config.max_messages), request.variables()
         if continues_answer(messages):
             variables = {"continue_final_message": True, **(variables or {})}
@@ -342,21 +342,21 @@ class GenerationCall:
         return await self._engine.detokenize(prompt, skip_special_tokens=False)
 
     def _tenant(self, request: Generation) -> str | None:
-        """For whom it is: what the header says alone, where there is one for that, which a client cannot choose."""
+        """The request's tenant. A ``tenant_header`` alone decides if there is one, since clients cannot choose it."""
         header = self._config.tenant_header
         return request.tenant if header is None else self._exchange.headers.get(header.lower()) or None
 
     def _session(self, request: Generation) -> str | None:
-        """OpenAI's key for requests that share a cache, else a header's. It is a hint: what is too long is cut."""
+        """OpenAI's key of requests that share a cache, else a header's. It is a hint: a long one is cut."""
         key = request.prompt_cache_key or self._exchange.headers.get("x-session-id", "")
         return key[:MAX_SESSION_CHARS] or None
 
     def _head(self, kind: str, streams: list[Stream]) -> dict[str, object]:
-        """With the engine's id for it, so that what an answer is called can be aborted."""
+        """An answer's id, time and model. The id contains the engine's, so that a client can abort by it."""
         return {"id": f"{kind}-{streams[0].request_id}", "created": int(time.time()), "model": self._record.model}
 
     async def _streams(self, request: Generation, prompts: list[Any], **options: Any) -> list[Stream]:
-        """The engine's streams for the prompts, checked and not entered; with turns for others between long ones."""
+        """The engine's streams for the prompts, checked and not entered; other requests have turns between prompts."""
         record, sampling = self._record, request.sampling()
         streams: list[Stream] = []
         for prompt in prompts:
@@ -413,7 +413,7 @@ class GenerationCall:
         return await run_while_connected(self._exchange, work)
 
     async def _relay(self, request: Generation, group: StreamGroup, answer: Answer, cut: Callable[[], None]) -> None:
-        """Pass the deltas on as events, to the end or to the error that ends it: that is an event, too."""
+        """Send the deltas as events, to the end or to an error, which is an event, too."""
         exchange, record = self._exchange, self._record
         group.watch()
         record.status = 200
@@ -436,7 +436,7 @@ class GenerationCall:
         self, request: Generation, group: StreamGroup, answer: Answer, write: Callable[[bytes], Awaitable[None]]
     ) -> None:
         record, outputs = self._record, group.outputs()
-        # Counted here: all outputs together are as long as their prompts, and would be made for each event.
+        # Counted here: else each event would make all outputs, which are as long as their prompts.
         so_far = usage_of(outputs, is_prompt_alone=True) if request.has_usage_all_along else None
 
         def usage(delta: CompletionDelta | None = None) -> Usage | None:
@@ -486,7 +486,7 @@ ANSWERS: dict[type[Generation], Callable[[GenerationCall, Any], Awaitable[Respon
 
 
 def _note_outputs(record: RequestRecord, outputs: list[RequestOutput]) -> None:
-    """What the requests have brought, for the log."""
+    """Put the numbers of a request's outputs into its record."""
     usage = usage_of(outputs)
     choices = [choice for output in outputs for choice in output.outputs]
     record.prompt_tokens, record.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]

@@ -1,10 +1,10 @@
-"""The sockets that servers listen on: TCP, or a Unix socket of its owner's alone; and the certificate for https.
+"""The sockets that servers listen on: TCP, or a Unix socket that only its owner can use; and https's certificate.
 
 Several servers of one port have a socket each, all bound to it (SO_REUSEPORT): the kernel spreads connections evenly,
 by their addresses. With one socket for all, the server that wakes first takes whole bursts: of 256 connections at once
 four servers had 1, 11, 243 and 1, and with a socket each 60 to 70. The process that has started the servers holds the
-sockets, too, so that nothing resets what a server that died had not accepted yet: another one accepts it. Unix sockets
-know no such sharing: there the servers have one.
+sockets, too: connections that a dead server had not accepted are not reset, and another server accepts them. Unix
+sockets cannot be shared so: all servers have the same one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KEYFILE_PASSWORD_VARIABLE = "AIOENGINE_SSL_KEYFILE_PASSWORD"
 
 
 class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where to serve."""
+    """The address to serve at, and its certificate."""
 
     host: Annotated[str, Meta(description="IP address, or name: it is served at each of its addresses")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="0: any that is free")] = 8000
@@ -42,16 +42,16 @@ class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HttpListener:
-    """Sockets of one's own for a place to serve at. Everything here may block: call it off the loop.
+    """The sockets of an address to serve at. All methods may block: call them off the loop.
 
-    TCP ports are taken here, and refuse clients until `listen`: what does not work is known before a model is loaded.
+    TCP ports are bound at once, and refuse clients until `listen`: errors come before a model is loaded.
 
     Args:
-        num_servers: that are to listen there, each in a process of its own.
+        num_servers: servers that are to listen there, each in a process of its own.
     Attributes:
-        shares: the sockets of each server; of a Unix socket there is one share.
+        shares: the sockets of each server; a Unix socket is one share for all.
     Raises:
-        ConfigError: the place cannot be had, or the certificate is not usable.
+        ConfigError: the address cannot be bound, or the certificate is not usable.
     """
 
     def __init__(self, where: ServerAddress, num_servers: int = 1) -> None:
@@ -71,10 +71,10 @@ class HttpListener:
 
     @classmethod
     def inherited(cls, where: ServerAddress, descriptors: Sequence[int]) -> Self:
-        """One server's share of what another process holds, in that server's process; closing it removes no file.
+        """One server's share of the sockets that another process holds; for that server. Closing it removes no file.
 
         Args:
-            descriptors: of bound sockets, this process's own from now on.
+            descriptors: bound sockets, which this process owns from now on.
         """
         listener = cls.__new__(cls)
         listener.where, listener._port, listener._file = where, where.port, None
@@ -94,7 +94,7 @@ class HttpListener:
 
     @property
     def url(self) -> str:
-        """As a client would write it; with the real port once there is one."""
+        """The address as a client would write it; with the real port once there is one."""
         if self.where.uds is not None:
             return f"unix:{self.where.uds}"
         host = f"[{self.where.host}]" if ":" in self.where.host else self.where.host
@@ -102,26 +102,26 @@ class HttpListener:
 
     @property
     def is_local(self) -> bool:
-        """It cannot be reached from another machine."""
+        """No other machine can reach the sockets."""
         return all(
             each.family == socket.AF_UNIX or ipaddress.ip_address(each.getsockname()[0]).is_loopback
             for each in self.sockets
         )
 
     def with_names(self, config: ServerConfig) -> ServerConfig:
-        """The config with the names of this machine as its allowed hosts, where no key is asked for and none are set.
+        """The config; a local server without keys and ``allowed_hosts`` allows only the names of this machine.
 
-        Else any page in a browser here could reach the server, by a name of its own that it lets point to this machine.
+        Else any page in a browser here could reach the server, by a name of its own that resolves to this machine.
         """
         if config.api_keys or config.allowed_hosts is not None or self.where.uds is not None or not self.is_local:
             return config
         return replace(config, allowed_hosts=tuple(dict.fromkeys((*LOCAL_HOSTS, self.where.host))))
 
     def bind(self) -> None:
-        """Make the Unix socket, if it is to be one: all sockets are there then, for other processes to listen on.
+        """Make the Unix socket, if the address is one. All sockets exist then, for other processes to listen on.
 
         Raises:
-            ConfigError: the place was taken meanwhile.
+            ConfigError: the address was taken meanwhile.
         """
         try:
             if self.where.uds is not None and not self.shares:
@@ -130,10 +130,10 @@ class HttpListener:
             raise self._not_served(error) from None
 
     def listen(self) -> None:
-        """Let clients come.
+        """Listen at the sockets of the first share: clients can connect.
 
         Raises:
-            ConfigError: the place was taken meanwhile.
+            ConfigError: the address was taken meanwhile.
         """
         self.bind()
         try:
@@ -143,9 +143,9 @@ class HttpListener:
             raise self._not_served(error) from None
 
     def refuse(self) -> None:
-        """Refuse clients at the ports from now on, whichever processes hold them, until one of these listens again.
+        """Refuse clients at the ports, in all processes that hold the sockets, until one of them listens again.
 
-        The sockets stay bound. What was not accepted yet is reset. Unix sockets go on as they are.
+        The sockets stay bound. Connections not accepted yet are reset. Unix sockets are not changed.
         """
         for share in self.shares:
             for each in share:
@@ -154,7 +154,7 @@ class HttpListener:
                         each.shutdown(socket.SHUT_RD)
 
     def let_go(self) -> None:
-        """Close the sockets here, without a wait: clients are refused once servers that have inherited them do so, too.
+        """Close this process's sockets at once; clients are refused when all servers that inherited them have, too.
 
         Idempotent; to be followed by `close`.
         """
@@ -184,7 +184,7 @@ class HttpListener:
         try:
             if num_servers > 1:
                 for each in self.sockets:
-                    # Once it is bound: another program's port, shared or not, is refused as it is for one server.
+                    # Set after binding: another program's port, shared or not, is refused as it is for one server.
                     each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             for _ in range(1, num_servers):
                 self.shares.append(_bind_tcp(host, self._port, is_shared=True))
@@ -197,7 +197,7 @@ class HttpListener:
         remove_stale(path)
         made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.shares = [[made]]
-        # Linux gives the file the socket's own mode as it makes it: there is no moment in which it has another.
+        # Linux makes the file with the socket's own mode: it never has another one.
         os.fchmod(made.fileno(), 0o600)
         made.bind(path)
         self._file = _file_at(path)
@@ -213,7 +213,7 @@ def _bind_tcp(host: str, port: int, *, is_shared: bool) -> list[socket.socket]:
     """One socket for each address of the host, all at the same port.
 
     Args:
-        is_shared: with sockets that this process has bound there already.
+        is_shared: the port is shared with sockets that this process has bound already.
     """
     found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     sockets: list[socket.socket] = []
@@ -242,7 +242,7 @@ def _bind_tcp(host: str, port: int, *, is_shared: bool) -> list[socket.socket]:
 
 
 def _bind_to_free_port(made: socket.socket, address: Any) -> None:
-    """A port that Linux has chosen it takes away again as the socket stops listening; one that was named it leaves."""
+    """Bind to a free port by its number: a port that Linux assigns is lost when the socket stops listening."""
     with socket.socket(made.family, made.type, made.proto) as finder:
         finder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # both may be bound while neither listens
         finder.bind(address)
@@ -250,7 +250,7 @@ def _bind_to_free_port(made: socket.socket, address: Any) -> None:
 
 
 def _find_the_dead(made: socket.socket) -> None:
-    """A client that waits for its answer sends nothing: one whose machine is gone would be waited for all along."""
+    """Probe idle clients: one that waits for its answer sends nothing, also if its machine is gone."""
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # what it accepts inherits these
     for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):
         if hasattr(socket, name):
@@ -280,7 +280,7 @@ def _ssl_context(where: ServerAddress) -> ssl.SSLContext | None:
     context.set_alpn_protocols(["http/1.1"])
     files = " and ".join(file for file in (where.ssl_certfile, where.ssl_keyfile) if file is not None)
     try:
-        # Never asked for on the terminal, where a service would wait for ever.
+        # A password is never asked for on the terminal, where a service would wait for ever.
         context.load_cert_chain(where.ssl_certfile, where.ssl_keyfile, password=where.ssl_keyfile_password or "")
     except ssl.SSLError as error:
         why = error.reason.lower().replace("_", " ") if error.reason else "unreadable, or its key needs a password"

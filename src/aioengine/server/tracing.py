@@ -1,12 +1,11 @@
 """OpenTelemetry spans, one a request but for probes, where the program that hosts us has set OpenTelemetry up.
 
-We only ask its API for a tracer: which SDK there is, what is sampled and where spans go is the host's affair, and
-without opentelemetry-api, or while no provider is set, nothing happens. Names are those of the semantic conventions for
-HTTP. What is generated, and its numbers of tokens, is told by the spans inside (`core.tracing`). Spans hold no prompts,
-no texts and no keys.
+We only ask its API for a tracer: the SDK, sampling and export are the host's choice. Without opentelemetry-api, or
+while no provider is set, nothing happens. Names are those of the semantic conventions for HTTP. The spans inside
+(`core.tracing`) describe the generations and their numbers of tokens. Spans hold no prompts, no texts and no keys.
 
-Where the host's framework is instrumented, the request has a SERVER span already. Ours is an INTERNAL one inside it
-then, as the instrumentation of a framework inside another one makes it.
+If the host's framework is instrumented, the request has a SERVER span already. Ours is then an INTERNAL one inside it,
+as the instrumentation of a framework inside another one makes it.
 """
 
 from __future__ import annotations
@@ -36,17 +35,17 @@ class Tracing:
     """Begins and ends the spans of requests.
 
     Args:
-        provider: where to get the tracer; absent: the process's, whenever that is set.
+        provider: makes the tracer; absent: the process's provider, which may be set later.
     """
 
     def __init__(self, provider: TracerProvider | None = None) -> None:
-        # The API's own tracer passes on to the provider that is set later, so that it may be asked for now.
+        # The API's own tracer uses a provider that is set later, so that it can be made now.
         self._tracer = trace.get_tracer(SYSTEM, tracer_provider=provider) if is_installed else None
 
     def begin(self, record: RequestRecord, headers: Mapping[str, str]) -> Span | None:
-        """The span of a request that begins, in the host's for it or else under the one that its ``traceparent`` names.
+        """Start a request's span, inside the host's span for it, or else under the span that ``traceparent`` names.
 
-        None if none is recorded. It is not made the current one: a request's work is spread over tasks and callbacks.
+        Returns None if it is not recorded. The span is not made current: the work is spread over tasks and callbacks.
 
         Args:
             headers: with names in lower case.
@@ -63,15 +62,15 @@ class Tracing:
             kind=SpanKind.INTERNAL if is_inside else SpanKind.SERVER,
             attributes={"http.request.method": method, "url.path": record.path[:MAX_TEXT_CHARS]},
         )
-        # The engine's own span is to be inside of this one, which is not current where the engine is asked.
+        # The parent of the engine's own span is this one, which is not current where the engine is called.
         inside: dict[str, str] = {}
         TraceContextTextMapPropagator().inject(inside, trace.set_span_in_context(span))
         record.trace_headers = inside
-        # What is not sampled needs no end: it costs its parent's check and no more.
+        # A span that is not sampled needs no end: it costs only the check of its parent.
         return span if span.is_recording() else None
 
     def end(self, span: Span | None, record: RequestRecord) -> None:
-        """The request is over; its record is complete, and tells the span all it says."""
+        """End a request's span, if there is one, with the attributes of its complete record."""
         if span is None:
             return
         span.update_name(_name(record))
@@ -84,9 +83,9 @@ class Tracing:
 
 
 def _is_inside(span: Span, asked: SpanContext) -> bool:
-    """Whether the current span is the request's, made by an instrumented host, and not what the server was started in.
+    """Whether the current span is the request's, made by an instrumented host, and not one that the server started in.
 
-    One that is not sampled has no kind: it is taken for the request's, which is to have no span at all then.
+    A span that is not sampled has no kind: it is taken for the request's, which then has no span at all.
     """
     current = span.get_span_context()
     if asked.is_valid and asked.trace_id != current.trace_id:
@@ -103,7 +102,7 @@ def _name(record: RequestRecord) -> str:
 
 
 def _attributes(record: RequestRecord) -> dict[str, Any]:
-    """All that is known: what is not is left out. The first token's time is as the client saw it."""
+    """The record's attributes, without those that are not known. The first token's time is the client's."""
     told: dict[str, Any] = {
         "http.route": None if record.route == OTHER_ROUTE else record.route,
         "http.response.status_code": record.status or None,

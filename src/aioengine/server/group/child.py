@@ -1,7 +1,7 @@
 """An HTTP server as a child process: ``python -m aioengine.server.group.child``, started by `ServerProcess`.
 
-It is bound to its parent before anything slow begins. How it is set up it hears through a socket that it has inherited;
-the command line has nothing but that one's number.
+It is bound to end with its parent before anything slow begins. It gets its settings through an inherited socket; the
+command line has only the number of that socket's descriptor.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from aioengine.transport.child import die_with_parent
 
 
 def main() -> int:
-    """Serve until it is told to end; 0 if it was, 1 if it could not start or its engine has died."""
+    """Serve until SIGTERM; returns 0 after that, 1 if the server could not start or its engine has died."""
     from aioengine.server.group.child_server import run_server
 
     return run_server(socket.socket(fileno=int(sys.argv[1])))

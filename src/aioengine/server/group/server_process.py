@@ -1,4 +1,4 @@
-"""Servers as processes, seen from the one that starts them: its half of each, and what they have together."""
+"""HTTP servers as processes, in the process that starts them: its end of each one, and the hub between them."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from aioengine.turns import sleep_on_time
 
 CHILD_MODULE = "aioengine.server.group.child"
 NUMBERS_TIMEOUT_S = 1.0
-"""For a server's numbers in a scrape: one that is stuck is shown as it was."""
+"""Longest wait for a server's numbers in a scrape; a stuck server's last ones are shown."""
 LAST_WORDS_S = 1.0
-"""For what a server that has exited sent before."""
+"""Longest wait for the final messages of a server that has exited."""
 TERMINATE_S = 1.0
-"""For a server that is not drained, such as one whose start is given up."""
+"""Time to end for a server that is not drained, such as one whose start is given up; then it is killed."""
 STALL_TIMEOUT_S = 30.0
-"""A server that serves says something every two seconds. One that has said nothing for so long is stopped or stuck."""
+"""A server that serves sends a message every two seconds. One that sends none for so long is stopped or stuck."""
 
 
 class ServerProcess:
@@ -53,7 +53,7 @@ class ServerProcess:
         self._child: Child | None = None
         self._peer: Peer | None = None
         self._heard_at = math.inf
-        """When it has said something last; it need say nothing before the first time."""
+        """Time of its last message; infinite before the first one, which has no deadline."""
         self._failure: str | None = None
         self._on_serving: Callable[[], None] = lambda: None
 
@@ -108,7 +108,7 @@ class ServerProcess:
             tasks.cancel_scope.cancel()
 
     async def _watch(self, scope: anyio.CancelScope) -> None:
-        """Give it up when it says nothing any more."""
+        """Cancel the scope, as a failure, once the server sends no more messages."""
         while True:
             is_on_time = await sleep_on_time(STALL_TIMEOUT_S / 4, STALL_TIMEOUT_S / 4, anyio.current_time)
             if is_on_time and anyio.current_time() - self._heard_at > STALL_TIMEOUT_S:
@@ -139,14 +139,14 @@ class ServerProcess:
 
 
 class Hub:
-    """What servers ask of each other and of all together.
+    """Answers servers' questions about all servers together, and passes on what is for the others.
 
     Args:
-        engine: that of the process, which hears of all steps: the engine's numbers are those that it has.
-        prefix: of metrics, in place of vLLM's.
+        engine: this process's front end, which has the metrics of all steps; None: there is none.
+        prefix: the prefix of metrics, in place of vLLM's.
+        group: returns how many servers are to serve, and how many do.
     Attributes:
-        peers: the servers' processes, by index.
-        group: how many servers are to serve, and how many do.
+        peers: the sockets to the servers' processes, by index.
     """
 
     def __init__(self, engine: Engine | None, prefix: str, group: Callable[[], ServerGroup]) -> None:
@@ -159,7 +159,7 @@ class Hub:
         self._limiter = CapacityLimiter(1)
 
     def on_exit(self, index: int, is_again: bool) -> None:
-        """A server has exited."""
+        """Keep the numbers of a server that has exited; ``is_again``: it is restarted."""
         self.numbers.end(index)
         self.numbers.num_restarts += is_again
 
@@ -177,7 +177,7 @@ class Hub:
     async def _read_numbers(self) -> list[MetricFamily]:
         asked = dict(self.peers)
         for index, body in (await self._ask_each(asked, ReadNumbers())).items():
-            if self.peers.get(index) is asked[index]:  # else it has ended, and what it had counted is counted
+            if self.peers.get(index) is asked[index]:  # else it has ended, and its numbers are counted already
                 self.numbers.note(index, decode_families(body))
         own: list[MetricFamily] = []
         if self._engine is not None:
@@ -188,7 +188,7 @@ class Hub:
         return self.numbers.total(own, num_servers=group.num_servers, num_serving=group.num_serving)
 
     async def _ask_each(self, servers: Iterable[int], question: Question) -> dict[int, bytes]:
-        """The answers of those that give one in time."""
+        """Ask servers; returns the answers that come in time, by server."""
         answers: dict[int, bytes] = {}
 
         async def ask(index: int, peer: Peer) -> None:

@@ -1,8 +1,8 @@
-"""What the HTTP servers of one port say to each other, by way of the process that has started them.
+"""Messages between the HTTP servers of one port, by way of the process that has started them.
 
-Each server has a Unix socket to that process, of which it was given one end at its start. A frame is four bytes of
-length, big-endian, and a message (msgpack). Both sides ask, and each question has one answer: a server asks for what
-all have together; the process asks servers. At most so many questions are open as HTTP requests are served.
+Each server inherits one end of a Unix socket to that process. A frame is four bytes of length, big-endian, and a
+message (msgpack). Both sides ask questions, and each question has one answer: a server asks about all servers
+together; the process asks servers. At most as many questions are open as HTTP requests are served.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from aioengine.server.metrics import MetricFamily
 MAX_FRAME_BYTES = 2**28
 """Far more than any message has."""
 ANSWER_TIMEOUT_S = 10.0
-"""For a question. What it asks for is in a server's memory: a server that takes longer is stuck."""
+"""Longest wait for an answer. Answers come from a server's memory: a server that takes longer is stuck."""
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, tag="settings"):
-    """What a server is told first: how it is set up, secrets included, which no command line shows.
+    """The first message to a server: its settings, with secrets, which no command line shows.
 
     Attributes:
-        index: of this server among ``num_servers``.
+        index: this server's place among ``num_servers``.
         shares: descriptors of the sockets of each server; its own are ``shares[index]``, or those of the only share.
-        log_descriptor: where its log goes.
-        engine_address: of the engine to connect to; None: the server starts one of ``engine_config`` in its process.
+        log_descriptor: the file that its log goes to.
+        engine_address: the engine to connect to; None: the server starts one of ``engine_config`` in its process.
         engine_model: where to find the tokenizer, as for `Engine.connect`.
-        engine_keys, engine_client: likewise.
-        visible_devices: CUDA_VISIBLE_DEVICES of the server's process; None: as in the one that starts it.
-        environment: of that process, added to this one's.
+        engine_keys, engine_client: as for `Engine.connect`.
+        visible_devices: CUDA_VISIBLE_DEVICES of the server's process; None: as in the process that starts it.
+        environment: variables of the server's process, added to those of this one.
     """
 
     index: int
@@ -68,25 +68,25 @@ class Serving(msgspec.Struct, frozen=True, tag="serving"):
     """A server serves.
 
     Attributes:
-        model: the name that it calls its model by.
+        model: the first name of its model.
     """
 
     model: str
 
 
 class Counted(msgspec.Struct, frozen=True, tag="counted"):
-    """What a server has counted, told now and then and as it ends: families, as `encode_families` has them."""
+    """A server's metrics, sent now and then and as it ends: families, by `encode_families`."""
 
     families: bytes
 
 
 class ServerGroup(msgspec.Struct, frozen=True, tag="group"):
-    """All servers as they are now, told to each of them when that changes.
+    """The present state of all servers, sent to each of them when it changes.
 
     Attributes:
-        num_servers: that are to serve.
-        num_serving: that do.
-        accepts_for: servers that do not, and at whose sockets the one that is told this is to accept, too.
+        num_servers: servers that are to serve.
+        num_serving: servers that serve.
+        accepts_for: servers that do not serve; the receiver accepts at their sockets, too.
     """
 
     num_servers: int
@@ -95,15 +95,15 @@ class ServerGroup(msgspec.Struct, frozen=True, tag="group"):
 
 
 class ReadNumbers(msgspec.Struct, frozen=True, tag="numbers"):
-    """For the families of `/metrics`: a server is asked for its own, the process for those of all together."""
+    """Asks for the families of `/metrics`: a server for its own, the process for those of all servers."""
 
 
 class CountOpen(msgspec.Struct, frozen=True, tag="open"):
-    """For how many requests are being served."""
+    """Asks for the number of requests that are being served."""
 
 
 class AbortNamed(msgspec.Struct, frozen=True, tag="abort"):
-    """To end the requests of these ids."""
+    """Asks to abort the requests of these ids."""
 
     request_ids: list[str]
 
@@ -137,7 +137,7 @@ def frame_of(message: Message) -> bytes:
 
 
 def receive_settings(end: socket.socket) -> ServerSettings:
-    """Wait for the first message to a server, in its process, before that has a loop.
+    """Wait for the first message to a server; for its process, before that has a loop.
 
     Raises:
         ConfigError: the other side is gone.
@@ -163,9 +163,9 @@ class Peer:
     """One end of a socket between a server and the process that has started it.
 
     Args:
-        end: a connected Unix socket, closed in the end.
+        end: a connected Unix socket, which `close` closes.
         answer: answers the other side's questions.
-        on_message: takes what is no question and no answer.
+        on_message: takes messages that are neither a question nor an answer.
     """
 
     def __init__(
@@ -181,11 +181,11 @@ class Peer:
         self._is_over = False
 
     async def open(self) -> None:
-        """Be ready to tell and to ask. To be followed by `run`, or `close`."""
+        """Open the streams for `tell` and `ask`. Must be followed by `run`, or `close`."""
         self._reader, self._writer = await asyncio.open_unix_connection(sock=self._end)
 
     async def run(self) -> None:
-        """Take what the other side sends, until that has closed its end. Cancelling closes this one."""
+        """Receive messages until the other side closes its end. Cancelling closes this one."""
         reader = self._reader
         assert reader is not None, "open comes first"
         try:
@@ -210,21 +210,21 @@ class Peer:
             self._writer.close()
 
     def tell(self, message: Message) -> None:
-        """Send a message; one to a side that is gone is dropped."""
+        """Send a message; it is dropped if the other side is gone."""
         if self._writer is not None and not self._is_over:
             self._writer.write(frame_of(message))
 
     async def flush(self) -> None:
-        """Wait until what was told has left this process, if the other side is there."""
+        """Wait while more than asyncio's limit of sent bytes is buffered here, if the other side is there."""
         if self._writer is not None and not self._is_over:
             with contextlib.suppress(ConnectionError):
                 await self._writer.drain()
 
     async def ask(self, question: Question, timeout_s: float = ANSWER_TIMEOUT_S) -> bytes:
-        """Ask, and wait for the answer.
+        """Send a question and wait for its answer.
 
         Raises:
-            ApiError: 500: the other side failed at it; or 503: it is gone, or did not answer in time.
+            ApiError: 500: the other side failed to answer; or 503: it is gone, or did not answer in time.
         """
         if self._writer is None or self._is_over:
             raise _gone()
