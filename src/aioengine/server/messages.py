@@ -1,6 +1,6 @@
-"""``/v1/messages``, as Anthropic's clients know it: what they send, and what they get, whole, as events, and as errors.
+"""``/v1/messages``, as Anthropic's clients know it: requests, and answers as bodies, events and errors.
 
-An answer is a list of blocks: thinking, text, uses of tools. A stream tells of one after the other.
+An answer is a list of blocks: thinking, text, uses of tools. A stream sends one after the other.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from aioengine.tool_calls.calls import ToolCall, ToolCallDelta
 from aioengine.validation import shorten
 
 SIGNATURE = "aioengine"
-"""Of thinking: clients want one, and send it back. Nothing is checked by it."""
+"""The signature of thinking: clients want one, and send it back. It is not checked."""
 OVERLOADED = 529
-"""The status at which Anthropic's clients come again."""
+"""The status at which Anthropic's clients try again."""
 ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -35,9 +35,9 @@ ERROR_TYPES = {
     413: "request_too_large",
     OVERLOADED: "overloaded_error",
 }
-"""Of other statuses they are `invalid_request_error` below 500, and `api_error` from there on."""
+"""Types of errors by status; others are `invalid_request_error` below 500, and `api_error` from there on."""
 
-# What clients send
+# Requests
 
 
 class ThinkingOption(msgspec.Struct):
@@ -49,7 +49,7 @@ class ThinkingOption(msgspec.Struct):
 
 
 class OutputConfig(msgspec.Struct):
-    """``output_config``: what the answer's text must be, and the effort of its reasoning."""
+    """``output_config``: the format of the answer's text, and the effort of its reasoning."""
 
     effort: str | None = None
     format: dict[str, Any] | None = None
@@ -90,7 +90,7 @@ class MessageRequest(ChatGeneration, kw_only=True):
     thinking: ThinkingOption | None = None
     output_config: OutputConfig | None = None
     output_format: dict[str, Any] | None = None
-    """What older clients call ``output_config.format``."""
+    """Older clients' name of ``output_config.format``."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -112,7 +112,7 @@ class MessageRequest(ChatGeneration, kw_only=True):
                 raise invalid_value("tool_choice", "tool_choice.type is auto, any, none, or tool with the name of one")
 
     def variables(self) -> dict[str, Any] | None:
-        """What the chat template is told: of the thinking, under the names that templates use."""
+        """The variables of the chat template, with thinking on or off under the names that templates use."""
         if self.thinking is None:
             return self.chat_template_kwargs
         if self.thinking.type not in ("enabled", "disabled", "adaptive"):
@@ -146,7 +146,7 @@ def _read_format(name: str, given: dict[str, Any] | None) -> Constraint | None:
 
 
 class Block(msgspec.Struct):
-    """A block of a message, also as clients send an answer's blocks back; what else it has is ignored."""
+    """A block of a message, also as clients send an answer's blocks back; other fields are ignored."""
 
     type: str
     text: str | None = None
@@ -187,7 +187,7 @@ def read_chat(request: MessageRequest, max_messages: int) -> list[dict[str, Any]
 
 
 def continues_answer(messages: list[dict[str, Any]]) -> bool:
-    """Whether the chat ends within the assistant's message, which is to be gone on with."""
+    """Whether the chat ends with the assistant's message, which is to be continued."""
     if messages[-1]["role"] != "assistant":
         return False
     if messages[-1].get("tool_calls"):
@@ -231,11 +231,11 @@ def _arguments_of(place: str, raw: msgspec.Raw) -> str:
         raise invalid_value("messages", f"{place} has a tool_use block whose input is no UTF-8") from None
 
 
-# What they get
+# Answers
 
 
 def error_response(error: ApiError, request_id: str) -> Response:
-    """An error as these clients read it."""
+    """An error in Anthropic's format."""
     status = OVERLOADED if error.code == "overloaded" else error.status
     body = {**_error_of(error), "request_id": request_id}
     return Response(status, encode(body), {**JSON_HEADERS, **error.headers})
@@ -265,7 +265,7 @@ class MessageAnswer(PartsAnswer):
         self._token_bytes = token_bytes
         self._num_blocks = 0
         self._delta_head = b""
-        """What all deltas of the block that is open begin with, up to their text."""
+        """The beginning of all deltas of the open block, up to their text."""
 
     async def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         (choice,) = outputs[0].outputs
@@ -337,7 +337,7 @@ def _event(kind: str, **fields: Any) -> bytes:
 
 
 def _ending(choice: CompletionOutput) -> dict[str, Any]:
-    """Why it has ended. One that the server has aborted is like one that pauses: sent back, it goes on."""
+    """The reason of an answer's end. An aborted answer is like one that pauses: if it is sent back, it goes on."""
     reasons = {"length": "max_tokens", "abort": "pause_turn"}
     is_calling = choice.tool_calls and not choice.has_cut_call
     reason = reasons.get(choice.finish_reason or "", "tool_use" if is_calling else "end_turn")
@@ -346,7 +346,7 @@ def _ending(choice: CompletionOutput) -> dict[str, Any]:
 
 
 def _input_of(call: ToolCall) -> dict[str, Any]:
-    """A call's arguments as an object; where the model has written no JSON, its text as the only one."""
+    """A call's arguments as an object; if the model has written no JSON object, its text as the only argument."""
     try:
         return msgspec.json.decode(call.arguments, type=dict[str, Any])
     except msgspec.DecodeError:

@@ -1,9 +1,9 @@
 """``GET /metrics``: the engine's numbers and those of HTTP, in Prometheus' text format or as OpenMetrics.
 
-What vLLM (V1) exports under the same name and with the same meaning keeps vLLM's prefix and labels, so that its
-dashboards work; what is ours alone begins with ``aioengine:``; names of HTTP without a prefix are those of vLLM's
-server, and ``process_`` is how the clients of Prometheus begin those of a process. Labels of the model are left out of
-what is HTTP's or the process's.
+Metrics that vLLM (V1) exports by the same name and with the same meaning keep vLLM's prefix and labels, so that its
+dashboards work; our own begin with ``aioengine:``. Names of HTTP without a prefix are those of vLLM's server, and
+``process_`` is the prefix of Prometheus' clients for a process. Metrics of HTTP and of the process have no labels of
+the model.
 
 Numbers are read on the engine's loop, which owns them, in half a millisecond; a thread writes them as text.
 """
@@ -45,16 +45,16 @@ OLD_NAMES = {
     "gpu_prefix_cache_hits": "prefix_cache_hits",
     "time_per_output_token_seconds": "inter_token_latency_seconds",
 }
-"""Names that vLLM had until 0.11, and that dashboards of then ask for."""
+"""Names that vLLM had until 0.11, and older dashboards ask for."""
 AT_DOOR = "num_requests_waiting_for_admission"
 NOT_VLLMS = (
     "kv_cache_cached_perc", "kv_cache_touched_perc", "step_time_seconds", "device_time_seconds", "loop_lag_seconds",
     AT_DOOR,
 )  # fmt: skip
 METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE")
-"""Clients may make up as many others as they like: those are "other"."""
+"""Methods with a label of their own; others, which clients can make up, are "other"."""
 OPEN_PATHS = ("/health", "/ping")
-"""For probes, which have no key; ``/ping`` is SageMaker's. Both say the same."""
+"""Paths of probes, which have no key; ``/ping`` is SageMaker's. Both have the same answer."""
 UNCOUNTED_HANDLERS = (*OPEN_PATHS, "/metrics", "/version", "/load")
 """vLLM leaves probes out of ``http_requests_total``: a scrape a second would be most of it."""
 HANDLER_TIME_S = (0.1, 0.5, 1.0)
@@ -65,7 +65,7 @@ _PROCESS = ProcessCollector(registry=None)
 
 
 class HttpMetrics:
-    """What is counted of HTTP requests, for all engines alike: ``began`` and ``ended``, once each a request."""
+    """Metrics of HTTP requests; ``began`` and ``ended`` are called once each a request."""
 
     def __init__(self) -> None:
         self.requests = Labeled(
@@ -125,7 +125,7 @@ class HttpMetrics:
 
 
 MOVED = "replica_moved"
-"""Of replicas' metrics the one that each front end counts of its own requests; of the others all hear the same."""
+"""The one metric of replicas that each front end counts of its own requests; the others are the same for all."""
 REPLICA_METRICS: tuple[tuple[str, Kind, str, Callable[[ReplicaStatus], float]], ...] = (
     ("replica_serving", "gauge", "1 while the replica serves.", lambda r: r.state == "serving"),
     ("replica_num_requests_running", "gauge", "Sequences that the replica computes.", lambda r: r.running),
@@ -137,14 +137,14 @@ REPLICA_METRICS: tuple[tuple[str, Kind, str, Callable[[ReplicaStatus], float]], 
     ("replica_restarts", "counter", "How often the replica was started again.", lambda r: r.num_restarts),
     (MOVED, "counter", "Sequences that were at the replica and went on at another.", lambda r: r.num_moved),
 )
-"""Of each replica, where there are several; labelled by its rank."""
+"""Metrics of each replica, labelled by its rank, if there are several."""
 
 
 class MetricFamily(NamedTuple):
-    """A metric as it is exported: its numbers as they were on the loop, and the labels that all of them have.
+    """A metric as it is exported: its numbers, read on the loop, and the labels that all of them have.
 
     Attributes:
-        is_of_engine: it is the engine's, of which all its front ends have the same; else this front end's alone.
+        is_of_engine: all front ends of the engine have the same numbers; else they are this front end's alone.
     """
 
     name: str
@@ -156,17 +156,17 @@ class MetricFamily(NamedTuple):
 
 
 def read_families(engine: Engine, http: HttpMetrics, prefix: str, model_name: str) -> list[MetricFamily]:
-    """All but the process's, as they are now: 0.5 ms; whatever the state of the engine.
+    """Read all metrics but the process's, whatever the state of the engine; takes 0.5 ms.
 
     Args:
-        prefix: in place of vLLM's.
+        prefix: the prefix in place of vLLM's.
         model_name: the label that dashboards choose a model by.
     """
     families: list[MetricFamily] = []
     of_model = (("model_name", model_name), ("engine", "0"))
 
     def add(name: str, kind: Kind, documentation: str, samples: Iterable[Sample], *, is_of_engine: bool = True) -> None:
-        is_of_http = name.removeprefix(OWN_PREFIX).startswith("http_")  # no model's, though requests' parameters are
+        is_of_http = name.removeprefix(OWN_PREFIX).startswith("http_")  # has no labels of the model
         if name.startswith(VLLM_PREFIX):
             name = prefix + name.removeprefix(VLLM_PREFIX)
         families.append(
@@ -220,7 +220,7 @@ def read_families(engine: Engine, http: HttpMetrics, prefix: str, model_name: st
 
 
 def read_process() -> list[MetricFamily]:
-    """What Linux says of this process. It reads files, and so is not for a loop."""
+    """Linux' numbers of this process. Reads files: call it off the loop."""
     return [
         MetricFamily(
             metric.name,
@@ -263,7 +263,7 @@ async def render(
     """The body, with the process's numbers, and its content type: OpenMetrics where the client takes that.
 
     Args:
-        limiter: of a thread of its own, since a host's handlers may hold all of anyio's.
+        limiter: the limiter of a thread of its own, since a host's handlers may hold all of anyio's threads.
         has_process: the families have the numbers of processes already.
     """
     content_type = OPENMETRICS if "application/openmetrics-text" in (accept or "").lower() else TEXT

@@ -1,6 +1,6 @@
-"""``/v1/responses``: what clients send, and what they get, whole and as events.
+"""``/v1/responses``: requests, and responses as bodies and as events.
 
-A response is a list of items: reasoning, a message, calls. A stream tells of one after the other.
+A response is a list of items: reasoning, a message, calls. A stream sends one after the other.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_METADATA = 16
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (
     LOGPROBS,
-    "reasoning.encrypted_content",  # reasoning is told as it is
+    "reasoning.encrypted_content",  # reasoning is never encrypted
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",
@@ -36,7 +36,7 @@ INCLUDABLE = (
     "web_search_call.action.sources",
     "web_search_call.results",
 )
-"""What ``include`` may ask for; most of it is of tools that there are none of."""
+"""The allowed values of ``include``; most are for tools that this server does not have."""
 STATUSES: dict[FinishReason | None, str] = {
     None: "in_progress",
     "stop": "completed",
@@ -46,17 +46,17 @@ STATUSES: dict[FinishReason | None, str] = {
 }
 
 
-# What clients send
+# Requests
 
 
 class TextConfig(msgspec.Struct):
-    """``text``: what the answer's text must be. What else it has is a hint."""
+    """``text``: the format of the answer's text. Its other fields are hints."""
 
     format: dict[str, Any] | None = None
 
 
 class ReasoningConfig(msgspec.Struct):
-    """``reasoning``. A summary may be asked for: there is none, since the reasoning itself is told."""
+    """``reasoning``. A summary may be asked for: there is none, since the response has the reasoning itself."""
 
     effort: str | None = None
     summary: str | None = None
@@ -110,7 +110,7 @@ class ResponseRequest(ChatGeneration, kw_only=True):
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """Likeliest tokens to tell of at each position; None: no log-probabilities are asked for."""
+        """Likeliest tokens to report at each position; None: no log-probabilities are asked for."""
         return self.top_logprobs or (0 if LOGPROBS in (self.include or ()) else None)
 
     def check(self) -> None:
@@ -124,7 +124,7 @@ class ResponseRequest(ChatGeneration, kw_only=True):
             raise invalid_value("metadata", f"metadata has {len(self.metadata or ())} pairs; at most {MAX_METADATA}")
 
     def add_tools(self, tools: Sequence[msgspec.Raw]) -> None:
-        """Put the tools of input items, a list each, behind the request's own, undecoded."""
+        """Append the tools of input items, a list each, to the request's own, undecoded."""
         lists = [bytes(each) for each in (self.tools, *tools) if is_given(each)]
         if not all(each.startswith(b"[") for each in lists):
             raise invalid_value("tools", "tools are a list, also those of an item of the input")
@@ -146,7 +146,7 @@ class ResponseRequest(ChatGeneration, kw_only=True):
         return {"text": read_response_format(given)}
 
     def head(self, response_id: str, model: str | None, params: SamplingParams, tools: Any) -> dict[str, Any]:
-        """What a response says from its beginning on."""
+        """The fields that a response has from its beginning on."""
         reasoning = self.reasoning or ReasoningConfig()
         return {
             "id": response_id,
@@ -175,7 +175,7 @@ Content = str | list[TextPart]
 
 
 class InputItem(msgspec.Struct):
-    """An item of the input, also as clients send an answer's items back; what else it has is ignored."""
+    """An item of the input, also as clients send an answer's items back; other fields are ignored."""
 
     id: str | None = None
     type: str | None = None
@@ -197,7 +197,7 @@ async def read_input(
     """The input as a chat; tools among its items become the request's.
 
     Args:
-        find_item: the stored item of an id, for items that are named by it alone.
+        find_item: returns the stored item of an id, for input items that have only that.
     """
     if not is_given(request.input):
         raise missing("input")
@@ -261,7 +261,7 @@ def _text_of(place: str, content: Content | None) -> str:
 
 
 def with_instructions(request: ResponseRequest, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The chat under the request's instructions: they are a response's own, and in no conversation."""
+    """The chat with the request's instructions before it; they are not part of the stored conversation."""
     if not is_given(request.instructions):
         return messages
     chat = ChatBuilder()
@@ -272,16 +272,16 @@ def with_instructions(request: ResponseRequest, messages: list[dict[str, Any]]) 
     return [*chat.messages, *messages]
 
 
-# What they get
+# Responses
 
 
 class _OutputItem(NamedTuple):
     """An item of a response.
 
     Attributes:
-        part: what of the answer it is.
+        part: the part of the answer that it holds.
         number: its place among all items.
-        tool: that it calls, if it is a call.
+        tool: the tool that it calls, if it is a call.
     """
 
     part: Part
@@ -292,7 +292,7 @@ class _OutputItem(NamedTuple):
 
     @property
     def place(self) -> bytes:
-        """The fields by which events tell of its text."""
+        """The fields that name the item in events of its text."""
         content = b',"content_index":0' if self.tool is None else b""
         return b'"item_id":"%b","output_index":%d%b' % (self.id.encode(), self.number, content)
 
@@ -302,9 +302,9 @@ class ResponseAnswer(PartsAnswer):
 
     Args:
         head: see `ResponseRequest.head`.
-        top_logprobs: how many likeliest tokens to tell of at each position; None without log-probabilities.
-        tools: the request's, by the names of their functions.
-        keep: is given the body and the choice, before a client hears of them; no choice of a response that has failed.
+        top_logprobs: likeliest tokens to report at each position; None: no log-probabilities.
+        tools: the request's tools, by the names of their functions.
+        keep: takes the body and the choice before a client gets them; None for the choice of a failed response.
     """
 
     def __init__(
@@ -327,14 +327,14 @@ class ResponseAnswer(PartsAnswer):
         self._open: _OutputItem | None = None
         self._texts: list[str] = []
         self._delta_head = b""
-        """What all deltas of the item that is open begin with, up to the number of the event."""
+        """The beginning of all deltas of the open item, up to the number of the event."""
         self._done: list[tuple[_OutputItem, str, str]] = []
         """Items that have ended, each with its status and its text."""
         self._writer = PositionWriter(token_bytes, top_logprobs or 0)
         self._positions: list[bytes] = []
         """All log-probabilities so far."""
         self._num_told = 0
-        """Number of them that events have; the text of the other tokens is held back, or not the message's."""
+        """Number of them that were in events; the text of the other tokens is held back, or not the message's."""
 
     # Whole
 
@@ -344,9 +344,9 @@ class ResponseAnswer(PartsAnswer):
         return body
 
     async def body_of(self, output: RequestOutput) -> bytes:
-        """The response as far as it has come."""
+        """The body of the response so far."""
         (choice,) = output.outputs
-        # It has failed when it tells of its error, which comes next.
+        # The status becomes "failed" with the event of the error, which comes next.
         reason = None if choice.finish_reason == "error" else choice.finish_reason
         writer = PositionWriter(self._token_bytes, self._top_logprobs or 0)
         positions = await self._in_turns(choice.logprobs or (), lambda position: writer.encode(0, position))
@@ -365,7 +365,7 @@ class ResponseAnswer(PartsAnswer):
         return self._body(reason, items, self._usage(output), is_cut=choice.has_cut_call)
 
     def empty_body(self, reason: FinishReason | None) -> bytes:
-        """The response before its prompt has been read."""
+        """The body of a response without output."""
         return self._body(reason, [], None)
 
     def _usage(self, output: RequestOutput) -> Usage:
@@ -398,7 +398,7 @@ class ResponseAnswer(PartsAnswer):
         return b'%b,"output":[%b],%b' % (self._head, b",".join(items), line_of(told)[1:])
 
     def _item(self, part: Part, number: int, call: ToolCall | ToolCallDelta | None) -> _OutputItem:
-        """Its id is the same however the response is told; but text behind a call comes before it in a whole one."""
+        """An item; a stream and a body give it the same id, unless text follows a call, which a body has first."""
         prefix = {"text": "msg", "reasoning": "rs"}.get(str(part), "fc")
         item_id = f"{prefix}_{self._suffix}{number:02x}"
         if call is None:
@@ -412,8 +412,8 @@ class ResponseAnswer(PartsAnswer):
         """An item as JSON.
 
         Args:
-            text: its text, or its arguments.
-            is_begun: it has its part; else that is told of later.
+            text: the item's text, or its arguments.
+            is_begun: the item has its part; else a later event adds it.
         """
         if item.tool is not None:
             kind = b"custom_tool_call" if item.tool.is_custom else b"function_call"
@@ -447,14 +447,14 @@ class ResponseAnswer(PartsAnswer):
         return last + self.end(_status_of(choice.finish_reason, is_cut=is_cut), body)
 
     def end_items(self, status: str) -> bytes:
-        """Events that end the last item, which has this status; a response of nothing has an empty message."""
+        """Events that end the last item with this status; a response without items gets an empty message."""
         begun = self._begin("text", None) if self._open is None and not self._done else b""
         if self._num_told < len(self._positions) and self._open is not None and self._open.part == "text":
             begun += self._delta("")
         return begun + self._close(status)
 
     def end(self, status: str, body: bytes) -> bytes:
-        """The last event, of a response with this status."""
+        """The last event of a response with this status."""
         kind = status if status in ("completed", "failed") else "incomplete"
         return self._event(b"response.%b" % kind.encode(), b'"response":%b' % body)
 
@@ -486,7 +486,7 @@ class ResponseAnswer(PartsAnswer):
         item = self._open
         assert item is not None
         self._texts.append(text)
-        if item.tool is not None and item.tool.is_custom:  # its input is told when all of it is there
+        if item.tool is not None and item.tool.is_custom:  # its input is sent when it is complete
             return b""
         number = self._num_events
         self._num_events += 1
@@ -497,10 +497,10 @@ class ResponseAnswer(PartsAnswer):
         return b'%b%d,"delta":%b%b}\n\n' % (self._delta_head, number, line_of(text), logprobs)
 
     def _close(self, status: str | None = None) -> bytes:
-        """End the item that is open, if one is.
+        """End the open item, if there is one.
 
         Args:
-            status: of it; None: another one follows, and so only a call may not be complete.
+            status: the item's; None: another item follows, and so only a call may be incomplete.
         """
         item, self._open, self._part = self._open, None, None
         if item is None:
@@ -517,7 +517,7 @@ class ResponseAnswer(PartsAnswer):
             done += self._event(b"response.content_part.done", b'%b,"part":%b' % (item.place, part))
         status = status or "completed"
         self._done.append((item, status, said))
-        # Log-probabilities, of which there may be megabytes, are told twice: in deltas, and at the response's end.
+        # Log-probabilities, of which there may be megabytes, are sent only twice: in deltas, and at the response's end.
         told = b'"output_index":%d,"item":%b' % (item.number, self._encoded(item, status, said))
         return done + self._event(b"response.output_item.done", told)
 
@@ -532,7 +532,7 @@ class ResponseAnswer(PartsAnswer):
         return delta + self._event(kind + b"done", b'%b,"input":%b' % (place, text))
 
     def _items(self) -> list[bytes]:
-        """Those that have ended; the first message has the log-probabilities of all tokens."""
+        """The ended items as JSON; the first message has the log-probabilities of all tokens."""
         items, positions = [], self._positions
         for item, status, text in self._done:
             items.append(self._encoded(item, status, text, positions))
@@ -551,12 +551,12 @@ def part_of(part: Part, text: bytes, positions: Sequence[bytes] = ()) -> bytes:
 
 
 def _status_of(reason: FinishReason | None, *, is_cut: bool) -> str:
-    """Without a call that was cut a response is whole where the model has ended it."""
+    """The status of a response; a cut call makes one incomplete that the model has ended."""
     return "incomplete" if is_cut and reason == "stop" else STATUSES[reason]
 
 
 def _is_whole(arguments: str) -> bool:
-    """Whether they were not cut."""
+    """Whether a call's arguments are a JSON object, and so were not cut."""
     try:
         msgspec.json.decode(arguments, type=dict[str, msgspec.Raw])
     except msgspec.DecodeError:

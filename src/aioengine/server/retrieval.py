@@ -17,7 +17,7 @@ from aioengine.server.responses import InputItem, ResponseAnswer, part_of
 from aioengine.tool_calls.calls import ToolCallDelta
 
 TOLD_LAST = ("status", "completed_at", "error", "incomplete_details", "usage", "output")
-"""A response's fields beside `ResponseRequest.head`."""
+"""A response's fields that are not in `ResponseRequest.head`."""
 MAX_ITEMS = 100
 """Most items of one page."""
 
@@ -29,7 +29,7 @@ class _StoredItem(InputItem):
 
 
 def events_of(body: bytes) -> list[bytes]:
-    """The events of a response that has ended, by its body; a delta an item, log-probabilities in the last event."""
+    """The events of an ended response, made from its body: one delta an item, log-probabilities in the last event."""
     response = decode(body, type=dict[str, msgspec.Raw])
     items = decode(response["output"], type=list[_StoredItem])
     tools: dict[str, ClientTool] = {}
@@ -54,7 +54,7 @@ def events_of(body: bytes) -> list[bytes]:
 
 
 def split_events(data: bytes) -> list[bytes]:
-    """Each event alone."""
+    """Split the bytes of a stream into its events."""
     return [event + b"\n\n" for event in data.split(b"\n\n")[:-1]]
 
 

@@ -1,7 +1,7 @@
-"""What clients send, in the OpenAI API's names and vLLM's further ones.
+"""Bodies of requests, with the OpenAI API's names and vLLM's further ones.
 
-Values are the engine's to check (`SamplingParams`): here are types, names, and what only this API has. A field that
-would change the answer and is not supported is refused; what is left out of a request stands in the log.
+The engine checks values (`SamplingParams`); types, names, and rules of this API alone are checked here. A field that
+would change the answer and is not supported is refused; a field that is left out instead is logged.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ if TYPE_CHECKING:
     Integer = int
 else:
     Integer = int | float
-    """As JSON may write it: 2.0 is 2, as for pydantic. `Generation` makes it an int, or refuses it."""
+    """An integer as JSON may write it: 2.0 is 2, as for pydantic. `Generation` makes it an int, or refuses it."""
 
 
 class Body(msgspec.Struct, kw_only=True):
     """A request's body. `IgnoredFields` judges fields that are not known."""
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    """Fields that are not supported, with the values that ask for nothing beside null."""
+    """Fields that are not supported, with the values that are allowed beside null, since they ask for nothing."""
     HINTS: ClassVar[tuple[str, ...]] = ()
-    """Fields that change no answer: any value is taken, and not looked at."""
+    """Fields that change no answer: any value is accepted, unchecked."""
     LEFT_OUT: ClassVar[tuple[str, ...]] = ()
     """Fields that are not supported, and are left out with a warning in the log."""
     INSTEAD: ClassVar[dict[str, str]] = {}
-    """What is said of fields that are not supported, where there is more to say."""
+    """Ends of the error messages of some fields that are not supported."""
     NAMES: ClassVar[dict[str, str]] = {}
     """The API's names for parameters of the engine, where they differ."""
 
 
 class StreamOptions(msgspec.Struct):
-    """How a stream tells of itself."""
+    """``stream_options``: the additions to a stream's events."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -59,7 +59,7 @@ else:
 
 
 class Generation(RowFields, kw_only=True):
-    """What completions and chats have in common. None is absent: the model's default, then the API's."""
+    """The fields that completions and chats share. None: absent, the model's default applies, then the API's."""
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
         **dict.fromkeys((
@@ -137,7 +137,7 @@ class Generation(RowFields, kw_only=True):
 
     @property
     def has_usage_all_along(self) -> bool:
-        """Each event of a stream is to tell of the usage so far."""
+        """Each event of a stream has the usage so far."""
         options = self.stream_options or StreamOptions()
         return bool(options.continuous_usage_stats) and options.include_usage is not False
 
@@ -160,7 +160,7 @@ class Generation(RowFields, kw_only=True):
         return self.NAMES | {name: own for name, own in names.items() if own is not None}
 
     def _constraint(self) -> Constraint | None:
-        """What the text must be, by whichever of the fields for it was given."""
+        """The constraint of the text, from any of its fields; several that differ are refused."""
         guided = {name: value for name in GUIDED if (value := getattr(self, f"guided_{name}")) is not None}
         given = {
             **{f"guided_{name}": from_vllm({name: value}) for name, value in guided.items()},
@@ -173,11 +173,11 @@ class Generation(RowFields, kw_only=True):
         return given[names[0]] if names else None
 
     def _own_constraint(self) -> dict[str, Constraint | None]:
-        """What the API's own field for that asks for, by the field's name."""
+        """The constraints of the API's own fields for it, by the fields' names."""
         return {"response_format": read_response_format(self.response_format)}
 
     def check(self) -> None:
-        """Refuse what contradicts itself."""
+        """Refuse contradictory fields."""
         if self.stream and self.prompt_logprobs is not None:
             told = "prompt_logprobs are not in streams: set stream to false, or leave them out"
             raise invalid_value("prompt_logprobs", told)
@@ -190,14 +190,14 @@ class Generation(RowFields, kw_only=True):
 
 
 GUIDED = ("json", "regex", "choice", "grammar")
-"""What vLLM's fields of these names ask for, behind ``guided_``."""
+"""The kinds of constraints of vLLM's fields ``guided_json`` and so on."""
 
 
 def read_response_format(given: dict[str, Any] | None) -> Constraint | None:
     """OpenAI's ``response_format``, vLLM's further type ``structural_tag``, and the types of huggingface_hub.
 
-    Servers put a schema in different places: in ``json_schema``, or beside the type as ``schema`` or ``value``. One
-    with ``"strict": false`` is enforced as far as it can be; each other one is enforced, or refused.
+    APIs put a schema in different places: in ``json_schema``, or beside the type as ``schema`` or ``value``. A schema
+    with ``"strict": false`` is enforced as far as it can be; all others are enforced, or refused.
     """
     kind = given.get("type") if given is not None else "text"
     if given is None or kind == "text":
@@ -242,11 +242,11 @@ class CompletionRequest(Generation, kw_only=True):
     logprobs: Integer | None = None
 
     DEFAULT_MAX_TOKENS: ClassVar[int] = 16
-    """The API's."""
+    """The API's default."""
 
     @property
     def is_echo_alone(self) -> bool:
-        """Nothing is asked for but the prompt again, for its log-probabilities."""
+        """Only the prompt is asked for again, for its log-probabilities."""
         return bool(self.echo) and self.max_tokens == 0
 
     def check(self) -> None:
@@ -272,7 +272,7 @@ class CompletionRequest(Generation, kw_only=True):
 
 
 class ChatGeneration(Generation, kw_only=True):
-    """What all APIs of chats have in common."""
+    """The fields that all APIs of chats share."""
 
     chat_template_kwargs: dict[str, Any] | None = None
     chat_template: str | None = None
@@ -341,7 +341,7 @@ class ChatRequest(ChatGeneration, kw_only=True):
 
 
 class TextPart(msgspec.Struct, omit_defaults=True):
-    """A part of a message's content. Others than texts are refused by their type; what else it has is ignored."""
+    """A part of a message's content. Types other than texts are refused; other fields are ignored."""
 
     type: str = "text"
     text: str | None = None
@@ -350,7 +350,7 @@ class TextPart(msgspec.Struct, omit_defaults=True):
 
 
 class ChatMessage(msgspec.Struct):
-    """A message of a chat, also as clients send an answer's message back, with keys of their own, which are ignored."""
+    """A message of a chat, also as clients send an answer's message back; other fields are ignored."""
 
     TEMPLATE_TEXTS: ClassVar[tuple[str, ...]] = ("name", "tool_call_id", "reasoning_content", "reasoning", "refusal")
 
@@ -393,7 +393,7 @@ def known_names(kind: type[Body]) -> frozenset[str]:
 
 
 def template_kwargs(request: ChatRequest | TokenizeRequest) -> dict[str, Any] | None:
-    """What the chat template is told beside the messages."""
+    """The variables of the chat template, beside the messages."""
     given = dict(request.chat_template_kwargs or {})
     for name in ("add_generation_prompt", "continue_final_message"):
         if (value := getattr(request, name)) is not None:

@@ -1,6 +1,6 @@
-"""Responses that clients may ask for again, or go on with: in memory, within bounds.
+"""Responses that clients may ask for again, or continue: in memory, within bounds.
 
-Each of several servers of one port keeps its own: the others do not have them.
+Each of several servers of one port has only its own responses.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ MISSED_BY_SEVERAL = (
     + ONE_SERVER
 )
 MAX_REFERRED_BYTES = 4 * 2**20
-"""Of responses whose items a request names by their ids: reading them takes 15 ms."""
+"""Most bytes of the responses whose items a request names by id: decoding them takes 15 ms."""
 MAX_EVENTS = 1000
-"""Most events that are looked at in one go."""
+"""Most events that are returned at once."""
 OVERHEAD_BYTES = 512
-"""Of a stored response, beside what is in it."""
+"""Bytes that a stored response takes beside its contents."""
 
 
 class _Output(msgspec.Struct):
@@ -41,12 +41,12 @@ class StoredResponse(NamedTuple):
     """A response that has ended.
 
     Attributes:
-        body: of it, as clients get it.
-        messages: the conversation up to it and with it, as JSON; without the instructions, which are a response's own.
-        is_cancelled: it was ended by its client.
+        body: its body, as clients get it.
+        messages: the conversation up to the response and with it, as JSON; without its instructions.
+        is_cancelled: its client ended it.
         num_answered: messages before the response's own.
-        events: that its client got, or would have got; empty unless it was streamed in the background.
-        num_bytes: of all of it.
+        events: the events of its stream; empty unless it was streamed in the background.
+        num_bytes: the size of all of it.
     """
 
     body: bytes
@@ -58,14 +58,14 @@ class StoredResponse(NamedTuple):
 
 
 class OwnedId(NamedTuple):
-    """The key of a response: another owner that knows its id finds none."""
+    """The key of a response: another owner that knows the id does not find it."""
 
     id: str
     owner: str
 
 
 class RunningResponse(NamedTuple):
-    """A response that is being generated, to these messages; with its events so far where they are recorded."""
+    """A response that is being generated, with the messages that it answers; and its events so far, if recorded."""
 
     group: StreamGroup
     answer: ResponseAnswer
@@ -73,19 +73,19 @@ class RunningResponse(NamedTuple):
     events: list[bytes]
 
     async def body(self, reason: FinishReason | None = None) -> bytes:
-        """As far as it has come; with this reason where the engine has not begun it."""
+        """The response so far; if the engine has not begun it, an empty one with this finish reason."""
         outputs = self.group.outputs()
         return await self.answer.body_of(outputs[0]) if outputs else self.answer.empty_body(reason)
 
 
 class StoredResponses:
-    """Responses by their ids. Where there are too many, or too large ones, the one that was used longest ago goes.
+    """Responses by their ids. Above a bound, the least recently used ones are dropped.
 
     Args:
-        max_num: responses that are kept.
-        max_bytes: of all of them together.
+        max_num: most responses that are kept.
+        max_bytes: most bytes of all of them together.
     Attributes:
-        is_one_of_several: other servers of the port have theirs, and errors say so.
+        is_one_of_several: other servers of the port have responses of their own, and errors mention it.
     """
 
     def __init__(self, max_num: int, max_bytes: int) -> None:
@@ -97,12 +97,12 @@ class StoredResponses:
         self._running: dict[OwnedId, RunningResponse] = {}
 
     def make_id(self) -> str:
-        """One that cannot be guessed, since with it a response may be read."""
+        """An id that cannot be guessed, since it gives access to the response."""
         return f"resp_{secrets.token_hex(20)}"
 
     @contextlib.contextmanager
     def running(self, owned: OwnedId, response: RunningResponse) -> Iterator[None]:
-        """While a response is being generated it can be found, and cancelled."""
+        """Make a response that is being generated available by its id, for reading and cancelling, within the block."""
         self._running[owned] = response
         try:
             yield
@@ -117,19 +117,19 @@ class StoredResponses:
         choice: CompletionOutput | None,
         events: list[bytes] | None = None,
     ) -> None:
-        """A response has ended.
+        """Store a response that has ended, unless it alone is larger than ``max_bytes``.
 
         Args:
-            messages: that it answers.
-            choice: what it says; None: it has failed.
-            events: recorded ones, to which the last are added next.
+            messages: the messages that it answers.
+            choice: its output; None: it has failed.
+            events: its recorded events; the caller appends the last ones afterwards.
         """
         answered = messages
         if choice is not None:
             answered = [*messages, {key: value for key, value in message_of(choice).items() if value is not None}]
         is_cancelled = choice is not None and choice.finish_reason == "abort"
         encoded, events = msgspec.json.encode(answered), events or []
-        # The last events hold an item, and the body.
+        # The last events, which are not there yet, hold an item, and the body.
         num_bytes = len(body) * (3 if events else 1) + sum(map(len, events)) + len(encoded) + OVERHEAD_BYTES
         stored = StoredResponse(body, encoded, is_cancelled, len(messages), events, num_bytes)
         if stored.num_bytes > self._max_bytes:  # it would drive out all others, and then go itself
@@ -141,7 +141,7 @@ class StoredResponses:
             self._num_bytes -= oldest.num_bytes
 
     def _look_up(self, owned: OwnedId) -> StoredResponse | None:
-        """A response that has ended, which is thereby used."""
+        """A response that has ended, which becomes the most recently used one; None: there is none."""
         if (stored := self._stored.get(owned)) is not None:
             self._stored.move_to_end(owned)
         return stored
@@ -161,10 +161,10 @@ class StoredResponses:
         return messages
 
     def item_finder(self, owner: str) -> Callable[[str], InputItem]:
-        """What finds stored items by their ids, for one request: each of them once, as a client would send it back.
+        """A function that returns stored items by id, each once, as a client would send them back; for one request.
 
-        Raises (what is returned):
-            ApiError: 404; or 400: an item is named twice, or their responses have more than `MAX_REFERRED_BYTES`.
+        Raises (the function):
+            ApiError: 404: no such item, or named twice; or 400: the responses have more than `MAX_REFERRED_BYTES`.
         """
         found: dict[str, dict[str | None, InputItem]] = {}
         num_bytes = 0
@@ -199,7 +199,7 @@ class StoredResponses:
         return self._find(owned).body
 
     def events(self, owned: OwnedId, after: int) -> tuple[list[bytes], bool]:
-        """The next events of a response behind the one of a number, and whether its last is among them.
+        """The events of a response after number ``after``, up to `MAX_EVENTS`, and whether its last is among them.
 
         Raises:
             ApiError: 404.
@@ -222,7 +222,7 @@ class StoredResponses:
         return msgspec.json.encode(msgspec.json.decode(stored.messages)[: stored.num_answered])
 
     async def cancel(self, owned: OwnedId) -> bytes:
-        """End a running response; returns its body.
+        """End a running response; returns its body, also if it was cancelled before.
 
         Raises:
             ApiError: 404; or 400: it has ended otherwise.

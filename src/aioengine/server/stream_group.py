@@ -24,10 +24,10 @@ class StreamGroup:
         """Choices of each prompt."""
         self._entered: list[Stream] = []
         self._ready: list[int] = []
-        """Numbers of streams that have something to take, once for each choice of theirs, and once for their end."""
+        """Numbers of streams that have something to take; each may occur several times, for its choices and its end."""
         self._num_open = 0
         self._failures: list[AioEngineError] = []
-        """One that has come behind deltas, to be raised by the next `take`."""
+        """A failure that came after deltas, to be raised by the next `take`."""
         self._waiter: asyncio.Future[None] | None = None
 
     async def enter(self, stack: contextlib.AsyncExitStack) -> None:
@@ -38,11 +38,11 @@ class StreamGroup:
 
     @property
     def is_ended(self) -> bool:
-        """All has been taken."""
+        """All choices have been taken to their end."""
         return not self._num_open
 
     def abort(self) -> None:
-        """End all of them with what they have."""
+        """Abort all streams; they keep their output so far."""
         for stream in self.streams:
             stream.abort()
 
@@ -57,7 +57,7 @@ class StreamGroup:
         self.wake()
 
     async def wait(self) -> bool:
-        """Wait for something to `take`, or for the end; False where it was `wake` that ended the wait."""
+        """Wait until there is something to `take`; False if `wake` ended the wait without it."""
         if not self._ready:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -75,7 +75,7 @@ class StreamGroup:
         """All deltas that have come, each with the number of its choice.
 
         Raises:
-            StepFailed, EngineDead, EngineClosed: a request has failed, and all that had arrived of it was taken.
+            StepFailed, EngineDead, EngineClosed: a request has failed, and all of its deltas were taken.
         """
         if self._failures:
             raise self._failures.pop()  # its traceback leads here, where it must not stay
@@ -84,7 +84,7 @@ class StreamGroup:
         for number in numbers:
             stream = self.streams[number]
             try:
-                # A single choice has one delta for each time that it was ready: asking again costs half of it.
+                # A single choice has one delta each time that it is ready: a second call would cost half of this.
                 while (delta := stream.take()) is not None:
                     taken.append((number * self._num_choices + delta.index, delta))
                     if delta.finish_reason is not None:
@@ -100,13 +100,13 @@ class StreamGroup:
         return taken
 
     async def finish(self) -> list[RequestOutput]:
-        """Wait for the end of all; one output for each prompt."""
+        """Wait until all streams have ended; returns one output for each prompt."""
         return [await stream.finish() for stream in self.streams]
 
     def outputs(self) -> list[RequestOutput]:
-        """All prompts' outputs as far as they have come."""
+        """All entered prompts' outputs so far."""
         return [stream.result for stream in self._entered]
 
     def output_of(self, choice: int) -> RequestOutput:
-        """The output of the prompt of the choice of that number, as far as it has come."""
+        """The output so far of the prompt of a choice."""
         return self.streams[choice // self._num_choices].result

@@ -16,14 +16,14 @@ TokenBytes = Callable[..., list[bytes]]
 """`Engine.token_bytes`."""
 
 ENTRIES_A_SLICE = 500
-"""Log-probabilities that are encoded between two turns for others."""
+"""Log-probabilities that are encoded before other tasks run."""
 
 
 class PositionWriter:
-    """Log-probabilities of tokens as chats tell of them.
+    """Writes log-probabilities of tokens in the chats' layout.
 
     Args:
-        top_logprobs: how many likeliest tokens to tell of at each position.
+        top_logprobs: likeliest tokens to report at each position.
         is_by_ids: tokens are named by their ids.
     """
 
@@ -35,12 +35,12 @@ class PositionWriter:
         """Choices of which some positions have been written."""
 
     def encode(self, choice: int, position: TokenLogprobs) -> bytes:
-        """JSON of a choice's next token, and of the likeliest ones as many as were asked for, by rank."""
+        """JSON of a choice's next token, and of the ``top_logprobs`` likeliest ones, by rank."""
         is_start = choice not in self._begun
         self._begun.add(choice)
         entries = {}
         for token_id, entry in position.items():
-            # One at a time: they stand in for each other, and do not follow each other.
+            # One at a time: they are alternatives, and do not follow each other.
             (data,) = self._token_bytes([token_id], is_start=is_start, skip_special_tokens=False)
             name = _name_of(token_id, _text_of(entry), is_by_ids=self._is_by_ids)
             entries[token_id] = {"token": name, "logprob": _finite(entry.logprob), "bytes": list(data)}
@@ -50,7 +50,7 @@ class PositionWriter:
 
 
 def positions_a_slice(top_logprobs: int | None) -> int:
-    """`Answer.max_positions` where so many likeliest tokens are told of."""
+    """`Answer.max_positions` for so many likeliest tokens at each position."""
     return max(1, ENTRIES_A_SLICE // ((top_logprobs or 0) + 1))
 
 
@@ -58,7 +58,7 @@ class TextPlace:
     """A place in a text, in characters, that moves on token by token.
 
     Args:
-        prompt: the text, where it is known: special tokens that are not in it, as the beginning's, move nothing.
+        prompt: the text, if it is known: special tokens that are not in it, as the first may be, do not move the place.
         offset: the place of the first token.
         skips_special: the text is without special tokens.
     """
@@ -75,9 +75,9 @@ class TextPlace:
         """Holds the bytes of a character that is not complete."""
 
     def move(self, token_id: int, shown: str) -> int:
-        """Move behind a token, which is shown as ``shown``; returns where that begins in the text.
+        """Move past a token, which is shown as ``shown``; returns the token's place in the text.
 
-        A token that goes on with a character has the place of that.
+        A token that continues a character has the place of that character.
         """
         (data,) = self._token_bytes([token_id], is_start=self._is_start, skip_special_tokens=self._skips_special)
         self._is_start = False
@@ -92,7 +92,7 @@ class TextPlace:
         return begin + (data[:1] == b" " and bool(shown) and shown[0] != " ")  # some vocabularies show no space
 
     def _found(self, token_id: int, data: bytes, prompt: str) -> bytes:
-        """A token's bytes as the prompt has them."""
+        """A token's bytes as the prompt has them; none if it is a special token that is not there."""
         text = data.decode(errors="ignore")
         if prompt.startswith(text, self._offset):
             return data
@@ -105,8 +105,8 @@ class Columns:
     """Tokens with their log-probabilities in the completions' layout, as JSON: four lists of the same length.
 
     Args:
-        place: of the first token.
-        num_top: likeliest tokens that are told of. is_by_ids: tokens are named by their ids.
+        place: the first token's.
+        num_top: likeliest tokens to report. is_by_ids: tokens are named by their ids.
     """
 
     def __init__(self, place: TextPlace, num_top: int, *, is_by_ids: bool) -> None:
@@ -116,7 +116,7 @@ class Columns:
         self._rows: list[tuple[bytes, bytes, bytes, bytes]] = []
 
     def add(self, position: TokenLogprobs) -> None:
-        """A sampled token, and by their texts the likeliest ones, itself among them."""
+        """Add a sampled token, and the likeliest ones by their names, the sampled one among them."""
         top: dict[str, float] = {}
         for token_id, entry in _likeliest(position, self._num_top).items():
             name = _name_of(token_id, _text_of(entry), is_by_ids=self._is_by_ids)
@@ -134,7 +134,7 @@ class Columns:
 
 
 def split_delta(delta: CompletionDelta, max_positions: int) -> Iterator[CompletionDelta]:
-    """A delta that was merged for long, as several with few log-probabilities each; its text is in the last."""
+    """Split a long merged delta into several with at most ``max_positions`` each; the last has its text."""
     positions = delta.logprobs or []
     last = max(0, len(positions) - 1) // max_positions * max_positions
     for first in range(0, last, max_positions):
@@ -145,13 +145,13 @@ def split_delta(delta: CompletionDelta, max_positions: int) -> Iterator[Completi
 
 
 def _likeliest(position: TokenLogprobs, num_top: int) -> TokenLogprobs:
-    """The position's own token, and so many of the likeliest: more may have been computed, for another field."""
+    """A position's own token and the likeliest ``num_top``: more may have been computed, for another field."""
     own = next(iter(position))
     return {token_id: entry for token_id, entry in position.items() if token_id == own or entry.rank <= num_top}
 
 
 def plain_position(position: TokenLogprobs, num_top: int) -> dict[int, dict[str, Any]]:
-    """As vLLM writes one of a prompt."""
+    """A position of a prompt in vLLM's format."""
     return {
         token_id: {"logprob": _finite(entry.logprob), "rank": entry.rank, "decoded_token": entry.decoded_token}
         for token_id, entry in _likeliest(position, num_top).items()
@@ -159,7 +159,7 @@ def plain_position(position: TokenLogprobs, num_top: int) -> dict[int, dict[str,
 
 
 def _name_of(token_id: int, text: str, *, is_by_ids: bool) -> str:
-    """A token's name: its text, or as vLLM names it by its id."""
+    """A token's name: its text, or ``token_id:`` and its id, as in vLLM."""
     return f"token_id:{token_id}" if is_by_ids else text
 
 
@@ -168,5 +168,5 @@ def _text_of(entry: Logprob) -> str:
 
 
 def _finite(logprob: float) -> float:
-    """JSON has no infinities; vLLM's floor."""
+    """A log-probability of at least -9999, vLLM's floor: JSON has no infinities."""
     return max(logprob, -9999.0)
