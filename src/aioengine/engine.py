@@ -292,7 +292,7 @@ class Engine(EngineControl):
         may_wait: bool = False,
         **more: Any,
     ) -> Stream:
-        """As `stream`. With ``may_wait`` the request is checked on entering if this turn of the loop has no time left.
+        """See `stream`. With ``may_wait`` the check is done on entering if this turn of the loop has no time left.
 
         Args:
             given: the keywords.

@@ -203,7 +203,7 @@ class Stream(NotCopied):
         return self.result
 
     def check_accepting(self, num_sequences: int | None = None) -> None:
-        """As `Engine.check_accepting`, for the tenant of this request.
+        """Check as `Engine.check_accepting`, for the tenant of this request.
 
         Args:
             num_sequences: of this request and others that are made with it; absent: of this request alone.

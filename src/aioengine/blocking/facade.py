@@ -43,9 +43,9 @@ def _blocking(method: Callable[Concatenate[Engine, P], Coroutine[Any, Any, T]]) 
 class Facade(NotCopied, NotYet):
     """A started engine on a loop in a thread of its own, for calls from any thread; see `LoopThread`.
 
-    Every method raises RuntimeError inside a running event loop and in a fork of the process that made this object, and
-    `EngineClosed` once the object is closed. Closing is optional: an object that is dropped, or open when the script
-    ends, closes itself.
+    Every method raises RuntimeError inside a running event loop and in a fork of the process that made this object.
+    Once the object is closed, every method raises `EngineClosed`. Closing is optional: an object that is dropped, or
+    open when the script ends, closes itself.
 
     Args:
         model, options: as in `Engine`.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from openai import OpenAI
 
 REFRESH_INTERVAL_S = 0.2
-"""Between two updates of the progress bar; an eye follows no faster ones."""
+"""Time between two updates of the progress bar; an eye follows no faster ones."""
 
 Params = SamplingParams | Sequence[SamplingParams | None] | None
 
@@ -297,7 +297,7 @@ def _for_each(name: str, given: Any, num_prompts: int) -> list[Any]:
 
 
 def _list_prompts(prompts: Any) -> list[Any]:
-    """One prompt or several, as a list. A text, token ids, an array of ids, a dict and a chat are one prompt each."""
+    """The prompts as a list. A text, token ids, an array of ids, a dict and a chat are one prompt each."""
     if not isinstance(prompts, list | tuple):
         return [prompts]
     if not prompts:
@@ -309,7 +309,7 @@ def _list_prompts(prompts: Any) -> list[Any]:
 
 
 def _list_chats(messages: Any) -> list[Any]:
-    """One conversation or several, as a list.
+    """The conversations as a list, from one or a list.
 
     Raises:
         InvalidRequest: ``messages`` is neither.

@@ -180,7 +180,7 @@ class LockstepMember:
 
     @property
     def shared_address(self) -> str:
-        """As `InChild.shared_address`."""
+        """See `InChild.shared_address`."""
         return self._child.shared_address if self._child is not None else ""
 
     async def find_model(self) -> ModelFolder:

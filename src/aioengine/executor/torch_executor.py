@@ -198,12 +198,12 @@ class Device:
             return self.runner.step(plan)
 
     def dummy_step(self) -> None:
-        """As `Executor.launch_dummy`; waits for the step's end."""
+        """Run a step as `Executor.launch_dummy`, and wait for its end."""
         self._use_threads(self._is_large(1, 0))
         self.runner.dummy_step()
 
     def perform(self, call: c.Control) -> Any:
-        """As `Executor.perform`."""
+        """See `Executor.perform`."""
         match call:
             case c.StartProfile():
                 self._start_profile(call)

@@ -197,7 +197,7 @@ class Weights:
                 )
 
     def save(self, folder: Path, max_shard_bytes: int) -> list[str]:
-        """As `save_checkpoint`.
+        """Save the weights; see `save_checkpoint`.
 
         Raises:
             InvalidRequest: the weights are discarded, or the model came from no folder with a config and tokenizer.

@@ -328,7 +328,7 @@ def _continued(message: Any, field: bool | str | None) -> str | None:
 
 
 def unprepared(call: Call, checked: Checked) -> tuple[str | None, Sequence]:
-    """As `prepare`, for a request that was aborted before: nothing is computed, not even its token ids."""
+    """Make the sequence of a request that was aborted before `prepare`: nothing is computed, not even its token ids."""
     ids = checked.prompt if isinstance(checked.prompt, list) and not _is_chat(checked.prompt) else []
     request = Request(
         request_id=call.request_id,

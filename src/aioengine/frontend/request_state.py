@@ -250,12 +250,12 @@ class ParsedAnswer:
 
     @property
     def content(self) -> str:
-        """All content so far."""
+        """The content so far."""
         return "".join(piece.content for piece in self._pieces)
 
     @property
     def reasoning(self) -> str:
-        """All reasoning so far."""
+        """The reasoning so far."""
         return "".join(piece.reasoning for piece in self._pieces)
 
     def read(self, texts: list[str], *, is_over: bool) -> None:
@@ -528,7 +528,7 @@ class RequestState:
         )
 
     def _metrics(self) -> RequestMetrics:
-        """Its times and counts so far."""
+        """The request's times and counts so far."""
         first, arrived_at = self._sequences[0], self._arrived_at
         last_token_at = [self.core.last_token_at(sequence) for sequence in self._sequences]
         ended = [(s.first_token_at, at) for s, at in zip(self._sequences, last_token_at, strict=True) if at == at]

@@ -134,7 +134,7 @@ class Runtime:
         return not (self._is_serving or self.is_closing)
 
     async def wait_started(self, on_full: OnFull = "wait") -> None:
-        """As `Engine.wait_started`; `EngineOverloaded` if ``max_waiting`` others wait and ``on_full`` is "raise"."""
+        """See `Engine.wait_started`; EngineOverloaded if ``max_waiting`` others wait and ``on_full`` is "raise"."""
         num_others = len(self.admission.requests) - 1
         if on_full == "raise" and self.is_starting and num_others >= self.admission.capacity:
             told = f"{num_others} requests wait for the engine to start (max_waiting); try again later"
@@ -389,7 +389,7 @@ class Runtime:
         return self._large_worker if num_chars > LARGE_TEXT_CHARS else self.worker
 
     def open_worker_for(self, num_chars: int | None) -> TextWorker:
-        """As `worker_for`, for work of several pieces: raises if the engine was closed between two pieces."""
+        """The worker for one of several pieces of work; raises if the engine was closed between two pieces."""
         self.check_running()
         return self.worker_for(num_chars)
 
@@ -402,7 +402,7 @@ class Runtime:
             self.admission.dismiss(request)
 
     def abort_named(self, request_id: str) -> None:
-        """As `abort`, for all requests of this id."""
+        """Abort all requests of this id."""
         requests = [request for request in self.admission.requests if request.request_id == request_id]
         if requests:
             self.check_loop()
@@ -410,7 +410,7 @@ class Runtime:
             self.abort(request)
 
     def abort_all(self) -> None:
-        """As `abort`, for all requests; readers of requests that have begun may wake in later turns of the loop."""
+        """Abort all requests; readers of requests that have begun may wake in later turns of the loop."""
         requests = list(self.admission.requests)
         if requests:
             self.check_loop()
