@@ -150,7 +150,7 @@ async def run_while_connected(exchange: Exchange, work: Callable[[Callable[[], N
 
 
 class WriteMonitor:
-    """Checks the writes of a response by a timer: is one stuck, or has there been none? A context manager.
+    """Checks by a timer whether a write of a response is stuck, or nothing has been written. A context manager.
 
     Reading the clock before each write costs 0.1 µs; a timeout around each would cost 4.
 

@@ -65,7 +65,7 @@ _PROCESS = ProcessCollector(registry=None)
 
 
 class HttpMetrics:
-    """Metrics of HTTP requests; ``began`` and ``ended`` are called once each a request."""
+    """Metrics of HTTP requests, for all engines alike; ``began`` and ``ended`` are called once each a request."""
 
     def __init__(self) -> None:
         self.requests = Labeled(

@@ -261,7 +261,7 @@ def _text_of(place: str, content: Content | None) -> str:
 
 
 def with_instructions(request: ResponseRequest, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The chat with the request's instructions before it; they are not part of the stored conversation."""
+    """The chat with the request's instructions before it; they are for this response alone, and in no conversation."""
     if not is_given(request.instructions):
         return messages
     chat = ChatBuilder()

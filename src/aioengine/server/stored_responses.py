@@ -42,7 +42,7 @@ class StoredResponse(NamedTuple):
 
     Attributes:
         body: its body, as clients get it.
-        messages: the conversation up to the response and with it, as JSON; without its instructions.
+        messages: the conversation with the response, as JSON; without the instructions, which are for it alone.
         is_cancelled: its client ended it.
         num_answered: messages before the response's own.
         events: the events of its stream; empty unless it was streamed in the background.
