@@ -1,4 +1,4 @@
-"""For tests of your own apps: time that costs nothing, and a device that computes nothing.
+"""Tools for tests of your own apps: time that costs nothing, and a device that computes nothing.
 
 - `VirtualClockLoop`, `run`: an event loop whose clock jumps, whose task order varies with a seed, and that reports
   deadlocks instead of hanging.

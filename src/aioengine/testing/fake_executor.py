@@ -1,4 +1,4 @@
-"""A device that computes nothing: what it samples is a hash of all the tokens before it."""
+"""A device that computes nothing: each token that it samples is a hash of all tokens before it."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ Sampler = Callable[[list[int], RowSampling], int]
 def sample_hash(token_ids: list[int], sampling: RowSampling, *, vocab_size: int) -> int:
     """A token that depends on every token before it, on the seed and the choice, and on nothing else."""
     seeded = np.array([sampling.seed & 0x7FFFFFFF, *token_ids], np.int32)
-    # The checksum's first value is as good as XORed to the first bytes: a small one would only be another seed.
+    # The checksum's start value acts as if XORed to the first bytes: a small one would only be another seed.
     of_choice = sampling.choice * 0x9E3779B1 & 0xFFFFFFFF
     return zlib.crc32(seeded.tobytes(), of_choice) % vocab_size
 
 
 MEANINGLESS = 0
-"""The token of a row that was to sample one, and failed."""
+"""The token of a row whose sampling failed."""
 
 
 NUM_PROMPT_RANKS = 4
-"""The unlikeliest rank that a prompt token has."""
+"""The largest rank of a prompt token."""
 
 
 class Row(NamedTuple):
@@ -67,7 +67,7 @@ class Row(NamedTuple):
 
 
 class RowWork(NamedTuple):
-    """What step number ``step`` computes of one row: its tokens from ``start`` up to ``end``."""
+    """One row's work in step number ``step``: its tokens from ``start`` up to ``end``."""
 
     step: int
     number: int
@@ -96,7 +96,7 @@ class FakeLaunch:
         self._done.set()
 
     async def wait(self) -> None:
-        """Wait until it has ended, one way or another."""
+        """Wait until it has completed or is lost."""
         await self._done.wait()
 
     def lose(self, cause: Exception) -> None:
@@ -131,24 +131,24 @@ class FakeStep(FakeLaunch):
 class FakeExecutor:
     """An `Executor` for tests of your own apps.
 
-    Of a row's `RowSampling` it heeds what chooses tokens outright (``seed``, ``choice``, ``num_choices``, ``grammar``,
-    ``allowed_token_ids``, ``bad_words``, ``min_tokens`` with ``stop_ids``) and what is to be reported. It has no logits
-    that temperature, filters, penalties, ``logit_bias`` or ``logits_processors`` could change. Its log-probabilities
-    are made up: the likeliest token has -0.5, and each next id 1 less.
+    Of a row's `RowSampling` it follows the fields that choose tokens outright (``seed``, ``choice``, ``num_choices``,
+    ``grammar``, ``allowed_token_ids``, ``bad_words``, ``min_tokens`` with ``stop_ids``) and those of log-probabilities.
+    It has no logits that temperature, filters, penalties, ``logit_bias`` or ``logits_processors`` could change. Its
+    log-probabilities are made up: the likeliest token has -0.5, and each next id 1 less.
 
     It has neither weights nor operations: calls about them change nothing, and profiles are empty. Functions that are
-    called with its model get the executor itself, and are called on the loop.
+    called with its model get the executor itself, and run on the loop.
 
     Args:
         num_blocks, block_size, max_model_len, max_in_flight, windows: as in `ExecutorInfo`.
-        vocab_size: as there; absent: the model's.
-        answers: what requests are answered with, in place of hashes: a text, an error, or a tuple of a text and the
-            error that cuts it, for each request in their order, the last one again for further ones; or a function from
-            the text of a prompt to one of these. Tool calls and reasoning are texts as the model writes them. An error
-            reaches the caller as the cause of `StepFailed`, as does an answer that a request's constraint does not
-            admit; of JSON any spaces are taken.
-        sampler: makes the next token; `sample_hash` unless given.
-        step_time_s: loop time from when the device gets to a step until it ends; nothing under a virtual clock.
+        vocab_size: as in `ExecutorInfo`; absent: the model's.
+        answers: answers in place of hashes: a text, an error, or a tuple of a text and the error that cuts it, for each
+            request in their order; the last one serves all further requests. Or a function from the text of a prompt to
+            one of these. Tool calls and reasoning are texts as the model writes them. An error reaches the caller as
+            the cause of `StepFailed`, as does an answer that a request's constraint does not admit; JSON may have any
+            spaces.
+        sampler: chooses the next token; `sample_hash` unless given.
+        step_time_s: loop time from when the device gets to a step until it ends; costs nothing under a virtual clock.
 
     Attributes:
         unfinished: launched steps, the oldest first.
@@ -192,10 +192,10 @@ class FakeExecutor:
         self._busy_until = 0.0
 
     def use_model(self, folder: ModelFolder) -> None:
-        """Take over the vocabulary of the engine's model. Reads files: not for the loop.
+        """Use the vocabulary of the engine's model. Reads files: not for the loop.
 
         Raises:
-            ConfigError: there are ``answers``, and no tokenizer or no EOS.
+            ConfigError: ``answers`` are given, and the model has no tokenizer or no EOS.
         """
         tokenizer = Tokenizer.load(folder.path) if has_tokenizer(folder.path) else None
         if self._takes_vocabulary:
@@ -207,9 +207,9 @@ class FakeExecutor:
             self._answers.use(tokenizer, next(iter(folder.eos_token_ids), None))
 
     def make_step_fail(self, step: int, error: Exception) -> None:
-        """When step number ``step`` is launched it computes nothing, and its `finish` raises ``error``.
+        """Make step number ``step`` fail once it is launched: it computes nothing, and its `finish` raises ``error``.
 
-        Rows that were to sample get a meaningless token, on which later launched steps go on.
+        Its rows that sample get a meaningless token, after which later launched steps go on.
         A `DeviceLost` loses the device: no later step succeeds.
         """
         self._failures[step] = error
@@ -234,8 +234,8 @@ class FakeExecutor:
         else:
             self._complete_later(launched)
 
-    # Plans are computed when they are launched: what a control call changes at once is behind all that were launched
-    # before it, and all that is left is to wait for those.
+    # Plans are computed when they are launched, so a control call's changes come after all steps launched before it.
+    # The call has only to wait for the end of those.
 
     async def _launched_steps_end(self) -> None:
         for step in list(self.unfinished):
@@ -263,7 +263,7 @@ class FakeExecutor:
 
     @property
     def model(self) -> Any:
-        """What functions get that are called with the model: the executor itself."""
+        """The executor itself, for functions that are called with the model."""
         return self
 
     def _check_open(self) -> None:
@@ -299,7 +299,7 @@ class FakeExecutor:
         return failure
 
     def apply(self, plan: StepPlan) -> None:
-        """Take in a plan's deltas, as a device does before it computes."""
+        """Apply a plan's deltas, as a device does before it computes."""
         for row in plan.removed.tolist():
             gone = self._rows.pop(row)
             if gone.grammar is not None:
@@ -330,7 +330,7 @@ class FakeExecutor:
         )
 
     def _forced(self, work: RowWork, sampled: list[int]) -> list[int]:
-        """What the row's grammar puts behind its own token."""
+        """The tokens that the row's grammar forces after the row's own token."""
         row = work.row
         if row.grammar is None or not sampled:
             return []
@@ -351,9 +351,9 @@ class FakeExecutor:
         return work.row.tokens[: work.end]
 
     def _sample(self, work: RowWork) -> tuple[list[int], Exception | None]:
-        """The row's next tokens, one for each choice that is wanted, the first of which joins its history.
+        """The row's next tokens, one for each choice that is wanted; the first joins the row's history.
 
-        None, where its rules let the row fail, and why.
+        No tokens, and the error, where the row fails.
         """
         if not work.samples:
             return [], None
@@ -362,7 +362,7 @@ class FakeExecutor:
         tokens: list[int] = []
         try:
             tokens = self._choose_all(self._read(work), row)
-        except Exception as failure:  # of the answers
+        except Exception as failure:  # raised by the answers
             error = failure
         if not tokens and error is None:
             problem = row.grammar.problem if row.grammar is not None else ""
@@ -374,9 +374,9 @@ class FakeExecutor:
         return tokens, error
 
     def _choose_all(self, held: list[int], row: Row) -> list[int]:
-        """A token for each choice at output position 0, and for the row's own one later; none where rules leave none.
+        """A token for each choice at output position 0, and for the row's own choice later; none if rules leave none.
 
-        It is what the sampler says, or the next higher id that may be sampled.
+        It is the answer's or the sampler's token, or the next higher id that may be sampled.
         """
         added, vocab_size = row.added, self.info.vocab_size
         sampling, output = added.sampling, held[added.num_prompt_tokens :]
@@ -401,7 +401,10 @@ class FakeExecutor:
         return sample_hash(token_ids, sampling, vocab_size=self.info.vocab_size)
 
     def _prompt_logprobs(self, works: list[RowWork]) -> PromptLogprobs | None:
-        """Of the prompt tokens behind those that are computed, for rows that ask; all before one decide its rank."""
+        """Log-probabilities of the prompt tokens after those that are computed, for rows that ask.
+
+        A token's rank depends on all tokens before it.
+        """
         rows, width, vocab_size = [], 0, self.info.vocab_size
         for index, work in enumerate(works):
             added, held = work.row.added, self._read(work)
@@ -432,17 +435,17 @@ def loop_time() -> float:
 
 
 def _masked(output: list[int], sampling: RowSampling) -> set[int]:
-    """The ids that ``bad_words`` and ``min_tokens`` forbid behind this output."""
+    """The ids that ``bad_words`` and ``min_tokens`` forbid after this output."""
     masked = {word[-1] for word in sampling.bad_words if output[len(output) - len(word) + 1 :] == list(word[:-1])}
     is_late = len(output) < sampling.min_tokens and sampling.grammar is None
     return masked.union(sampling.stop_ids) if is_late else masked
 
 
-# Log-probabilities that are made up
+# Made-up log-probabilities
 
 
 def _made_logprobs(sampled: list[tuple[RowSampling, int]], vocab_size: int) -> StepLogprobs | None:
-    """Of tokens, each with the sampling of its row; each is its position's likeliest one."""
+    """Log-probabilities of (row's sampling, token) pairs, where each token is its position's likeliest one."""
     asking = [(index, sampling, token) for index, (sampling, token) in enumerate(sampled) if sampling.logprobs >= 0]
     if not asking:
         return None
@@ -466,7 +469,7 @@ def _made_logprobs(sampled: list[tuple[RowSampling, int]], vocab_size: int) -> S
 
 
 def _logprobs_of(distances: Int32) -> Float32:
-    """Of tokens whose ids are so far behind the likeliest one's; their ranks are one more."""
+    """Log-probabilities of tokens by the distance of their ids from the likeliest one's; a rank is a distance + 1."""
     return np.float32(-0.5) - distances.astype(np.float32)
 
 

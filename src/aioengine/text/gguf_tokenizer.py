@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file, made of its vocabulary: such a file has no tokenizer.json.
+"""The tokenizer of a GGUF file, made from its vocabulary, since such a file has no tokenizer.json.
 
 llama.cpp knows each kind by name (its src/llama-vocab.cpp). The patterns here are those of the models' tokenizer.json.
 """
@@ -25,7 +25,7 @@ from aioengine.models.formats.gguf_vocabulary import (
 from aioengine.validation import shorten
 
 SPACE = "▁"
-"""Sentencepiece writes it for a space."""
+"""Sentencepiece's character for a space."""
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LINES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -92,26 +92,26 @@ PATTERNS = {
     **_all("falcon", _PUNCTUATION, _GPT2, "[0-9][0-9][0-9]"),
     **_all("default", _PUNCTUATION.replace("`", ""), _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
 }
-"""tokenizer.ggml.pre: into what a text is split before tokens are merged, each pattern in what the last one left."""
+"""Patterns by tokenizer.ggml.pre that split a text before tokens are merged; each splits what the last one left."""
 
 ADDS_BOS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken"}
 """Vocabularies that put a BOS before each text where the file lacks add_bos_token."""
 
 IGNORES_MERGES = {*ADDS_BOS, "minicpm5"}
-"""A piece that is a token is not merged from smaller ones."""
+"""Vocabularies in which a piece that is a token is not merged from smaller ones."""
 
 NORMALIZED = {"qwen2", "deepseek-r1-qwen", "qwen35", "olmo", "mpt", "command-r"}
-"""Their texts are composed (NFC), as transformers' classes for these models do."""
+"""Vocabularies whose texts are composed (NFC), as in transformers' classes for these models."""
 
 NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 """The tokens of Phi-3's families that leave white space after them as it is."""
 
 
 def build_tokenizer(file: GgufFile) -> Any:
-    """A `tokenizers.Tokenizer`. It raises what that library does where the vocabulary is no good.
+    """Build a `tokenizers.Tokenizer`. Errors of that library about the vocabulary pass through.
 
     Raises:
-        ModelLoadError: metadata is missing or malformed, or of a kind that is not supported.
+        ModelLoadError: metadata is missing, malformed or of a kind that is not supported.
     """
     from tokenizers import AddedToken
 
@@ -154,14 +154,14 @@ def _strips(file: GgufFile) -> bool:
 
 
 def _spelled(token: str, is_added: bool) -> str:
-    """A token as the tokenizer finds it: in the text itself, or with `SPACE` for a space in what is merged."""
+    """A token as the tokenizer spells it: with spaces if it is found in the text itself, else with `SPACE` for them."""
     if is_added:
         return token.replace(SPACE, " ")
     return SPACE * len(token) if token and not token.strip(" ") else token
 
 
 def _byte_level(file: GgufFile, tokens: list[str], types: list[int]) -> Any:
-    """BPE of bytes, GPT-2's and that of most models since (Sennrich et al., 2016, arXiv:1508.07909)."""
+    """BPE of bytes, as in GPT-2 and most models since (Sennrich et al., 2016, arXiv:1508.07909)."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     split = file.get("tokenizer.ggml.pre", str, "default")
@@ -181,14 +181,14 @@ def _byte_level(file: GgufFile, tokens: list[str], types: list[int]) -> Any:
 
 
 def _sentencepiece(file: GgufFile, tokens: list[str], types: list[int]) -> Any:
-    """BPE of characters by scores, and bytes for what has no token (Kudo and Richardson, 2018, arXiv:1808.06226)."""
+    """BPE of characters by scores, with bytes for the others (Kudo and Richardson, 2018, arXiv:1808.06226)."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     unknown = [token for token, kind in zip(tokens, types, strict=True) if kind == UNKNOWN]
     given = file.get("tokenizer.ggml.merges", list)
     ids = _ids(tokens)
     merges = _merges(file, tokens, types) if given is None else [tuple(merge.split(" ", 1)) for merge in given]
-    # A file may have merges of spaces, too, whose tokens are found in the text before any are merged.
+    # A file may have merges of spaces, too; their tokens are found in the text before any merge.
     merges = [merge for merge in merges if "".join(merge) in ids and all(token in ids for token in merge)]
     model = models.BPE(vocab=ids, merges=merges, unk_token=next(iter(unknown), None), fuse_unk=True, byte_fallback=True)
     tokenizer = Tokenizer(model)
@@ -201,7 +201,7 @@ def _sentencepiece(file: GgufFile, tokens: list[str], types: list[int]) -> Any:
 
 
 BUILDERS = {"gpt2": _byte_level, SENTENCEPIECE: _sentencepiece}
-"""tokenizer.ggml.model: what makes the tokenizer."""
+"""Functions that build the tokenizer, by tokenizer.ggml.model."""
 
 
 def _ids(tokens: Sequence[str]) -> dict[str, int]:
@@ -209,16 +209,16 @@ def _ids(tokens: Sequence[str]) -> dict[str, int]:
 
 
 def _merges(file: GgufFile, tokens: list[str], types: list[int]) -> list[tuple[str, str]]:
-    """All ways in which two tokens make a third, the best first."""
+    """All pairs of tokens that make a third, the best first."""
     scores = file.metadata.get("tokenizer.ggml.scores")
     if scores is None or len(scores) != len(tokens):
         raise ModelLoadError(f"{file.path} lacks tokenizer.ggml.scores, one for each of {len(tokens)} tokens")
     if file.metadata["general.architecture"].startswith("gemma"):
-        scores = range(0, -len(tokens), -1)  # its scores are not in the order in which tokens are merged
+        scores = range(0, -len(tokens), -1)  # Gemma's scores are not in the order of merging
     ids = _ids(tokens)
     found: list[tuple[float, int, int, int, int]] = []
     for token, kind, score in zip(tokens, types, map(float, scores), strict=True):
-        if kind == NORMAL:  # one that was added is found in the text before any are merged
+        if kind == NORMAL:  # added tokens are found in the text before any merge
             for at in range(1, len(token)):
                 left, right = ids.get(token[:at]), ids.get(token[at:])
                 if left is not None and right is not None:
@@ -227,7 +227,7 @@ def _merges(file: GgufFile, tokens: list[str], types: list[int]) -> list[tuple[s
 
 
 def _add_ends(file: GgufFile, tokenizer: Any) -> None:
-    """Have the tokens of a text's beginning and end put around it, if the file says so."""
+    """Make the tokenizer add a beginning and an end token to texts, if the file asks for them."""
     from tokenizers import processors
 
     eos_id = id_of_role(file, "eos") if file.get("tokenizer.ggml.add_eos_token", bool, False) else None

@@ -1,10 +1,10 @@
-"""Chat templates as programs of strangers: in Jinja's immutable sandbox, with their steps and sizes counted.
+"""A sandbox for chat templates, which are untrusted programs: Jinja's immutable one, with steps and sizes counted.
 
-The sandbox keeps a template from the program around it, but not from looping for long or asking for all memory. Here
+Jinja's sandbox keeps a template from the program around it, but not from looping for long or taking all memory. Here
 each iteration of a loop, call, filter, test and operator is a step of a `Rendering`, and an operation whose result
-would be too large is refused before it runs. One operation on values of bounded size takes about linear time: a
-template is stopped within some 100 ms of its deadline, but for the time that compiling it takes. Filters, globals and
-tags are those that transformers gives to templates, but for `LEFT_OUT`.
+would be too large is refused before it runs. One operation on values of bounded size takes about linear time, so a
+template is stopped within some 100 ms of its deadline, apart from the time of compiling it. Filters, globals and tags
+are those that transformers gives to templates, except `LEFT_OUT`.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ LEFT_OUT = frozenset({
     "encode", "expandtabs", "format_map", "fromkeys", "maketrans", "pprint", "striptags", "to_bytes", "translate",
     "urlencode", "urlize", "wordwrap", "xmlattr",
 })  # fmt: skip
-"""Filters and methods that no chat needs, and that take long over little or make much of little."""
+"""Filters and methods that no chat needs, and that may take long or make large results for small arguments."""
 
 MULTIPLIES = frozenset({
     "lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip", "tojson", "trim",
 })  # fmt: skip
-"""Filters and methods whose time may be the text times the largest argument."""
+"""Filters and methods whose time may grow as the text's size times the largest argument's."""
 
 PADS = frozenset({"batch", "center", "ljust", "rjust", "slice", "zfill"})
-"""Filters and methods whose results have as many items or characters as an argument says."""
+"""Filters and methods with an argument for the number of items or characters of the result."""
 
 BY_ATTRIBUTE = frozenset({
     "groupby", "join", "map", "max", "min", "rejectattr", "selectattr", "sort", "sum", "unique",
@@ -51,8 +51,8 @@ TOO_WIDE = {
     "%": re.compile(r"%(\((?![^()%]{0,99}\))|(\([^()%]*\))?[^%a-zA-Z]*(\d{4,}|\*))"),
     "{": re.compile(r"\{([^{}:!]*[.\[]|[^{}]*(\d{4,}|\{))"),
 }
-"""By what begins a field of a format: fields of four digits or more, of an argument's width, of a value's attribute, of
-a key that is long or has parentheses. Each pattern stops at the next field, so that its time is linear."""
+"""Patterns by the character that begins a field of a format: fields of four digits or more, of an argument's width, of
+a value's attribute, of a key that is long or has parentheses. Each stops at the next field: its time is linear."""
 
 
 class ChatEnvironment(ImmutableSandboxedEnvironment):
@@ -105,7 +105,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def counted(items: Iterable[Any]) -> Iterator[Any]:
-        """Iterate with a step for each item; all of them together are of bounded size."""
+        """Iterate with a step for each item, and bound the size of all items together."""
         rendering, size = current(), 0
         for item in items:
             rendering.step()
@@ -124,7 +124,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Counting(NodeTransformer):
-    """Makes loops, ``~``, slices, look-ups, lists, dicts and comparisons calls of the environment."""
+    """Turns loops, ``~``, slices, look-ups, lists, dicts and comparisons into calls of the environment."""
 
     def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
         node = super().visit(node, *args, **kwargs)
@@ -149,7 +149,7 @@ def _call(method: str, *arguments: Any) -> nodes.Call:
 
 
 class GenerationTag(Extension):
-    """``{% generation %}``, with which templates mark what a model has written; a prompt has its body alone."""
+    """``{% generation %}``, with which templates mark a model's own text; a prompt has its body alone."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -159,7 +159,7 @@ class GenerationTag(Extension):
 
 
 class _Namespace(Namespace):
-    """``namespace`` of a template: its text is without its contents, whose size may change."""
+    """``namespace`` of a template. Its text leaves out its contents, whose size may change."""
 
     def __repr__(self) -> str:
         return "<Namespace>"
@@ -176,7 +176,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _strftime_now(format: str) -> str:  # noqa: A002 - its name in transformers
-    current().check_size(256 * len(format))  # the C library makes up to so many characters of each
+    current().check_size(256 * len(format))  # the C library makes up to 256 characters of each
     return datetime.now().strftime(format)
 
 
@@ -202,7 +202,7 @@ def _round(value: float, precision: int = 0, method: Any = "common") -> float:
 
 
 def _counted(test: Any) -> Callable[..., Any]:
-    """A test as a step: ``select`` may apply one to many items and yield none."""
+    """A test that counts as a step, since ``select`` may apply one to many items and yield none."""
 
     @functools.wraps(test)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -213,7 +213,7 @@ def _counted(test: Any) -> Callable[..., Any]:
 
 
 def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter as a step whose arguments and result are of bounded size."""
+    """A filter that counts as a step and has arguments and a result of bounded size."""
     first = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @functools.wraps(function)  # with jinja2's marks of filters that are given a context
@@ -226,19 +226,19 @@ def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _taken(value: Any) -> Any:
-    """An argument; an iterator as a list of bounded size."""
+    """The argument; a list of bounded size in place of an iterator."""
     if not hasattr(value, "__next__") or isinstance(value, LoopContext | Cycler):
         return value
     return list(ChatEnvironment.counted(value))
 
 
 def _written(value: Any) -> Any:
-    """A value as the text that is written in its place."""
+    """The text that is written for a value."""
     return value if isinstance(value, str) else current().bounded(str(value))
 
 
 def _check(name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a filter, or a text's method, that would make too much or take too long; formats by `TOO_WIDE`'s keys."""
+    """Refuse a filter or text method that would make too much or take too long; formats are named by `TOO_WIDE`."""
     rendering, given = current(), (*args, *kwargs.values())
     size, num_chars = rendering.size_of, 0
     largest = max((some if isinstance(some, int) else size(some) for some in given), default=0)
@@ -266,7 +266,7 @@ def _check(name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     elif name in ("title", "wordcount"):
         num_chars = 16 * size(value)  # a regular expression takes 0.1 µs a character, without giving up the GIL
     elif name == "sum" and isinstance(kwargs.get("start", args[-1] if args else 0), list | tuple):
-        num_chars = len(value) * size(value)  # what is there is copied for each that is added
+        num_chars = len(value) * size(value)  # each addition copies the list so far
     rendering.check_size(num_chars)
 
 

@@ -8,22 +8,23 @@ import msgspec
 
 
 class StopSearch:
-    """Searches a text for stop strings, holding back what may be the beginning of one.
+    """Searches a text for stop strings, and holds back text that may begin one.
 
     The stop string found is the one that *ends* first in the text, and of those ending there the longest (of equal
-    ones, the first listed). That is a property of the text alone: it does not depend on where the text is cut into
-    pieces, and it is known as soon as the last character is there.
+    ones, the first listed). It depends on the text alone, not on where the text is cut into pieces, and it is known as
+    soon as its last character is there.
 
     One character costs one dict lookup, or next to nothing where no stop string can begin. The lookup is in Aho and
-    Corasick's automaton (1975, doi:10.1145/360825.360855), built only as far as the text walks into it: a constant a
-    character on average. Built whole, for 64 stop strings of 1 KB, it would hold the event loop for tens of ms.
+    Corasick's automaton (1975, doi:10.1145/360825.360855). It is built only as far as the text walks into it, at a
+    constant cost a character on average; building all of it for 64 stop strings of 1 KB would hold the event loop for
+    tens of ms.
 
     Args:
         stop: non-empty strings.
         include_stop: the text ends after the stop string instead of before it.
 
     Attributes:
-        found: the stop string, once it is there; nothing may be fed after it.
+        found: the stop string, once it is there; call `feed` no more then.
     """
 
     __slots__ = ("_first_chars", "_held", "_include_stop", "_state", "_states", "_stop", "found")
@@ -37,10 +38,10 @@ class StopSearch:
         self._first_chars = frozenset(string[0] for string in stop)
         self._state = _State(0, list(range(len(stop))), -1, None)
         self._states = [self._state]
-        """By number, the empty one first: states that held each other would wait for the garbage collector."""
+        """States by number, the empty one first; numbers, since a cycle of states would need the garbage collector."""
 
     def feed(self, text: str) -> str:
-        """Return what may be shown of the text held back and this new one; at a stop string, all that is shown."""
+        """Return the text that may be shown, from the held back one on; at a stop string, all up to its end or start."""
         state, states = self._state, self._states
         if state is states[0] and self._first_chars.isdisjoint(text):
             return text
@@ -59,12 +60,12 @@ class StopSearch:
         return text[:num_shown]
 
     def flush(self) -> str:
-        """Return what is held back: the text has ended."""
+        """Return the text held back, at the end of the text."""
         held, self._held = self._held, ""
         return held
 
     def _extend(self, state: _State, char: str) -> int:
-        """The state after ``char``; it is made, and the shorter ones that it falls back on, where they are missing."""
+        """The state after ``char``; missing ones are made, with the shorter states that they fall back on."""
         missing = [state]
         while char not in missing[-1].following and missing[-1].fallback >= 0:
             missing.append(self._states[missing[-1].fallback])

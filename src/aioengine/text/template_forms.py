@@ -1,10 +1,10 @@
-"""Messages in the form that a chat template reads: found out once a template, by small chats that it renders.
+"""Messages in the form that a chat template reads, which small test chats find out once for each template.
 
 Clients and templates know several forms of one message. A content is a text, or a list of parts. A call's arguments
-are an object, or its JSON text; the content beside calls is an empty text, or None. A template that is given another
-form than it reads fails, or leaves the message out without a word. So each question is put to the template itself, in
-chats whose texts are found again in what it writes. A form that the template reads stays as the client has given it:
-the prompt is then what transformers makes of the same messages.
+are an object, or its JSON text; the content beside calls is an empty text, or None. A template that gets another form
+than it reads fails, or silently leaves the message out. So the template renders test chats for each form, and their
+texts are searched in the prompt. A form that the template reads stays as the client has given it, so that the prompt
+is the same as transformers'.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from aioengine.text.template_limits import TemplateStopped
 from aioengine.tool_calls.calls import short_id
 
 _ROLES = ("system", "user", "assistant", "tool", "developer")
-"""Roles that are asked about; others, which are a client's choice, are read as the user's."""
+"""Roles that are tested; other roles, of a client's choice, count as the user's."""
 
-# In the small chats. No template has these words, or makes others of them.
+# Words of the test chats. No template contains or changes them.
 MARKS = ("Qmarka", "Qmarkb")
 NAME, KEY = "qname", "qkey"
 CALL_ID, LONG_ID = "qcall0001", f"call_{'q1' * 12}"
 _USER: Message = {"role": "user", "content": "hi"}
 _TOOL: dict[str, Any] = {"name": "qtool", "description": "q", "parameters": {"type": "object", "properties": {}}}
 _TOOL_FIELDS: dict[str, Any] = {"description": "", "parameters": _TOOL["parameters"]}
-"""Fields that a tool may lack, and what they are then, for templates that cannot do without."""
+"""Fields that a tool may lack, with default values for templates that cannot do without them."""
 
 _AS_DATA = re.compile(rf"""text\\?['"]:\s*\\?['"]({"|".join(MARKS)})|'{KEY}'|\\"{KEY}""")
-"""A part that is written as data, in Python's form or in JSON's; or arguments in Python's form, or as JSON in JSON."""
+"""Matches a part written as data, in Python's form or JSON's, and arguments in Python's form or as JSON in JSON."""
 
 
 _Form = Literal["text", "part", "parts"]
-"""A content as a text, as a list of one part, or of several parts, of which some templates read the first alone."""
+"""A content as a text, a list of one part, or a list of several parts; some templates read only the first part."""
 
 
 class CallForm(NamedTuple):
-    """How a template reads the calls of a history; by default as most do.
+    """How a template reads the calls of a history; the defaults are those of most templates.
 
     Attributes:
         takes_objects, takes_texts: the forms of a call's arguments that it reads.
-        empty: what a message that has calls alone has of a content.
+        empty: the content field of a message that has only calls.
         is_alone: it reads one call a message.
-        is_apart: it reads calls or a content, and not both in one message.
-        is_merged: beside calls it reads reasoning or a content, and not both.
-        ids: of calls: any; nine letters and digits alone (Mistral's); or the function's name and the call's number,
+        is_apart: it reads calls or a content, not both in one message.
+        is_merged: beside calls it reads reasoning or a content, not both.
+        ids: ids of calls: any; nine letters and digits alone (Mistral's); or the function's name and the call's number,
             where the template writes the id in place of the name (Kimi's).
     """
 
@@ -66,7 +66,7 @@ class CallForm(NamedTuple):
 
 
 class TemplateForms:
-    """The forms that one template reads; each is found out when it is first needed, within `TemplateLimits.run`.
+    """The forms that one template reads; each is tested when it is first needed, within `TemplateLimits.run`.
 
     Args:
         named_tokens: ``bos_token`` and so on.
@@ -79,7 +79,7 @@ class TemplateForms:
         self._known: dict[tuple[str, _Form, bool], bool] = {}
 
     def fit(self, messages: list[Message], *, has_tools: bool) -> list[Message]:
-        """Make checked messages what the template reads.
+        """Bring checked messages into the forms that the template reads.
 
         Raises:
             TemplateStopped, AioEngineError: as `TemplateLimits.run`.
@@ -101,7 +101,7 @@ class TemplateForms:
 
     @functools.cached_property
     def _needed_fields(self) -> list[str]:
-        """The fields without which the template writes no tool."""
+        """The fields of a tool without which the template leaves it out."""
         chat, mark = [self._fit_content(_USER, True)], (_TOOL["name"],)
         bare = {name: {field: value for field, value in _TOOL.items() if field != name} for name in _TOOL_FIELDS}
         return [name for name in bare if self._written(chat, mark, _TOOL) and not self._written(chat, mark, bare[name])]
@@ -118,7 +118,7 @@ class TemplateForms:
         return {**message, "role": role, **({"content": content} if "content" in message else {})}
 
     def _reads(self, role: str, form: _Form, has_tools: bool) -> bool:
-        """Whether the template writes the contents of a role that are given in a form."""
+        """Whether the template writes the contents of a role in a form."""
         role = role if role in _ROLES else "user"
         if (role, form, has_tools) not in self._known:
             marks = MARKS if form == "parts" else MARKS[:1]
@@ -134,7 +134,7 @@ class TemplateForms:
 
     @functools.cached_property
     def call_form(self) -> CallForm:
-        """How the template reads calls."""
+        """The form in which the template reads calls."""
         arguments = {KEY: MARKS[0]}
         call, one, both = _asking(arguments), MARKS[:1], MARKS
         for empty in CallForm().empty, {"content": None}, {}:
@@ -146,7 +146,7 @@ class TemplateForms:
                 break
         else:
             return CallForm()
-        # Where a template writes the two otherwise, it writes texts as they are, and objects as its model does.
+        # A template that writes the two differently writes texts as they are, and objects as its model does.
         form = form._replace(takes_objects=bool(objects), takes_texts=bool(texts) and objects in ("", texts))
         two = {**call, "tool_calls": [*call["tool_calls"], *_asking({KEY: MARKS[1]}, LONG_ID[:9])["tool_calls"]]}
         thought = {**call, "content": "hi", **dict.fromkeys(REASONING_FIELDS, "hi")}
@@ -164,7 +164,7 @@ class TemplateForms:
         return form._replace(ids="named") if form.ids == "any" and writes_id and not writes_name else form
 
     def _written_call(self, message: Message, form: CallForm, marks: Sequence[str]) -> str:
-        """A prompt that the template makes of a message with calls; "": it writes them in no chat."""
+        """A prompt in which the template writes a message's calls; "" if it writes them in no chat."""
         results = [{"role": "tool", "tool_call_id": call["id"], "content": "hi"} for call in message["tool_calls"]]
         for told, has_tools in itertools.product((results, []), (True, False)):
             chat = fit_calls([_USER, message, *told], form)
@@ -174,7 +174,7 @@ class TemplateForms:
         return ""
 
     def _written(self, chat: list[Message], marks: Sequence[str], tool: dict[str, Any] | None) -> str:
-        """The prompt that the template makes of a chat; "": it fails, lacks one of the marks, or has them as data."""
+        """The prompt that the template makes of a chat; "" if it fails, lacks one of the marks, or has them as data."""
         tools = tool and [{"type": "function", "function": tool}]
         try:
             text = self.template.render(
@@ -182,7 +182,7 @@ class TemplateForms:
             )
         except (AioEngineError, TemplateStopped):
             raise
-        except Exception:  # whatever a template raises, it does not read this
+        except Exception:  # any exception of a template means that it does not read this
             return ""
         return text if all(mark in text for mark in marks) and _AS_DATA.search(text) is None else ""
 
@@ -229,7 +229,7 @@ def _fit_call(call: Message, form: CallForm, new_ids: dict[str, str], number: in
     function, call_id, arguments = call["function"], call.get("id"), call["function"].get("arguments")
     if isinstance(arguments, str) and (not form.takes_texts or arguments.strip()[:1] in ('"', "")):
         parsed = parse_arguments(arguments)
-        # Models write broken JSON, too: the template takes that text, or fails.
+        # Models write broken JSON, too: the template reads that text, or fails.
         arguments = arguments if parsed is None else parsed
     if isinstance(arguments, dict) and not form.takes_objects:
         arguments = json.dumps(arguments, ensure_ascii=False)
@@ -242,7 +242,7 @@ def _fit_call(call: Message, form: CallForm, new_ids: dict[str, str], number: in
 
 
 def _fit_asking(message: Message, calls: list[Message], form: CallForm) -> list[Message]:
-    """A message with calls, as one or as two."""
+    """A message with calls, as one message or two."""
     content = message["content"]
     said = {name: value for name, value in message.items() if name not in ("content", "tool_calls")}
     asked = {"role": message["role"], **form.empty, "tool_calls": calls}
@@ -256,7 +256,7 @@ def _fit_asking(message: Message, calls: list[Message], form: CallForm) -> list[
 
 
 def _one_call_each(messages: list[Message], form: CallForm) -> list[Message]:
-    """Each call as a message of its own, with its results behind it: those of its id, else one in order."""
+    """Each call as a message of its own, followed by its results: those of its id, else one in order."""
     fitted: list[Message] = []
     waiting = deque(messages)
     while waiting:

@@ -1,4 +1,4 @@
-"""How long a chat template may run, and how much it may make."""
+"""Limits on the time of a chat template and on the size of its values."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from aioengine.errors import EngineClosed
 from aioengine.turns import running_loop
 
 MAX_STEPS = 2**23
-"""Loop iterations, calls, filters, tests and operators of one rendering, and pieces of text that it writes.
+"""The most loop iterations, calls, filters, tests, operators and written pieces of text of one rendering.
 
 Templates that go through all messages for each message take up to 3 million steps for 2,000 messages."""
 
 MAX_CHARS, GROWTH = 2**20, 4
-"""Characters of one value, the prompt included: so many, and ``GROWTH`` times those that the template is given."""
+"""The most characters of one value, the prompt included: ``MAX_CHARS`` plus ``GROWTH`` times the template's input."""
 
 MAX_MADE = 256
-"""All values that a rendering makes may have so many times the characters of one."""
+"""All values that a rendering makes may have this many times the characters of one value."""
 
 ITEM_CHARS = 8
 """Size of an item of a list or dict, beside its texts: the bytes of a reference."""
 
 SLICE_S, PAUSE_S = 0.002, 0.0002
-"""A rendering that takes longer pauses so often for so long: the event loop waits for the GIL."""
+"""A rendering pauses after each ``SLICE_S`` for ``PAUSE_S``, since the event loop waits for the GIL."""
 
 LONG_S = 0.1
-"""A rendering that takes longer gives way to other chats, and takes turns with those that do, too: of several threads
-that compute, each would make the event loop wait for the GIL."""
+"""A rendering that takes longer gives way to other chats, and takes turns with other long ones: each thread that
+computes makes the event loop wait for the GIL."""
 
 CONTAINERS = (list, tuple, dict, set, MappingView)
 
@@ -48,11 +48,11 @@ class TemplateLimits(msgspec.Struct, eq=False):
     """The limits of an engine's renderings.
 
     Attributes:
-        timeout_s: deadline of a rendering, from when it begins to run; the turns of others do not count.
-        give_way: called in the thread of a rendering that takes long, for another thread to take what waits.
-        clock: seconds.
-        turn: held by the one of several long renderings that computes.
-        is_closed: renderings end at their next steps with `EngineClosed`.
+        timeout_s: time limit of a rendering, from when it begins to run; other renderings' turns do not count.
+        give_way: called in the thread of a rendering that takes long, so that another thread serves the queue.
+        clock: returns seconds.
+        turn: held by the long rendering that computes, of several.
+        is_closed: renderings raise `EngineClosed` at their next check.
     """
 
     timeout_s: float = 10.0
@@ -63,10 +63,10 @@ class TemplateLimits(msgspec.Struct, eq=False):
 
     @contextlib.contextmanager
     def run(self, given: Any) -> Iterator[None]:
-        """Bound what the block compiles and renders.
+        """Apply the limits to the templates that the block compiles and renders.
 
         Args:
-            given: plain data that the template reads; a rendering may make a multiple of its size.
+            given: plain data that the template reads; its size raises the limit on values.
         Raises:
             TemplateStopped: the rendering took too long, or made something too large.
             EngineClosed: the limits are closed.
@@ -91,11 +91,11 @@ class Rendering:
         self._num_steps = self._num_made = 0
         now = limits.clock()
         self._is_long_at, self._ends_at = now + LONG_S, now + limits.timeout_s
-        # In the loop's own thread there is nothing to pause for.
+        # In the loop's own thread a pause gains nothing.
         self._pauses_at = now + SLICE_S if running_loop() is None else math.inf
         self._has_turn = False
         self._sizes: dict[int, tuple[Any, int]] = {}
-        """Containers by id, with their sizes: a template cannot change one. Kept here, so that no other has the id."""
+        """Containers by id, with their sizes, which a template cannot change. Kept alive, so that no id is reused."""
 
     def step(self) -> None:
         self._num_steps += 1
@@ -156,7 +156,7 @@ class Rendering:
                 parts: Any = (*value, *value.values()) if isinstance(value, dict) else value
                 size = ITEM_CHARS * len(value) + sum(map(self.size_of, parts))
             else:
-                size = len(repr(value))  # a macro has its name there, a method of `Markup` the whole text
+                size = len(repr(value))  # a macro's name, but the whole text for a method of `Markup`
             self.check_size(size)
             self._sizes[id(value)] = value, size
         return self._sizes[id(value)][1]
@@ -170,5 +170,5 @@ _running: ContextVar[Rendering | None] = ContextVar("running", default=None)
 
 
 def current() -> Rendering:
-    """The rendering that runs here; a new one where a template is compiled or rendered outside `TemplateLimits.run`."""
+    """The rendering of this context; a new one if a template is compiled or rendered outside `TemplateLimits.run`."""
     return _running.get() or Rendering(TemplateLimits())

@@ -22,23 +22,23 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MAX_GIVEN_WAY = 4
-"""Threads at work that takes long; what takes long beside so many holds up what waits."""
+"""Threads that may be at long work beside the resident one; with so many, further long work delays the queue."""
 
 
 class TextWorker:
     """Runs short text work at once and long text work in one daemon thread, in order of arrival.
 
-    One thread, which the first long text starts: tokenizing scales by the library's own threads if at all, and the
-    queue is bounded by the callers that wait for their work. Work that takes long may keep its thread, and what waits
-    gets another one: the work itself calls `give_way`, or the loop `leave_behind`.
+    The first long text starts the thread. One is enough: tokenizing scales by the library's own threads if at all. The
+    queue is bounded by the callers that wait for their work. Work that takes long may keep its thread while another
+    one serves the queue: the work itself calls `give_way`, or the loop `leave_behind`.
 
     Args:
-        close_grace_s: the longest wait of closing; None: it waits for all work.
-        stack_bytes: of the thread's stack; 0: the system's default.
+        close_grace_s: the longest wait of closing; None: wait for all work.
+        stack_bytes: size of the thread's stack; 0: the system's default.
     """
 
-    # Encoding takes 0.2 µs a character of English and 0.9 µs of Japanese or emoji (16,000 byte-level tokens): at most
-    # a millisecond for so many characters. Handing over to the thread and back costs 0.1 ms.
+    # Encoding takes 0.2 µs a character of English and 0.9 µs of Japanese or emoji (16,000 byte-level tokens), at most a
+    # millisecond for 1,000 characters. Handing over to the thread and back costs 0.1 ms.
     MAX_INLINE_CHARS = 1000
 
     def __init__(self, *, close_grace_s: float | None = None, stack_bytes: int = 0) -> None:
@@ -51,14 +51,14 @@ class TextWorker:
         weakref.finalize(self, self._threads.close).atexit = False
 
     async def run(self, function: Callable[P, T], /, size: int | None, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call the function and return what it returns or raise what it raises.
+        """Call the function, and return its result or raise its exception.
 
-        Cancelling stops the wait: work that has not begun is dropped, work that has begun goes on to its end in the
-        thread and its result is lost.
+        Cancelling stops the wait: work that has not begun is dropped; work that has begun goes on to its end in the
+        thread, and its result is lost.
 
         Args:
-            size: characters to work on; None, always in the thread, is for work whose time is not the text's (a chat
-                template: the first one compiles and imports).
+            size: characters to work on; None: always use the thread, for work whose time does not depend on the text's
+                size (a chat template: the first one compiles and imports).
         Raises:
             RuntimeError: the worker is closed.
         """
@@ -71,7 +71,7 @@ class TextWorker:
             return await self.begin(lambda: function(*args, **kwargs))
 
     def begin(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        """Have the thread call the function; the future gets what it returns or raises. `aclose` waits for it."""
+        """Queue the function for the thread; the future gets its result or exception. `aclose` waits for it."""
         call = _Call(function)
         self._threads.add(call)
         self._unfinished.add(call)
@@ -79,10 +79,10 @@ class TextWorker:
         return call.outcome
 
     async def aclose(self) -> None:
-        """Wait for the work, or for as long as ``close_grace_s`` says, then end the thread. Closing twice is harmless.
+        """Wait for the work, at most ``close_grace_s``, then end the thread. Closing twice is harmless.
 
-        What is not done then ends with `EngineClosed`, also when the wait is cancelled; the thread ends after what it
-        is doing.
+        Work that is not done then ends with `EngineClosed`, also when the wait is cancelled; the thread ends after its
+        current call.
         """
         self._is_closed = True
         self._threads.close()
@@ -97,13 +97,13 @@ class TextWorker:
 
 
 class _Threads:
-    """The resident thread, and those of overdue work; they do not refer to the worker, which may be dropped."""
+    """The resident thread and those of long work. They hold no reference to the worker, which may be dropped."""
 
     def __init__(self, stack_bytes: int) -> None:
         self._stack_bytes = stack_bytes
         self.alive: set[threading.Thread] = set()
         self._waiting: queue.SimpleQueue[_Call[Any] | None] = queue.SimpleQueue()
-        """Behind all calls a None, once it is closed. The resident thread alone waits for the next one."""
+        """Calls in order, with a None after them once closed. The resident thread alone waits for the next one."""
         self._lock = threading.Lock()
         self._resident: threading.Thread | None = None
 
@@ -114,18 +114,18 @@ class _Threads:
             self._waiting.put(call)
 
     def give_way(self) -> None:
-        """Have another thread take what comes next, if this thread is the resident one and few have given way."""
+        """Let another thread serve the queue, if this thread is the resident one and few have given way."""
         with self._lock:
             if self._resident is threading.current_thread() and len(self.alive) <= MAX_GIVEN_WAY:
                 self._replace_resident()
 
     def leave_behind(self) -> None:
-        """Have another thread take what comes next: the resident one's work takes long. From any thread."""
+        """Let another thread serve the queue, since the resident one's work takes long. From any thread."""
         with self._lock:
             self._replace_resident()
 
     def close(self) -> None:
-        """End the threads when nothing waits any more."""
+        """Let the threads end once the queue is empty."""
         self._waiting.put(None)
 
     def join(self, timeout_s: float | None) -> None:
@@ -140,7 +140,7 @@ class _Threads:
 
     def _start_resident(self) -> None:
         thread = threading.Thread(target=self._work, name="aioengine-text", daemon=True)
-        # First: where there are too many threads, the next call tries again.
+        # First: if no thread can be started, the next call tries again.
         start_with_stack(thread, self._stack_bytes)
         self.alive.add(thread)
         self._resident = thread
@@ -160,7 +160,7 @@ class _Threads:
 
 
 async def run_abandonable(function: Callable[[], T], *, grace_s: float = 0.0) -> T:
-    """Call the function in a daemon thread of its own, for work that nothing can stop: a download, a library's loading.
+    """Call the function in a daemon thread of its own, for work that cannot be stopped: a download, loading a library.
 
     Cancelling waits ``grace_s`` for the function, then abandons it: its thread goes on to the end by itself, and
     nothing waits for that, not even the interpreter's exit.
@@ -179,7 +179,7 @@ async def run_abandonable(function: Callable[[], T], *, grace_s: float = 0.0) ->
 
 
 async def _wait_for_unwinding(thread: threading.Thread) -> None:
-    """Wait for the end of a thread whose work is done: also when the wait is cancelled, since it takes microseconds.
+    """Wait for the end of a thread whose work is done, even when cancelled, since that takes microseconds.
 
     A join would hold the loop for as long as the thread waits for the GIL.
     """
@@ -197,17 +197,17 @@ async def _wait_for_unwinding(thread: threading.Thread) -> None:
 
 
 def outside_work(name: str) -> contextlib.AbstractContextManager[Any]:
-    """What tells a loop with a virtual clock of work outside of it."""
+    """A context in which a loop with a virtual clock counts work outside of it; no effect on other loops."""
     tell = getattr(asyncio.get_running_loop(), "outside_work", None)
     return contextlib.nullcontext() if tell is None else tell(name)
 
 
 class _Call(Generic[T]):
-    """A function that a thread is to call, and what came of it, for the loop that waits.
+    """A function for a thread to call, and its outcome for the loop that waits.
 
     Attributes:
-        outcome: what the function returns or raises; the loop may cancel it, or `end` it otherwise.
-        ended: the function has returned, also after the loop had given it up.
+        outcome: the function's result or exception; the loop may cancel it, or `end` it with another.
+        ended: set when the function has returned, even if the loop no longer waited, or when `end` was called.
     """
 
     def __init__(self, function: Callable[[], T]) -> None:
@@ -221,14 +221,14 @@ class _Call(Generic[T]):
         error = None
         try:
             result = self._function()
-        except BaseException as exc:  # whatever it is, it belongs to the caller that waits
+        except BaseException as exc:  # any exception belongs to the caller that waits
             error = exc
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self.end, result, error)
         del self, error  # the error's traceback has this frame
 
     def end(self, result: Any, error: BaseException | None) -> None:
-        """On the loop; the first end holds."""
+        """Set the outcome, on the loop; only the first call counts."""
         self.ended.set()
         if self.outcome.done():
             return
