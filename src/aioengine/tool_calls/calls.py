@@ -1,4 +1,4 @@
-"""What a caller says of tools, and what a model's answer turns out to be: content, reasoning and calls."""
+"""Tools as callers give them, and the parts of a model's answer: content, reasoning and calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from aioengine.validation import invalid, nearest, shorten, typed
 
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 1_000_000
-"""Of all tools together, as JSON."""
+"""Most bytes of all tools together, as JSON."""
 MAX_NAME_CHARS = 128
 """As Anthropic's API: clients put the names of plugins and servers before those of tools."""
 
@@ -35,8 +35,8 @@ class Tool(PlainStruct, frozen=True):
     """A function that the model may ask for.
 
     Attributes:
-        parameters: a JSON schema of its arguments, which are an object; absent: it has none.
-        strict: the model is kept from giving arguments that the schema does not admit.
+        parameters: a JSON schema of its arguments, which are an object; absent: it takes none.
+        strict: the model cannot write arguments that the schema does not admit.
     """
 
     name: ToolName
@@ -45,7 +45,7 @@ class Tool(PlainStruct, frozen=True):
     strict: bool = False
 
     def as_openai(self) -> dict[str, Any]:
-        """The dict that chat templates expect; a description and strictness are in it where there are any."""
+        """The dict that chat templates expect; without an empty description or a false ``strict``."""
         given = {"description": self.description, "parameters": self.parameters, "strict": self.strict}
         return _as_function(
             {"name": self.name, **{key: value for key, value in given.items() if value not in ("", False)}}
@@ -53,18 +53,18 @@ class Tool(PlainStruct, frozen=True):
 
 
 class ToolChoice(PlainStruct, frozen=True):
-    """What the model may, or must, call.
+    """The calls that the model may, or must, make.
 
     Attributes:
         mode: "auto": calls or none; "none": no call; "required": one call or more; "tool": one call, of the one name.
-        names: of the tools that may be called; None: of all.
+        names: names of the tools that may be called; None: all.
     """
 
     mode: Literal["auto", "none", "required", "tool"] = "auto"
     names: tuple[str, ...] | None = None
 
     def pick(self, tools: Iterable[Tool]) -> tuple[Tool, ...]:
-        """Those of the tools that may be called."""
+        """The tools that may be called."""
         if self.mode == "none":
             return ()
         return tuple(tool for tool in tools if self.names is None or tool.name in self.names)
@@ -78,12 +78,12 @@ class ToolCall(PlainStruct, frozen=True):
     arguments: str
 
     def as_openai(self) -> dict[str, Any]:
-        """The dict that a message has of it in OpenAI's API."""
+        """The call as a dict in a message of OpenAI's API."""
         return {"id": self.id, **_as_function({"name": self.name, "arguments": self.arguments})}
 
 
 def short_id(call_id: str) -> str:
-    """An id of nine letters and digits, which are all that Mistral's templates take; the same for the same id."""
+    """An id of nine letters and digits, the only form that Mistral's templates accept; the same for the same id."""
     return call_id if re.fullmatch("[A-Za-z0-9]{9}", call_id) else hashlib.sha256(call_id.encode()).hexdigest()[:9]
 
 
@@ -91,9 +91,9 @@ class ToolCallDelta(PlainStruct, frozen=True):
     """A piece of a call.
 
     Attributes:
-        index: which call of the answer, in the order in which they began.
-        id, name: in the first piece of a call alone.
-        arguments: a piece of JSON text; those of a complete call, joined, are `ToolCall.arguments`.
+        index: number of the call in the answer, in the order in which they began.
+        id, name: only in the first piece of a call.
+        arguments: a piece of JSON text; the pieces of a complete call, joined, are `ToolCall.arguments`.
     """
 
     index: int
@@ -103,7 +103,7 @@ class ToolCallDelta(PlainStruct, frozen=True):
 
 
 class Piece(NamedTuple):
-    """What a piece of an answer's text turned out to be."""
+    """A piece of an answer's text, split into content, reasoning and calls."""
 
     content: str = ""
     reasoning: str = ""
@@ -111,25 +111,26 @@ class Piece(NamedTuple):
 
 
 class AnswerParser(Protocol):
-    """Tells content, reasoning and calls apart, in a text that arrives in pieces.
+    """Splits a text that arrives in pieces into content, reasoning and calls.
 
-    What comes out depends on the text, never on where it was cut, and no text makes a parser raise. Each character is
+    The result depends on the text, never on where it was cut, and no text makes a parser raise. Each character is
     exactly one of these:
 
     - content or reasoning;
-    - a call's, from its marker on. A call is *begun*, and its first delta given, when the text has named one of the
+    - a call's, from its marker on. A call is *begun*, and its first delta returned, when the text has named one of the
       tools in the format's way and its arguments begin. It is *complete* when the format's JSON (or list of
       arguments) is closed; the closing marker may be missing, since a model may stop before it.
     - markup between the parts: reasoning's markers with the newlines beside them, harmony's with the white space
-      beside them, white space before a call, and what follows the last call if it is white space alone.
+      beside them, white space before a call, and white space alone after the last call.
 
-    What looks like a call, and is none, is content, all of it, marker and all. If it was begun its deltas stay, and it
-    never gets into ``calls``. Where the text ends behind a whole marker and before the call is complete, all from the
-    marker on is that call's, and no content. Calls that need no marker, and have none, are text until they are begun.
+    Text that looks like a call, and is none, is content, its marker included. If the call was begun its deltas stay,
+    and it never gets into ``calls``. Where the text ends after a whole marker and before the call is complete, all
+    from the marker on is that call's, and no content. Calls that need no marker, and have none, are text until they
+    are begun.
 
     Attributes:
         calls: the complete calls, in order.
-        is_cut: there was a call that was not completed: the text is over, or went wrong inside a begun one.
+        is_cut: a call was not completed: the text ended in it, or became invalid inside a begun one.
     """
 
     @property
@@ -139,26 +140,26 @@ class AnswerParser(Protocol):
     def is_cut(self) -> bool: ...
 
     def feed(self, text: str) -> Piece:
-        """Take more of the text; returns what is certain now."""
+        """Read more of the text, and return the parts that are certain now."""
         ...
 
     def finish(self) -> Piece:
-        """The text is over; returns what was held back."""
+        """End the text, and return the parts held back."""
         ...
 
 
-# Reading what callers give
+# Tools and choices from callers' values
 
 
 def read_tools(given: Any) -> tuple[Tool, ...]:
-    """Tools, from what a caller gives.
+    """Read the tools that a caller gives.
 
     Args:
         given: a list of `Tool`, of dicts in the form of OpenAI's chat API (``{"type": "function", "function": {…}}``),
             of its responses API (the same without the inner dict) or of Anthropic's (``input_schema``), and of Python
             functions, of which the name, the docstring and the annotations are read. None: no tools.
     Raises:
-        InvalidRequest: one is none of these, or has a name that another has, or there are too many.
+        InvalidRequest: one is none of these, two have one name, or they are too many or too large.
     """
     if given is None:
         return ()
@@ -191,10 +192,10 @@ def read_tools(given: Any) -> tuple[Tool, ...]:
 
 
 def told_tools(given: Any, tools: Iterable[Tool]) -> tuple[dict[str, Any], ...]:
-    """Tools in the form that chat templates expect, and else as they were given: all their keys, in their order.
+    """Tools in the form that chat templates expect, otherwise unchanged, with all their keys in their order.
 
     Args:
-        tools: what `read_tools` makes of ``given``.
+        tools: the result of `read_tools` for ``given``.
     """
     told = [
         (_as_chats(one) if isinstance(one, Mapping) else tool.as_openai())
@@ -205,7 +206,7 @@ def told_tools(given: Any, tools: Iterable[Tool]) -> tuple[dict[str, Any], ...]:
 
 
 def _as_chats(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool in the form of OpenAI's chat API; of Anthropic's keys only those of the tool itself."""
+    """A tool in the form of OpenAI's chat API; Anthropic's keys that do not describe the tool are left out."""
     if isinstance(given.get("function"), Mapping):
         return dict(given) if "type" in given else {"type": "function", **given}
     if "input_schema" not in given:
@@ -219,10 +220,10 @@ def _as_function(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_tool_choice(given: Any, tools: Iterable[Tool]) -> ToolChoice:
-    """What ``tool_choice`` means, in OpenAI's spellings or Anthropic's; a plain tool's name stands for that tool.
+    """Read a ``tool_choice`` in OpenAI's spellings or Anthropic's; a tool's plain name stands for that tool.
 
     Raises:
-        InvalidRequest: it is none of these, or asks for a tool that is not there.
+        InvalidRequest: it is none of these, or asks for an unknown tool, or for a call without tools.
     """
     known = [tool.name for tool in tools]
     mode, names = (given.mode, given.names) if isinstance(given, ToolChoice) else _mode_and_names(given, known)
@@ -240,7 +241,7 @@ def read_tool_choice(given: Any, tools: Iterable[Tool]) -> ToolChoice:
 
 
 def forces_call(given: Any) -> bool:
-    """Whether a ``tool_choice``, which `read_tool_choice` has taken, asks for a call."""
+    """Whether a ``tool_choice`` that `read_tool_choice` has accepted asks for a call."""
     return _mode_and_names(given, [])[0] in ("required", "tool")
 
 
@@ -305,7 +306,7 @@ def _fields_of_function(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _schema_of(name: str, arguments: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
-    """A JSON schema of an object of these: name -> (type, default, or NODEFAULT where one must be given)."""
+    """The JSON schema of an object with these fields: name -> (type, default, or NODEFAULT for a required one)."""
     fields = [(key, kind, default) for key, (kind, default) in arguments.items()]
     schema = None if any(uses_pydantic(kind) for _, kind, _ in fields) else _schema_by_msgspec(name, fields)
     if schema is None:
@@ -318,7 +319,7 @@ def _schema_of(name: str, arguments: dict[str, tuple[Any, Any]]) -> dict[str, An
 
 
 def _schema_by_msgspec(name: str, fields: list[tuple[str, Any, Any]]) -> dict[str, Any] | None:
-    """None where it has no schema for a type, which pydantic may know."""
+    """The JSON schema by msgspec; None if it has none for a type, which pydantic may know."""
     try:
         made = msgspec.json.schema(msgspec.defstruct(name, fields, kw_only=True))
     except TypeError:

@@ -1,4 +1,4 @@
-"""The formats by name, and which of them a model's chat template asks for."""
+"""The formats by name, and the detection of a chat template's format."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ FORMAT_PARTS = ("name", "keeps_special_tokens", "make_parser", "grammar")
 
 
 class ToolFormat(Protocol):
-    """How a family of models writes calls.
+    """The format in which a family of models writes calls.
 
     Attributes:
-        keeps_special_tokens: its markers are special tokens, so that an answer must be decoded with them; or those of
-            its markers that are special in some tokenizers, with which it must.
+        keeps_special_tokens: True: its markers are special tokens, so that an answer must be decoded with them. A
+            tuple: its markers that are special in some tokenizers; with these the same holds.
     """
 
     name: str
@@ -34,7 +34,7 @@ class ToolFormat(Protocol):
     def keeps_special_tokens(self) -> bool | tuple[str, ...]: ...
 
     def make_parser(self, tools: Iterable[Tool], make_id: Callable[[], str]) -> AnswerParser:
-        """A parser of one answer; ``make_id`` gives an id for each call."""
+        """A parser of one answer; ``make_id`` returns an id for each call."""
         ...
 
     def grammar(
@@ -42,13 +42,13 @@ class ToolFormat(Protocol):
     ) -> str:
         """A Lark grammar, in llguidance's dialect, of the answers that the choice admits, read by this format's parser.
 
-        One call or more ("required"; one if not ``parallel``), one call of the tool ("tool"), or any text with calls
-        in it ("auto"), each of a tool that may be called, with arguments that its schema admits, in its order. The
-        end of the answer is the model's own end token.
+        An answer is one call or more ("required"; one if not ``parallel``), one call of the tool ("tool"), or any text
+        with calls in it ("auto"). Each call is of a tool that may be called, with arguments that its schema admits, in
+        the schema's order. The end of the answer is the model's own end token.
 
         Args:
-            token_ids: text -> id of the tokenizer's added tokens. A marker that is one of them is that token, another
-                is text.
+            token_ids: text -> id of the tokenizer's added tokens. A marker that is one of them is that token; any other
+                marker is text.
         Raises:
             InternalError: no tool may be called.
         """
@@ -65,7 +65,7 @@ _formats: dict[str, ToolFormat] = {
 
 
 def register_tool_format(name: str, format: ToolFormat) -> None:  # noqa: A002
-    """Make a format known by a name; one that had it is replaced.
+    """Register a format by a name, in place of any other of that name.
 
     Raises:
         ConfigError: it is no `ToolFormat`.
@@ -76,7 +76,7 @@ def register_tool_format(name: str, format: ToolFormat) -> None:  # noqa: A002
 
 
 def find_tool_format(name: str) -> ToolFormat:
-    """A format that is built in, was registered, or is an entry point of the group ``aioengine.tool_formats``.
+    """Find a format that is built in, registered, or an entry point of the group ``aioengine.tool_formats``.
 
     Raises:
         ConfigError: there is none of that name, or it is no `ToolFormat`.
@@ -94,7 +94,7 @@ def known_names() -> str:
 
 
 def detect_tool_format(chat_template: str) -> str | None:
-    """The format that a chat template makes a model write, where its text leaves no doubt; else None."""
+    """The format that a chat template makes a model write; None where the template's text leaves doubt."""
 
     def has(*parts: str) -> bool:
         return all(part in chat_template for part in parts)

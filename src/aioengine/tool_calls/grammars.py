@@ -1,4 +1,4 @@
-"""What a format consists of, and how its grammar is written: in the Lark dialect of llguidance (its docs/syntax.md)."""
+"""The parts of a format, and the writer of its grammar, in the Lark dialect of llguidance (its docs/syntax.md)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from aioengine.tool_calls.calls import NO_TOKENS, AnswerParser, Tool, ToolChoice
 from aioengine.tool_calls.reading import Reading, StepParser, Steps
 
 ESCAPES = 'nrbtf\\"'
-"""Of texts of JSON, without ``\\u``: a key that is written otherwise would pass for another one."""
+"""Escapes in JSON strings, without ``\\u``: a key written with that would pass for another one."""
 
 TOKENS = re.compile(r"(｜DSML｜|<[^<>\s=｜]+>)")
-"""Texts that may be tokens inside the markers that a format has."""
+"""Texts that may be tokens inside a format's markers."""
 
 MAX_GRAMMAR_CHARS = 256 * 1024
-"""A larger one is no constraint."""
+"""The largest grammar; a constraint may not be larger."""
 
 _JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
 
@@ -30,14 +30,14 @@ class GrammarWriter:
     """A grammar that is being written, for the tools that may be called.
 
     Args:
-        parallel: there may be several calls.
-        token_ids: text -> id, of the markers that are tokens of their own. Only such a token matches there: the same
-            text spelled out by others is not what a model was trained to write.
+        parallel: several calls are allowed.
+        token_ids: text -> id, of the markers that are tokens of their own. Only that token matches there: models were
+            not trained to spell its text with other tokens.
 
     Attributes:
-        tools: those that may be called.
-        is_many: there may be more than one call.
-        is_free: there may be none, and text.
+        tools: the tools that may be called.
+        is_many: more than one call is allowed.
+        is_free: text is allowed, and no call needed.
     """
 
     def __init__(
@@ -51,17 +51,17 @@ class GrammarWriter:
         self._token_ids = token_ids
         self._rules: list[str] = []
         self._names: dict[str, str] = {}
-        """Names of rules, by what they are."""
+        """Names of rules, by their options and bodies."""
         self._num_chars = 0
 
     def marker(self, text: str) -> str:
-        """A marker, or a text that has some in it."""
+        """A marker, or a text that contains markers, in the grammar's syntax."""
         pieces = [text] if text in self._token_ids else TOKENS.split(text)
         ids = self._token_ids
         return " ".join(f"<[{ids[piece]}]>" if piece in ids else quoted(piece) for piece in pieces if piece)
 
     def rule(self, body: str, options: str = "") -> str:
-        """A rule's name; equal rules are one.
+        """Add a rule, and return its name; equal rules are one.
 
         Raises:
             InvalidRequest: the grammar is too large.
@@ -82,16 +82,16 @@ class GrammarWriter:
         return self.rule(" | ".join(bodies))
 
     def several(self, one: str, between: str) -> str:
-        """One, or as many as there may be."""
+        """One, or any number of them if several calls are allowed."""
         return self.rule(f"{one} ({between} {one})*" if self.is_many else one)
 
     def json(self, schema: Mapping[str, Any], tool: Tool) -> str:
         """JSON as models are trained to write it: on one line, with a space or none after a separator.
 
-        What the schema asks for and llguidance cannot hold is an error where the tool is strict, else let go.
+        Keywords that llguidance cannot enforce are an error if the tool is strict, else ignored.
 
         Args:
-            schema: the tool's, or a part of it, whose references are to places in the tool's all the same.
+            schema: the tool's schema, or a part of it; the references in a part are to places in the tool's schema.
         """
         if schema is not tool.parameters:
             schema = _with_definitions(schema, tool.parameters)
@@ -100,7 +100,7 @@ class GrammarWriter:
         return self.rule("%json " + json.dumps({**schema, "x-guidance": {**spacing, "lenient": not tool.strict}}))
 
     def json_call(self, tool: Tool, arguments_key: str) -> str:
-        """A call that is an object."""
+        """A call that is a JSON object."""
         head = f'{{"name": "{tool.name}", "{arguments_key}": '
         return f"{quoted(head)} {self.json(tool.parameters, tool)} {quoted('}')}"
 
@@ -110,7 +110,7 @@ class GrammarWriter:
         return self.rule(f"{quoted('[')} {self.several(call, quoted(', '))} {quoted(']')}")
 
     def text_without(self, *markers: str, beginning: str = "", ending: str = "") -> str:
-        """Any text without these in it; its first character is no space and no ``beginning`` where that is given."""
+        """Any text without these markers; with a ``beginning``, its first character is neither that nor a space."""
         name = f"T{len(self._rules)}"
         inner = "|".join(map(_escaped, markers))
         body = rf"/([^\s{re.escape(beginning)}](?s:.*))?" if beginning else "/(?s:.*)"
@@ -119,18 +119,18 @@ class GrammarWriter:
         return name
 
     def text_until(self, marker: str, *others: str, beginning: str = "") -> str:
-        """Any text without ``others`` in it, as above, and then the marker, for the first time."""
+        """Any text without ``others``, as `text_without`, and then the first occurrence of the marker."""
         others = tuple(other for other in others if other != marker)
         pieces = [marker] if marker in self._token_ids else TOKENS.split(marker)
         place = next((place for place, piece in enumerate(pieces) if piece in self._token_ids), None)
-        if place is not None:  # what comes before the token is the text's end, since the text is read greedily
+        if place is not None:  # the marker's part before the token ends the text, since the text is read greedily
             before, rest = "".join(pieces[:place]), "".join(pieces[place:])
             text = self.text_without(marker, *others, beginning=beginning, ending=before)
             return self.rule(f"{text} {self.marker(rest)}")
         return self.rule(f"{self.text_without(*others, beginning=beginning)} {quoted(marker)}", "[lazy]")
 
     def plain_value(self, schema: Mapping[str, Any], end: str, *others: str) -> str:
-        """A text that is no JSON, and its ``end``: one of the choices, or any text without ``end`` and ``others``."""
+        """A text that is not JSON, and its ``end``: one of the choices, or any text without ``end`` and ``others``."""
         if (choices := choices_of(schema)) is None:
             return self.text_until(end, *others)
         return f"{self.one_of(map(quoted, choices))} {self.marker(end)}"
@@ -142,9 +142,9 @@ class GrammarWriter:
         """The grammar of a format whose calls begin with a marker.
 
         Args:
-            calls: what follows the marker.
-            others: markers that the format reads, too.
-            between: what parts two of these; None: ``calls`` are all.
+            calls: the grammar after the marker.
+            others: further markers that the format reads.
+            between: the separator of two of these; None: ``calls`` has all calls.
         """
         is_many = self.is_many and between is not None
         if self.is_free:
@@ -156,7 +156,7 @@ class GrammarWriter:
         return self.finish(self.several(one, between or "") if is_many else one)
 
     def finish_unmarked(self, tag: str, calls: str, *, beginning: str) -> str:
-        """The grammar of a format whose calls are all of an answer, or follow a tag.
+        """The grammar of a format whose calls are a whole answer, or follow a tag.
 
         Args:
             beginning: the character that calls begin with and other answers do not.
@@ -169,11 +169,11 @@ class GrammarWriter:
 
 
 class StepFormat(msgspec.Struct, eq=False):
-    """A `ToolFormat` of the two things that a format is: how its calls are read, and how they are written.
+    """A `ToolFormat` made of two functions, one that reads calls and one that writes their grammar.
 
     Attributes:
-        read: goes through an answer until its text is over.
-        write: the grammar of what `read` reads as calls.
+        read: reads an answer until its text is over.
+        write: returns the grammar of the answers whose calls `read` reads.
     """
 
     name: str
@@ -203,7 +203,7 @@ def quoted(text: str) -> str:
 
 
 def properties_of(tool: Tool) -> dict[str, dict[str, Any]]:
-    """The schema of each declared argument, which is no reference itself and may have some inside."""
+    """The schema of each declared argument, with its own reference resolved; it may have references inside."""
     properties = resolved(tool.parameters, tool.parameters).get("properties")
     if not isinstance(properties, dict):
         return {}
@@ -211,7 +211,7 @@ def properties_of(tool: Tool) -> dict[str, dict[str, Any]]:
 
 
 def _with_definitions(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A part of a schema as a document of its own: what it refers to inside ``root`` are its definitions."""
+    """A part of a schema as a document of its own, with the places in ``root`` that it refers to as definitions."""
     names: dict[str, str] = {}
 
     def moved(value: Any) -> Any:
@@ -239,7 +239,7 @@ def required_of(tool: Tool) -> frozenset[str]:
 
 
 def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """The JSON types that a schema admits; empty where it does not say. Each schema is looked at once."""
+    """The JSON types that a schema admits; empty where it states none. Each schema is visited once."""
     found, seen, pending = set[str](), set[int](), [schema]
     while pending:
         given = pending.pop()
@@ -261,7 +261,7 @@ def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
 
 
 def choices_of(schema: Mapping[str, Any]) -> list[Any] | None:
-    """The values of which it must be one; None where the schema lists none."""
+    """The allowed values; None where the schema lists none."""
     if "const" in schema:
         return [schema["const"]]
     values = schema.get("enum")

@@ -3,8 +3,8 @@
     <|channel|>analysis<|message|>The user asks for the weather.<|end|>
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"city": "Paris"}<|call|>
 
-(On one line.) "analysis" is reasoning; "final" is content, and so is "commentary" to no function, which is meant for
-the user, too. A second message of one kind begins on a new line. The model stops after a call. Prompts end in
+(On one line.) "analysis" is reasoning. "final" is content, and so is "commentary" without a function, which is meant
+for the user, too. A second message of one kind begins on a new line. The model stops after a call. Prompts end in
 ``<|start|>assistant``, so that an answer's first header may begin with its recipient: `` to=functions.f<|channel|>…``.
 """
 
@@ -36,7 +36,7 @@ def _read(reading: Reading) -> Steps[None]:
 
 
 def _read_message(reading: Reading, marker: str, kinds: set[bool]) -> Steps[None]:
-    """Read a call, or the header of what is to be shown; ``kinds``: whether the messages so far were reasoning."""
+    """Read a call, or the header of a message to show; ``kinds``: whether earlier messages were reasoning."""
     header = marker + (yield from reading.read_until(_HEADER_ENDS, longest=MAX_KEYWORD_CHARS))
     reading.drop()
     if reading.marker != MESSAGE:
@@ -44,7 +44,7 @@ def _read_message(reading: Reading, marker: str, kinds: set[bool]) -> Steps[None
     recipient = _RECIPIENT.search(header)
     if recipient and (tool := reading.tools.get(recipient[1])):
         first = yield from reading.skip_space()
-        # The engine's text ends before the token <|call|>, where that has ended the answer.
+        # The engine's text ends before the token <|call|> if that has ended the answer.
         is_empty = (yield from reading.literal(CALL)) or (not first and not properties_of(tool))
         if first == "{" or is_empty:
             reading.begin_call(tool.name, "{}" if is_empty else "")

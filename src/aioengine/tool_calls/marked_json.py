@@ -1,4 +1,4 @@
-"""Calls that are JSON, an object each or a list of all: most of them between two markers.
+"""Calls in JSON, an object each or a list of all, mostly between two markers.
 
 Hermes 2 Pro, Qwen2.5, Qwen3, Granite 4, SmolLM3:
 
@@ -23,11 +23,11 @@ Llama 3.1 and later, and xLAM 2, which has a list:
 
     {"name": "get_weather", "parameters": {"city": "Paris"}}; {"name": "get_time", "parameters": {}}
 
-They are the whole answer, or follow ``<|python_tag|>``. A model may leave the semicolon away. JSON that is no call is
-an answer like others.
+These calls are the whole answer, or follow ``<|python_tag|>``. A model may omit the semicolon. JSON that is no call is
+content.
 
-Each is read whether it is an object or a list. The ids that Command writes are passed over: its template numbers the
-calls by itself.
+Each format's calls may be an object or a list. The ids that Command writes are ignored: its template numbers the calls
+by itself.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ COHERE_TEXT = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|EN
 def _reader(
     begins: tuple[str, ...], end: str, markup: tuple[str, ...] = (), *, beginning: str = ""
 ) -> Callable[[Reading], Steps[None]]:
-    """``beginning``: of an answer that is calls without a marker, which are several."""
+    """``beginning``: first character of an answer of calls without a marker, of which there may be several."""
     markers = Markers(*begins, *markup)
 
     def read_calls(reading: Reading) -> Steps[None]:

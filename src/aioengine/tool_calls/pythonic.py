@@ -1,12 +1,12 @@
-"""Calls that are written like Python's: those of Llama 3.2 and 4, of LFM2, and of Olmo 3, which has a line for each.
+"""Calls in Python's syntax: those of Llama 3.2 and 4, of LFM2, and of Olmo 3, which writes each on its own line.
 
     [get_weather(city="Paris", days=[1, 2]), get_time()]
     <|tool_call_start|>[get_weather(city="Paris")]<|tool_call_end|>
     <function_calls>get_weather(city="Paris")
     get_time()</function_calls>
 
-Llama's are the whole answer, or follow ``<|python_start|>``. Arguments are given by name; values are Python's literals,
-or JSON's. A prompt may ask LFM2 for a list of JSON's objects, which is read, too.
+Llama's calls are the whole answer, or follow ``<|python_start|>``. Arguments are given by name; values are literals of
+Python or JSON. A prompt may ask LFM2 for a list of JSON objects, which is read, too.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _CLOSER_OF = {"(": ")", "[": "]", "{": "}"}
 
 
 class _Style(NamedTuple):
-    """How a model writes such calls.
+    """A model's variant of this format.
 
     Attributes:
-        tag, end: around all of them.
-        needs_tag: a grammar has calls behind the tag alone.
-        is_listed: they are a list; else each has a line.
+        tag, end: the markers around all calls.
+        needs_tag: a grammar has calls only after the tag.
+        is_listed: calls are a list; else each has a line.
     """
 
     tag: str
@@ -101,12 +101,12 @@ def _read_arguments(reading: Reading) -> Steps[None]:
 
 
 def _read_value(reading: Reading) -> Steps[tuple[str, str]]:
-    """Take a value, and the comma or parenthesis after it; returns both."""
+    """Read a value and the comma or parenthesis after it, and return both."""
     parts: list[str] = []
     closers = [")"]
     quote = ""
     while char := (yield from reading.peek()):
-        # Most of a text is plain, and taken at once.
+        # Most of a text is plain, and read at once.
         plain = (_PLAIN_IN_STRING if quote else _PLAIN).match(reading.text, reading.at)
         if plain:
             taken = reading.take(plain.end())

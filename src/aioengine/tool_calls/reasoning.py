@@ -12,14 +12,14 @@ from aioengine.validation import nearest, shorten
 
 
 class ReasoningFormat(PlainStruct, frozen=True):
-    """How a family of models marks its reasoning.
+    """The markers of reasoning in a family of models.
 
     Attributes:
         begin, end: the markers.
         is_always_begun: an answer begins with reasoning, with the marker or without, unless the prompt has ended it.
         keeps_special_tokens: an answer must be decoded with special tokens, also where the markers are none.
-        has_own_parser: the tool format of this name tells reasoning apart by itself.
-        markup: what else is marked, and is neither reasoning nor content.
+        has_own_parser: the tool format of this name separates reasoning by itself.
+        markup: further markers, which are neither reasoning nor content.
     """
 
     name: str
@@ -31,14 +31,14 @@ class ReasoningFormat(PlainStruct, frozen=True):
     markup: tuple[str, ...] = ()
 
     def is_begun_by_prompt(self, prompt_text: str) -> bool:
-        """Whether an answer to the rendered prompt begins inside the reasoning: templates write the marker, or none."""
+        """Whether an answer to the rendered prompt begins inside the reasoning; not all templates write the marker."""
         prompt = prompt_text.rstrip()
         return prompt.endswith(self.begin) or (self.is_always_begun and not prompt.endswith(self.end))
 
     def is_begun_by_message(self, prompt_text: str, message: str) -> bool:
-        """Whether an answer that goes on with a message begins inside its reasoning.
+        """Whether an answer that continues a message begins inside its reasoning.
 
-        The message's own markers decide; where it has none, what the template has put before it does.
+        The message's own markers decide; where it has none, the template's text before it does.
         """
         if not (text := message.strip()):
             return self.is_begun_by_prompt(prompt_text)
@@ -67,7 +67,8 @@ _formats = {
 
 
 def find_reasoning_format(name: str) -> ReasoningFormat:
-    """
+    """Find a format by its name.
+
     Raises:
         ConfigError: there is none of that name.
     """
@@ -78,7 +79,7 @@ def find_reasoning_format(name: str) -> ReasoningFormat:
 
 
 def detect_reasoning_format(chat_template: str) -> str | None:
-    """The format of the reasoning that a chat template speaks of, where its text leaves no doubt; else None."""
+    """The format of the reasoning in a chat template; None where the template's text leaves doubt."""
     begins, ends, is_deepseek = (text in chat_template for text in ("<think>", "</think>", "｜Assistant｜"))
     found = {
         "think": begins or (ends and not is_deepseek),
@@ -93,17 +94,17 @@ def detect_reasoning_format(chat_template: str) -> str | None:
 
 
 class ReasoningParser:
-    """An `AnswerParser` that splits reasoning off the beginning of an answer, and hands the rest on.
+    """An `AnswerParser` that splits reasoning off the beginning of an answer, and passes the rest to another parser.
 
     Newlines beside the markers are dropped, as templates write them: after the first, and on both sides of the last.
-    Reasoning that does not end goes on to the end of the text. Markers further on are text.
+    Reasoning that does not end goes on to the end of the text. Later markers are text.
 
     Args:
-        inner: takes what follows; None: that is content.
-        is_begun: the prompt has begun the reasoning; the marker may follow all the same.
-        probe: finds calls in reasoning that does not end: models forget to end it. From where one begins the reasoning
-            is held back, since it is reasoning if the end comes after all. None: there is no such call.
-        max_calls: how many calls such reasoning may have; None: any.
+        inner: parser of the rest; None: the rest is content.
+        is_begun: the prompt has begun the reasoning; the marker may still follow.
+        probe: parser that finds calls in reasoning that does not end, since models forget to end it. From such a call
+            on the reasoning is held back, since it is reasoning if the end comes after all. None: find no such calls.
+        max_calls: the most calls in such reasoning; None: any number.
     """
 
     def __init__(
@@ -151,7 +152,7 @@ class ReasoningParser:
         return _joined(split, self._inner.feed(split.content), self._inner.finish()) if self._inner else split
 
     def _watch(self, split: Piece, *, is_over: bool) -> Piece:
-        """Return what is certainly reasoning, and at the text's end the calls in reasoning that has not ended."""
+        """Return the text that is certainly reasoning, and at the text's end the calls in unended reasoning."""
         assert self._probe is not None
         self._texts.append(split.reasoning)
         if not self._has_ended:
@@ -193,6 +194,6 @@ class ReasoningParser:
 
 
 def _joined(split: Piece, *rest: Piece) -> Piece:
-    """The reasoning that was split off, and what the inner parser made of the rest."""
+    """The reasoning that was split off, joined with the inner parser's pieces of the rest."""
     reasoning = "".join(piece.reasoning for piece in (split, *rest))
     return Piece("".join(piece.content for piece in rest), reasoning, sum((piece.calls for piece in rest), ()))

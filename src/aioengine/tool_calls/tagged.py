@@ -1,4 +1,4 @@
-"""Calls in tags, whose values are plain text that the tool's schema makes JSON of.
+"""Calls in tags, whose values are plain text that becomes JSON by the tool's schema.
 
 Qwen3-Coder; Seed-OSS has ``<seed:tool_call>``, and values on the line of their tags:
 
@@ -30,7 +30,7 @@ GLM 4.5 and 4.6; 4.7 writes it without newlines:
     <arg_value>notes.txt</arg_value>
     </tool_call>
 
-A model may leave the outer markers away where others follow them, and the ends of Qwen3-Coder's tags.
+A model may omit the outer markers where others follow them, and the ends of Qwen3-Coder's tags.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class Tags(NamedTuple):
     """The texts of a format, as a model writes them; white space at their ends may be missing.
 
     Attributes:
-        begin, end: around a call; around all of an answer where ``is_listed``.
-        function, parameter: before and after a name; before a function's there may be nothing.
-        json_parameter: after the name of a parameter whose value is no plain text, where that differs.
-        between: between two calls, or their markers.
-        next_lines: what ends a value whose own end is missing.
+        begin, end: the texts around a call, or around all calls of an answer if ``is_listed``.
+        function, parameter: the texts before and after a name; the one before a function's name may be empty.
+        json_parameter: the text after the name of a parameter whose value is not plain text, if it differs.
+        between: the text between two calls, or their markers.
+        next_lines: texts that end a value whose own end is missing.
     """
 
     begin: str
@@ -129,7 +129,7 @@ class _TagFormat:
     def _read_value(
         self, reading: Reading, head: str, schema: Mapping[str, Any], tool: Tool, is_text: bool | None
     ) -> Steps[None]:
-        """``is_text``: whether the format marks the value as a text; None: it marks none."""
+        """Read a parameter's value; ``is_text``: whether its marker is a text's, None if the format marks no texts."""
         types = types_of(schema, tool.parameters)
         if (is_text and ("string" in types or not types)) or (is_text is None and is_plain(schema, types)):
             reading.add_arguments(f'{head}"')
@@ -139,7 +139,7 @@ class _TagFormat:
             text = yield from reading.read_until(self._value_ends)
             scanner = JsonScanner()
             scanner.scan(text + " ")
-            while reading.is_strict and not (scanner.is_done or scanner.is_wrong):  # the tag was in a string of JSON's
+            while reading.is_strict and not (scanner.is_done or scanner.is_wrong):  # the tag was in a JSON string
                 more = reading.marker + (yield from reading.read_until(self._value_ends))
                 scanner.scan(more + " ")
                 text += more
