@@ -41,7 +41,7 @@ class StopSearch:
         """States by number, the empty one first; numbers, since a cycle of states would need the garbage collector."""
 
     def feed(self, text: str) -> str:
-        """Return the text that may be shown, from the held back one on; at a stop string, all up to its end or start."""
+        """Return the text that may be shown, first any held back before; once a stop string is found, the last text."""
         state, states = self._state, self._states
         if state is states[0] and self._first_chars.isdisjoint(text):
             return text
