@@ -1,7 +1,7 @@
-"""Load a model's tokenizer: that of a folder as `transformers.AutoTokenizer` would, or a GGUF file's.
+"""Loads a model's tokenizer: a GGUF file's, or a folder's as `transformers.AutoTokenizer` would.
 
-Importing that costs a second. Where its answer is known beforehand to be "exactly what tokenizer.json says", the
-``tokenizers`` library reads that file alone.
+Importing transformers costs a second. Where AutoTokenizer is known to load tokenizer.json unchanged, the ``tokenizers``
+library reads that file alone.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ WITHOUT_VOCABULARY = ("ByT5Tokenizer", "CanineTokenizer", "PerceiverTokenizer")
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
-# Model types for which AutoTokenizer takes a declared PreTrainedTokenizerFast at its word. (For others it may know
-# better: a class of its own that builds its pipeline anew, or Mistral's format.) A test compares each of them.
+# Model types for which AutoTokenizer loads a declared PreTrainedTokenizerFast unchanged. (For others it may use a class
+# of its own that rebuilds the pipeline, or Mistral's format.) A test compares each of them.
 PLAIN_MODEL_TYPES = frozenset(
     {"gpt_oss", "granite", "llama", "olmo2", "olmo3", "qwen3", "qwen3_moe", "smollm3", "starcoder2"}
 )
 _PLAIN_CLASSES = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
-# transformers' Qwen2Tokenizer takes vocabulary, merges and post-processor from tokenizer.json and builds the rest anew.
+# transformers' Qwen2Tokenizer takes vocabulary, merges and post-processor from tokenizer.json and rebuilds the rest.
 _QWEN_CLASSES = frozenset({"Qwen2Tokenizer", "Qwen2TokenizerFast"})
 _QWEN_MODEL_TYPES = frozenset({"qwen2", "qwen3"})
-# Settings that make transformers change what it read from tokenizer.json, or read something else.
+# Settings that make transformers change the tokenizer of tokenizer.json, or read another file.
 _UNPLAIN_SETTINGS = frozenset({"auto_map", "fast_tokenizer_files", "fix_mistral_regex", "split_special_tokens"})
 
 
 MAX_GROWTH = 1000
-"""Characters that a normalizer may make of one: of Unicode's own no form has more than 18."""
+"""The most characters that a normalizer may make of one; Unicode's own forms have at most 18."""
 
 MAX_TOKEN_IDS = 2**22
-"""Of a tokenizer whose model does not say how many it has; the largest known has 2**20."""
+"""The most ids of a tokenizer, also if its model states no number; the largest known has 2**20."""
 
 TOKEN_IDS_MARGIN = 2**16
 """Ids that a tokenizer may have beyond its model's."""
@@ -64,15 +64,15 @@ MAX_SHOWN_CHARS = 500
 
 
 class LoadedTokenizer(msgspec.Struct, frozen=True, kw_only=True):
-    """A folder's tokenizer as found; at least one of ``backend`` and ``slow`` is there.
+    """A folder's tokenizer; it has at least one of ``backend`` and ``slow``.
 
     Attributes:
         backend: a ``tokenizers.Tokenizer`` with neither truncation nor padding; None if it does not do the decoding.
-        slow: a transformers tokenizer, only where it encodes otherwise than ``backend`` or there is no backend.
-        chat_templates: by name.
+        slow: a transformers tokenizer, only if it encodes differently from ``backend`` or there is no backend.
+        chat_templates: templates by name.
         named_tokens: "bos_token", "eos_token" and so on, as far as they are set.
-        chat_bos_id: a BOS that begins each chat, whether its template writes it or not; None: as the template says.
-        max_ids: its ids are below this.
+        chat_bos_id: a BOS that begins each chat, even if the template does not write it; None: left to the template.
+        max_ids: upper bound of its ids, exclusive.
     """
 
     backend: Any = None
@@ -84,7 +84,7 @@ class LoadedTokenizer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _check_labels(folder: Path, config: dict[str, Any]) -> None:
-    """Refuse labels without number, of which transformers makes a dict while it looks for the tokenizer's class."""
+    """Refuse too many labels: transformers makes a dict of them while it looks for the tokenizer's class."""
     pending = [config]
     while pending:
         node = pending.pop()
@@ -95,19 +95,19 @@ def _check_labels(folder: Path, config: dict[str, Any]) -> None:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether the folder, or GGUF file, has a tokenizer at all. A model without one takes prompts as token ids."""
+    """Whether the folder or GGUF file has a tokenizer. A model without one takes prompts as token ids."""
     if is_gguf(folder):
         return bool(tokens_of(GgufFile.read(folder)))
     return any((folder / name).is_file() for name in ("tokenizer_config.json", *VOCABULARY_FILES))
 
 
 def load_tokenizer(folder: Path) -> LoadedTokenizer:
-    """Load the tokenizer of a local folder, as AutoTokenizer would; nothing is fetched and no code of the folder runs.
+    """Load the tokenizer of a local folder, as AutoTokenizer would, without downloads and without running its code.
 
     Args:
-        folder: or a GGUF file.
+        folder: a folder or a GGUF file.
     Raises:
-        ModelLoadError: there is none, a file of it is missing or damaged, or transformers cannot load it.
+        ModelLoadError: there is no tokenizer, a file of it is missing or damaged, or transformers cannot load it.
     """
     if is_gguf(folder):
         return _load_from_gguf(folder)
@@ -142,7 +142,7 @@ def _load_from_gguf(path: Path) -> LoadedTokenizer:
 
 
 def _check_vocabulary(folder: Path) -> None:
-    """Refuse a folder without one: of most classes transformers would make a tokenizer that has no tokens."""
+    """Refuse a folder without a vocabulary: for most classes transformers would make a tokenizer without tokens."""
     if any((folder / name).is_file() for name in VOCABULARY_FILES):
         return
     names = ", ".join(VOCABULARY_FILES)
@@ -155,7 +155,7 @@ def _check_vocabulary(folder: Path) -> None:
 
 
 def _missing_modules(folder: Path) -> str:
-    """A hint for a vocabulary that one of transformers' optional packages reads."""
+    """A hint for a vocabulary that needs optional packages of transformers; "" if none is missing."""
     needed = {"sentencepiece": folder.glob("*.model"), "tiktoken": folder.glob("tiktoken.model")}
     missing = [name for name, files in needed.items() if any(files) and find_spec(name) is None]
     is_read = missing and not (folder / "tokenizer.json").is_file()
@@ -166,12 +166,12 @@ def _missing_modules(folder: Path) -> str:
 
 @contextmanager
 def failures_as(make: Callable[[str], AioEngineError]) -> Iterator[None]:
-    """Raise what a tokenizer's library raises as an error of ours: bare exceptions of many kinds, and panics.
+    """Convert errors of a tokenizer's library into an error of ours: bare exceptions of many kinds, and panics.
 
-    A panic of Rust code is a BaseException, of a class that cannot be imported. Rust has told of it on stderr by then.
+    A panic of Rust code is a BaseException of a class that cannot be imported. Rust has printed it on stderr by then.
 
     Args:
-        make: the error, of what the library says.
+        make: makes the error from the library's message.
     """
     try:
         yield
@@ -185,9 +185,9 @@ def failures_as(make: Callable[[str], AioEngineError]) -> Iterator[None]:
 
 
 def _check_normalizer(file: Path) -> None:
-    """Refuse a normalizer for which the library would ask for memory without end: that aborts the process.
+    """Refuse a normalizer for which the library would take unbounded memory, which aborts the process.
 
-    It makes very much of a character, or has a table that is larger than its data.
+    Such a normalizer makes very many characters of one, or has a table that is larger than its data.
     """
     if not file.is_file():
         return
@@ -217,12 +217,12 @@ def _steps(normalizer: Any) -> Iterator[dict[str, Any]]:
 
 
 def _pattern(step: dict[str, Any]) -> str:
-    """The text that a step replaces, "" for a regular expression or nothing."""
+    """The text that a step replaces; "" if that is a regular expression, or if it replaces nothing."""
     return str((step.get("pattern") or {}).get("String", ""))
 
 
 def _grown(steps: list[dict[str, Any]], text: str) -> int:
-    """Characters that the steps make of a text, at most: a regular expression may match anywhere."""
+    """The most characters that the steps make of a text, where a regular expression may match anywhere."""
     factor = 1
     for step in steps:
         content, pattern = step.get("content") or "", _pattern(step)
@@ -237,10 +237,10 @@ def _grown(steps: list[dict[str, Any]], text: str) -> int:
 
 
 def _load_plain(folder: Path, config: dict[str, Any], model_type: object) -> LoadedTokenizer | None:
-    """Load tokenizer.json as it is; None where AutoTokenizer might make something else of the folder.
+    """Load tokenizer.json as it is; None where AutoTokenizer might make another tokenizer of the folder.
 
     Args:
-        config: tokenizer_config.json.
+        config: contents of tokenizer_config.json.
     """
     is_qwens = config.get("tokenizer_class") in _QWEN_CLASSES and model_type in _QWEN_MODEL_TYPES
     is_plain = config.get("tokenizer_class") in _PLAIN_CLASSES and model_type in {None, *PLAIN_MODEL_TYPES}
@@ -260,7 +260,7 @@ def _load_plain(folder: Path, config: dict[str, Any], model_type: object) -> Loa
 
 
 def _adds_nothing(folder: Path, config: dict[str, Any], backend: Any) -> bool:
-    """Whether the settings around tokenizer.json name only tokens that it has, with the same properties."""
+    """Whether the settings beside tokenizer.json name only tokens that it has, with the same properties."""
     added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     declared = config.get("added_tokens_decoder")
     if declared is None:
@@ -270,16 +270,16 @@ def _adds_nothing(folder: Path, config: dict[str, Any], backend: Any) -> bool:
     elif not all(_is_same_token(token, added.get(_content(token))) for token in declared.values()):
         return False
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    special = {content for content, token in added.items() if token.special}  # transformers makes those named special
+    special = {content for content, token in added.items() if token.special}  # transformers makes named tokens special
     named = [value for key, value in config.items() if key.endswith("_token") and isinstance(value, (str, dict))]
-    # "add_bos_token" and its like are flags: where there is a tokenizer.json, transformers leaves them out.
+    # "add_bos_token" and its like are flags, which transformers ignores if there is a tokenizer.json.
     others = [value for key, value in config.items() if key.endswith("_token") and key not in NAMED_TOKENS]
     custom = [value for value in others if not (value is None or isinstance(value, bool))]
     return not custom and isinstance(extra, list) and all(_content(token) in special for token in [*extra, *named])
 
 
 def _is_as_qwens_class_makes(config: dict[str, Any], backend: Any) -> bool:
-    """Whether Qwen2Tokenizer would build what tokenizer.json holds, with the same ids of its added tokens."""
+    """Whether Qwen2Tokenizer would build the tokenizer of tokenizer.json, with the same ids of its added tokens."""
     from tokenizers.models import BPE
 
     added = {str(token_id): token.content for token_id, token in backend.get_added_tokens_decoder().items()}
@@ -322,12 +322,12 @@ def _is_same_token(declared: dict[str, Any], token: Any) -> bool:
 def _load_with_transformers(folder: Path) -> LoadedTokenizer:
     from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
-    # Not left to its default, trust_remote_code asks on the terminal.
+    # By default trust_remote_code would ask on the terminal.
     here: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), **here)
     except Exception as error:
-        try:  # it may have been in the way of the tokenizer
+        try:  # the config may be the cause
             AutoConfig.from_pretrained(str(folder), **here)
         except Exception as of_config:
             if str(of_config) == str(error):
@@ -336,7 +336,7 @@ def _load_with_transformers(folder: Path) -> LoadedTokenizer:
                     f"{folder / 'config.json'}: transformers does not understand it: {problem}"
                 ) from error
         raise
-    own = getattr(tokenizer, "chat_template", None)  # of a class that brings one
+    own = getattr(tokenizer, "chat_template", None)  # set by some classes
     templates = {DEFAULT: own} if isinstance(own, str) else {}
     named_tokens = {name: text for name, text in tokenizer.special_tokens_map.items() if isinstance(text, str)}
 
@@ -351,7 +351,7 @@ def _load_with_transformers(folder: Path) -> LoadedTokenizer:
 
 
 def _with_backend(backend: Any, named_tokens: dict[str, str]) -> LoadedTokenizer:
-    # Some tokenizer.json files bring a truncation length from training; transformers ignores it unless asked, too.
+    # Some tokenizer.json files have a truncation length from training; transformers, too, ignores it unless asked.
     backend.no_truncation()
     backend.no_padding()
     return LoadedTokenizer(backend=backend, named_tokens=named_tokens)

@@ -1,10 +1,10 @@
-"""The calls of Gemma 4 and of FunctionGemma: like JSON, with bare keys and marked strings.
+"""Calls of Gemma 4 and FunctionGemma, which are like JSON with bare keys and marked strings.
 
     <|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:[1,2],place:{at:<|"|>home<|"|>}}<tool_call|>
     <start_function_call>call:get_weather{city:<escape>Paris<escape>}<end_function_call>
 
-JSON's own strings and keys are read, too: a grammar has them inside lists and objects, and for strings whose schema
-has a pattern, a format or a length.
+JSON strings and keys are read, too: a grammar has them inside lists and objects, and for strings whose schema has a
+pattern, a format or a length.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from aioengine.tool_calls.reading import MAX_KEYWORD_CHARS, Markers, Reading, St
 from aioengine.tool_calls.values import as_json, in_string, is_plain, write_arguments
 
 MAX_DEPTH = 64
-"""Levels of lists and objects inside each other; a call with more is none."""
+"""Most levels of nested lists and objects; text with more is no call."""
 
 NO_TYPES: Mapping[str, frozenset[str]] = {}
 _NAME_ENDS, _KEY_ENDS, _VALUE_ENDS = Markers("{"), Markers(":"), Markers(",", "}", "]")
@@ -29,7 +29,7 @@ _NAME_ENDS, _KEY_ENDS, _VALUE_ENDS = Markers("{"), Markers(":"), Markers(",", "}
 
 @dataclasses.dataclass(frozen=True)
 class _BareKeys:
-    """The texts of a format: around a call, around a string, and what may follow a call's end."""
+    """The texts of a format: around a call, around a string, and one that may follow a call's end."""
 
     begin: str
     end: str
@@ -65,11 +65,11 @@ class _BareKeys:
         types: frozenset[str] = frozenset(),
         types_in: Mapping[str, frozenset[str]] = NO_TYPES,
     ) -> Steps[None]:
-        """Take a value; its JSON becomes part of the arguments as it comes.
+        """Read a value; its JSON is added to the arguments as it arrives.
 
         Args:
-            types: those that its schema admits; empty: any.
-            types_in: the same of an object's members.
+            types: the JSON types that its schema admits; empty: any.
+            types_in: the same for an object's members, by their keys.
         """
         first = yield from reading.skip_space()
         is_marked = yield from reading.literal(self.quote)

@@ -1,4 +1,4 @@
-"""Calls whose name stands before their arguments: DeepSeek V3 and R1 (since its second version), V3.1, Kimi, Mistral.
+"""Calls with the name before the arguments: DeepSeek V3 and R1 (since its second version), V3.1, Kimi, Mistral.
 
     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather
     ```json
@@ -8,11 +8,11 @@
     <|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>…
     [TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]get_time[CALL_ID]a1B2c3D4e[ARGS]{}
 
-Kimi's number counts the calls of a conversation, and what stands before the arguments is the call's id: its templates
-write the ids of the history, and the model goes on from them. Mistral's templates take ids of nine letters and digits
-alone; one that the model writes is passed over. A model may leave out what separates a name from its arguments.
+Kimi's number counts the calls of a conversation, and the text before the arguments is the call's id: its templates
+write the ids of the history, and the model goes on from them. Mistral's templates accept only ids of nine letters and
+digits; an id that the model writes is ignored. A model may omit the separator between a name and its arguments.
 
-Mistral's models had a list until version 11 of their tokenizer, which is read behind any of these markers:
+Mistral's models wrote a list until version 11 of their tokenizer; it is read after any of these markers:
 
     [TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Paris"}}, {"name": "get_time", "arguments": {}}]
 """
@@ -35,11 +35,11 @@ class _NamedJson(NamedTuple):
     """The texts of a format.
 
     Attributes:
-        begin, end: around a call; nothing is behind one where ``end`` is empty.
-        separator: before a call's arguments.
-        head: what precedes these, in Lark, with NAME and SEPARATOR in it.
-        tail, between: what follows a call's arguments, and what parts two calls.
-        all_begin, all_end: around all calls; empty where nothing is.
+        begin, end: the markers around a call; ``end`` may be empty.
+        separator: the marker before a call's arguments.
+        head: the Lark grammar of the text before the arguments, with NAME and SEPARATOR in it.
+        tail, between: the text after a call's arguments, and the text between two calls.
+        all_begin, all_end: the markers around all calls; empty if there are none.
     """
 
     begin: str

@@ -1,7 +1,7 @@
-"""How the formats read: an answer in pieces, as steps that wait for more text where they need it.
+"""Reads an answer that arrives in pieces, in steps that wait for more text where they need it.
 
-A format is a generator over a `Reading`: plain code from left to right, that yields where the text has not come yet.
-What it takes of the text is held until it is known what that was: `drop` makes it markup, `release` shows it.
+A format is a generator over a `Reading`: plain code from left to right, which yields where the text has not arrived.
+Text that it takes is held until its kind is known: `drop` discards it as markup, `release` shows it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from aioengine.tool_calls.calls import Piece, Tool, ToolCall, ToolCallDelta
 from aioengine.tool_calls.json_scanner import JsonScanner, is_json
 
 MAX_KEYWORD_CHARS = 256
-"""Of what stands between two markers and is no value: a name, a key, a header."""
+"""The most characters of a text between two markers that is no value: a name, a key, a header."""
 
 SPACE, NEWLINES = re.compile(r"\s*"), re.compile(r"\n*")
 LOOSE = ("{", "[{", "[ ", "[\n", "```")
-"""Texts with which JSON may begin that nothing marks as calls: an object, a list, and either in a fence."""
+"""Beginnings of JSON that may be calls without a marker: an object, a list, and either in a fence."""
 
 _LANGUAGE, _SURROGATES = re.compile("[a-z_]*"), re.compile("[\ud800-\udfff]")
 _NAME_KEYS, _ARGUMENT_KEYS, _FUNCTION_KEY = ("name", "function", "tool_name"), ("arguments", "parameters"), "function"
@@ -31,11 +31,11 @@ Steps = Generator[None, None, T]
 
 
 class NotACall(Exception):
-    """What was read is no call, from the character on that the reading stands at."""
+    """The text taken so far is no call; reading goes on as text at the current character."""
 
 
 class Markers:
-    """Texts to be found in a text, the first of them in it; where two begin, the longer one."""
+    """Texts to search for in a text: the first occurrence of any, and the longest of those that begin there."""
 
     def __init__(self, *texts: str) -> None:
         self.texts = texts
@@ -45,14 +45,14 @@ class Markers:
 
     @functools.cached_property
     def loose(self) -> Markers:
-        """These, and `LOOSE`."""
+        """These markers and `LOOSE`."""
         return Markers(*self.texts, *LOOSE)
 
     def find(self, text: str, at: int) -> re.Match[str] | None:
         return self._pattern.search(text, at)
 
     def may_begin(self, text: str, at: int) -> int:
-        """Where in ``text``, which has none, one may be beginning; its length if nowhere."""
+        """The place in ``text``, which has no whole marker, where one may begin; the text's length if nowhere."""
         at = max(at, len(text) - self._longest + 1)
         while found := self._first_chars.search(text, at):
             at = found.start()
@@ -63,17 +63,17 @@ class Markers:
 
 
 class Reading:
-    """A text that is being read, what has been held of it, and what came out.
+    """A text that is being read, the text held back, and the results.
 
     Args:
         make_id: makes an id for each call that begins.
     Attributes:
-        text, at: the part that is here, and how far it was taken.
-        is_over: no more will come.
-        marker: the one that `read_until` has found last.
-        shown: where text goes that is no call: ``content`` or ``reasoning``.
-        is_strict: a grammar constrains the text, which has calls in the format's own spelling alone.
-        is_loose: calls in JSON are read that no marker begins. An object that is no call ends this: the answer is data.
+        text, at: the part that has arrived, and the place up to which it was taken.
+        is_over: no more text will arrive.
+        marker: the last one that `read_until` has found.
+        shown: the list that gets text that is no call: ``content`` or ``reasoning``.
+        is_strict: a grammar constrains the text, so that calls are only in the format's own spelling.
+        is_loose: JSON calls without a marker are read. An object that is no call ends this: the answer is data.
     """
 
     def __init__(self, tools: Iterable[Tool], make_id: Callable[[], str], *, is_strict: bool = False) -> None:
@@ -96,36 +96,36 @@ class Reading:
         self._deltas: dict[int, tuple[str | None, str | None, list[str]]] = {}
 
     def take_piece(self) -> Piece:
-        """What came out since the last time."""
+        """Return the results since the last call of this method."""
         deltas = (ToolCallDelta(n, call_id, name, "".join(parts)) for n, (call_id, name, parts) in self._deltas.items())
         piece = Piece("".join(self.content), "".join(self.reasoning), tuple(deltas))
         for given in (self.content, self.reasoning, self._deltas):
             given.clear()
         return piece
 
-    # What becomes of text
+    # Held text and results
 
     def take(self, end: int) -> str:
-        """Hold the text up to ``end``; returns it."""
+        """Hold the text up to ``end``, and return it."""
         taken = self.text[self.at : end]
         self._held.append(taken)
         self.at = end
         return taken
 
     def drop(self) -> None:
-        """What is held is markup."""
+        """Discard the held text, which is markup or a call's."""
         self._held.clear()
 
     def release(self) -> None:
-        """What is held is shown."""
+        """Show the held text."""
         self.shown += self._held
         self._held.clear()
 
     def begin_call(self, name: str, arguments: str = "", *, call_id: str | None = None) -> None:
-        """What is held is the beginning of a call, and stays held until that is complete.
+        """Begin a call with the held text, which stays held until the call is complete.
 
         Args:
-            call_id: its id; None, or one that another call has: one is made.
+            call_id: its id; a new one is made in place of None or an id that another call has.
         Raises:
             NotACall: no tool has this name.
         """
@@ -156,11 +156,11 @@ class Reading:
         return self._open is not None
 
     def attempt(self, steps: Steps[None], *, is_marked: bool = True) -> Steps[None]:
-        """Go through steps that read a call, or several. Where they find none what they have taken is shown.
+        """Run steps that read one call or several. If they find none, the text that they took is shown.
 
         Args:
-            is_marked: a marker has begun it, so that it is one where the text is over before it is named. Else a call
-                in JSON is one with arguments alone.
+            is_marked: a marker began the call, so that it counts as one even if the text ends before its name. Without
+                a marker JSON counts as a call only if it has arguments.
         """
         self._is_marked = is_marked
         try:
@@ -172,7 +172,7 @@ class Reading:
             if is_cut_off:
                 self.at = len(self.text)
                 self.drop()
-            # White space at its end may still be before a call.
+            # White space at the end may still precede a call.
             held = "".join(self._held)
             self.shown.append(held.rstrip())
             self._held[:] = [held[len(self.shown[-1]) :]]
@@ -180,10 +180,12 @@ class Reading:
     # Reading
 
     def show_until(self, markers: Markers, *, space: str | None = None) -> Steps[str]:
-        """Show text up to a marker; returns the marker, held with the space before it. "" when the text is over.
+        """Show text up to a marker, and hold the marker with the space before it.
 
         Args:
             space: the characters that are space; None: all white space.
+        Returns:
+            the marker; "" when the text is over.
         """
         while True:
             found = markers.find(self.text, self.at)
@@ -209,9 +211,11 @@ class Reading:
 
         Args:
             longest: the most characters before it.
-            give: is given the text as it comes.
+            give: called with the text as it arrives; None: return the text.
         Returns:
-            the text, if it is not given away.
+            the text; empty with ``give``.
+        Raises:
+            NotACall: the text is over, or the marker is further away.
         """
         parts: list[str] = []
         give = parts.append if give is None else give
@@ -232,17 +236,17 @@ class Reading:
             yield
 
     def put_back(self) -> None:
-        """The marker that `read_until` has found last is to be read again."""
+        """Put the last piece taken, a marker, back into the text to read it again."""
         self.at -= len(self._held.pop())
 
     def peek(self) -> Steps[str]:
-        """The next character, not taken; "" when the text is over."""
+        """The next character, which is not taken; "" when the text is over."""
         while self.at == len(self.text) and not self.is_over:
             yield
         return self.text[self.at : self.at + 1]
 
     def skip_space(self, space: re.Pattern[str] = SPACE) -> Steps[str]:
-        """Take white space; returns the next character, not taken, or "" when the text is over."""
+        """Take white space, and return the next character, which is not taken; "" when the text is over."""
         while True:
             found = space.match(self.text, self.at)
             self.take(found.end() if found else self.at)
@@ -251,7 +255,7 @@ class Reading:
             yield
 
     def literal(self, expected: str) -> Steps[bool]:
-        """Whether the text goes on with this, which is taken if so."""
+        """Take ``expected`` if the text goes on with it; return whether it does."""
         while True:
             here = self.text[self.at : self.at + len(expected)]
             if here == expected:
@@ -266,7 +270,7 @@ class Reading:
             raise NotACall
 
     def json_value(self, give: Callable[[str], None] | None = None) -> Steps[str]:
-        """Take a JSON value; its text is given as it comes, or else returned."""
+        """Take a JSON value; pass its text to ``give`` as it arrives, or return it."""
         scanner = JsonScanner()
         parts: list[str] = []
         give = parts.append if give is None else give
@@ -279,17 +283,17 @@ class Reading:
                 raise NotACall
             yield
 
-    # What several formats have
+    # Parts of several formats
 
     def find_call(self, begins: Markers) -> Steps[str]:
-        """Show text up to a marker, which is returned, as `show_until`; on the way read calls in JSON without one."""
+        """Show text up to a marker and return that, as `show_until`; read JSON calls without a marker on the way."""
         while (marker := (yield from self.show_until(begins.loose if self.is_loose else begins))) in LOOSE:
             self.put_back()
             yield from self.attempt(self.json_calls(), is_marked=False)
         return marker
 
     def json_calls(self) -> Steps[None]:
-        """A call that is an object, or a list of these; models put either into a fence."""
+        """Read a call that is a JSON object, or a list of these; models may put either into a fence."""
         yield from self.skip_space()
         if is_fenced := (yield from self.literal("```")):
             yield from self.skip_space(_LANGUAGE)
@@ -306,7 +310,7 @@ class Reading:
         yield from self.close(*(["```"] if is_fenced else []))
 
     def json_call(self) -> Steps[None]:
-        """A call that is an object, with a name and arguments in any order, or with these under "function"."""
+        """Read a call that is an object, with a name and arguments in any order, or with these under "function"."""
         yield from self.skip_space()
         name, arguments = yield from self._json_fields()
         if name is None or (arguments is None and not self._is_marked):
@@ -316,7 +320,7 @@ class Reading:
         self.end_call()
 
     def _json_fields(self, *, is_inner: bool = False) -> Steps[tuple[str | None, str | None]]:
-        """Take a call's object; returns its name and arguments, None where it has none. Begins the call with both."""
+        """Take a call's object, and begin the call once both are there; return name and arguments, None if absent."""
         name: str | None = None
         arguments: str | None = None
         yield from self.expect("{")
@@ -357,7 +361,7 @@ class Reading:
         return name, arguments
 
     def close(self, *markers: str) -> Steps[None]:
-        """After a complete call: these markers are markup where they are there, and so is white space at the end."""
+        """Drop these markers after a complete call, where they are present, and white space at the text's end."""
         for marker in markers:
             yield from self.skip_space()
             if (yield from self.literal(marker)):
@@ -369,10 +373,10 @@ class Reading:
 
 
 def _as_object(value: str) -> str:
-    """The JSON object of arguments that are written as one, as a JSON text of one, or as null for none.
+    """The JSON object of arguments that are written as an object, as a JSON string of one, or as null for none.
 
     Raises:
-        NotACall: they are no object.
+        NotACall: the arguments are no object.
     """
     text = str(json.loads(value)).strip() if value[0] == '"' else value
     if text in ("", "null"):
@@ -383,10 +387,10 @@ def _as_object(value: str) -> str:
 
 
 class StepParser:
-    """An `AnswerParser` that goes through a format's steps.
+    """An `AnswerParser` that runs a format's steps.
 
     Args:
-        make_steps: the format: goes on until the text is over.
+        make_steps: the format, whose steps go on until the text is over.
     """
 
     def __init__(self, make_steps: Callable[[Reading], Steps[None]], reading: Reading) -> None:
@@ -405,7 +409,7 @@ class StepParser:
     def feed(self, text: str) -> Piece:
         reading = self._reading
         assert not reading.is_over, "the text is over"
-        # What is not taken is never longer than a marker, so that this is no quadratic copying.
+        # The text not taken is never longer than a marker, so that copying is not quadratic.
         reading.text, reading.at = reading.text[reading.at :] + text, 0
         next(self._steps)
         return reading.take_piece()
