@@ -67,7 +67,7 @@ async def serve_here(num_servers: int, is_demo: bool) -> None:
     """As ``aioengine serve --api-servers N`` does, with a device that costs nothing."""
     from aioengine import Engine
     from aioengine.config import ProcessOptions, ReplicaOptions
-    from aioengine.own_process import asked_by_signals, prepare_interpreter
+    from aioengine.processes.own_process import asked_by_signals, prepare_interpreter
     from aioengine.server import HttpLimits, ServerConfig, create_app
     from aioengine.server.access_log import logging_off_loop
     from aioengine.server.group.serving import serve_with_servers

@@ -24,8 +24,8 @@ from aioengine.cluster import messages as m
 from aioengine.cluster.coordinator import PUBLISH_INTERVAL_S, Coordinator
 from aioengine.config import EngineConfig, ReplicaOptions
 from aioengine.errors import AioEngineError, EngineClosed
+from aioengine.processes.worker_threads import TextWorker
 from aioengine.scheduler.scheduler import SchedulerStats
-from aioengine.text.worker import TextWorker
 from aioengine.transport import wire
 from aioengine.transport.link import Link
 

@@ -22,7 +22,6 @@ FLOORS = """
     cli integrations
     blocking server testing
     engine
-    stream
     frontend
     cluster
     transport
@@ -37,7 +36,7 @@ FLOORS = """
     config metrics sampling_params
     structured tool_calls
     type_schema
-    backoff import_path json_pointer own_process plain_struct plugins progress threads turns validation
+    import_path json_pointer plain_struct plugins processes progress validation
     _version errors
 """.strip().splitlines()
 """From the top down. Rooms on one floor do not know each other."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from aioengine.turns import Turns, turns_here
+from aioengine.processes.turns import Turns, turns_here
 
 REFERENCE_S = 0.004
 

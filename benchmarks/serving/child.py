@@ -14,7 +14,7 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
-from aioengine.transport.child import die_with_parent
+from aioengine.processes.own_side import die_with_parent
 
 BACKLOG = 2048
 DRAIN_TIMEOUT_S = 2
@@ -45,7 +45,7 @@ async def serve_engine(args: argparse.Namespace) -> None:
     from stand_in import Board, StandIn
 
     from aioengine import Engine
-    from aioengine.own_process import asked_by_signals, prepare_interpreter
+    from aioengine.processes.own_process import asked_by_signals, prepare_interpreter
     from aioengine.server import ServerConfig, create_app
     from aioengine.server.http_listener import HttpListener, ServerAddress
     from aioengine.server.http_server import StopRequest, serve

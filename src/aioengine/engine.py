@@ -37,10 +37,10 @@ from aioengine.frontend.prompt import (
     open_prompt,
 )
 from aioengine.frontend.runtime import Runtime
+from aioengine.frontend.stream import Stream, await_only
 from aioengine.outputs import RequestOutput, T, TypeForm
+from aioengine.processes.turns import running_loop
 from aioengine.sampling_params import NO_SEED, SamplingParams, make_params
-from aioengine.stream import Stream, await_only
-from aioengine.turns import running_loop
 from aioengine.validation import shorten
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from aioengine.cli import main
-from aioengine.own_process import COMPILER_OUTLIVES
+from aioengine.processes.own_process import COMPILER_OUTLIVES
 
 COMMAND = [sys.executable, "-m", "aioengine"]
 DEADLINE_S = 90

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from aioengine.cli.engine import _run, engine
-from aioengine.own_process import asked_by_signals
+from aioengine.processes.own_process import asked_by_signals
 
 JOIN = ("--join", "tcp://127.0.0.1:1")
 

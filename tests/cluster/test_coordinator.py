@@ -20,7 +20,7 @@ from aioengine.cluster import messages as m
 from aioengine.cluster.coordinator import Coordinator
 from aioengine.config import EngineConfig, ReplicaOptions
 from aioengine.errors import AioEngineError, EngineClosed, InvalidRequest
-from aioengine.text.worker import TextWorker
+from aioengine.processes.worker_threads import TextWorker
 from aioengine.transport import wire
 
 

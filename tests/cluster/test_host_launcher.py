@@ -12,7 +12,7 @@ from aioengine.cluster.host_launcher import HostLauncher
 from aioengine.cluster.lockstep_launcher import LockstepLauncher
 from aioengine.cluster.remote import OnHost
 from aioengine.core.protocol import CoreHooks
-from aioengine.text.worker import TextWorker
+from aioengine.processes.worker_threads import TextWorker
 from aioengine.transport.backends import InChild
 
 FREE = "tcp://127.0.0.1:*"

@@ -17,7 +17,7 @@ from transport.wire_samples import HANDSHAKE_FROM_ENGINE, INFO, frames_of
 from aioengine import ConfigError, EngineConfig, EngineDead
 from aioengine._version import __version__
 from aioengine.cluster.remote import JoinDesk
-from aioengine.text.worker import TextWorker
+from aioengine.processes.worker_threads import TextWorker
 from aioengine.transport import joining
 from aioengine.transport.channel import Channel
 from aioengine.transport.handshake import EngineRecord, Failing, Goodbye, HandshakeState, Loading, Ready

@@ -23,7 +23,7 @@ from aioengine import ConfigError, Engine, EngineDead, ModelLoadError
 from aioengine.cluster.ray_launcher import RayLauncher
 from aioengine.config import EngineConfig, ProcessOptions, ReplicaOptions
 from aioengine.core.protocol import CoreHooks
-from aioengine.text.worker import TextWorker
+from aioengine.processes.worker_threads import TextWorker
 
 PROMPTS = [f"Once upon a time there were {count} children who" for count in range(2, 8)]
 SAMPLING: dict[str, Any] = {"max_tokens": 60, "temperature": 0.0, "ignore_eos": True}

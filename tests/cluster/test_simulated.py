@@ -17,7 +17,7 @@ from aioengine.cluster.backend import Replicated
 from aioengine.config import ReplicaOptions
 from aioengine.core.protocol import CoreHooks
 from aioengine.errors import EngineDead, ModelLoadError, StepFailed
-from aioengine.text.worker import TextWorker
+from aioengine.processes.worker_threads import TextWorker
 
 MAX_BLAMED = 2
 """Of about 500 requests."""

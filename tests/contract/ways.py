@@ -14,7 +14,7 @@ from aioengine import Engine, EngineConfig
 from aioengine.config import ProcessOptions
 from aioengine.core.protocol import CoreHooks
 from aioengine.executor.in_process import InProcess
-from aioengine.text.worker import TextWorker
+from aioengine.processes.worker_threads import TextWorker
 from aioengine.transport.addresses import PrivateFolder
 from aioengine.transport.server import EngineServer
 

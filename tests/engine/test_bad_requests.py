@@ -194,7 +194,7 @@ async def test_thirty_megabytes_are_refused_in_a_thread_and_never_tokenized(
     def encode(*_: Any, **__: Any) -> list[int]:
         raise AssertionError("tokenized")
 
-    monkeypatch.setattr("aioengine.stream.prepare", prepare_and_note)
+    monkeypatch.setattr("aioengine.frontend.stream.prepare", prepare_and_note)
     async with serve() as served:
         monkeypatch.setattr(served.tokenizer, "encode", encode)
         with pytest.raises(PromptTooLong):

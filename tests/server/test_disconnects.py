@@ -14,10 +14,10 @@ from server.conftest import each_adapter, texts_of
 from server.hostile import GONE, Adapter, Client, Leaving, Target, chat, completion, request_of, served
 from waiting import Tasks, turns
 
+from aioengine.frontend.stream import Stream
 from aioengine.server.aiohttp_adapter import AiohttpExchange
 from aioengine.server.asgi import AsgiExchange
 from aioengine.server.record import RequestRecord
-from aioengine.stream import Stream
 
 each_way = pytest.mark.parametrize("way", ["close", "reset", "half"])
 

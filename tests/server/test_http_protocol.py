@@ -18,6 +18,7 @@ from server.hostile import Answer, Client
 from server.small_app import SmallApp, SmallEngine
 from waiting import until
 
+from aioengine.processes.turns import turns_here
 from aioengine.server.config import HttpLimits
 from aioengine.server.http_protocol import (
     CLOSE_TIMEOUT_S,
@@ -27,7 +28,6 @@ from aioengine.server.http_protocol import (
     HttpProtocol,
     SharedState,
 )
-from aioengine.turns import turns_here
 
 virtual_time = pytest.mark.virtual_clock(seeds=[1, 2])
 

@@ -19,9 +19,9 @@ from aioengine.errors import AioEngineError, EngineDead
 from aioengine.executor.in_process import InProcess
 from aioengine.metrics import StepRecord
 from aioengine.models.folder import ModelFolder
+from aioengine.processes.worker_threads import TextWorker
 from aioengine.progress import OnProgress
 from aioengine.scheduler.sequence import Sequence as Choice
-from aioengine.text.worker import TextWorker
 from aioengine.transport.addresses import PrivateFolder
 from aioengine.transport.backends import Connected
 from aioengine.transport.client import RemoteCore

@@ -24,7 +24,7 @@ from transport.life_scripts.watching import DEADLINE_S, Ear, is_dead, until_stop
 from waiting import until
 
 from aioengine.errors import ConfigError
-from aioengine.transport.process import Child
+from aioengine.processes.child import Child
 
 both_loops = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
 

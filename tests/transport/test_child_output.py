@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from aioengine.transport.process import (
+from aioengine.processes.child import (
     MAX_LAST_LINES,
     MAX_LINE_BYTES,
     MAX_LINES_PER_READ,

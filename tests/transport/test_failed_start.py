@@ -18,7 +18,7 @@ from nightly import few, nightly
 
 from aioengine import AioEngineError, ConfigError, Engine, EngineClosed, EngineDead, ProcessOptions
 from aioengine.config import EngineConfig
-from aioengine.text.worker import TextWorker
+from aioengine.processes.worker_threads import TextWorker
 from aioengine.transport import addresses, serving
 from aioengine.transport.addresses import PrivateFolder
 from aioengine.transport.child_engine import ChildEngine

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch  # noqa: F401 - brings its OpenMP runtime
 
-from aioengine.own_process import OPENMP_WAITING, SPIN_COUNT
+from aioengine.processes.own_process import OPENMP_WAITING, SPIN_COUNT
 
 pytestmark = pytest.mark.skipif("libgomp" not in Path("/proc/self/maps").read_text(), reason="torch without libgomp")
 

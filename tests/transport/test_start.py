@@ -23,10 +23,10 @@ from aioengine import Engine, ProcessOptions
 from aioengine.config import EngineConfig
 from aioengine.errors import AioEngineError, ConfigError, EngineDead, ModelLoadError
 from aioengine.models.folder import DEMO_MODEL
+from aioengine.processes.child import Child
 from aioengine.transport.channel import Channel, Context
 from aioengine.transport.child import TOKEN
 from aioengine.transport.handshake import HandshakeState, Init, Welcome, welcome
-from aioengine.transport.process import Child
 from aioengine.transport.security import ZAP_ENDPOINT, ServerKeys
 from aioengine.transport.wire import PROTOCOL_VERSION
 

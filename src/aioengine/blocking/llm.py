@@ -18,9 +18,9 @@ from aioengine.blocking.loop_thread import LoopThread
 from aioengine.engine import Engine
 from aioengine.errors import OutputNotParsed
 from aioengine.frontend.prompt import CHAT_NAMES, ChatKeywords, lists_keywords
+from aioengine.frontend.stream import Stream
 from aioengine.outputs import CompletionDelta, RequestOutput, T, TypeForm
 from aioengine.sampling_params import SamplingKeywords, SamplingParams, make_params
-from aioengine.stream import Stream
 from aioengine.text.chat_input import open_messages
 from aioengine.validation import invalid
 

@@ -17,7 +17,7 @@ import uvloop
 
 from aioengine.engine import Engine
 from aioengine.errors import EngineClosed
-from aioengine.turns import running_loop
+from aioengine.processes.turns import running_loop
 
 T = TypeVar("T")
 

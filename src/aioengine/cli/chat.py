@@ -19,7 +19,7 @@ from aioengine.cli.tool_file import ToolFile
 from aioengine.config import EngineConfig
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead
 from aioengine.outputs import RequestOutput
-from aioengine.own_process import asked_by_signals
+from aioengine.processes.own_process import asked_by_signals
 from aioengine.sampling_params import SamplingParams
 from aioengine.tool_calls.calls import ToolCall
 

@@ -19,7 +19,7 @@ import msgspec
 
 from aioengine.config import is_template
 from aioengine.errors import AioEngineError, ConfigError, InvalidRequest
-from aioengine.own_process import received_signals
+from aioengine.processes.own_process import received_signals
 from aioengine.validation import check_field, field_types
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from aioengine.cli.info import info
 from aioengine.cli.serve import serve_command
 from aioengine.config import NEUTRAL_CONFIG
 from aioengine.errors import AioEngineError
-from aioengine.own_process import COMPILER_OUTLIVES, limit_spinning, open_standard_files
+from aioengine.processes.own_process import COMPILER_OUTLIVES, limit_spinning, open_standard_files
 from aioengine.validation import OTHER_NAMES
 
 

@@ -17,7 +17,7 @@ from aioengine import Engine
 from aioengine.cli.command import EXIT_INTERRUPTED, exit_code_of, given, is_interrupted, model_argument, options_of, run
 from aioengine.config import EngineConfig, ReplicaOptions
 from aioengine.errors import AioEngineError, ConfigError, EngineDead
-from aioengine.own_process import allow_files, asked_by_signals, prepare_interpreter
+from aioengine.processes.own_process import allow_files, asked_by_signals, prepare_interpreter
 from aioengine.server.config import HttpLimits, ServerConfig
 from aioengine.server.http_listener import KEYFILE_PASSWORD_VARIABLE, HttpListener, ServerAddress
 from aioengine.server.http_server import SPARE_FILES, StopRequest, serve

@@ -29,7 +29,7 @@ from aioengine.cluster.messages import (
 )
 from aioengine.config import EngineConfig, ReplicaOptions
 from aioengine.errors import AioEngineError, WireError
-from aioengine.text.worker import TextWorker
+from aioengine.processes.worker_threads import TextWorker
 from aioengine.transport import wire
 from aioengine.transport.calls import ServedCalls
 from aioengine.transport.entrance import LINGER_S

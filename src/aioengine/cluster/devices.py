@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from aioengine.config import MOST_HOST_SHARE, EngineConfig, ProcessOptions
 from aioengine.errors import ConfigError
-from aioengine.threads import CGROUPS, OWN_CGROUP, processor_quota
+from aioengine.processes.threads import CGROUPS, OWN_CGROUP, processor_quota
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 NUM_THREADS = "OMP_NUM_THREADS"

@@ -10,13 +10,13 @@ from typing import Any
 
 import anyio
 
-from aioengine.backoff import Backoff
 from aioengine.cluster.devices import HostSlots
 from aioengine.cluster.side_by_side import for_each
 from aioengine.config import EngineConfig, ProcessOptions
 from aioengine.errors import ConfigError, EngineDead
-from aioengine.own_process import asked_by_signals
-from aioengine.text.worker import TextWorker
+from aioengine.processes.backoff import Backoff
+from aioengine.processes.own_process import asked_by_signals
+from aioengine.processes.worker_threads import TextWorker
 from aioengine.transport.child import AGAIN, BAD_CONFIG, NO_FRONT_END
 from aioengine.transport.child_engine import ChildEngine
 from aioengine.transport.handshake import Init

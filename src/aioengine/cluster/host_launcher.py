@@ -11,7 +11,7 @@ from aioengine.cluster.remote import JoinDesk, OnHost
 from aioengine.cluster.replica import ReplicaBackend
 from aioengine.config import EngineConfig, ProcessOptions, ReplicaOptions
 from aioengine.core.protocol import CoreHooks
-from aioengine.text.worker import TextWorker
+from aioengine.processes.worker_threads import TextWorker
 from aioengine.transport.backends import InChild
 
 

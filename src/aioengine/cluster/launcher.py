@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from aioengine.cluster.replica import ReplicaBackend
 from aioengine.core.protocol import CoreHooks
-from aioengine.text.worker import TextWorker
+from aioengine.processes.worker_threads import TextWorker
 
 
 class Launcher:

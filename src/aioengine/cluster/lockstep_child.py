@@ -11,7 +11,8 @@ import sys
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING
 
-from aioengine.transport.child import die_with_parent, main
+from aioengine.processes.own_side import die_with_parent
+from aioengine.transport.child import main
 
 if TYPE_CHECKING:
     from aioengine.core.engine_core import EngineCore

@@ -16,7 +16,7 @@ from aioengine.core.engine_core import EngineCore
 from aioengine.core.lockstep_protocol import LockstepPlace
 from aioengine.errors import EngineDead, InvalidRequest
 from aioengine.executor.gloo import Gloo
-from aioengine.text.worker import run_abandonable
+from aioengine.processes.worker_threads import run_abandonable
 
 logger = logging.getLogger("aioengine")
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import anyio
 
-from aioengine.own_process import limit_spinning
+from aioengine.processes.own_process import limit_spinning
 from aioengine.transport.handshake import Failing, Init
 from aioengine.transport.security import KeyPair, ServerKeys
 from aioengine.transport.serving import serve_init

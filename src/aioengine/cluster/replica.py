@@ -10,7 +10,6 @@ from typing import NamedTuple, Protocol, cast
 
 import anyio
 
-from aioengine.backoff import Backoff
 from aioengine.cluster.balancer import Candidate
 from aioengine.cluster.recovery import needs_solitude
 from aioengine.config import ReplicaOptions
@@ -21,10 +20,11 @@ from aioengine.core.protocol import Backend, ClusterHooks, Core, CoreHooks, Orph
 from aioengine.errors import AioEngineError, EngineDead, describe
 from aioengine.metrics import StepRecord
 from aioengine.models.folder import ModelFolder
+from aioengine.processes.backoff import Backoff
+from aioengine.processes.turns import sleep_on_time
 from aioengine.progress import OnProgress
 from aioengine.scheduler.scheduler import SchedulerStats
 from aioengine.scheduler.sequence import Sequence
-from aioengine.turns import sleep_on_time
 
 logger = logging.getLogger("aioengine")
 

@@ -15,7 +15,7 @@ from aioengine.cluster.solitude import Solitude
 from aioengine.config import EngineConfig, ReplicaOptions
 from aioengine.core.protocol import Cluster
 from aioengine.errors import AioEngineError, EngineClosed
-from aioengine.text.worker import TextWorker
+from aioengine.processes.worker_threads import TextWorker
 from aioengine.transport.addresses import PrivateFolder, keys_in
 from aioengine.transport.wire_errors import cut
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from aioengine.errors import AioEngineError, EngineOverloaded, InternalError, InvalidRequest
 from aioengine.models.folder import ModelFolder
+from aioengine.processes.worker_threads import TextWorker, outside_work
 from aioengine.scheduler.sequence import Request
 from aioengine.structured.constraints import Constraint
 from aioengine.structured.grammar import STACK_BYTES, CompiledGrammar, ThinkingGrammar
 from aioengine.structured.trials import WALL_S, is_to_be_tried
 from aioengine.text.loading import has_tokenizer, load_tokenizer
-from aioengine.text.worker import TextWorker, outside_work
 
 if TYPE_CHECKING:
     from aioengine.structured.guidance import GuidanceGrammar, Vocabulary

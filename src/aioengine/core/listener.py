@@ -12,7 +12,7 @@ import msgspec
 
 from aioengine.core.observers import UserCode
 from aioengine.errors import AioEngineError
-from aioengine.turns import turns_here
+from aioengine.processes.turns import turns_here
 
 UNLIMITED = sys.maxsize
 """Of tokens that a reader lets be computed."""

@@ -24,7 +24,7 @@ from aioengine.kernels.native.team import Team
 from aioengine.kernels.operations import Operations
 from aioengine.kernels.torch import operations as torch_operations
 from aioengine.kernels.zeros import untouched_bytes
-from aioengine.threads import CGROUPS, OWN_CGROUP, processor_quota
+from aioengine.processes.threads import CGROUPS, OWN_CGROUP, processor_quota
 
 
 class Chunk(NamedTuple):

@@ -21,9 +21,9 @@ from aioengine.core.protocol import CoreHooks
 from aioengine.errors import ConfigError
 from aioengine.models.folder import ModelFolder
 from aioengine.plugins import call_plugins
+from aioengine.processes.worker_threads import TextWorker, run_abandonable
 from aioengine.progress import OnProgress
 from aioengine.scheduler.policy import make_policy
-from aioengine.text.worker import TextWorker, run_abandonable
 
 logger = logging.getLogger("aioengine")
 

@@ -10,8 +10,8 @@ from typing import Literal, NamedTuple
 
 from aioengine.errors import WAIT, AioEngineError, EngineOverloaded
 from aioengine.frontend.request_state import RequestState
+from aioengine.processes.turns import turns_here
 from aioengine.scheduler.policy import ByPriority, Fair, Incoming, Order, Policy, order_of
-from aioengine.turns import turns_here
 from aioengine.validation import invalid, shorten
 
 OnFull = Literal["wait", "raise"]

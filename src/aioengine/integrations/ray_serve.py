@@ -17,7 +17,7 @@ from aioengine.config import EngineConfig
 from aioengine.engine import Engine, Prompt
 from aioengine.errors import ConfigError, EngineDead
 from aioengine.outputs import CompletionDelta, RequestOutput
-from aioengine.own_process import limit_spinning
+from aioengine.processes.own_process import limit_spinning
 from aioengine.server.asgi import create_app
 from aioengine.server.config import ServerConfig
 

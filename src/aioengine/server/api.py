@@ -18,6 +18,7 @@ from anyio import CapacityLimiter
 import aioengine
 from aioengine.engine import Engine, check_asyncio
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, InvalidRequest
+from aioengine.processes.turns import turns_here
 from aioengine.server.access_log import log_request, logger, request_id_of
 from aioengine.server.answers import encode_ids
 from aioengine.server.config import ServerConfig
@@ -81,7 +82,6 @@ from aioengine.server.schema import (
 from aioengine.server.security import ApiKeys, check_host
 from aioengine.server.stored_responses import OwnedId, StoredResponses
 from aioengine.server.tracing import Tracing
-from aioengine.turns import turns_here
 from aioengine.validation import shorten
 
 T = TypeVar("T", bound=Body)

@@ -20,12 +20,12 @@ import msgspec
 from anyio import CapacityLimiter, to_thread
 
 from aioengine.errors import PromptTooLong
+from aioengine.processes.turns import turns_here
 from aioengine.server.config import ServerConfig
 from aioengine.server.errors import ApiError, api_error_of, invalid_value, missing, overloaded, unsupported
 from aioengine.server.exchange import Exchange, PerLoop
 from aioengine.server.schema import Body, ChatMessage, StreamOptions, TextPart, is_given, known_names
 from aioengine.text.chat_input import TEXT_PARTS
-from aioengine.turns import turns_here
 from aioengine.validation import MAX_NAME_CHARS, nearest, shorten
 
 T = TypeVar("T", bound=Body)

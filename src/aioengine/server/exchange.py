@@ -10,7 +10,7 @@ from typing import Generic, Protocol, Self, TypeVar
 import anyio
 import msgspec
 
-from aioengine.turns import turns_here
+from aioengine.processes.turns import turns_here
 
 T = TypeVar("T")
 

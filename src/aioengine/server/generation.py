@@ -17,6 +17,7 @@ from aioengine.engine import Engine, Stream
 from aioengine.errors import AioEngineError, EngineClosed, InvalidRequest
 from aioengine.frontend.answer_format import AnswerOptions, template_variables
 from aioengine.outputs import CompletionDelta, CompletionOutput, RequestOutput
+from aioengine.processes.turns import turns_here
 from aioengine.scheduler.sequence import MAX_SESSION_CHARS
 from aioengine.server.access_log import MAX_ID_CHARS, is_fit_id
 from aioengine.server.answers import Answer, ChatAnswer, CompletionAnswer, Extras, Usage, encode_ids, line_of, usage_of
@@ -34,7 +35,6 @@ from aioengine.server.stored_responses import ONE_SERVER, OwnedId, RunningRespon
 from aioengine.server.stream_group import StreamGroup
 from aioengine.server.token_logprobs import split_delta
 from aioengine.tool_calls.calls import forces_call
-from aioengine.turns import turns_here
 
 logger = logging.getLogger("aioengine.server")
 

@@ -22,10 +22,10 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from aioengine.processes.turns import turns_here
 from aioengine.server.config import HttpLimits
 from aioengine.server.errors import ApiError, overloaded
 from aioengine.server.exchange import CUT_EXTENSION
-from aioengine.turns import turns_here
 
 logger = logging.getLogger("aioengine")
 

@@ -23,13 +23,13 @@ import msgspec
 import numpy as np
 
 from aioengine.errors import LENIENT, AioEngineError, InvalidRequest
+from aioengine.processes.threads import start_with_stack
 from aioengine.structured.constraints import Choice, Constraint, Either, Grammar, Json, Regex, StructuralTags
 from aioengine.structured.forced import MAX_FORCED_BYTES, longest_forced
 from aioengine.structured.grammar import STACK_BYTES, TOO_LARGE, Mask
 from aioengine.structured.json_schema import ends_in_backslash, unsound_keywords
 from aioengine.structured.normalize import normalized
 from aioengine.structured.trials import is_to_be_tried, try_compiling
-from aioengine.threads import start_with_stack
 
 WHITESPACE = r"(\x20|\x0A\x20{0,64})"
 """Whitespace between tokens of JSON, at most once: a model that may write any number of line breaks may never stop."""

@@ -18,6 +18,7 @@ from aioengine.core.executor_protocol import DeviceLost, ExecutorInfo, ExecutorS
 from aioengine.core.worker_functions import Worker, registered
 from aioengine.errors import InvalidRequest
 from aioengine.models.folder import ModelFolder
+from aioengine.processes.turns import running_loop
 from aioengine.scheduler.plan import (
     Float32,
     Int32,
@@ -36,7 +37,6 @@ from aioengine.structured.rows import GrammarRow, GrammarRows
 from aioengine.testing.answers import Answer, Answers
 from aioengine.text.loading import has_tokenizer
 from aioengine.text.tokenizer import Tokenizer
-from aioengine.turns import running_loop
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from aioengine.errors import EngineClosed
-from aioengine.turns import running_loop
+from aioengine.processes.turns import running_loop
 
 MAX_STEPS = 2**23
 """The most loop iterations, calls, filters, tests, operators and written pieces of text of one rendering.

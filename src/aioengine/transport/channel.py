@@ -18,7 +18,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from aioengine.errors import ConfigError
-from aioengine.text.worker import TextWorker
+from aioengine.processes.worker_threads import TextWorker
 from aioengine.transport.addresses import Address
 
 RECEIVE_BATCH = 64

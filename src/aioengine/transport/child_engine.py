@@ -16,8 +16,9 @@ import zmq
 from aioengine.config import ProcessOptions
 from aioengine.errors import ConfigError, EngineDead
 from aioengine.executor.in_process import clock_of
+from aioengine.processes.child import Child
+from aioengine.processes.worker_threads import TextWorker
 from aioengine.progress import OnProgress
-from aioengine.text.worker import TextWorker
 from aioengine.transport.addresses import (
     START_DESCRIPTORS,
     PrivateFolder,
@@ -28,7 +29,6 @@ from aioengine.transport.addresses import (
 from aioengine.transport.channel import Channel, Context, bind, end_context, make_context
 from aioengine.transport.child import TOKEN
 from aioengine.transport.handshake import Init, Ready, Welcome, welcome
-from aioengine.transport.process import Child
 
 CHILD_MODULE = "aioengine.transport.child"
 

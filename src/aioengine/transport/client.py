@@ -27,12 +27,12 @@ from aioengine.errors import AioEngineError, EngineClosed, EngineDead, WireError
 from aioengine.executor.in_process import clock_of
 from aioengine.metrics import StepRecord
 from aioengine.outputs import FinishReason
+from aioengine.processes.turns import sleep_on_time, turns_here
 from aioengine.scheduler.scheduler import SchedulerStats
 from aioengine.scheduler.sequence import Request, Sequence, make_choices
 from aioengine.transport import wire
 from aioengine.transport.link import ControlCalls, Link, death_of
 from aioengine.transport.mirrors import Mirrors
-from aioengine.turns import sleep_on_time, turns_here
 
 logger = logging.getLogger("aioengine")
 

@@ -10,7 +10,7 @@ import anyio
 import zmq
 
 from aioengine.errors import ConfigError
-from aioengine.text.worker import TextWorker
+from aioengine.processes.worker_threads import TextWorker
 from aioengine.transport import wire
 from aioengine.transport.addresses import Address, check_bind
 from aioengine.transport.channel import Channel, Monitor, bind, end_context, make_context

@@ -16,7 +16,7 @@ import anyio
 
 from aioengine._version import __version__
 from aioengine.errors import AioEngineError, ConfigError, EngineDead, WireError
-from aioengine.text.worker import TextWorker
+from aioengine.processes.worker_threads import TextWorker
 from aioengine.transport.addresses import NoServer, check_connect
 from aioengine.transport.channel import Channel, Context, Monitor, end_context, make_context
 from aioengine.transport.entrance import LINGER_S, TCP_HEARTBEAT_MS, TCP_TIMEOUT_MS

@@ -13,7 +13,7 @@ import zmq
 
 from aioengine.core.control import UNBLOCKING_CALLS
 from aioengine.errors import AioEngineError, ConfigError, EngineClosed, EngineDead, WireError
-from aioengine.text.worker import TextWorker
+from aioengine.processes.worker_threads import TextWorker
 from aioengine.transport import wire
 from aioengine.transport.addresses import Address, NoServer, check_connect
 from aioengine.transport.channel import Channel, Context, Monitor, end_context, make_context

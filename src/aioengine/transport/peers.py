@@ -16,13 +16,13 @@ import anyio
 import zmq
 
 from aioengine.errors import AioEngineError, EngineDead, WireError
-from aioengine.text.worker import TextWorker
+from aioengine.processes.turns import turns_here
+from aioengine.processes.worker_threads import TextWorker
 from aioengine.transport import wire
 from aioengine.transport.channel import Channel
 from aioengine.transport.entrance import Entrance
 from aioengine.transport.security import ServerKeys
 from aioengine.transport.wire_errors import to_fault
-from aioengine.turns import turns_here
 
 logger = logging.getLogger("aioengine")
 

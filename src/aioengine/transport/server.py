@@ -22,14 +22,14 @@ from aioengine.core.control import FILES, UNBLOCKING_CALLS, AnyControl, DropWeig
 from aioengine.core.engine_core import EngineCore
 from aioengine.errors import AioEngineError, EngineClosed, InvalidRequest, WireError
 from aioengine.metrics import RequestMetrics, StepRecord
-from aioengine.text.worker import TextWorker
+from aioengine.processes.turns import turns_here
+from aioengine.processes.worker_threads import TextWorker
 from aioengine.transport import wire
 from aioengine.transport.calls import ServedCalls
 from aioengine.transport.entrance import LINGER_S
 from aioengine.transport.peers import Arrival, PeerServer
 from aioengine.transport.security import ServerKeys
 from aioengine.transport.session import MAX_UNREAD_MESSAGES, Session
-from aioengine.turns import turns_here
 
 logger = logging.getLogger("aioengine")
 

@@ -22,9 +22,9 @@ from aioengine.core.protocol import CLOSE_DEADLINE_S, CoreHooks
 from aioengine.errors import AioEngineError, ConfigError, EngineDead
 from aioengine.executor.in_process import InProcess
 from aioengine.import_path import load
-from aioengine.own_process import asked_by_signals
+from aioengine.processes.own_process import asked_by_signals
+from aioengine.processes.worker_threads import TextWorker
 from aioengine.progress import LOADING, OnProgress
-from aioengine.text.worker import TextWorker
 from aioengine.transport.addresses import PrivateFolder, address_toward
 from aioengine.transport.handshake import Failing, Goodbye, Init, Loading, Ready
 from aioengine.transport.joining import Endpoint, Handshake, Handshakes

@@ -16,12 +16,12 @@ from aioengine.core.protocol import check_limits
 from aioengine.core.tracing import PartSpan, begin_span
 from aioengine.errors import AioEngineError, EngineOverloaded, InvalidRequest, PromptTooLong
 from aioengine.metrics import StepRecord
+from aioengine.processes.worker_threads import TextWorker
 from aioengine.sampling_params import MAX_BAD_WORDS, MAX_BAD_WORDS_CHARS, SamplingParams
 from aioengine.scheduler.plan import Int32
 from aioengine.scheduler.sequence import Request, Sequence
 from aioengine.structured.constraints import unforced
 from aioengine.structured.grammar import Thinking
-from aioengine.text.worker import TextWorker
 from aioengine.transport import wire
 from aioengine.transport.peers import Arrival, PeerSession
 from aioengine.transport.wire_errors import to_fault

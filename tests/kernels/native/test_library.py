@@ -18,7 +18,7 @@ from aioengine.executor.host import HostAccelerator, use_torch_threads
 from aioengine.kernels.native import compilation as kept
 from aioengine.kernels.native.compilation import Compilation
 from aioengine.kernels.native.library import PACKAGE, find_library, library_path, read_part
-from aioengine.own_process import COMPILER_OUTLIVES
+from aioengine.processes.own_process import COMPILER_OUTLIVES
 from doubles.held_compiler import HeldCompiler
 
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 
-from aioengine.transport.child import die_with_parent, log_to_parent
+from aioengine.processes.own_side import die_with_parent, log_to_parent
 
 
 def say(text: str) -> None:

@@ -18,7 +18,7 @@ def import_slowly(until: str) -> None:
 if __name__ == "__main__":
     import_slowly(sys.argv[1])
 
-    from aioengine.transport.child import die_with_parent
+    from aioengine.processes.own_side import die_with_parent
 
     die_with_parent()
     while True:

@@ -13,8 +13,8 @@ from contextlib import aclosing
 
 import psutil
 
-from aioengine.transport.child import die_with_parent
-from aioengine.transport.process import Child
+from aioengine.processes.child import Child
+from aioengine.processes.own_side import die_with_parent
 
 PR_SET_CHILD_SUBREAPER = 36
 

@@ -15,9 +15,9 @@ from transport.life_scripts.devices import FIFO, GO
 
 from aioengine import Engine, ProcessOptions
 from aioengine.errors import AioEngineError
+from aioengine.processes.child import Child
 from aioengine.transport import backends, child_engine
 from aioengine.transport.link import Link
-from aioengine.transport.process import Child
 
 STAGES = ("spawned", "loading", "ready", "idle", "busy", "asleep", "closing")
 """spawned: its process has not said HELLO; ready: it has said READY, and nobody is attached to it yet."""

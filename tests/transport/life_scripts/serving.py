@@ -12,7 +12,7 @@ from aioengine.config import EngineConfig
 from aioengine.core.executor_protocol import Executor
 from aioengine.core.protocol import CoreHooks
 from aioengine.executor.in_process import InProcess
-from aioengine.text.worker import TextWorker
+from aioengine.processes.worker_threads import TextWorker
 from aioengine.transport.security import ServerKeys
 from aioengine.transport.server import EngineServer
 

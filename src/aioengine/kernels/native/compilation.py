@@ -28,7 +28,7 @@ import msgspec
 from aioengine.errors import InternalError
 from aioengine.kernels.native.kernels.parts import ALL_PARTS, COMMON, compile_seconds
 from aioengine.kernels.native.library import PACKAGE, Library, find_library, library_path, read_part
-from aioengine.own_process import COMPILER_OUTLIVES
+from aioengine.processes.own_process import COMPILER_OUTLIVES
 
 logger = logging.getLogger("aioengine")
 
@@ -242,7 +242,7 @@ def _start_child(
 _COMPILE = """
 import select
 import sys
-from aioengine.transport.child import die_with_parent
+from aioengine.processes.own_side import die_with_parent
 parent_pid, head_start_s, unkept, outlives, *parts = sys.argv[1:]
 if outlives == "0":
     die_with_parent(int(parent_pid))

@@ -11,8 +11,8 @@ from typing import Protocol
 
 import anyio
 
-from aioengine.backoff import Backoff
 from aioengine.errors import EngineDead
+from aioengine.processes.backoff import Backoff
 from aioengine.server.group.siblings import ServerGroup
 from aioengine.server.http_server import ABORT_GRACE_S, CONNECTIONS_END_S, TASKS_END_S, StopRequest
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import sys
 
-from aioengine.transport.child import die_with_parent
+from aioengine.processes.own_side import die_with_parent
 
 
 def main() -> int:

@@ -14,7 +14,7 @@ from msgspec.structs import asdict
 from aioengine.config import EngineConfig
 from aioengine.engine import Engine
 from aioengine.errors import AioEngineError
-from aioengine.own_process import allow_files, asked_by_signals, limit_spinning, prepare_interpreter
+from aioengine.processes.own_process import allow_files, asked_by_signals, limit_spinning, prepare_interpreter
 from aioengine.server.access_log import logging_off_loop
 from aioengine.server.api import Api
 from aioengine.server.asgi import create_app

@@ -12,6 +12,8 @@ from anyio import CapacityLimiter
 
 from aioengine.engine import Engine
 from aioengine.errors import ConfigError
+from aioengine.processes.child import Child
+from aioengine.processes.turns import sleep_on_time
 from aioengine.server.errors import ApiError
 from aioengine.server.group.numbers import GroupNumbers
 from aioengine.server.group.siblings import (
@@ -29,8 +31,6 @@ from aioengine.server.group.siblings import (
     encode_families,
 )
 from aioengine.server.metrics import HttpMetrics, MetricFamily, read_families, read_process
-from aioengine.transport.process import Child
-from aioengine.turns import sleep_on_time
 
 CHILD_MODULE = "aioengine.server.group.child"
 NUMBERS_TIMEOUT_S = 1.0

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from aioengine.processes.turns import Turns, sleep_on_time, turns_here
 from aioengine.testing import VirtualClockLoop
-from aioengine.turns import Turns, sleep_on_time, turns_here
 
 BUDGET_S = 3.0
 

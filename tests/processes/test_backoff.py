@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aioengine.backoff import Backoff
+from aioengine.processes.backoff import Backoff
 
 
 def test_it_doubles_up_to_the_longest() -> None:

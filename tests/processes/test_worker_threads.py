@@ -10,7 +10,7 @@ import pytest
 from waiting import until
 
 from aioengine.errors import EngineClosed
-from aioengine.text.worker import MAX_GIVEN_WAY, TextWorker, run_abandonable
+from aioengine.processes.worker_threads import MAX_GIVEN_WAY, TextWorker, run_abandonable
 
 LONG = TextWorker.MAX_INLINE_CHARS + 1
 BOTH_LOOPS = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])

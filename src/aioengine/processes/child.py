@@ -2,7 +2,7 @@
 
 A child is ``python -m module``. Its exit is awaited through a pidfd: it is known at once, and a pid that belongs to
 another process by now is never signalled. What it writes is logged; the end of its stderr is kept as its last words.
-The child's own half is `aioengine.transport.child`, which binds its life to this process's.
+The child's own half is `aioengine.processes.own_side`, which binds its life to this process's.
 
 What descends from it is its process group, and all that has inherited its environment, with the name of its family in
 it: a process that has left the group and lost its parent, too.
@@ -31,9 +31,9 @@ from typing import IO
 import anyio
 
 from aioengine.errors import ConfigError
-from aioengine.text.worker import run_abandonable
-from aioengine.transport.child import FAMILY, LOG_LEVEL, PARENT_PID, read_log_line
-from aioengine.turns import running_loop
+from aioengine.processes.own_side import FAMILY, LOG_LEVEL, PARENT_PID, read_log_line
+from aioengine.processes.turns import running_loop
+from aioengine.processes.worker_threads import run_abandonable
 
 logger = logging.getLogger("aioengine")
 

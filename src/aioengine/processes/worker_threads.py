@@ -15,8 +15,8 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import anyio
 
 from aioengine.errors import EngineClosed
-from aioengine.threads import start_with_stack
-from aioengine.turns import turns_here
+from aioengine.processes.threads import start_with_stack
+from aioengine.processes.turns import turns_here
 
 P = ParamSpec("P")
 T = TypeVar("T")
