@@ -144,7 +144,7 @@ def no_blocking_call_on_a_loop() -> Iterator[BlockBuster]:
     for function in blockbuster.functions.values():
         function.can_block_in("<frozen importlib._bootstrap>", "_find_and_load")
     # Joining a thread that has said on the loop that it ends: microseconds, and there is no other way to see its end.
-    for file in ("aioengine/text/worker.py", "aioengine/executor/device_thread.py"):
+    for file in ("aioengine/processes/worker_threads.py", "aioengine/executor/device_thread.py"):
         blockbuster.functions["threading.Lock.acquire"].can_block_in(file, "aclose")
     # Asks for the working folder: a microsecond, and no disk.
     blockbuster.functions["os.path.abspath"].can_block_in("aioengine/core/control.py", "_absolute")
@@ -153,7 +153,7 @@ def no_blocking_call_on_a_loop() -> Iterator[BlockBuster]:
         if name in blockbuster.functions:
             blockbuster.functions[name].can_block_in("aioengine/transport/child_engine.py", "_init")
     # A fork with exec takes 0.2 ms, and what is read from is the pipe that tells of the exec.
-    blockbuster.functions["os.read"].can_block_in("aioengine/transport/process.py", "_spawn")
+    blockbuster.functions["os.read"].can_block_in("aioengine/processes/child.py", "_spawn")
     blockbuster.activate()
     yield blockbuster
     blockbuster.deactivate()
