@@ -19,7 +19,7 @@ ROOT = Path(aioengine.__file__).parent
 
 FLOORS = """
     __init__ __main__
-    cli integrations
+    cli compat integrations
     blocking server testing
     engine
     frontend
@@ -53,13 +53,6 @@ NEVER = {
 }
 
 SCHEDULER_MAY_IMPORT = {"aioengine", "numpy", "msgspec"} | set(sys.stdlib_module_names)
-
-UPWARD = {
-    ("aioengine.engine", "aioengine.integrations.openai_client"),
-    ("aioengine.blocking.llm", "aioengine.integrations.openai_client"),
-}
-"""The imports that lead up: of methods that make a client of the engine, each inside of its method, so that nothing is
-imported before it is called."""
 
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms.split()}
 
@@ -95,11 +88,6 @@ def imports_of(path: Path) -> Iterator[str]:
             yield from (a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str))
 
 
-def downward_imports_of(path: Path) -> list[str]:
-    """All imports but those of `UPWARD`."""
-    return [name for name in imports_of(path) if (name_of(path), name) not in UPWARD]
-
-
 def is_module(name: str) -> bool:
     if not name.startswith("aioengine."):
         return False
@@ -110,7 +98,7 @@ def is_module(name: str) -> bool:
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_module_imports_from_its_own_room_and_from_floors_below(path: Path) -> None:
     room = room_of(path)
-    for name in downward_imports_of(path):
+    for name in imports_of(path):
         top, *inner = name.split(".")
         target = inner[0] if inner else "engine"  # the package's own names are those of the engine and of what is above
         if top == "aioengine" and target != room:
@@ -120,20 +108,11 @@ def test_a_module_imports_from_its_own_room_and_from_floors_below(path: Path) ->
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    imported = {name_of(path): set(filter(is_module, downward_imports_of(path))) for path in modules()}
+    imported = {name_of(path): set(filter(is_module, imports_of(path))) for path in modules()}
     below = {name: names for name, names in imported.items() if name != "aioengine"}
     while leaves := {name for name, names in below.items() if not names & below.keys()}:
         below = {name: names for name, names in below.items() if name not in leaves}
     assert not below, "these import each other, or what does"
-
-
-def test_what_leads_up_is_imported_by_methods_when_they_are_called() -> None:
-    found = set()
-    for path in modules():
-        for method in (node for node in ast.walk(parsed(path)) if isinstance(node, ast.FunctionDef)):
-            imports = [node.module for node in method.body if isinstance(node, ast.ImportFrom)]
-            found |= {(name_of(path), name) for name in imports} & UPWARD
-    assert found == UPWARD
 
 
 def name_of(path: Path) -> str:

@@ -11,13 +11,14 @@ async with Engine() as engine:
 from __future__ import annotations
 
 from aioengine._version import __version__ as __version__
+from aioengine.frontend.clients import CLIENT_MAKERS
 
 TYPE_CHECKING = False  # not from typing: Ctrl-C while that is imported would show a traceback of a command
 if TYPE_CHECKING:
     from typing import Any
 
     from aioengine.blocking.llm import LLM as LLM
-    from aioengine.blocking.llm_engine import LLMEngine as LLMEngine
+    from aioengine.compat.llm_engine import LLMEngine as LLMEngine
     from aioengine.config import EngineConfig as EngineConfig
     from aioengine.config import ProcessOptions as ProcessOptions
     from aioengine.config import ReplicaOptions as ReplicaOptions
@@ -65,7 +66,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "blocking.llm": ["LLM"],
-    "blocking.llm_engine": ["LLMEngine"],
+    "compat.llm_engine": ["LLMEngine"],
     "config": ["EngineConfig", "ProcessOptions", "ReplicaOptions"],
     "core.executor_protocol": ["ExecutorInfo"],
     "core.health": ["Health"],
@@ -108,3 +109,19 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
+
+
+def _make_openai_client(engine: Engine, **options: Any) -> Any:
+    from aioengine.integrations.openai_client import async_client
+
+    return async_client(engine, **options)
+
+
+def _make_blocking_openai_client(llm: LLM, **options: Any) -> Any:
+    from aioengine.integrations.openai_client import blocking_client
+
+    return blocking_client(llm, **options)
+
+
+# `Engine` and `LLM` have methods that make these clients, and stand on lower floors than the clients' modules.
+CLIENT_MAKERS.update({"openai": _make_openai_client, "blocking openai": _make_blocking_openai_client})

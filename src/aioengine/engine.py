@@ -20,6 +20,7 @@ from aioengine.core.protocol import Backend, CoreHooks
 from aioengine.errors import ConfigError, EngineClosed, InvalidRequest
 from aioengine.executor.in_process import InProcess
 from aioengine.frontend.answer_format import AnswerOptions, template_variables
+from aioengine.frontend.clients import CLIENT_MAKERS
 from aioengine.frontend.engine_control import EngineControl
 from aioengine.frontend.output_type import OutputType, retold
 from aioengine.frontend.prompt import (
@@ -374,9 +375,8 @@ class Engine(EngineControl):
         Raises:
             ConfigError: the package openai is not installed; or an option names another server.
         """
-        from aioengine.integrations.openai_client import async_client
-
-        return async_client(self, **options)
+        client: AsyncOpenAI = CLIENT_MAKERS["openai"](self, **options)
+        return client
 
     def abort(self, request_id: str) -> None:
         """End all requests of this id with the output that they have, with the ``finish_reason`` "abort". Synchronous

@@ -17,6 +17,7 @@ from aioengine.blocking.facade import Facade
 from aioengine.blocking.loop_thread import LoopThread
 from aioengine.engine import Engine
 from aioengine.errors import OutputNotParsed
+from aioengine.frontend.clients import CLIENT_MAKERS
 from aioengine.frontend.prompt import CHAT_NAMES, ChatKeywords, lists_keywords
 from aioengine.frontend.stream import Stream
 from aioengine.outputs import CompletionDelta, RequestOutput, T, TypeForm
@@ -137,9 +138,8 @@ class LLM(Facade):
 
     def openai_client(self, **options: Any) -> OpenAI:
         """OpenAI's own blocking client of this model, in this process, for any thread; as `Engine.openai_client`."""
-        from aioengine.integrations.openai_client import blocking_client
-
-        return blocking_client(self, **options)
+        client: OpenAI = CLIENT_MAKERS["blocking openai"](self, **options)
+        return client
 
     def _complete(
         self,

@@ -12,7 +12,7 @@ from typing import Any, Self, Unpack
 import msgspec
 
 from aioengine.blocking.facade import Facade
-from aioengine.blocking.stat_loggers import StatLoggerFactory, StatLoggers
+from aioengine.compat.stat_loggers import StatLoggerFactory, StatLoggers
 from aioengine.engine import Engine, EngineKeywords, Stream
 from aioengine.errors import AioEngineError, ConfigError, EngineClosed, EngineDead, EngineOverloaded, InvalidRequest
 from aioengine.frontend.prompt import lists_keywords
@@ -50,7 +50,7 @@ class LLMEngine(Facade):
 
         Args:
             stat_loggers: called with the engine's config and 0, each returns a logger with the methods of vLLM's
-                `StatLoggerBase`; see `aioengine.blocking.stat_loggers`.
+                `StatLoggerBase`; see `aioengine.compat.stat_loggers`.
             log_stats: False writes no log lines about the load (``log_stats_interval_s=0``).
         """
         if log_stats is False:

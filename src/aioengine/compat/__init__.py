@@ -1,0 +1,1 @@
+"""vLLM's `LLMEngine` and its loggers of statistics, over the engine of this package."""
