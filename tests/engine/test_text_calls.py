@@ -437,20 +437,23 @@ LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% en
 SLOW = "{% if messages[0].content == 'slow' %}" + LOOPS + "{% endif %}"
 
 
-async def test_a_template_that_loops_ends_and_holds_up_no_other_prompt(serve: Any, tasks: Any) -> None:
+async def test_a_template_that_loops_ends_and_holds_up_no_text(serve: Any, tasks: Any) -> None:
     async with serve(config={"chat_template_timeout_s": 0.5}) as served:
         served.tokenizer.chat_template = SLOW + "{{ messages[0].content }}"
         slow = [tasks.start(served.engine.generate([{"role": "user", "content": "slow"}])) for _ in range(3)]
         await asyncio.sleep(0)
         chat, text = [{"role": "user", "content": "quick"}], "a text of its own " * 10
+        next_chat = tasks.start(served.engine.generate(chat, max_tokens=2))
         async with asyncio.TaskGroup() as group:
-            quick = [group.create_task(served.engine.generate(prompt, max_tokens=2)) for prompt in (chat, text) * 5]
+            quick = [group.create_task(served.engine.generate(text, max_tokens=2)) for _ in range(5)]
         assert all(task.result().finished for task in quick)
         assert any(not task.done() for task in slow)
         assert [str(error) for error in await tasks.end(*slow)] == [
             "the model's chat template does not take these messages: it takes longer than 0.5 s "
             "(chat_template_timeout_s)"
         ] * 3
+        [output] = await tasks.end(next_chat)
+        assert output.finished, "the next chat waits its turn"
 
 
 async def test_closing_ends_templates_that_loop(serve: Any, tasks: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 from waiting import until
 
 from aioengine.errors import EngineClosed
-from aioengine.processes.worker_threads import MAX_GIVEN_WAY, TextWorker, run_abandonable
+from aioengine.processes.worker_threads import TextWorker, run_abandonable
 
 LONG = TextWorker.MAX_INLINE_CHARS + 1
 BOTH_LOOPS = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
@@ -150,23 +150,6 @@ async def test_a_thread_that_is_left_behind_when_its_work_is_done_ends_with_the_
         await asyncio.gather(*(worker.begin(threading.current_thread) for _ in range(2)))
     with anyio.fail_after(5):
         await worker.aclose()
-    assert text_threads() == []
-
-
-async def test_so_much_work_may_give_way_and_no_more() -> None:
-    worker = TextWorker(close_grace_s=10.0)
-    works = [Held(worker.give_way) for _ in range(MAX_GIVEN_WAY + 1)]
-    long = [worker.begin(work) for work in works]
-    for work in works:
-        await work.runs()
-    waiting = worker.begin(threading.current_thread)
-    assert len(text_threads()) == MAX_GIVEN_WAY + 1
-    works[-1].gate.set()
-    assert await waiting is await long[-1], "what takes long beside so many keeps its place"
-    for work in works:
-        work.gate.set()
-    assert len({*await asyncio.gather(*long)}) == MAX_GIVEN_WAY + 1
-    await worker.aclose()
     assert text_threads() == []
 
 

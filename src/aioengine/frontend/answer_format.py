@@ -44,10 +44,6 @@ HARMONY_END = "<|end|><|start|>assistant"
 """The text that closes a message of gpt-oss and opens the next; its answer is the message of the final channel."""
 
 
-LARGE_TOOLS_BYTES = 16 * 1024
-"""Size of the schemas of tools from which other chats get another thread: their grammar takes 3 µs a byte to write."""
-
-
 class AnswerOptions(NamedTuple):
     """A call's options for its answer.
 
@@ -109,15 +105,11 @@ class AnswerFormats:
 
     Args:
         tokenizer: None: there are no chats.
-        give_way: called in a thread before it writes the grammar of large tools, so that other chats get another one.
     Raises:
         ConfigError: the config names a format that is not known.
     """
 
-    def __init__(
-        self, config: EngineConfig, tokenizer: Tokenizer | None, give_way: Callable[[], None] = lambda: None
-    ) -> None:
-        self._give_way = give_way
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
         templates = tokenizer.chat_templates if tokenizer is not None else {}
         template = templates.get(DEFAULT, "")
         with_tools = templates.get(WITH_TOOLS, template)
@@ -228,9 +220,6 @@ class AnswerFormats:
             return None
         # With a shape, the answer is calls, or text of that shape, and no other text.
         shape = ToolChoice("required", choice.names) if is_shaped and not is_forced else choice
-        num_bytes = sum(len(msgspec.json.encode(tool.parameters)) for tool in may_be_called)
-        if num_bytes > LARGE_TOOLS_BYTES:
-            self._give_way()
         calls = self._grammar(self._tools, may_be_called, shape, options)
         shaped = params.structured
         if shaped is None or is_forced:

@@ -280,8 +280,7 @@ class Runtime:
         if self.tokenizer is not None and self.config.chat_template is not None:
             self.tokenizer.chat_template = self.config.chat_template
         # A name that is not built in is looked for in files.
-        give_way = self._chat_worker.give_way
-        self.answer_formats = await self.worker.run(AnswerFormats, None, self.config, self.tokenizer, give_way)
+        self.answer_formats = await self.worker.run(AnswerFormats, None, self.config, self.tokenizer)
         self.core.observers.num_at_door = lambda: self.admission.num_waiting
         self.admission.capacity = self.core.capacity
         self.admission.policy = await self._policy()
@@ -328,9 +327,7 @@ class Runtime:
         # Not in the worker, since closing waits for the worker and cannot stop a library that runs for ever.
         self.tokenizer = await run_abandonable(load, grace_s=LOAD_GRACE_S)
         if self.tokenizer is not None:
-            self.tokenizer.template_limits = TemplateLimits(
-                self._given_config.chat_template_timeout_s, give_way=self._chat_worker.give_way
-            )
+            self.tokenizer.template_limits = TemplateLimits(self._given_config.chat_template_timeout_s)
             table = self.tokenizer.token_table()
             if isinstance(table, TokenTable):
                 self.longest_token_chars = max((len(piece) for piece in table.pieces if piece), default=1)

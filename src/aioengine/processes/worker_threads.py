@@ -21,16 +21,12 @@ from aioengine.processes.turns import turns_here
 P = ParamSpec("P")
 T = TypeVar("T")
 
-MAX_GIVEN_WAY = 4
-"""Threads that may be at long work beside the resident one; with so many, further long work delays the queue."""
-
 
 class TextWorker:
     """Runs short text work at once and long text work in one daemon thread, in order of arrival.
 
     The first long text starts the thread. One is enough: tokenizing scales by the library's own threads if at all. The
-    queue is bounded by the callers that wait for their work. Work that takes long may keep its thread while another
-    one serves the queue: the work itself calls `give_way`, or the loop `leave_behind`.
+    queue is bounded by the callers that wait for their work. `leave_behind` lets another thread serve the queue.
 
     Args:
         close_grace_s: the longest wait of closing; None: wait for all work.
@@ -46,7 +42,6 @@ class TextWorker:
         self._is_closed = False
         self._unfinished: set[_Call[Any]] = set()
         self._threads = _Threads(stack_bytes)
-        self.give_way = self._threads.give_way
         self.leave_behind = self._threads.leave_behind
         weakref.finalize(self, self._threads.close).atexit = False
 
@@ -113,16 +108,12 @@ class _Threads:
                 self._start_resident()
             self._waiting.put(call)
 
-    def give_way(self) -> None:
-        """Let another thread serve the queue, if this thread is the resident one and few have given way."""
-        with self._lock:
-            if self._resident is threading.current_thread() and len(self.alive) <= MAX_GIVEN_WAY:
-                self._replace_resident()
-
     def leave_behind(self) -> None:
         """Let another thread serve the queue, since the resident one's work takes long. From any thread."""
         with self._lock:
-            self._replace_resident()
+            self._resident = None
+            if not self._waiting.empty():
+                self._start_resident()
 
     def close(self) -> None:
         """Let the threads end once the queue is empty."""
@@ -132,11 +123,6 @@ class _Threads:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for thread in list(self.alive):
             thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
-
-    def _replace_resident(self) -> None:
-        self._resident = None
-        if not self._waiting.empty():
-            self._start_resident()
 
     def _start_resident(self) -> None:
         thread = threading.Thread(target=self._work, name="aioengine-text", daemon=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, MappingView
 from contextvars import ContextVar
@@ -33,10 +32,6 @@ ITEM_CHARS = 8
 SLICE_S, PAUSE_S = 0.002, 0.0002
 """A rendering pauses after each ``SLICE_S`` for ``PAUSE_S``, since the event loop waits for the GIL."""
 
-LONG_S = 0.1
-"""A rendering that takes longer gives way to other chats, and takes turns with other long ones: each thread that
-computes makes the event loop wait for the GIL."""
-
 CONTAINERS = (list, tuple, dict, set, MappingView)
 
 
@@ -48,17 +43,13 @@ class TemplateLimits(msgspec.Struct, eq=False):
     """The limits of an engine's renderings.
 
     Attributes:
-        timeout_s: time limit of a rendering, from when it begins to run; other renderings' turns do not count.
-        give_way: called in the thread of a rendering that takes long, so that another thread serves the queue.
+        timeout_s: time limit of a rendering, from when it begins to run.
         clock: returns seconds.
-        turn: held by the long rendering that computes, of several.
         is_closed: renderings raise `EngineClosed` at their next check.
     """
 
     timeout_s: float = 10.0
-    give_way: Callable[[], None] = lambda: None
     clock: Callable[[], float] = time.monotonic
-    turn: threading.Lock = msgspec.field(default_factory=threading.Lock)
     is_closed: bool = False
 
     @contextlib.contextmanager
@@ -79,7 +70,6 @@ class TemplateLimits(msgspec.Struct, eq=False):
             yield
         finally:
             _running.set(None)
-            rendering.end_turn()
 
 
 class Rendering:
@@ -90,10 +80,9 @@ class Rendering:
         self._limits = limits
         self._num_steps = self._num_made = 0
         now = limits.clock()
-        self._is_long_at, self._ends_at = now + LONG_S, now + limits.timeout_s
+        self._ends_at = now + limits.timeout_s
         # In the loop's own thread a pause gains nothing.
         self._pauses_at = now + SLICE_S if running_loop() is None else math.inf
-        self._has_turn = False
         self._sizes: dict[int, tuple[Any, int]] = {}
         """Containers by id, with their sizes, which a template cannot change. Kept alive, so that no id is reused."""
 
@@ -112,21 +101,8 @@ class Rendering:
         if now > self._ends_at:
             raise TemplateStopped(f"it takes longer than {self._limits.timeout_s:g} s (chat_template_timeout_s)")
         if now > self._pauses_at:
-            self._pause(now)
-
-    def _pause(self, began: float) -> None:
-        self.end_turn()
-        time.sleep(PAUSE_S)
-        if began > self._is_long_at:
-            self._limits.give_way()
-            self._has_turn = self._limits.turn.acquire()
-        now = self._limits.clock()
-        self._pauses_at, self._ends_at = now + SLICE_S, self._ends_at + now - began
-
-    def end_turn(self) -> None:
-        if self._has_turn:
-            self._has_turn = False
-            self._limits.turn.release()
+            time.sleep(PAUSE_S)
+            self._pauses_at = self._limits.clock() + SLICE_S
 
     def bounded(self, value: Any) -> Any:
         """Count the step that has made a value, check the value's size, and return it."""
