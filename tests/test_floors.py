@@ -35,8 +35,8 @@ FLOORS = """
     outputs
     config metrics sampling_params
     structured tool_calls
-    type_schema
-    import_path json_pointer plain_struct plugins processes progress validation
+    vllm_names
+    processes schemas validation
     _version errors
 """.strip().splitlines()
 """From the top down. Rooms on one floor do not know each other."""

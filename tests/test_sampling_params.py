@@ -30,13 +30,13 @@ from aioengine.sampling_params import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     MAX_TEXT_CHARS,
-    NEUTRAL_PARAMS,
     SamplingParams,
     make_params,
 )
 from aioengine.server.schema import ChatRequest, known_names
 from aioengine.structured.constraints import Constraint
 from aioengine.validation import OTHER_NAMES, check_fields, nearest, shorten
+from aioengine.vllm_names import NEUTRAL_PARAMS
 
 FIELDS = SamplingParams.__struct_fields__
 MAX_MESSAGE_CHARS = 400

@@ -16,8 +16,9 @@ from test_readme import PAGES, programs_of
 import aioengine
 import aioengine.server
 from aioengine.config import ConfigKeywords, EngineConfig
-from aioengine.sampling_params import NEUTRAL_PARAMS, SamplingKeywords, SamplingParams
+from aioengine.sampling_params import SamplingKeywords, SamplingParams
 from aioengine.validation import field_types
+from aioengine.vllm_names import NEUTRAL_PARAMS
 
 ROOT = Path(__file__).parents[1]
 

@@ -10,150 +10,8 @@ import msgspec
 from msgspec import Meta
 
 from aioengine.errors import ConfigError
-from aioengine.import_path import PATTERN, path_of
-from aioengine.validation import NOT_YET, Bytes, Neutral, check_fields, check_known_fields, shorten, without_neutral
-
-TEXT_ALONE = "this engine takes text alone"
-IN_CONFIG = "change it in the config.json of a copy of the folder"
-WITH_MODEL = "the tokenizer is that of the model's folder: put other files there"
-ONE_DEVICE = "an engine computes on one device: give replicas for one on each, in processes of their own"
-WITHOUT_MEANING = (
-    # Numbers of devices, workers and processes: there is one.
-    "all2all_backend", "cp_kv_cache_interleave_size", "data_parallel_address", "data_parallel_backend",
-    "data_parallel_external_lb", "data_parallel_hybrid_lb", "data_parallel_rpc_port", "data_parallel_start_rank",
-    "dbo_decode_token_threshold", "dbo_prefill_token_threshold", "disable_custom_all_reduce",
-    "disable_nccl_for_dp_synchronization", "enable_ep_weight_filter", "eplb_config", "eplb_log_balancedness",
-    "eplb_step_interval", "eplb_window_size", "expert_placement_strategy", "fault_tolerance_config", "master_addr",
-    "master_port", "max_parallel_loading_workers", "num_redundant_experts", "numa_bind", "ray_workers_use_nsight",
-    "ubatch_size", "worker_use_ray",
-    # The speed of parts that this engine does not have.
-    "additional_config", "attention_backend", "attention_config", "cuda_graph_sizes", "cudagraph_capture_sizes",
-    "disable_async_output_proc", "disable_cascade_attn", "disable_hybrid_kv_cache_manager",
-    "enable_flashinfer_autotune", "gdn_prefill_backend", "ignore_patterns", "ir_op_priority", "kernel_config",
-    "kv_offloading_backend", "kv_sharing_fast_prefill", "linear_backend", "max_context_len_to_capture",
-    "max_cudagraph_capture_size", "max_long_partial_prefills", "max_num_partial_prefills", "max_seq_len_to_capture",
-    "moe_backend", "multi_step_stream_outputs", "num_lookahead_slots", "num_scheduler_steps", "optimization_level",
-    "override_attention_dtype", "performance_mode", "preemption_mode", "prefix_caching_hash_algo",
-    "prefix_match_unit", "pt_load_map_location", "renderer_num_workers", "safetensors_load_strategy",
-    "scheduler_delay_factor", "swap_space", "tokenizer_pool_extra_config", "tokenizer_pool_size",
-    "tokenizer_pool_type", "use_v2_block_manager", "watermark",
-    # Features that are off: adapters, images, state-space layers, sleep.
-    "disable_chunked_mm_input", "disable_mm_preprocessor_cache", "enable_lora_bias",
-    "enable_mamba_cache_stochastic_rounding", "enable_multimodal_encoder_data_parallel", "enable_sleep_mode",
-    "fully_sharded_loras", "language_model_only", "lora_dtype", "lora_extra_vocab_size", "mamba_backend",
-    "mamba_block_size", "mamba_cache_dtype", "mamba_cache_mode", "mamba_cache_philox_rounds", "mamba_config",
-    "mamba_ssm_cache_dtype", "max_cpu_loras", "max_lora_rank", "max_loras", "max_prompt_adapter_token",
-    "max_prompt_adapters", "mm_encoder_attn_backend", "mm_encoder_tp_mode", "mm_processor_cache_gb",
-    "mm_processor_cache_type", "mm_shm_cache_max_object_size_mb", "skip_mm_profiling", "video_pruning_rate",
-    # Logs, metrics, checks and the shutdown.
-    "aggregate_engine_logging", "cudagraph_metrics", "enable_layerwise_nvtx_tracing",
-    "enable_logging_iteration_details", "enable_mfu_metrics", "enable_mm_processor_stats",
-    "fail_on_environ_validation", "kv_cache_metrics", "kv_cache_metrics_sample", "max_log_len",
-    "show_hidden_metrics_for_version", "shutdown_timeout",
-)  # fmt: skip
-"""vLLM's engine arguments that change no answer here, whatever their value."""
-
-NEUTRAL_CONFIG = {
-    **dict.fromkeys(WITHOUT_MEANING, Neutral(None)),
-    **dict.fromkeys(
-        (
-            *("speculative_config", "speculative_model", "num_speculative_tokens", "spec_method", "spec_model"),
-            *("spec_tokens", "kv_transfer_config", "kv_events_config", "ec_transfer_config", "diffusion_config"),
-            *("io_processor_plugin", "profiler_config"),
-        ),
-        Neutral((None,), NOT_YET),
-    ),
-    **dict.fromkeys(
-        ("pooler_config", "override_pooler_config", "default_mm_loras", "reasoning_config", "weight_transfer_config"),
-        Neutral((None, {}), NOT_YET),
-    ),
-    **dict.fromkeys(
-        (
-            *("enable_prompt_embeds", "enable_prompt_adapter", "enable_return_routed_experts", "calculate_kv_scales"),
-            *("enable_fault_tolerance", "tokens_only"),
-        ),
-        Neutral((None, False), NOT_YET),
-    ),
-    **dict.fromkeys(
-        (
-            *("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"),
-            *("prefill_context_parallel_size", "nnodes"),
-        ),
-        Neutral((None, 1), ONE_DEVICE),
-    ),
-    "data_parallel_size": Neutral((None, 1), "give replicas"),
-    "data_parallel_size_local": Neutral((None, 1), "give replicas_local, of ReplicaOptions"),
-    "data_parallel_rank": Neutral((None, 0), "give replicas: each request goes to one of them"),
-    "node_rank": Neutral((None, 0), ONE_DEVICE),
-    **dict.fromkeys(("enable_dbo", "enable_eplb"), Neutral((None, False), ONE_DEVICE)),
-    **dict.fromkeys(
-        ("block_size", "enable_prefix_caching", "logits_processors", "max_num_batched_tokens", "max_num_seqs"),
-        Neutral((None,)),
-    ),
-    "worker_cls": Neutral((None, "auto"), "there is one; ProcessOptions(executor=...) takes another's place"),
-    "worker_extension_cls": Neutral((None, ""), "register functions with aioengine.worker_function"),
-    "kv_offloading_size": Neutral((None, 0), NOT_YET),
-    "logprobs_mode": Neutral((None, "raw", "raw_logprobs"), "give it to requests, as logprobs_mode"),
-    "logits_processor_pattern": Neutral((None,), "name those that requests may ask for in logits_processors"),
-    "long_prefill_token_threshold": Neutral((None, 0), "give max_mixed_prefill_tokens"),
-    "model_loader_extra_config": Neutral((None, {}), "there is one loader"),
-    "otlp_traces_endpoint": Neutral((None,), "set OpenTelemetry up in the program: each request has a span"),
-    "collect_detailed_traces": Neutral((None, []), "set OpenTelemetry up in the program: each request has a span"),
-    "guided_decoding_disable_fallback": Neutral(None),
-    "guided_decoding_disable_any_whitespace": Neutral((None, False), NOT_YET),
-    "guided_decoding_disable_additional_properties": Neutral((None, False), NOT_YET),
-    "allowed_media_domains": Neutral((None, []), TEXT_ALONE),
-    "enable_mm_embeds": Neutral((None, False), TEXT_ALONE),
-    "interleave_mm_strings": Neutral((None, False), TEXT_ALONE),
-    "media_io_kwargs": Neutral((None, {}), TEXT_ALONE),
-    "enable_reasoning": Neutral((None, False), "give reasoning_format"),
-    "runner": Neutral((None, "auto", "generate"), NOT_YET),
-    "task": Neutral((None, "auto", "generate"), NOT_YET),
-    "convert": Neutral((None, "auto", "none"), NOT_YET),
-    "model_impl": Neutral((None, "auto"), "give model_path"),
-    "tokenizer": Neutral((None,), WITH_MODEL),
-    "tokenizer_mode": Neutral((None, "auto"), WITH_MODEL),
-    "tokenizer_revision": Neutral((None,), WITH_MODEL),
-    "skip_tokenizer_init": Neutral((None, False), "give token ids, and detokenize=False where no text is wanted"),
-    "code_revision": Neutral((None,), "code is read where the model is: give revision"),
-    "config_format": Neutral((None, "auto", "hf"), "a config.json is needed"),
-    "hf_config_path": Neutral((None,), IN_CONFIG),
-    "hf_overrides": Neutral((None, {}), IN_CONFIG),
-    "rope_scaling": Neutral((None, {}), IN_CONFIG),
-    "rope_theta": Neutral((None,), IN_CONFIG),
-    "disable_sliding_window": Neutral((None, False), IN_CONFIG),
-    "hf_token": Neutral((None,), "set HF_TOKEN in the environment"),
-    "download_dir": Neutral((None,), "set HF_HOME in the environment"),
-    "use_tqdm_on_load": Neutral((None, True), "give show_progress=False"),
-    "enable_expert_parallel": Neutral((None, False), ONE_DEVICE),
-    "distributed_executor_backend": Neutral((None, "uni", "mp"), ONE_DEVICE),
-    "enforce_eager": Neutral((None, False), "give cuda_graphs='off'"),
-    "compilation_config": Neutral((None, {}), "give cuda_graphs: 'start', 'lazy' or 'off'"),
-    "cpu_offload_gb": Neutral((None, 0), NOT_YET),
-    "num_gpu_blocks_override": Neutral((None,), "give kv_cache_memory_bytes"),
-    "enable_chunked_prefill": Neutral(
-        (None, True), "long prompts are always computed in chunks; raise max_num_batched_tokens for longer ones"
-    ),
-    "scheduling_policy": Neutral((None, "fcfs", "priority"), "give scheduler: 'fcfs', 'priority' or 'fair'"),
-    "scheduler_cls": Neutral((None,), "give scheduler: a class of yours, or 'module:Class'"),
-    "async_scheduling": Neutral((None, True), "give max_in_flight=1"),
-    "generation_config": Neutral((None, "auto"), "give each request the values that it is to have"),
-    "override_generation_config": Neutral((None, {}), "give each request the values that it is to have"),
-    "enable_lora": Neutral((None, False), NOT_YET),
-    "structured_outputs_config": Neutral((None, {}), "there is one backend, llguidance"),
-    "guided_decoding_backend": Neutral((None, "auto", "guidance"), "there is one backend, llguidance"),
-    "reasoning_parser": Neutral((None, ""), "give reasoning_format"),
-    "tool_call_parser": Neutral((None, ""), "give tool_format"),
-    "enable_auto_tool_choice": Neutral((None, False, True), "tools need no setting"),
-    "limit_mm_per_prompt": Neutral((None, {}, {"image": 0}), TEXT_ALONE),
-    "mm_processor_kwargs": Neutral((None, {}), TEXT_ALONE),
-    "allowed_local_media_path": Neutral((None, ""), TEXT_ALONE),
-    "served_model_name": Neutral((None,), "it is the server's: --served-model-name, or ServerConfig"),
-    "disable_log_stats": Neutral((None, False, True), "give log_stats_interval_s, 0 for no line"),
-    "disable_log_requests": Neutral((None, True), "give log_requests=True"),
-    "enable_log_requests": Neutral((None, False), "give log_requests=True"),
-}
-"""vLLM's engine arguments that this engine lacks, with the values at which they have no effect."""
+from aioengine.validation import IMPORT_PATH, Bytes, check_fields, check_known_fields, import_path_of, shorten
+from aioengine.vllm_names import NEUTRAL_CONFIG, without_neutral
 
 Name = Annotated[str, Meta(min_length=1)]
 MAX_TEMPLATE_CHARS = 2**18
@@ -237,12 +95,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     scheduler: Annotated[
         str,
         Meta(
-            pattern=rf"^(fcfs|priority|fair|{PATTERN})$",
+            pattern=rf"^(fcfs|priority|fair|{IMPORT_PATH})$",
             description="what goes first: by priority, fcfs (by age alone), fair (tenants share alike) or module:Class",
         ),
     ] = "priority"
     logits_processors: Annotated[
-        tuple[Annotated[str, Meta(pattern=rf"^{PATTERN}$")], ...],
+        tuple[Annotated[str, Meta(pattern=rf"^{IMPORT_PATH}$")], ...],
         Meta(description="module:function that makes a logits processor of a request's arguments (its extra_args)"),
     ] = ()
     cuda_graphs: Annotated[
@@ -304,9 +162,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def __post_init__(self) -> None:
         scheduler: object = self.scheduler
         if isinstance(scheduler, type):
-            msgspec.structs.force_setattr(self, "scheduler", path_of(scheduler))
+            msgspec.structs.force_setattr(self, "scheduler", import_path_of(scheduler))
         if isinstance(self.logits_processors, list | tuple):
-            paths = [path_of(given) if callable(given) else given for given in self.logits_processors]
+            paths = [import_path_of(given) if callable(given) else given for given in self.logits_processors]
             msgspec.structs.force_setattr(self, "logits_processors", paths)
         check_fields(self, _refused)
         if self.chat_template is not None and not is_template(self.chat_template):
@@ -401,7 +259,7 @@ class ProcessOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         tuple[Name, ...], Meta(description="modules that it imports first, such as those with worker functions")
     ] = ()
     executor: Annotated[
-        Annotated[str, Meta(pattern=f"^{PATTERN}$")] | None,
+        Annotated[str, Meta(pattern=f"^{IMPORT_PATH}$")] | None,
         Meta(description="module:function that makes the device side there, from the EngineConfig; absent: torch's"),
     ] = None
     start_timeout_s: Annotated[Seconds, Meta(description="seconds until it must be ready, loading included")] = 600.0

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from aioengine.plain_struct import PlainStruct
+from aioengine.schemas.plain_struct import PlainStruct
 
 Float64 = NDArray[np.float64]
 Int64 = NDArray[np.int64]

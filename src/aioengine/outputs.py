@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal
 import msgspec
 
 from aioengine.metrics import RequestMetrics
-from aioengine.plain_struct import PlainStruct
+from aioengine.schemas.plain_struct import PlainStruct
 from aioengine.tool_calls.calls import ToolCall, ToolCallDelta
 
 if TYPE_CHECKING:

@@ -10,18 +10,8 @@ from msgspec import Meta
 
 from aioengine.errors import InvalidRequest
 from aioengine.structured.constraints import Constraint, as_constraint, from_vllm
-from aioengine.validation import (
-    ELSEWHERE,
-    NOT_YET,
-    Neutral,
-    check_fields,
-    check_known_fields,
-    field_types,
-    invalid,
-    is_utf8,
-    shorten,
-    without_neutral,
-)
+from aioengine.validation import check_fields, check_known_fields, field_types, invalid, is_utf8, shorten
+from aioengine.vllm_names import NEUTRAL_ARGUMENTS, NEUTRAL_PARAMS, without_neutral
 
 GREEDY_TEMPERATURE = 0.0
 """Only temperature 0 is greedy."""
@@ -51,62 +41,6 @@ TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
 NumLikeliest = Annotated[int, Meta(ge=0, le=MAX_INT)]
 ShortText = Annotated[str, Meta(min_length=1, max_length=MAX_TEXT_CHARS)]
 LogprobsMode = Literal["raw", "processed"]
-
-NEUTRAL_PARAMS = {
-    **dict.fromkeys(("stop", "stop_token_ids", "bad_words", "logits_processors"), Neutral((None,))),
-    "best_of": Neutral((None, 1), "give n, and choose by the choices' cumulative_logprob"),
-    **dict.fromkeys(
-        ("prompt_logprob_token_ids", "repetition_detection", "trace_decode_token_ids"),
-        Neutral((None,), NOT_YET),
-    ),
-    "routed_experts_prompt_start": Neutral((None, 0), NOT_YET),
-    "use_beam_search": Neutral((None, False), NOT_YET),
-    "length_penalty": Neutral((None, 1.0), "it is for beam search"),
-    "early_stopping": Neutral((None, False), "it is for beam search"),
-    "output_kind": Neutral(
-        (None, "CUMULATIVE", "DELTA", "FINAL_ONLY", 0, 1, 2),
-        "generate gives the whole output, stream gives deltas, Stream.result all so far",
-    ),
-    "stream_interval": Neutral((None,), "give it to stream(...)"),
-    "flat_logprobs": Neutral((None, False), "log-probabilities are a dict for each token"),
-    "prompt_logprob_start": Neutral((None, 0), "all of the prompt's are given"),
-    "skip_reading_prefix_cache": Neutral((None, False), "give a cache_salt of its own"),
-    "skip_clone": Neutral((None, False, True), "parameters never change, so that none are cloned"),
-}
-"""Parameters of vLLM's `SamplingParams` that this engine has not, with the values at which they have no effect."""
-
-NEUTRAL_ARGUMENTS = {
-    **dict.fromkeys(
-        (*("lora_request", "prompt_adapter_request", "data_parallel_rank"),),
-        Neutral((None,), NOT_YET),
-    ),
-    **dict.fromkeys(
-        (
-            *("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-            "guided_options_request",
-        ),
-        Neutral((None,), "give structured, such as a JSON schema, Regex(...) or Choice([...])"),
-    ),
-    "max_completion_tokens": Neutral((None,), "give max_tokens"),
-    "max_new_tokens": Neutral((None,), "give max_tokens"),
-    "messages": Neutral((None,), "give the list of messages as the prompt, the first argument"),
-    "stream": Neutral((None, False), ELSEWHERE["streamer"]),
-    "timeout": Neutral(
-        (None,),
-        "await it in `async with asyncio.timeout(seconds):`, or without asyncio leave `for delta in llm.stream(...)`",
-    ),
-    "tokenization_kwargs": Neutral((None, {}), "give token ids, such as get_tokenizer().encode(text)"),
-    "prompt_text": Neutral(None),
-    "prompt_token_ids": Neutral((None,), "give the ids as the prompt, the first argument"),
-    "arrival_time": Neutral((None,), "a request's times count from its call"),
-    "reasoning_ended": Neutral((None, False), "give it in chat_template_kwargs, as the model's template calls it"),
-    "documents": Neutral((None, []), NOT_YET),
-    "chat_template_content_format": Neutral((None, "auto", "string", "openai"), "it is found out of the template"),
-    "mm_processor_kwargs": Neutral((None, {}), "this engine takes text alone"),
-    "add_generation_prompt": Neutral((None,), "give it in chat_template_kwargs"),
-    "continue_final_message": Neutral((None, False), "give it in chat_template_kwargs"),
-}
-"""Other arguments of vLLM's ``generate`` and ``chat``, with the values at which they have no effect."""
 
 
 class _ParamsMeta(msgspec.StructMeta):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import enum
 import functools
+import importlib
 import math
+import operator
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from decimal import Decimal
 from typing import TYPE_CHECKING, Annotated, Any, Generic, NamedTuple, TypeVar, get_type_hints
 
@@ -16,7 +17,7 @@ import msgspec
 import numpy as np
 from msgspec import inspect
 
-from aioengine.errors import InvalidRequest
+from aioengine.errors import ConfigError, InvalidRequest
 
 T = TypeVar("T")
 if TYPE_CHECKING:
@@ -187,44 +188,35 @@ def parse_size(text: str) -> int:
     return int(Decimal(number) * (1000 if of_ten else 1024) ** (UNITS.index(unit) + 1 if unit else 0))
 
 
-NOT_YET = "this engine cannot do it yet"
+IMPORT_PATH = r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*"
+"""A pattern of what users name by its place, ``module:attribute``, for a process that has it not at hand."""
 
 
-class Neutral(NamedTuple):
-    """A name of vLLM's that this engine has not, or not in that form.
-
-    Attributes:
-        values: those that have no effect; None: all values.
-        instead: what to do where another value was meant; empty for a name that the struct itself has.
-    """
-
-    values: tuple[Any, ...] | None
-    instead: str = ""
-
-
-def without_neutral(
-    table: Mapping[str, Neutral], given: Mapping[str, Any], error: Callable[[str, str], Exception]
-) -> dict[str, Any]:
-    """The keywords in ``given`` without those of ``table`` that have no effect. An Enum's member goes by its name.
+def import_path_of(value: Any) -> str:
+    """Where a class or a function is found again.
 
     Raises:
-        what ``error`` makes from (name, message), for a value of a name of ``table`` that would have an effect.
+        ConfigError: it is local to a function.
     """
-    rest = {}
-    for name, value in given.items():
-        neutral = table.get(name)
-        if neutral is None or not _is_neutral(value, neutral):
-            if neutral is not None and neutral.instead:
-                raise error(name, f"{name}={shorten(value)} is not supported: {neutral.instead}")
-            rest[name] = value
-    return rest
+    path = f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', repr(value))}"
+    if re.fullmatch(IMPORT_PATH, path) is None:
+        raise ConfigError(f"{path} cannot be found by its name: define it at the top of a module")
+    return path
 
 
-def _is_neutral(value: Any, neutral: Neutral) -> bool:
-    if isinstance(value, enum.Enum):
-        value = value.name
-    is_plain = value is None or isinstance(value, int | float | str | list | tuple | dict)
-    return neutral.values is None or (is_plain and value in neutral.values)
+def load_by_path(path: str, setting: str) -> Any:
+    """Import the value at ``module:attribute``; ``setting`` names the setting in the error.
+
+    Raises:
+        ConfigError: there is no such thing, or its module cannot be imported.
+    """
+    module, _, attribute = path.partition(":")
+    try:
+        return operator.attrgetter(attribute)(importlib.import_module(module))
+    except Exception as error:  # a module of the user's own may raise anything
+        raise ConfigError(
+            f"{setting}={path!r} cannot be imported in the engine's process: {type(error).__name__}: {error}"
+        ) from error
 
 
 class _ShortRepr(reprlib.Repr):

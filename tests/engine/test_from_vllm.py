@@ -13,10 +13,8 @@ import pytest
 from openai.types.chat import ChatCompletionMessage
 
 from aioengine import LLM, ConfigError, Engine, EngineConfig, InvalidRequest, LLMEngine, RequestOutput, SamplingParams
-from aioengine.config import NEUTRAL_CONFIG
-from aioengine.sampling_params import NEUTRAL_ARGUMENTS
 from aioengine.testing import FakeExecutor
-from aioengine.validation import Neutral
+from aioengine.vllm_names import NEUTRAL_ARGUMENTS, NEUTRAL_CONFIG, Neutral
 
 IDS = [5, 6, 7]
 PARAMS = SamplingParams(seed=1, max_tokens=4, ignore_eos=True)

@@ -24,7 +24,7 @@ from typing_extensions import TypedDict
 
 from aioengine import Engine, InvalidRequest, Json, OutputNotParsed, Regex, SamplingParams
 from aioengine.frontend.output_type import OutputType
-from aioengine.type_schema import describe
+from aioengine.schemas.type_schema import describe
 
 NUM_WALKS = 12
 

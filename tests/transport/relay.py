@@ -19,8 +19,8 @@ from aioengine.errors import AioEngineError, EngineDead
 from aioengine.executor.in_process import InProcess
 from aioengine.metrics import StepRecord
 from aioengine.models.folder import ModelFolder
+from aioengine.processes.progress import OnProgress
 from aioengine.processes.worker_threads import TextWorker
-from aioengine.progress import OnProgress
 from aioengine.scheduler.sequence import Sequence as Choice
 from aioengine.transport.addresses import PrivateFolder
 from aioengine.transport.backends import Connected

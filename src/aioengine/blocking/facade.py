@@ -18,10 +18,10 @@ from aioengine.core.health import Health
 from aioengine.engine import Engine, EngineKeywords
 from aioengine.errors import EngineDead
 from aioengine.frontend.engine_control import NotCopied
-from aioengine.frontend.not_yet import NotYet
 from aioengine.frontend.prompt import lists_keywords
 from aioengine.metrics import EngineStats
 from aioengine.text.tokenizer import Tokenizer
+from aioengine.vllm_names import NotYet
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -19,10 +19,10 @@ from aioengine.cli.engine import engine, keys
 from aioengine.cli.generate import generate
 from aioengine.cli.info import info
 from aioengine.cli.serve import serve_command
-from aioengine.config import NEUTRAL_CONFIG
 from aioengine.errors import AioEngineError
 from aioengine.processes.own_process import COMPILER_OUTLIVES, limit_spinning, open_standard_files
 from aioengine.validation import OTHER_NAMES
+from aioengine.vllm_names import NEUTRAL_CONFIG
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})

@@ -23,7 +23,7 @@ from aioengine.core.protocol import Cluster, CoreHooks, ReplicaStatus
 from aioengine.errors import AioEngineError, ConfigError, EngineDead, InvalidRequest, describe
 from aioengine.executor.in_process import clock_of
 from aioengine.models.folder import ModelFolder
-from aioengine.progress import OnProgress
+from aioengine.processes.progress import OnProgress
 from aioengine.transport.backends import refuse_function
 
 T = TypeVar("T")

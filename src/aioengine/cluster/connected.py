@@ -21,7 +21,7 @@ from aioengine.core.protocol import Cluster, CoreHooks, ReplicaStatus
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, WireError
 from aioengine.executor.in_process import clock_of
 from aioengine.models.folder import ModelFolder
-from aioengine.progress import OnProgress
+from aioengine.processes.progress import OnProgress
 from aioengine.transport import wire
 from aioengine.transport.backends import Connected, known_fields, refuse_function
 from aioengine.transport.client import RemoteCore

@@ -19,8 +19,8 @@ from aioengine.core.lockstep_protocol import LockstepPlace
 from aioengine.core.protocol import CoreHooks, Orphan
 from aioengine.errors import ConfigError, EngineDead, describe
 from aioengine.models.folder import ModelFolder
+from aioengine.processes.progress import OnProgress
 from aioengine.processes.worker_threads import TextWorker
-from aioengine.progress import OnProgress
 from aioengine.transport.backends import InChild, refuse_function
 from aioengine.transport.client import RemoteCore
 

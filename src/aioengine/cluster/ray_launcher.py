@@ -28,8 +28,8 @@ from aioengine.core.protocol import CoreHooks
 from aioengine.errors import ConfigError, EngineDead
 from aioengine.executor.in_process import find
 from aioengine.models.folder import ModelFolder
+from aioengine.processes.progress import OnProgress
 from aioengine.processes.worker_threads import run_abandonable
-from aioengine.progress import OnProgress
 from aioengine.transport.addresses import keys_in, remove_private
 from aioengine.transport.backends import ATTACH_TIMEOUT_S, refuse_function
 from aioengine.transport.child_engine import EXIT_NEWS_S

@@ -20,8 +20,8 @@ from aioengine.core.protocol import CoreHooks
 from aioengine.errors import ConfigError, EngineDead
 from aioengine.executor.in_process import find
 from aioengine.models.folder import ModelFolder
+from aioengine.processes.progress import OnProgress
 from aioengine.processes.worker_threads import TextWorker
-from aioengine.progress import OnProgress
 from aioengine.transport.backends import ATTACH_TIMEOUT_S, read_config, refuse_function
 from aioengine.transport.client import RemoteCore
 from aioengine.transport.entrance import Entrance

@@ -21,8 +21,8 @@ from aioengine.errors import AioEngineError, EngineDead, describe
 from aioengine.metrics import StepRecord
 from aioengine.models.folder import ModelFolder
 from aioengine.processes.backoff import Backoff
+from aioengine.processes.progress import OnProgress
 from aioengine.processes.turns import sleep_on_time
-from aioengine.progress import OnProgress
 from aioengine.scheduler.scheduler import SchedulerStats
 from aioengine.scheduler.sequence import Sequence
 

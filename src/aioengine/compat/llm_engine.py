@@ -17,9 +17,10 @@ from aioengine.engine import Engine, EngineKeywords, Stream
 from aioengine.errors import AioEngineError, ConfigError, EngineClosed, EngineDead, EngineOverloaded, InvalidRequest
 from aioengine.frontend.prompt import lists_keywords
 from aioengine.outputs import RequestOutput
-from aioengine.sampling_params import NEUTRAL_ARGUMENTS, SamplingParams
+from aioengine.sampling_params import SamplingParams
 from aioengine.text.tokenizer import Tokenizer
-from aioengine.validation import invalid, shorten, without_neutral
+from aioengine.validation import invalid, shorten
+from aioengine.vllm_names import NEUTRAL_ARGUMENTS, without_neutral
 
 
 class LLMEngine(Facade):

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from aioengine.plain_struct import PlainStruct
+from aioengine.schemas.plain_struct import PlainStruct
 
 HealthStatus = Literal["STARTING", "ALIVE", "STALLED", "DEAD"]
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from aioengine.errors import ConfigError, InvalidRequest
-from aioengine.import_path import load
 from aioengine.scheduler.plan import LogitsProcessor
+from aioengine.validation import load_by_path
 
 MakeProcessor = Callable[..., LogitsProcessor | None]
 """Makes the processor of one request, of its arguments; None: that request needs none. Called on the engine's loop, or
@@ -20,7 +20,7 @@ def load_processors(paths: tuple[str, ...]) -> dict[str, MakeProcessor]:
     Raises:
         ConfigError: one cannot be imported, or cannot be called.
     """
-    made = {path.partition(":")[2]: load(path, "logits_processors") for path in paths}
+    made = {path.partition(":")[2]: load_by_path(path, "logits_processors") for path in paths}
     for name, make in made.items():
         if not callable(make):
             raise ConfigError(f"logits_processors: {name} is a {type(make).__name__}; a function is needed")

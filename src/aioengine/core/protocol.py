@@ -18,12 +18,12 @@ from aioengine.errors import EngineDead, InvalidRequest
 from aioengine.metrics import StepRecord
 from aioengine.models.folder import ModelFolder
 from aioengine.outputs import FinishReason
-from aioengine.plain_struct import PlainStruct
+from aioengine.processes.progress import OnProgress
 from aioengine.processes.worker_threads import TextWorker
-from aioengine.progress import OnProgress
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.scheduler import SchedulerStats
 from aioengine.scheduler.sequence import Request, Sequence
+from aioengine.schemas.plain_struct import PlainStruct
 from aioengine.validation import shorten
 
 T = TypeVar("T")

@@ -20,9 +20,9 @@ from aioengine.core.named_processors import load_processors
 from aioengine.core.protocol import CoreHooks
 from aioengine.errors import ConfigError
 from aioengine.models.folder import ModelFolder
-from aioengine.plugins import call_plugins
+from aioengine.processes.plugins import call_plugins
+from aioengine.processes.progress import OnProgress
 from aioengine.processes.worker_threads import TextWorker, run_abandonable
-from aioengine.progress import OnProgress
 from aioengine.scheduler.policy import make_policy
 
 logger = logging.getLogger("aioengine")

@@ -20,7 +20,7 @@ from aioengine.executor.runner import START_FEATURES, Runner
 from aioengine.executor.tune import tune_attention
 from aioengine.kernels.attention.paged import KVCacheShape, PagedAttention
 from aioengine.models.model import Model, ModelConfig
-from aioengine.progress import OnProgress
+from aioengine.processes.progress import OnProgress
 from aioengine.scheduler.kv_groups import KVGroups, kv_groups
 
 logger = logging.getLogger("aioengine")

@@ -40,7 +40,7 @@ from aioengine.models.folder import ModelFolder
 from aioengine.models.formats.catalogue import is_quantised
 from aioengine.models.loader import LoadStopped, Placement
 from aioengine.models.paths import load_model, read_model_config
-from aioengine.progress import LOADING, OnProgress
+from aioengine.processes.progress import LOADING, OnProgress
 from aioengine.scheduler.plan import StepPlan, StepResult
 
 logger = logging.getLogger("aioengine")

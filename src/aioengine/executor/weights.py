@@ -20,7 +20,7 @@ from aioengine.models.loader import ON_CPU, Placement, check_kept_alike
 from aioengine.models.model import Model
 from aioengine.models.paths import check_weights, load_weights
 from aioengine.models.saver import save_checkpoint
-from aioengine.progress import OnProgress
+from aioengine.processes.progress import OnProgress
 
 Load = Callable[..., Model]
 """Makes a decoder from placement, on_progress and should_stop, as `load_model` takes them; blocks."""

@@ -20,7 +20,6 @@ from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.core.health import Health
 from aioengine.core.protocol import Cluster, ReplicaStatus
 from aioengine.errors import EngineClosed, InvalidRequest
-from aioengine.frontend.not_yet import NotYet, not_yet
 from aioengine.frontend.prompt import ChatMessage
 from aioengine.frontend.runtime import Runtime
 from aioengine.metrics import EngineMetrics, EngineStats, Observer
@@ -29,6 +28,7 @@ from aioengine.text.chat_input import copy_messages, open_messages, take_templat
 from aioengine.text.tokenizer import Tokenizer
 from aioengine.tool_calls.calls import read_tools, told_tools
 from aioengine.validation import shorten, typed
+from aioengine.vllm_names import NotYet, not_yet
 
 T = TypeVar("T")
 

@@ -11,8 +11,8 @@ from aioengine.errors import InvalidRequest, OutputNotParsed
 from aioengine.frontend.prompt import CallKeywords
 from aioengine.outputs import CompletionOutput, RequestOutput
 from aioengine.sampling_params import SamplingParams
+from aioengine.schemas.type_schema import TypeSchema, describe, is_type, no_schema
 from aioengine.structured.constraints import Constraint, Json
-from aioengine.type_schema import TypeSchema, describe, is_type, no_schema
 from aioengine.validation import shorten, typed
 
 

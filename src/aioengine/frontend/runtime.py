@@ -41,9 +41,9 @@ from aioengine.frontend.answer_format import AnswerFormats
 from aioengine.frontend.request_state import RequestState
 from aioengine.metrics import EngineMetrics
 from aioengine.models.folder import ModelFolder
+from aioengine.processes.progress import OnProgress, loading_bar
 from aioengine.processes.turns import running_loop, turns_here
 from aioengine.processes.worker_threads import TextWorker, run_abandonable
-from aioengine.progress import OnProgress, loading_bar
 from aioengine.scheduler.policy import POLICIES, ByPriority, Policy, make_policy
 from aioengine.text.loading import has_tokenizer
 from aioengine.text.template_limits import TemplateLimits

@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from aioengine.errors import ConfigError, InternalError, describe
-from aioengine.import_path import load
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.sequence import Request
 from aioengine.scheduler.waiting_queue import TenantQueues, WaitingQueue
-from aioengine.validation import shorten
+from aioengine.validation import load_by_path, shorten
 
 MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1e6
 """Sums of tokens over such weights neither overflow nor lose what is added to them."""
@@ -152,7 +151,7 @@ def make_policy(scheduler: str) -> Policy:
     Raises:
         ConfigError: there is none, or it cannot be made.
     """
-    kind = POLICIES.get(scheduler) or load(scheduler, "scheduler")
+    kind = POLICIES.get(scheduler) or load_by_path(scheduler, "scheduler")
     if not (isinstance(kind, type) and issubclass(kind, Policy)):
         raise ConfigError(f"scheduler={scheduler!r}: a subclass of aioengine.scheduler.policy.Policy is needed")
     try:

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from aioengine.errors import InvalidRequest
-from aioengine.type_schema import describe, is_type, no_schema
+from aioengine.schemas.type_schema import describe, is_type, no_schema
 from aioengine.validation import check_fields, shorten, typed
 
 MAX_CONSTRAINT_BYTES = 256 * 1024

@@ -12,7 +12,7 @@ import math
 import re
 from typing import Any
 
-from aioengine.json_pointer import referred
+from aioengine.schemas.json_pointer import referred
 from aioengine.structured.constraints import Choice, Constraint, Either, Grammar, Json, Regex, StructuralTags, Tag
 from aioengine.structured.json_schema import is_number, listed, mapped
 

@@ -14,7 +14,7 @@ from collections.abc import Container, Iterator
 from fractions import Fraction
 from typing import Any
 
-from aioengine.json_pointer import referred
+from aioengine.schemas.json_pointer import referred
 
 MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _BRANCHES = ("allOf", "anyOf", "oneOf")

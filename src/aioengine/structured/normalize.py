@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 from urllib.parse import quote
 
-from aioengine.json_pointer import resolved
+from aioengine.schemas.json_pointer import resolved
 from aioengine.structured.formats import BASE64, FORMATS, FORMATS_BY_OTHER_NAMES, FORMATS_LEFT, MAX_HOSTNAME_CHARS
 from aioengine.structured.json_schema import (
     BOUNDS,

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from aioengine.json_pointer import resolved
+from aioengine.schemas.json_pointer import resolved
 from aioengine.structured.json_schema import listed, mapped
 
 MAX_STEPS = 5_000

@@ -15,7 +15,8 @@ from aioengine.text.template_files import DEFAULT, WITH_TOOLS
 from aioengine.text.template_limits import TemplateLimits
 from aioengine.text.token_table import TokenTable, WindowTable, build_slow_token_tables, build_token_tables, decoding
 from aioengine.tool_calls.calls import read_tools, told_tools
-from aioengine.validation import NOT_YET, Neutral, invalid, is_utf8, shorten, without_neutral
+from aioengine.validation import invalid, is_utf8, shorten
+from aioengine.vllm_names import NOT_YET, Neutral, without_neutral
 
 # A longer text goes through the library's batch call, which lets go of the GIL; the single call holds it throughout,
 # and a prompt of a megabyte then stops every thread for more than a second. Up to here that is under a millisecond.

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, NamedTuple, Protocol, get_type_hints
 import msgspec
 
 from aioengine.errors import InvalidRequest
-from aioengine.plain_struct import PlainStruct
-from aioengine.type_schema import schema_by_pydantic, uses_pydantic
+from aioengine.schemas.plain_struct import PlainStruct
+from aioengine.schemas.type_schema import schema_by_pydantic, uses_pydantic
 from aioengine.validation import invalid, nearest, shorten, typed
 
 MAX_TOOLS = 128

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from aioengine.errors import InternalError, InvalidRequest
-from aioengine.json_pointer import referred, resolved
+from aioengine.schemas.json_pointer import referred, resolved
 from aioengine.tool_calls.calls import NO_TOKENS, AnswerParser, Tool, ToolChoice
 from aioengine.tool_calls.reading import Reading, StepParser, Steps
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aioengine.errors import ConfigError
-from aioengine.plain_struct import PlainStruct
+from aioengine.schemas.plain_struct import PlainStruct
 from aioengine.tool_calls.calls import AnswerParser, Piece, ToolCall, ToolCallDelta
 from aioengine.tool_calls.harmony import HARMONY
 from aioengine.tool_calls.marked_json import COHERE_TEXT

@@ -17,7 +17,7 @@ from aioengine.core.protocol import CoreHooks
 from aioengine.errors import AioEngineError, EngineDead, InvalidRequest
 from aioengine.executor.in_process import find
 from aioengine.models.folder import ModelFolder
-from aioengine.progress import OnProgress
+from aioengine.processes.progress import OnProgress
 from aioengine.transport.child_engine import CHILD_MODULE, EXIT_NEWS_S, ChildEngine
 from aioengine.transport.client import RemoteCore
 from aioengine.transport.handshake import Init

@@ -17,8 +17,8 @@ from aioengine.config import ProcessOptions
 from aioengine.errors import ConfigError, EngineDead
 from aioengine.executor.in_process import clock_of
 from aioengine.processes.child import Child
+from aioengine.processes.progress import OnProgress
 from aioengine.processes.worker_threads import TextWorker
-from aioengine.progress import OnProgress
 from aioengine.transport.addresses import (
     START_DESCRIPTORS,
     PrivateFolder,

@@ -21,10 +21,9 @@ from aioengine.core.lockstep_protocol import LockstepPlace
 from aioengine.core.protocol import CLOSE_DEADLINE_S, CoreHooks
 from aioengine.errors import AioEngineError, ConfigError, EngineDead
 from aioengine.executor.in_process import InProcess
-from aioengine.import_path import load
 from aioengine.processes.own_process import asked_by_signals
+from aioengine.processes.progress import LOADING, OnProgress
 from aioengine.processes.worker_threads import TextWorker
-from aioengine.progress import LOADING, OnProgress
 from aioengine.transport.addresses import PrivateFolder, address_toward
 from aioengine.transport.handshake import Failing, Goodbye, Init, Loading, Ready
 from aioengine.transport.joining import Endpoint, Handshake, Handshakes
@@ -32,6 +31,7 @@ from aioengine.transport.security import ServerKeys
 from aioengine.transport.server import EngineServer
 from aioengine.transport.wire import PROTOCOL_VERSION, WireMessage
 from aioengine.transport.wire_errors import to_fault
+from aioengine.validation import load_by_path
 
 logger = logging.getLogger("aioengine")
 
@@ -217,7 +217,7 @@ async def _serve(
         executor: Executor | None = None
         if init.executor is not None:
             of_group = () if init.lockstep is None else (init.lockstep,)
-            executor = load(init.executor, "executor")(config, *of_group)
+            executor = load_by_path(init.executor, "executor")(config, *of_group)
         backend = InProcess(config, executor, hooks)
         files = await backend.find_model()
         await backend.open(on_progress)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from aioengine import ConfigError, Engine, plugins
+from aioengine import ConfigError, Engine
+from aioengine.processes import plugins
 from aioengine.testing import FakeExecutor
 
 Install = Callable[..., Path]

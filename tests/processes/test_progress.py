@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from aioengine.progress import loading_bar
+from aioengine.processes.progress import loading_bar
 
 
 def test_a_notebook_shows_a_line_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
