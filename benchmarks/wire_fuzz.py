@@ -40,6 +40,7 @@ from transport.wire_samples import CONTROLS, DIRECTIONS, FROM_FRONT_END, Sample,
 
 from aioengine.core import control as c
 from aioengine.errors import InvalidRequest, WireError
+from aioengine.scheduler.sequence import Request
 from aioengine.transport import handshake, wire
 from aioengine.transport.wire import OutOfTurn, Reader, WireMessage
 from aioengine.transport.wire_errors import to_error
@@ -178,7 +179,7 @@ def kind_of(error: WireError) -> str:
     for part, kind in (
         ("malformed message", "refused: malformed"),
         ("one is a message", "refused: no frame, or several"),
-        ("bytes, which are no", "refused: a prompt of odd size"),
+        ("bytes, which are no", "refused: an output of odd size"),
     ):
         if part in text:
             return kind
@@ -192,7 +193,7 @@ def use(body: WireMessage) -> None:
         WireError, InvalidRequest: it makes no sense after all.
     """
     if isinstance(body, wire.AddRequest):
-        wire.unpack_params(body.params)
+        wire.unpack_request(body.request, Request)
     elif isinstance(body, wire.CallControl):
         wire.unpack_control(body.control)
     elif isinstance(body, wire.StepOutputsMessage):

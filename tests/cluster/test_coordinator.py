@@ -417,7 +417,7 @@ def strange_frames(seed: int) -> list[list[bytes]]:
         wire.Attach(wire.PROTOCOL_VERSION),
         m.Membership([]),
         wire.Beating(BEAT),
-        wire.AddRequest(1, msgspec.Raw(b"\xc0"), b"", 0, 1),
+        wire.AddRequest(1, msgspec.Raw(b"\xc0")),
     ]
     writer = wire.Writer()
     writer.number = 1

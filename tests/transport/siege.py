@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import anyio
+import msgspec
 import zmq
 from integrity import check_integrity
 from transport.life_scripts.serving import served
@@ -22,6 +23,7 @@ from waiting import until
 from aioengine import Engine
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.plan import RowSampling
+from aioengine.scheduler.sequence import Request
 from aioengine.testing import sample_hash
 from aioengine.text.tokenizer import Tokenizer
 from aioengine.transport import wire
@@ -49,14 +51,23 @@ def expected_tokens(prompt: Sequence[int], count: int, *, seed: int) -> list[int
 
 
 def params_of(**fields: Any) -> Any:
-    return wire.pack_params(SamplingParams(**{"ignore_eos": True, "detokenize": False, **fields}))
+    return SamplingParams(**{"ignore_eos": True, "detokenize": False, **fields})
+
+
+def pack_request(**fields: Any) -> msgspec.Raw:
+    """A `Request` as it travels, with any values in its fields."""
+    prompt = int32(1, 2, 3)
+    plain = Request(request_id="r", prompt_token_ids=prompt, params=params_of(), seed=1, max_total_tokens=23)
+    given = msgspec.structs.asdict(plain) | {"prompt_token_ids": prompt.tobytes()} | fields
+    return msgspec.Raw(msgspec.msgpack.encode(list(given.values())))
 
 
 def request(number: int, prompt: Sequence[int] = (1, 2, 3), *, max_tokens: int = 20, **fields: Any) -> wire.AddRequest:
-    fields.setdefault("params", params_of())
-    total, ids = len(prompt) + max_tokens, int32(*prompt).tobytes()
-    defaults = {"number": number, "seed": number, "max_total_tokens": total, "request_id": "r", "prompt": ids}
-    return wire.AddRequest(**{**defaults, **fields})
+    """A request, with these values in fields of the message, or of the `Request` in it."""
+    message = {name: fields.pop(name) for name in wire.AddRequest.__struct_fields__ if name in fields}
+    plain = {"prompt_token_ids": int32(*prompt).tobytes(), "seed": number, "max_total_tokens": len(prompt) + max_tokens}
+    packed = pack_request(**plain | fields)
+    return wire.AddRequest(**{"number": number, "request": packed, **message})
 
 
 async def look_until(monitor: Monitor, is_so: Callable[[], Any]) -> None:

@@ -16,6 +16,7 @@ from aioengine.executor.batch import Batch
 from aioengine.executor.step_words import ExtraWords, FixedWords, num_fixed_words
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.plan import StepPlan
+from aioengine.scheduler.sequence import Request
 from aioengine.transport import wire
 from aioengine.transport.wire import Envelope
 
@@ -56,11 +57,13 @@ class Encoding:
 
 
 EDGES = [-(2**63), -(2**31) - 1, -1, 2**31 - 1, 2**31, 2**63 - 1, 2**63, 2**64 - 1]
-OF_MESSAGE, OF_PARAMS = wire.AddRequest.__struct_fields__[1:], SamplingParams.__struct_fields__
+OF_MESSAGE, OF_REQUEST = wire.AddRequest.__struct_fields__[1:], Request.__struct_fields__
+OF_PARAMS = [name for name in SamplingParams.__struct_fields__ if name not in OF_REQUEST]
+EVERY_NAME = [*OF_MESSAGE, *OF_REQUEST, *OF_PARAMS]
 
 
 async def are_borne(address: str, requests: list[dict[str, Any]]) -> None:
-    """Each of these requests, fields of the message and of its parameters by name, harms no other one."""
+    """Each of these requests, named fields of the message, its request and its parameters, harms no other one."""
     async with joined(address, max_num_seqs=16) as (siege, peer):
         encoding, launch = Encoding(16), siege.executor.launch
         siege.executor.launch = lambda plan: [encoding.take(plan), launch(plan)][1]  # type: ignore[method-assign]
@@ -68,8 +71,9 @@ async def are_borne(address: str, requests: list[dict[str, Any]]) -> None:
         numbers = range(1000, 1000 + 2 * len(requests), 2)
         for number, fields in zip(numbers, requests, strict=True):
             params = {"ignore_eos": True, "max_tokens": 5}
-            params |= {name: value for name, value in fields.items() if name in OF_PARAMS and name not in OF_MESSAGE}
-            plain = request(number, params=msgspec.Raw(msgspec.msgpack.encode(params)))
+            params |= {name: value for name, value in fields.items() if name in OF_PARAMS}
+            in_request = {name: value for name, value in fields.items() if name in OF_REQUEST}
+            plain = request(number, **{"params": params, **in_request})
             values = [fields.get(name, getattr(plain, name)) for name in plain.__struct_fields__]
             frame = msgspec.msgpack.encode([peer.writer.number, [2, *values]])
             peer.say_raw([frame])
@@ -86,17 +90,15 @@ async def are_borne(address: str, requests: list[dict[str, Any]]) -> None:
 
 
 async def test_a_number_may_be_at_any_edge_of_a_column(address: str) -> None:
-    names = dict.fromkeys([*OF_MESSAGE, *OF_PARAMS])
-    listed = [{name: [value]} for name in names for value in EDGES]
-    await are_borne(address, [{name: value} for name in names for value in EDGES] + listed)
+    listed = [{name: [value]} for name in EVERY_NAME for value in EDGES]
+    await are_borne(address, [{name: value} for name in EVERY_NAME for value in EDGES] + listed)
 
 
 @pytest.mark.parametrize("seed", seeds(60))
 async def test_fields_may_have_any_values(address: str, seed: int) -> None:
     rng = random.Random(seed)
-    names = [*OF_MESSAGE, *OF_PARAMS]
     await are_borne(
-        address, [{rng.choice(names): anything(rng) for _ in range(rng.choice([1, 2]))} for _ in range(150)]
+        address, [{rng.choice(EVERY_NAME): anything(rng) for _ in range(rng.choice([1, 2]))} for _ in range(150)]
     )
 
 

@@ -46,7 +46,6 @@ STRANGE: dict[str, list[list[bytes]]] = {
     "frames without end": [[attach_frames()[0], *[b"x"] * 1000]],
     "a request before all": [ADD],
     "a request with a frame beside it": [[ADD[0], b"\x01\x02"]],
-    "a request with half a token": [[ADD[0].replace(b"\xc4\x04", b"\xc4\x03", 1).replace(b"\5\0\0\0", b"\5\0\0", 1)]],
     "a farewell before all": [frames_of(wire_samples.Sample("", wire.Detach()))],
     "a later number": [attach_frames(5)],
     "a declared length": [[b"\x92\x00\x94\x03\xdd\xff\xff\xff\xff"]],
@@ -103,9 +102,14 @@ class TestBeforeAttaching:
 
 
 BAD_REQUESTS: list[dict[str, Any]] = [
-    {"params": msgspec.Raw(pack({"temperature": 9.0}))},
-    {"params": msgspec.Raw(pack("no params"))},
+    {"request": msgspec.Raw(pack("no request"))},
+    {"prompt_token_ids": b"abc"},
+    {"prompt_token_ids": [1, 2, 3]},
+    {"params": {"temperature": 9.0}},
+    {"params": "no params"},
     {"params": msgspec.Raw(b"\x81\xa4stop\xa1\xff")},
+    {"traceparent": "t" * 65},
+    {"session": "s" * 1_000_000},
     {"params": params_of(n=2**31 - 1, temperature=1.0)},
     {"params": params_of(allowed_token_ids=(2**31 - 1,))},
     {"max_total_tokens": 3},

@@ -14,18 +14,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from transport import wire_samples
+from transport.siege import pack_request
 from transport.wire_samples import CONTROLS, DIRECTIONS, RECORDED, Sample, frames_of, int32
 
 from aioengine.core import control as c
 from aioengine.errors import InvalidRequest, WireError
 from aioengine.sampling_params import SamplingParams
+from aioengine.scheduler.sequence import Request
 from aioengine.transport import wire
 from aioengine.transport.wire import OutOfTurn, Reader, WireMessage, Writer
 
 EVERY_MESSAGE = [(kinds, sample) for kinds, samples in DIRECTIONS.values() for sample in samples]
 
 
-RAW_FIELDS = {"params", "control"}
+RAW_FIELDS = {"request", "control"}
 """They hold a message of their own."""
 
 
@@ -40,6 +42,11 @@ def plain(body: WireMessage) -> Any:
     fields = msgspec.structs.asdict(body)
     raw = {name: msgspec.msgpack.decode(fields.pop(name)) for name in RAW_FIELDS & fields.keys()}
     return raw | msgspec.to_builtins(fields, enc_hook=lambda array: array.tolist())
+
+
+def without_prompt(request: Request) -> dict[str, Any]:
+    """The fields of a request, to compare by, with its prompt as a list."""
+    return msgspec.structs.asdict(request) | {"prompt_token_ids": request.prompt_token_ids.tolist()}
 
 
 def assert_same(sample: Sample, body: WireMessage) -> None:
@@ -110,23 +117,42 @@ BAD_PARAMS = {
     "nil": pack(None),
     "deep": b"\x81\xb1logits_processors\x91" + b"\x91" * 100_000 + b"\xc0",
     "text": b"\x81\xa4stop\xa1\xff",
+}
+BAD_REQUESTS = {
+    **{f"parameters: {what}": pack_request(params=msgspec.Raw(packed)) for what, packed in BAD_PARAMS.items()},
+    "half a token": pack_request(prompt_token_ids=b"abc"),
+    "a list of tokens": pack_request(prompt_token_ids=[1, 2]),
+    "no prompt": pack_request(prompt_token_ids=None),
+    "a long salt": pack_request(cache_salt="s" * 1025),
+    "a priority": pack_request(priority=2**31),
+    "a mapping": pack({"request_id": "r"}),
+    "too short": pack(["r", b"\0\0\0\0"]),
     "empty": b"",
 }
 
 
 class TestWhatIsReadByItself:
     @given(st.builds(SamplingParams, temperature=st.floats(0, 2), n=st.integers(1, 9), seed=st.integers(0, 2**63 - 1)))
-    def test_sampling_parameters_there_and_back(self, params: SamplingParams) -> None:
-        assert wire.unpack_params(wire.pack_params(params)) == params
+    def test_a_request_there_and_back(self, params: SamplingParams) -> None:
+        request = Request(
+            request_id="r", prompt_token_ids=int32(5, -1, 2**31 - 1), params=params, seed=-7, max_total_tokens=9,
+            bad_words=((1, 2), (3,)), priority=-4, cache_salt="salt", tenant="tenant", session="session",
+        )  # fmt: skip
+        read_request = wire.unpack_request(wire.pack_request(request), Request)
+        assert read_request.prompt_token_ids.dtype == np.int32
+        assert not read_request.prompt_token_ids.flags.owndata, "no token is copied by itself"
+        assert without_prompt(read_request) == without_prompt(request)
 
     def test_functions_do_not_travel(self) -> None:
+        params = SamplingParams(logits_processors=(lambda ids, logits: logits,))
+        request = Request(request_id="", prompt_token_ids=int32(5), params=params, seed=1, max_total_tokens=2)
         with pytest.raises(InvalidRequest, match="logits_processors"):
-            wire.pack_params(SamplingParams(logits_processors=(lambda ids, logits: logits,)))
+            wire.check_sendable(request)
 
-    @pytest.mark.parametrize("what", BAD_PARAMS)
-    def test_bad_sampling_parameters_are_a_bad_request(self, what: str) -> None:
+    @pytest.mark.parametrize("what", BAD_REQUESTS)
+    def test_what_is_no_request_is_a_bad_request(self, what: str) -> None:
         with pytest.raises(InvalidRequest):
-            wire.unpack_params(msgspec.Raw(BAD_PARAMS[what]))
+            wire.unpack_request(msgspec.Raw(BAD_REQUESTS[what]), Request)
 
     @pytest.mark.parametrize("control", CONTROLS, ids=lambda control: type(control).__name__)
     def test_a_control_call_there_and_back_also_with_fields_of_a_later_version(self, control: c.AnyControl) -> None:
@@ -237,12 +263,12 @@ class TestBroken:
         for sample in samples:
             assert_refused(kinds, sample, *broken(sample))
 
-    def test_a_prompt_of_no_whole_tokens(self) -> None:
+    def test_an_output_of_no_whole_tokens(self) -> None:
         sample = wire_samples.FROM_FRONT_END[2]
         number, body = header_of(sample)
-        for prompt in (b"a", b"abc", b"abcdefg"):
+        for output in (b"a", b"abc", b"abcdefg"):
             broken = [*body]
-            broken[body.index(int32(5).tobytes())] = prompt
+            broken[body.index(b"")] = output
             assert_refused(wire.FromFrontEnd, sample, [pack([number, broken])])
 
     @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -257,7 +283,7 @@ class TestBroken:
     def test_a_declared_length_allocates_nothing(self, length: int) -> None:
         import tracemalloc
 
-        bodies = [b"\x94\x03", b"\x97\x02\x00\xc0\x00\x00\xa0", b"\x92\x03", b"\x93\x04\x00"]
+        bodies = [b"\x94\x03", b"\x96\x02\x00\xc0\x00\x00", b"\x92\x03", b"\x93\x04\x00"]
         declared = [kind + length.to_bytes(4, "big") for kind in (b"\xdb", b"\xc6", b"\xdd", b"\xdf")]
         tracemalloc.start()
         try:

@@ -10,6 +10,7 @@ taken for each other have the same value, so that exchanged ones would be seen.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from aioengine.core.lockstep_protocol import LockstepPlace
 from aioengine.metrics import StepRecord
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.scheduler import SchedulerStats
+from aioengine.scheduler.sequence import Request
 from aioengine.structured.grammar import Thinking
 from aioengine.transport import handshake, wire
 from aioengine.transport.wire import WireMessage
@@ -101,58 +103,20 @@ def int32(*values: int) -> np.ndarray[Any, np.dtype[np.int32]]:
     return np.array(values, np.int32)
 
 
-def _add_request(prompt: np.ndarray[Any, np.dtype[np.int32]]) -> Sample:
-    body = wire.AddRequest(
-        number=21, params=wire.pack_params(PARAMS), prompt=prompt.tobytes(), seed=22, max_total_tokens=23,
-        request_id="request-24", bad_words=((25, 26), (27,)), priority=28, cache_salt="salt-29", num_allowed=30,
-    )  # fmt: skip
-    return Sample(f"add_request_{len(prompt)}", body)
+def _add_request(name: str, first: int, *, prompt: Iterable[int] = (5,), **more: Any) -> Sample:
+    """A request whose numbers count from ``first``; ``more`` are further fields of it, or of its message."""
+    message = {name: more.pop(name) for name in wire.AddRequest.__struct_fields__ if name in more}
+    fields = {
+        "params": PARAMS, "seed": first + 1, "max_total_tokens": first + 2, "request_id": f"request-{first + 3}",
+        "bad_words": ((first + 4, first + 5), (first + 6,)), "priority": first + 7, "cache_salt": f"salt-{first + 8}",
+    }  # fmt: skip
+    request = Request(prompt_token_ids=int32(*prompt), **fields | more)
+    packed = wire.pack_request(request)
+    return Sample(name, wire.AddRequest(number=first, request=packed, num_allowed=first + 9, **message))
 
 
-def _add_request_of_later_fields() -> Sample:
-    body = wire.AddRequest(
-        number=91, params=wire.pack_params(PARAMS), prompt=int32(92).tobytes(), seed=93, max_total_tokens=94,
-        request_id="request-95", bad_words=((96,),), priority=97, cache_salt="salt-98", num_allowed=99,
-        thinking=Thinking(begin_ids=(101,), end_ids=(102,), forced_end_ids=(103, 102), is_begun=True, max_tokens=104),
-        tenant="tenant-105",
-        traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
-    )  # fmt: skip
-    return Sample("add_request_of_later_fields", body)
-
-
-def _add_request_with_tracestate() -> Sample:
-    body = wire.AddRequest(
-        number=131, params=wire.pack_params(PARAMS), prompt=int32(132).tobytes(), seed=133, max_total_tokens=134,
-        request_id="request-135", bad_words=((136,),), priority=137, cache_salt="salt-138", num_allowed=139,
-        thinking=Thinking(begin_ids=(141,), end_ids=(142,), forced_end_ids=(143, 142), is_begun=True, max_tokens=144),
-        tenant="tenant-145",
-        traceparent="00-1af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
-        tracestate="vendor=146",
-    )  # fmt: skip
-    return Sample("add_request_with_tracestate", body)
-
-
-def _add_request_that_goes_on() -> Sample:
-    body = wire.AddRequest(
-        number=151, params=wire.pack_params(PARAMS), prompt=int32(152).tobytes(), seed=153, max_total_tokens=154,
-        request_id="request-155", bad_words=((156,),), priority=157, cache_salt="salt-158", num_allowed=159,
-        thinking=Thinking(begin_ids=(161,), end_ids=(162,), forced_end_ids=(163, 162), is_begun=True, max_tokens=164),
-        tenant="tenant-165",
-        traceparent="00-2af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
-        tracestate="vendor=166",
-        choice=1, output=int32(167, 168).tobytes(), is_moved=True,
-    )  # fmt: skip
-    return Sample("add_request_that_goes_on", body)
-
-
-def _add_request_of_later_params() -> Sample:
-    """Fields that `SamplingParams` has got since, which travel as a mapping."""
-    params = PARAMS.clone(logprobs=2, logprobs_mode="processed")
-    body = wire.AddRequest(
-        number=111, params=wire.pack_params(params), prompt=int32(112).tobytes(), seed=113, max_total_tokens=114,
-        request_id="request-115", bad_words=((116,),), priority=117, cache_salt="salt-118", num_allowed=119,
-    )  # fmt: skip
-    return Sample("add_request_of_later_params", body)
+THINKING = Thinking(begin_ids=(101,), end_ids=(102,), forced_end_ids=(103, 102), is_begun=True, max_tokens=104)
+TRACE = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "tracestate": "vendor=146"}
 
 
 def _control(call_id: int, control: c.AnyControl) -> Sample:
@@ -163,9 +127,9 @@ STAGE = c.StageWeights(transfer="a", name="w", dtype="F32", shape=(2,), offset=4
 
 FROM_FRONT_END: tuple[Sample, ...] = (
     Sample("attach", wire.Attach(version=1, name="somebody")),
-    _add_request(int32()),
-    _add_request(int32(5)),
-    _add_request(int32(*range(2000))),
+    _add_request("add_request_0", 21, prompt=()),
+    _add_request("add_request_1", 21),
+    _add_request("add_request_2000", 21, prompt=range(2000)),
     Sample("finish_none", wire.Finish(numbers=[], reason="abort")),
     Sample("finish", wire.Finish(numbers=[31, 32], reason="stop", stop_reason="a word")),
     Sample("finish_token", wire.Finish(numbers=[33], reason="stop", stop_reason=34)),
@@ -175,10 +139,10 @@ FROM_FRONT_END: tuple[Sample, ...] = (
     Sample("acknowledge", wire.Acknowledge(number=81)),
     Sample("detach", wire.Detach()),
     Sample("cancel_call", wire.CancelCall(call_id=72)),
-    _add_request_of_later_fields(),
-    _add_request_of_later_params(),
-    _add_request_with_tracestate(),
-    _add_request_that_goes_on(),
+    _add_request("add_request_with_thinking", 91, thinking=THINKING, tenant="tenant-105", session="session-106"),
+    _add_request("add_request_with_params", 111, params=PARAMS.clone(logprobs=2, logprobs_mode="processed")),
+    _add_request("add_request_with_trace", 131, **TRACE),
+    _add_request("add_request_that_goes_on", 151, choice=1, output=int32(167, 168).tobytes(), is_moved=True),
 )
 
 _NEWS: dict[str, Any] = {

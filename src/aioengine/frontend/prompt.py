@@ -29,6 +29,8 @@ from aioengine.scheduler.sequence import (
     MAX_SALT_CHARS,
     MAX_SESSION_CHARS,
     MAX_TENANT_CHARS,
+    MAX_TRACEPARENT_CHARS,
+    MAX_TRACESTATE_CHARS,
     Request,
     Sequence,
     make_choices,
@@ -312,11 +314,17 @@ def prepare(runtime: Runtime, call: Call, checked: Checked) -> Prepared:
         cache_salt=call.cache_salt or "",
         thinking=plan.thinking,
         tenant=call.tenant or "",
-        traceparent=(call.trace_headers or {}).get("traceparent", ""),
-        tracestate=(call.trace_headers or {}).get("tracestate", ""),
+        traceparent=_header_of(call, "traceparent", MAX_TRACEPARENT_CHARS),
+        tracestate=_header_of(call, "tracestate", MAX_TRACESTATE_CHARS),
         session=call.session or "",
     )
     return Prepared(text, runtime.core.make_sequence(request), plan)
+
+
+def _header_of(call: Call, name: str, max_chars: int) -> str:
+    """A header of the caller's span; empty if there is none, or one that is too long for a span's."""
+    header = (call.trace_headers or {}).get(name, "")
+    return header if len(header) <= max_chars else ""
 
 
 def _continued(message: Any, field: bool | str | None) -> str | None:

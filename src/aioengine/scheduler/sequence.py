@@ -27,12 +27,16 @@ MAX_SALT_CHARS = 1024
 MAX_TENANT_CHARS = 256
 MAX_SESSION_CHARS = 256
 MAX_ID_CHARS = 1024
+MAX_TRACEPARENT_CHARS = 64
+MAX_TRACESTATE_CHARS = 32 * (256 + 1 + 256 + 1)
+"""W3C's Trace Context has 32 entries, of a key and a value of 256 characters each."""
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """One prompt and what to do with it.
 
-    What comes from another process is checked against these bounds (`check_field`).
+    It travels to other processes as it is, and is checked against these bounds when it is read there. New fields are
+    appended, with defaults.
 
     Attributes:
         request_id: the caller's name for it; it may repeat, so nothing is looked up by it inside the core.
@@ -45,7 +49,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         cache_salt: requests share cached prefixes only with those of the same salt.
         tenant: whose it is, for the policy "fair".
         traceparent, tracestate: of the caller's span, for the engine's own; empty without one.
-        session: requests of one go to one replica, where there are several; an engine does not look at it.
+        session: requests of one session go to one replica; a single engine ignores it.
         thinking: the reasoning that comes before what ``params.structured`` asks for; None: there is none.
     """
 
@@ -59,9 +63,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     cache_salt: Annotated[str, Meta(max_length=MAX_SALT_CHARS)] = ""
     thinking: Thinking | None = None
     tenant: Annotated[str, Meta(max_length=MAX_TENANT_CHARS)] = ""
-    traceparent: str = ""
-    tracestate: str = ""
-    session: str = ""
+    traceparent: Annotated[str, Meta(max_length=MAX_TRACEPARENT_CHARS)] = ""
+    tracestate: Annotated[str, Meta(max_length=MAX_TRACESTATE_CHARS)] = ""
+    session: Annotated[str, Meta(max_length=MAX_SESSION_CHARS)] = ""
 
     @property
     def has_grammar(self) -> bool:

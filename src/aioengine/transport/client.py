@@ -122,7 +122,7 @@ class RemoteCore:
         Raises:
             InvalidRequest: it holds functions.
         """
-        wire.pack_params(request.params)
+        wire.check_sendable(request)
         return make_choices(request, eos_token_ids=self.eos_token_ids)
 
     def check_accepting(self) -> None:
@@ -141,12 +141,8 @@ class RemoteCore:
         self._link.send(
             wire.AddRequest(
                 number=self._mirrors.next_number,
-                params=wire.pack_params(request.params),
-                prompt=request.prompt_token_ids.tobytes(),
-                **{name: getattr(request, name) for name in wire.SHARED},
+                request=wire.pack_request(request),
                 num_allowed=_allowed(choices[0][1]),
-                traceparent=request.traceparent if len(request.traceparent) <= 64 else "",
-                tracestate=request.tracestate if len(request.tracestate) <= wire.MAX_TRACESTATE_CHARS else "",
                 choice=sequence.sampling.choice if is_one else -1,
                 output=np.array(sequence.output_ids, wire.INT32).tobytes() if sequence.output_ids else b"",
                 is_moved=sequence.core is not None,

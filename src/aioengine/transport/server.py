@@ -148,7 +148,7 @@ class EngineServer:
     async def _act(self, session: Session, body: wire.FromFrontEnd) -> None:
         match body:
             case wire.AddRequest():
-                await session.add(body)
+                await session.add_request(body)
             case wire.Finish():
                 session.finish(body)
             case wire.Allow():

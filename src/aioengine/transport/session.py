@@ -9,6 +9,7 @@ import msgspec
 
 from aioengine.core.control import AnyControl, CommitWeights, DropWeights, StageWeights
 from aioengine.core.engine_core import EngineCore
+from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.core.health import Beat
 from aioengine.core.listener import UNLIMITED, SampledLogprobs
 from aioengine.core.observers import log_begin
@@ -17,15 +18,14 @@ from aioengine.core.tracing import PartSpan, begin_span
 from aioengine.errors import AioEngineError, EngineOverloaded, InvalidRequest, PromptTooLong
 from aioengine.metrics import StepRecord
 from aioengine.processes.worker_threads import TextWorker
-from aioengine.sampling_params import MAX_BAD_WORDS, MAX_BAD_WORDS_CHARS, SamplingParams
+from aioengine.sampling_params import MAX_BAD_WORDS, MAX_BAD_WORDS_CHARS
 from aioengine.scheduler.plan import Int32
 from aioengine.scheduler.sequence import Request, Sequence
 from aioengine.structured.constraints import unforced
-from aioengine.structured.grammar import Thinking
 from aioengine.transport import wire
 from aioengine.transport.peers import Arrival, PeerSession
 from aioengine.transport.wire_errors import to_fault
-from aioengine.validation import check_field, invalid
+from aioengine.validation import invalid
 
 MAX_UNREAD_MESSAGES = 4096
 MAX_UNREAD_BYTES = 64 * 2**20
@@ -63,6 +63,9 @@ class Session(PeerSession):
         is_trusted: it is this user's, or has a key.
     """
 
+    request_type: type[Request] = Request
+    """The class as which requests are read."""
+
     def __init__(
         self,
         core: EngineCore,
@@ -86,28 +89,32 @@ class Session(PeerSession):
 
     # Its requests
 
-    async def add(self, body: wire.AddRequest) -> None:
+    async def add_request(self, body: wire.AddRequest) -> None:
         """Hand a request to the core. A bad one fails, for the front end to hear, and nothing else does."""
-        core, prompt = self.core, body.token_ids
+        core = self.core
         numbers = range(body.number, body.number + 1)
         try:
-            params = wire.unpack_params(body.params)
-            if params.structured is not None and not self._is_trusted:
-                params = msgspec.structs.replace(params, structured=unforced(params.structured))
-            check_limits(params, core.config, core.info.vocab_size, core.eos_token_ids)
+            request = wire.unpack_request(body.request, self.request_type)
+            if request.params.structured is not None and not self._is_trusted:
+                params = msgspec.structs.replace(request.params, structured=unforced(request.params.structured))
+                request = msgspec.structs.replace(request, params=params)
+            check_limits(request.params, core.config, core.info.vocab_size, core.eos_token_ids)
             if body.choice < 0:
-                numbers = range(body.number, body.number + params.num_sequences)  # not more than may be had
-            self._check(body, prompt, numbers)
-            self._check_resumed(body, params)
+                numbers = range(body.number, body.number + request.params.num_sequences)  # at most max_waiting
+            core.check_accepting()
+            check_request(request, core.info)
+            self._check_output(body, request)
+            self._check_numbers(body, numbers)
             # Hashing a token takes as long as tokenizing a character: a long prompt is hashed in the worker's thread.
-            sequence = await self._worker.run(self._make_sequence, len(prompt) + len(body.output_ids), body, params)
+            num_tokens = len(request.prompt_token_ids) + len(body.output_ids)
+            sequence = await self._worker.run(self._make_sequence, num_tokens, body, request)
             if self.is_over or self._has_ended(body.number, sequence):
                 return
             choices = (sequence, *sequence.children)
             allowed = UNLIMITED if body.num_allowed < 0 else body.num_allowed
             followers = [Follower(self, *choice, allowed) for choice in zip(numbers, choices, strict=True)]
             core.add(sequence, followers)
-            self._trace(body, followers)
+            self._trace(request, followers)
             self.num_unstarted += sum(follower.is_unstarted for follower in followers)
             self.followers.update(zip(numbers, followers, strict=True))
             for follower in followers:
@@ -119,12 +126,10 @@ class Session(PeerSession):
                     self.news.failed.append(wire.Failed(number, to_fault(error)))
             self.mark()
         else:
-            log_begin(core.config, sequence.request, whose=f"front end {self.index}: ")
+            log_begin(core.config, request, whose=f"front end {self.index}: ")
 
-    def _make_sequence(self, body: wire.AddRequest, params: SamplingParams) -> Sequence:
+    def _make_sequence(self, body: wire.AddRequest, request: Request) -> Sequence:
         """What is to be computed: all choices of the request, or the rest of one."""
-        fields = {name: getattr(body, name) for name in wire.SHARED}
-        request = Request(prompt_token_ids=body.token_ids, params=params, **fields)
         if body.choice < 0:
             sequence = self.core.make_sequence(request)
         else:
@@ -132,14 +137,13 @@ class Session(PeerSession):
         sequence.is_moved = body.is_moved
         return sequence
 
-    def _trace(self, body: wire.AddRequest, followers: list[Follower]) -> None:
+    def _trace(self, request: Request, followers: list[Follower]) -> None:
         """Begin the engine's part of a request's span, if it has one."""
-        if body.traceparent:
-            headers = {"traceparent": body.traceparent, "tracestate": body.tracestate}
-            model = self.core.config.model or "demo"
-            span, _ = begin_span(f"engine {model}", headers)
+        if request.traceparent:
+            headers = {"traceparent": request.traceparent, "tracestate": request.tracestate}
+            span, _ = begin_span(f"engine {self.core.config.model or 'demo'}", headers)
             if span is not None:
-                part = PartSpan(span, body.request_id, len(followers))
+                part = PartSpan(span, request.request_id, len(followers))
                 for follower in followers:
                     follower.span = part
 
@@ -150,55 +154,35 @@ class Session(PeerSession):
             if follower is not None:
                 self.core.finish(follower.sequence, body.reason)
 
-    def _check(self, body: wire.AddRequest, prompt: Int32, numbers: range) -> None:
-        """Raise what is wrong with it; the rest is checked by `check_limits`."""
-        core, info = self.core, self.core.info
-        core.check_accepting()
-        if len(prompt) >= info.max_model_len:
-            raise PromptTooLong(len(prompt), info.max_model_len - 1)
-        if not len(prompt) or int(prompt.min()) < 0 or int(prompt.max()) >= info.vocab_size:
-            raise InvalidRequest(f"the prompt needs token ids, from 0 to {info.vocab_size - 1}", param="prompt")
-        if not len(prompt) < body.max_total_tokens <= info.max_model_len:
-            raise InvalidRequest(
-                f"max_total_tokens={body.max_total_tokens}: more than the prompt's {len(prompt)} and at most "
-                f"{info.max_model_len} are needed",
-                param="max_tokens",
-            )
-        num_bad = sum(map(len, body.bad_words))
-        if len(body.bad_words) > MAX_BAD_SEQUENCES or num_bad > MAX_BAD_TOKENS:
-            raise InvalidRequest("bad_words holds more than any text makes", param="bad_words")
-        if any(not word or not all(0 <= token < info.vocab_size for token in word) for word in body.bad_words):
-            raise InvalidRequest("bad_words holds what is no token", param="bad_words")
-        if body.thinking is not None:
-            _check_thinking(body.thinking, info.vocab_size)
-        for name in ("request_id", "seed", "priority", "cache_salt", "tenant"):
-            check_field(Request, name, getattr(body, name), invalid)
-        if numbers[0] < 0 or numbers[-1] >= 2**31 or any(number in self.followers for number in numbers):
+    def _check_numbers(self, body: wire.AddRequest, numbers: range) -> None:
+        """Raise an error if the request's sequences are too many, or their numbers taken."""
+        config = self.core.config
+        if numbers[-1] >= 2**31 or any(number in self.followers for number in numbers):
             raise InvalidRequest(f"a sequence of number {body.number} is here already, or cannot be")
-        most = (core.config.max_waiting + core.config.max_num_seqs) * (2 if body.is_moved else 1)
+        most = (config.max_waiting + config.max_num_seqs) * (2 if body.is_moved else 1)
         if len(self.followers) + len(numbers) > MAX_HELD_FACTOR * most:
             raise EngineOverloaded(
                 f"{len(self.followers)} sequences of this front end have not ended; read some of them to their ends",
                 retry_after_s=RETRY_AFTER_S,
             )
-        if self.num_unstarted + len(numbers) > core.config.max_waiting and not body.is_moved:
+        if self.num_unstarted + len(numbers) > config.max_waiting and not body.is_moved:
             raise EngineOverloaded(
                 f"{self.num_unstarted} sequences of this front end wait already (max_waiting)",
                 retry_after_s=RETRY_AFTER_S,
             )
 
-    def _check_resumed(self, body: wire.AddRequest, params: SamplingParams) -> None:
-        """Raise what is wrong with what makes it the rest of a choice."""
-        output = body.output_ids
-        if not -1 <= body.choice < params.num_sequences or (len(output) and body.choice < 0):
-            raise InvalidRequest(f"choice={body.choice}: output is of one choice, from 0 to {params.num_sequences - 1}")
-        if len(body.token_ids) + len(output) > body.max_total_tokens:
+    def _check_output(self, body: wire.AddRequest, request: Request) -> None:
+        """Raise an error if the tokens that another engine has sampled are not those of one choice."""
+        output, num_choices, vocab_size = body.output_ids, request.params.num_sequences, self.core.info.vocab_size
+        if not -1 <= body.choice < num_choices or (len(output) and body.choice < 0):
+            raise InvalidRequest(f"choice={body.choice}: output is of one choice, from 0 to {num_choices - 1}")
+        if len(request.prompt_token_ids) + len(output) > request.max_total_tokens:
             raise InvalidRequest(
-                f"an output of {len(output)} tokens behind a prompt of {len(body.token_ids)} is more than "
-                f"max_total_tokens={body.max_total_tokens}"
+                f"an output of {len(output)} tokens behind a prompt of {len(request.prompt_token_ids)} is more than "
+                f"max_total_tokens={request.max_total_tokens}"
             )
-        if len(output) and (int(output.min()) < 0 or int(output.max()) >= self.core.info.vocab_size):
-            raise InvalidRequest(f"output holds what is no token; the model has 0 to {self.core.info.vocab_size - 1}")
+        if not _are_tokens(output, vocab_size):
+            raise InvalidRequest(f"output holds what is no token; the model has 0 to {vocab_size - 1}")
 
     def _has_ended(self, number: int, sequence: Sequence) -> bool:
         """Whether it had ended with the last of the tokens that it comes with; then that is told, and no more."""
@@ -322,14 +306,36 @@ class Follower:
         session.mark()
 
 
-def _check_thinking(thinking: Thinking, vocab_size: int) -> None:
-    """Raise what is wrong with the markers of reasoning."""
-    markers = (thinking.begin_ids, thinking.end_ids, thinking.forced_end_ids, thinking.gap_ids)
-    is_whole = thinking.end_ids and thinking.forced_end_ids[-len(thinking.end_ids) :] == thinking.end_ids
-    if not is_whole or any(len(ids) > MAX_MARKER_TOKENS for ids in markers):
-        raise InvalidRequest("thinking has no end, or markers that no text makes", param="max_thinking_tokens")
-    if not all(0 <= token < vocab_size for ids in markers for token in ids):
-        raise InvalidRequest("thinking holds what is no token", param="max_thinking_tokens")
+def check_request(request: Request, info: ExecutorInfo) -> None:
+    """Check what has come as a request against the model; `check_limits` checks its parameters.
+
+    Raises:
+        InvalidRequest, PromptTooLong: a value, which the error names, does not fit.
+    """
+    prompt, vocab_size = request.prompt_token_ids, info.vocab_size
+    if len(prompt) >= info.max_model_len:
+        raise PromptTooLong(len(prompt), info.max_model_len - 1)
+    if not len(prompt) or not _are_tokens(prompt, vocab_size):
+        raise invalid("prompt", f"the prompt needs token ids, from 0 to {vocab_size - 1}")
+    if not len(prompt) < request.max_total_tokens <= info.max_model_len:
+        told = f"more than the prompt's {len(prompt)} and at most {info.max_model_len} are needed"
+        raise invalid("max_tokens", f"max_total_tokens={request.max_total_tokens}: {told}")
+    num_bad = sum(map(len, request.bad_words))
+    if len(request.bad_words) > MAX_BAD_SEQUENCES or num_bad > MAX_BAD_TOKENS:
+        raise invalid("bad_words", "bad_words holds more than any text makes")
+    if any(not word or not all(0 <= token < vocab_size for token in word) for word in request.bad_words):
+        raise invalid("bad_words", "bad_words holds what is no token")
+    if (thinking := request.thinking) is not None:
+        markers = (thinking.begin_ids, thinking.end_ids, thinking.forced_end_ids, thinking.gap_ids)
+        is_whole = thinking.end_ids and thinking.forced_end_ids[-len(thinking.end_ids) :] == thinking.end_ids
+        if not is_whole or any(len(ids) > MAX_MARKER_TOKENS for ids in markers):
+            raise invalid("max_thinking_tokens", "thinking has no end, or markers that no text makes")
+        if not all(0 <= token < vocab_size for ids in markers for token in ids):
+            raise invalid("max_thinking_tokens", "thinking holds what is no token")
+
+
+def _are_tokens(ids: Int32, vocab_size: int) -> bool:
+    return not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) < vocab_size)
 
 
 def _share_dumps(failed: list[wire.Failed]) -> list[wire.Failed]:

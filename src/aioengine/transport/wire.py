@@ -12,6 +12,7 @@ Each side's half of an encoding stands beside the other's.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Annotated, Any, Generic, TypeVar
 
@@ -27,15 +28,11 @@ from aioengine.core.listener import SampledLogprobs
 from aioengine.errors import InvalidRequest, WireError
 from aioengine.metrics import StepRecord
 from aioengine.outputs import FinishReason
-from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.scheduler import SchedulerStats
-from aioengine.structured.grammar import Thinking
+from aioengine.scheduler.sequence import Request
 from aioengine.transport.wire_errors import Fault
 
-PROTOCOL_VERSION = 3
-
-MAX_TRACESTATE_CHARS = 32 * (256 + 1 + 256 + 1)
-"""W3C's Trace Context has 32 entries, of a key and a value of 256 each."""
+PROTOCOL_VERSION = 4
 
 MAX_FINISHED = 65_536
 """Sequences that one message may end: more than any request has choices."""
@@ -46,9 +43,6 @@ MAX_BYTES = 16 * 2**20
 INT32, FLOAT64 = np.dtype("<i4"), np.dtype("<f8")
 
 Number = Annotated[int, Meta(ge=0, lt=2**31)]
-
-SHARED = ("request_id", "seed", "max_total_tokens", "bad_words", "priority", "cache_salt", "thinking", "tenant")
-"""Fields of a `Request` that `AddRequest` has as they are."""
 
 
 class WireMessage(msgspec.Struct, frozen=True, array_like=True):
@@ -71,38 +65,20 @@ class AddRequest(WireMessage, frozen=True, tag=2):
 
     number: Number
     """Chosen by the front end, rising; of this session only."""
-    params: msgspec.Raw
-    """A `SamplingParams`, read by itself, so that a bad one fails its request and not the message."""
-    prompt: bytes
-    """Its token ids: int32, little-endian."""
-    seed: int
-    max_total_tokens: int
-    request_id: str = ""
-    """For the request log."""
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    priority: int = 0
-    cache_salt: str = ""
+    request: msgspec.Raw
+    """A `Request`, read by itself, so that a bad one fails alone and not with the message."""
     num_allowed: int = -1
     """Output tokens of each choice that may be computed for now; -1: all."""
-    thinking: Thinking | None = None
-    tenant: str = ""
-    traceparent: Annotated[str, Meta(max_length=64)] = ""
-    tracestate: Annotated[str, Meta(max_length=MAX_TRACESTATE_CHARS)] = ""
     choice: int = -1
     """The only choice that is wanted; -1: all."""
     output: bytes = b""
-    """Token ids of this choice that another engine has sampled, as ``prompt``; it goes on behind them."""
+    """Token ids of this choice that another engine has sampled, int32, little-endian; it goes on behind them."""
     is_moved: bool = False
-    """Another engine had accepted it: this one does not refuse it for those that wait."""
+    """Moved here: `max_waiting` does not apply."""
 
     def __post_init__(self) -> None:
-        for name, ids in (("a prompt", self.prompt), ("an output", self.output)):
-            if len(ids) % INT32.itemsize:
-                raise WireError(f"{name} of {len(ids)} bytes, which are no int32")
-
-    @property
-    def token_ids(self) -> NDArray[np.int32]:
-        return np.frombuffer(self.prompt, INT32)
+        if len(self.output) % INT32.itemsize:
+            raise WireError(f"an output of {len(self.output)} bytes, which are no int32")
 
     @property
     def output_ids(self) -> NDArray[np.int32]:
@@ -267,36 +243,47 @@ FromEngine = Attached | Refused | StepOutputsMessage | Returned | Beating | Shut
 
 
 def _encode_array(value: Any) -> memoryview:
-    if isinstance(value, np.ndarray):  # float64 of one dimension: a record's latencies
+    if isinstance(value, np.ndarray):  # of one dimension: token ids, or a record's latencies
         return np.ascontiguousarray(value).data
     raise TypeError(f"a {type(value).__name__} is no plain data")
 
 
 T = TypeVar("T")
+RequestT = TypeVar("RequestT", bound=Request)
 
-_encoder = msgspec.msgpack.Encoder()
-_params_decoder = msgspec.msgpack.Decoder(SamplingParams)
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+_plain_encoder = msgspec.msgpack.Encoder()
 _control_decoder: msgspec.msgpack.Decoder[AnyControl] = msgspec.msgpack.Decoder(AnyControl)
 
 
-def pack_params(params: SamplingParams) -> msgspec.Raw:
-    """Raises InvalidRequest: they hold functions, which cannot travel."""
-    if params.logits_processors:
+def check_sendable(request: Request) -> None:
+    """Raise InvalidRequest if a request holds functions, which cannot travel."""
+    if request.params.logits_processors:
         raise InvalidRequest(
             "logits_processors are functions, and this engine's device is in another process: run the engine in this "
             "one for them",
             param="logits_processors",
         )
-    return msgspec.Raw(_encoder.encode(params))
 
 
-def unpack_params(raw: msgspec.Raw) -> SamplingParams:
-    """Raises InvalidRequest: they are none, or bad ones."""
-    return unpack(_params_decoder, raw, "the sampling parameters cannot be read", "params")
+def pack_request(request: Request) -> msgspec.Raw:
+    """The form in which a request travels: an array of its fields, the prompt as bytes."""
+    return msgspec.Raw(_encoder.encode(request))
+
+
+@functools.cache
+def _request_decoder(kind: type[Request]) -> Any:
+    return msgspec.msgpack.Decoder(kind, dec_hook=lambda _, value: np.frombuffer(value, INT32))
+
+
+def unpack_request(raw: msgspec.Raw, kind: type[RequestT]) -> RequestT:
+    """Read a request of this class. Raises InvalidRequest: it is malformed, or a value is out of its bounds."""
+    decoder: msgspec.msgpack.Decoder[RequestT] = _request_decoder(kind)
+    return unpack(decoder, raw, "the request cannot be read")
 
 
 def unpack(decoder: msgspec.msgpack.Decoder[T], raw: msgspec.Raw, problem: str, param: str | None = None) -> T:
-    """What is read by itself. Raises InvalidRequest: it has a bad value, or none that this knows."""
+    """Read what stands by itself in a message. Raises InvalidRequest: it is malformed or unknown."""
     try:
         return decoder.decode(raw)
     except InvalidRequest:
@@ -308,7 +295,7 @@ def unpack(decoder: msgspec.msgpack.Decoder[T], raw: msgspec.Raw, problem: str, 
 def pack_control(control: msgspec.Struct) -> msgspec.Raw:
     """Raises InvalidRequest: it holds what no message can."""
     try:
-        return msgspec.Raw(_encoder.encode(control))
+        return msgspec.Raw(_plain_encoder.encode(control))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise InvalidRequest(f"only plain data can be sent to another process: {error}") from None
 
@@ -339,7 +326,6 @@ class Writer:
     """Numbers and encodes the messages of one direction of one session."""
 
     def __init__(self) -> None:
-        self._encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
         self.number = 0
         """Of the next message."""
 
@@ -350,7 +336,7 @@ class Writer:
             TooLarge: a reader would refuse it.
             TypeError, ValueError, OverflowError, RecursionError: it holds what is no plain data.
         """
-        frame = self._encoder.encode(Envelope(self.number, body))
+        frame = _encoder.encode(Envelope(self.number, body))
         if len(frame) > MAX_BYTES:
             raise TooLarge(len(frame))
         self.number += 1  # not before: what cannot be encoded is no message, and leaves no gap
