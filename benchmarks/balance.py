@@ -39,7 +39,7 @@ from aioengine.core.listener import UNLIMITED
 from aioengine.metrics import StepRecord
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.plan import StepPlan, int32
-from aioengine.scheduler.prefix_cache import hash_prompt
+from aioengine.scheduler.prefix_cache import PrefixKey
 from aioengine.scheduler.sequence import Request
 from aioengine.testing import FakeExecutor, FakeStep, run
 
@@ -209,7 +209,7 @@ class Cluster:
         total = len(prompt) + max_tokens
         request = Request(request_id="", prompt_token_ids=token_ids, params=params, seed=0, max_total_tokens=total)
         front_end = self._front_ends[next(self._turns) % len(self._front_ends)]
-        replica = front_end.choose(hash_prompt(token_ids, BLOCK_SIZE), session)
+        replica = front_end.choose(PrefixKey().hash_blocks(token_ids, BLOCK_SIZE), session)
         replica.num_requests += 1
         now = asyncio.get_running_loop().time()
         sequence = replica.core.make_sequence(request)

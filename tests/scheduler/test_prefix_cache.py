@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from integrity import check_cache
 
 from aioengine.scheduler.plan import int32
-from aioengine.scheduler.prefix_cache import HASH_BYTES, ROOT, PrefixCache, hash_block, hash_prompt
+from aioengine.scheduler.prefix_cache import HASH_BYTES, ROOT, PrefixCache, PrefixKey, hash_block
 
 A, B, C = b"a" * 16, b"b" * 16, b"c" * 16
 
@@ -20,7 +20,7 @@ A, B, C = b"a" * 16, b"b" * 16, b"c" * 16
 @settings(derandomize=True, deadline=None)
 @given(st.lists(st.integers(0, 2**31 - 1), max_size=40), st.integers(1, 9))
 def test_a_prompt_is_hashed_block_by_block_and_its_rest_is_not(token_ids: list[int], block_size: int) -> None:
-    hashes = hash_prompt(int32(token_ids), block_size)
+    hashes = PrefixKey().hash_blocks(int32(token_ids), block_size)
     assert len(hashes) == len(token_ids) // block_size
     parent = ROOT
     for index, block_hash in enumerate(hashes):
@@ -37,15 +37,23 @@ def test_blocks_with_other_tokens_have_other_hashes(other: list[int]) -> None:
 def test_hashes_are_the_same_in_every_process_and_release() -> None:
     """Replicas share what they know, so that a change of these values is a change of the format."""
     assert ROOT.hex() == "3df1cf27546c8914a36f39060af39dd4"
-    assert [block_hash.hex() for block_hash in hash_prompt(int32(range(7)), 3)] == [
+    assert [block_hash.hex() for block_hash in PrefixKey().hash_blocks(int32(range(7)), 3)] == [
         "05b9b63cb36c337b7de787498c1ed08d",
         "277f5415b9676be7680be5c238443824",
     ]
 
 
+def test_keys_that_differ_in_any_part_share_no_block() -> None:
+    keys = [PrefixKey(), PrefixKey("a"), PrefixKey("ab"), PrefixKey("", "a"), PrefixKey("", "ab"), PrefixKey("a", "b")]
+    keys += [PrefixKey(images=images) for images in [(b"",), (b"a",), (b"a", b"b"), (b"b", b"a"), (b"ab",)]]
+    hashes = [key.hash_blocks(int32(range(3)), 3)[0] for key in keys]
+    assert len(set(hashes)) == len(keys)
+    assert {len(key.root()) for key in keys} == {HASH_BYTES}
+
+
 def test_a_prompt_may_be_a_view_with_strides() -> None:
     token_ids = np.arange(20, dtype=np.int32)[::2]
-    assert hash_prompt(token_ids, 3) == hash_prompt(int32(token_ids), 3)
+    assert PrefixKey().hash_blocks(token_ids, 3) == PrefixKey().hash_blocks(int32(token_ids), 3)
 
 
 def test_a_match_ends_at_the_first_hash_that_is_unknown() -> None:

@@ -102,7 +102,7 @@ class Balancer:
 
         Args:
             candidates: the replicas that serve, at least one.
-            hashes: of the prompt's full blocks (`hash_prompt`, by the request's ``cache_salt``); all behind the first
+            hashes: of the prompt's full blocks (`PrefixKey.hash_blocks`); all behind the first
                 `MAX_AFFINITY_BLOCKS` are ignored.
             session: requests of one session go to one replica; "": of none.
         """

@@ -40,7 +40,6 @@ from aioengine.core.protocol import CoreHooks, Orphan
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, InvalidRequest, describe
 from aioengine.metrics import StepRecord
 from aioengine.outputs import FinishReason
-from aioengine.scheduler.prefix_cache import hash_prompt, root_of
 from aioengine.scheduler.scheduler import SchedulerStats
 from aioengine.scheduler.sequence import Request, Sequence, make_choices
 
@@ -229,7 +228,7 @@ class ClusterCore:
 
     def make_sequence(self, request: Request) -> Sequence:
         prompt = request.prompt_token_ids[: MAX_AFFINITY_BLOCKS * self.info.block_size]
-        hashes = hash_prompt(prompt, self.info.block_size, root_of(request.cache_salt))
+        hashes = request.prefix_key.hash_blocks(prompt, self.info.block_size)
         for core in self._cores:  # which checks what cannot be sent
             core.make_sequence(request)
             break

@@ -26,7 +26,6 @@ from aioengine.scheduler.budget import Budget
 from aioengine.scheduler.kv_manager import KVManager
 from aioengine.scheduler.plan import Int32, StepPlan
 from aioengine.scheduler.policy import Incoming, Policy, make_policy, order_of
-from aioengine.scheduler.prefix_cache import hash_prompt, root_of
 from aioengine.scheduler.scheduler import Scheduler, SchedulerStats
 from aioengine.scheduler.sequence import Reason, Request, Sequence, make_choices, resume_choice
 from aioengine.structured.grammar import CompiledGrammar
@@ -145,7 +144,7 @@ class CoreState:
     def make_sequence(self, request: Request) -> Sequence:
         hashes = None
         if self.config.enable_prefix_caching:
-            hashes = hash_prompt(request.prompt_token_ids, self.kv.block_size, root_of(request.cache_salt))
+            hashes = request.prefix_key.hash_blocks(request.prompt_token_ids, self.kv.block_size)
         extra_args = request.params.extra_args
         processors = make_processors(self._processors, extra_args) if extra_args else ()
         return make_choices(request, eos_token_ids=self.eos_token_ids, block_hashes=hashes, processors=processors)
@@ -154,7 +153,7 @@ class CoreState:
         """As `make_sequence`: one choice, to go on behind tokens that another engine has sampled."""
         sequence = resume_choice(self.make_sequence(request), choice, output_ids.tolist())
         if self.config.enable_prefix_caching:
-            sequence.block_hashes = hash_prompt(sequence.token_ids(), self.kv.block_size, root_of(request.cache_salt))
+            sequence.block_hashes = request.prefix_key.hash_blocks(sequence.token_ids(), self.kv.block_size)
         return sequence
 
     def add(self, sequence: Sequence, listeners: Iterable[Listener], *, arrived_at: float | None = None) -> None:

@@ -10,7 +10,7 @@ import msgspec
 
 from aioengine.scheduler.block_pool import BlockPool
 from aioengine.scheduler.kv_groups import most_blocks
-from aioengine.scheduler.prefix_cache import PrefixCache, hash_block, hash_prompt, root_of
+from aioengine.scheduler.prefix_cache import PrefixCache, hash_block
 from aioengine.scheduler.sequence import Sequence
 
 
@@ -263,11 +263,11 @@ class KVManager:
         """The hashes of at least its first ``count`` blocks, which are full of known tokens."""
         hashes = sequence.block_hashes
         if len(hashes) < count:
-            size = self.block_size
+            size, key = self.block_size, sequence.request.prefix_key
             if not hashes:
-                hashes += hash_prompt(sequence.prompt, size, root_of(sequence.request.cache_salt))
+                hashes += key.hash_blocks(sequence.prompt, size)
             for index in range(len(hashes), count):
-                parent = hashes[-1] if hashes else root_of(sequence.request.cache_salt)
+                parent = hashes[-1] if hashes else key.root()
                 hashes.append(hash_block(parent, sequence.slice_ids(index * size, (index + 1) * size)))
         return hashes
 

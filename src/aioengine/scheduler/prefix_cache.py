@@ -19,19 +19,13 @@ from hashlib import blake2b
 from operator import itemgetter
 from typing import Any
 
+import msgspec
+
 from aioengine.scheduler.plan import Int32
 
 HASH_BYTES = 16
 ROOT = blake2b(b"aioengine prefix cache v1", digest_size=HASH_BYTES).digest()
 _EMPTY = blake2b(digest_size=HASH_BYTES)
-
-
-def root_of(cache_salt: str) -> bytes:
-    """The parent hash of a prompt's first block, by the request's ``cache_salt``; `ROOT` if that is empty.
-
-    Requests of different salts share no block, so that none learns from its speed what another has asked.
-    """
-    return blake2b(ROOT + cache_salt.encode(), digest_size=HASH_BYTES).digest() if cache_salt else ROOT
 
 
 def hash_block(parent: bytes, token_ids: Items[int]) -> bytes:
@@ -54,19 +48,40 @@ def _little_endian(count: int) -> struct.Struct:
     return struct.Struct(f"<{count}i")
 
 
-def hash_prompt(token_ids: Int32, block_size: int, root: bytes = ROOT) -> list[bytes]:
-    """The hashes of a prompt's full blocks, about 0.3 µs each: long prompts are hashed off the loop.
+class PrefixKey(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What the KV of a prompt depends on beside its tokens: requests share cached blocks if their keys are equal.
 
-    Only full blocks: a partial block's hash would change with the next token.
+    Attributes:
+        salt: the request's ``cache_salt``; by another one no request learns from its speed what this one has asked.
+        adapter: name of the adapter that computes the KV; empty: the model alone.
+        images: digests of the images in the prompt, in order.
     """
-    raw = token_ids.astype("<i4", copy=False).tobytes()
-    size = 4 * block_size
-    hashes = []
-    parent = root
-    for end in range(size, len(raw) + 1, size):
-        parent = _chain(parent, raw[end - size : end])
-        hashes.append(parent)
-    return hashes
+
+    salt: str = ""
+    adapter: str = ""
+    images: tuple[bytes, ...] = ()
+
+    def root(self) -> bytes:
+        """The parent hash of the first block, `HASH_BYTES` long; `ROOT` for a key without anything."""
+        if self == _PLAIN:
+            return ROOT
+        return blake2b(ROOT + msgspec.msgpack.encode(self), digest_size=HASH_BYTES).digest()
+
+    def hash_blocks(self, token_ids: Int32, block_size: int) -> list[bytes]:
+        """The hashes of all full blocks of a prompt, about 0.3 µs each: long prompts are hashed off the loop.
+
+        Only full blocks: a partial block's hash would change with the next token.
+        """
+        raw = token_ids.astype("<i4", copy=False).tobytes()
+        size = 4 * block_size
+        hashes, parent = [], self.root()
+        for end in range(size, len(raw) + 1, size):
+            parent = _chain(parent, raw[end - size : end])
+            hashes.append(parent)
+        return hashes
+
+
+_PLAIN = PrefixKey()
 
 
 class PrefixCache:

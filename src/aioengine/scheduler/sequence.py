@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from aioengine.outputs import FinishReason
 from aioengine.sampling_params import MAX_SEED, MIN_SEED, ROW_PARAMS, SamplingParams
 from aioengine.scheduler.plan import Int32, LogitsProcessor, RowAdded, RowSampling, int32
+from aioengine.scheduler.prefix_cache import PrefixKey
 from aioengine.structured.grammar import CompiledGrammar, Thinking
 
 MAX_PRIORITY = 2**31 - 1
@@ -66,6 +67,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
     traceparent: Annotated[str, Meta(max_length=MAX_TRACEPARENT_CHARS)] = ""
     tracestate: Annotated[str, Meta(max_length=MAX_TRACESTATE_CHARS)] = ""
     session: Annotated[str, Meta(max_length=MAX_SESSION_CHARS)] = ""
+
+    @property
+    def prefix_key(self) -> PrefixKey:
+        """By which its cached blocks are found."""
+        return PrefixKey(salt=self.cache_salt)
 
     @property
     def has_grammar(self) -> bool:
