@@ -157,19 +157,7 @@ SIZES = {key: COMMON[key] for key in ("hidden_size", "num_hidden_layers", "num_a
 LIKE_LLAMA = {**COMMON, "num_hidden_layers": 2}
 del LIKE_LLAMA["head_dim"]
 LIKE_GPT2 = {**PLAIN, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
-FALCON = {**PLAIN, **SIZES}
-BLOOM = {**PLAIN, "hidden_size": 64, "n_layer": 2, "n_head": 4}
-MPT = {"vocab_size": 384, "d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 256}
 OPT = {**PLAIN, **SIZES, "ffn_dim": 128, "max_position_embeddings": 256, "word_embed_proj_dim": 64}
-GPT_NEO = {
-    **PLAIN,
-    "hidden_size": 64,
-    "num_layers": 2,
-    "num_heads": 4,
-    "attention_types": [[["global", "local"], 1]],
-    "window_size": 8,
-    "max_position_embeddings": 256,
-}
 DEEPSEEK = {
     **LIKE_LLAMA,
     "num_key_value_heads": 4,
@@ -189,19 +177,14 @@ DEEPSEEK = {
 OTHERS: dict[str, Family] = {
     "gpt2": Family("GPT2", LIKE_GPT2, is_whole=True),
     "gpt-neox": Family("GPTNeoX", LIKE_LLAMA, is_whole=True),
-    "falcon": Family("Falcon", {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}, is_whole=True),
-    "falcon-alibi": Family("Falcon", {**FALCON, "alibi": True, "multi_query": False}, is_whole=True),
     "cohere": Family("Cohere", {**LIKE_LLAMA, "logit_scale": 0.5}, is_whole=True),
     "cohere2": Family("Cohere2", {**LIKE_LLAMA, "sliding_window": 8, "layer_types": [SLIDING, FULL]}, is_whole=True),
     "stablelm": Family("StableLm", LIKE_LLAMA, is_whole=True),
-    "bloom": Family("Bloom", BLOOM, is_whole=True),
-    "mpt": Family("Mpt", MPT, is_whole=True),
     "opt": Family("OPT", OPT, is_whole=True),
     "phi": Family("Phi", LIKE_LLAMA, is_whole=True),
     "starcoder2": Family("Starcoder2", {**LIKE_LLAMA, "sliding_window": 24}, is_whole=True),
     "nemotron": Family("Nemotron", LIKE_LLAMA, is_whole=True),
     "gptj": Family("GPTJ", {**LIKE_GPT2, "rotary_dim": 8}, is_whole=True),
-    "gpt-neo": Family("GPTNeo", GPT_NEO, is_whole=True),
     "gpt-bigcode": Family("GPTBigCode", LIKE_GPT2, is_whole=True),
     "deepseek-v3": Family("DeepseekV3", DEEPSEEK, is_whole=True),
 }

@@ -24,7 +24,7 @@ from aioengine.executor.memory import num_kv_blocks
 from aioengine.executor.runner import Runner
 from aioengine.kernels import triton_operations
 from aioengine.models.folder import DEMO_MODEL, ModelFolder
-from aioengine.models.paths import read_model_config
+from aioengine.models.implementations import read_model_config
 from doubles.fake_accelerator import FakeAccelerator
 
 DEMO = DEMO_MODEL

@@ -22,7 +22,7 @@ from aioengine import Engine, RequestOutput
 from aioengine.config import EngineConfig
 from aioengine.core.engine_core import EngineCore
 from aioengine.models.folder import ModelFolder
-from aioengine.models.paths import read_model_config
+from aioengine.models.implementations import read_model_config
 from aioengine.outputs import TokenLogprobs
 
 MAX_MODEL_LEN = 256

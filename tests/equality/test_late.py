@@ -17,7 +17,7 @@ from nightly import few
 from aioengine import Engine
 from aioengine.config import EngineConfig
 from aioengine.models.folder import ModelFolder
-from aioengine.models.paths import read_model_config
+from aioengine.models.implementations import read_model_config
 from aioengine.scheduler.kv_groups import kv_groups, most_blocks
 from doubles.fake_accelerator import FakeAccelerator
 

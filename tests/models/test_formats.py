@@ -37,7 +37,7 @@ from aioengine.models.decoder import Decoder, Linear
 from aioengine.models.folder import ModelFolder
 from aioengine.models.formats.catalogue import QUANT_METHODS, read_catalogue
 from aioengine.models.formats.stored import Files
-from aioengine.models.paths import load_model
+from aioengine.models.implementations import load_model
 
 Checkpoint = Callable[..., Path]
 Write = Callable[[Path, Path], tuple[Path, Path]]

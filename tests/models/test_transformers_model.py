@@ -1,4 +1,4 @@
-"""Models that transformers' own code computes: which way they take, what is refused, and their weights' life."""
+"""Models that transformers' own code computes: what is found of them, what is refused, and their weights' life."""
 
 from __future__ import annotations
 
@@ -20,16 +20,13 @@ from aioengine import ConfigError, Engine, ModelLoadError
 from aioengine.config import EngineConfig
 from aioengine.executor.model_info import read_model_info
 from aioengine.models.folder import ModelFolder
+from aioengine.models.implementations import choose_path, load_model, read_model_config
 from aioengine.models.loader import LoadStopped
-from aioengine.models.paths import choose_path, load_model, read_model_config
 from aioengine.models.saver import save_checkpoint
-from aioengine.models.silence import silent_transformers
-from aioengine.models.transformers_config import TransformersConfig
+from aioengine.models.transformers.quiet import quiet_transformers
+from aioengine.models.transformers.transformers_config import TransformersConfig
 
 Checkpoint = Callable[..., Path]
-
-BY_CACHE = {"falcon", "falcon-alibi", "bloom", "mpt", "gpt-neo"}
-"""Of `OTHERS`, those whose code computes attention itself."""
 
 
 def read(folder: Path, **fields: Any) -> Any:
@@ -59,12 +56,11 @@ def greedy(folder: Path, prompt: list[int], count: int = 12) -> list[int]:
     return ids[len(prompt) :]
 
 
-@pytest.mark.parametrize("family", few(["gpt2", "falcon-alibi", "cohere2", "mpt", "deepseek-v3"], of=OTHERS))
-def test_the_way_and_the_shape_are_found_without_weights(checkpoint: Checkpoint, family: str) -> None:
+@pytest.mark.parametrize("family", few(["gpt2", "cohere2", "deepseek-v3"], of=OTHERS))
+def test_the_shape_is_found_without_weights(checkpoint: Checkpoint, family: str) -> None:
     folder = checkpoint(family)
     found = read(folder)
     assert isinstance(found, TransformersConfig)
-    assert (found.way == "cache") == (family in BY_CACHE)
     theirs = load_reference(folder)
     assert found.vocab_size == 384
     assert found.num_layers == theirs.config.num_hidden_layers
@@ -88,7 +84,7 @@ async def test_a_native_family_is_equal_by_transformers(checkpoint: Checkpoint) 
         assert await tokens_of(native, prompt) == await tokens_of(other, prompt) == greedy(folder, prompt)
 
 
-@pytest.mark.parametrize("family", few(["mpt"], of=OTHERS))
+@pytest.mark.parametrize("family", few(["gpt2"], of=OTHERS))
 async def test_bfloat16_is_as_near_as_transformers_own(checkpoint: Checkpoint, family: str) -> None:
     folder, prompt = checkpoint(family, tokenizer=True), prompt_of(2, 40)
     exact, near = (load_reference(folder, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
@@ -175,7 +171,7 @@ def test_transformers_speaks_again_when_the_last_of_several_silences_ends() -> N
     from transformers.utils import logging
 
     before = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    first, second = silent_transformers(), silent_transformers()
+    first, second = quiet_transformers(), quiet_transformers()
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
@@ -211,7 +207,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a recurrent state": (transformers.MambaConfig(hidden_size=32, num_hidden_layers=2), "not keys and values"),
     "layers without keys": (
         transformers.RecurrentGemmaConfig(vocab_size=384, hidden_size=64, num_hidden_layers=3, num_attention_heads=4),
-        "of its 3 layers",
+        "of the 3 layers",
     ),
     "heads of several sizes": (
         transformers.Gemma4TextConfig(
@@ -228,13 +224,23 @@ REFUSED: dict[str, tuple[Any, str]] = {
         ),
         "change with the length",
     ),
+    **{
+        f"attention of its own: {name}": (config, f"{name}ForCausalLM .*through transformers' attention interface")
+        for name, config in (
+            ("Falcon", transformers.FalconConfig(vocab_size=384, hidden_size=64, num_hidden_layers=2)),
+            ("Bloom", transformers.BloomConfig(vocab_size=384, hidden_size=64, n_layer=2, n_head=4)),
+            ("Mpt", transformers.MptConfig(vocab_size=384, d_model=64, n_heads=4, n_layers=2)),
+            ("GPTNeo", transformers.GPTNeoConfig(vocab_size=384, hidden_size=64, num_heads=4)),
+            ("XGLM", transformers.XGLMConfig(vocab_size=384, d_model=64, num_layers=2, attention_heads=4)),
+        )
+    },
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_run_is_refused_with_the_reason(tmp_path: Path, case: str) -> None:
     config, reason = REFUSED[case]
-    config.architectures = ["SomeForCausalLM"]
+    config.architectures = [f"{case.partition(': ')[2] or 'Some'}ForCausalLM"]
     config.save_pretrained(tmp_path)
     with pytest.raises(ModelLoadError, match=reason):
         read(tmp_path)
@@ -419,10 +425,11 @@ MASKING = """
 """
 
 
-def test_code_with_masks_of_its_own_computes_attention_itself(folder_with_code: Path) -> None:
+def test_code_with_masks_of_its_own_is_refused(folder_with_code: Path) -> None:
     init = "\n    def __init__(self, config):\n        super().__init__(config)"
     (folder_with_code / "odd.py").write_text(f"import torch\n{CODE}{init}{MASKING}")
-    assert read(folder_with_code, trust_remote_code=True).way == "cache"
+    with pytest.raises(ModelLoadError, match="a mask of the model's own"):
+        read(folder_with_code, trust_remote_code=True)
 
 
 def test_code_of_another_repository_is_refused(folder_with_code: Path) -> None:

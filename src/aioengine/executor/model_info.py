@@ -29,9 +29,9 @@ from aioengine.models.decoder_config import DecoderConfig
 from aioengine.models.folder import ModelFolder, has_weights
 from aioengine.models.formats.catalogue import is_quantised, read_catalogue
 from aioengine.models.formats.stored import Files, Stored
+from aioengine.models.implementations import choose_path, parameter_shapes, read_model_config
 from aioengine.models.loader import coded_parameters, match, states_dtype
 from aioengine.models.model import ModelConfig
-from aioengine.models.paths import choose_path, read_model_config, shapes_of, way_of
 from aioengine.scheduler.kv_groups import KVGroups, kv_groups, most_blocks
 
 OF_EXPERTS = ".experts."
@@ -138,7 +138,7 @@ def read_model_info(config: EngineConfig, *, memory_bytes: int | None = None) ->
         config = msgspec.structs.replace(config, load_format="dummy", dtype=dtype)
     choice, model = choose_path(folder, config), read_model_config(folder, config)
     used = read_catalogue(folder.path) if has_files else {}
-    why, shapes, weight_bytes = choice.why, {name: tensor.shape for name, tensor in used.items()}, None
+    shapes, weight_bytes = {name: tensor.shape for name, tensor in used.items()}, None
     if isinstance(model, DecoderConfig):
         tensors = checkpoint_tensors(model, used)
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
@@ -149,8 +149,7 @@ def read_model_info(config: EngineConfig, *, memory_bytes: int | None = None) ->
             _put_codes(decoder, used, coded_parameters(used, tensors, config.quantization))
             weight_bytes = kept_bytes(decoder, is_host=is_host)
     else:
-        why = f"{why}; {way_of(model)}"
-        shapes = shapes or shapes_of(model)
+        shapes = shapes or parameter_shapes(model)
         weight_bytes = sum(map(math.prod, shapes.values())) * model.dtype.itemsize
     if memory_bytes is None:
         memory_bytes = available_memory() if is_host else _gpu_memory(config)
@@ -195,7 +194,7 @@ def read_model_info(config: EngineConfig, *, memory_bytes: int | None = None) ->
         folder=str(folder.path),
         architecture=model.architecture,
         path=choice.path,
-        why=why,
+        why=choice.why,
         dtype=_name(model.dtype),
         quantization=config.quantization,
         num_layers=model.num_layers,

@@ -38,8 +38,8 @@ from aioengine.kernels.native.kernels.parts import parts_of
 from aioengine.kernels.native.operations import has_kernels
 from aioengine.models.folder import ModelFolder
 from aioengine.models.formats.catalogue import is_quantised
+from aioengine.models.implementations import load_model, read_model_config
 from aioengine.models.loader import LoadStopped, Placement
-from aioengine.models.paths import load_model, read_model_config
 from aioengine.processes.progress import LOADING, OnProgress
 from aioengine.scheduler.plan import StepPlan, StepResult
 

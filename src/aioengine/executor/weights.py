@@ -16,9 +16,9 @@ from aioengine.executor.weight_transfer import StagedTensor, WeightTransfer
 from aioengine.models.checkpoint import FILE_DTYPES
 from aioengine.models.decoder import Decoder
 from aioengine.models.folder import ModelFolder, is_gguf
+from aioengine.models.implementations import check_weights, load_weights
 from aioengine.models.loader import ON_CPU, Placement, check_kept_alike
 from aioengine.models.model import Model
-from aioengine.models.paths import check_weights, load_weights
 from aioengine.models.saver import save_checkpoint
 from aioengine.processes.progress import OnProgress
 

@@ -20,7 +20,7 @@ from aioengine.models.families import ARCHITECTURES, Family, QkNorm, native_arch
 from aioengine.models.folder import MAX_LABELS, ModelFolder, is_gguf
 from aioengine.models.model import ModelConfig
 from aioengine.models.rope import ROPE_TYPES, Lengths, Rope, RopeParameters, head_order, read_rope, rotated_size
-from aioengine.models.silence import silent_transformers
+from aioengine.models.transformers.quiet import quiet_transformers
 from aioengine.validation import shorten
 
 MAX_POSITIONS = 2**24
@@ -312,7 +312,7 @@ def known_fields(config: dict[str, Any], family: Family) -> ConfigFields | None:
     return msgspec.structs.replace(fields, layer_types=layer_types, sliding_window=window)
 
 
-@silent_transformers()
+@quiet_transformers()
 def _fields_by_transformers(folder: ModelFolder, stated: dict[str, Any]) -> ConfigFields:
     """
     Args:

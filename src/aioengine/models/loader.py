@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Container, Iterable
 from pathlib import Path
+from threading import Lock
 
 import msgspec
 import torch
@@ -26,6 +27,7 @@ from aioengine.models.folder import ModelFolder, find_gguf
 from aioengine.models.formats.catalogue import read_catalogue
 from aioengine.models.formats.stored import Files, FileTensor, Stored
 from aioengine.models.formats.summary import describe, summarise
+from aioengine.models.model import ModelConfig
 
 logger = logging.getLogger("aioengine")
 
@@ -159,16 +161,31 @@ def check_config(folder: Path, config: DecoderConfig) -> None:
         raise ModelLoadError(f"there is no folder {folder}")
     if find_gguf(folder) is None and not (folder / "config.json").is_file():
         return
-    dtype = str(config.dtype).removeprefix("torch.")
-    model = ModelFolder.read(folder)
-    source = model.source_of("config.json")
+    model, dtype = ModelFolder.read(folder), str(config.dtype).removeprefix("torch.")
+    check_same_config(
+        model, config, lambda: read_decoder_config(model, dtype=dtype, max_model_len=config.max_model_len)
+    )
+
+
+def check_same_config(
+    folder: ModelFolder, config: ModelConfig, read: Callable[[], ModelConfig], other: Container[str] = ()
+) -> None:
+    """Compare the config of a running model with that of a folder.
+
+    Args:
+        read: reads the folder's config.
+        other: fields that may differ.
+    Raises:
+        ModelLoadError: they differ; the message names the field.
+    """
+    source = folder.source_of("config.json")
     try:
-        found = read_decoder_config(model, dtype=dtype, max_model_len=config.max_model_len)
+        found = read()
     except ConfigError as error:
         raise ModelLoadError(f"{source}: {error}") from error
-    for field in DecoderConfig.__struct_fields__:
+    for field in config.__struct_fields__:
         theirs, ours = getattr(found, field), getattr(config, field)
-        if theirs != ours:
+        if theirs != ours and field not in other:
             values = f" {theirs!r} instead of {ours!r}" if not isinstance(ours, tuple) else ""
             raise ModelLoadError(f"{source} describes another model than the one that runs: {field}{values}")
 
@@ -185,7 +202,7 @@ def _read(
     wanted = match(stored, tensors, tied=config.tie_word_embeddings)
     coded = coded_parameters(wanted, tensors, quantization)
     decoder = _allocate(config, placement, quantization, coded)
-    progress = _Progress(sum(found.num_bytes for found in wanted.values()), on_progress)
+    progress = Progress(sum(found.num_bytes for found in wanted.values()), on_progress)
     kept: list[tuple[Stored, int, bool]] = []
     for names in _by_module(tensors):
         with Files() as files:
@@ -273,15 +290,27 @@ def match(stored: dict[str, Stored], tensors: dict[str, CheckpointTensor], *, ti
     # Ignoring a bias or norm would make it another model.
     extra = [name for name in stored if name not in expected and not HARMLESS.search(name)]
     unexpected = [name for name in extra if not _is_zero_bias(stored[name])]
-    for problem, found in (("lacks", missing), ("has unexpected", unexpected)):
-        if found:
-            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-            hint = "; config.json may need tie_word_embeddings" if found == [HEAD] else ""
-            raise ModelLoadError(f"the checkpoint {problem} tensor {found[0]}{more}, by what config.json says{hint}")
+    check_no_other(lacks=missing, has_unexpected=unexpected)
     wanted = {target: stored[name] for target, name in names.items()}
     for target, tensor in wanted.items():
         _check_tensor(tensor, tensors[target].shape)
     return wanted
+
+
+def check_no_other(**names_of: Iterable[str]) -> None:
+    """Raise the error of the first problem that some tensors have.
+
+    Args:
+        names_of: names of tensors by problem: ``lacks``, ``has_unexpected``, ``has_another_shape_for``.
+    Raises:
+        ModelLoadError: there are some.
+    """
+    for problem, names in names_of.items():
+        if found := list(names):
+            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+            hint = "; config.json may need tie_word_embeddings" if found == [HEAD] else ""
+            what = problem.replace("_", " ")
+            raise ModelLoadError(f"the checkpoint {what} tensor {found[0]}{more}, by what config.json says{hint}")
 
 
 def _is_zero_bias(stored: Stored) -> bool:
@@ -341,7 +370,7 @@ def _fill_with_noise(
 ) -> None:
     # Made on their device: 8 billion values take a CPU a minute, and a GPU some ms.
     generator = torch.Generator(placement.device).manual_seed(DUMMY_SEED)
-    progress = _Progress(decoder.weight_bytes, on_progress)
+    progress = Progress(decoder.weight_bytes, on_progress)
     tensors = checkpoint_tensors(decoder.config)
     for names in _by_module(tensors):
         for name in names:
@@ -361,12 +390,21 @@ def stop_if(should_stop: Callable[[], bool]) -> None:
         raise LoadStopped
 
 
-class _Progress:
-    def __init__(self, total: int, tell: Callable[[int, int], None] | None) -> None:
-        self._done, self._total, self._tell = 0, total, tell
+class Progress:
+    """Reports the bytes of the tensors that were read, from any thread.
+
+    Args:
+        total: bytes of all tensors.
+        report: called with (bytes done, total).
+    """
+
+    def __init__(self, total: int, report: Callable[[int, int], None] | None) -> None:
+        self._done, self._total, self._report = 0, total, report
+        self._lock = Lock()
         self.add(0)
 
     def add(self, num_bytes: int) -> None:
-        self._done += num_bytes
-        if self._tell is not None:
-            self._tell(self._done, self._total)
+        with self._lock:
+            self._done += num_bytes
+            if self._report is not None:
+                self._report(self._done, self._total)

@@ -13,23 +13,29 @@ import torch
 from torch import Tensor
 
 from aioengine.config import EngineConfig
-from aioengine.errors import ConfigError, ModelLoadError
-from aioengine.kernels.packed_weight import CodedWeight
+from aioengine.errors import ModelLoadError
+from aioengine.kernels.packed_weight import CodedWeight, Quantization
 from aioengine.models.decoder_config import MAX_SHOWN_CHARS
 from aioengine.models.folder import ModelFolder
 from aioengine.models.formats.catalogue import read_catalogue
 from aioengine.models.formats.stored import Files, Stored
-from aioengine.models.loader import DUMMY_RANGE, DUMMY_SEED, HARMLESS, ON_CPU, Placement, stop_if
-from aioengine.models.model import AttendToNothing
-from aioengine.models.silence import silent_transformers
-from aioengine.models.transformers_attention import PAGED
-from aioengine.models.transformers_config import (
-    TransformersConfig,
-    make_on_meta,
-    read_transformers_config,
-    their_config,
+from aioengine.models.loader import (
+    DUMMY_RANGE,
+    DUMMY_SEED,
+    HARMLESS,
+    ON_CPU,
+    Placement,
+    Progress,
+    check_no_other,
+    check_same_config,
+    stop_if,
 )
-from aioengine.models.transformers_model import TransformersModel
+from aioengine.models.model import AttendToNothing
+from aioengine.models.transformers.paged_interface import PAGED
+from aioengine.models.transformers.probe import make_on_meta, read_their_config
+from aioengine.models.transformers.quiet import quiet_transformers
+from aioengine.models.transformers.transformers_config import TransformersConfig, read_transformers_config
+from aioengine.models.transformers.transformers_model import TransformersModel
 
 CHECKED_TOKENS = 4
 SAME = 1e-4
@@ -54,20 +60,21 @@ def load_transformers(
     return _load(found, tensors, placement, on_progress, should_stop)
 
 
-def load_transformers_weights(
+def load_weights(
     folder: Path,
     config: TransformersConfig,
     *,
+    quantization: Quantization | None = None,
     placement: Placement = ON_CPU,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> TransformersModel:
     """As `aioengine.models.loader.load_weights`."""
-    check_transformers_config(folder, config)
+    check_weights(folder, config)
     return _load(config, _stored(folder), placement, None, should_stop)
 
 
-def check_transformers_config(folder: Path, config: TransformersConfig) -> None:
-    """As `aioengine.models.loader.check_config`."""
+def check_weights(folder: Path, config: TransformersConfig) -> None:
+    """As `aioengine.models.loader.check_weights`, of config.json alone."""
     if not folder.is_dir():
         raise ModelLoadError(f"there is no folder {folder}")
     if not (folder / "config.json").is_file():
@@ -77,17 +84,8 @@ def check_transformers_config(folder: Path, config: TransformersConfig) -> None:
         max_model_len=config.max_model_len,
         trust_remote_code=config.trust_remote_code,
     )
-    try:
-        found = read_transformers_config(ModelFolder.read(folder), engine)
-    except ConfigError as error:
-        raise ModelLoadError(f"{folder / 'config.json'}: {error}") from error
-    for field in config.__struct_fields__:
-        theirs, ours = getattr(found, field), getattr(config, field)
-        if field != "folder" and theirs != ours:
-            raise ModelLoadError(
-                f"{folder / 'config.json'} describes another model than the one that runs: {field} {theirs!r} instead "
-                f"of {ours!r}"
-            )
+    model = ModelFolder.read(folder)
+    check_same_config(model, config, lambda: read_transformers_config(model, engine), other=("folder",))
 
 
 class _Tensor(NamedTuple):
@@ -126,8 +124,8 @@ def _noise(config: TransformersConfig) -> dict[str, _Tensor]:
         generator = torch.Generator().manual_seed(seed)
         return torch.empty(shape, dtype=config.dtype).uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
 
-    theirs = their_config(config.folder, config.trust_remote_code)
-    tensors = make_on_meta(theirs, config.way, config.trust_remote_code, PAGED).state_dict()
+    theirs = read_their_config(config.folder, config.trust_remote_code)
+    tensors = make_on_meta(theirs, config.trust_remote_code, PAGED).state_dict()
     return {
         name: _Tensor(tensor.numel() * config.dtype.itemsize, partial(make, tensor.shape, DUMMY_SEED + index))
         for index, (name, tensor) in enumerate(tensors.items())
@@ -138,21 +136,13 @@ class _Reading:
     """Values of tensors as they are asked for, by transformers' own threads.
 
     Attributes:
-        error: what ended it, if something did. transformers may make something else of it.
+        error: the first error, if there was one: transformers may make another error of it.
     """
 
-    def __init__(
-        self,
-        tensors: dict[str, _Tensor],
-        on_progress: Callable[[int, int], None] | None,
-        should_stop: Callable[[], bool],
-    ) -> None:
+    def __init__(self, progress: Progress, should_stop: Callable[[], bool]) -> None:
         self.error: Exception | None = None
-        self._done, self._total = 0, sum(tensor.num_bytes for tensor in tensors.values())
-        self._on_progress = on_progress
+        self._progress = progress
         self._should_stop = should_stop
-        self._lock = Lock()
-        self._add(0)
 
     def read(self, tensor: _Tensor) -> Tensor:
         try:
@@ -161,14 +151,8 @@ class _Reading:
         except Exception as error:
             self.error = self.error or error
             raise
-        self._add(tensor.num_bytes)
+        self._progress.add(tensor.num_bytes)
         return values
-
-    def _add(self, num_bytes: int) -> None:
-        with self._lock:
-            self._done += num_bytes
-            if self._on_progress is not None:
-                self._on_progress(self._done, self._total)
 
 
 class _Lazy:
@@ -206,17 +190,18 @@ def _load(
     on_progress: Callable[[int, int], None] | None,
     should_stop: Callable[[], bool],
 ) -> TransformersModel:
-    theirs = their_config(config.folder, config.trust_remote_code)
-    meta = make_on_meta(theirs, config.way, config.trust_remote_code, PAGED)
-    reading = _Reading(tensors, on_progress, should_stop)
-    with _building_alone(should_stop), silent_transformers():
+    theirs = read_their_config(config.folder, config.trust_remote_code)
+    meta = make_on_meta(theirs, config.trust_remote_code, PAGED)
+    num_bytes = sum(tensor.num_bytes for tensor in tensors.values())
+    reading = _Reading(Progress(num_bytes, on_progress), should_stop)
+    with _building_alone(should_stop), quiet_transformers():
         try:
             model, report = type(meta).from_pretrained(
                 None,
                 config=meta.config,
                 state_dict={name: _Lazy(reading, tensor) for name, tensor in tensors.items()},
                 dtype=config.dtype,
-                attn_implementation=PAGED if config.way == "attention" else None,
+                attn_implementation=PAGED,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are in the report
             )
@@ -228,15 +213,12 @@ def _load(
             ) from error
     if reading.error is not None:
         raise reading.error
-    report["unexpected_keys"] = [name for name in report["unexpected_keys"] if not _is_zero_bias(name, tensors)]
-    for problem, what in (
-        ("missing_keys", "lacks"),
-        ("unexpected_keys", "has unexpected"),
-        ("mismatched_keys", "has another shape for"),
-    ):
-        if found := sorted(map(str, report[problem])):
-            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-            raise ModelLoadError(f"the checkpoint {what} tensor {found[0]}{more}, by what config.json says")
+    unexpected = [name for name in report["unexpected_keys"] if not _is_zero_bias(name, tensors)]
+    check_no_other(
+        lacks=sorted(report["missing_keys"]),
+        has_unexpected=sorted(unexpected),
+        has_another_shape_for=sorted(map(str, report["mismatched_keys"])),
+    )
     model.config.pad_token_id = None  # or each step would look for padding
     model.requires_grad_(False)
     made = TransformersModel(config, model)

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aioengine.kernels.attention.paged import StepAttention
 from aioengine.kernels.operations import Operations
 from aioengine.kernels.packed_weight import Quantization
 from aioengine.models.model import Attend, move_weights
-from aioengine.models.transformers_attention import PagedLayer, Rows, RunningStep, rows_of
-from aioengine.models.transformers_config import CACHE_NAMES, TransformersConfig, arguments_of
+from aioengine.models.transformers.paged_interface import PagedLayer, RunningStep
+from aioengine.models.transformers.probe import arguments_of
+from aioengine.models.transformers.transformers_config import TransformersConfig
 
 
 class TransformersModel(nn.Module):
@@ -24,7 +24,7 @@ class TransformersModel(nn.Module):
     code does to them besides.
 
     Args:
-        model: transformers', with its weights; where it attends by the interface, by `transformers_attention.PAGED`.
+        model: transformers', with its weights; it attends by `PAGED`.
 
     Attributes:
         model: as given.
@@ -43,9 +43,7 @@ class TransformersModel(nn.Module):
             layer = PagedLayer(self._step, index, config.windows[index], config.head_dim)
             model.get_submodule(name).aioengine_layer = layer
         self._body = model.get_submodule(config.body)
-        arguments = arguments_of(self._body)
-        self._takes_positions = "position_ids" in arguments
-        self._cache_name = next((name for name in CACHE_NAMES if name in arguments), CACHE_NAMES[0])
+        self._takes_positions = "position_ids" in arguments_of(self._body)
         # Its own forward pass, around hidden states that are there: no submodule, since it is the same one again.
         self._given = _GivenHidden()
         self._head = (_with_module(model, config.body, self._given),)
@@ -60,45 +58,17 @@ class TransformersModel(nn.Module):
         self.operations = operations
 
     def forward(self, token_ids: Tensor, attend: Attend) -> Tensor:
-        """As `Model.__call__`."""
-        if self.config.way == "attention" or not isinstance(attend, StepAttention):
-            return self._side_by_side(token_ids, attend)
-        hidden = None
-        for rows in rows_of(attend):
-            found = self._in_rows(token_ids, rows).flatten(0, 1)
-            if hidden is None:
-                hidden = found.new_zeros(len(token_ids), found.shape[1])
-            hidden[rows.tokens.flatten()] = found
-        if hidden is None:
-            hidden = self.model.get_output_embeddings().weight.new_zeros(len(token_ids), self.config.hidden_size)
+        """As `Model.__call__`: all tokens as those of one sequence, which attention tells apart."""
+        self.begin(attend)
+        positions = {"position_ids": attend.positions[None].long()} if self._takes_positions else {}
+        output = self._body(input_ids=token_ids[None].long(), use_cache=False, **positions)
+        self._given.kind = type(output)
+        hidden: Tensor = output[0][0]
         return hidden
 
     def begin(self, attend: Attend) -> None:
         """Let the modules that attend do so by this step."""
         self._step.attend = attend
-
-    def _side_by_side(self, token_ids: Tensor, attend: Attend) -> Tensor:
-        """All tokens as those of one sequence, which attention tells apart; in the other way, of one that is new."""
-        self.begin(attend)
-        positions = {"position_ids": attend.positions[None].long()} if self._takes_positions else {}
-        return self._base(token_ids[None].long(), use_cache=False, **positions)[0]
-
-    def _in_rows(self, token_ids: Tensor, rows: Rows) -> Tensor:
-        """[b, count, hidden_size]."""
-        positions = {"position_ids": rows.positions} if self._takes_positions else {}
-        return self._base(
-            token_ids.long()[rows.tokens],
-            attention_mask=rows.is_key.long(),
-            use_cache=True,
-            **{self._cache_name: rows.layers(self.config.num_layers)},
-            **positions,
-        )
-
-    def _base(self, input_ids: Tensor, **options: Any) -> Tensor:
-        output = self._body(input_ids=input_ids, **options)
-        self._given.kind = type(output)
-        hidden: Tensor = output[0]
-        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """As `Model.logits`."""

@@ -1,4 +1,4 @@
-"""By which path a model runs: by our decoder, or by transformers' code for it."""
+"""The two implementations of models: our decoder, and transformers' own code; which of them a model takes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -31,18 +31,18 @@ WITHOUT_TEXT = {
     r"Detection|Segmentation|DepthEstimation|(CLIP|Siglip|Siglip2|ViT|Dinov2)Model": "it sees images",
     r"(?<!LMHead)(?<!Decoder)Model": "it is a model without a head, which gives embeddings",
 }
-"""What ends the names of architectures whose models generate no text, though their config may have one that does."""
+"""Endings of the names of architectures whose models generate no text, though their config may have one that does."""
 
 
 class PathChoice(msgspec.Struct, frozen=True):
-    """By which path a model runs, and why."""
+    """The implementation that a model takes, and why."""
 
     path: Literal["native", "transformers"]
     why: str
 
 
 def choose_path(folder: ModelFolder, config: EngineConfig) -> PathChoice:
-    """By config.json and ``config.model_path``; reads no weights. "auto" is native unless the decoder lacks something.
+    """Choose by config.json and ``config.model_path``, without weights; "auto": native if the decoder lacks nothing.
 
     Raises:
         ModelLoadError: there is no such path for this architecture, it generates no text, or it needs code that may
@@ -127,7 +127,7 @@ def load_model(
     on_progress: Callable[[int, int], None] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Model:
-    """By its path; as `aioengine.models.loader.load_decoder`.
+    """Load a model by the implementation that `choose_path` gives; as `aioengine.models.loader.load_decoder`.
 
     Raises:
         ModelLoadError, ConfigError, LoadStopped: as there, and as `choose_path`.
@@ -135,32 +135,16 @@ def load_model(
     choice = choose_path(folder, config)
     load: Callable[..., Model] = loader.load_decoder
     if choice.path == "transformers":
-        from aioengine.models.transformers_loader import load_transformers as load
-    with _saying(choice):
+        from aioengine.models.transformers.transformers_loader import load_transformers as load
+    with _naming_path(choice):
         model = load(folder, config, placement=placement, on_progress=on_progress, should_stop=should_stop)
     if choice.path == "transformers":
-        logger.info("transformers' code computes this model, since %s; %s", choice.why, way_of(model.config))
+        logger.info("transformers' code computes this model, since %s", choice.why)
     return model
 
 
-def way_of(config: ModelConfig) -> str:
-    """How a model attends that transformers' code computes."""
-    from aioengine.models.transformers_config import WAYS, TransformersConfig
-
-    assert isinstance(config, TransformersConfig)
-    return WAYS[config.way]
-
-
-def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Of the parameters of a model that transformers' code computes, without its files."""
-    from aioengine.models.transformers_config import TransformersConfig, parameter_shapes
-
-    assert isinstance(config, TransformersConfig)
-    return parameter_shapes(config)
-
-
 def read_model_config(folder: ModelFolder, config: EngineConfig) -> ModelConfig:
-    """Of the model that `load_model` makes.
+    """The config of the model that `load_model` makes.
 
     Raises:
         ModelLoadError, ConfigError: as there.
@@ -168,15 +152,15 @@ def read_model_config(folder: ModelFolder, config: EngineConfig) -> ModelConfig:
     choice = choose_path(folder, config)
     if choice.path == "native":
         return loader.read_config(folder, config)
-    from aioengine.models.transformers_config import read_transformers_config
+    from aioengine.models.transformers.transformers_config import read_transformers_config
 
-    with _saying(choice):
+    with _naming_path(choice):
         return read_transformers_config(folder, config)
 
 
 @contextmanager
-def _saying(choice: PathChoice) -> Iterator[None]:
-    """Let what fails on transformers' path say why that was taken."""
+def _naming_path(choice: PathChoice) -> Iterator[None]:
+    """Add to an error on transformers' path why that path was taken."""
     try:
         yield
     except ModelLoadError as error:
@@ -193,29 +177,34 @@ def load_weights(
     placement: Placement = ON_CPU,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Model:
-    """Of a model that is known, from another folder; as `aioengine.models.loader.load_weights`.
+    """Load a model of a known config from another folder; as `aioengine.models.loader.load_weights`.
 
     Raises:
         ModelLoadError, LoadStopped: as there.
     """
-    if isinstance(config, DecoderConfig):
-        return loader.load_weights(
-            folder, config, quantization=quantization, placement=placement, should_stop=should_stop
-        )
-    from aioengine.models.transformers_config import TransformersConfig
-    from aioengine.models.transformers_loader import load_transformers_weights
-
-    assert isinstance(config, TransformersConfig)
-    return load_transformers_weights(folder, config, placement=placement, should_stop=should_stop)
+    found: Model = _loader_of(config).load_weights(
+        folder, config, quantization=quantization, placement=placement, should_stop=should_stop
+    )
+    return found
 
 
 def check_weights(folder: Path, config: ModelConfig) -> None:
-    """Raise what `load_weights` would, but for what only the tensors themselves can tell."""
-    if isinstance(config, DecoderConfig):
-        loader.check_weights(folder, config)
-        return
-    from aioengine.models.transformers_config import TransformersConfig
-    from aioengine.models.transformers_loader import check_transformers_config
+    """Raise the errors of `load_weights` that can be found without the tensors' values."""
+    _loader_of(config).check_weights(folder, config)
 
-    assert isinstance(config, TransformersConfig)
-    check_transformers_config(folder, config)
+
+def _loader_of(config: ModelConfig) -> Any:
+    """The module that loads models of a config."""
+    if isinstance(config, DecoderConfig):
+        return loader
+    from aioengine.models.transformers import transformers_loader
+
+    return transformers_loader
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters of a model that transformers' code computes, without its files."""
+    from aioengine.models.transformers import transformers_config
+
+    assert isinstance(config, transformers_config.TransformersConfig)
+    return transformers_config.parameter_shapes(config)

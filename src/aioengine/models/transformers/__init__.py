@@ -1,0 +1,1 @@
+"""Models that transformers' own code computes, with this package's attention, KV cache and sampler."""
