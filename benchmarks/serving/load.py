@@ -32,27 +32,16 @@ WORDS = TEXT.split()
 KEEPALIVE_S = 2.0
 """An idle connection is used again for so long: servers close theirs after 5 s and more, and a request that meets the
 closing is lost."""
-SAMPLE_S = 0.1
-"""Between two looks at the CPU clocks."""
 READ_BYTES = 2**20
 
 
-class Phase(msgspec.Struct, frozen=True):
-    """So many requests a second on average, for so long; at an infinite rate ``num_requests`` come at its beginning."""
-
-    rate: float
-    seconds: float
-    num_requests: int = 0
-
-
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """Where to send requests, and which ones.
+    """A server, and the requests that it gets.
 
     Attributes:
         url: of the API, such as http://127.0.0.1:8000/v1.
         prompt_tokens: about; prompts are so many common words, drawn anew for each.
         max_tokens: of an answer.
-        asks_usage: for a usage block at the end, without which tokens are as many as events.
     """
 
     url: str
@@ -62,7 +51,6 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 64
     max_tokens: Range = Range(64, 64)
     ignore_eos: bool = False
-    asks_usage: bool = True
 
     @property
     def path(self) -> str:
@@ -70,62 +58,48 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def headers(self) -> dict[str, str]:
-        return {"Content-Type": "application/json", **authorization(self.api_key)}
+        return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
 
     def bodies(self, seed: int) -> Iterator[bytes]:
         """Requests without an end, the same ones for a seed."""
         random = np.random.default_rng([seed, 2])
         while True:
             prompt = " ".join(random.choice(WORDS, self.prompt_tokens).tolist())
-            asked: dict[str, Any] = {"model": self.model, "stream": True}
-            asked["max_tokens"] = int(random.integers(self.max_tokens.low, self.max_tokens.high, endpoint=True))
+            body: dict[str, Any] = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
+            body["max_tokens"] = int(random.integers(self.max_tokens.low, self.max_tokens.high, endpoint=True))
             if self.endpoint == "chat":
-                asked["messages"] = [{"role": "user", "content": prompt}]
+                body["messages"] = [{"role": "user", "content": prompt}]
             else:
-                asked["prompt"] = prompt
+                body["prompt"] = prompt
             if self.ignore_eos:
-                asked["ignore_eos"] = True
-            if self.asks_usage:
-                asked["stream_options"] = {"include_usage": True}
-            yield msgspec.json.encode(asked)
-
-
-Kind = Literal["ok", "shed", "error", "unfinished"]
+                body["ignore_eos"] = True
+            yield msgspec.json.encode(body)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Record:
-    """How one request went. Times are seconds since the run began.
+    """The course of one request. Times are seconds since the run began.
 
     Latencies count from when it was to be sent, not from when it was: whatever made the generator late would have kept
     a user waiting, too, and leaving that out flatters exactly the moments that were bad (coordinated omission).
 
     Attributes:
         scheduled_at: when it was to be sent. sent_at: when it was.
-        kind: "shed" is a 503 with Retry-After. error: says what kind of one.
+        kind: "shed" is a 503 with Retry-After. error: its kind.
         answered_at: when all of the answer was there.
     """
 
     scheduled_at: float
     sent_at: float = math.nan
-    kind: Kind = "unfinished"
+    kind: Literal["ok", "shed", "error", "unfinished"] = "unfinished"
     error: str = ""
     answered_at: float = math.nan
     counter: EventCounter = dataclasses.field(default_factory=EventCounter)
 
     @property
-    def lateness_s(self) -> float:
-        return self.sent_at - self.scheduled_at
-
-    @property
     def reads(self) -> Reads:
         """The reads that brought text, with events for tokens."""
         return Reads(self.scheduled_at, self.counter.read_at, self.counter.num_events)
-
-    @property
-    def answer_s(self) -> float:
-        """To the end of the answer, whatever it was."""
-        return self.answered_at - self.scheduled_at
 
     @property
     def tpot_s(self) -> float | None:
@@ -139,82 +113,38 @@ class Record:
         return float(self.reads.gaps_s.max(initial=0.0))
 
 
-class CpuSamples(msgspec.Struct):
-    """CPU seconds so far, now and then: of the generator, of the server, and of everybody on the cores of both."""
-
-    at: list[float] = []
-    client: list[float] = []
-    server: list[float] = []
-    cores: list[float] = []
-
-    def between(self, begin: float, end: float) -> tuple[float, float, float]:
-        """CPU seconds of generator, server and everybody in this time; nan where nobody looked."""
-        if len(self.at) < 2:
-            return math.nan, math.nan, math.nan
-        edges = [np.interp([begin, end], self.at, line) for line in (self.client, self.server, self.cores)]
-        client, server, cores = (float(line[1] - line[0]) for line in edges)
-        return client, server, cores
-
-
 class Run(msgspec.Struct, kw_only=True):
-    """All that was seen of a load.
+    """A load, and what became of it.
 
     Attributes:
-        dropped_at: when requests were to be sent that were not, since ``max_open`` were open.
-        open_at: how many requests were open, whenever the CPU clocks were looked at.
+        num_dropped: requests that were not sent, since ``max_open`` were open.
+        seconds: until the last answer was there.
+        client_s, server_s: CPU time of the generator and of the server; nan without a ``server_pid``.
     """
 
     records: list[Record] = []
-    dropped_at: list[float] = []
-    cpu: CpuSamples = msgspec.field(default_factory=CpuSamples)
-    num_open: list[int] = []
+    num_dropped: int = 0
+    seconds: float = 0.0
+    client_s: float = 0.0
+    server_s: float = math.nan
 
 
-class CpuClock:
-    """CPU time of a process and of the children that it has by now; without a pid nan."""
-
-    def __init__(self, pid: int | None) -> None:
-        self._processes: list[psutil.Process] = []
-        if pid is not None:
-            process = psutil.Process(pid)
-            self._processes = [process, *process.children(recursive=True)]
-        self._seconds = [0.0] * len(self._processes)
-
-    def read(self) -> float:
-        for i, process in enumerate(self._processes):
-            try:
-                times = process.cpu_times()
-            except psutil.NoSuchProcess:
-                continue  # it keeps what it had
-            self._seconds[i] = times.user + times.system
-        return sum(self._seconds) if self._processes else math.nan
-
-
-def busy_s(cores: tuple[int, ...]) -> float:
-    """CPU seconds so far of everybody on these cores; of none nan."""
-    if not cores:
+def cpu_s(pid: int | None) -> float:
+    """CPU seconds so far of a process and of its children; nan without a pid."""
+    if pid is None:
         return math.nan
-    times = psutil.cpu_times(percpu=True)
-    return float(sum(sum(times[core]) - times[core].idle - getattr(times[core], "iowait", 0.0) for core in cores))
+    process = psutil.Process(pid)
+    times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
+    return float(sum(one.user + one.system for one in times))
 
 
-def authorization(api_key: str | None) -> dict[str, str]:
-    return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-
-
-def arrival_times(phases: list[Phase], seed: int) -> Floats:
-    """Seconds from the beginning at which requests are sent: a Poisson process whose rate changes with the phases."""
+def arrival_times(rate: float, seconds: float, num_requests: int, seed: int) -> Floats:
+    """Seconds from the beginning at which requests are sent: a Poisson process; at rate inf ``num_requests`` at 0."""
+    if math.isinf(rate):
+        return np.zeros(num_requests)
     random = np.random.default_rng([seed, 1])
-    times, begin = [], 0.0
-    for phase in phases:
-        if math.isinf(phase.rate):
-            times.append(np.full(phase.num_requests, begin))
-        else:
-            # Given their number, the arrivals of a Poisson process are spread uniformly.
-            count = random.poisson(phase.rate * phase.seconds)
-            times.append(begin + np.sort(random.random(count)) * phase.seconds)
-        begin += phase.seconds
-    return np.concatenate(times)
+    # Given their number, the arrivals of a Poisson process are spread uniformly.
+    return np.sort(random.random(random.poisson(rate * seconds))) * seconds
 
 
 async def generate(
@@ -226,61 +156,51 @@ async def generate(
     timeout_s: float = 120.0,
     linger_s: float = 30.0,
     server_pid: int | None = None,
-    cores: tuple[int, ...] = (),
 ) -> Run:
-    """Send a request at each of these times, and note how each goes.
+    """Send a request at each of these times, and record each one's course.
 
     Args:
-        max_open: with so many open requests one more is not sent: it is counted as dropped, here.
+        max_open: with so many open requests one more is not sent.
         timeout_s: for one answer.
         linger_s: for those that are open when the last one has been sent; then they are cut off, and unfinished.
-        server_pid, cores: whose CPU time is to be looked at, and where.
+        server_pid: whose CPU time counts.
     """
     run = Run()
     bodies = target.bodies(seed)
     # Prompts are drawn before the clock runs: drawing one takes longer than sending it.
     requests = [(float(at), next(bodies)) for at in times]
-    async with open_session(target, timeout_s) as session:
-        clock = Clock(time.perf_counter())
+    async with _open_session(target, timeout_s) as session:
+        before_s = time.process_time(), cpu_s(server_pid)
+        begin = time.perf_counter()
         open_requests: set[asyncio.Task[None]] = set()
         async with asyncio.TaskGroup() as group:
-            sampling = group.create_task(_sample(run, clock, CpuClock(server_pid), cores, open_requests))
             for at, body in requests:
-                delay = at - clock.now()
+                delay = at - (time.perf_counter() - begin)
                 if delay > 0.0:
                     await asyncio.sleep(delay)
                 if len(open_requests) >= max_open:
-                    run.dropped_at.append(at)
+                    run.num_dropped += 1
                     continue
                 record = Record(at)
                 run.records.append(record)
-                task = group.create_task(_send(session, target.path, body, record, clock))
+                task = group.create_task(_send(session, target.path, body, record, begin))
                 open_requests.add(task)
                 task.add_done_callback(open_requests.discard)
             if open_requests:
                 await asyncio.wait(open_requests, timeout=linger_s)
             for task in list(open_requests):
                 task.cancel()
-            sampling.cancel()
+        run.seconds = time.perf_counter() - begin
+        run.client_s, run.server_s = time.process_time() - before_s[0], cpu_s(server_pid) - before_s[1]
     return run
 
 
-class Clock:
-    """Seconds since a run began."""
-
-    def __init__(self, begin: float) -> None:
-        self._begin = begin
-
-    def now(self) -> float:
-        return time.perf_counter() - self._begin
-
-
-async def _send(session: aiohttp.ClientSession, url: str, body: bytes, record: Record, clock: Clock) -> None:
+async def _send(session: aiohttp.ClientSession, url: str, body: bytes, record: Record, begin: float) -> None:
     """Send one request and read all of its answer."""
-    record.sent_at = clock.now()
+    record.sent_at = time.perf_counter() - begin
     counter = record.counter
     try:
-        async with session.post(url, data=body) as response:
+        async with session.post(url, data=body, headers={"Content-Type": "application/json"}) as response:
             if response.status != 200:
                 await response.read()
                 is_shed = response.status == 503 and "Retry-After" in response.headers
@@ -289,18 +209,18 @@ async def _send(session: aiohttp.ClientSession, url: str, body: bytes, record: R
                 record.kind, record.error = "error", f"an answer in {response.content_type}"
             else:
                 async for data in response.content.iter_any():
-                    counter.feed(data, clock.now())
+                    counter.feed(data, time.perf_counter() - begin)
                 counter.finish()
-                record.error = _what_is_wrong(counter)
+                record.error = _name_fault(counter)
                 record.kind = "error" if record.error else "ok"
     except TimeoutError:
         record.kind, record.error = "error", "timeout"
     except (aiohttp.ClientError, OSError) as error:
         record.kind, record.error = "error", type(error).__name__
-    record.answered_at = clock.now()
+    record.answered_at = time.perf_counter() - begin
 
 
-def _what_is_wrong(counter: EventCounter) -> str:
+def _name_fault(counter: EventCounter) -> str:
     if counter.error is not None:
         return "error event"
     if not counter.is_done:
@@ -308,25 +228,7 @@ def _what_is_wrong(counter: EventCounter) -> str:
     return "" if counter.read_at else "no text"
 
 
-async def _sample(
-    run: Run, clock: Clock, server: CpuClock, cores: tuple[int, ...], open_requests: set[asyncio.Task[None]]
-) -> None:
-    def look() -> None:
-        run.cpu.at.append(clock.now())
-        run.cpu.client.append(time.process_time())
-        run.cpu.server.append(server.read())
-        run.cpu.cores.append(busy_s(cores))
-        run.num_open.append(len(open_requests))
-
-    try:
-        while True:
-            look()
-            await asyncio.sleep(SAMPLE_S)
-    finally:
-        look()
-
-
-def open_session(target: Target, timeout_s: float) -> aiohttp.ClientSession:
+def _open_session(target: Target, timeout_s: float) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
         cookie_jar=aiohttp.DummyCookieJar(),
@@ -336,11 +238,11 @@ def open_session(target: Target, timeout_s: float) -> aiohttp.ClientSession:
     )
 
 
-async def first_model(url: str, api_key: str | None) -> str:
-    """The name of the first model that a server lists."""
+async def find_model(target: Target) -> Target:
+    """The target with the first model that its server lists."""
     async with (
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30.0)) as session,
-        session.get(url.rstrip("/") + "/models", headers=authorization(api_key)) as response,
+        _open_session(target, 30.0) as session,
+        session.get(target.url.rstrip("/") + "/models") as response,
     ):
         response.raise_for_status()
-        return str((await response.json())["data"][0]["id"])
+        return msgspec.structs.replace(target, model=str((await response.json())["data"][0]["id"]))
