@@ -1,7 +1,7 @@
 """What the engine reaches on this machine's CPU, beside the machine's limits, and beside other engines.
 
     python -m benchmarks.cpu [--model 0.6b|30m|demo|FOLDER] [--quantization int8] [--only W1,W3] [--rounds 3]
-                             [--runners FOLDER --peer NAME=PYTHON[,MODEL] ...] [--plot FILE] [--json FILE]
+                             [--runners FOLDER --peer NAME=PYTHON[,MODEL] ...] [--json FILE]
 
 In each round each engine runs each workload in a new process, one engine after the other, the next round in the
 opposite order, so that a machine that drifts meets all alike; ratios are of the same round. All workloads are greedy,
@@ -31,12 +31,13 @@ repetition has its own. The runner writes JSON to FILE:
                         "runs": [{"ids": the first 16 token ids of the first request}]}}}
 
 Numbers are medians of the repetitions. A runner that ends with another code than 0, or brings no such result, has its
-message in the table. With --beside 1 another process computes all the while.
+message in the table.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -49,15 +50,12 @@ from typing import Any
 
 import msgspec
 
-from aioengine.cli.load import other_cpu_s
-from benchmarks.busy_machine import busy_programs
 from benchmarks.cpu.workloads import MODEL_HELP, TITLES, Limits, bound_s, find_model, make_jobs, read_shape
 from benchmarks.gpu.command import check_file, positive, refuse, run
 
 REPOSITORY = Path(__file__).parents[2]
 OURS = "aioengine"
 LAG, START = "lag", "start"
-STREAMS = [1, 2, 4, 8, 16, 32, 64]
 DISTURBING_CORES = 0.1
 """From this many cores on that other programs used, on average, a figure is marked."""
 
@@ -112,9 +110,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--runners", type=Path, help="folder of the peers' runners")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON[,MODEL]")
     parser.add_argument("--python", default=sys.executable, help="ours; absent: this one")
-    parser.add_argument("--beside", type=int, default=0, help="processes that compute all the while")
     parser.add_argument("--timeout", type=positive(float), default=600.0, help="seconds of a process")
-    parser.add_argument("--plot", type=Path, help="also 1 to 64 streams, as a PNG")
     parser.add_argument("--json", type=Path, help="all figures")
     parser.add_argument("--tiny", action="store_true", help="short requests, to try the command; measures nothing")
     args = parser.parse_args()
@@ -122,24 +118,17 @@ def parse() -> argparse.Namespace:
     if unknown := {*args.only} - {*TITLES, LAG, START}:
         parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join((*TITLES, LAG, START))}")
     args.threads = args.threads or len(os.sched_getaffinity(0))
-    if args.plot is not None:
-        try:
-            import matplotlib  # noqa: F401 - whether it is there is to be known before anything is measured
-        except ImportError:
-            parser.error("--plot needs matplotlib: pip install matplotlib")
-    for path in filter(None, (args.plot, args.json)):
-        check_file(path)
+    if args.json is not None:
+        check_file(args.json)
     return args
 
 
 def main() -> int:
     args = parse()
-    with tempfile.TemporaryDirectory(prefix="aioengine-cpu-") as scratch, busy_programs(args.beside):
+    with tempfile.TemporaryDirectory(prefix="aioengine-cpu-") as scratch:
         bench = Bench(args, Path(scratch))
         bench.measure()
     bench.show()
-    if args.plot is not None:
-        plot(bench, args.plot)
     if args.json is not None:
         args.json.write_text(json.dumps(bench.as_json(), indent=1) + "\n")
     return 1 if any(figure.error for figure in bench.figures) else 0
@@ -195,10 +184,6 @@ class Bench:
                 for engine in engines:
                     if engine.is_ours or workload == START:
                         self._run(engine, workload, number)
-        if self.args.plot is not None:
-            for engine in self.engines:
-                if engine.is_ours:
-                    self._run(engine, ",".join(f"S{count}" for count in STREAMS), 0)
 
     def _measure_limits(self) -> None:
         out = self._scratch / "limits.json"
@@ -284,7 +269,7 @@ class Bench:
             where = f"{figure.engine}, {figure.workload}, round {figure.round + 1}"
             if figure.error:
                 print(f"\n{where} failed: {figure.error}")
-            elif figure.other_cores > DISTURBING_CORES + self.args.beside:
+            elif figure.other_cores > DISTURBING_CORES:
                 print(f"\n{where}: other programs used {figure.other_cores:.1f} cores meanwhile")
 
     def _show_rates(self, peers: Sequence[str]) -> None:
@@ -345,7 +330,6 @@ class Bench:
             "model": self.args.model,
             "quantization": self.args.quantization,
             "threads": self.args.threads,
-            "beside": self.args.beside,
             "shape": msgspec.to_builtins(self.shape),
             "limits": msgspec.to_builtins(self.limits),
             "figures": msgspec.to_builtins(self.figures),
@@ -364,42 +348,21 @@ def spread(values: Sequence[float | None], form: str = "") -> str:
     return f"{median:{form}} ({min(numbers):{form}}–{max(numbers):{form}})"
 
 
-def plot(bench: Bench, path: Path) -> None:
-    """Throughput, and time between tokens, by the number of streams of 128 tokens in and 64 out, as a PNG."""
-    from matplotlib.figure import Figure as Picture
-    from matplotlib.ticker import ScalarFormatter
+def other_cpu_s(stat: Path = Path("/proc/stat")) -> float | None:
+    """CPU time since the machine's start that went to other programs, on the cores that this one may use, in seconds.
 
-    picture = Picture(figsize=(12.0, 4.6), dpi=150, layout="constrained")
-    picture.suptitle(f"Streams, {bench.args.model}, {bench.args.quantization or 'bfloat16'}", fontweight="bold")
-    rates, gaps = picture.subplots(1, 2)
-    for figure in bench.figures:
-        if not figure.workload.startswith("S1,") or figure.error:
-            continue
-        results = figure.report["results"]
-        of_streams = [results[f"S{count}"] for count in STREAMS]
-        rates.plot(STREAMS, [each["out_tok_s"] for each in of_streams], marker="o", label=figure.engine)
-        (line,) = gaps.plot(
-            STREAMS, [1e3 * each["itl_p50_s"] for each in of_streams], marker="o", label=f"{figure.engine}, p50"
-        )
-        gaps.plot(
-            STREAMS,
-            [1e3 * each["itl_p99_s"] for each in of_streams],
-            marker="s",
-            linestyle=":",
-            color=line.get_color(),
-            label="p99",
-        )
-    for axes, title in ((rates, "output tokens/s"), (gaps, "ms between tokens")):
-        axes.grid(color="#dddddd", linewidth=0.8)
-        axes.set_title(title)
-        axes.set_xlabel("streams at once, 128 tokens in, 64 out")
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(STREAMS)
-        axes.xaxis.set_major_formatter(ScalarFormatter())
-        axes.set_ylim(bottom=0)
-        if axes.lines:
-            axes.legend(frameon=False)
-    picture.savefig(path, format="png")
+    Good to some 0.01. What a hypervisor gave to other machines is in it; None where there is no ``stat``.
+    """
+    with contextlib.suppress(OSError):
+        lines = stat.read_text(encoding="ascii").splitlines()
+        ours = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+        busy_ticks = 0
+        for line in lines:
+            core, *ticks = line.split()
+            if core in ours:  # user nice system idle iowait irq softirq steal …, guests being in user (proc(5))
+                busy_ticks += sum(map(int, ticks[:8])) - int(ticks[3]) - int(ticks[4])
+        return busy_ticks / os.sysconf("SC_CLK_TCK") - sum(os.times()[:4])
+    return None
 
 
 if __name__ == "__main__":

@@ -1,14 +1,12 @@
-"""`aioengine bench`: what an engine does here, measured: latency by concurrency, and throughput."""
+"""`aioengine bench`: measure an engine here, its latency by concurrency, or its throughput."""
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import importlib.metadata
 import os
 import platform
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,9 +29,6 @@ WARM_UP_TOKENS = 8
 
 WARM_UP_REQUESTS = 32
 """At most: larger batches bring little that is new."""
-
-DISTURBING_CORES = 0.1
-"""Below this, what other programs used is not mentioned."""
 
 
 class Level(msgspec.Struct, frozen=True):
@@ -184,16 +179,15 @@ async def _measure(
     bursts: dict[int, list[Burst]] = {concurrency: [] for concurrency in counts}
     async with Engine(**config) as engine:
         jobs = Jobs(engine, workload)
-        with _progress_bar(workload.repeats * sum(counts.values())) as on_done:
-            # A machine that drifts shows in the repeats of each level, not as a slope over the levels.
-            for concurrency, count in [*counts.items()] * workload.repeats:
-                if not bursts[concurrency]:
-                    # What is computed once is computed unmeasured.
-                    made = jobs.make(concurrency)[:WARM_UP_REQUESTS]
-                    short = [Job(job.prompt, min(job.num_output_tokens, WARM_UP_TOKENS)) for job in made]
-                    await send(engine, short, len(short), workload.temperature)
-                made = jobs.make(count)
-                bursts[concurrency].append(await send(engine, made, concurrency, workload.temperature, on_done))
+        # A machine that drifts shows in the repeats of each level, not as a slope over the levels.
+        for concurrency, count in [*counts.items()] * workload.repeats:
+            if not bursts[concurrency]:
+                # What is computed once is computed unmeasured.
+                made = jobs.make(concurrency)[:WARM_UP_REQUESTS]
+                short = [Job(job.prompt, min(job.num_output_tokens, WARM_UP_TOKENS)) for job in made]
+                await send(engine, short, len(short), workload.temperature)
+            click.echo(f"{concurrency} in flight, {count} requests", err=True)
+            bursts[concurrency].append(await send(engine, jobs.make(count), concurrency, workload.temperature))
         return environment_of(engine), [level_of(*level) for level in bursts.items()]
 
 
@@ -205,23 +199,23 @@ class Jobs:
     """
 
     def __init__(self, engine: Engine, workload: Workload) -> None:
-        longest, limit = (workload.input_len.high, workload.output_len.high), engine.info.max_model_len
-        if sum(longest) > limit:
+        self._lengths = workload.input_len, workload.output_len
+        (num_in, num_out), limit = (length.high for length in self._lengths), engine.info.max_model_len
+        if num_in + num_out > limit:
             raise click.UsageError(
-                f"{longest[0]} tokens in and {longest[1]} out are more than the {limit} that this model allows: lower "
+                f"{num_in} tokens in and {num_out} out are more than the {limit} that this model allows: lower "
                 "--input-len or --output-len"
             )
-        self._workload = workload
+        self._seed = workload.seed
         self._vocab_size = engine.info.vocab_size
         self._ids = np.random.default_rng([workload.seed, 1])
 
     def make(self, count: int) -> list[Job]:
-        draws = np.random.default_rng([self._workload.seed, 2])
-        lens = (self._workload.input_len, self._workload.output_len)
-        nums = [draws.integers(length.low, length.high, count, endpoint=True).tolist() for length in lens]
+        draws = np.random.default_rng([self._seed, 2])
+        nums = [draws.integers(length.low, length.high, count, endpoint=True).tolist() for length in self._lengths]
         return [
-            Job(self._ids.integers(0, self._vocab_size, num_input).tolist(), num_output)
-            for num_input, num_output in zip(*nums, strict=True)
+            Job(self._ids.integers(0, self._vocab_size, num_in).tolist(), num_out)
+            for num_in, num_out in zip(*nums, strict=True)
         ]
 
 
@@ -250,20 +244,6 @@ def environment_of(engine: Engine) -> dict[str, Any]:
     }
 
 
-@contextlib.contextmanager
-def _progress_bar(total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr, if that is a terminal; yields what to call with the concurrency as each of ``total`` ends."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # Two refreshes a second: the bar runs on the cores that are being measured.
-    console, is_hidden = Console(stderr=True), not sys.stderr.isatty()
-    with Progress(*columns, console=console, transient=True, refresh_per_second=2, disable=is_hidden) as bar:
-        task = bar.add_task("warming up", total=total)
-        yield lambda concurrency: bar.update(task, advance=1, description=f"{concurrency} in flight")
-
-
 # The table
 
 
@@ -287,12 +267,6 @@ def show(report: Report, *, to_stderr: bool) -> None:
     console = open_console(to_stderr=to_stderr)
     console.print(table)
     environment = report.environment
-    measured = [level.overall for level in report.levels]
-    others_s = sum((figures.other_cores or 0.0) * figures.duration_s for figures in measured)
-    other_cores = others_s / sum(figures.duration_s for figures in measured)
-    if other_cores >= DISTURBING_CORES:
-        used = f"other programs used {other_cores:.1f} of {environment['num_cores']} cores meanwhile"
-        console.print(used, style="yellow")
     num_engines = environment.get("num_engines", 1)
     times = f", {num_engines} replicas," if num_engines > 1 else ""
     threads = environment["num_threads"] or "torch's"

@@ -1,17 +1,13 @@
-"""A load on an engine, and its figures: latencies, rates, and the CPU time of other programs meanwhile."""
+"""A load on an engine, and its figures: latencies and rates."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import os
 import time
 from array import array
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Iterable
 
 import anyio
-import anyio.to_thread
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -106,15 +102,10 @@ class Reads:
 
 
 class Burst(msgspec.Struct, frozen=True):
-    """Requests that were sent together, from the first one's start to the last one's end.
-
-    Attributes:
-        other_cpu_s: CPU time that other programs used meanwhile; None where the system does not say.
-    """
+    """Requests that were sent together, from the first one's start to the last one's end."""
 
     requests: list[Reads]
     duration_s: float
-    other_cpu_s: float | None = None
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -142,8 +133,6 @@ class Figures(msgspec.Struct, frozen=True):
     Attributes:
         ttft_ms, e2e_ms: time to the first token, and to the last.
         itl_ms: time between tokens; None where each request had but one.
-        other_cores: how many of the cores that this process may use other programs used meanwhile, on average; None
-            where the system does not say.
     """
 
     num_requests: int
@@ -156,7 +145,6 @@ class Figures(msgspec.Struct, frozen=True):
     ttft_ms: Summary | None
     itl_ms: Summary | None
     e2e_ms: Summary | None
-    other_cores: float | None = None
 
 
 def figures_of(bursts: list[Burst]) -> Figures:
@@ -165,7 +153,6 @@ def figures_of(bursts: list[Burst]) -> Figures:
     duration_s = sum(burst.duration_s for burst in bursts)
     num_input = sum(request.num_input_tokens for request in requests)
     num_output = sum(sum(request.sizes) for request in requests)
-    others_s = [burst.other_cpu_s for burst in bursts]
     return Figures(
         num_requests=len(requests),
         num_input_tokens=num_input,
@@ -177,38 +164,12 @@ def figures_of(bursts: list[Burst]) -> Figures:
         ttft_ms=summary_of(request.ttft_s for request in requests),
         itl_ms=summary_of(gap_s for request in requests for gap_s in request.itl_s),
         e2e_ms=summary_of(request.e2e_s for request in requests),
-        other_cores=None if None in others_s else sum(filter(None, others_s)) / duration_s,
     )
 
 
-def other_cpu_s(stat: Path = Path("/proc/stat")) -> float | None:
-    """CPU time since the machine's start that went to other programs, on the cores that this one may use, in seconds.
-
-    Good to some 0.01. What a hypervisor gave to other machines is in it; None where there is no ``stat``.
-    """
-    with contextlib.suppress(OSError):
-        lines = stat.read_text(encoding="ascii").splitlines()
-        ours = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-        busy_ticks = 0
-        for line in lines:
-            core, *ticks = line.split()
-            if core in ours:  # user nice system idle iowait irq softirq steal …, guests being in user (proc(5))
-                busy_ticks += sum(map(int, ticks[:8])) - int(ticks[3]) - int(ticks[4])
-        return busy_ticks / os.sysconf("SC_CLK_TCK") - sum(os.times()[:4])
-    return None
-
-
-async def send(
-    engine: Engine,
-    jobs: Iterable[Job],
-    concurrency: int,
-    temperature: float = 0.0,
-    on_done: Callable[[int], object] = lambda _: None,
-) -> Burst:
+async def send(engine: Engine, jobs: Iterable[Job], concurrency: int, temperature: float = 0.0) -> Burst:
     """Send all jobs, each when fewer than ``concurrency`` are in flight, and time them. Cancelling aborts what runs.
 
-    Args:
-        on_done: called with ``concurrency`` each time that a request has ended.
     Raises:
         what the engine raised, of the request that failed first.
     """
@@ -218,9 +179,7 @@ async def send(
     async def take_jobs() -> None:
         for job in waiting:
             done.append(await _time(engine, job, temperature))
-            on_done(concurrency)
 
-    before = await anyio.to_thread.run_sync(other_cpu_s)
     began_at = time.perf_counter()
     try:
         async with anyio.create_task_group() as group:
@@ -228,9 +187,7 @@ async def send(
                 group.start_soon(take_jobs)
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
-    duration_s = time.perf_counter() - began_at
-    after = await anyio.to_thread.run_sync(other_cpu_s)
-    return Burst(done, duration_s, None if before is None or after is None else max(0.0, after - before))
+    return Burst(done, time.perf_counter() - began_at)
 
 
 async def _time(engine: Engine, job: Job, temperature: float) -> Reads:
