@@ -39,7 +39,7 @@ class Loaded:
 
     config = EngineConfig()
     options = ReplicaOptions()
-    keys_folder = ""
+    pair_path = ""
 
     def __init__(self, num_replicas: int) -> None:
         stats = SchedulerStats(

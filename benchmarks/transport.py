@@ -283,10 +283,10 @@ class NotedWelcome(Welcome):
 
     noted: dict[HandshakeState, float]
 
-    def on_message(self, peer: bytes, frames: list[Any]) -> list[Any]:
-        answers = super().on_message(peer, frames)
-        self.noted.setdefault(self.engines[0].state, time.monotonic())
-        return answers
+    def on_message(self, peer: bytes, frames: list[Any]) -> Any:
+        answer = super().on_message(peer, frames)
+        self.noted.setdefault(self.state, time.monotonic())
+        return answer
 
 
 async def start_child(folder: Path, executor: str | None) -> Started:

@@ -265,9 +265,9 @@ class Readers:
 
     def _shake_hands(self, frames: Frames) -> None:
         """A stranger's broken message, and an engine's, to one who waits for engines."""
-        init = handshake.Init(wire.PROTOCOL_VERSION, 0, 1)
+        init = handshake.Init(wire.PROTOCOL_VERSION)
         machine = handshake.Welcome(
-            num_local=1, num_remote=2, make_init=lambda index: init, token="secret", now=0.0, start_timeout_s=9.0
+            name="engine 0", make_init=lambda: init, token="secret", now=0.0, start_timeout_s=9.0
         )
         try:
             for peer in (b"stranger", b"engine"):

@@ -271,29 +271,31 @@ class ProcessOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         check_fields(self, _refused)
 
 
-OF_MACHINES = ("replicas_local", "join_address", "join_keys")
-"""Options for replicas on other machines."""
+MAX_REPLICAS = 1024
 
 
 class ReplicaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How `Engine` runs its model several times with ``replicas=ReplicaOptions(...)``; ``replicas=4`` takes these
-    defaults.
+    """How `Engine` runs its model several times with ``replicas=ReplicaOptions(...)``; ``replicas=4``, or a list of
+    addresses, takes these defaults.
 
     A bad value is a `ConfigError` that names the field.
     """
 
-    replicas: Annotated[int, Meta(ge=1, le=1024, description="engines that serve the model, a process each")] = 1
-    replicas_local: Annotated[
-        Annotated[int, Meta(ge=0, le=1024)] | None,
-        Meta(description="how many of them this machine starts, the first ones; absent: all; others join"),
+    replicas: Annotated[
+        Annotated[int, Meta(ge=1, le=MAX_REPLICAS)]
+        | Annotated[tuple[Name, ...], Meta(min_length=1, max_length=MAX_REPLICAS)],
+        Meta(
+            description="engines that serve the model, a process each; or the addresses of such that serve already: "
+            "tcp://a:5555,tcp://b:5555"
+        ),
+    ] = 1
+    keys: Annotated[Name | None, Meta(description="folder of keys for addresses, made by `aioengine keys`")] = None
+    client: Annotated[
+        Name | None, Meta(description="client whose keys to use; may be left out where they are one client's")
     ] = None
     launcher: Annotated[
         Literal["process", "ray"], Meta(description="what starts them: child processes, or actors of a Ray cluster")
     ] = "process"
-    join_address: Annotated[
-        Name | None, Meta(description="where engines of other machines join, such as tcp://0.0.0.0:5570")
-    ] = None
-    join_keys: Annotated[Name | None, Meta(description="folder of keys for tcp, made by `aioengine keys`")] = None
     cluster_address: Annotated[
         Name | None,
         Meta(
@@ -366,36 +368,30 @@ class ReplicaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 f"cluster_address={self.cluster_address!r}: what connects there may scale and restart the replicas: "
                 "give an ipc:///path in a folder that only you can enter"
             )
-        of_machines = [name for name in OF_MACHINES if getattr(self, name) is not None]
-        if self.launcher == "ray" and of_machines:
-            raise ConfigError(
-                f"{of_machines[0]} is for replicas that are processes, here and on other machines; those of "
-                "launcher='ray' are where Ray has room: leave one of them out"
-            )
         defaults = zip(self.__struct_fields__, self.__struct_defaults__, strict=True)
         of_ray = [name for name, default in defaults if name.startswith("ray_") and getattr(self, name) != default]
         if self.launcher != "ray" and of_ray:
             raise ConfigError(f"{of_ray[0]} is for replicas on Ray: add launcher='ray', or leave it out")
-        if self.replicas_local is not None and self.replicas_local > self.replicas:
-            raise ConfigError(
-                f"replicas_local={self.replicas_local} of replicas={self.replicas}: at most all can be local"
-            )
-        if self.join_keys is not None and self.join_address is None:
-            raise ConfigError("join_keys are for engines of other machines: say in join_address where they join")
-        if self.join_keys is not None and self.join_address is not None and self.join_address.startswith("ipc://"):
-            raise ConfigError(
-                f"join_keys are for tcp: at join_address={self.join_address!r} only you can join: leave join_keys out"
-            )
-        if self.num_remote and self.join_address is None:
-            raise ConfigError(
-                f"{self.num_remote} of {self.replicas} replicas are to join from other machines: say where in "
-                "join_address, such as tcp://0.0.0.0:5570, or leave replicas_local out"
-            )
+        if self.addresses:
+            self._check_addresses()
+        elif self.keys is not None or self.client is not None:
+            raise ConfigError("keys are for replicas at addresses: give replicas=['tcp://…', …], or leave them out")
+
+    def _check_addresses(self) -> None:
+        if self.launcher != "process" or self.lockstep:
+            name = "lockstep=True" if self.lockstep else f"launcher={self.launcher!r}"
+            raise ConfigError(f"{name} is for replicas that are started here, and not at addresses: leave it out")
+        for address in self.addresses:
+            if not address.startswith(("tcp://", "ipc://")):
+                raise ConfigError(f"replicas: {shorten(address)} is no address: give tcp://HOST:PORT or ipc:///PATH")
+        if len(set(self.addresses)) < len(self.addresses):
+            raise ConfigError("replicas: an address stands there twice: name each engine once")
 
     @property
-    def num_local(self) -> int:
-        return self.replicas if self.replicas_local is None else self.replicas_local
+    def addresses(self) -> tuple[str, ...]:
+        """Where the replicas serve; empty: they are started here."""
+        return self.replicas if isinstance(self.replicas, tuple) else ()
 
     @property
-    def num_remote(self) -> int:
-        return self.replicas - self.num_local
+    def num_replicas(self) -> int:
+        return self.replicas if isinstance(self.replicas, int) else len(self.replicas)

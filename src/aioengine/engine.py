@@ -57,7 +57,7 @@ class EngineKeywords(ConfigKeywords, total=False):
 
     executor: Executor | None
     process: bool | ProcessOptions
-    replicas: int | ReplicaOptions
+    replicas: int | list[str] | tuple[str, ...] | ReplicaOptions
     seed: int | None
 
 
@@ -73,7 +73,8 @@ class Engine(EngineControl):
             and the generation config are then used. It is closed with the engine, also if the start fails.
         process: run the engine core, with its model and device, in a process of its own, which ends with this one.
         replicas: run so many engines of the model, each in a process of its own, as one. A request goes to the replica
-            that suits it best, and goes on at another one if that replica dies.
+            that suits it best, and goes on at another one if that replica dies. Or a list of the addresses of engines
+            that serve already (``aioengine engine``), on this machine or others; their config is theirs.
         seed: source of the seeds of requests without one, in the order of the calls; absent or -1: random seeds.
         config: the fields of `EngineConfig`, and vLLM's engine arguments at values without effect.
     Raises:
@@ -87,7 +88,7 @@ class Engine(EngineControl):
         *,
         executor: Executor | None = None,
         process: bool | ProcessOptions = False,
-        replicas: int | ReplicaOptions = 1,
+        replicas: int | list[str] | tuple[str, ...] | ReplicaOptions = 1,
         seed: int | None = None,
         **config: Unpack[ConfigKeywords],
     ) -> None:
@@ -443,15 +444,20 @@ def check_asyncio() -> None:
 
 
 def _backend_of(
-    config: EngineConfig, executor: Executor | None, process: bool | ProcessOptions, replicas: int | ReplicaOptions
+    config: EngineConfig,
+    executor: Executor | None,
+    process: bool | ProcessOptions,
+    replicas: int | list[str] | tuple[str, ...] | ReplicaOptions,
 ) -> Callable[[CoreHooks], Backend]:
     """A function that makes the backend: where the core is to run."""
     if isinstance(replicas, int) and not isinstance(replicas, bool):
         is_one, replicas = replicas == 1, ReplicaOptions(replicas=replicas)
     elif isinstance(replicas, ReplicaOptions):
         is_one = False
+    elif isinstance(replicas, list | tuple):
+        is_one, replicas = False, ReplicaOptions(replicas=tuple(replicas))
     else:
-        raise ConfigError(f"replicas={shorten(replicas)}: a number or a ReplicaOptions is needed")
+        raise ConfigError(f"replicas={shorten(replicas)}: a number, a list of addresses or a ReplicaOptions is needed")
     if process is not True and process is not False and not isinstance(process, ProcessOptions):
         raise ConfigError(f"process={shorten(process)}: True, False or a ProcessOptions is needed")
     if is_one and process is False:

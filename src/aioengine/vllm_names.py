@@ -98,7 +98,7 @@ NEUTRAL_CONFIG = {
     **_off(_ONE_DEVICE, "node_rank enable_dbo enable_eplb enable_expert_parallel"),
     **_off(_ONE_DEVICE, "distributed_executor_backend", "uni", "mp"),
     **_off("give replicas", "data_parallel_size", 1),
-    **_off("give replicas_local, of ReplicaOptions", "data_parallel_size_local", 1),
+    **_off("give replicas; on several machines their addresses, or launcher='ray'", "data_parallel_size_local", 1),
     **_off("give replicas: each request goes to one of them", "data_parallel_rank"),
     **_off("there is one; ProcessOptions(executor=...) takes another's place", "worker_cls", "auto"),
     **_off("register functions with aioengine.worker_function", "worker_extension_cls"),

@@ -10,26 +10,13 @@ from click.testing import CliRunner
 from aioengine.cli.engine import _run, engine
 from aioengine.processes.own_process import asked_by_signals
 
-JOIN = ("--join", "tcp://127.0.0.1:1")
-
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((), "give the ADDRESS to serve at, or --join"),
-        (("ipc:///x", "--join-keys", "k"), "--join-keys is for --join: give both, or neither"),
-        (("ipc:///x", "--replicas-local", "2"), "--replicas-local is for --join"),
-        (("ipc:///x", "--start-rank", "2"), "--start-rank is for --join"),
-        (("ipc:///x", "--join-timeout-s", "5"), "--join-timeout-s is for --join"),
-        ((*JOIN, "--keys", "k"), "with --join the engine serves by its --join-keys: leave out --keys"),
-        ((*JOIN, "--replicas-local", "0"), "0 is not in the range 1<=x<=1024"),
-        ((*JOIN, "--start-rank", "-1"), "-1 is not in the range 0<=x<=1023"),
-        (
-            (*JOIN, "--start-rank", "1020", "--replicas-local", "5"),
-            "--start-rank 1020 and --replicas-local 5 take ranks up to 1024; the last that there can be is 1023",
-        ),
-        (("--join", "ipc:///x", "--join-keys", "k"), "--join-keys are for tcp"),
-        ((*JOIN, "--block-size", "0"), "block_size=0"),
+        ((), "give one ADDRESS"),
+        (("a",), "give one ADDRESS"),
+        (("ipc:///x", "--block-size", "0"), "block_size=0"),
         (("ipc:///x", "ipc:///y"), "give one ADDRESS"),
         (("a", "ipc:///x", "b"), "at most one MODEL"),
         (("a", "ipc:///x", "--model", "b"), "the argument names the model 'a', and --model 'b'"),

@@ -15,7 +15,7 @@ import anyio
 import numpy as np
 from cluster.test_totals import record
 
-from aioengine.cluster.launcher import Launcher
+from aioengine.cluster.launchers import Launcher
 from aioengine.config import EngineConfig
 from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.core.health import Beat, Health, dead, judge
@@ -257,7 +257,7 @@ class SimulatedLauncher(Launcher):
 
 
 class SimulatedBackend:
-    where = shared_address = shared_key = ""
+    where = shared_address = server_key = ""
 
     def __init__(self, launcher: SimulatedLauncher, rank: int, hooks: CoreHooks) -> None:
         self._launcher = launcher

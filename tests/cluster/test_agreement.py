@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from aioengine.cluster.agreement import SAME_CONFIG, SAME_OFFER, agree, is_same_model
+from aioengine.cluster.agreement import SAME_CONFIG, SAME_OFFER, check_agreement, combine, is_same_model
 from aioengine.config import EngineConfig
 from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.errors import ConfigError
@@ -15,14 +15,14 @@ def info(**fields: Any) -> ExecutorInfo:
     return ExecutorInfo(**{**defaults, **fields})
 
 
-def test_blocks_and_bytes_are_summed_and_the_rest_is_the_lowest_rank_s() -> None:
-    infos = {
-        3: info(num_blocks=10, kv_cache_bytes=1000, weight_bytes=7, device="cuda:0", max_in_flight=2),
-        1: info(num_blocks=7, kv_cache_bytes=700, weight_bytes=7, max_in_flight=1, max_mixed_prefill_tokens=64),
-        2: info(num_blocks=5, kv_cache_bytes=500, weight_bytes=7, device="cpu"),
-    }
-    together = agree(infos, dict.fromkeys(infos, EngineConfig()))
-    assert together == info(
+def test_blocks_and_bytes_are_summed_and_the_rest_is_the_first_one_s() -> None:
+    first = info(num_blocks=7, kv_cache_bytes=700, weight_bytes=7, max_in_flight=1, max_mixed_prefill_tokens=64)
+    infos = [
+        first,
+        info(num_blocks=5, kv_cache_bytes=500, weight_bytes=7, device="cpu"),
+        info(num_blocks=10, kv_cache_bytes=1000, weight_bytes=7, device="cuda:0", max_in_flight=2),
+    ]
+    assert combine(infos) == info(
         num_blocks=22,
         kv_cache_bytes=2200,
         weight_bytes=21,
@@ -30,51 +30,48 @@ def test_blocks_and_bytes_are_summed_and_the_rest_is_the_lowest_rank_s() -> None
         max_in_flight=1,
         max_mixed_prefill_tokens=64,
     )
-    assert agree({1: infos[1]}, {1: EngineConfig()}) == infos[1]
+    assert combine([first]) == first
 
 
 @pytest.mark.parametrize(
     ("offered", "configured", "said"),
     [
-        ({"vocab_size": 101}, {}, "vocab_size is 101 there and 100 here"),
-        ({"block_size": 32}, {}, "block_size is 32 there and 16 here"),
-        ({"max_model_len": 128}, {}, "max_model_len is 128 there and 64 here"),
-        ({"dtype": "bfloat16"}, {}, "dtype is 'bfloat16' there and 'float32' here"),
-        ({"windows": (None, 8)}, {}, "windows is (None, 8) there and (None,) here"),
-        ({}, {"model": "another/model"}, "model is 'another/model' there and None here"),
-        ({}, {"revision": "v2"}, "revision is 'v2' there and None here"),
-        ({}, {"quantization": "int8"}, "quantization is 'int8' there and None here"),
-        ({}, {"kv_cache_dtype": "int8"}, "kv_cache_dtype is 'int8' there and 'auto' here"),
-        ({}, {"logits_processors": ["a:b"]}, "logits_processors is ('a:b',) there and () here"),
-        ({}, {"max_logprobs": 5}, "max_logprobs is 5 there and 20 here"),
-        ({}, {"max_n": 5}, "max_n is 5 there and 128 here"),
-        ({}, {"max_waiting": 256}, "max_waiting is 256 there and 1024 here"),
-        ({}, {"heartbeat_interval_s": 5.0}, "heartbeat_interval_s is 5.0 there and 1.0 here"),
+        ({"vocab_size": 101}, {}, "vocab_size is 101 there, and 100 at the others"),
+        ({"block_size": 32}, {}, "block_size is 32 there, and 16 at the others"),
+        ({"max_model_len": 128}, {}, "max_model_len is 128 there, and 64 at the others"),
+        ({"dtype": "bfloat16"}, {}, "dtype is 'bfloat16' there, and 'float32' at the others"),
+        ({"windows": (None, 8)}, {}, "windows is (None, 8) there, and (None,) at the others"),
+        ({}, {"model": "another/model"}, "model is 'another/model' there, and None at the others"),
+        ({}, {"revision": "v2"}, "revision is 'v2' there, and None at the others"),
+        ({}, {"quantization": "int8"}, "quantization is 'int8' there, and None at the others"),
+        ({}, {"kv_cache_dtype": "int8"}, "kv_cache_dtype is 'int8' there, and 'auto' at the others"),
+        ({}, {"logits_processors": ["a:b"]}, "logits_processors is ('a:b',) there, and () at the others"),
+        ({}, {"max_logprobs": 5}, "max_logprobs is 5 there, and 20 at the others"),
+        ({}, {"max_n": 5}, "max_n is 5 there, and 128 at the others"),
+        ({}, {"max_waiting": 256}, "max_waiting is 256 there, and 1024 at the others"),
+        ({}, {"heartbeat_interval_s": 5.0}, "heartbeat_interval_s is 5.0 there, and 1.0 at the others"),
     ],
     ids=[*SAME_OFFER, *SAME_CONFIG],
 )
 def test_one_that_differs_is_refused_by_rank_field_and_values(
     offered: dict[str, Any], configured: dict[str, Any], said: str
 ) -> None:
-    configs = {0: EngineConfig(), 2: EngineConfig(), 5: EngineConfig(**configured)}
     with pytest.raises(ConfigError) as caught:
-        agree({0: info(), 2: info(), 5: info(**offered)}, configs)
+        check_agreement(5, (info(), EngineConfig()), (info(**offered), EngineConfig(**configured)))
     assert str(caught.value) == (
-        f"replica 5 cannot stand in for replica 0: {said}: start all replicas with the same model and config"
+        f"replica 5 cannot stand in for the others: {said}: start all replicas with the same model and config"
     )
 
 
-def test_all_that_differs_is_told_at_once() -> None:
-    with pytest.raises(ConfigError, match=r"replica 1 .* replica 0: block_size is 32 .*; dtype is .*; max_n is 4 "):
-        agree({0: info(), 1: info(block_size=32, dtype="float16")}, {0: EngineConfig(), 1: EngineConfig(max_n=4)})
+def test_all_that_differs_is_named_at_once() -> None:
+    theirs = info(block_size=32, dtype="float16"), EngineConfig(max_n=4)
+    with pytest.raises(ConfigError, match=r"replica 1 .* others: block_size is 32 .*; dtype is .*; max_n is 4 "):
+        check_agreement(1, (info(), EngineConfig()), theirs)
 
 
 def test_what_changes_no_answer_may_differ() -> None:
-    configs = {
-        0: EngineConfig(),
-        1: EngineConfig(kv_cache_memory_bytes=10**6, max_num_seqs=7, num_threads=1, device="cuda:1"),
-    }
-    assert agree({0: info(), 1: info(num_blocks=1)}, configs).num_blocks == 9
+    other = EngineConfig(kv_cache_memory_bytes=10**6, max_num_seqs=7, num_threads=1, device="cuda:1")
+    check_agreement(1, (info(), EngineConfig()), (info(num_blocks=1), other))
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ class FakeCluster:
 
     config = EngineConfig(max_num_seqs=7)
     options = ReplicaOptions(replicas=2, balance="load")
-    keys_folder = "/run/keys"
+    pair_path = "/run/pair"
 
     def __init__(self) -> None:
         self.there = [m.Member(rank, "serving", 0, f"ipc:///run/{rank}") for rank in range(2)]
@@ -160,7 +160,7 @@ class TestTelling:
                 assert (attached.index, attached.members.members) == (index, here.cluster.there)
                 assert attached.counts == counts_of(3, 4)
                 assert (attached.config["max_num_seqs"], attached.options["balance"]) == (7, "load")
-                assert attached.keys_folder == "/run/keys"
+                assert attached.pair_path == "/run/pair"
 
     async def test_several_hear_the_same(self, address: str, often: None) -> None:
         async with served(address) as here:

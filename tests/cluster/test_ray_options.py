@@ -24,20 +24,6 @@ def test_options_of_ray_are_for_its_replicas(of_ray: dict[str, Any]) -> None:
     assert getattr(ReplicaOptions(launcher="ray", **of_ray), name) == of_ray[name]
 
 
-@pytest.mark.parametrize(
-    ("of_machines", "named"),
-    [
-        ({"replicas": 2, "replicas_local": 1}, "replicas_local"),
-        ({"replicas": 2, "replicas_local": 3}, "replicas_local"),
-        ({"join_address": "tcp://127.0.0.1:5570"}, "join_address"),
-        ({"join_keys": "keys/"}, "join_keys"),
-    ],
-)
-def test_which_machine_has_replicas_of_ray_is_rays_to_say(of_machines: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{named} is for replicas that are processes, .* where Ray has room"):
-        ReplicaOptions(launcher="ray", **of_machines)
-
-
 def test_rays_client_is_refused() -> None:
     with pytest.raises(ConfigError, match="Ray's client cannot be used"):
         _check_head("ray://head:10001")

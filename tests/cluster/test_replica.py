@@ -21,7 +21,7 @@ from aioengine.metrics import StepRecord
 class Backend:
     """A backend that is there at once."""
 
-    where = shared_address = shared_key = ""
+    where = shared_address = server_key = ""
 
     def __init__(self) -> None:
         self.core = SimpleNamespace(death=None, heard_at=0.0)
@@ -34,7 +34,8 @@ class Backend:
 
 async def opened(now: float, on_record: Any = None) -> tuple[Replica, Backend, ClusterHooks]:
     """A replica that has been opened, at ``now`` by its clock; its backend, and what that was given."""
-    members = cast(Any, SimpleNamespace(on_record=on_record, on_state=lambda _: None, on_orphaned=lambda *_: None))
+    nothing: dict[str, Any] = dict.fromkeys(("check", "on_state", "on_orphaned"), lambda *_: None)
+    members = cast(Any, SimpleNamespace(on_record=on_record, **nothing))
     hooks = CoreHooks(cast(Any, None), cast(Any, None), lambda: None)
     given: list[ClusterHooks] = []
     backend = Backend()

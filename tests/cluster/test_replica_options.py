@@ -8,7 +8,7 @@ import pytest
 from aioengine import ConfigError, Engine, EngineConfig, ProcessOptions, ReplicaOptions
 from aioengine.cluster.backend import launcher_of
 
-JOIN = {"replicas": 2, "replicas_local": 1, "join_address": "tcp://0.0.0.0:5570"}
+ADDRESSES = ["tcp://a:5555", "tcp://b:5555"]
 
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:5571", "tcp://127.0.0.1:0", "tcp://0.0.0.0:5571", "cluster"])
@@ -21,13 +21,13 @@ def test_further_front_ends_connect_at_a_socket_that_is_this_users(address: str)
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"replicas": 2, "replicas_local": 3}, "replicas_local=3 of replicas=2"),
-        ({"replicas": 2, "replicas_local": 1}, "say where in join_address"),
-        ({"join_keys": "keys/"}, "say in join_address where they join"),
-        (
-            {**JOIN, "join_address": "ipc:///run/j", "join_keys": "keys/"},
-            "join_keys are for tcp: .* leave join_keys out",
-        ),
+        ({"replicas": 0}, "replicas"),
+        ({"replicas": []}, "replicas"),
+        ({"replicas": ["a:5555"]}, "'a:5555' is no address: give tcp://HOST:PORT"),
+        ({"replicas": ADDRESSES * 2}, "an address stands there twice"),
+        ({"replicas": ADDRESSES, "launcher": "ray"}, "launcher='ray' is for replicas that are started here"),
+        ({"replicas": ADDRESSES, "lockstep": True}, "lockstep=True is for replicas that are started here"),
+        ({"replicas": 2, "keys": "keys/"}, "keys are for replicas at addresses"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_to_do(fields: dict[str, Any], message: str) -> None:
@@ -35,9 +35,26 @@ def test_what_cannot_be_is_refused_with_what_to_do(fields: dict[str, Any], messa
         ReplicaOptions(**fields)
 
 
-def test_keys_are_for_engines_that_join_by_tcp() -> None:
-    assert ReplicaOptions(**JOIN, join_keys="keys/").num_remote == 1
-    assert ReplicaOptions(**{**JOIN, "join_address": "ipc:///run/j"}).num_remote == 1
+def test_replicas_are_a_number_or_addresses() -> None:
+    assert (ReplicaOptions(replicas=2).num_replicas, ReplicaOptions(replicas=2).addresses) == (2, ())
+    options = ReplicaOptions(replicas=tuple(ADDRESSES), keys="keys/")
+    assert (options.num_replicas, options.addresses) == (2, tuple(ADDRESSES))
+
+
+@pytest.mark.parametrize(
+    ("engine", "process", "named"),
+    [
+        ({"max_num_seqs": 3, "device": "cpu"}, {}, "device, max_num_seqs"),
+        ({"model": "org/name", "max_n": 3}, {}, "max_n"),
+        ({}, {"plugins": ("mine",)}, "plugins"),
+        ({}, {"executor": "mine:make"}, "executor"),
+    ],
+)
+def test_settings_of_engines_at_addresses_are_theirs(
+    engine: dict[str, Any], process: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{named}: give it to the engines at tcp://a:5555, tcp://b:5555$"):
+        Engine(replicas=ADDRESSES, process=ProcessOptions(**process), **engine)
 
 
 def test_a_stall_is_no_shorter_than_two_beats() -> None:

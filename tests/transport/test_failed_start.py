@@ -43,7 +43,7 @@ def open_files() -> set[str]:
 async def test_what_is_closed_may_be_closed_again_when_its_worker_has_ended() -> None:
     """So the closing of an engine is begun again where the loop's end cuts it short."""
     worker = TextWorker()
-    engine = ChildEngine(0, OPTIONS, worker, lambda: Init(PROTOCOL_VERSION, 0, 1))
+    engine = ChildEngine(0, OPTIONS, worker, lambda: Init(PROTOCOL_VERSION))
     await engine.begin()
     await engine.aclose()
     await worker.aclose()
@@ -126,14 +126,10 @@ async def test_whatever_cannot_be_had_ends_the_start_and_leaves_nothing(
 async def test_an_engine_whose_device_does_not_close_ends_all_the_same(
     monkeypatch: pytest.MonkeyPatch, runtime: Path
 ) -> None:
-    clinging = Init(
-        version=PROTOCOL_VERSION, index=0, num_engines=1, config=EngineConfig(),
-        executor="transport.life_scripts.devices:clinging",
-    )  # fmt: skip
-    monkeypatch.setattr(serving, "_resolve_options", lambda *_: clinging)
+    clinging = Init(version=PROTOCOL_VERSION, config=EngineConfig(), executor="transport.life_scripts.devices:clinging")
     monkeypatch.setattr(serving, "CLOSE_DEADLINE_S", 0.1)
     with anyio.fail_after(DEADLINE_S), anyio.CancelScope() as scope:
-        await serving.serve_engine([], on_serving=lambda _: scope.cancel())
+        await serving.serve_engine(clinging, on_serving=lambda _: scope.cancel())
     assert os.listdir(runtime) == []
 
 

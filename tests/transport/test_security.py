@@ -20,7 +20,7 @@ from zmq.utils import z85
 
 from aioengine.errors import ConfigError
 from aioengine.transport.channel import Channel, Monitor
-from aioengine.transport.security import ZAP_ENDPOINT, ClientKeys, KeyPair, ServerKeys, make_keys, pair_toward
+from aioengine.transport.security import ZAP_ENDPOINT, ClientKeys, KeyPair, ServerKeys, make_keys, shared_pair
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
 
@@ -69,42 +69,24 @@ def test_secrets_are_their_owners_whatever_the_umask_and_nothing_else_is_left(tm
     assert secret not in found["server.key"].read_bytes()
 
 
-def test_peers_are_noted_and_the_newest_of_a_name_is_connected_to(tmp_path: Path) -> None:
-    folder = tmp_path / "keys"
-    old, new, other = (KeyPair.make() for _ in range(3))
-    pair = pair_toward(folder, "replica-0", old.public)
-    for name, peer in (("replica-1", other), ("replica-0", new)):
-        assert pair_toward(folder, name, peer.public) == pair, "one for all"
-    for name, peer in (("replica-0", new), ("replica-1", other)):
-        assert ServerKeys.load(folder).toward(name) == ClientKeys(server=peer.public, pair=pair)
-    modes = {str(path.relative_to(folder)): stat.S_IMODE(path.stat().st_mode) for path in folder.rglob("*")}
-    assert modes == {
-        "server.key": 0o644,
-        "server.key_secret": 0o600,
-        "clients": 0o700,
-        "clients/replica-0.key": 0o600,
-        "clients/replica-1.key": 0o600,
-    }
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    with pytest.raises(ConfigError, match="cannot write keys to"):
-        pair_toward(tmp_path / "was removed" / "keys", "replica-0", old.public)
-    assert not (tmp_path / "was removed").exists()
-
-
 def test_of_several_pairs_that_are_made_at_once_the_first_holds(tmp_path: Path) -> None:
-    peers = [KeyPair.make() for _ in range(4)]
-    at_once = threading.Barrier(len(peers))
+    at_once = threading.Barrier(4)
+
+    def make(path: Path) -> KeyPair:
+        at_once.wait()
+        return shared_pair(path)
+
     for folder in (tmp_path / str(count) for count in range(20)):
-
-        def note(index: int, folder: Path = folder) -> KeyPair:
-            at_once.wait()
-            return pair_toward(folder, f"replica-{index % 2}", peers[index].public)
-
-        with ThreadPoolExecutor(len(peers)) as threads:
-            pair, *others = threads.map(note, range(len(peers)))
-        assert others == [pair] * 3
-        assert zmq.auth.load_certificate(folder / "server.key") == (pair.public, None)
-        assert set(ServerKeys.load(folder).clients) == {"replica-0", "replica-1"}
+        path = folder / "front_ends.key_secret"
+        with ThreadPoolExecutor(4) as threads:
+            pair, *others = threads.map(make, [path] * 4)
+        assert [*others, KeyPair.load(path)] == [pair] * 4
+        assert [each.name for each in folder.iterdir()] == [path.name]
+        assert [stat.S_IMODE(each.stat().st_mode) for each in (path, folder)] == [0o600, 0o700]
+    late = tmp_path / "was removed" / "keys" / "front_ends.key_secret"
+    with pytest.raises(ConfigError, match="cannot write keys to"):
+        shared_pair(late)
+    assert not late.parent.parent.exists()
 
 
 def test_one_more_client_changes_nobody_elses_key(folder: Path) -> None:

@@ -177,23 +177,20 @@ FROM_ENGINE: tuple[Sample, ...] = (
 )
 
 HANDSHAKE_FROM_ENGINE: tuple[Sample, ...] = (
-    Sample("hello", handshake.Hello(version=1, index=2, token="secret", pid=3, is_local=True)),
+    Sample("hello", handshake.Hello(version=1, token="secret", pid=3)),
     Sample("loading", handshake.Loading(done=5, total=6)),
     Sample("ready", handshake.Ready(address="ipc:///tmp/engine", info=INFO, supported_tasks=("generate",))),
     Sample("failing", handshake.Failing(fault=FAULT)),
-    Sample("hello_of_release", handshake.Hello(version=1, index=2, token="", pid=3, is_local=False, release="0.4")),
 )
 
 INIT = handshake.Init(
-    version=1, index=2, num_engines=3, address="ipc:///tmp/engine", config=CONFIG, plugins=("one", "two"),
+    version=1, address="ipc:///tmp/engine", config=CONFIG, plugins=("one", "two"),
     executor="module:function",
 )  # fmt: skip
 
 HANDSHAKE_TO_ENGINE: tuple[Sample, ...] = (
     Sample("init", INIT),
     Sample("turned_away", handshake.TurnedAway(version=1, reason="the token is another one")),
-    Sample("init_with_own", msgspec.structs.replace(INIT, own_fields={"max_num_seqs": 3}, memory=0.5)),
-    Sample("goodbye", handshake.Goodbye(reason="it ends", is_wanted_again=True)),
     Sample("init_in_lockstep", msgspec.structs.replace(INIT, lockstep=LockstepPlace(2, 3, "file:///tmp/store", 4.5))),
 )
 

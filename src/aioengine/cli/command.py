@@ -154,11 +154,22 @@ def _option(struct_type: type[msgspec.Struct], name: str, kind: Any, description
         settings |= {"type": items[0], "multiple": True, "help": f"{description} (may be given more than once)"}
     if is_dict:
         settings |= {"type": str, "metavar": _form(items)}
+    if name == "replicas":
+        settings |= {"type": _Replicas(), "multiple": False, "help": description}
     if kind is int and name.endswith("_bytes"):
         settings |= {"type": str, "metavar": "SIZE"}
     if get_origin(kind) is Literal:
         settings |= {"type": str, "metavar": f"[{'|'.join(get_args(kind))}]"}
     return click.option(flag, name, **settings)
+
+
+class _Replicas(click.ParamType[int | tuple[str, ...]]):
+    """How many replicas, or the comma-separated addresses of each."""
+
+    name = "number|addresses"
+
+    def convert(self, value: Any, *_: Any) -> int | tuple[str, ...]:
+        return int(value) if value.isdecimal() else tuple(map(str.strip, value.split(",")))
 
 
 def _dict_of(texts: tuple[str, ...], kinds: list[Any], context: click.Context, option: click.Parameter) -> Any:

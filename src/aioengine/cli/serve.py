@@ -34,8 +34,9 @@ API_KEY_VARIABLE = "AIOENGINE_API_KEY"
 MAX_API_SERVERS = 64
 CLUSTER_SOCKET = "cluster.sock"
 MAX_PORT = 65535
-REPLICA_FLAGS = frozenset(ReplicaOptions.__struct_fields__) - {"drain_timeout_s"}
-"""Without ``drain_timeout_s``: here ``--drain-timeout-s`` is the servers', and that of replicas has no flag."""
+REPLICA_FLAGS = frozenset(ReplicaOptions.__struct_fields__) - {"drain_timeout_s", "keys", "client"}
+"""Without ``drain_timeout_s``: here ``--drain-timeout-s`` is the servers', and that of replicas has no flag. ``--keys``
+and ``--client`` are for ``--connect``, too."""
 
 
 @click.command(name="serve")
@@ -52,7 +53,9 @@ REPLICA_FLAGS = frozenset(ReplicaOptions.__struct_fields__) - {"drain_timeout_s"
 )
 @click.option("--process/--no-process", help="run the engine in a process of its own  [default: no]")
 @click.option("--connect", metavar="ADDRESS", help="serve an engine that runs elsewhere (`aioengine engine ADDRESS`)")
-@click.option("--keys", metavar="FOLDER", help="keys for --connect, made by `aioengine keys`")
+@click.option(
+    "--keys", metavar="FOLDER", help="keys for --connect, or for --replicas ADDRESSES, made by `aioengine keys`"
+)
 @click.option(
     "--client",
     metavar="NAME",
@@ -141,7 +144,8 @@ class Service:
     """
 
     def __init__(self, flags: dict[str, Any], drain_timeout_s: float, log_format: LogFormat) -> None:
-        config, replicas = given(EngineConfig, flags), given(ReplicaOptions, flags)
+        config = given(EngineConfig, flags)
+        replicas = {name: value for name, value in given(ReplicaOptions, flags).items() if name in REPLICA_FLAGS}
         self.api_servers: int = flags["api_servers"]
         self.external_lb: bool = flags["external_lb"]
         self.process: bool = flags["process"]
@@ -152,10 +156,11 @@ class Service:
         if self.external_lb:
             self._check_external_lb(replicas)
         if self.connect is None:
-            if self.keys is not None or self.client is not None:
-                raise click.UsageError("--keys and --client are for --connect")
+            has_keys = self.keys is not None or self.client is not None
+            if has_keys and not isinstance(replicas.get("replicas"), tuple):
+                raise click.UsageError("--keys and --client are for --connect, or for --replicas at addresses")
             self.engine_config = EngineConfig(**config)
-            self.replicas = ReplicaOptions(**replicas)
+            self.replicas = ReplicaOptions(**replicas, keys=self.keys, client=self.client)
         elif here := [*["process"] * self.process, *[name for name in config if name != "model"], *replicas]:
             flag = here[0].replace("_", "-")
             raise click.UsageError(f"--{flag} is for an engine that is started here, and not for --connect")
@@ -175,7 +180,9 @@ class Service:
             "starts its engines itself: leave --connect out": self.connect is not None,
             "has one server for each replica: leave --api-servers out": self.api_servers > 1,
             "has a process for each replica, engine and server: leave --process out": self.process,
-            "serves each replica at a port of its own: say in --replicas how many": "replicas" not in replicas,
+            "serves each replica at a port of its own: say in --replicas how many": not isinstance(
+                replicas.get("replicas"), int
+            ),
         }
         for told, is_so in refusals.items():
             if is_so:
@@ -188,10 +195,10 @@ class Service:
             return
         if where.uds is not None:
             raise click.UsageError("--external-lb serves at ports: leave --uds out")
-        last = where.port + self.replicas.replicas - 1
+        last = where.port + self.replicas.num_replicas - 1
         if where.port and last > MAX_PORT:
             raise click.UsageError(f"--external-lb needs ports up to {last}: give a smaller --port")
-        for index in range(self.replicas.replicas):
+        for index in range(self.replicas.num_replicas):
             yield HttpListener(replace(where, port=where.port and where.port + index))
 
     async def run(self) -> None:

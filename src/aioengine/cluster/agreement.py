@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import msgspec
 
@@ -21,40 +21,38 @@ SAME_CONFIG = (
 """Likewise of `EngineConfig`. What else differs (memory, batch sizes, threads) changes speed and no answer."""
 
 
-def agree(infos: Mapping[int, ExecutorInfo], configs: Mapping[int, EngineConfig]) -> ExecutorInfo:
-    """What replicas offer together: blocks and bytes are summed, the rest is that of the lowest rank.
+def check_agreement(
+    rank: int, ours: tuple[ExecutorInfo, EngineConfig], theirs: tuple[ExecutorInfo, EngineConfig]
+) -> None:
+    """Compare the engine of a rank with what its siblings have in common.
 
     Args:
-        infos, configs: by rank; of the same ranks, one at least.
+        ours, theirs: of a sibling, and of this engine.
     Raises:
-        ConfigError: one of them differs from the lowest rank's in what all must have in common; it names all of that.
+        ConfigError: they differ; the error names each field and both values.
     """
-    first, *others = sorted(infos)
-    for rank in others:
-        found = differences((infos[first], configs[first]), (infos[rank], configs[rank]))
-        if found:
-            raise ConfigError(
-                f"replica {rank} cannot stand in for replica {first}: {found}: start all replicas with the same model "
-                "and config"
-            )
-    return msgspec.structs.replace(
-        infos[first],
-        num_blocks=sum(info.num_blocks for info in infos.values()),
-        kv_cache_bytes=sum(info.kv_cache_bytes for info in infos.values()),
-        weight_bytes=sum(info.weight_bytes for info in infos.values()),
-        device=", ".join(dict.fromkeys(infos[rank].device for rank in sorted(infos))),
-    )
-
-
-def differences(ours: tuple[ExecutorInfo, EngineConfig], theirs: tuple[ExecutorInfo, EngineConfig]) -> str:
-    """What keeps two engines from standing in for each other, in words; empty: nothing."""
     found = []
     for own, other, names in zip(ours, theirs, (SAME_OFFER, SAME_CONFIG), strict=True):
         for name in names:
             here, there = getattr(own, name), getattr(other, name)
             if not (is_same_model(here, there) if name == "model" else here == there):
-                found.append(f"{name} is {there!r} there and {here!r} here")
-    return "; ".join(found)
+                found.append(f"{name} is {there!r} there, and {here!r} at the others")
+    if found:
+        raise ConfigError(
+            f"replica {rank} cannot stand in for the others: {'; '.join(found)}: start all replicas with the same "
+            "model and config"
+        )
+
+
+def combine(infos: Sequence[ExecutorInfo]) -> ExecutorInfo:
+    """What replicas offer together: blocks and bytes are summed, the rest is the first one's."""
+    return msgspec.structs.replace(
+        infos[0],
+        num_blocks=sum(info.num_blocks for info in infos),
+        kv_cache_bytes=sum(info.kv_cache_bytes for info in infos),
+        weight_bytes=sum(info.weight_bytes for info in infos),
+        device=", ".join(dict.fromkeys(info.device for info in infos)),
+    )
 
 
 def is_same_model(ours: str | None, theirs: str | None) -> bool:

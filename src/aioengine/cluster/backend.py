@@ -5,22 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import AsyncIterator, Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import anyio
 
 from aioengine.cluster.cluster_core import ClusterCore
-from aioengine.cluster.host_launcher import HostLauncher
-from aioengine.cluster.launcher import Launcher
+from aioengine.cluster.launchers import AddressLauncher, Launcher, ProcessLauncher
 from aioengine.cluster.lockstep_launcher import LockstepLauncher
-from aioengine.cluster.messages import MAX_REPLICAS, check_count
+from aioengine.cluster.messages import check_count
 from aioengine.cluster.replica import Replica, ReplicaState, Shared
 from aioengine.cluster.sharing import Sharing
 from aioengine.cluster.side_by_side import for_each
 from aioengine.config import EngineConfig, ProcessOptions, ReplicaOptions
 from aioengine.core.protocol import Cluster, CoreHooks, ReplicaStatus
-from aioengine.errors import AioEngineError, ConfigError, EngineDead, InvalidRequest, describe
+from aioengine.errors import ConfigError, EngineDead, InvalidRequest
 from aioengine.executor.in_process import clock_of
 from aioengine.models.folder import ModelFolder
 from aioengine.processes.progress import OnProgress
@@ -32,11 +32,27 @@ logger = logging.getLogger("aioengine")
 
 
 def launcher_of(config: EngineConfig, process: ProcessOptions, options: ReplicaOptions) -> Launcher:
-    """What makes the backend of each rank.
+    """Make the launcher that these options ask for.
 
     Raises:
         ConfigError: an option does not go with it.
     """
+    if options.addresses:
+        return AddressLauncher(config, process, options)
+    check_stall_timeout(config, options)
+    if options.lockstep:
+        if options.launcher != "process":
+            raise ConfigError("lockstep=True is for replicas that this machine starts: leave out launcher")
+        return LockstepLauncher(config, process, options.num_replicas)
+    if options.launcher == "ray":
+        from aioengine.cluster.ray_launcher import RayLauncher
+
+        return RayLauncher(config, process, options)
+    return ProcessLauncher(config, process, options.num_replicas)
+
+
+def check_stall_timeout(config: EngineConfig, options: ReplicaOptions) -> None:
+    """Raise ConfigError if replicas that have nothing to do would be taken for stalled."""
     if options.stall_timeout_s < 2 * config.heartbeat_interval_s:
         raise ConfigError(
             f"stall_timeout_s={options.stall_timeout_s:g} is less than two beats, "
@@ -44,17 +60,6 @@ def launcher_of(config: EngineConfig, process: ProcessOptions, options: ReplicaO
             f"do: give a stall_timeout_s of {2 * config.heartbeat_interval_s:g} or more, or a lower "
             "heartbeat_interval_s"
         )
-    if options.lockstep:
-        if options.launcher != "process" or options.join_address is not None:
-            raise ConfigError(
-                "lockstep=True is for replicas that this machine starts: leave out launcher and join_address"
-            )
-        return LockstepLauncher(config, process, options.replicas)
-    if options.launcher == "ray":
-        from aioengine.cluster.ray_launcher import RayLauncher
-
-        return RayLauncher(config, process, options)
-    return HostLauncher(config, process, options)
 
 
 class Replicated:
@@ -74,14 +79,11 @@ class Replicated:
         self._hooks = hooks
         self._replicas: dict[int, Replica] = {}
         """All that are not closed yet, by rank."""
+        self._late: dict[int, str] = {}
+        """Ranks whose engines did not answer at the start, and why."""
         self._turn = anyio.Lock()
         """Of calls that change which replicas there are."""
         self._sharing: Sharing | None = None
-        self._come: set[int] = set()
-        """Ranks of engines that have come by themselves, to be looked at."""
-        self._has_come = anyio.Event()
-        self._takes_in = False
-        self._reason = "its front end has ended"
 
     @property
     def cluster(self) -> Cluster:
@@ -91,6 +93,8 @@ class Replicated:
 
     async def find_model(self) -> ModelFolder:
         self._clock = clock_of(asyncio.get_running_loop())
+        self._config = await self._launcher.open(self._hooks.worker, self._config)
+        check_stall_timeout(self._config, self._options)
         self.core = ClusterCore(self._config, self._options, self._hooks, self._clock)
         if self._options.cluster_address is not None:
             self._sharing = Sharing(
@@ -101,13 +105,27 @@ class Replicated:
                 replicas=self._replicas,
                 cluster=self,
                 worker=self._hooks.worker,
+                pair_path=self._launcher.pair_path,
             )
             await self._sharing.open()
-        await self._launcher.open(self._hooks.worker, find_rank=self._find_rank, on_join=self._on_join)
-        self.core.beside += [self._launcher.run, self._take_in]
-        replicas = [self._make(rank) for rank in range(self._options.replicas)]
-        found = await for_each(replicas, Replica.find_model)
-        return found[0]
+        replicas = [self._make(rank) for rank in range(self._options.num_replicas)]
+        folders = await for_each(replicas, self._find)
+        found = [folder for rank, folder in enumerate(folders) if rank not in self._late]
+        if not found:
+            raise EngineDead("; ".join(self._late.values()))
+        return cast(ModelFolder, found[0])
+
+    async def _find(self, replica: Replica) -> ModelFolder | None:
+        """Begin the first start of a replica; None if its engine is another's, and does not answer."""
+        try:
+            return await replica.find_model()
+        except EngineDead as error:
+            if self._launcher.owns_engines:
+                raise
+            logger.warning("replica %d is not there yet: %s", replica.rank, error)
+            self._late[replica.rank] = str(error)
+            await replica.aclose()
+            return None
 
     async def open(self, on_progress: OnProgress | None = None) -> None:
         progress: dict[int, tuple[int, int]] = {}
@@ -120,26 +138,17 @@ class Replicated:
 
             await replica.open(note)
 
-        failure: Exception | None = None
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._launcher.run)
-            try:
-                await for_each(self._replicas.values(), open_one)
-                for replica in self._replicas.values():
-                    replica.begin_serving()
-                    self._add(replica)
-            except Exception as error:  # as it is: the group would wrap it
-                failure = error
-                self._reason = f"its front end cannot start: {describe(error)}"
-            tasks.cancel_scope.cancel()
-        if failure is not None:
-            raise failure
+        opening = [replica for rank, replica in self._replicas.items() if rank not in self._late]
+        await for_each(opening, open_one)
+        for replica in opening:
+            replica.begin_serving()
+        for replica in self._replicas.values():
+            self.core.add_replica(replica)
 
     async def apply_model(self, function: Callable[[Any], T]) -> list[T]:
         return await refuse_function(self, function)
 
     async def aclose(self) -> None:
-        self._launcher.say_goodbye(self._reason)
         try:
             await for_each(self._replicas.values(), _close)
         except BaseException:  # as the loop ends: a task of these may have been cancelled before its first step
@@ -159,7 +168,6 @@ class Replicated:
     def abandon(self) -> None:
         for replica in list(self._replicas.values()):
             replica.abandon()
-        self._launcher.abandon()
         if self._sharing is not None:
             self._sharing.abandon()
 
@@ -175,7 +183,8 @@ class Replicated:
         Those of the ranks that stay are started again where they were given up.
         """
         check_count(replicas)
-        if self._options.lockstep and replicas != self._options.replicas:
+        self._check_owned()
+        if self._options.lockstep and replicas != self._options.num_replicas:
             raise InvalidRequest(
                 "replicas in lockstep stay as many as they are: start another engine", param="replicas"
             )
@@ -186,6 +195,7 @@ class Replicated:
 
     async def restart(self) -> None:
         """Start all replicas again, one after the other; those in lockstep at once."""
+        self._check_owned()
         async with self._change():
             if self._options.lockstep:
                 replicas = list(self._replicas.values())
@@ -195,6 +205,14 @@ class Replicated:
             for replica in list(self._replicas.values()):
                 await self._drain(replica)
                 await replica.restart()
+
+    def _check_owned(self) -> None:
+        if not self._launcher.owns_engines:
+            raise InvalidRequest(
+                f"the engines at {', '.join(self._options.addresses)} are not started here: start, end and restart "
+                "them where they run; a front end of other addresses is another engine",
+                param="replicas",
+            )
 
     @contextlib.asynccontextmanager
     async def _change(self) -> AsyncIterator[None]:
@@ -223,7 +241,7 @@ class Replicated:
             await replica.find_model()
             await replica.open()
             self.core.check_accepting()
-            self._add(replica)
+            self.core.add_replica(replica)
         except BaseException:
             self._replicas.pop(rank, None)  # closing has forgotten all
             self._launcher.leave(rank)
@@ -256,48 +274,10 @@ class Replicated:
             replica.serve_again()
             raise
 
-    def _add(self, replica: Replica) -> None:
-        try:
-            self.core.add_replica(replica)
-        except ConfigError as error:
-            self._launcher.refuse(replica.rank, str(error))
-            raise
-
-    # Engines that come by themselves
-
-    def _find_rank(self, asked_for: int) -> int | None:
-        """As `Launcher.open`: the rank that an engine asks for, or any, unless there is a replica."""
-        # While this starts the first ranks are its own; what comes by itself then is taken in behind them.
-        taken = self._replicas.keys() | set(() if self._takes_in else range(self._options.replicas))
-        rank = next((rank for rank in range(MAX_REPLICAS) if rank not in taken), None) if asked_for < 0 else asked_for
-        return None if rank is None or rank >= MAX_REPLICAS or rank in taken else rank
-
-    def _on_join(self, rank: int) -> None:
-        if rank not in self._replicas or not self._replicas[rank].is_coming:
-            self._come.add(rank)
-            self._has_come.set()
-
-    async def _take_in(self) -> None:
-        """Make replicas of engines that come by themselves, until cancelled."""
-        self._takes_in = True
-        while True:
-            await self._has_come.wait()
-            self._has_come = anyio.Event()
-            while self._come:
-                rank = self._come.pop()
-                async with self._turn:
-                    self._forget_stopped()
-                    try:
-                        if rank not in self._replicas:
-                            await self._start(rank)
-                        elif not self._replicas[rank].is_coming:
-                            await self._replicas[rank].restart()
-                    except AioEngineError as error:
-                        logger.warning("the engine that came to be replica %d does not serve: %s", rank, error)
-
     def _make(self, rank: int) -> Replica:
         folder = None if self._sharing is None else self._sharing.folder
-        shared = Shared(self.core.conditions, self.core.user_code, folder)
+        max_restarts = self._options.max_restarts if self._launcher.owns_engines else math.inf
+        shared = Shared(self.core.conditions, self.core.user_code, folder, max_restarts)
         replica = Replica(rank, self._launcher, self._options, self._hooks, shared, self.core, self._clock)
         self._replicas[rank] = replica
         return replica

@@ -15,7 +15,7 @@ from typing import Any
 import anyio
 
 from aioengine.cluster import recovery
-from aioengine.cluster.agreement import agree
+from aioengine.cluster.agreement import check_agreement, combine
 from aioengine.cluster.balancer import MAX_AFFINITY_BLOCKS
 from aioengine.cluster.broadcast import OF_WEIGHTS, ClusterControl
 from aioengine.cluster.placing import Placing
@@ -94,6 +94,8 @@ class ClusterCore:
         self._options = options
         self._hooks = hooks
         self._endings = Endings(self.user_code, self.conditions.check)
+        self._offer: tuple[ExecutorInfo, EngineConfig] | None = None
+        """Of the first replica that was opened: what all have in common."""
         self._num_ended = 0
         self._num_deaths = 0
         self._totals = StepTotals()
@@ -105,12 +107,7 @@ class ClusterCore:
     # Replicas
 
     def add_replica(self, replica: Replica) -> None:
-        """A replica that has been opened is one of these from now on.
-
-        Raises:
-            ConfigError: it cannot stand in for the others.
-        """
-        self._agree((*self.replicas.values(), replica))
+        """This replica is one of these from now on; it is started unless it has been opened."""
         self.replicas[replica.rank] = replica
         if self._tasks is not None:
             self._tasks.start_soon(replica.run)
@@ -119,19 +116,17 @@ class ClusterCore:
     def remove_replica(self, replica: Replica) -> None:
         """It has been stopped."""
         del self.replicas[replica.rank]
-        self._agree(self.replicas.values())
         self._totals.forget(replica.rank)
         self.placing.balancer.forget(replica.rank)
         self.on_state(replica)
 
-    def _agree(self, replicas: Iterable[Replica]) -> None:
-        """Note what these offer together; `ConfigError` as `add_replica`."""
-        cores = {each.rank: each.core for each in replicas if each.core is not None}
-        if cores:  # else all are just starting
-            self.info: ExecutorInfo = agree(
-                {rank: core.info for rank, core in cores.items()}, {rank: core.config for rank, core in cores.items()}
-            )
-            self.eos_token_ids = cores[min(cores)].eos_token_ids
+    def check(self, rank: int, core: ReplicaCore) -> None:
+        """As `Members.check`: all replicas are as the first one was."""
+        offer = core.info, core.config
+        if self._offer is None:
+            self._offer = offer
+            self.eos_token_ids = core.eos_token_ids
+        check_agreement(rank, self._offer, offer)
 
     def move(self, replica: Replica, orphans: Iterable[Orphan]) -> None:
         """Sequences that were taken back from a replica that lives go on elsewhere."""
@@ -144,6 +139,9 @@ class ClusterCore:
         if replica.state in (ReplicaState.BACKING_OFF, ReplicaState.STARTING):
             self.placing.balancer.forget(replica.rank)
             self._totals.forget(replica.rank)
+        infos = [each.core.info for _, each in sorted(self.replicas.items()) if each.core is not None]
+        if infos:  # else all are just starting
+            self.info: ExecutorInfo = combine(infos)
         self.capacity = self.config.max_waiting * max(1, sum(each.is_coming for each in self.replicas.values()))
         self.placing.dispatch()
         if self.replicas and not any(each.is_coming for each in self.replicas.values()):

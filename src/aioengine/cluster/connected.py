@@ -26,7 +26,7 @@ from aioengine.transport import wire
 from aioengine.transport.backends import Connected, known_fields, refuse_function
 from aioengine.transport.client import RemoteCore
 from aioengine.transport.link import ControlCalls, Link, death_of
-from aioengine.transport.security import ServerKeys
+from aioengine.transport.security import ClientKeys, KeyPair
 
 T = TypeVar("T")
 
@@ -83,17 +83,15 @@ class ConnectedCluster:
         attached = await self._link.attach(
             self._address, None, m.AttachedToCluster, name="a front end of a cluster", timeout_s=self._timeout_s
         )
-        self._options = ReplicaOptions(
-            **known_fields(ReplicaOptions, attached.options)
-            | {"max_restarts": 1000, "restart_backoff_s": RECONNECT_S}  # its owner gives it up, not this side
-        )
+        known = known_fields(ReplicaOptions, attached.options)
+        self._options = ReplicaOptions(**known | {"restart_backoff_s": RECONNECT_S})
         self._clock = clock_of(asyncio.get_running_loop())
         config = EngineConfig(**known_fields(EngineConfig, attached.config))
         self.core = ClusterCore(
             *(config, self._options, self._hooks, self._clock), is_owner=False, offset=1 + attached.index
         )
         self._counts = attached.counts
-        self._member_keys = attached.keys_folder
+        self._pair_path = attached.pair_path
         self._note_members(attached.members)
         with anyio.move_on_after(self._timeout_s):
             return await self._find_any()
@@ -283,7 +281,7 @@ class ConnectedCluster:
         return rank not in self._members or self._members[rank].state in AWAY
 
     def _make_backend(self, rank: int, hooks: CoreHooks) -> _MemberBackend:
-        return _MemberBackend(lambda: self._wait_serving(rank), hooks, self._connect_options, self._member_keys)
+        return _MemberBackend(lambda: self._wait_serving(rank), hooks, self._connect_options, self._pair_path)
 
     def _serving(self, rank: int) -> m.Member | None:
         member = self._members.get(rank)
@@ -340,12 +338,12 @@ class _MemberBackend:
     Args:
         wait_serving: returns it.
         options: of `Connected`.
-        keys_folder: of the keys of replicas that have one.
+        pair_path: as `AttachedToCluster.pair_path`.
     """
 
     core: RemoteCore
     cluster = None
-    where = shared_address = shared_key = ""
+    where = shared_address = server_key = ""
     """Its owner tells of these."""
 
     def __init__(
@@ -353,20 +351,19 @@ class _MemberBackend:
         wait_serving: Callable[[], Awaitable[m.Member]],
         hooks: CoreHooks,
         options: dict[str, Any],
-        keys_folder: str,
+        pair_path: str,
     ) -> None:
         self._wait_serving = wait_serving
         self._hooks = hooks
         self._options = options
-        self._keys_folder = keys_folder
+        self._pair_path = pair_path
         self._connected: Connected | None = None
 
     async def find_model(self) -> ModelFolder:
         member, options = await self._wait_serving(), self._options
-        if member.key_name:
-            load = partial(ServerKeys.load, self._keys_folder)
-            keys = await self._hooks.worker.run(load, None)
-            options = {**options, "keys": keys.toward(member.key_name)}
+        if member.server_key:
+            pair = await self._hooks.worker.run(partial(KeyPair.load, self._pair_path), None)
+            options = {**options, "keys": ClientKeys(server=member.server_key.encode(), pair=pair)}
         self._connected = Connected(member.address, self._hooks, **options)
         return await self._connected.find_model()
 

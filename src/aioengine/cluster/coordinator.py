@@ -68,8 +68,8 @@ class Coordinated(Protocol):
     def options(self) -> ReplicaOptions: ...
 
     @property
-    def keys_folder(self) -> str:
-        """Of the keys that `Member.key_name` names, on this machine."""
+    def pair_path(self) -> str:
+        """As `AttachedToCluster.pair_path`."""
 
     def members(self) -> list[Member]:
         """The replicas, by rank."""
@@ -278,7 +278,7 @@ class Coordinator:
             options=asdict(cluster.options),
             members=members,
             counts=self._counts,
-            keys_folder=cluster.keys_folder,
+            pair_path=cluster.pair_path,
         )
         return FrontEndSession(arrival, members, self._counts), attached
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from aioengine.cluster.devices import HostSlots
-from aioengine.cluster.launcher import Launcher
+from aioengine.cluster.launchers import Launcher
 from aioengine.cluster.lockstep import WaveCoordinator, WaveReport
 from aioengine.config import EngineConfig, ProcessOptions
 from aioengine.core.health import Beat
@@ -41,10 +41,9 @@ class LockstepLauncher(Launcher):
         self._num_ranks = num_ranks
         self._group = LockstepMembers(num_ranks)
 
-    async def open(
-        self, worker: TextWorker, *, find_rank: Callable[[int], int | None], on_join: Callable[[int], None]
-    ) -> None:
+    async def open(self, worker: TextWorker, config: EngineConfig) -> EngineConfig:
         self._slots = await worker.run(lambda: HostSlots.find(self._config, self._process, self._num_ranks), None)
+        return config
 
     def __call__(self, rank: int, hooks: CoreHooks) -> LockstepMember:
         if rank in self._group.members:
@@ -139,7 +138,7 @@ class LockstepMember:
     """A `ReplicaBackend` of one rank."""
 
     cluster = None
-    shared_key = ""
+    server_key = ""
 
     def __init__(
         self,

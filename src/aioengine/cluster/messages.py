@@ -7,12 +7,11 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from aioengine.config import MAX_REPLICAS
 from aioengine.core.protocol import ReplicaStatus
 from aioengine.errors import InvalidRequest, WireError
 from aioengine.transport import wire
 from aioengine.transport.wire import Number, WireMessage
-
-MAX_REPLICAS = 1024
 
 MAX_REASON_CHARS = 1_000
 """Of a replica's last death: those of all are to fit into one message."""
@@ -32,7 +31,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         state: a `ReplicaStatus`'s; or "reserved": it serves another front end alone, for now.
         address: where it serves; empty unless it serves or drains. Each start has another one, or other restarts.
-        key_name: of the key that it serves by, in the cluster's folder of keys; empty: by none.
+        server_key: the public key that it serves by; empty: none.
     """
 
     rank: Number
@@ -42,7 +41,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     reason: Annotated[str, Meta(max_length=MAX_REASON_CHARS)] = ""
     where: Annotated[str, Meta(max_length=1024)] = ""
     num_blocks: Number = 0
-    key_name: Annotated[str, Meta(max_length=256)] = ""
+    server_key: ShortText = ""
 
     def status(self, counts: Counts, *, num_moved: int) -> ReplicaStatus:
         """With what it has to do, as far as ``counts`` tells."""
@@ -143,8 +142,8 @@ class AttachedToCluster(WireMessage, frozen=True, tag=30):
     """Likewise their `ReplicaOptions`."""
     members: Membership
     counts: Counts
-    keys_folder: Annotated[str, Meta(max_length=4096)] = ""
-    """Of the keys that members serve by, on the owner's machine: a `ServerKeys`'s."""
+    pair_path: Annotated[str, Meta(max_length=4096)] = ""
+    """The file with the pair by which front ends connect to members that serve by a key."""
 
 
 FromCoordinator = AttachedToCluster | wire.Refused | Membership | Counts | wire.Returned | wire.Shutdown

@@ -21,7 +21,7 @@ from typing import Any
 import anyio
 import msgspec
 
-from aioengine.cluster.launcher import Launcher
+from aioengine.cluster.launchers import Launcher
 from aioengine.cluster.ray_actor import Introduction, ReplicaActor
 from aioengine.config import EngineConfig, ProcessOptions, ReplicaOptions
 from aioengine.core.protocol import CoreHooks
@@ -30,13 +30,13 @@ from aioengine.executor.in_process import find
 from aioengine.models.folder import ModelFolder
 from aioengine.processes.progress import OnProgress
 from aioengine.processes.worker_threads import run_abandonable
-from aioengine.transport.addresses import keys_in, remove_private
+from aioengine.transport.addresses import pair_in, remove_private
 from aioengine.transport.backends import ATTACH_TIMEOUT_S, refuse_function
 from aioengine.transport.child_engine import EXIT_NEWS_S
 from aioengine.transport.client import RemoteCore
 from aioengine.transport.handshake import Failing, Init, Loading, Ready, start_error
 from aioengine.transport.link import Link
-from aioengine.transport.security import ClientKeys, KeyPair, pair_toward
+from aioengine.transport.security import ClientKeys, KeyPair, shared_pair
 from aioengine.transport.wire import PROTOCOL_VERSION
 from aioengine.transport.wire_errors import Fault, to_error
 
@@ -149,7 +149,6 @@ class InActor:
 
     Attributes:
         address, keys: where the engine serves and the keys to connect to it with (None for ipc), once it is open.
-        shared_key: as `ReplicaBackend.shared_key`.
     """
 
     core: RemoteCore
@@ -158,7 +157,6 @@ class InActor:
 
     def __init__(self, rank: int, launcher: RayLauncher, hooks: CoreHooks) -> None:
         self.keys: ClientKeys | None = None
-        self.shared_key = ""
         self._rank = rank
         self._where = ""
         self._shared_socket = ""
@@ -226,6 +224,11 @@ class InActor:
     def shared_address(self) -> str:
         """As `ReplicaBackend.shared_address`."""
         return self.address if self._folder is not None and hasattr(self, "address") else ""
+
+    @property
+    def server_key(self) -> str:
+        """As `ReplicaBackend.server_key`."""
+        return self.keys.server.decode() if self.keys is not None else ""
 
     @property
     def _has_own_folder(self) -> bool:
@@ -360,15 +363,13 @@ class InActor:
         client_key = None
         # A socket in a folder is another user's where Ray was started by one.
         if node_id != self._driver_node or uid != os.geteuid():
-            pair = await self._pair_toward(key)
+            pair = await self._own_pair()
             self.keys, client_key = ClientKeys(server=key, pair=pair), pair.public
             address = f"tcp://[{ip}]:0" if ":" in ip else f"tcp://{ip}:0"
         elif address is not None:
             self._shared_socket = address.removeprefix("ipc://")
         init = Init(
             version=PROTOCOL_VERSION,
-            index=self._rank,
-            num_engines=self._launcher.options.replicas,
             address=address,
             # This side logs load and requests: once is enough.
             config=msgspec.structs.replace(self._launcher.config, log_stats_interval_s=0.0, log_requests=False),
@@ -379,13 +380,12 @@ class InActor:
         self._has_begun = True
         asyncio.wrap_future(run.future()).add_done_callback(self._on_end)
 
-    async def _pair_toward(self, key: bytes) -> KeyPair:
-        """By which front ends connect to an actor of this key: this one alone, or all of the cluster."""
+    async def _own_pair(self) -> KeyPair:
+        """By which this front end connects to the actor: a pair of its own, or that of all front ends."""
         folder = self._folder
         if folder is None:
             return KeyPair.make()
-        self.shared_key = f"replica-{self._rank}"
-        return await self._hooks.worker.run(lambda: pair_toward(keys_in(folder), self.shared_key, key), None)
+        return await self._hooks.worker.run(lambda: shared_pair(pair_in(folder)), None)
 
     async def _loaded(self, on_progress: OnProgress | None) -> None:
         """Wait until it serves."""

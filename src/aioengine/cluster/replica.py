@@ -45,8 +45,8 @@ class ReplicaBackend(Backend, Protocol):
         """Where further front ends can connect; empty: nowhere."""
 
     @property
-    def shared_key(self) -> str:
-        """Name of the key that it serves by there; empty: none."""
+    def server_key(self) -> str:
+        """The public key that it serves by there; empty: none."""
 
 
 MakeBackend = Callable[[int, CoreHooks], ReplicaBackend]
@@ -115,10 +115,15 @@ class Shared(NamedTuple):
     user_code: UserCode
     folder: str | None = None
     """As `ClusterHooks.folder`."""
+    max_restarts: float = math.inf
+    """As `ReplicaOptions.max_restarts`."""
 
 
 class Members(Protocol):
     """What a replica tells its cluster."""
+
+    def check(self, rank: int, core: ReplicaCore) -> None:
+        """Raise ConfigError if an engine cannot stand in for the others."""
 
     def on_state(self, replica: Replica) -> None:
         """Its state is another one."""
@@ -199,6 +204,7 @@ class Replica:
         self._backend: ReplicaBackend | None = None
         self._is_open = False
         """Whether an engine is there that `_serve` can serve."""
+        self._has_been_open = False
         self._next_state: ReplicaState | None = None
         """What it was told to become."""
         self._scope = anyio.CancelScope()
@@ -262,9 +268,9 @@ class Replica:
         return self._backend.shared_address if serves and self._backend is not None else ""
 
     @property
-    def shared_key(self) -> str:
-        """As `ReplicaBackend.shared_key`."""
-        return self._backend.shared_key if self._backend is not None else ""
+    def server_key(self) -> str:
+        """As `ReplicaBackend.server_key`."""
+        return self._backend.server_key if self._backend is not None else ""
 
     def status(self) -> ReplicaStatus:
         stats = self.core.stats() if self.core is not None and self.core.death is None else None
@@ -292,12 +298,14 @@ class Replica:
         """Load the model, or reach an engine that has; `run` brings it to the state of the others then, and serves.
 
         Raises:
-            ModelLoadError, ConfigError, EngineDead: it cannot be.
+            ModelLoadError, ConfigError, EngineDead: it cannot be, or it cannot stand in for the others.
         """
         assert self._backend is not None
         await self._backend.open(on_progress)
-        self.core = cast(ReplicaCore, self._backend.core)
-        self._is_open = True
+        core = cast(ReplicaCore, self._backend.core)
+        self._members.check(self.rank, core)
+        self.core = core
+        self._is_open = self._has_been_open = True
 
     def begin_serving(self) -> None:
         """One of the first, whose state is that of all: take requests at once, which `run` will serve."""
@@ -408,8 +416,8 @@ class Replica:
             await self._serve()
 
     async def _start(self) -> None:
-        """Start it again."""
-        self.num_restarts += 1
+        """Start it again, or for the first time where it was not there."""
+        self.num_restarts += self._has_been_open
         try:
             await self.find_model()
             await self.open()
@@ -421,8 +429,10 @@ class Replica:
         self.reason = describe(error)
         self._pause_s = self._backoff.failed(0.0)
         self._num_failures += 1
-        is_last = self._num_failures > self._options.max_restarts
-        logger.error(
+        is_last = self._num_failures > self._shared.max_restarts
+        # A replica that stays away is logged less and less often.
+        log = logger.error if is_last or self._num_failures.bit_count() == 1 else logger.debug
+        log(
             "replica %d did not start (%d in a row%s): %s",
             self.rank,
             self._num_failures,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import anyio
 
@@ -16,7 +15,7 @@ from aioengine.config import EngineConfig, ReplicaOptions
 from aioengine.core.protocol import Cluster
 from aioengine.errors import AioEngineError, EngineClosed
 from aioengine.processes.worker_threads import TextWorker
-from aioengine.transport.addresses import PrivateFolder, keys_in
+from aioengine.transport.addresses import PrivateFolder, pair_in
 from aioengine.transport.wire_errors import cut
 
 OTHERS_GRACE_S = 5.0
@@ -31,6 +30,7 @@ class Sharing:
         core: of this process's own front end.
         replicas: all, by rank.
         cluster: what is asked to scale and restart.
+        pair_path: as `Launcher.pair_path`.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class Sharing:
         replicas: Mapping[int, Replica],
         cluster: Cluster,
         worker: TextWorker,
+        pair_path: str = "",
     ) -> None:
         self.config = config
         self.options = options
@@ -50,6 +51,7 @@ class Sharing:
         self._replicas = replicas
         self._cluster = cluster
         self._worker = worker
+        self._pair_path = pair_path
         self._folder: PrivateFolder | None = None
         self._coordinator = coordinator = Coordinator(self, address, worker=worker)
 
@@ -67,10 +69,9 @@ class Sharing:
         return self._folder.path
 
     @property
-    def keys_folder(self) -> str:
-        """As `Coordinated.keys_folder`: of engines that join, or of those that this side makes keys for, with the first
-        of which the folder comes."""
-        return str(Path(self.options.join_keys or keys_in(self.folder)).absolute())
+    def pair_path(self) -> str:
+        """As `AttachedToCluster.pair_path`."""
+        return self._pair_path or pair_in(self.folder)
 
     async def open(self) -> None:
         """Bind, before anything is loaded, since the address may be in use; front ends are served with the core.
@@ -126,7 +127,7 @@ class Sharing:
                 reason=cut(status.reason, MAX_REASON_CHARS),
                 where=status.where,
                 num_blocks=status.num_blocks,
-                key_name=self._replicas[status.rank].shared_key,
+                server_key=self._replicas[status.rank].server_key,
             )
             for status in self._cluster.statuses()
         ]

@@ -40,6 +40,8 @@ POSSIBLE = (
 
 _EVERY_INTERFACE = ("*", "0.0.0.0", "::")
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?")
+KEYS = "keys"
+"""The folder of keys in a `PrivateFolder`."""
 _FOLDER_PREFIX = "aioengine_"
 """Not ``aioengine-``: earlier versions lock a file in folders of that name, and a sweep takes them for abandoned."""
 
@@ -107,26 +109,6 @@ def check_connect(address: str, *, has_keys: bool) -> Address:
     elif found.port == 0:
         raise ConfigError(f"{address!r}: a port is needed to connect to; the server says which it was given")
     return found
-
-
-def address_toward(peer: str, *, has_keys: bool) -> str | None:
-    """Where a peer that this machine reaches at ``peer`` reaches a server of its own: tcp, at any port; None for ipc.
-
-    Raises:
-        ConfigError: the name of the peer's host cannot be looked up, or no way leads there.
-    """
-    found = _parse(peer, has_keys=has_keys)
-    if found.scheme == "ipc":
-        return None
-    try:
-        # Connecting a datagram socket sends nothing; the system says by which interface it would.
-        kind = socket.AF_INET6 if found.is_ipv6 else socket.AF_INET
-        with socket.socket(kind, socket.SOCK_DGRAM) as probe:
-            probe.connect((found.host, found.port))
-            host = probe.getsockname()[0]
-    except OSError as error:
-        raise ConfigError(f"no way leads to {peer}: {error.strerror or error}; say where to serve") from None
-    return f"tcp://[{host}]:*" if found.is_ipv6 else f"tcp://{host}:*"
 
 
 def check_descriptors(num_needed: int) -> None:
@@ -307,9 +289,9 @@ class PrivateFolder:
         self.remove()
 
 
-def keys_in(folder: str) -> str:
-    """Where a `PrivateFolder` has the keys of those that meet in it, if any do by keys: a folder of `pair_toward`."""
-    return f"{folder}/keys"
+def pair_in(folder: str) -> str:
+    """The file in a `PrivateFolder` with the pair by which front ends connect to replicas on other machines."""
+    return f"{folder}/{KEYS}/front_ends.key_secret"
 
 
 def remove_private(address: str) -> None:
@@ -375,7 +357,7 @@ def _remove_folder(folder: str) -> None:
             with contextlib.suppress(FileNotFoundError):  # its socket was closed meanwhile
                 if stat.S_ISSOCK(os.lstat(f"{folder}/{entry}").st_mode):
                     os.unlink(f"{folder}/{entry}")
-        shutil.rmtree(keys_in(folder), ignore_errors=True)
+        shutil.rmtree(f"{folder}/{KEYS}", ignore_errors=True)
         os.rmdir(folder)
 
 

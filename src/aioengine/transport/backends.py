@@ -62,11 +62,10 @@ class Connected:
         self._link = Link(hooks.worker)
 
     async def find_model(self) -> ModelFolder:
-        keys = self._keys
-        if isinstance(keys, str):
-            keys = await self._hooks.worker.run(partial(ClientKeys.load, keys, self._client), None)
+        if isinstance(self._keys, str):
+            self._keys = await self._hooks.worker.run(partial(ClientKeys.load, self._keys, self._client), None)
         self._attached = attached = await self._link.open(
-            self._address, keys, name="a connected front end", timeout_s=self._timeout_s
+            self._address, self._keys, name="a connected front end", timeout_s=self._timeout_s
         )
         return await _find_tokenizer(attached, self._model, self._hooks)
 
@@ -91,6 +90,14 @@ class Connected:
         """Its address, for a person."""
         return self._address
 
+    shared_address = where
+    """Where further front ends can connect."""
+
+    @property
+    def server_key(self) -> str:
+        """The public key that it serves by; empty: none."""
+        return self._keys.server.decode() if isinstance(self._keys, ClientKeys) else ""
+
     def kill(self) -> None:
         """Its process is another's."""
 
@@ -111,7 +118,7 @@ class InChild:
 
     core: RemoteCore
     cluster = None
-    shared_key = ""
+    server_key = ""
     """Further front ends need none: they are of this machine."""
 
     def __init__(
@@ -212,8 +219,6 @@ class InChild:
     def _make_init(self) -> Init:
         return Init(
             version=PROTOCOL_VERSION,
-            index=self._rank,
-            num_engines=1,
             address=self._address,
             # This side logs load and requests: once is enough.
             config=msgspec.structs.replace(self._config, log_stats_interval_s=0.0, log_requests=False),

@@ -8,7 +8,7 @@ import os
 import secrets
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import anyio
 import zmq
@@ -48,7 +48,6 @@ class ChildEngine:
         rank: of the engine, for its name.
         make_init: what it is told, once it is here.
         module: what it runs: `transport.child`, or one that does more.
-        more: further arguments of that.
         env: added to its environment.
         on_exit: called on the loop, with how, when it has exited.
         stays: the file of the socket that it serves at stays while it lives, for further front ends; its folder is
@@ -63,7 +62,6 @@ class ChildEngine:
         make_init: Callable[[], Init],
         *,
         module: str = CHILD_MODULE,
-        more: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         on_exit: Callable[[str], None] = lambda _: None,
         stays: bool = False,
@@ -73,7 +71,6 @@ class ChildEngine:
         self._worker = worker
         self._make_init = make_init
         self._module = module
-        self._more = more
         self._env = env or {}
         self._on_exit = on_exit
         self._stays = stays
@@ -83,7 +80,7 @@ class ChildEngine:
         self._handshake: Channel | None = None
         self._served_at: str | None = None
         self._context: Context | None = None
-        self._exits: deque[tuple[int, str]] = deque()
+        self._exits: deque[str] = deque()
 
     @property
     def pid(self) -> int | None:
@@ -97,7 +94,7 @@ class ChildEngine:
     @property
     def exit_news(self) -> str | None:
         """How it has ended, if it has."""
-        return self._exits[0][1] if self._exits else None
+        return self._exits[0] if self._exits else None
 
     async def begin(self) -> None:
         """Bind for the handshake and start the process."""
@@ -114,7 +111,7 @@ class ChildEngine:
         self._child = Child(
             f"engine {self._rank}",
             self._module,
-            *("--handshake", address, "--index", "0", *self._more),
+            *("--handshake", address),
             env={TOKEN: self._token, **_importing_like_here(), **self._env},
             visible_devices=self._options.visible_devices,
             terminate_s=self._options.stop_timeout_s,
@@ -133,7 +130,7 @@ class ChildEngine:
         silence_s = max(stall_timeout_s, MIN_SILENCE_S)
         clock = clock_of(asyncio.get_running_loop())
         machine = Welcome(
-            num_local=1,
+            name=f"engine {self._rank}",
             make_init=self._init,
             token=self._token,
             now=clock(),
@@ -145,18 +142,17 @@ class ChildEngine:
         def on_change() -> None:
             nonlocal loaded
             silence.deadline = anyio.current_time() + silence_s
-            if on_progress is not None and loaded != machine.engines[0].loaded:  # else it only says that it lives
-                on_progress(*(loaded := machine.engines[0].loaded))
+            if on_progress is not None and loaded != machine.loaded:  # else it only says that it lives
+                on_progress(*(loaded := machine.loaded))
 
         assert self._handshake is not None, "begin comes first"
         with anyio.CancelScope() as silence:
             await welcome(self._handshake, machine, clock, exits=self._exits, on_change=on_change)
         if silence.cancelled_caught:
             raise EngineDead(f"engine {self._rank} has sent nothing for {silence_s:g} s while it started")
-        ready = machine.engines[0].ready
-        assert ready is not None
-        self._served_at = ready.address
-        return ready
+        assert machine.ready is not None
+        self._served_at = machine.ready.address
+        return machine.ready
 
     async def hide(self) -> None:
         """Remove the file of the socket that it serves at, once it is connected to: it may be killed then and leaves
@@ -228,11 +224,11 @@ class ChildEngine:
 
     def _take_exit(self) -> None:
         if self._child is not None and self._handshake is not None:
-            self._exits.append((0, self._child.describe_exit()))
+            self._exits.append(self._child.describe_exit())
             self._handshake.wake()
-            self._on_exit(self._exits[0][1])
+            self._on_exit(self._exits[0])
 
-    def _init(self, _: int) -> Init:
+    def _init(self) -> Init:
         """What the process is told now that it is here.
 
         No other process is to connect, and should this one be killed while the model loads, no file is to be left: the

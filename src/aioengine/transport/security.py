@@ -53,6 +53,20 @@ class KeyPair(msgspec.Struct, frozen=True, kw_only=True):
         public, secret = zmq.curve_keypair()
         return cls(public=public, secret=secret)
 
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a file with a secret key.
+
+        Raises:
+            ConfigError: it is missing or damaged, or can be read by others.
+        """
+        path = Path(path)
+        public, secret = _read(path)
+        _check_mode(path, 0o077, "is secret and can be read by others", "chmod 600")
+        if secret is None or not _is_pair(public, secret):
+            raise ConfigError(f"{path} is damaged: it has no pair of keys that belong together; make new ones")
+        return cls(public=public, secret=secret)
+
     def apply(self, socket: zmq.Socket[bytes]) -> None:
         socket.curve_publickey = self.public
         socket.curve_secretkey = self.secret
@@ -81,7 +95,7 @@ class ServerKeys(msgspec.Struct, frozen=True, kw_only=True):
             ConfigError: a file is missing or damaged, a secret can be read by others, or there is no client.
         """
         root = Path(folder)
-        pair = _read_pair(root / f"{SERVER}{SECRET}")
+        pair = KeyPair.load(root / f"{SERVER}{SECRET}")
         _check_not_writable(root)
         clients = {path.stem: _read_public(path) for path in sorted((root / CLIENTS).glob(f"*{PUBLIC}"))}
         if not clients:
@@ -90,16 +104,6 @@ class ServerKeys(msgspec.Struct, frozen=True, kw_only=True):
                 f"`aioengine keys {root} --client NAME`, or copy a client's NAME{PUBLIC} there"
             )
         return cls(pair=pair, clients={name: z85.decode(key) for name, key in clients.items()})
-
-    def toward(self, name: str) -> ClientKeys:
-        """To connect to a client that itself serves by the pair that it has here (`ClientKeys.as_server`).
-
-        Raises:
-            ConfigError: there is no such client.
-        """
-        if name not in self.clients:
-            raise ConfigError(f"there is no key of client {name!r} (there: {', '.join(self.clients)}): copy it there")
-        return ClientKeys(server=z85.encode(self.clients[name]), pair=self.pair)
 
     def apply_server(self, socket: zmq.Socket[bytes]) -> None:
         """Make a socket that is not bound yet admit these clients only, by `decide`, and none while that is not asked.
@@ -148,13 +152,8 @@ class ClientKeys(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             ConfigError: a file is missing or damaged, a secret can be read by others, or it is not clear which client.
         """
-        root = Path(folder)
-        secret = root / CLIENTS / f"{_client_name(root, name)}{SECRET}"
-        return cls(server=_read_public(root / f"{SERVER}{PUBLIC}"), pair=_read_pair(secret))
-
-    def as_server(self, name: str) -> ServerKeys:
-        """To serve by the same pair, for the server alone whose client this is, and which is called ``name`` here."""
-        return ServerKeys.admitting(self.pair, name, self.server)
+        pair = KeyPair.load(client_secret(folder, name))
+        return cls(server=_read_public(Path(folder) / f"{SERVER}{PUBLIC}"), pair=pair)
 
     def apply_client(self, socket: zmq.Socket[bytes]) -> None:
         """Make a socket that is not connected yet speak to this server only."""
@@ -191,36 +190,26 @@ def make_keys(folder: str | os.PathLike[str], clients: Sequence[str]) -> list[Pa
         raise ConfigError(f"cannot write keys to {root}: {error.strerror} ({error.filename})") from None
 
 
-def pair_toward(folder: str | os.PathLike[str], name: str, public: bytes) -> KeyPair:
-    """The server's pair of a folder of keys, and a peer noted there that is connected to by it: `ServerKeys.toward`.
+def shared_pair(path: str | os.PathLike[str]) -> KeyPair:
+    """The pair in a file, which is made unless it is there, with the folder around it.
 
-    Folder and pair are made with the first peer. Several threads or processes may do so at once: the first pair holds.
+    Several threads or processes may call this at once: the first pair holds.
 
-    Args:
-        folder: as of `make_keys`; the one around it is there.
-        public: 40 characters; what was noted by this name is replaced.
     Raises:
-        ConfigError: the folder cannot be read or written to.
+        ConfigError: the file cannot be read or written.
     """
-    root = Path(folder)
-    secret, peer = root / f"{SERVER}{SECRET}", root / CLIENTS / f"{name}{PUBLIC}"
+    path = Path(path)
     try:
         # Without its parents: what a late thread made anew after all was removed would stay.
-        _make_private(root, parents=False)
-        _make_private(root / CLIENTS, parents=False)
-        # What is linked or moved is there as a whole, since others may be reading.
-        with tempfile.TemporaryDirectory(dir=root) as fresh:
-            if not secret.exists():
-                with contextlib.suppress(FileExistsError):  # another one was faster; the secret comes first
-                    for path in _make_pair(Path(fresh), SERVER):
-                        os.link(path, root / path.name)
-            note = Path(fresh, peer.name)
-            note.write_text(_certificate(public.decode()))
-            note.chmod(0o600)
-            note.replace(peer)
+        _make_private(path.parent, parents=False)
+        with tempfile.TemporaryDirectory(dir=path.parent) as fresh:
+            if not path.exists():
+                secret, _ = _make_pair(Path(fresh), path.stem)
+                with contextlib.suppress(FileExistsError):  # another one was faster
+                    os.link(secret, path)  # a link is there as a whole, since others may be reading
     except OSError as error:
-        raise ConfigError(f"cannot write keys to {root}: {error.strerror} ({error.filename})") from None
-    return _read_pair(secret)
+        raise ConfigError(f"cannot write keys to {path}: {error.strerror} ({error.filename})") from None
+    return KeyPair.load(path)
 
 
 def _certificate(public: str) -> str:
@@ -250,12 +239,16 @@ def _make_pair(folder: Path, name: str) -> list[Path]:
     return [*files]
 
 
-def _client_name(root: Path, name: str | None) -> str:
+def client_secret(folder: str | os.PathLike[str], name: str | None = None) -> Path:
+    """The file of a client's secret key in a folder of keys; ``name`` may be left out where there is one client.
+
+    Raises:
+        ConfigError: there is no such client, or it is not clear which one.
+    """
+    root = Path(folder)
     names = [path.stem for path in sorted((root / CLIENTS).glob(f"*{SECRET}"))]
-    if name in names:
-        return name
-    if name is None and len(names) == 1:
-        return names[0]
+    if name in names or (name is None and len(names) == 1):
+        return root / CLIENTS / f"{name or names[0]}{SECRET}"
     there = ", ".join(names) or "none"
     if name is None and names:
         raise ConfigError(f"{root / CLIENTS} has keys for several clients; say which to use: {there}")
@@ -264,14 +257,6 @@ def _client_name(root: Path, name: str | None) -> str:
         f"{root / CLIENTS} has no secret key for {wanted} (there: {there}); make one with `aioengine keys` where the "
         f"server runs, and copy its NAME{SECRET} here"
     )
-
-
-def _read_pair(path: Path) -> KeyPair:
-    public, secret = _read(path)
-    _check_mode(path, 0o077, "is secret and can be read by others", "chmod 600")
-    if secret is None or not _is_pair(public, secret):
-        raise ConfigError(f"{path} is damaged: it has no pair of keys that belong together; make new ones")
-    return KeyPair(public=public, secret=secret)
 
 
 def _read_public(path: Path) -> bytes:

@@ -1,36 +1,30 @@
-"""An engine's whole life in a process of its own: handshakes, loading, serving, the end."""
+"""An engine's whole life in a process of its own: loading, serving, the end."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
-from typing import Any
 
 import anyio
-import msgspec
 
-from aioengine.config import MOST_HOST_SHARE, EngineConfig
 from aioengine.core.control import TASKS
 from aioengine.core.engine_core import EngineCore
 from aioengine.core.executor_protocol import Executor
 from aioengine.core.lockstep_protocol import LockstepPlace
 from aioengine.core.protocol import CLOSE_DEADLINE_S, CoreHooks
-from aioengine.errors import AioEngineError, ConfigError, EngineDead
+from aioengine.errors import ConfigError, EngineDead
 from aioengine.executor.in_process import InProcess
 from aioengine.processes.own_process import asked_by_signals
 from aioengine.processes.progress import LOADING, OnProgress
 from aioengine.processes.worker_threads import TextWorker
-from aioengine.transport.addresses import PrivateFolder, address_toward
-from aioengine.transport.handshake import Failing, Goodbye, Init, Loading, Ready
-from aioengine.transport.joining import Endpoint, Handshake, Handshakes
+from aioengine.transport.addresses import PrivateFolder
+from aioengine.transport.handshake import Init, Loading, Ready
 from aioengine.transport.security import ServerKeys
 from aioengine.transport.server import EngineServer
-from aioengine.transport.wire import PROTOCOL_VERSION, WireMessage
-from aioengine.transport.wire_errors import to_fault
+from aioengine.transport.wire import WireMessage
 from aioengine.validation import load_by_path
 
 logger = logging.getLogger("aioengine")
@@ -40,104 +34,30 @@ ENGINE_SOCKET = "engine.sock"
 LOADING_EVERY_BYTES = 16 * 2**20
 LOADING_EVERY_S = 1.0
 
-
-FRONT_END = "front end"
-"""What the one that an engine joins is called among the clients that it admits."""
-
 EnterGroup = Callable[[LockstepPlace, EngineCore], AbstractAsyncContextManager[None]]
 """Has a core step with its group while the context is open; entered when the model is loaded, until all are there."""
 
 
 async def serve_engine(
-    endpoints: Sequence[Endpoint],
-    *,
-    address: str | None = None,
-    config: EngineConfig | None = None,
-    own_fields: Mapping[str, Any] | None = None,
-    keys: ServerKeys | None = None,
-    plugins: Sequence[str] = (),
-    on_serving: Callable[[EngineServer], None] = lambda _: None,
-    enter_group: EnterGroup | None = None,
-) -> Goodbye | None:
+    init: Init, keys: ServerKeys | None = None, on_serving: Callable[[EngineServer], None] = lambda _: None
+) -> None:
     """Load a model and serve it until SIGTERM or SIGINT, cancellation, or the engine's death.
 
     Args:
-        endpoints: to shake hands with; none for an engine that is started by hand.
-        address: where to serve; absent: where the endpoints say, or where one of another machine reaches this one.
-        config: absent: what the endpoints say.
-        own_fields: fields of that which are other ones here.
-        keys: of the clients that may connect, for addresses that other machines can reach; absent: those of a front end
-            that is joined with keys.
-        plugins: modules to import first.
+        init: what to serve, and where.
+        keys: of the clients that may connect, for addresses that other machines can reach.
         on_serving: called once it serves.
-        enter_group: for an engine that the endpoints give a place in a group.
-    Returns:
-        what the front end that it has joined said in the end; None: it was told to end here.
     Raises:
-        ConfigError, ModelLoadError, EngineDead: it cannot start, or has died; the endpoints have heard of it.
+        ConfigError, ModelLoadError, EngineDead: it cannot start, or has died.
     """
-    goodbye: Goodbye | None = None
     with anyio.CancelScope() as scope, asked_by_signals(lambda _: scope.cancel()):
-        worker = TextWorker()
-        shakers = Handshakes(endpoints, worker)
-        try:
-            init = await shakers.greet()
-            options = _resolve_options(init, address, config, own_fields or {}, plugins)
-            for each in endpoints:
-                if options.address is None and not each.is_local:
-                    own = await worker.run(partial(address_toward, each.address, has_keys=each.keys is not None), None)
-                    options = msgspec.structs.replace(options, address=own)
-                if keys is None and each.keys is not None:
-                    keys = each.keys.as_server(FRONT_END)
-            goodbye = await _serve_while_wanted(options, keys, shakers, on_serving, enter_group)
-        except Exception as error:
-            shakers.tell(Failing(to_fault(error)))
-            raise
-        finally:
-            with _closing():
-                await shakers.aclose()
-                await worker.aclose()
+        await serve_init(init, keys, on_serving=on_serving)
     if scope.cancel_called:
         logger.info("the engine has ended as it was told")
-    elif goodbye is not None:
-        logger.info("the engine has ended: %s", goodbye.reason)
-    return goodbye
-
-
-async def _serve_while_wanted(
-    options: Init,
-    keys: ServerKeys | None,
-    shakers: Handshakes,
-    on_serving: Callable[[EngineServer], None],
-    enter_group: EnterGroup | None,
-) -> Goodbye | None:
-    """Serve until the engine ends, or a front end that it has joined says so or is gone."""
-    goodbye: Goodbye | None = None
-    failure: Exception | None = None
-
-    async def hold(handshake: Handshake) -> None:
-        nonlocal goodbye, failure
-        try:
-            goodbye = await handshake.hold()
-        except AioEngineError as error:
-            failure = error
-        tasks.cancel_scope.cancel()
-
-    async with anyio.create_task_group() as tasks:
-        for handshake in shakers.joined:
-            tasks.start_soon(hold, handshake)
-        try:
-            await serve_init(options, keys, shakers.tell, on_serving, enter_group)
-        except Exception as error:  # as it is: the group would wrap it
-            failure = failure or error
-        tasks.cancel_scope.cancel()
-    if failure is not None:
-        raise failure
-    return goodbye
 
 
 @contextmanager
-def _closing() -> Iterator[None]:
+def closing() -> Iterator[None]:
     """A way out that a cancellation does not cut short, and what hangs does not hold up for ever."""
     with anyio.CancelScope(shield=True), anyio.move_on_after(CLOSE_DEADLINE_S) as deadline:
         yield
@@ -145,34 +65,10 @@ def _closing() -> Iterator[None]:
         logger.error("closing took more than %g s; what hangs is left behind", CLOSE_DEADLINE_S)
 
 
-def _resolve_options(
-    init: Init | None,
-    address: str | None,
-    config: EngineConfig | None,
-    own_fields: Mapping[str, Any],
-    plugins: Sequence[str],
-) -> Init:
-    """What this side was told and what the endpoints say, together. An address of None: in a folder of its own."""
-    if init is None:
-        if address is None:
-            raise ConfigError("it is not said where to serve: give an address")
-        init = Init(version=PROTOCOL_VERSION, index=0, num_engines=1)
-    config = config or init.config
-    own_fields = {**init.own_fields, **own_fields}
-    if config is not None and own_fields:
-        config = EngineConfig(**{**msgspec.structs.asdict(config), **own_fields})
-    if config is not None and init.memory != 1.0:
-        share = (config.memory_utilization or MOST_HOST_SHARE) * init.memory
-        config = msgspec.structs.replace(config, memory_utilization=share)
-    return msgspec.structs.replace(
-        init, address=address or init.address, config=config, plugins=(*plugins, *init.plugins)
-    )
-
-
 async def serve_init(
     init: Init,
     keys: ServerKeys | None,
-    tell: Callable[[WireMessage], None],
+    report: Callable[[WireMessage], None] = lambda _: None,
     on_serving: Callable[[EngineServer], None] = lambda _: None,
     enter_group: EnterGroup | None = None,
 ) -> None:
@@ -180,15 +76,16 @@ async def serve_init(
 
     Args:
         init: what to serve, and where; an address of None is one in a folder of its own.
-        tell: hears `Loading` now and then, and `Ready`.
+        report: called with `Loading` now and then, and with `Ready`.
+        enter_group: for an engine that ``init`` gives a place in a group.
     Raises:
         ConfigError, ModelLoadError, EngineDead: it cannot start, or has died.
     """
     worker, dump_worker = TextWorker(), TextWorker()
     try:
-        await _serve(init, keys, tell, on_serving, enter_group, worker, dump_worker)
+        await _serve(init, keys, report, on_serving, enter_group, worker, dump_worker)
     finally:
-        with _closing():
+        with closing():
             await worker.aclose()
             await dump_worker.aclose()
 
@@ -196,7 +93,7 @@ async def serve_init(
 async def _serve(
     init: Init,
     keys: ServerKeys | None,
-    tell: Callable[[WireMessage], None],
+    report: Callable[[WireMessage], None],
     on_serving: Callable[[EngineServer], None],
     enter_group: EnterGroup | None,
     worker: TextWorker,
@@ -211,7 +108,7 @@ async def _serve(
     folders: list[PrivateFolder] = []
     server: EngineServer | None = None
     try:
-        on_progress = starting.enter_context(_sending_progress(tell))
+        on_progress = starting.enter_context(_sending_progress(report))
         for plugin in init.plugins:
             await worker.run(_import, None, plugin)  # which may take long, and this process be told to end meanwhile
         executor: Executor | None = None
@@ -230,12 +127,12 @@ async def _serve(
         async with _in_lockstep(init.lockstep, backend.core, enter_group):
             await server.open()
             starting.close()
-            tell(Ready(server.address, backend.core.info, TASKS))
+            report(Ready(server.address, backend.core.info, TASKS))
             on_serving(server)
             await server.serve()
     finally:
         starting.close()
-        with _closing():
+        with closing():
             if server is not None:
                 await server.aclose()
             for folder in folders:
