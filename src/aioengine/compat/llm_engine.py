@@ -12,13 +12,11 @@ from typing import Any, Self, Unpack
 import msgspec
 
 from aioengine.blocking.facade import Facade
-from aioengine.compat.stat_loggers import StatLoggerFactory, StatLoggers
 from aioengine.engine import Engine, EngineKeywords, Stream
 from aioengine.errors import AioEngineError, ConfigError, EngineClosed, EngineDead, EngineOverloaded, InvalidRequest
 from aioengine.frontend.prompt import lists_keywords
 from aioengine.outputs import RequestOutput
 from aioengine.sampling_params import SamplingParams
-from aioengine.text.tokenizer import Tokenizer
 from aioengine.validation import invalid, shorten
 from aioengine.vllm_names import NEUTRAL_ARGUMENTS, without_neutral
 
@@ -43,41 +41,29 @@ class LLMEngine(Facade):
         self,
         model: str | os.PathLike[str] | None = None,
         *,
-        stat_loggers: Iterable[StatLoggerFactory] | None = None,
         log_stats: bool | None = None,
         **options: Unpack[EngineKeywords],
     ) -> None:
-        """Start an engine, with the arguments of `Facade` and two more.
+        """Start an engine, with the arguments of `Facade` and one more.
 
         Args:
-            stat_loggers: called with the engine's config and 0, each returns a logger with the methods of vLLM's
-                `StatLoggerBase`; see `aioengine.compat.stat_loggers`.
             log_stats: False writes no log lines about the load (``log_stats_interval_s=0``).
         """
         if log_stats is False:
             options.setdefault("log_stats_interval_s", 0.0)
         super().__init__(model, **options)
         self.log_stats = log_stats is not False
-        try:
-            loggers = self._stat_loggers = StatLoggers(stat_loggers or (), self.engine_config)
-            if loggers.loggers:
-                self._host.ask(lambda engine: engine.add_observer(loggers))
-                loggers.call("log_engine_initialized")
-        except BaseException:
-            self.close()
-            raise
 
     def _open(self, start: Callable[[], Coroutine[Any, Any, Engine]]) -> None:
         super()._open(start)
         self._requests = _Requests(self._host.start_soon)
-        self._stat_loggers = StatLoggers((), self.engine_config)
 
     @classmethod
     def from_engine_args(
         cls,
         engine_args: Any = None,
         usage_context: Any = None,
-        stat_loggers: Iterable[StatLoggerFactory] | None = None,
+        stat_loggers: Any = None,
         enable_multiprocessing: bool = False,
         **config: Any,
     ) -> Self:
@@ -87,7 +73,7 @@ class LLMEngine(Facade):
 
         Args:
             usage_context: ignored.
-            stat_loggers: as of `LLMEngine`.
+            stat_loggers: must be absent; `Engine.add_observer` takes an observer.
             enable_multiprocessing: True is ``process=True``.
 
         Raises:
@@ -98,14 +84,7 @@ class LLMEngine(Facade):
             given.setdefault("process", True)
         return cls(**{name: value for name, value in given.items() if value is not None})
 
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The same as `get_tokenizer`."""
-        return self.get_tokenizer()
-
-    def do_log_stats(self) -> None:
-        """Call ``log`` of each of the ``stat_loggers``."""
-        self._stat_loggers.call("log")
+    tokenizer = property(Facade.get_tokenizer)
 
     # Requests
 
@@ -182,7 +161,7 @@ class LLMEngine(Facade):
 
     def get_num_unfinished_requests(self) -> int:
         """Number of requests whose last output, or error, no `step` has returned yet."""
-        return self._requests.num_unreturned
+        return self._requests.num_unfinished
 
     # Results
 
@@ -202,37 +181,18 @@ class LLMEngine(Facade):
             RuntimeError: the engine sleeps, and there is nothing to return.
         """
         requests = self._requests
-        told: dict[str, RequestOutput | AioEngineError] = {}
-        is_interrupted = False
 
-        async def tell(engine: Engine) -> None:
+        async def wait(engine: Engine) -> None:
             while True:
                 changed = requests.changed
                 await requests.read()
-                if is_interrupted:  # no step waits for this any more, and the next step may wait for these outputs
-                    await put_back()
-                    return
-                requests.move_news(told)
-                if told or not requests.num_untold:
+                if requests.has_unreturned or not requests.num_unfinished:
                     return
                 await self._check_awake(engine)
                 await changed.wait()
 
-        async def put_back() -> None:
-            requests.put_back(told)
-
-        try:
-            self._host.run(tell)
-        except BaseException:
-            is_interrupted = True
-            self._host.start_soon(put_back)
-            raise
-        requests.forget_told(told)
-        outputs = [item for item in told.values() if isinstance(item, RequestOutput)]
-        for error in told.values():
-            if isinstance(error, AioEngineError):
-                raise error
-        return outputs
+        self._host.run(wait)
+        return requests.take()
 
     def close(self) -> None:
         """Stop, and free everything; unfinished requests are aborted. Idempotent."""
@@ -243,8 +203,8 @@ class LLMEngine(Facade):
 class _Requests:
     """The requests of an `LLMEngine`, and their outputs and errors that no step has returned or raised yet.
 
-    For the loop's thread alone, except `num_untold`, `num_unreturned` and `forget_told`. Holds no reference to the
-    `LLMEngine`: tasks of the loop would keep it alive, and an engine that is dropped is to close itself.
+    For the loop's thread alone, except `num_unfinished` and `take`. Holds no reference to the `LLMEngine`: tasks of the
+    loop would keep it alive, and an engine that is dropped is to close itself.
 
     Attributes:
         changed: an event that the next change sets and replaces, so that each waiting step is woken once.
@@ -255,30 +215,48 @@ class _Requests:
         self._start_soon = start_soon
         self._streams: dict[str, Stream] = {}
         """The streams of requests whose end has not been read, including requests that wait to be admitted."""
-        self._news: dict[str, None] = {}
+        self._updated: dict[str, None] = {}
         """Ids of the streams with something to read, in the order in which it came."""
-        self._untold: dict[str, RequestOutput | AioEngineError] = {}
-        """Outputs and errors that were read, and that no step has taken yet."""
-        self._told: dict[int, dict[str, RequestOutput | AioEngineError]] = {}
-        """Outputs and errors that a step has taken and not returned or raised yet, by its dict's `id`: Ctrl-C may come
-        between."""
+        self._unreturned: dict[str, RequestOutput | AioEngineError] = {}
+        """By request id; a newer output replaces an older one."""
 
     @property
-    def num_untold(self) -> int:
-        """Number of requests whose end no step has taken yet; for any thread."""
-        return len(self._streams) + _num_ends(self._untold)
+    def has_unreturned(self) -> bool:
+        return bool(self._unreturned)
 
     @property
-    def num_unreturned(self) -> int:
+    def num_unfinished(self) -> int:
         """Number of requests whose end no step has returned or raised yet; for any thread."""
-        return self.num_untold + sum(map(_num_ends, list(self._told.values())))
+        ends = [item for item in list(self._unreturned.values()) if isinstance(item, AioEngineError) or item.finished]
+        return len(self._streams) + len(ends)
+
+    def take(self) -> list[RequestOutput]:
+        """Take all unreturned outputs; for any thread. An interrupted step takes nothing, and loses nothing.
+
+        Raises:
+            AioEngineError: there are no outputs; the first unreturned error.
+        """
+        outputs: list[RequestOutput] = []
+        errors: dict[str, AioEngineError] = {}
+        for request_id in list(self._unreturned):
+            match self._unreturned.pop(request_id, None):
+                case RequestOutput() as output:
+                    outputs.append(output)
+                case AioEngineError() as error:
+                    errors[request_id] = error
+        raised = errors.pop(next(iter(errors))) if errors and not outputs else None
+        for request_id, error in errors.items():
+            self._unreturned.setdefault(request_id, error)
+        if raised is not None:
+            raise raised
+        return outputs
 
     def check_new(self, request_id: str) -> None:
-        if request_id in self._streams or request_id in self._untold:
-            told = (
+        if request_id in self._streams or request_id in self._unreturned:
+            message = (
                 f"request_id={shorten(request_id)} is that of an unfinished request; choose another, or abort that one"
             )
-            raise invalid("request_id", told)
+            raise invalid("request_id", message)
 
     async def add(self, stream: Stream) -> None:
         """Begin a request. If it is not admitted at once, it waits in a task, and a step raises its errors."""
@@ -305,59 +283,42 @@ class _Requests:
     async def _begin(self, stream: Stream) -> None:
         await stream.__aenter__()
         if self._is_wanted(stream):
-            stream.watch(lambda: self._on_news(stream.request_id))
+            stream.watch(lambda: self._note_update(stream.request_id))
 
-    def _on_news(self, request_id: str) -> None:
-        self._news[request_id] = None
+    def _note_update(self, request_id: str) -> None:
+        self._updated[request_id] = None
         self._change()
 
     def _change(self) -> None:
         self.changed.set()
         self.changed = asyncio.Event()
 
-    def move_news(self, told: dict[str, RequestOutput | AioEngineError]) -> None:
-        """Move all new outputs into ``told``, or one error if there are none, until `forget_told` or `put_back`."""
-        self._told[id(told)] = told
-        outputs = [request_id for request_id, item in self._untold.items() if isinstance(item, RequestOutput)]
-        for request_id in outputs or list(self._untold)[:1]:
-            told[request_id] = self._untold[request_id]
-            del self._untold[request_id]
-
-    def forget_told(self, told: dict[str, RequestOutput | AioEngineError]) -> None:
-        """Forget what a step has returned. For any thread."""
-        self._told.pop(id(told), None)
-
-    def put_back(self, told: dict[str, RequestOutput | AioEngineError]) -> None:
-        for request_id, item in told.items():
-            self._untold.setdefault(request_id, item)
-        self.forget_told(told)
-        self._change()
-
     async def read(self) -> None:
-        """Read the streams that have something new, unless outputs of the last read are left."""
-        if self._untold:
-            return
-        news, self._news = self._news, {}
-        for stream in [self._streams[request_id] for request_id in news if request_id in self._streams]:
+        """Read the streams that have something new."""
+        while self._updated:
+            request_id = next(iter(self._updated))
+            del self._updated[request_id]
+            if (stream := self._streams.get(request_id)) is None:
+                continue
             try:
                 output = stream.poll()
             except AioEngineError as error:
                 await self._fail(stream, error)
                 continue
+            self._unreturned[request_id] = output
             if output.finished:
-                await self.forget(stream.request_id)
-            self._untold[stream.request_id] = output
+                await self._leave(request_id)
 
     async def _fail(self, stream: Stream, error: AioEngineError) -> None:
         if not self._is_wanted(stream):
             return
         if isinstance(error, EngineDead | EngineClosed):  # ends all requests, and is raised once
-            for request_id in [*self._streams, *self._untold]:
+            for request_id in [*self._streams, *self._unreturned]:
                 await self.forget(request_id)
         else:
             error.add_note(f"request_id={stream.request_id!r}")
-            await self.forget(stream.request_id)
-        self._untold[stream.request_id] = error
+        self._unreturned[stream.request_id] = error
+        await self._leave(stream.request_id)
 
     def _is_wanted(self, stream: Stream) -> bool:
         """Whether the stream was not forgotten; another request may have its id by now."""
@@ -365,16 +326,15 @@ class _Requests:
 
     async def forget(self, request_id: str) -> None:
         """Abort a request if it has not ended, and drop its outputs and errors. Idempotent."""
+        self._unreturned.pop(request_id, None)
+        await self._leave(request_id)
+
+    async def _leave(self, request_id: str) -> None:
         stream = self._streams.pop(request_id, None)
         if stream is not None:
             await stream.__aexit__(None, None, None)
-        self._news.pop(request_id, None)  # an abort adds the id, too
-        self._untold.pop(request_id, None)
+        self._updated.pop(request_id, None)  # an abort adds the id, too
         self._change()
-
-
-def _num_ends(told: dict[str, RequestOutput | AioEngineError]) -> int:
-    return sum(isinstance(item, AioEngineError) or item.finished for item in list(told.values()))
 
 
 def _attributes(engine_args: Any) -> dict[str, Any]:
