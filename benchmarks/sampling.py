@@ -147,18 +147,15 @@ class PromptSteps:
     def __init__(self, operations: Operations, num_tokens: int, vocab: int, seed: int = 0) -> None:
         random = np.random.default_rng(seed)
         self._sampler = Sampler(operations, torch.zeros(1, 1, dtype=torch.int32), vocab)
-        self._hidden = torch.arange(num_tokens)
         self._wanted = torch.from_numpy(
             np.stack((np.arange(num_tokens), random.integers(0, vocab, num_tokens))).astype(np.int32)
         )
 
     def run(self, logits: torch.Tensor) -> float:
         start = time.thread_time()
-        sizes = OutputSizes(0, num_prompt=len(self._hidden), num_prompt_top=5)
+        sizes = OutputSizes(0, num_prompt=self._wanted.shape[1], num_prompt_top=5)
         out = DeviceOutputs(torch.empty(sizes.num_words, dtype=torch.int32), sizes).prompt
-        self._sampler.score_prompt(
-            lambda rows: logits[int(rows[0]) : int(rows[-1]) + 1], self._hidden, self._wanted, out
-        )
+        self._sampler.score_prompt(lambda rows: logits[int(rows[0]) : int(rows[-1]) + 1], self._wanted, out)
         return time.thread_time() - start
 
 

@@ -49,7 +49,7 @@ def test_logits_are_computed_for_the_rows_that_want_them_only() -> None:
     runner = start(tiny_decoder())
     num_rows: list[int] = []
     logits = runner._decoder.logits
-    runner._decoder.logits = lambda hidden: num_rows.append(len(hidden)) or logits(hidden)
+    runner._decoder.logits = lambda hidden, step: num_rows.append(len(hidden)) or logits(hidden, step)
     writer = PlanWriter(128, 4)
     writer.add(0, [1] * 20)
     writer.add(1, [2] * 9)

@@ -109,9 +109,9 @@ def test_a_step_is_the_oracles_in_layers_of_any_window_and_leaves_its_keys_in_th
     ops: ModuleType, decodes: list[tuple[int, int]], chunks: list[tuple[int, int]], num_groups: int, dtype: torch.dtype
 ) -> None:
     case = Case(ops, decodes, chunks, dtype, num_groups)
-    attend = case.attention.begin(**case.step)
+    step = case.attention.begin(**case.step)
     for index, window in enumerate((None, 5)):
-        assert_close(attend(case.qkv.clone(), case.layer(index, window)), case.oracle(window))
+        assert_close(step.attend(case.qkv.clone(), case.layer(index, window)), case.oracle(window))
     assert_same(case.attention.cache, case.full)
 
 

@@ -90,6 +90,10 @@ def test_tokens_positions_and_slots_of_a_step(
     expected = reference.gather_tokens(int32(rows), history, tables, block_size, num_tokens)
     for ours, theirs in zip(computed, expected, strict=True):
         assert torch.equal(ours, theirs)
+    for each in (ops, reference):
+        row_of_token = each.rows_of_tokens(int32(rows), num_rows, num_tokens).tolist()
+        for row, _, first, count in rows:
+            assert row_of_token[first : first + count] == [row if row >= 0 else num_rows] * count
 
 
 @ALL

@@ -24,8 +24,8 @@ VOCAB_SIZE = 384
 BLOCK_SIZE = 4
 
 
-class PagedAttend:
-    """An `Attend` over a paged cache, which holds NaN where nothing was written: attention in plain float32.
+class PagedStep:
+    """A `StepContext` over a paged cache, which holds NaN where nothing was written: attention in plain float32.
 
     Args:
         num_rows, length: rows of tokens, and the most tokens of one.
@@ -45,18 +45,23 @@ class PagedAttend:
         cache_dtype: torch.dtype | None = None,
     ) -> None:
         c, self.device = decoder.config, decoder.embedding.weight.device
-        self.operations = operations
+        self.operations, self.embeddings = operations, None
         self.ignores_windows = ignores_windows
         blocks_a_row = -(-length // BLOCK_SIZE)
         order = torch.randperm(num_rows * blocks_a_row, generator=torch.Generator().manual_seed(1))
         self.block_tables = order.int().view(num_rows, blocks_a_row).to(self.device)
         nothing = torch.full((2, c.num_layers, len(order), BLOCK_SIZE, c.num_kv_heads, c.head_dim), torch.nan)
         self.k, self.v = as_cached(nothing.to(self.device), cache_dtype or c.dtype)
-        self.rows: list[list[int]] = []
+        self.step_rows: list[list[int]] = []
+
+    @property
+    def rows(self) -> Tensor:
+        table = torch.tensor(self.step_rows, dtype=torch.int32, device=self.device)
+        return oracles.rows_of_tokens(table, len(self.block_tables), len(self.positions))
 
     def begin_step(self, rows: list[list[int]], history: Tensor) -> Tensor:
         """Token ids of the tokens of rows (row, start, index of the first, count)."""
-        self.rows = rows
+        self.step_rows = rows
         table = torch.tensor(rows, dtype=torch.int32, device=self.device)
         num_tokens = sum(row[3] for row in rows)
         token_ids, self.positions, slots = oracles.gather_tokens(
@@ -65,14 +70,14 @@ class PagedAttend:
         self.slots = slots[0]
         return token_ids
 
-    def __call__(self, qkv: Tensor, layer: LayerAttention) -> Tensor:
+    def attend(self, qkv: Tensor, layer: LayerAttention) -> Tensor:
         k_cache, v_cache, rotate = self.k[layer.index], self.v[layer.index], self.operations.rotate_and_write
         q = rotate(
             qkv, self.positions, self.slots, layer.rope_table, layer.qk_weight, layer.eps, k_cache, v_cache,
             layer.qk_offset, is_qk_norm_wide=layer.is_qk_norm_wide,
         )  # fmt: skip
         out = torch.zeros_like(q)
-        for row, start, first, count in self.rows:
+        for row, start, first, count in self.step_rows:
             if row < 0:
                 continue
             key = torch.arange(start + count, device=self.device)
@@ -102,17 +107,15 @@ def token_ids(seed: int = 0, num_tokens: int = NUM_TOKENS) -> Tensor:
 
 
 @torch.inference_mode()
-def logprobs(
-    decoder: Decoder, ids: Tensor, chunks: list[int] | None = None, attend: PagedAttend | None = None
-) -> Tensor:
+def logprobs(decoder: Decoder, ids: Tensor, chunks: list[int] | None = None, step: PagedStep | None = None) -> Tensor:
     """Of one sequence, after each of its tokens."""
-    attend = attend or PagedAttend(decoder, length=len(ids))
+    step = step or PagedStep(decoder, length=len(ids))
     hidden, start = [], 0
     for count in chunks or [len(ids)]:
         # A copy: where native kernels leave it the next step's is.
-        hidden.append(decoder(attend.begin_step([[0, start, 0, count]], ids[None]), attend).clone())
+        hidden.append(decoder(step.begin_step([[0, start, 0, count]], ids[None]), step).clone())
         start += count
-    logits = decoder.logits(torch.cat(hidden))
+    logits = decoder.logits(torch.cat(hidden), step)
     assert logits.dtype == torch.float32
     return logits.log_softmax(-1)
 

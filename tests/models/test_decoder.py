@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkpoints import FAMILIES, FULL, SLIDING
 from kernels.harness import DEVICE
-from models.reference import NUM_TOKENS, VOCAB_SIZE, Checkpoint, PagedAttend, load, logprobs, reference, token_ids
+from models.reference import NUM_TOKENS, VOCAB_SIZE, Checkpoint, PagedStep, load, logprobs, reference, token_ids
 from nightly import few, nightly, seeds
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from aioengine.kernels import triton_operations
 from aioengine.kernels.operations import LayerAttention
 from aioengine.kernels.torch import operations as oracles
 from aioengine.models.decoder import Decoder
+from aioengine.models.model import EmptyStep
 from doubles import flipped_operations
 
 HEADS = [{"tie_word_embeddings": is_tied} for is_tied in (True, False)]
@@ -52,7 +53,7 @@ def test_windows_are_by_layer_where_the_family_says_so_and_matter(checkpoint: Ch
     assert decoder.config.windows == WINDOWS[family]
     if not any(WINDOWS[family]):
         return
-    without = logprobs(decoder, ids, attend=PagedAttend(decoder, ignores_windows=True))
+    without = logprobs(decoder, ids, step=PagedStep(decoder, ignores_windows=True))
     difference = (logprobs(decoder, ids) - without).abs().amax(-1)
     assert difference[:8].max() < 1e-4
     assert difference[8:].min() > 1e-2
@@ -160,7 +161,7 @@ def logprobs_in_steps(
     operations: Any = oracles,
 ) -> list[Tensor]:
     """For each row the log-probabilities after each of its tokens."""
-    attend = PagedAttend(decoder, len(LENGTHS), max(LENGTHS), operations=operations)
+    step_context = PagedStep(decoder, len(LENGTHS), max(LENGTHS), operations=operations)
     done = [0] * len(LENGTHS)
     parts: list[list[Tensor]] = [[] for _ in LENGTHS]
     for step in steps:
@@ -168,9 +169,9 @@ def logprobs_in_steps(
         for row, count in step:
             rows.append([row, done[row] if row >= 0 else 0, first, count])
             first += count
-        hidden = decoder(attend.begin_step(rows, history), attend)
+        hidden = decoder(step_context.begin_step(rows, history), step_context)
         assert hidden.dtype == decoder.config.dtype
-        logits = decoder.logits(hidden)
+        logits = decoder.logits(hidden, step_context)
         for row, _, first, count in rows:
             if row >= 0:
                 parts[row].append(logits[first : first + count].log_softmax(-1).cpu())
@@ -294,7 +295,7 @@ def test_a_layer_is_two_norms_one_activation_and_one_attention(checkpoint: Check
 
     ids = torch.arange(5, dtype=torch.int32)
     with torch.inference_mode():
-        assert decoder(ids, attend).shape == (5, 64)
+        assert decoder(ids, SimpleNamespace(attend=attend, embeddings=None)).shape == (5, 64)
     mlp = ["add_rms_norm", "linear", "gated_activation", "linear", "add_rms_norm"]
     assert calls == ["embed", "rms_norm"] + ["linear", "attend", "linear", *mlp] * 3
     assert seen == [(0, 8), (1, 8), (2, 8)]
@@ -305,7 +306,7 @@ def test_logits_are_float32_products(checkpoint: Checkpoint, dtype: torch.dtype)
     decoder = on_device(load(checkpoint("llama2", dtype=dtype)))
     hidden = torch.randn(7, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
     with torch.inference_mode():
-        logits = decoder.logits(hidden)
+        logits = decoder.logits(hidden, EmptyStep(decoder.config, token_ids(0, 7)))
     assert (logits.dtype, logits.shape) == (torch.float32, (7, VOCAB_SIZE))
     exact = hidden.double() @ decoder.dense("head.weight").double().T
     # A GPU's are not rounded to 16 bits on their way.

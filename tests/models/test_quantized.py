@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from kernels.harness import native, reference
-from models.reference import PagedAttend, load, logprobs
+from models.reference import PagedStep, load, logprobs
 from nightly import nightly
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -55,8 +55,8 @@ def test_perplexity_and_greedy_tokens_stay(
 ) -> None:
     decoder = load(DEMO_MODEL, quantization=quantization, dtype=dtype)
     decoder.use(operations)
-    attends = [PagedAttend(decoder, length=len(ids), operations=operations) for ids in texts]
-    computed = [logprobs(decoder, ids, attend=attend) for ids, attend in zip(texts, attends, strict=True)]
+    steps = [PagedStep(decoder, length=len(ids), operations=operations) for ids in texts]
+    computed = [logprobs(decoder, ids, step=step) for ids, step in zip(texts, steps, strict=True)]
     assert_near(texts, computed, exact, loss, agreement, divergence)
 
 
@@ -64,7 +64,7 @@ def test_perplexity_and_greedy_tokens_stay(
 def test_an_int8_cache_costs_less(texts: list[Tensor], exact: list[Tensor], dtype: str) -> None:
     decoder = load(DEMO_MODEL, dtype=dtype)
     computed = [
-        logprobs(decoder, ids, attend=PagedAttend(decoder, length=len(ids), cache_dtype=torch.int8)) for ids in texts
+        logprobs(decoder, ids, step=PagedStep(decoder, length=len(ids), cache_dtype=torch.int8)) for ids in texts
     ]
     assert_near(texts, computed, exact, loss=0.001, agreement=0.985, divergence=0.0003)
 

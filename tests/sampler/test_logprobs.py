@@ -82,16 +82,16 @@ def test_prompt_logprobs_are_the_log_softmax_of_the_prompts_logits(
     expected = torch.log_softmax((hidden @ head)[torch.from_numpy(predicted_at)].double(), dim=-1).numpy()
     most: list[int] = []
 
-    def logits_of(of_hidden: torch.Tensor) -> torch.Tensor:
-        most.append(len(of_hidden))
-        return of_hidden @ head
+    def logits_of(tokens: torch.Tensor) -> torch.Tensor:
+        most.append(len(tokens))
+        return hidden[tokens.long()] @ head
 
     for elements, tokens_a_chunk in ((2**22, 41), (1, 1), (7 * vocab, 7)):
         monkeypatch.setattr("aioengine.sampler.sampler.PROMPT_CHUNK_ELEMENTS", elements)
         most.clear()
         sizes = OutputSizes(0, num_prompt=41, num_prompt_top=width)
         result = DeviceOutputs(torch.zeros(sizes.num_words, dtype=torch.int32), sizes).prompt
-        sampler.score_prompt(logits_of, hidden, wanted, result)
+        sampler.score_prompt(logits_of, wanted, result)
         assert max(most) == tokens_a_chunk
         of_tokens = expected[np.arange(41), token_ids]
         np.testing.assert_allclose(result.logprobs, of_tokens, atol=1e-5)

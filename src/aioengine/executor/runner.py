@@ -26,7 +26,7 @@ from aioengine.kernels.operations import Operations
 from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow, param_of
 from aioengine.kernels.torch.sampling import chunks
 from aioengine.kernels.zeros import lazy_zeros
-from aioengine.models.model import AttendToNothing, Model
+from aioengine.models.model import ChosenTokens, EmptyStep, Model, StepContext
 from aioengine.sampler.outputs import DeviceOutputs, OutputSizes
 from aioengine.sampler.processed import CHUNK_ELEMENTS, process_logits
 from aioengine.sampler.processors import ProcessedRow, run_processors
@@ -104,9 +104,10 @@ class Runner:
         self._fixed = FixedWords.of(self._words, max_num_seqs, num_groups)
         self._extra = torch.zeros(0, dtype=torch.int32, device=device)
         """On the device: the words that the step brings beside the fixed ones, until the next step's come."""
-        self._hidden: Tensor | None = None
         self._logits: Tensor | None = None
-        """Of the step between its forward pass and its sampling, [T, hidden_size] and float32 [n, vocab]."""
+        """Of the step between its forward pass and its sampling, float32 [n, vocab]."""
+        self._logits_of_tokens: Callable[[Tensor], Tensor] | None = None
+        """As `_logits_of` makes it, of the same step."""
         self._late_logits = torch.zeros(0, c.vocab_size, dtype=torch.float32, device=device)
         """Where the graphs of forward passes leave theirs, which are sampled when the host has made masks."""
         self._late = torch.zeros(0, dtype=torch.int32, device=device)
@@ -191,8 +192,9 @@ class Runner:
         assert self._decoder is not None
         device = self._accelerator.device
         tokens = torch.zeros(num_tokens, dtype=torch.int32, device=device)
-        hidden = self._decoder(tokens, AttendToNothing(self._decoder.config, tokens))
-        logits = self._decoder.logits(hidden[:num_logits_rows])
+        context = EmptyStep(self._decoder.config, tokens, len(self._history))
+        hidden = self._decoder(tokens, context)
+        logits = self._logits_of(hidden, context)(torch.arange(num_logits_rows, device=device))
         samples = torch.zeros(num_logits_rows, SAMPLE_WORDS, dtype=torch.int32, device=device)
         samples[:, SampleRow.LOGITS_ROW] = torch.arange(num_logits_rows, dtype=torch.int32, device=device)
         samples[:, SampleRow.FLAGS] = int(SampleFlag.LOGPROBS)
@@ -208,7 +210,7 @@ class Runner:
             next(chunks(num_logits_rows, self._vocab_size, CHUNK_ELEMENTS)), SampleRow.LOGITS_ROW
         ]
         process_logits(logits, samples, processed_samples, None, out.token_ids, logits, has_filters=True)
-        self._sampler.score_prompt(self._decoder.logits, hidden, tokens.new_zeros(2, num_tokens), out.prompt)
+        self._sampler.score_prompt(self._logits_of(hidden, context), tokens.new_zeros(2, num_tokens), out.prompt)
 
     def warm_up(self, *, captures_all: bool, on_capture: Callable[[int, int], None]) -> None:
         """Run each kind of step once, over rows that are all padding, so that no request waits for a compiler; and
@@ -265,7 +267,7 @@ class Runner:
         for table in (self._history, self._sampler.masks):
             self._operations.put_spans(table, tiles, no_block)
         self._attention.copy_blocks(no_block, no_block)
-        self._decoder(token_ids, self._attention.begin(positions=positions, slots=slots, tiles=tiles))
+        self._decoder(token_ids, self._attention.begin(positions=positions, slots=slots, tiles=tiles, rows=rows))
 
     # Steps
 
@@ -411,8 +413,7 @@ class Runner:
 
         def work() -> None:
             assert self._decoder is not None
-            hidden = self._forward(size, size, size, None, self._max_model_len)
-            self._sample_decodes(key, self._decoder.logits(hidden))
+            self._sample_decodes(key, self._decoder.logits(*self._forward(size, size, size, None, self._max_model_len)))
 
         return work
 
@@ -422,8 +423,7 @@ class Runner:
 
         def work() -> None:
             assert self._decoder is not None
-            hidden = self._forward(size, size, size, None, self._max_model_len)
-            late_logits[:size] = self._decoder.logits(hidden)
+            late_logits[:size] = self._decoder.logits(*self._forward(size, size, size, None, self._max_model_len))
 
         return work
 
@@ -470,8 +470,8 @@ class Runner:
 
     def _forward(
         self, num_rows: int, num_tokens: int, num_decodes: int, tiles: Tensor | None, max_context: int
-    ) -> Tensor:
-        """[T, hidden_size], of the rows of the fixed words; arguments as in `Step`."""
+    ) -> tuple[Tensor, StepContext]:
+        """Compute [T, hidden_size], of the rows of the fixed words; arguments as in `Step`."""
         assert self._decoder is not None
         assert self._attention is not None
         self._grow_rows()
@@ -479,29 +479,37 @@ class Runner:
         token_ids, positions, slots = self._operations.gather_tokens(
             fixed.rows[:num_rows], self._history, self._block_tables, self._block_size, num_tokens
         )
-        attend = attention.begin(
+        context = attention.begin(
             positions=positions,
             slots=slots,
             decodes=fixed.decodes[:num_decodes] if num_decodes else None,
             tiles=tiles,
+            rows=fixed.rows[:num_rows],
             num_splits=attention.num_splits(num_decodes, max_context) if num_decodes else 1,
             max_context=max_context,
         )
-        return self._decoder(token_ids, attend)
+        return self._decoder(token_ids, context), context
+
+    def _logits_of(self, hidden: Tensor, context: StepContext) -> Callable[[Tensor], Tensor]:
+        """A function of the indices of some of a step's tokens that computes their logits."""
+        decoder = self._decoder
+        assert decoder is not None
+        return lambda tokens: decoder.logits(hidden.index_select(0, tokens), ChosenTokens(context, tokens))
 
     def _compute_logits(self, step: Step) -> None:
         assert self._decoder is not None
-        self._hidden = self._logits = None
+        self._logits_of_tokens = self._logits = None
         if not step.num_tokens:
             self._grow_rows()
             return
         tiles = step.tiles.of(self._extra).view(-1, 4) if step.tiles is not None else None
-        self._hidden = self._forward(len(step.plan.rows), step.num_tokens, step.num_decodes, tiles, step.max_context)
+        found = self._forward(len(step.plan.rows), step.num_tokens, step.num_decodes, tiles, step.max_context)
+        self._logits_of_tokens = self._logits_of(*found)
         if len(step.sampled):
-            wanted = self._hidden
-            if step.logits_tokens is not None:
-                wanted = wanted.index_select(0, step.logits_tokens.of(self._extra))
-            self._logits = self._decoder.logits(wanted)
+            if step.logits_tokens is None:
+                self._logits = self._decoder.logits(*found)
+            else:
+                self._logits = self._logits_of_tokens(step.logits_tokens.of(self._extra))
 
     def _sample(self, step: Step, out: Tensor, rows: list[ProcessedRow], failures: dict[int, Exception]) -> None:
         process = (lambda logits: failures.update(run_processors(logits, rows))) if rows else None
@@ -520,11 +528,10 @@ class Runner:
             if step.extra_pairs is not None:
                 self._sampler.score_tokens(logits, step.extra_pairs.of(self._extra).view(3, -1), outputs)
         if step.prompt is not None:
-            assert self._hidden is not None
-            assert self._decoder is not None
+            assert self._logits_of_tokens is not None
             prompt = step.prompt.of(self._extra).view(2, -1)
-            self._sampler.score_prompt(self._decoder.logits, self._hidden, prompt, outputs.prompt)
-        self._hidden = self._logits = None
+            self._sampler.score_prompt(self._logits_of_tokens, prompt, outputs.prompt)
+        self._logits_of_tokens = self._logits = None
 
     def _learn(self, count: int) -> None:
         """Take in the tokens of the oldest of the steps whose tokens the host must know; waits for them."""

@@ -322,6 +322,16 @@ class Operations(Protocol):
             token_ids, positions: int32 [T] each. slots: int32 [groups, T].
         """
 
+    def rows_of_tokens(self, rows: Tensor, num_rows: int, num_tokens: int) -> Tensor:
+        """The row of each token of a step.
+
+        Args:
+            rows: as in `gather_tokens`.
+            num_rows: of the executor; tokens of padding get this number.
+        Returns:
+            int32 [T].
+        """
+
     def append_tokens(self, history: Tensor, samples: Tensor, token_ids: Tensor) -> None:
         """Put the tokens of the samples that have `SampleFlag.FIRST` at the ends of their rows' histories, in place.
 

@@ -28,6 +28,7 @@ from aioengine.kernels.sampling.look_up import look_up
 from aioengine.kernels.sampling.penalties import penalise
 from aioengine.kernels.sampling.top_logprobs import top_logprobs
 from aioengine.kernels.torch.attention import attention_output
+from aioengine.kernels.torch.layers import rows_of_tokens
 from aioengine.kernels.torch.products import embed, unpack, unpack_codes
 
 IS_TUNABLE = not knobs.runtime.interpret

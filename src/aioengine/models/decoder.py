@@ -23,11 +23,13 @@ from aioengine.kernels.packed_weight import CodedRows, CodedWeight, PackedWeight
 from aioengine.models.checkpoint import EMBEDDING, HEAD, CheckpointTensor, checkpoint_tensors
 from aioengine.models.decoder_config import DecoderConfig
 from aioengine.models.experts import ExpertsConfig
-from aioengine.models.model import Attend, move_weights
+from aioengine.models.model import StepContext, move_weights
 from aioengine.models.rope import Rope
 
-Product = Callable[[Tensor], Tensor]
-Layer = Callable[[Tensor, Tensor, Attend], Tensor]
+Product = Callable[[Tensor, StepContext], Tensor]
+"""A function [tokens, in_features] → [tokens, out_features] of these tokens' step."""
+
+Layer = Callable[[Tensor, Tensor, StepContext], Tensor]
 
 META = torch.device("meta")
 
@@ -41,6 +43,8 @@ class Linear(nn.Module):
         packed: weight and scales, packed for ``operations``.
         parts: until `pack`, all matrices of a weight that comes as codes, and where they go; ``weight`` has no memory
             then.
+        around: makes another product of the layer's, such as one that adds an adapter's. It counts from the next
+            `Decoder.use` on.
     """
 
     weight: nn.Parameter
@@ -65,6 +69,7 @@ class Linear(nn.Module):
         self.dtype = dtype
         self.quantization = quantization
         self.parts: list[tuple[CheckpointTensor, Tensor | CodedWeight]] = []
+        self.around: Callable[[Product], Product] | None = None
         self.is_packed = False
 
     def pack(self, operations: Operations) -> None:
@@ -126,9 +131,13 @@ class Linear(nn.Module):
         return self.operations.unpack(self.packed) if self.is_packed else self.weight
 
     def product(self, out_dtype: torch.dtype | None = None) -> Product:
-        """The layer as a function [rows, in_features] → [rows, out_features]."""
+        """The layer as a function."""
         linear, packed, bias = self.operations.linear, self.packed, self.bias
-        return lambda x: linear(x, packed, bias, out_dtype)
+
+        def product(x: Tensor, step: StepContext) -> Tensor:
+            return linear(x, packed, bias, out_dtype)
+
+        return product if self.around is None else self.around(product)
 
 
 class Mlp(nn.Module):
@@ -149,7 +158,7 @@ class Mlp(nn.Module):
         """The MLP as a function [tokens, hidden] → [tokens, hidden]."""
         gate_up, down, gated_activation = self.gate_up.product(), self.down.product(), operations.gated_activation
         activation = self.activation
-        return lambda x: down(gated_activation(gate_up(x), activation))
+        return lambda x, step: down(gated_activation(gate_up(x, step), activation), step)
 
 
 class Experts(nn.Module):
@@ -188,11 +197,11 @@ class Experts(nn.Module):
             activation=of.activation,
         )
         router = self.router.product(torch.float32)
-        shared = self.shared.bind(operations) if self.shared is not None else lambda _: None
+        shared = self.shared.bind(operations) if self.shared is not None else lambda x, step: None
 
-        def run(x: Tensor) -> Tensor:
-            ids, chosen = route(router(x), of.count, of.num_chosen, is_normalised=of.is_normalised)
-            return experts(x, ids, chosen, weights, shared(x))
+        def run(x: Tensor, step: StepContext) -> Tensor:
+            ids, chosen = route(router(x, step), of.count, of.num_chosen, is_normalised=of.is_normalised)
+            return experts(x, ids, chosen, weights, shared(x, step))
 
         return run
 
@@ -224,7 +233,7 @@ class DecoderLayer(nn.Module):
         self.mlp = Mlp(c, c.intermediate_size, quantization) if experts is None else Experts(c, experts, quantization)
 
     def bind(self, operations: Operations, next_norm: Tensor | None, rope_table: Tensor | None) -> Layer:
-        """The layer as a function of (x, residual, attend), which adds to ``residual`` and returns the next layer's x.
+        """The layer as a function of (x, residual, step), which adds to ``residual`` and returns the next layer's x.
 
         x: [tokens, hidden], the residual, normalised where there is a norm before attention.
         """
@@ -245,9 +254,9 @@ class DecoderLayer(nn.Module):
         add_attended = _addition(operations, c, norms.get("output"), norms.get("mlp_input"))
         add_mlp = _addition(operations, c, norms.get("mlp_output"), next_norm)
 
-        def run(x: Tensor, residual: Tensor, attend: Attend) -> Tensor:
-            x = add_attended(output(attend(qkv(x), attention)), residual)
-            return add_mlp(mlp(x), residual)
+        def run(x: Tensor, residual: Tensor, step: StepContext) -> Tensor:
+            x = add_attended(output(step.attend(qkv(x, step), attention), step), residual)
+            return add_mlp(mlp(x, step), residual)
 
         return run
 
@@ -433,28 +442,23 @@ class Decoder(nn.Module):
         """All matrices, in the order of the modules."""
         return (module for module in self.modules() if isinstance(module, Linear))
 
-    def forward(self, token_ids: Tensor, attend: Attend) -> Tensor:
-        """One step for tokens of any number of sequences.
-
-        Args:
-            token_ids: int32 [tokens], below vocab_size.
-            attend: has the tokens' positions.
-        Returns:
-            [tokens, hidden_size], after the final norm.
-        """
+    def forward(self, token_ids: Tensor, step: StepContext) -> Tensor:
+        """As `Model.__call__`."""
         c, x = self.config, self._embed(token_ids, self._embedding)
         if self._scales_embeddings:
             self.operations.scale(x, c.embedding_scale)
+        if step.embeddings is not None:
+            x.index_copy_(0, *step.embeddings)
         residual = x
         if self._first_norm is not None:
             x = self.operations.rms_norm(residual, self._first_norm, c.rms_norm_eps, c.family.norm_offset)
         for layer in self._bound:
-            x = layer(x, residual, attend)
+            x = layer(x, residual, step)
         return x
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden_size] → float32 [n, vocab_size]."""
-        logits = self._head(hidden)
+    def logits(self, hidden: Tensor, step: StepContext) -> Tensor:
+        """As `Model.logits`."""
+        logits = self._head(hidden, step)
         if self._scales_logits:
             self.operations.scale(logits, self.config.logits_scale, self.config.logits_soft_cap)
         return logits

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import torch
 from torch import Tensor
 
+from aioengine.errors import InternalError
 from aioengine.kernels.operations import LayerAttention, Operations
 from aioengine.kernels.packed_weight import Quantization
 
@@ -40,40 +41,105 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         msgspec.structs.force_setattr(self, "windows", windows)
 
 
-class Attend(Protocol):
-    """What a layer does between its two products around attention, with the cache behind it, in one step.
+class GivenEmbeddings(NamedTuple):
+    """Vectors in place of the embeddings of some of a step's tokens, as an image's are.
 
     Attributes:
-        positions: int32 [tokens], of the step's tokens in their sequences.
+        tokens: int64 [n], indices of these tokens in the step.
+        values: [n, hidden_size], in the model's dtype; scaled already, where the model scales embeddings.
     """
 
-    positions: Tensor
+    tokens: Tensor
+    values: Tensor
 
-    def __call__(self, qkv: Tensor, layer: LayerAttention) -> Tensor:
+
+class StepContext(Protocol):
+    """One step as a model sees it: attention over the cache, and what differs from token to token.
+
+    Products get it beside their input, so that they may depend on a token's row. A capability that models need to know
+    of adds a field here, such as a row's slot of a recurrent state, or the group of ranks that share the step.
+
+    Attributes:
+        embeddings: given embeddings, or None. A step that has some is no graph.
+    """
+
+    embeddings: GivenEmbeddings | None
+
+    @property
+    def positions(self) -> Tensor:
+        """int32 [tokens], positions of the tokens in their sequences.
+
+        A model that rotates by several coordinates may want [dimensions, tokens].
+        """
+        ...
+
+    @property
+    def rows(self) -> Tensor:
+        """int32 [tokens], the executor's row of each token; for padding the number of rows, one more than the last.
+
+        A table with a line for each row, and one more, can be read at all of them. They are made when first asked for,
+        and may be asked for within a graph.
+        """
+        ...
+
+    def attend(self, qkv: Tensor, layer: LayerAttention) -> Tensor:
         """Normalise and rotate queries and keys, write keys and values to the cache, attend.
 
         Args:
             qkv: [tokens, (heads + 2 · kv_heads) · head_dim], queries, keys, values, as the product gave them.
-            layer: how; called once for each, in order.
+            layer: how to attend; called once for each layer, in order.
         Returns:
             [tokens, heads · head_dim].
         """
         ...
 
 
-class AttendToNothing:
-    """An `Attend` of a step without rows, whose tokens see no keys.
+class EmptyStep:
+    """A `StepContext` of tokens that belong to no row, and see no keys.
 
     Args:
         positions: as there.
+        num_rows: rows of the executor.
     """
 
-    def __init__(self, config: ModelConfig, positions: Tensor) -> None:
+    embeddings: GivenEmbeddings | None = None
+
+    def __init__(self, config: ModelConfig, positions: Tensor, num_rows: int = 0) -> None:
         self.positions = positions
+        self._num_rows = num_rows
         self._size = config.num_heads * config.head_dim
 
-    def __call__(self, qkv: Tensor, layer: LayerAttention) -> Tensor:
+    @property
+    def rows(self) -> Tensor:
+        return torch.full_like(self.positions, self._num_rows)
+
+    def attend(self, qkv: Tensor, layer: LayerAttention) -> Tensor:
         return qkv.new_zeros(len(qkv), self._size)
+
+
+class ChosenTokens:
+    """A `StepContext` of some of a step's tokens, for the products behind the last layer; it has no attention.
+
+    Args:
+        tokens: int [n], indices of the tokens in ``step``.
+    """
+
+    embeddings: GivenEmbeddings | None = None
+
+    def __init__(self, step: StepContext, tokens: Tensor) -> None:
+        self._step = step
+        self._tokens = tokens
+
+    @property
+    def positions(self) -> Tensor:
+        return self._step.positions.index_select(-1, self._tokens)
+
+    @property
+    def rows(self) -> Tensor:
+        return self._step.rows.index_select(0, self._tokens)
+
+    def attend(self, qkv: Tensor, layer: LayerAttention) -> Tensor:
+        raise InternalError("a product behind the last layer has asked for attention")
 
 
 class Model(Protocol):
@@ -94,7 +160,7 @@ class Model(Protocol):
 
     @property
     def operations(self) -> Operations:
-        """Those that it computes by."""
+        """The operations that it computes by."""
         ...
 
     @property
@@ -106,8 +172,8 @@ class Model(Protocol):
         """Compute by these operations from now on. An error leaves it as fit to run as before."""
         ...
 
-    def __call__(self, token_ids: Tensor, attend: Attend) -> Tensor:
-        """One step for tokens of any number of sequences.
+    def __call__(self, token_ids: Tensor, step: StepContext) -> Tensor:
+        """Compute one step for tokens of any number of sequences.
 
         Args:
             token_ids: int32 [tokens], below vocab_size.
@@ -116,8 +182,12 @@ class Model(Protocol):
         """
         ...
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden_size] → float32 [n, vocab_size]."""
+    def logits(self, hidden: Tensor, step: StepContext) -> Tensor:
+        """[n, hidden_size] → float32 [n, vocab_size].
+
+        Args:
+            step: the context of these n tokens: that of the step, or `ChosenTokens` of it.
+        """
         ...
 
     def move(self, device: torch.device, *, is_pinned: bool = False) -> None:

@@ -193,21 +193,18 @@ class Sampler:
         log_mass = out.sampled.log_mass.index_select(0, samples)
         self.operations.look_up(logits, logits_rows, token_ids, log_mass, out.extra.logprobs, out.extra.ranks)
 
-    def score_prompt(
-        self, logits_of: Callable[[Tensor], Tensor], hidden: Tensor, wanted: Tensor, out: Scored[Tensor]
-    ) -> None:
+    def score_prompt(self, logits_of: Callable[[Tensor], Tensor], wanted: Tensor, out: Scored[Tensor]) -> None:
         """Log-probabilities of prompt tokens, a bounded number at once.
 
         Args:
-            logits_of: [any, hidden_size] → float32 [any, vocab].
-            hidden: [T, hidden_size], of the step's tokens.
-            wanted: int32 [2, m]: which of those predict the prompt tokens, and what these are.
+            logits_of: int32 [any], indices of the step's tokens → float32 [any, vocab].
+            wanted: int32 [2, m]: which tokens of the step predict the prompt tokens, and what these are.
         """
         size = max(1, PROMPT_CHUNK_ELEMENTS // self._counters.shape[1])
         for first in range(0, wanted.shape[1], size):
             chunk = slice(first, first + size)
             predicted_at, token_ids = wanted[:, chunk]
-            logits = logits_of(hidden.index_select(0, predicted_at))
+            logits = logits_of(predicted_at)
             logits_rows = torch.arange(len(logits), dtype=torch.int32, device=logits.device)
             samples = logits_rows.new_zeros(len(logits), SAMPLE_WORDS)
             samples[:, SampleRow.LOGITS_ROW] = logits_rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,22 +91,30 @@ class PagedAttention:
         slots: Tensor,
         decodes: Tensor | None = None,
         tiles: Tensor | None = None,
+        rows: Tensor | None = None,
         num_splits: int = 1,
         max_context: int = 1,
     ) -> StepAttention:
-        """What a model calls in each layer of a step; arguments as in `Operations`.
+        """Begin a step; arguments as in `Operations`.
 
         Args:
             positions: int32 [T]. slots: int32 [groups, T].
+            rows: int32 [b, 4], as `Operations.gather_tokens` takes them; None: nothing will ask for the tokens' rows.
             decodes: int32 [m, 3]. tiles: int32 [m, 4].
             num_splits: of the contexts of ``decodes``, none of which is longer than ``max_context``.
         """
-        return StepAttention(self, positions, slots.unbind(), decodes, tiles, num_splits, max_context)
+        return StepAttention(self, positions, slots.unbind(), decodes, tiles, num_splits, max_context, rows)
 
 
 @dataclass(slots=True)
 class StepAttention:
-    """As an `aioengine.models.model.Attend`, over a `PagedAttention`'s cache; attributes are `begin`'s arguments."""
+    """A step as `aioengine.models.model.StepContext` describes it, over a `PagedAttention`'s cache.
+
+    Attributes are the arguments of `PagedAttention.begin`; and:
+
+    Attributes:
+        embeddings: tokens and values of `aioengine.models.model.GivenEmbeddings`, or None.
+    """
 
     attention: PagedAttention
     positions: Tensor
@@ -114,8 +123,20 @@ class StepAttention:
     tiles: Tensor | None
     num_splits: int
     max_context: int
+    step_rows: Tensor | None = None
+    embeddings: Any = None
+    _rows: Tensor | None = None
 
-    def __call__(self, qkv: Tensor, layer: LayerAttention) -> Tensor:
+    @property
+    def rows(self) -> Tensor:
+        """As `aioengine.models.model.StepContext.rows`."""
+        if self._rows is None:
+            assert self.step_rows is not None
+            num_rows, num_tokens = len(self.attention.block_tables[0]), self.positions.shape[-1]
+            self._rows = self.attention.operations.rows_of_tokens(self.step_rows, num_rows, num_tokens)
+        return self._rows
+
+    def attend(self, qkv: Tensor, layer: LayerAttention) -> Tensor:
         """Rotate, write this step's keys and values, then attend: [T, h · d] from [T, (h + 2 g) · d]."""
         attention, operations, decodes, tiles = self.attention, self.attention.operations, self.decodes, self.tiles
         group, k_cache, v_cache = attention.layers[layer.index]

@@ -481,6 +481,11 @@ class NativeOperations:
         )  # fmt: skip
         return token_ids, positions, slots
 
+    def rows_of_tokens(self, rows: Tensor, num_rows: int, num_tokens: int) -> Tensor:
+        row_of_token = self._buffer("rows_of_tokens", num_tokens, 1, torch.int32)[:, 0]
+        self._team.launch("rows_of_tokens", len(rows), rows, num_rows, row_of_token)
+        return row_of_token
+
     def append_tokens(self, history: Tensor, samples: Tensor, token_ids: Tensor) -> None:
         self._team.launch("append_tokens", 1, history, history.shape[1], samples, len(samples), token_ids)
 

@@ -109,6 +109,15 @@ def gather_tokens(
     return placed[0], placed[1], placed[2:]
 
 
+def rows_of_tokens(rows: Tensor, num_rows: int, num_tokens: int) -> Tensor:
+    # No size depends on values, so that a graph can record it. Of two rows at one place one has no tokens: it is first.
+    row, _, first, count = rows.unbind(1)
+    begins, order = (2 * first + (count > 0)).sort()
+    tokens = torch.arange(num_tokens, dtype=torch.int32, device=rows.device)
+    found = row[order[torch.searchsorted(begins, 2 * tokens + 1, right=True) - 1]]
+    return torch.where(found >= 0, found, num_rows)
+
+
 def append_tokens(history: Tensor, samples: Tensor, token_ids: Tensor) -> None:
     counts = (samples[:, SampleRow.LOGITS_ROW] >= 0) & (samples[:, SampleRow.FLAGS] & int(SampleFlag.FIRST) != 0)
     rows, ends = samples[counts, SampleRow.ROW].long(), samples[counts, SampleRow.END].long()

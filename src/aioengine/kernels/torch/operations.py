@@ -17,6 +17,7 @@ from aioengine.kernels.torch.layers import (
     rms_norm,
     rms_norm_add,
     rotate_and_write,
+    rows_of_tokens,
     scale,
 )
 from aioengine.kernels.torch.products import embed, linear, pack, unpack, unpack_codes

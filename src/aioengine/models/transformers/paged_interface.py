@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 
 from aioengine.kernels.operations import LayerAttention
-from aioengine.models.model import Attend
+from aioengine.models.model import StepContext
 
 PAGED = "aioengine_paged"
 """The name of this implementation of attention. It calls a module's `PagedLayer`."""
@@ -24,7 +24,7 @@ PAGED = "aioengine_paged"
 class RunningStep:
     """The step that the layers of a model attend by: set for each step by the model that runs it."""
 
-    attend: Attend
+    context: StepContext
 
 
 class PagedLayer(msgspec.Struct, frozen=True):
@@ -68,7 +68,7 @@ def _attend_paged(
         sinks=s_aux,
     )
     qkv = torch.cat([_heads_by_token(each, own.head_dim) for each in (query, key, value)], dim=1)
-    out = own.step.attend(qkv, layer).view(1, num_tokens, num_heads, own.head_dim)
+    out = own.step.context.attend(qkv, layer).view(1, num_tokens, num_heads, own.head_dim)
     return out[..., : value.shape[3]], None
 
 

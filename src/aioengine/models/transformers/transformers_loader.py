@@ -30,7 +30,7 @@ from aioengine.models.loader import (
     check_same_config,
     stop_if,
 )
-from aioengine.models.model import AttendToNothing
+from aioengine.models.model import EmptyStep
 from aioengine.models.transformers.paged_interface import PAGED
 from aioengine.models.transformers.probe import make_on_meta, read_their_config
 from aioengine.models.transformers.quiet import quiet_transformers
@@ -233,10 +233,10 @@ def _load(
 def _check_head(model: TransformersModel, device: torch.device) -> None:
     """Compare logits of hidden states with those of the whole model."""
     ids = torch.arange(CHECKED_TOKENS, dtype=torch.int32, device=device) % model.config.vocab_size
-    attend = AttendToNothing(model.config, ids)
-    model.begin(attend)
+    step = EmptyStep(model.config, ids)
+    model.begin(step)
     whole = model.model(input_ids=ids[None].long(), use_cache=False).logits[0].float()
-    split = model.logits(model(ids, attend))
+    split = model.logits(model(ids, step), step)
     if whole.shape != split.shape or (whole - split).abs().max() > SAME * whole.abs().max():
         raise ModelLoadError(
             f"{model.config.architecture}: its code makes logits of more than the hidden states beneath its head"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from aioengine.kernels.operations import Operations
 from aioengine.kernels.packed_weight import Quantization
-from aioengine.models.model import Attend, move_weights
+from aioengine.models.model import StepContext, move_weights
 from aioengine.models.transformers.paged_interface import PagedLayer, RunningStep
 from aioengine.models.transformers.probe import arguments_of
 from aioengine.models.transformers.transformers_config import TransformersConfig
@@ -57,20 +57,25 @@ class TransformersModel(nn.Module):
         """As `Model.use`; attention alone is computed by them."""
         self.operations = operations
 
-    def forward(self, token_ids: Tensor, attend: Attend) -> Tensor:
+    def forward(self, token_ids: Tensor, step: StepContext) -> Tensor:
         """As `Model.__call__`: all tokens as those of one sequence, which attention tells apart."""
-        self.begin(attend)
-        positions = {"position_ids": attend.positions[None].long()} if self._takes_positions else {}
-        output = self._body(input_ids=token_ids[None].long(), use_cache=False, **positions)
+        self.begin(step)
+        inputs = {"input_ids": token_ids[None].long()}
+        if step.embeddings is not None:
+            embedded = self.model.get_input_embeddings()(token_ids.long())
+            inputs = {"inputs_embeds": embedded.index_copy(0, *step.embeddings)[None]}
+        if self._takes_positions:
+            inputs["position_ids"] = step.positions[None].long()
+        output = self._body(use_cache=False, **inputs)
         self._given.kind = type(output)
         hidden: Tensor = output[0][0]
         return hidden
 
-    def begin(self, attend: Attend) -> None:
+    def begin(self, step: StepContext) -> None:
         """Let the modules that attend do so by this step."""
-        self._step.attend = attend
+        self._step.context = step
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, step: StepContext) -> Tensor:
         """As `Model.logits`."""
         self._given.hidden = hidden[None]
         no_token = torch.zeros(1, 1, dtype=torch.long, device=hidden.device)

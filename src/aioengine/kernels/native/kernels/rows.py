@@ -64,6 +64,15 @@ def gather_tokens(args, row, thread):
 
 
 @kernel()
+def rows_of_tokens(args, row, thread):
+    step_row, num_rows = get_i64(args) + 16 * row, get_i64(args + 8)
+    token_rows = get_i64(args + 16) + 4 * get_i32(step_row + 8)
+    number = get_i32(step_row)
+    for token in range(get_i32(step_row + 12)):
+        put_i32(token_rows + 4 * token, number if number >= 0 else num_rows)
+
+
+@kernel()
 def append_tokens(args, chunk, thread):
     history, width, samples = get_i64(args), get_i64(args + 8), get_i64(args + 16)
     num_samples, token_ids = get_i64(args + 24), get_i64(args + 32)
