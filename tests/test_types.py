@@ -6,6 +6,7 @@ import inspect
 import subprocess
 import sys
 import types
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -16,6 +17,7 @@ from test_readme import PAGES, programs_of
 import aioengine
 import aioengine.server
 from aioengine.config import ConfigKeywords, EngineConfig
+from aioengine.frontend.call_options import OF_SOME_CALLS, CallKeywords, CallOptions
 from aioengine.sampling_params import SamplingKeywords, SamplingParams
 from aioengine.validation import field_types
 from aioengine.vllm_names import NEUTRAL_PARAMS
@@ -93,7 +95,11 @@ def test_every_public_name_can_be_imported(package: types.ModuleType) -> None:
 
 @pytest.mark.parametrize(
     ("keywords", "struct", "others"),
-    [(SamplingKeywords, SamplingParams, set()), (ConfigKeywords, EngineConfig, {"model"})],
+    [
+        (SamplingKeywords, SamplingParams, set()),
+        (ConfigKeywords, EngineConfig, {"model"}),
+        (CallKeywords, CallOptions, set(OF_SOME_CALLS)),
+    ],
 )
 def test_keywords_are_the_fields_of_the_struct(keywords: Any, struct: type[msgspec.Struct], others: set[str]) -> None:
     expected = {name: members(hint) for name, hint in field_types(struct).items() if name not in others}
@@ -101,12 +107,18 @@ def test_keywords_are_the_fields_of_the_struct(keywords: Any, struct: type[msgsp
         for name in NEUTRAL_PARAMS.keys() & expected.keys():
             expected[name].add(type(None))
         expected["structured"] = {Any}  # any type that has a schema, among others
+    elif struct is CallOptions:
+        kwargs, headers = {Mapping[str, Any], type(None)}, {Mapping[str, str], type(None)}
+        expected |= {"chat_template_kwargs": kwargs, "trace_headers": headers}
     else:
         expected["scheduler"].add(type)
         for name in expected:
             if name.endswith("_bytes"):
                 expected[name].add(str)  # as people write sizes
-    assert {name: members(hint) for name, hint in get_type_hints(keywords).items()} == expected
+    own = {name: hint for name, hint in get_type_hints(keywords).items() if name in keywords.__annotations__}
+    if struct is CallOptions:
+        own = {name: hint for name, hint in own.items() if name not in SamplingKeywords.__annotations__}
+    assert {name: members(hint) for name, hint in own.items()} == expected
 
 
 @pytest.mark.nightly
@@ -136,8 +148,8 @@ def test_the_programs_of_the_pages_pass_the_type_check(tmp_path: Path, monkeypat
 
 
 def test_a_notebook_completes_all_keywords_of_a_call() -> None:
-    for call in (aioengine.Engine.generate, aioengine.Engine.stream, aioengine.LLM.chat):
-        assert {"tools", "chat_template", "max_tokens", "seed"} <= inspect.signature(call).parameters.keys()
-    assert {"max_tokens", "output_type"} <= inspect.signature(aioengine.LLM.generate).parameters.keys()
+    own = (aioengine.Engine.generate, aioengine.Engine.stream)
+    for call in (*own, aioengine.LLM.generate, aioengine.LLM.chat, aioengine.LLMEngine.add_request):
+        assert {"tools", "tenant", "max_tokens", "seed", "priority"} <= inspect.signature(call).parameters.keys()
     for made in (aioengine.Engine, aioengine.Engine.start, aioengine.LLM, aioengine.LLMEngine):
         assert {"process", "replicas", "max_model_len"} <= inspect.signature(made).parameters.keys()

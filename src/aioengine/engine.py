@@ -12,36 +12,23 @@ from types import TracebackType, UnionType
 from typing import TYPE_CHECKING, Any, Never, Self, Unpack
 
 import anyio
-import msgspec
 
 from aioengine.config import ConfigKeywords, EngineConfig, ProcessOptions, ReplicaOptions, make_config
 from aioengine.core.executor_protocol import Executor
 from aioengine.core.protocol import Backend, CoreHooks
 from aioengine.errors import ConfigError, EngineClosed, InvalidRequest
 from aioengine.executor.in_process import InProcess
-from aioengine.frontend.answer_format import AnswerOptions, template_variables
+from aioengine.frontend.call import Call, make_id
+from aioengine.frontend.call_options import CallKeywords, CallOptions, lists_keywords
 from aioengine.frontend.clients import CLIENT_MAKERS
 from aioengine.frontend.engine_control import EngineControl
 from aioengine.frontend.output_type import OutputType, retold
-from aioengine.frontend.prompt import (
-    CALL_NAMES,
-    Call,
-    CallKeywords,
-    ChatMessage,
-    Checked,
-    Prompt,
-    PromptDict,
-    check_request,
-    keep_prompt,
-    lists_keywords,
-    make_id,
-    open_prompt,
-)
+from aioengine.frontend.prompt import ChatMessage, Prompt, PromptDict
 from aioengine.frontend.runtime import Runtime
 from aioengine.frontend.stream import Stream, await_only
 from aioengine.outputs import RequestOutput, T, TypeForm
 from aioengine.processes.turns import running_loop
-from aioengine.sampling_params import NO_SEED, SamplingParams, make_params
+from aioengine.sampling_params import NO_SEED, SamplingParams, one_params
 from aioengine.validation import shorten
 
 if TYPE_CHECKING:
@@ -80,6 +67,9 @@ class Engine(EngineControl):
     Raises:
         ConfigError: a field is unknown, or its value is bad.
     """
+
+    options_type: type[CallOptions] = CallOptions
+    """The class of the options of a call; one with more fields makes requests with more attributes."""
 
     @lists_keywords(ConfigKeywords)
     def __init__(
@@ -198,6 +188,8 @@ class Engine(EngineControl):
         request_id: str | None = None,
         *,
         output_type: TypeForm[T] | UnionType | None = None,
+        sampling_params: SamplingParams | None = None,
+        priority: int = 0,
         **options: Unpack[CallKeywords],
     ) -> RequestOutput[T]:
         """Complete a prompt.
@@ -242,11 +234,12 @@ class Engine(EngineControl):
             EngineOverloaded, StepFailed, EngineDead, EngineClosed: see their docstrings.
         """
         check_asyncio()
+        params = one_params(params, sampling_params)
         wanted = OutputType(output_type) if output_type is not None else None
         if wanted is not None:
-            params = options.pop("sampling_params", None) if params is None else params
             params, options = wanted.constrain(params, options)
-        stream = self._make_stream(prompt, params, request_id, options, may_wait=True)
+        given = {**options, "request_id": make_id() if request_id is None else request_id, "priority": priority}
+        stream = self._make_stream(prompt, params, given, may_wait=True)
         try:
             async with stream:
                 output = await stream.finish()
@@ -266,6 +259,8 @@ class Engine(EngineControl):
         *,
         max_unread_tokens: int | None = None,
         stream_interval: int | None = None,
+        sampling_params: SamplingParams | None = None,
+        priority: int = 0,
         **options: Unpack[CallKeywords],
     ) -> Stream:
         """Complete a prompt and read it as it comes.
@@ -281,58 +276,26 @@ class Engine(EngineControl):
             stream_interval: tokens of a choice between two deltas, the first and the last delta aside; absent: the
                 engine's.
         """
-        more: dict[str, Any] = {"max_unread_tokens": max_unread_tokens, "stream_interval": stream_interval}
-        return self._make_stream(prompt, params, request_id, options, **more)
+        given = {
+            **options,
+            "request_id": make_id() if request_id is None else request_id,
+            "priority": priority,
+            "max_unread_tokens": max_unread_tokens,
+            "stream_interval": stream_interval,
+        }
+        return self._make_stream(prompt, one_params(params, sampling_params), given)
 
     def _make_stream(
-        self,
-        prompt: Any,
-        params: SamplingParams | None,
-        request_id: str | None,
-        given: CallKeywords,
-        *,
-        may_wait: bool = False,
-        **more: Any,
+        self, prompt: Any, params: SamplingParams | None, given: Mapping[str, Any], *, may_wait: bool = False
     ) -> Stream:
-        """See `stream`. With ``may_wait`` the check is done on entering if this turn of the loop has no time left.
-
-        Args:
-            given: the keywords.
-            more: further fields of `Call`.
-        """
-        call: dict[str, Any] = {name: value for name, value in given.items() if name in CALL_NAMES}
-        sampling = {name: value for name, value in given.items() if name not in CALL_NAMES}
-        tools, tool_choice = call.pop("tools", None), call.pop("tool_choice", None)
-        options = AnswerOptions.of(tools, tool_choice, call.pop("parallel_tool_calls", True))
-        effort, template = call.pop("reasoning_effort", None), call.pop("chat_template_kwargs", None)
-        alias = call.pop("sampling_params", None)
+        """See `stream`. With ``may_wait`` the check is done on entering if this turn of the loop has no time left."""
         runtime = self._here_or_starting()
-        prompt, call["cache_salt"] = open_prompt(prompt, call.get("cache_salt"))
-        template_variables(effort)  # refused at the call
-        name = make_id() if request_id is None else request_id
-        if isinstance(headers := call.get("trace_headers"), Mapping):
-            call["trace_headers"] = {key.lower(): value for key, value in headers.items() if isinstance(key, str)}
-        checked_call = Call(request_id=name, **call, **more)
-        seed = None
-        seeds = *(getattr(each, "seed", None) for each in (params, alias)), sampling.get("seed")
-        if self._seeds is not None and all(each in (None, NO_SEED) for each in seeds):
-            seed = self._seeds.getrandbits(56)
-
-        def check() -> Checked:
-            checked = make_params(params, runtime.sampling_defaults, sampling, alias=alias)
-            if seed is not None:
-                checked = msgspec.structs.replace(checked, seed=seed)
-            variables = template
-            if effort is not None and isinstance(template, Mapping | None):
-                text = checked_call.chat_template or (runtime.tokenizer and runtime.tokenizer.chat_template) or ""
-                variables = {**template_variables(effort, text), **(template or {})}
-            return check_request(runtime, checked_call, prompt, checked, variables, options)
-
-        is_later = runtime.is_starting or (may_wait and runtime.turns.is_busy)
-        if is_later:  # the caller may change its objects meanwhile
-            prompt = keep_prompt(prompt)
-            template = dict(template) if isinstance(template, dict) else template
-        return Stream(self, runtime, checked_call, check, is_later=is_later)
+        call = Call(self.options_type, prompt, params, given, self._seeds)
+        if runtime.is_starting or (may_wait and runtime.turns.is_busy):
+            call.keep_arguments()
+        else:
+            call.check(runtime)
+        return Stream(self, runtime, call)
 
     async def wait_started(self) -> None:
         """Wait while another task starts the engine; return at once if it runs. Cancelling stops only the wait.

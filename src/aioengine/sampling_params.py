@@ -334,20 +334,23 @@ class SamplingKeywords(TypedDict, total=False):
     include_stop_str_in_output: bool
 
 
-def make_params(
-    params: SamplingParams | None, defaults: dict[str, Any], sampling: Mapping[str, Any], *, alias: Any = None
-) -> SamplingParams:
+def one_params(params: SamplingParams | None, sampling_params: SamplingParams | None) -> SamplingParams | None:
+    """The parameters that a call was given under either name; the second is vLLM's.
+
+    Raises:
+        InvalidRequest: both were given.
+    """
+    if params is not None and sampling_params is not None:
+        raise InvalidRequest("params and sampling_params are two names of one argument: give one", param="params")
+    return sampling_params if params is None else params
+
+
+def make_params(params: SamplingParams | None, defaults: dict[str, Any], sampling: Mapping[str, Any]) -> SamplingParams:
     """The parameters of a call: ``params`` as given, or ``defaults`` (the model's) overridden by keywords.
 
-    Args:
-        alias: what was given as ``sampling_params``, vLLM's name for ``params``.
     Raises:
-        InvalidRequest: two of them were given, a keyword is unknown, or a value is bad.
+        InvalidRequest: both were given, a keyword is unknown, or a value is bad.
     """
-    if alias is not None:
-        if params is not None:
-            raise InvalidRequest("params and sampling_params are two names of one argument: give one", param="params")
-        params = alias
     if not _PLAIN_PARAMS.issuperset(sampling):
         sampling = _in_own_names(without_neutral(NEUTRAL_ARGUMENTS | NEUTRAL_PARAMS, sampling, invalid))
         check_known_fields(SamplingParams, sampling, invalid)

@@ -116,7 +116,7 @@ def test_a_script_of_vllms_runs_as_it_stands(device: Any) -> None:
     assert chatted.prompt == prompt
     with pytest.raises(InvalidRequest, match="unknown parameter 'max_tokns'"):
         llm.generate(prompt, params, max_tokns=3)
-    for name in ("request_id", "on_full", "params", "max_unread_tokens"):
+    for name in ("request_id", "params", "max_unread_tokens"):
         with pytest.raises(InvalidRequest, match=f"unknown parameter '{name}'"):
             llm.chat(CHAT, **{name: None})
     llm.close()
@@ -364,7 +364,6 @@ def test_all_ways_bring_the_same_from_the_demo_model() -> None:
     [
         ("generate", {"stream": True}, r"without asyncio `for delta in llm\.stream"),
         ("stream", {"timeout": 3}, r"without asyncio leave `for delta in llm\.stream"),
-        ("generate", {"tools": []}, r"LLM\.chat"),
         ("chat", {"stream_interval": 2}, r"give it to stream"),
         ("generate", {"tokenization_kwargs": {"a": 1}}, "get_tokenizer"),
         ("stream", {"tokenization_kwargs": {"a": 1}}, "get_tokenizer"),

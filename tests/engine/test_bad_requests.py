@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from aioengine import InvalidRequest, PromptTooLong, SamplingParams
-from aioengine.frontend.prompt import prepare
+from aioengine.frontend.call import Call
 from aioengine.validation import shorten
 
 IDS = [5, 6, 7]
@@ -194,7 +194,8 @@ async def test_thirty_megabytes_are_refused_in_a_thread_and_never_tokenized(
     def encode(*_: Any, **__: Any) -> list[int]:
         raise AssertionError("tokenized")
 
-    monkeypatch.setattr("aioengine.frontend.stream.prepare", prepare_and_note)
+    prepare = Call.prepare
+    monkeypatch.setattr(Call, "prepare", prepare_and_note)
     async with serve() as served:
         monkeypatch.setattr(served.tokenizer, "encode", encode)
         with pytest.raises(PromptTooLong):
@@ -269,7 +270,7 @@ async def test_numpys_integers_are_as_good_as_pythons(serve: Any) -> None:
             max_unread_tokens=np.int32(2),
             stream_interval=np.uint8(2),
         ) as stream:
-            call = stream._call
+            call = stream._call.options
             assert [type(value) for value in (call.priority, call.max_unread_tokens, call.stream_interval)] == [int] * 3
             assert sum([len(delta.token_ids) async for delta in stream]) == 4
         for bad in (np.int64(0), np.float64(3), np.bool_(True)):

@@ -495,7 +495,7 @@ async def test_an_effort_is_one_of_those_that_there_are() -> None:
             asked: Any = {**CHAT, "stream": is_streamed, "extra_body": {"reasoning_effort": "much"}}
             error = await refused(client.chat.completions.create(**asked))
             assert error.param == "reasoning_effort"
-            assert "none, minimal, low, medium, high, xhigh, max" in error.message
+            assert "choose one of 'high', 'low', 'max', 'medium', 'minimal', 'none', 'xhigh'" in error.message
 
 
 async def test_reasoning_comes_before_an_answer_with_a_schema_and_before_calls() -> None:

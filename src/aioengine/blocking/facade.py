@@ -17,8 +17,8 @@ from aioengine.core.control import PauseMode, SleepLevel
 from aioengine.core.health import Health
 from aioengine.engine import Engine, EngineKeywords
 from aioengine.errors import EngineDead
+from aioengine.frontend.call_options import lists_keywords
 from aioengine.frontend.engine_control import NotCopied
-from aioengine.frontend.prompt import lists_keywords
 from aioengine.metrics import EngineStats
 from aioengine.text.tokenizer import Tokenizer
 from aioengine.vllm_names import NotYet

@@ -17,8 +17,8 @@ from aioengine.blocking.facade import Facade
 from aioengine.blocking.loop_thread import LoopThread
 from aioengine.engine import Engine
 from aioengine.errors import OutputNotParsed
+from aioengine.frontend.call_options import CallKeywords, lists_keywords
 from aioengine.frontend.clients import CLIENT_MAKERS
-from aioengine.frontend.prompt import CHAT_NAMES, ChatKeywords, lists_keywords
 from aioengine.frontend.stream import Stream
 from aioengine.outputs import CompletionDelta, RequestOutput, T, TypeForm
 from aioengine.sampling_params import SamplingKeywords, SamplingParams, make_params
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 REFRESH_INTERVAL_S = 0.2
 """Time between two updates of the progress bar; an eye follows no faster ones."""
+
+FOR_ALL_PROMPTS = CallKeywords.__annotations__.keys() - SamplingKeywords.__annotations__.keys() | {"output_type"}
+"""Options of `Engine.generate` that calls of `LLM` take, too."""
 
 Params = SamplingParams | Sequence[SamplingParams | None] | None
 
@@ -44,7 +47,7 @@ class LLM(Facade):
         super()._open(start)
         self._request_numbers = itertools.count()
 
-    @lists_keywords(SamplingKeywords)
+    @lists_keywords(CallKeywords)
     def generate(
         self,
         prompts: Any,
@@ -53,10 +56,8 @@ class LLM(Facade):
         use_tqdm: bool = True,
         show_progress: bool | None = None,
         priority: int | Sequence[int] | None = None,
-        cache_salt: str | None = None,
         output_type: TypeForm[T] | UnionType | None = None,
-        tenant: str | None = None,
-        **sampling: Unpack[SamplingKeywords],
+        **options: Unpack[CallKeywords],
     ) -> list[RequestOutput[T]]:
         """Complete prompts, and wait for all of them.
 
@@ -72,9 +73,8 @@ class LLM(Facade):
             show_progress: True shows a bar even if stderr is no terminal; absent: ``use_tqdm`` decides, and a bar needs
                 a terminal and the main thread.
             priority: one for all prompts, or a list with one for each; smaller goes first.
-            cache_salt: share cached prefixes only with requests of the same salt.
             output_type: as in `Engine.generate`, for all prompts.
-            tenant: as in `Engine.generate`.
+            options: the other options of `Engine.generate`, for all prompts, and the fields of ``sampling_params``.
         Returns:
             an output for each prompt, in their order.
         Raises:
@@ -84,12 +84,10 @@ class LLM(Facade):
             StepFailed, EngineDead: see there.
             RuntimeError: the engine sleeps.
         """
-        make_params(None, {}, sampling)  # Engine.generate has arguments that are not for this method
-        call = {"cache_salt": cache_salt, "tenant": tenant, "output_type": output_type, **sampling}
-        is_shown = _is_shown(use_tqdm, show_progress)
+        call, is_shown = {**options, "output_type": output_type}, _is_shown(use_tqdm, show_progress)
         return self._complete(_list_prompts(prompts), sampling_params, priority, call, is_shown=is_shown)
 
-    @lists_keywords(ChatKeywords)
+    @lists_keywords(CallKeywords)
     def chat(
         self,
         messages: Any,
@@ -101,18 +99,15 @@ class LLM(Facade):
         add_generation_prompt: bool | None = None,
         continue_final_message: bool | str | None = None,
         output_type: TypeForm[T] | UnionType | None = None,
-        **options: Unpack[ChatKeywords],
+        **options: Unpack[CallKeywords],
     ) -> list[RequestOutput[T]]:
         """Answer conversations, by the model's chat template; as `generate`.
 
         Args:
             messages: a conversation, a list of ``{"role": ..., "content": ...}``; or a list of conversations.
             add_generation_prompt, continue_final_message: shorthands for these two ``chat_template_kwargs``.
-            chat_template_kwargs: variables for the template, such as ``enable_thinking``; as in `Engine.generate`.
-            chat_template: as in `Engine.generate`.
-            tools, tool_choice, parallel_tool_calls, reasoning_effort, output_type: as in `Engine.generate`, for all.
+            output_type, options: as in `generate`; ``tools``, ``reasoning_effort`` and so on are described there.
         """
-        make_params(None, {}, {name: value for name, value in options.items() if name not in CHAT_NAMES})
         named = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         named = {name: value for name, value in named.items() if value is not None}
         if named and isinstance(variables := options.get("chat_template_kwargs"), Mapping | None):
@@ -150,6 +145,8 @@ class LLM(Facade):
         *,
         is_shown: bool,
     ) -> list[RequestOutput]:
+        # Engine.generate has arguments that are not for these methods.
+        make_params(None, {}, {name: value for name, value in call.items() if name not in FOR_ALL_PROMPTS})
         num_prompts = len(prompts)
         all_params = _for_each("sampling_params", sampling_params, num_prompts)
         priorities = _for_each("priority", 0 if priority is None else priority, num_prompts)

@@ -14,11 +14,10 @@ import msgspec
 from aioengine.blocking.facade import Facade
 from aioengine.engine import Engine, EngineKeywords, Stream
 from aioengine.errors import AioEngineError, ConfigError, EngineClosed, EngineDead, EngineOverloaded, InvalidRequest
-from aioengine.frontend.prompt import lists_keywords
+from aioengine.frontend.call_options import CallKeywords, lists_keywords
 from aioengine.outputs import RequestOutput
 from aioengine.sampling_params import SamplingParams
 from aioengine.validation import invalid, shorten
-from aioengine.vllm_names import NEUTRAL_ARGUMENTS, without_neutral
 
 
 class LLMEngine(Facade):
@@ -88,6 +87,7 @@ class LLMEngine(Facade):
 
     # Requests
 
+    @lists_keywords(CallKeywords)
     def add_request(
         self,
         request_id: str,
@@ -96,11 +96,7 @@ class LLMEngine(Facade):
         arrival_time: float | None = None,
         *,
         priority: int = 0,
-        cache_salt: str | None = None,
-        tenant: str | None = None,
-        session: str | None = None,
-        trace_headers: Mapping[str, str] | None = None,
-        **neutral: Any,
+        **options: Unpack[CallKeywords],
     ) -> str:
         """Queue a request, without a bound: requests beyond the engine's capacity wait, by priority, then age.
 
@@ -109,8 +105,7 @@ class LLMEngine(Facade):
             prompt: text, token ids, chat messages, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.
             params: how to sample; absent: by the model's generation config.
             arrival_time: the start of the request's latencies, in Unix seconds; absent: now.
-            priority, cache_salt, tenant, session, trace_headers: as in `Engine.generate`.
-            neutral: other arguments of vLLM's, at values that have no effect.
+            priority, options: as in `Engine.generate`, whose fields of ``params`` it takes as keywords, too.
         Returns:
             the request's id.
         Raises:
@@ -124,21 +119,10 @@ class LLMEngine(Facade):
         if arrival_time is not None and not (is_number and math.isfinite(arrival_time)):
             told = f"arrival_time={shorten(arrival_time)}: a number of Unix seconds is needed"
             raise InvalidRequest(told, param="arrival_time")
-        for name in without_neutral(NEUTRAL_ARGUMENTS, neutral, invalid):
-            raise invalid(name, f"unknown argument {shorten(name)} of add_request; give sampling parameters in params")
 
         async def add(engine: Engine) -> None:
             self._requests.check_new(request_id)
-            stream = engine.stream(
-                prompt,
-                params,
-                request_id=request_id,
-                priority=priority,
-                cache_salt=cache_salt,
-                tenant=tenant,
-                session=session,
-                trace_headers=trace_headers,
-            )
+            stream = engine.stream(prompt, params, request_id, priority=priority, **options)
             stream.arrival_time = arrival_time
             await self._requests.add(stream)
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from aioengine.errors import InvalidRequest, OutputNotParsed
-from aioengine.frontend.prompt import CallKeywords
+from aioengine.frontend.call_options import CallKeywords
 from aioengine.outputs import CompletionOutput, RequestOutput
 from aioengine.sampling_params import SamplingParams
 from aioengine.schemas.type_schema import TypeSchema, describe, is_type, no_schema

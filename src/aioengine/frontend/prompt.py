@@ -1,48 +1,28 @@
-"""A caller's arguments, checked at the call and turned into a sequence: no bad value goes any further."""
+"""Prompts: the forms in which callers give them, checked and copied, and their way to text and token ids."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
-import os
 from collections import abc
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, NamedTuple, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 
-from aioengine.config import MAX_TEMPLATE_CHARS
-from aioengine.core.protocol import check_limits
 from aioengine.errors import PromptTooLong
-from aioengine.frontend.admission import OnFull
-from aioengine.frontend.answer_format import PLAIN, AnswerOptions, AnswerPlan, ReasoningEffort, with_constraint
+from aioengine.frontend.call_options import CallOptions
 from aioengine.frontend.runtime import Runtime
-from aioengine.sampling_params import SamplingKeywords, SamplingParams
-from aioengine.scheduler.plan import int32
-from aioengine.scheduler.policy import Incoming
-from aioengine.scheduler.sequence import (
-    MAX_ID_CHARS,
-    MAX_PRIORITY,
-    MAX_SALT_CHARS,
-    MAX_SESSION_CHARS,
-    MAX_TENANT_CHARS,
-    MAX_TRACEPARENT_CHARS,
-    MAX_TRACESTATE_CHARS,
-    Request,
-    Sequence,
-    make_choices,
-)
+from aioengine.sampling_params import SamplingParams
 from aioengine.text.chat_input import (
     REASONING_FIELDS,
     content_chars,
     copy_messages,
     open_messages,
-    take_template_kwargs,
 )
-from aioengine.validation import check_fields, invalid, is_utf8, shorten, typed
+from aioengine.validation import invalid, shorten, typed
 
 
 class MessageObject(Protocol):
@@ -70,106 +50,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 MAX_NORMALIZED_CHARS = 4
 """Most characters that a normalizer merges into one: no composition of Unicode takes more."""
-
-
-class ChatKeywords(SamplingKeywords, total=False):
-    """The keywords that `LLM.chat` and `Engine.generate` share; the docstring of the second describes them."""
-
-    cache_salt: str | None
-    tenant: str | None
-    chat_template_kwargs: Mapping[str, Any] | None
-    chat_template: str | None
-    tools: Any
-    tool_choice: Any
-    parallel_tool_calls: bool
-    reasoning_effort: ReasoningEffort | None
-
-
-class CallKeywords(ChatKeywords, total=False):
-    """The keywords that `Engine.generate` and `Engine.stream` share."""
-
-    sampling_params: SamplingParams | None
-    priority: int
-    session: str | None
-    trace_headers: Mapping[str, str] | None
-    on_full: OnFull
-    add_special_tokens: bool | None
-
-
-def lists_keywords(keywords: Any) -> Callable[[F], F]:
-    """A decorator that adds the keywords of ``**options`` to `inspect.signature`, and so to a notebook's completion.
-
-    Args:
-        keywords: the TypedDict of ``**options``.
-    """
-    listed = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=..., annotation=kind)
-        for name, kind in keywords.__annotations__.items()
-    ]
-
-    def decorate(function: F) -> F:
-        signature = inspect.signature(function)
-        *named, _ = signature.parameters.values()
-        vars(function)["__signature__"] = signature.replace(parameters=[*named, *listed])
-        return function
-
-    return decorate
-
-
-CHAT_NAMES = ChatKeywords.__annotations__.keys() - SamplingKeywords.__annotations__.keys()
-CALL_NAMES = CallKeywords.__annotations__.keys() - SamplingKeywords.__annotations__.keys()
-
-
-class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """The arguments of `Engine.stream` that are checked without a model; numpy's integers are accepted.
-
-    Raises:
-        InvalidRequest: an argument is bad, which the error names.
-    """
-
-    request_id: Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
-    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
-    on_full: OnFull = "wait"
-    tenant: Annotated[str, Meta(min_length=1, max_length=MAX_TENANT_CHARS)] | None = None
-    trace_headers: dict[str, str] | None = None
-    """Names in lower case."""
-    max_unread_tokens: Annotated[int, Meta(ge=1)] | None = None
-    stream_interval: Annotated[int, Meta(ge=1)] | None = None
-    chat_template: Annotated[str, Meta(min_length=1, max_length=MAX_TEMPLATE_CHARS)] | None = None
-    add_special_tokens: bool | None = None
-    session: Annotated[str, Meta(min_length=1, max_length=MAX_SESSION_CHARS)] | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self, invalid)
-        for name in ("request_id", "cache_salt", "chat_template", "tenant", "session"):
-            if not is_utf8(getattr(self, name) or ""):
-                raise invalid(name, f"{name} has a lone surrogate, which has no UTF-8 form; remove it")
-
-
-class Checked(NamedTuple):
-    """A call's other arguments, checked against the model."""
-
-    prompt: Prompt
-    params: SamplingParams
-    template_kwargs: dict[str, Any]
-    options: AnswerOptions
-
-
-class Prepared(NamedTuple):
-    """A request on its way to the core.
-
-    Attributes:
-        text: the text that was tokenized; None for token ids.
-        plan: how the answer is read and constrained.
-    """
-
-    text: str | None
-    sequence: Sequence
-    plan: AnswerPlan
-
-
-# At the call
 
 
 def open_prompt(prompt: Any, cache_salt: str | None) -> tuple[Any, str | None]:
@@ -201,37 +81,19 @@ def open_prompt(prompt: Any, cache_salt: str | None) -> tuple[Any, str | None]:
     raise invalid("prompt", "a prompt dict needs a prompt (text) or prompt_token_ids (a list of ints)")
 
 
-def check_request(
-    runtime: Runtime, call: Call, prompt: Any, params: SamplingParams, template_kwargs: Any, options: AnswerOptions
-) -> Checked:
-    """Check a request against the engine's limits, the model's vocabulary and its tokenizer.
-
-    The prompt and the template's variables are copied: the caller may change its own while the request waits.
+def take_prompt(runtime: Runtime, prompt: Any, params: SamplingParams) -> Prompt:
+    """A prompt as a text, a list of token ids or a list of messages, copied: the caller may change its own later.
 
     Raises:
-        InvalidRequest, PromptTooLong: a value, which the error names, does not fit; or this model cannot take the
-            prompt.
+        InvalidRequest, PromptTooLong: it is none of these, or nothing for this model.
     """
-    check_limits(params, runtime.config, runtime.info.vocab_size, runtime.core.eos_token_ids)
-    for name in ("stop", "bad_words"):
-        if getattr(params, name) and runtime.tokenizer is None:
-            raise invalid(name, f"{name} needs a tokenizer, and this model has none")
-    taken = _take_prompt(runtime, prompt, params)
-    is_chat = _is_chat(taken)
-    if call.chat_template is not None and not is_chat:
-        raise invalid("chat_template", "chat_template is for the messages of a chat, and this prompt is none")
-    runtime.answer_formats.check(options, params, is_chat=is_chat)
-    return Checked(taken, params, take_template_kwargs(template_kwargs, is_chat=is_chat), options)
-
-
-def _take_prompt(runtime: Runtime, prompt: Any, params: SamplingParams) -> Prompt:
     max_ids = runtime.info.max_model_len - 1
     prompt = _as_list(prompt, max_ids, params.num_prompt_tokens(runtime.info.max_model_len))
     if not isinstance(prompt, str | list):
         raise invalid("prompt", f"prompt is {typed(prompt)}; give a str, a list of token ids, or a list of messages")
     if not prompt:
         raise invalid("prompt", "the prompt is empty; give at least one character, token id or message")
-    if isinstance(prompt, list) and not _is_chat(prompt):
+    if isinstance(prompt, list) and not is_chat(prompt):
         return _check_ids(prompt, max_ids, runtime.info.vocab_size)
     runtime.require_tokenizer()
     taken: Prompt = prompt if isinstance(prompt, str) else copy_messages(prompt)
@@ -249,85 +111,17 @@ def keep_prompt(prompt: Any) -> Any:
         return prompt
 
 
-def operation_of(prompt: Prompt) -> str:
-    """The prompt's operation, as gen_ai's semantic conventions name it."""
-    return "chat" if _is_chat(prompt) else "text_completion"
-
-
-def make_id() -> str:
-    return f"req-{os.urandom(8).hex()}"
-
-
-def num_chars(prompt: Prompt, params: SamplingParams) -> int | None:
-    """Number of characters to tokenize; None for chats, whose templates are programs that may take long over little."""
-    if _is_chat(prompt):
-        return None
-    return len(prompt) + 2 * sum(len(word) for word in params.bad_words)  # each word is encoded in two forms
-
-
-def incoming_of(call: Call, checked: Checked) -> Incoming:
-    """The properties by which the policy orders a request before it is tokenized."""
-    return Incoming(
-        request_id=call.request_id,
-        tenant=call.tenant or "",
-        priority=call.priority,
-        cache_salt=call.cache_salt or "",
-        num_prompt_tokens=_guess_num_tokens(checked.prompt),
-        params=checked.params,
-    )
-
-
-def _guess_num_tokens(prompt: Prompt) -> int:
+def guess_num_tokens(prompt: Prompt) -> int:
+    """About how many tokens a prompt has, without a tokenizer."""
     if isinstance(prompt, str):
         return 1 + len(prompt) // CHARS_A_TOKEN
-    if not _is_chat(prompt):
+    if not is_chat(prompt):
         return len(prompt)
     contents = (message.get("content") for message in prompt if isinstance(message, dict))
     return 1 + sum(map(content_chars, contents)) // CHARS_A_TOKEN
 
 
-# On the way to the core
-
-
-def prepare(runtime: Runtime, call: Call, checked: Checked) -> Prepared:
-    """Turn a prompt into a sequence; pure and thread-safe, so that long prompts are prepared off the loop."""
-    text, ids = _tokenize(runtime, call, checked)
-    plan = PLAIN
-    if text is not None and _is_chat(checked.prompt):
-        continued = _continued(checked.prompt[-1], checked.template_kwargs.get("continue_final_message"))
-        plan = runtime.answer_formats.plan(checked.options, checked.params, text, continued)
-    params = with_constraint(checked.params, plan)
-    limit = runtime.info.max_model_len - 1  # room for one output token
-    if len(ids) > limit:
-        raise PromptTooLong(len(ids), limit)
-    token_ids = np.array(ids, dtype=np.int32)
-    token_ids.flags.writeable = False
-    room = limit + 1 - len(ids)
-    request = Request(
-        request_id=call.request_id,
-        prompt_token_ids=token_ids,
-        params=params,
-        seed=int.from_bytes(os.urandom(7)) if params.seed is None else params.seed,
-        max_total_tokens=len(ids) + (room if params.max_tokens is None else min(params.max_tokens, room)),
-        bad_words=runtime.require_tokenizer().encode_bad_words(params.bad_words) if params.bad_words else (),
-        priority=call.priority,
-        cache_salt=call.cache_salt or "",
-        thinking=plan.thinking,
-        tenant=call.tenant or "",
-        traceparent=_header_of(call, "traceparent", MAX_TRACEPARENT_CHARS),
-        tracestate=_header_of(call, "tracestate", MAX_TRACESTATE_CHARS),
-        session=call.session or "",
-    )
-    return Prepared(text, runtime.core.make_sequence(request), plan)
-
-
-def _header_of(call: Call, name: str, max_chars: int) -> str:
-    """A header of the caller's span; empty if there is none, or one that is too long for a span's."""
-    header = (call.trace_headers or {}).get(name, "")
-    return header if len(header) <= max_chars else ""
-
-
-def _continued(message: Any, field: bool | str | None) -> str | None:
+def continued_text(message: Any, field: bool | str | None) -> str | None:
     """The text that an answer continues: a message's content, or its field of this name; None: the answer is new."""
     if not field:
         return None
@@ -335,41 +129,33 @@ def _continued(message: Any, field: bool | str | None) -> str | None:
     return next((message[name] for name in names if isinstance(message.get(name), str)), None)
 
 
-def unprepared(call: Call, checked: Checked) -> tuple[str | None, Sequence]:
-    """Make the sequence of a request that was aborted before `prepare`: nothing is computed, not even its token ids."""
-    ids = checked.prompt if isinstance(checked.prompt, list) and not _is_chat(checked.prompt) else []
-    request = Request(
-        request_id=call.request_id,
-        prompt_token_ids=int32(ids),
-        params=checked.params,
-        seed=0,
-        max_total_tokens=len(ids) + 1,
-    )
-    text = checked.prompt if isinstance(checked.prompt, str) else None
-    return text, make_choices(request)
+def tokenize_prompt(
+    runtime: Runtime, prompt: Prompt, params: SamplingParams, options: CallOptions, variables: dict[str, Any]
+) -> tuple[str | None, list[int]]:
+    """The text of a prompt, rendered if it is a chat, and its token ids; for token ids there is no text.
 
-
-def _tokenize(runtime: Runtime, call: Call, checked: Checked) -> tuple[str | None, list[int]]:
-    prompt, variables = checked.prompt, checked.template_kwargs
-    if checked.options.told:
-        variables = {**variables, "tools": list(checked.options.told)}
-    limit = runtime.info.max_model_len - 1
+    Args:
+        variables: for the chat template, with the tools.
+    Raises:
+        InvalidRequest, PromptTooLong: it has no tokens, or more than the model takes.
+    """
     if isinstance(prompt, list) and not isinstance(prompt[0], dict):
         return None, prompt  # checked at the call
+    limit = runtime.info.max_model_len - 1
     tokenizer = runtime.require_tokenizer()
     if isinstance(prompt, str):
         text = prompt
     else:
-        text = tokenizer.render_chat(prompt, chat_template=call.chat_template, **variables)
-    num_kept = checked.params.num_prompt_tokens(runtime.info.max_model_len)
+        text = tokenizer.render_chat(prompt, chat_template=options.chat_template, **variables)
+    num_kept = params.num_prompt_tokens(runtime.info.max_model_len)
     if runtime.longest_token_chars is not None and num_kept is None:
         at_least = len(text) // (MAX_NORMALIZED_CHARS * runtime.longest_token_chars)
         if at_least > limit:  # megabytes that cannot fit are refused before they are tokenized
             raise PromptTooLong(at_least, limit, is_lower_bound=True)
     if isinstance(prompt, str):
-        ids = tokenizer.encode(text, add_special_tokens=call.add_special_tokens is not False)
+        ids = tokenizer.encode(text, add_special_tokens=options.add_special_tokens is not False)
     else:
-        ids = tokenizer.encode_chat(text, add_special_tokens=call.add_special_tokens)
+        ids = tokenizer.encode_chat(text, add_special_tokens=options.add_special_tokens)
     if num_kept is not None:
         ids = ids[-num_kept:]
     if not ids:
@@ -377,7 +163,8 @@ def _tokenize(runtime: Runtime, call: Call, checked: Checked) -> tuple[str | Non
     return text, _check_ids(ids, limit, runtime.info.vocab_size)
 
 
-def _is_chat(prompt: Prompt) -> bool:
+def is_chat(prompt: Prompt) -> bool:
+    """Whether a prompt that was taken is a list of messages."""
     return isinstance(prompt, list) and isinstance(prompt[0], dict)
 
 

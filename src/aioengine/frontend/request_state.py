@@ -350,9 +350,7 @@ class RequestState:
             end, self._end_span = self._end_span, None
             end(error)
 
-    def begin(
-        self, text: str | None, sequence: Sequence, tokenizer: Tokenizer | None, plan: AnswerPlan = PLAIN
-    ) -> None:
+    def begin(self, text: str | None, sequence: Sequence, plan: AnswerPlan, tokenizer: Tokenizer | None) -> None:
         """Hand its sequence, and those of its other choices, to the core, and follow them.
 
         Args:

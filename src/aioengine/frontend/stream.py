@@ -10,12 +10,10 @@ from collections.abc import Callable, Coroutine, Generator
 from types import CoroutineType, TracebackType
 from typing import Any, NoReturn, ParamSpec, Self, TypeVar
 
-import msgspec
-
 from aioengine.core.listener import UNLIMITED
 from aioengine.frontend.admission import OnFull
+from aioengine.frontend.call import Call
 from aioengine.frontend.engine_control import NotCopied
-from aioengine.frontend.prompt import Call, Checked, incoming_of, num_chars, operation_of, prepare, unprepared
 from aioengine.frontend.request_state import RequestState
 from aioengine.frontend.runtime import Runtime
 from aioengine.outputs import CompletionDelta, RequestOutput
@@ -33,19 +31,13 @@ class Stream(NotCopied):
         arrival_time: the start of its latencies, in Unix seconds; set it before entering. None: the time of entering.
     """
 
-    def __init__(
-        self, engine: object, runtime: Runtime, call: Call, check: Callable[[], Checked], *, is_later: bool = False
-    ) -> None:
-        """``check`` is called now; with ``is_later`` on entering, once the engine has started and a turn has time."""
-        self.request_id = call.request_id
+    def __init__(self, engine: object, runtime: Runtime, call: Call) -> None:
+        """A ``call`` that is not checked yet is checked on entering, once the engine has started."""
+        self.request_id = call.options.request_id
         self._engine = engine  # keeps the engine alive while its stream is read
         self._runtime = runtime
         self._call = call
-        self._check: Callable[[], Checked] | None = check
-        self._asked: Checked | None = None
-        if not is_later:
-            self._ask()
-        self._state = RequestState(call.request_id)
+        self._state = RequestState(self.request_id)
         self.arrival_time: float | None = None
         self._is_entered = False
         self._is_exhausted = False
@@ -56,15 +48,10 @@ class Stream(NotCopied):
         return self._checked.params
 
     @property
-    def _checked(self) -> Checked:
-        if self._asked is None:
+    def _checked(self) -> Call:
+        if not self._call.is_checked:
             raise RuntimeError("the engine was still starting: enter the stream first, which waits for it")
-        return self._asked
-
-    def _ask(self) -> None:
-        """Check the arguments, once, and drop the caller's objects."""
-        if self._check is not None:
-            self._asked, self._check = self._check(), None
+        return self._call
 
     async def __aenter__(self) -> Self:
         if self._is_entered:
@@ -89,28 +76,26 @@ class Stream(NotCopied):
     async def _begin(self) -> None:
         """Acquire capacity, prepare the prompt, hand it to the core. Nothing is awaited once the core has it."""
         runtime, call, state = self._runtime, self._call, self._state
-        if self._asked is None:
-            await runtime.wait_started(call.on_full)
+        options = call.options
+        if not call.is_checked:
+            await runtime.wait_started(options.on_full)
             await runtime.turns.take()
             runtime.core.check_accepting()  # an engine that has ended would leave it in the queue for ever
-            self._ask()
-        asked = self._checked
+            call.check(runtime)
         state.arrive(runtime.core, self.arrival_time)
-        state.stream_interval = call.stream_interval or runtime.config.stream_interval
-        state.max_unread = call.max_unread_tokens or UNLIMITED
-        inside = state.begin_span(operation_of(asked.prompt), asked.params, call.trace_headers)
-        if inside or call.trace_headers:
-            call = msgspec.structs.replace(call, trace_headers=inside)
-        num_acquired = await runtime.admission.acquire(state, call.on_full, incoming_of(call, asked))
+        state.stream_interval = options.stream_interval or runtime.config.stream_interval
+        state.max_unread = options.max_unread_tokens or UNLIMITED
+        inside = state.begin_span(call.operation, call.params, options.trace_headers)
+        num_acquired = await runtime.admission.acquire(state, options.on_full, call.incoming)
         try:
             if num_acquired:
                 runtime.core.check_accepting()
-                size = num_chars(asked.prompt, asked.params)
-                prepared = await runtime.worker_for(size).run(prepare, size, runtime, call, asked)
-                state.begin(prepared.text, prepared.sequence, runtime.tokenizer, prepared.plan)
+                size = call.num_chars
+                prepared = await runtime.worker_for(size).run(call.prepare, size, runtime, inside)
+                state.begin(*prepared, runtime.tokenizer)
             else:
                 await runtime.turns.take()
-                state.end_unbegun(*unprepared(call, asked))
+                state.end_unbegun(*call.unprepared())
         finally:
             runtime.admission.release(state, num_acquired)
 
@@ -209,8 +194,8 @@ class Stream(NotCopied):
             num_sequences: of this request and others that are made with it; absent: of this request alone.
         """
         params = self.params
-        incoming = incoming_of(self._call, self._checked)
-        self._runtime.admission.check(params.num_sequences if num_sequences is None else num_sequences, incoming)
+        asked = params.num_sequences if num_sequences is None else num_sequences
+        self._runtime.admission.check(asked, self._call.incoming)
         self._runtime.core.check_accepting()
 
     def again(self, on_full: OnFull) -> Stream:
@@ -218,8 +203,7 @@ class Stream(NotCopied):
 
         The prompt is the original one; nothing is checked twice.
         """
-        call = msgspec.structs.replace(self._call, on_full=on_full)
-        return Stream(self._engine, self._runtime, call, lambda: self._checked)
+        return Stream(self._engine, self._runtime, self._checked.again(on_full))
 
     @property
     def result(self) -> RequestOutput:

@@ -15,7 +15,7 @@ import msgspec
 
 from aioengine.errors import ConfigError, InternalError, describe
 from aioengine.sampling_params import SamplingParams
-from aioengine.scheduler.sequence import Request
+from aioengine.scheduler.sequence import Request, common_fields
 from aioengine.scheduler.waiting_queue import TenantQueues, WaitingQueue
 from aioengine.validation import load_by_path, shorten
 
@@ -35,22 +35,15 @@ class Incoming(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """
 
     request_id: str
-    tenant: str
-    priority: int
-    cache_salt: str
     num_prompt_tokens: int
     params: SamplingParams
+    tenant: str = ""
+    priority: int = 0
+    cache_salt: str = ""
 
     @classmethod
     def of(cls, request: Request) -> Incoming:
-        return cls(
-            request_id=request.request_id,
-            tenant=request.tenant,
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-            num_prompt_tokens=len(request.prompt_token_ids),
-            params=request.params,
-        )
+        return cls(**common_fields(request, cls), num_prompt_tokens=len(request.prompt_token_ids))
 
 
 class Policy:

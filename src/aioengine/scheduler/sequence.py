@@ -7,6 +7,7 @@ object holds the rest, and the lengths while it has none.
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -77,6 +78,17 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
     def has_grammar(self) -> bool:
         """Whether a grammar is to be compiled before it can run."""
         return self.params.structured is not None or (self.thinking is not None and self.thinking.max_tokens >= 0)
+
+
+def common_fields(source: msgspec.Struct, kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """The fields of a struct that another kind has by the same names, without those that are None."""
+    names = _common_names(type(source), kind)
+    return {name: value for name in names if (value := getattr(source, name)) is not None}
+
+
+@functools.cache
+def _common_names(kind: type[msgspec.Struct], other: type[msgspec.Struct]) -> tuple[str, ...]:
+    return tuple(name for name in kind.__struct_fields__ if name in other.__struct_fields__)
 
 
 class Reason(enum.IntFlag):

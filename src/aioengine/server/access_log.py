@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal, Self, TextIO
 
 from aioengine.errors import EngineClosed, EngineDead
-from aioengine.frontend.prompt import make_id
+from aioengine.frontend.call import make_id
 from aioengine.server.record import RequestRecord
 
 LOGGER_NAME = "aioengine.server"

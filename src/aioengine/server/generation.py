@@ -16,6 +16,7 @@ import anyio
 from aioengine.engine import Engine, Stream
 from aioengine.errors import AioEngineError, EngineClosed, InvalidRequest
 from aioengine.frontend.answer_format import AnswerOptions, template_variables
+from aioengine.frontend.call_options import CallOptions
 from aioengine.outputs import CompletionDelta, CompletionOutput, RequestOutput
 from aioengine.processes.turns import turns_here
 from aioengine.scheduler.sequence import MAX_SESSION_CHARS
@@ -35,6 +36,7 @@ from aioengine.server.stored_responses import ONE_SERVER, OwnedId, RunningRespon
 from aioengine.server.stream_group import StreamGroup
 from aioengine.server.token_logprobs import split_delta
 from aioengine.tool_calls.calls import forces_call
+from aioengine.validation import check_field, invalid
 
 logger = logging.getLogger("aioengine.server")
 
@@ -104,7 +106,8 @@ class GenerationCall:
                 variables = request.chat_template_kwargs
             options = self._answer_options(request, self._tools(request), variables)
             asked = AnswerOptions.of(options["tools"], options["tool_choice"], None)
-            told = {**template_variables(options["reasoning_effort"]), **(variables or {})}
+            effort = check_field(CallOptions, "reasoning_effort", options["reasoning_effort"], invalid)
+            told = {**template_variables(effort), **(variables or {})}
             token_ids = await run_while_connected(
                 self._exchange,
                 lambda _: self._engine.tokenize(
@@ -357,26 +360,22 @@ class GenerationCall:
 
     async def _streams(self, request: Generation, prompts: list[Any], **options: Any) -> list[Stream]:
         """The engine's streams for the prompts, checked and not entered; other requests have turns between prompts."""
-        record, sampling = self._record, request.sampling()
+        record = self._record
+        given = {
+            "request_id": record.request_id,
+            **request.options(),
+            "tenant": self._tenant(request),
+            "session": self._session(request),
+            "trace_headers": record.trace_headers or None,
+            "max_unread_tokens": self._config.max_unread_tokens if request.stream else None,
+            **options,
+            **request.sampling(),
+        }
         streams: list[Stream] = []
         for prompt in prompts:
             if streams:
                 await turns_here().take()
-            stream = self._engine.stream(
-                prompt,
-                request_id=record.request_id if request.request_id is None else request.request_id,
-                priority=request.priority or 0,
-                cache_salt=request.cache_salt,
-                add_special_tokens=request.add_special_tokens,
-                tenant=self._tenant(request),
-                session=self._session(request),
-                trace_headers=record.trace_headers or None,
-                on_full="raise",
-                max_unread_tokens=self._config.max_unread_tokens if request.stream else None,
-                **options,
-                **sampling,
-            )
-            streams.append(stream)
+            streams.append(self._engine.stream(prompt, on_full="raise", **given))
         params = streams[0].params
         streams[0].check_accepting(sum(stream.params.num_sequences for stream in streams))
         record.n, record.max_tokens = params.n, params.max_tokens

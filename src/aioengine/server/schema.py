@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
+from aioengine.frontend.call_options import CallOptions
 from aioengine.sampling_params import ROW_PARAMS, SamplingParams
 from aioengine.server.errors import ApiError, invalid_value
 from aioengine.structured.constraints import Constraint, Json, from_vllm, read_structural_tag
@@ -141,6 +142,10 @@ class Generation(RowFields, kw_only=True):
         options = self.stream_options or StreamOptions()
         return bool(options.continuous_usage_stats) and options.include_usage is not False
 
+    def options(self) -> dict[str, Any]:
+        """The fields that were given, as options of `Engine.stream`."""
+        return {name: value for name in CALL_FIELDS if (value := getattr(self, name)) is not None}
+
     def sampling(self) -> dict[str, Any]:
         """The fields that were given, as keywords of `SamplingParams`."""
         names = (*SAMPLING_FIELDS, "thinking_token_budget")
@@ -223,7 +228,8 @@ def read_response_format(given: dict[str, Any] | None) -> Constraint | None:
 
 
 SAMPLING_FIELDS = tuple(name for name in Generation.__struct_fields__ if name in SamplingParams.__struct_fields__)
-"""Fields that the engine knows by the same name."""
+CALL_FIELDS = tuple(name for name in Generation.__struct_fields__ if name in CallOptions.__struct_fields__)
+"""Fields that the engine knows by the same names: of sampling, and other options."""
 
 
 class CompletionRequest(Generation, kw_only=True):
@@ -258,6 +264,10 @@ class CompletionRequest(Generation, kw_only=True):
             raise invalid_value("logprob_token_ids", "logprob_token_ids are of output tokens: give max_tokens")
         if self.echo and self.truncate_prompt_tokens is not None:
             raise invalid_value("truncate_prompt_tokens", "echo gives the whole prompt back: give one of the two")
+
+    def options(self) -> dict[str, Any]:
+        """The fields that were given, as options of `Engine.stream`."""
+        return {name: value for name in CALL_FIELDS if (value := getattr(self, name)) is not None}
 
     def sampling(self) -> dict[str, Any]:
         sampling = super().sampling()
@@ -330,6 +340,10 @@ class ChatRequest(ChatGeneration, kw_only=True):
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
             raise invalid_value("max_tokens", "max_tokens is the old name of max_completion_tokens: give one of them")
+
+    def options(self) -> dict[str, Any]:
+        """The fields that were given, as options of `Engine.stream`."""
+        return {name: value for name in CALL_FIELDS if (value := getattr(self, name)) is not None}
 
     def sampling(self) -> dict[str, Any]:
         sampling = super().sampling()
