@@ -42,7 +42,7 @@ from aioengine.kernels.torch import operations as plain
 from aioengine.sampler.outputs import DeviceOutputs, OutputSizes
 from aioengine.sampler.processors import run_processors
 from aioengine.sampler.sampler import Sampler, SampleTensors
-from aioengine.scheduler.plan import EMPTY, LogitsRow, RowAdded, RowSampling, StepPlan, Want, int32
+from aioengine.scheduler.plan import EMPTY, LogitsRow, Purpose, RowAdded, RowSampling, StepPlan, int32
 
 NUM_PROMPT, NUM_OUTPUT = 200, 300
 HEAD = 40
@@ -114,7 +114,7 @@ class Steps:
             epochs=int32(np.zeros(num_rows)),
             starts=int32(np.full(num_rows, length - 1)),
             num_tokens=int32(np.ones(num_rows)),
-            wants=np.full(num_rows, Want.LOGITS, np.int8),
+            purposes=np.full(num_rows, Purpose.SAMPLE, np.int8),
         )
         extra = ExtraWords()
         deltas = self._batch.apply(self._plan, self._fixed, extra)

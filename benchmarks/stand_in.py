@@ -19,7 +19,7 @@ import numpy as np
 from aioengine.config import EngineConfig
 from aioengine.core.control import Control, ExecuteDummyBatch
 from aioengine.core.executor_protocol import DeviceLost, PendingStep
-from aioengine.scheduler.plan import StepPlan, StepResult, Want, int32
+from aioengine.scheduler.plan import Purpose, StepPlan, StepResult, int32
 from aioengine.testing import FakeExecutor
 
 BOARD = "AIOENGINE_BENCH_BOARD"
@@ -133,7 +133,7 @@ class StandInStep:
         if self._board.will_die:
             self._board.note_death()
             raise DeviceLost("it was told to die")
-        samples = self._plan.wants == Want.LOGITS
+        samples = self._plan.purposes == Purpose.SAMPLE
         num_tokens = int(samples.sum())
         offsets = np.arange(num_tokens + 1) if num_tokens == len(samples) else np.cumsum([0, *samples.tolist()])
         return StepResult(

@@ -43,7 +43,7 @@ from aioengine.outputs import TokenLogprobs
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.budget import Budget
 from aioengine.scheduler.kv_manager import KVManager
-from aioengine.scheduler.plan import StepPlan, StepResult, Want, int32
+from aioengine.scheduler.plan import Purpose, StepPlan, StepResult, int32
 from aioengine.scheduler.scheduler import Scheduler
 from aioengine.scheduler.sequence import Request, make_choices
 from aioengine.scheduler.steps import StepOutput
@@ -78,7 +78,7 @@ class Device:
         self._random = np.random.default_rng(seed)
 
     def compute(self, plan: StepPlan, num_ending: int) -> StepResult:
-        samples = plan.wants == Want.LOGITS
+        samples = plan.purposes == Purpose.SAMPLE
         token_ids = self._random.integers(100, VOCAB, int(samples.sum()), dtype=np.int32)
         token_ids[self._random.permutation(len(token_ids))[:num_ending]] = EOS[0]
         return StepResult(step=plan.step, offsets=int32(np.cumsum([0, *samples.tolist()])), token_ids=int32(token_ids))

@@ -72,7 +72,7 @@ def check_steps(steps: StepsInFlight, table: RowTable, sequence: Sequence) -> No
     assert table.scheduled[row] - table.computed[row] == sum(int(plan.num_tokens[index]) for plan, index in mine)
     # The token behind a step's last position may have been forced meanwhile, and is known then.
     news = [(p, i) for p, i in mine if p.starts[i] + p.num_tokens[i] >= sequence.num_tokens]
-    assert table.expected[row] - sequence.num_tokens == sum(int(plan.wants[index]) for plan, index in news)
+    assert table.expected[row] - sequence.num_tokens == sum(bool(plan.purposes[index]) for plan, index in news)
 
 
 def check_kv(kv: KVManager, live: Iterable[Sequence]) -> None:

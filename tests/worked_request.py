@@ -58,7 +58,7 @@ def lines() -> Iterator[str]:
 def describe(plan: StepPlan) -> Iterator[str]:
     yield (
         f"launch {plan.step}    rows {plan.rows} epochs {plan.epochs} starts {plan.starts} "
-        f"num_tokens {plan.num_tokens} wants {plan.wants}"
+        f"num_tokens {plan.num_tokens} purposes {plan.purposes}"
     )
     for added in plan.added:
         yield f"            added: row {added.row}, token_ids {added.token_ids}, block_ids {added.block_ids[0]}"

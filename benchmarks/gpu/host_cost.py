@@ -109,7 +109,7 @@ def decode_plan(step: int, num_rows: int, added: tuple[RowAdded, ...] = ()) -> S
         step=step, removed=EMPTY, added=added, grown_rows=grown,
         grown_groups=int32(np.zeros(len(grown))), grown_blocks=grown, rows=rows, epochs=rows,
         starts=int32(np.full(num_rows, PROMPT_TOKENS - 1 + step)), num_tokens=int32(np.ones(num_rows)),
-        wants=np.ones(num_rows, np.int8),
+        purposes=np.ones(num_rows, np.int8),
     )  # fmt: skip
 
 

@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from aioengine.outputs import Logprob as Logprob
     from aioengine.outputs import RequestOutput as RequestOutput
     from aioengine.sampling_params import SamplingParams as SamplingParams
-    from aioengine.scheduler.plan import LogitsProcessor as LogitsProcessor
-    from aioengine.scheduler.plan import LogitsRow as LogitsRow
+    from aioengine.scheduler.handles import LogitsProcessor as LogitsProcessor
+    from aioengine.scheduler.handles import LogitsRow as LogitsRow
     from aioengine.structured.constraints import Choice as Choice
     from aioengine.structured.constraints import Grammar as Grammar
     from aioengine.structured.constraints import Json as Json
@@ -87,7 +87,7 @@ _HOMES = {
     "metrics": ["EngineMetrics", "EngineStats", "Observer", "RequestMetrics", "StepRecord"],
     "outputs": ["CompletionDelta", "CompletionOutput", "Logprob", "RequestOutput"],
     "sampling_params": ["SamplingParams"],
-    "scheduler.plan": ["LogitsProcessor", "LogitsRow"],
+    "scheduler.handles": ["LogitsProcessor", "LogitsRow"],
     "structured.constraints": ["Choice", "Grammar", "Json", "Regex", "StructuralTags", "Tag"],
     "tool_calls.calls": ["Tool", "ToolCall"],
     "tool_calls.formats": ["ToolFormat", "register_tool_format"],

@@ -25,7 +25,8 @@ from nightly import nightly
 from aioengine.core.control import StartProfile, StopProfile
 from aioengine.core.executor_protocol import DeviceLost, Executor, PendingStep
 from aioengine.errors import InvalidRequest
-from aioengine.scheduler.plan import LogitsRow, StepPlan, StepResult
+from aioengine.scheduler.handles import LogitsRow
+from aioengine.scheduler.plan import StepPlan, StepResult
 
 
 @dataclass
@@ -40,7 +41,7 @@ class Opened:
     make_step_fail: Callable[[int], None]
 
     def writer(self, seed: int = 0) -> PlanWriter:
-        return PlanWriter.of(self.executor.info, seed)
+        return PlanWriter.of(self.executor, seed)
 
     async def run(self, plan: StepPlan) -> StepResult:
         return await self.executor.launch(plan).finish()

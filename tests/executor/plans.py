@@ -8,8 +8,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from aioengine.core.executor_protocol import Executor, ExecutorInfo
-from aioengine.scheduler.plan import RowAdded, RowSampling, StepPlan, StepResult, Want, int32
+from aioengine.core.executor_protocol import Executor
+from aioengine.scheduler.handles import Handles
+from aioengine.scheduler.plan import Purpose, RowAdded, RowSampling, StepPlan, StepResult, int32
 
 
 @dataclass
@@ -41,6 +42,7 @@ class PlanWriter:
 
     Attributes:
         windows: of the groups of layers; absent: of those that `executor.tiny_decoder.tiny_config` makes.
+        handles: the executor's, where rows have processors or grammars.
         rows: by row.
     """
 
@@ -48,12 +50,14 @@ class PlanWriter:
     block_size: int
     seed: int = 0
     windows: tuple[int | None, ...] = (None, 5)
+    handles: Handles = field(default_factory=Handles)
     rows: dict[int, PlannedRow] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, info: ExecutorInfo, seed: int = 0) -> PlanWriter:
+    def of(cls, executor: Executor, seed: int = 0) -> PlanWriter:
         """For such an executor."""
-        return cls(info.num_blocks, info.block_size, seed, windows=info.windows)
+        info = executor.info
+        return cls(info.num_blocks, info.block_size, seed, windows=info.windows, handles=executor.handles)
 
     def __post_init__(self) -> None:
         self._free = list(range(self.num_blocks))
@@ -110,13 +114,14 @@ class PlanWriter:
         self._epoch += 1
         state.epoch = self._epoch
         self.rows[row] = state
+        processors = self.handles.add_processors(sampling.pop("logits_processors", ()))
         self._added.append(
             RowAdded(
                 row=row,
                 token_ids=int32(token_ids),
                 num_prompt_tokens=state.num_prompt_tokens,
                 block_ids=tuple(map(int32, state.block_ids)),
-                sampling=RowSampling(**{"temperature": 0.0, **sampling}),
+                sampling=RowSampling(**{"temperature": 0.0, **sampling}, logits_processors=processors),
             )
         )
 
@@ -167,10 +172,10 @@ class PlanWriter:
                     block_ids.append(self._take())
                     grown.append((len(block_ids), row, group, block_ids[-1]))
             is_last = state.num_computed == state.num_known
-            lines.append((row, state.epoch, start, count, Want.LOGITS if is_last else Want.NOTHING))
+            lines.append((row, state.epoch, start, count, Purpose.SAMPLE if is_last else Purpose.NOTHING))
             if is_last:
                 state.token_ids.append(None)
-        rows, epochs, starts, counts, wants = zip(*lines, strict=True) if lines else ((),) * 5
+        rows, epochs, starts, counts, purposes = zip(*lines, strict=True) if lines else ((),) * 5
         grown.sort()  # one of each row after the other: their order is that within a row
         self._step += 1
         plan = StepPlan(
@@ -184,7 +189,7 @@ class PlanWriter:
             epochs=int32(epochs),
             starts=int32(starts),
             num_tokens=int32(counts),
-            wants=int32(wants).astype("int8"),
+            purposes=int32(purposes).astype("int8"),
             copied_from=int32([source for source, _ in self._copied]),
             copied_to=int32([target for _, target in self._copied]),
         )
@@ -214,10 +219,10 @@ def choices_by_row(plan: StepPlan, result: StepResult) -> dict[int, list[int]]:
     failed = [failure.index for failure in result.failures]
     assert failed == sorted(set(failed))
     tokens = {}
-    for index, (row, want) in enumerate(zip(plan.rows.tolist(), plan.wants.tolist(), strict=True)):
+    for index, (row, want) in enumerate(zip(plan.rows.tolist(), plan.purposes.tolist(), strict=True)):
         of_row = result.token_ids[result.offsets[index] : result.offsets[index + 1]].tolist()
-        assert bool(of_row) == (want == Want.LOGITS and index not in failed)
-        if want == Want.LOGITS:
+        assert bool(of_row) == (want == Purpose.SAMPLE and index not in failed)
+        if want == Purpose.SAMPLE:
             tokens[row] = of_row
     return tokens
 
@@ -242,7 +247,7 @@ async def run_step(
 
 async def greedy_tokens(executor: Executor, num_tokens: int = 6, prompt: tuple[int, ...] = PROMPT) -> list[int]:
     """Those of one sequence, which leaves its row."""
-    writer = PlanWriter.of(executor.info)
+    writer = PlanWriter.of(executor)
     writer.add(0, list(prompt))
     tokens = [(await run_step(executor, writer))[0] for _ in range(num_tokens)]
     writer.remove(0)

@@ -33,7 +33,7 @@ class Tables:
     def __init__(self, *, sizes: tuple[int, ...] = ()) -> None:
         self.batch = Batch(max_num_seqs=MAX_ROWS, vocab_size=VOCAB_SIZE, max_tokens=4096, tile=8)
         self.masks = torch.zeros(8, 2, dtype=torch.int32)
-        self.writer = PlanWriter(96, BLOCK_SIZE, windows=(None,))
+        self.writer = PlanWriter(96, BLOCK_SIZE, windows=(None,), handles=self.batch.handles)
         self.size_for = DecodeGraphs(FakeAccelerator(), sizes).size_for
 
     def step(self, plan: StepPlan) -> tuple[Step, int | None]:

@@ -58,7 +58,7 @@ async def started(
     accelerator = accelerator or FakeAccelerator()
     executor = await start_late(folder, accelerator, **fields)
     try:
-        yield executor, PlanWriter.of(executor.info)
+        yield executor, PlanWriter.of(executor)
     finally:
         accelerator.go_on()  # a test that failed while it was held
         await executor.aclose()
@@ -83,6 +83,7 @@ async def test_random_plans_bring_what_they_bring_on_the_cpu(folder: Path, seed:
     cpu = await start_cpu(folder, max_num_seqs=6)
     async with started(folder, max_num_seqs=6, max_in_flight=depth, cuda_graphs=graphs) as (executor, writer):
         assert cpu.info.num_blocks == executor.info.num_blocks
+        cpu._device.runner._batch.handles = executor.handles
         failing = let_steps_fail(executor)
         plans = RandomPlans(rng, writer, vocab=VOCAB_SIZE, max_rows=6, max_len=128)
         in_flight: list[tuple[StepPlan, PendingStep, Any]] = []
@@ -138,7 +139,7 @@ async def test_a_block_that_a_row_got_in_a_step_that_did_not_compute_is_where_it
         if is_failed:
             failing.add(plans[0].step)
         else:
-            columns = ("rows", "epochs", "starts", "num_tokens", "wants")
+            columns = ("rows", "epochs", "starts", "num_tokens", "purposes")
             plans[0] = msgspec.structs.replace(plans[0], **{name: getattr(plans[0], name)[:0] for name in columns})
         steps = [executor.launch(plan) for plan in plans]
         outcomes = await asyncio.gather(*(step.finish() for step in steps), return_exceptions=True)
@@ -409,7 +410,7 @@ async def test_a_graph_is_void_once_the_rules_it_reads_have_moved(
 async def test_a_lost_device_is_heard_in_all_steps_and_closing_ends(folder: Path, depth: int) -> None:
     accelerator = FakeAccelerator()
     executor = await start_late(folder, accelerator, max_in_flight=depth)
-    writer = PlanWriter.of(executor.info)
+    writer = PlanWriter.of(executor)
     writer.add(0, prompt_of(9))
     accelerator.hold()
     steps = [executor.launch(writer.plan()) for _ in range(depth)]
@@ -430,7 +431,7 @@ async def test_a_lost_device_is_heard_in_all_steps_and_closing_ends(folder: Path
 async def test_nothing_of_it_is_alive_after_it_is_closed(folder: Path, ends: str, graphs: str) -> None:
     accelerator = FakeAccelerator()
     executor = await start_late(folder, accelerator, max_in_flight=2, cuda_graphs=graphs)
-    writer = PlanWriter.of(executor.info)
+    writer = PlanWriter.of(executor)
     runner = runner_of(executor)
     alive = [weakref.ref(thing) for thing in (runner, runner._history, runner._attention.cache, runner._sampler)]
     alive += [weakref.ref(thing) for thing in (runner._decoder, runner._out, runner._staging[0])]

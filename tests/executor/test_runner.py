@@ -127,7 +127,7 @@ def test_a_copy_that_fails_ends_it_all() -> None:
 
 def test_a_row_forgets_the_request_that_left_it() -> None:
     runner = start(tiny_decoder())
-    writer = PlanWriter(128, 4)
+    writer = PlanWriter(128, 4, handles=runner.handles)
 
     class Processor:
         def __call__(self, logits: torch.Tensor, rows: object) -> None:

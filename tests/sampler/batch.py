@@ -21,19 +21,20 @@ from aioengine.sampler.outputs import DeviceOutputs
 from aioengine.sampler.processors import run_processors
 from aioengine.sampler.sampler import Sampler, SampleTensors
 from aioengine.sampling_params import FILTERS, ROW_PARAMS, RowParams
+from aioengine.scheduler.handles import Handles, LogitsRow
 from aioengine.scheduler.plan import (
     EMPTY,
-    LogitsRow,
+    Purpose,
     RowAdded,
     RowFailure,
     RowSampling,
     StepLogprobs,
     StepPlan,
-    Want,
     int32,
 )
 
 POISON = 0x7F7F7F7F
+HANDLES = Handles()
 
 
 def make_rows(n: int, **columns: Any) -> Tensor:
@@ -94,7 +95,9 @@ class Asking:
 
 def asking(prompt: Sequence[int] = (0,), output: Sequence[int] = (), **sampling: Any) -> Asking:
     """Greedy, unless told otherwise."""
-    return Asking(RowSampling(**{"temperature": 0.0, **sampling}), list(prompt), list(output))
+    processors = HANDLES.add_processors(sampling.pop("logits_processors", ()))
+    row = RowSampling(**{"temperature": 0.0, **sampling}, logits_processors=processors)
+    return Asking(row, list(prompt), list(output))
 
 
 class Sampled(NamedTuple):
@@ -133,6 +136,7 @@ class Rows:
         tokens = [request.prompt + request.output for request in requests]
         self.history = torch.zeros(num_rows, max(map(len, tokens)) + 2, dtype=torch.int32)
         self.batch = Batch(max_num_seqs=num_rows, vocab_size=vocab, max_tokens=self.history.shape[1], tile=16)
+        self.batch.handles = HANDLES
         self.sampler = Sampler(operations, self.history, vocab)
         self._plan = StepPlan(
             step=1,
@@ -151,7 +155,7 @@ class Rows:
             epochs=int32([0] * len(requests)),
             starts=int32([len(of_row) - 1 for of_row in tokens]),
             num_tokens=int32([1] * len(requests)),
-            wants=np.full(len(requests), Want.LOGITS, np.int8),
+            purposes=np.full(len(requests), Purpose.SAMPLE, np.int8),
         )
         words, extra = np.full(num_fixed_words(num_rows), POISON, np.int32), ExtraWords()
         fixed = FixedWords.of(words, num_rows)
@@ -263,7 +267,7 @@ def changed_logits(raw: np.ndarray, request: Asking) -> np.ndarray:
     for token, bias in s.logit_bias:
         if token < vocab:
             logits[token] += bias
-    for processor in s.logits_processors:
+    for processor in HANDLES.get_processors(s.logits_processors):
         row = LogitsRow(int32(request.prompt), int32(request.output), s.choice)
         given = torch.tensor([logits], dtype=torch.float32)
         returned = processor(given, [row])

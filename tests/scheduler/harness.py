@@ -6,13 +6,15 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 import numpy as np
 from integrity import check_integrity
 
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.budget import Budget
+from aioengine.scheduler.handles import GrammarHandle
 from aioengine.scheduler.kv_manager import KVManager
-from aioengine.scheduler.plan import StepPlan, StepResult, Want, int32
+from aioengine.scheduler.plan import Purpose, StepPlan, StepResult, int32
 from aioengine.scheduler.policy import Policy
 from aioengine.scheduler.scheduler import Scheduler
 from aioengine.scheduler.sequence import Reason, Request, Sequence, make_choices, resume_choice
@@ -112,7 +114,10 @@ class Core:
         )
         sequence = make_choices(request, eos_token_ids=(EOS,))
         if has_grammar:
-            sequence.take_grammar(RunGrammar(EOS))
+            handle = GrammarHandle(None)
+            self.executor.handles.put_grammar(handle, RunGrammar(EOS))
+            for member in (sequence, *sequence.children):
+                member.sampling = msgspec.structs.replace(member.sampling, grammar=handle)
         if choice is not None:
             due, *_ = expected_output((sequence, *sequence.children)[choice], vocab_size=self.executor.info.vocab_size)
             sequence = resume_choice(sequence, choice, due[: min(num_given, len(due) - 1)])
@@ -182,12 +187,12 @@ class Core:
         """What every plan promises; what a device could not run is the executor's to refuse."""
         assert plan.step == self.executor.stats.num_steps, "plans are numbered without a gap"
         held = self.executor.rows()
-        columns = [name for name in plan.__struct_fields__ if name not in ("step", "added", "wants")]
+        columns = [name for name in plan.__struct_fields__ if name not in ("step", "added", "purposes")]
         arrays = [getattr(plan, name) for name in columns]
         assert all(array.dtype == np.int32 for array in arrays)
-        assert plan.wants.dtype == np.int8
-        assert not any(array.flags.writeable for array in (*arrays, plan.wants))
-        assert len(plan.rows) == len(plan.epochs) == len(plan.starts) == len(plan.num_tokens) == len(plan.wants) > 0
+        assert plan.purposes.dtype == np.int8
+        assert not any(array.flags.writeable for array in (*arrays, plan.purposes))
+        assert len(plan.rows) == len(plan.epochs) == len(plan.starts) == len(plan.num_tokens) == len(plan.purposes) > 0
         assert plan.num_tokens.min() >= 1
         budget = self.scheduler.budget
         assert plan.num_tokens.sum() <= budget.max_tokens
@@ -203,9 +208,8 @@ class Core:
         occupants = {sequence.row: sequence for sequence in self.scheduler.table.running}
         assert set(rows) <= occupants.keys(), "a row computes whose sequence is blocked or gone"
         num_decodes = 0
-        for row, epoch, start, num_tokens, want in zip(
-            rows, plan.epochs.tolist(), plan.starts.tolist(), plan.num_tokens.tolist(), plan.wants.tolist(), strict=True
-        ):
+        columns = (plan.epochs, plan.starts, plan.num_tokens, plan.purposes)
+        for row, epoch, start, num_tokens, want in zip(rows, *(c.tolist() for c in columns), strict=True):
             end = start + num_tokens
             if row not in added:
                 assert start == self._scheduled[row, epoch], "a token is computed twice or left out"
@@ -214,7 +218,7 @@ class Core:
             has_grammar = occupants[row].sampling.grammar is not None  # whose forced tokens the device knows already
             known = len(held[row][0]) if row not in added and not has_grammar else occupants[row].num_tokens
             num_decodes += row not in added and num_tokens == 1 and end >= known
-            is_behind = (want == Want.LOGITS) == (end == known)
+            is_behind = (want == Purpose.SAMPLE) == (end == known)
             assert is_behind or has_grammar, "a row samples when all its known tokens are computed"
             assert end < occupants[row].limit, "the last token is sampled and never computed"
         if num_decodes:

@@ -10,7 +10,7 @@ import pytest
 from integrity import check_integrity, check_pool
 from scheduler.harness import EOS, Core, expected_output
 
-from aioengine.scheduler.plan import RowSampling, StepPlan, Want
+from aioengine.scheduler.plan import Purpose, RowSampling, StepPlan
 from aioengine.scheduler.scheduler import Scheduler
 from aioengine.scheduler.sequence import Reason, Sequence
 
@@ -609,7 +609,7 @@ def test_a_steady_step_carries_no_tokens_and_only_new_blocks() -> None:
         assert plan is not None
         assert len(plan.removed) == len(plan.added) == 0
         assert plan.num_tokens.tolist() == [1, 1, 1]
-        assert plan.wants.tolist() == [Want.LOGITS] * 3
+        assert plan.purposes.tolist() == [Purpose.SAMPLE] * 3
         assert plan.grown_rows.tolist() == plan.rows[plan.starts % 4 == 0].tolist()
         core.land()
 

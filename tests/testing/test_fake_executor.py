@@ -14,7 +14,7 @@ from executor.control_contract import ControlContract, Controlled
 
 from aioengine.core.control import Sleep, StartProfile, StopProfile, UpdateWeights
 from aioengine.core.executor_protocol import DeviceLost
-from aioengine.scheduler.plan import RowAdded, RowSampling, StepPlan, StepResult, Want, int32
+from aioengine.scheduler.plan import Purpose, RowAdded, RowSampling, StepPlan, StepResult, int32
 from aioengine.testing.fake_executor import sample_hash
 from doubles.fake_executor import FakeExecutor
 from doubles.weighted_executor import WeightedExecutor
@@ -57,10 +57,12 @@ def make_row(
 
 
 def make_plan(
-    step: int, *work: tuple[int, int, int, Want], added: tuple[RowAdded, ...] = (), **deltas: Any
+    step: int, *work: tuple[int, int, int, Purpose], added: tuple[RowAdded, ...] = (), **deltas: Any
 ) -> StepPlan:
     """A plan whose ``work`` is (row, start, num_tokens, want) a row."""
-    rows, starts, num_tokens, wants = (list(column) for column in zip(*work, strict=True)) if work else ([], [], [], [])
+    rows, starts, num_tokens, purposes = (
+        (list(column) for column in zip(*work, strict=True)) if work else ([], [], [], [])
+    )
     return StepPlan(
         step=step,
         removed=int32(deltas.get("removed", [])),
@@ -72,7 +74,7 @@ def make_plan(
         epochs=int32([0] * len(rows)),
         starts=int32(starts),
         num_tokens=int32(num_tokens),
-        wants=np.array(wants, np.int8),
+        purposes=np.array(purposes, np.int8),
         copied_from=int32([source for source, _ in deltas.get("copied", [])]),
         copied_to=int32([target for _, target in deltas.get("copied", [])]),
     )
@@ -108,13 +110,13 @@ def test_a_token_depends_on_the_seed_the_choice_and_every_token_before_it() -> N
 
 def test_what_another_row_writes_into_a_block_is_read() -> None:
     executor = make_executor()
-    compute(executor, make_plan(0, (0, 0, 4, Want.NOTHING), added=(make_row(0, [5, 6, 7, 8, 9], [2, 3]),)))
+    compute(executor, make_plan(0, (0, 0, 4, Purpose.NOTHING), added=(make_row(0, [5, 6, 7, 8, 9], [2, 3]),)))
     sharing = make_row(1, [5, 6, 7, 8, 1], [2, 4])
-    result = compute(executor, make_plan(1, (1, 4, 1, Want.LOGITS), added=(sharing,)))
+    result = compute(executor, make_plan(1, (1, 4, 1, Purpose.SAMPLE), added=(sharing,)))
     assert (result.token_ids.tolist(), result.logprobs) == ([expected(5, 6, 7, 8, 1)], None)
     thief = make_row(2, [0, 0], [2])
-    compute(executor, make_plan(2, (2, 0, 1, Want.NOTHING), added=(thief,)))
-    result = compute(executor, make_plan(3, (1, 5, 1, Want.LOGITS)))
+    compute(executor, make_plan(2, (2, 0, 1, Purpose.NOTHING), added=(thief,)))
+    result = compute(executor, make_plan(3, (1, 5, 1, Purpose.SAMPLE)))
     assert result.token_ids.tolist() == [expected(0, 6, 7, 8, 1, expected(5, 6, 7, 8, 1))], "the stolen block shows"
 
 
@@ -127,28 +129,28 @@ def test_what_another_row_writes_into_a_block_is_read() -> None:
 )
 def test_what_was_not_written_shows(child: RowAdded, read: list[int]) -> None:
     executor = make_executor()
-    compute(executor, make_plan(0, (0, 0, 6, Want.LOGITS), added=(make_row(0, [1, 2, 3, 4, 5, 6], [2, 3]),)))
+    compute(executor, make_plan(0, (0, 0, 6, Purpose.SAMPLE), added=(make_row(0, [1, 2, 3, 4, 5, 6], [2, 3]),)))
     last = len(child.token_ids) - 1
-    result = compute(executor, make_plan(1, (1, last, 1, Want.LOGITS), added=(child,)))
+    result = compute(executor, make_plan(1, (1, last, 1, Purpose.SAMPLE), added=(child,)))
     assert result.token_ids.tolist() == [expected(*read)]
 
 
 def test_rows_are_removed_before_others_take_them_and_grow_before_they_compute() -> None:
     executor = make_executor()
-    compute(executor, make_plan(0, (0, 0, 4, Want.NOTHING), added=(make_row(0, [5, 6, 7, 8, 9], [2]),)))
+    compute(executor, make_plan(0, (0, 0, 4, Purpose.NOTHING), added=(make_row(0, [5, 6, 7, 8, 9], [2]),)))
     row = make_row(1, [1, 2], [5])
-    plan = make_plan(1, (0, 4, 1, Want.LOGITS), (1, 0, 2, Want.LOGITS), added=(row,), grown=[(0, 3)])
+    plan = make_plan(1, (0, 4, 1, Purpose.SAMPLE), (1, 0, 2, Purpose.SAMPLE), added=(row,), grown=[(0, 3)])
     compute(executor, plan)
     tokens = [5, 6, 7, 8, 9, expected(5, 6, 7, 8, 9)]
     assert executor.rows() == {0: (tokens, [[2, 3]]), 1: ([1, 2, expected(1, 2)], [[5]])}
-    compute(executor, make_plan(2, (0, 0, 1, Want.LOGITS), added=(make_row(0, [4], [2]),), removed=[0, 1]))
+    compute(executor, make_plan(2, (0, 0, 1, Purpose.SAMPLE), added=(make_row(0, [4], [2]),), removed=[0, 1]))
     assert executor.rows() == {0: ([4, expected(4)], [[2]])}
 
 
 def test_likely_tokens_are_in_the_vocabulary() -> None:
     row = make_row(0, [5], [0], logprobs=20, prompt_logprobs=20)
     executor = make_executor(vocab_size=3, sampler=lambda *_: 2)
-    result = compute(executor, make_plan(0, (0, 0, 1, Want.LOGITS), added=(row,)))
+    result = compute(executor, make_plan(0, (0, 0, 1, Purpose.SAMPLE), added=(row,)))
     assert result.logprobs is not None
     assert result.logprobs.top_ids.tolist() == [[2, 0, 1]]
 
@@ -162,21 +164,24 @@ ROW = make_row(0, [5, 6, 7], [2])
     ("plan", "message"),
     [
         (make_plan(1, added=(ROW,)), "row 0 is taken"),
-        (make_plan(1, (0, 2, 1, Want.NOTHING), (0, 2, 1, Want.NOTHING)), "stands twice"),
-        (make_plan(1, (0, 2, 0, Want.NOTHING)), "at least one token"),
-        (make_plan(1, (0, 2, 2, Want.NOTHING)), "before it is known"),
-        (make_plan(1, (0, 1, 1, Want.LOGITS)), "sampled after the last known one"),
-        (make_plan(1, (1, 0, 5, Want.NOTHING), added=(make_row(1, [1] * 5, [3]),)), "no block to go to"),
-        (make_plan(1, (1, 0, 16, Want.LOGITS), added=(make_row(1, [1] * 16, [3, 4, 5, 6]),)), "as long as the model"),
+        (make_plan(1, (0, 2, 1, Purpose.NOTHING), (0, 2, 1, Purpose.NOTHING)), "stands twice"),
+        (make_plan(1, (0, 2, 0, Purpose.NOTHING)), "at least one token"),
+        (make_plan(1, (0, 2, 2, Purpose.NOTHING)), "before it is known"),
+        (make_plan(1, (0, 1, 1, Purpose.SAMPLE)), "sampled after the last known one"),
+        (make_plan(1, (1, 0, 5, Purpose.NOTHING), added=(make_row(1, [1] * 5, [3]),)), "no block to go to"),
+        (
+            make_plan(1, (1, 0, 16, Purpose.SAMPLE), added=(make_row(1, [1] * 16, [3, 4, 5, 6]),)),
+            "as long as the model",
+        ),
         (make_plan(1, copied=[(0, 1), (2, 1)]), "copied to twice"),
         (make_plan(1, copied=[(0, 1), (1, 2)]), "copied from and to"),
         (make_plan(1, copied=[(3, 3)]), "copied from and to"),
-        (make_plan(1, (1, 0, 1, Want.NOTHING)), "1"),
+        (make_plan(1, (1, 0, 1, Purpose.NOTHING)), "1"),
     ],
 )
 def test_it_refuses_what_a_device_could_not_run(plan: StepPlan, message: str) -> None:
     executor = make_executor()
-    compute(executor, make_plan(0, (0, 0, 2, Want.NOTHING), added=(ROW,)))
+    compute(executor, make_plan(0, (0, 0, 2, Purpose.NOTHING), added=(ROW,)))
     with pytest.raises((AssertionError, KeyError), match=message):
         executor.launch(plan)
 
@@ -238,7 +243,7 @@ async def test_a_row_made_to_fail_brings_no_token_and_the_others_theirs() -> Non
     executor = make_executor(max_in_flight=2)
     executor.make_row_fail(0, 1, ValueError("broken"))
     rows = ROW, make_row(1, [4, 5], [3], logprobs=0), make_row(2, [6], [4], logprobs=0)
-    works = [(row, 0, len(added.token_ids), Want.LOGITS) for row, added in enumerate(rows)]
+    works = [(row, 0, len(added.token_ids), Purpose.SAMPLE) for row, added in enumerate(rows)]
     result = compute(executor, make_plan(0, *works, added=rows))
     assert [(failure.index, str(failure.error)) for failure in result.failures] == [(1, "broken")]
     assert result.offsets.tolist() == [0, 1, 1, 2]
@@ -247,7 +252,7 @@ async def test_a_row_made_to_fail_brings_no_token_and_the_others_theirs() -> Non
     assert result.logprobs.index.tolist() == [1]
     assert executor.stats.num_computed_tokens == 6
     assert executor.stats.num_sampled_tokens == 2
-    result = compute(executor, make_plan(1, (1, 2, 1, Want.LOGITS), (2, 1, 1, Want.LOGITS)))
+    result = compute(executor, make_plan(1, (1, 2, 1, Purpose.SAMPLE), (2, 1, 1, Purpose.SAMPLE)))
     assert result.failures == ()
     assert result.token_ids.tolist()[1] == expected(6, expected(6))
 
@@ -265,7 +270,7 @@ async def test_a_lost_device_stays_lost() -> None:
 @pytest.mark.virtual_clock
 async def test_a_control_call_waits_for_the_launched_steps_and_is_recorded(tmp_path: Path) -> None:
     executor = FakeExecutor(step_time_s=1.0)
-    step = executor.launch(make_plan(1, (0, 0, 3, Want.LOGITS), added=(ROW,)))
+    step = executor.launch(make_plan(1, (0, 0, 3, Purpose.SAMPLE), added=(ROW,)))
     assert await executor.apply_model(lambda model: model is executor) == [True]
     assert asyncio.get_running_loop().time() == 1.0
     await step.finish()

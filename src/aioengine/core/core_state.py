@@ -23,6 +23,7 @@ from aioengine.core.observers import Observers, UserCode
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, InvalidRequest
 from aioengine.outputs import FinishReason
 from aioengine.scheduler.budget import Budget
+from aioengine.scheduler.handles import GrammarHandle
 from aioengine.scheduler.kv_manager import KVManager
 from aioengine.scheduler.plan import Int32, StepPlan
 from aioengine.scheduler.policy import Incoming, Policy, make_policy, order_of
@@ -146,8 +147,11 @@ class CoreState:
         if self.config.enable_prefix_caching:
             hashes = request.prefix_key.hash_blocks(request.prompt_token_ids, self.kv.block_size)
         extra_args = request.params.extra_args
-        processors = make_processors(self._processors, extra_args) if extra_args else ()
-        return make_choices(request, eos_token_ids=self.eos_token_ids, block_hashes=hashes, processors=processors)
+        processors = request.params.logits_processors
+        if extra_args:
+            processors += make_processors(self._processors, extra_args)
+        handles = self.executor.handles.add_processors(processors)
+        return make_choices(request, eos_token_ids=self.eos_token_ids, block_hashes=hashes, processors=handles)
 
     def make_resumed(self, request: Request, choice: int, output_ids: Int32) -> Sequence:
         """As `make_sequence`: one choice, to go on behind tokens that another engine has sampled."""
@@ -166,36 +170,36 @@ class CoreState:
         # Before its grammar is begun: one that the policy fails waits for none.
         order = order_of(self.scheduler.policy, Incoming.of(sequence.request))
         reason = Reason.PAUSED if self._holds else Reason.NONE
-        if sequence.request.has_grammar:
-            reason |= self._find_grammar(sequence, order.tenant or sequence.request.tenant)
+        if sequence.sampling.grammar is not None:
+            reason |= self._find_grammar(sequence, sequence.sampling.grammar, order.tenant or sequence.request.tenant)
         self.scheduler.add(sequence, reason, order=order)
         for member, listener in zip(choices, listeners, strict=True):
             member.listener = listener
             self._live[member.order] = member
         self._has_news.set()
 
-    def _find_grammar(self, sequence: Sequence, tenant: str) -> Reason:
-        """Give it its grammar; or begin to compile that, which it waits for."""
+    def _find_grammar(self, sequence: Sequence, handle: GrammarHandle, tenant: str) -> Reason:
+        """Have its grammar in the executor's table; or begin to compile that, which it waits for."""
         if self.grammars is None:
             raise InvalidRequest("structured: this engine has no model folder to compile it for", param="structured")
-        grammar = self.grammars.get(sequence.request)
+        grammar = self.grammars.get(handle)
         if grammar is not None:
-            sequence.take_grammar(grammar)
+            self.executor.handles.put_grammar(handle, grammar)
             return Reason.NONE
         self.grammars.begin(
-            sequence.request,
-            lambda outcome: self._on_grammar(sequence, outcome),
+            handle,
+            lambda outcome: self._on_grammar(sequence, handle, outcome),
             lambda: not sequence.has_ended,
             tenant=tenant,
         )
         return Reason.GRAMMAR
 
-    def _on_grammar(self, sequence: Sequence, outcome: CompiledGrammar | AioEngineError) -> None:
+    def _on_grammar(self, sequence: Sequence, handle: GrammarHandle, outcome: CompiledGrammar | AioEngineError) -> None:
         if sequence.has_ended or self.is_stopped:
             return
         choices = (sequence, *sequence.children)
         if not isinstance(outcome, AioEngineError):
-            sequence.take_grammar(outcome)
+            self.executor.handles.put_grammar(handle, outcome)
             for member in choices:
                 self.scheduler.unblock(member, Reason.GRAMMAR)
         else:

@@ -9,6 +9,7 @@ import msgspec
 
 from aioengine.core.control import Control
 from aioengine.errors import InvalidRequest
+from aioengine.scheduler.handles import Handles
 from aioengine.scheduler.kv_groups import most_blocks
 from aioengine.scheduler.plan import StepPlan, StepResult
 
@@ -98,6 +99,10 @@ class Executor(Protocol):
 
     @property
     def stats(self) -> ExecutorStats: ...
+
+    @property
+    def handles(self) -> Handles:
+        """The grammars and logits processors of plans; the core fills it."""
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Queue a step without waiting, behind those launched before; at most ``info.max_in_flight`` are unfinished."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from aioengine.errors import AioEngineError, EngineOverloaded, InternalError, InvalidRequest
 from aioengine.models.folder import ModelFolder
 from aioengine.processes.worker_threads import TextWorker, outside_work
-from aioengine.scheduler.sequence import Request
+from aioengine.scheduler.handles import GrammarHandle
 from aioengine.structured.constraints import Constraint
 from aioengine.structured.grammar import STACK_BYTES, CompiledGrammar, ThinkingGrammar
 from aioengine.structured.trials import WALL_S, is_to_be_tried
@@ -91,30 +91,43 @@ class Grammars:
         self._num_begun = 0
         self._small, self._tried = _Lane(), _Lane()
 
-    def get(self, request: Request) -> CompiledGrammar | None:
-        """The request's grammar; None: it must be compiled first."""
-        constraint = request.params.structured
-        if constraint is None:
-            return self._with_thinking(request, None)
-        key = constraint.content
+    def get(self, handle: GrammarHandle) -> CompiledGrammar | None:
+        """Return a grammar; None: it must be compiled first."""
+        if handle.constraint is None:
+            return self._with_thinking(handle, None)
+        key = handle.constraint.content
         compiled = self._remembered.pop(key, None)
         if compiled is None or compiled.is_spent:
             return None
         self._remember(key, compiled)
-        return self._with_thinking(request, compiled)
+        return self._with_thinking(handle, compiled)
 
-    def begin(self, request: Request, on_compiled: OnCompiled, is_wanted: IsWanted, *, tenant: str = "") -> None:
-        """Compile the request's grammar, and call ``on_compiled`` with it or an error, in a later turn of the loop. A
+    def compile(self, handle: GrammarHandle) -> CompiledGrammar:
+        """Return a grammar, compiled now if it must be; for an executor whose plans come from another process.
+
+        Raises:
+            InvalidRequest: as `Vocabulary.compile`.
+        """
+        grammar = self.get(handle)
+        if grammar is None:
+            assert handle.constraint is not None
+            compiled = self._load_vocabulary().compile(handle.constraint)
+            self._remember(handle.constraint.content, compiled)
+            grammar = self._with_thinking(handle, compiled)
+        return grammar
+
+    def begin(self, handle: GrammarHandle, on_compiled: OnCompiled, is_wanted: IsWanted, *, tenant: str = "") -> None:
+        """Compile a grammar, and call ``on_compiled`` with it or an error, in a later turn of the loop. A
         grammar is skipped if no request waits for it when its turn comes.
 
         Args:
             tenant: takes turns with the other tenants, and so waits for at most one constraint of each.
         """
-        constraint = request.params.structured
+        constraint = handle.constraint
         assert constraint is not None, "there is nothing to compile"
 
         def tell(compiled: CompiledGrammar | AioEngineError) -> None:
-            on_compiled(compiled if isinstance(compiled, AioEngineError) else self._with_thinking(request, compiled))
+            on_compiled(compiled if isinstance(compiled, AioEngineError) else self._with_thinking(handle, compiled))
 
         key = constraint.content
         lane = self._tried if is_to_be_tried(constraint) else self._small
@@ -153,9 +166,9 @@ class Grammars:
         await self._small.worker.aclose()
         await self._tried.worker.aclose()
 
-    def _with_thinking(self, request: Request, compiled: CompiledGrammar | None) -> CompiledGrammar:
-        if request.thinking is not None:
-            return ThinkingGrammar(request.thinking, compiled, self._ending_ids)
+    def _with_thinking(self, handle: GrammarHandle, compiled: CompiledGrammar | None) -> CompiledGrammar:
+        if handle.thinking is not None:
+            return ThinkingGrammar(handle.thinking, compiled, self._ending_ids)
         assert compiled is not None, "the request has no grammar"
         return compiled
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from aioengine.errors import ConfigError, InvalidRequest
-from aioengine.scheduler.plan import LogitsProcessor
+from aioengine.scheduler.handles import LogitsProcessor
 from aioengine.validation import load_by_path
 
 MakeProcessor = Callable[..., LogitsProcessor | None]

@@ -23,15 +23,14 @@ from aioengine.sampler.processors import ProcessedRow
 from aioengine.sampler.rules import RuleSizes, RuleTable, pack_bits
 from aioengine.sampler.sampler import Features, kept_spans
 from aioengine.sampling_params import FILTERS, PENALTIES, ROW_PARAMS, is_any_on
+from aioengine.scheduler.handles import Handles, LogitsProcessor, LogitsRow
 from aioengine.scheduler.plan import (
     EMPTY,
     Int32,
-    LogitsProcessor,
-    LogitsRow,
+    Purpose,
     RowAdded,
     RowSampling,
     StepPlan,
-    Want,
     int32,
 )
 from aioengine.structured.rows import GrammarRow, GrammarRows
@@ -57,7 +56,7 @@ LOGITS_ROW, END, OUTPUT_POSITION, CHOICE, FLAGS = map(
     int, (SampleRow.LOGITS_ROW, SampleRow.END, SampleRow.OUTPUT_POSITION, SampleRow.CHOICE, SampleRow.FLAGS)
 )
 """Words of a sample, as numbers: a member of an enumeration is looked up by a function of Python's."""
-LOGITS, FIRST, LOGPROBS = int(Want.LOGITS), int(SampleFlag.FIRST), int(SampleFlag.LOGPROBS)
+SAMPLE, FIRST, LOGPROBS = int(Purpose.SAMPLE), int(SampleFlag.FIRST), int(SampleFlag.LOGPROBS)
 
 
 def spans(starts: NDArray[np.integer], counts: NDArray[np.integer]) -> Int64:
@@ -175,6 +174,7 @@ class Batch:
         self._max_tokens = max_tokens
         self._vocab_size = vocab_size
         self.tile = tile
+        self.handles = Handles()
         self.rules = RuleTable(vocab_size)
         self._num_blocks = np.zeros(self._num_tables, np.int32)
         """By number of block table."""
@@ -281,7 +281,8 @@ class Batch:
             self._logprob_token_ids[row] = np.array(sampling.logprob_token_ids, np.int64)
         allowed = np.array(sampling.allowed_token_ids, np.int64)
         if sampling.logits_processors:
-            self._processed[row] = sampling.logits_processors, torch.from_numpy(allowed) if len(allowed) else None
+            processors = self.handles.get_processors(sampling.logits_processors)
+            self._processed[row] = processors, torch.from_numpy(allowed) if len(allowed) else None
         if sampling.logits_processors or sampling.prompt_logprobs >= 0:
             self._known[row] = added.token_ids.tolist()
         is_random, is_penalised = sampling.temperature > 0, is_any_on(sampling, PENALTIES)
@@ -291,7 +292,8 @@ class Batch:
         has_rules = has_edits or is_penalised or len(allowed) > 0 or bool(sampling.logits_processors)
         bits = pack_bits(allowed, self._vocab_size) if has_mask or sampling.grammar is not None else EMPTY
         if sampling.grammar is not None:
-            self._grammars[row] = added.add_grammar(self.grammar_rows, bits if has_mask else None)
+            grammar = self.handles.get_grammar(sampling.grammar)
+            self._grammars[row] = added.add_grammar(self.grammar_rows, grammar, bits if has_mask else None)
             has_mask = has_rules = True
         self._flags[row] = (
             is_random * IS_RANDOM
@@ -357,7 +359,7 @@ class Batch:
             the step, and that size, to which it is padded; None: it is to be run as it is.
         """
         ends = plan.starts + plan.num_tokens
-        sampled = np.flatnonzero(plan.wants == LOGITS)
+        sampled = np.flatnonzero(plan.purposes == SAMPLE)
         rows, end = plan.rows[sampled], ends[sampled]
         positions = end - self._num_prompt_tokens[rows]
         num_choices = self._num_samples(rows, positions)

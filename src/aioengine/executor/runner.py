@@ -66,6 +66,7 @@ class Runner:
 
     Attributes:
         graphs: of decode steps.
+        handles: the grammars and logits processors of plans.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Runner:
             tile=self._tile(),
             num_groups=num_groups,
         )
+        self.handles = self._batch.handles
         self._vocab_size = c.vocab_size
         self._history = lazy_zeros(max_num_seqs, c.max_model_len + 1, dtype=torch.int32, device=device)
         self._block_tables = lazy_zeros(

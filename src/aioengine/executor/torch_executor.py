@@ -62,6 +62,7 @@ class TorchExecutor:
     def __init__(self, thread: DeviceThread, device: Device, info: ExecutorInfo, stats: ExecutorStats) -> None:
         self.info = info
         self.stats = stats
+        self.handles = device.runner.handles
         self._thread = thread
         self._device = device
 

@@ -8,7 +8,7 @@ carries a few small arrays and no token ids: sampled tokens are already on the d
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aioengine.sampling_params import LogprobsMode, RowParams
+from aioengine.scheduler.handles import GrammarHandle, ProcessorHandle
 from aioengine.structured.grammar import CompiledGrammar, Mask
 from aioengine.structured.rows import GrammarRow, GrammarRows
 
@@ -32,40 +33,19 @@ def int32(values: Any) -> Int32:
 
 
 EMPTY = int32([])
-EMPTY_WANTS: Int8 = np.zeros(0, np.int8)
+NO_PURPOSES: Int8 = np.zeros(0, np.int8)
 EMPTY_FLOATS: Float32 = np.zeros(0, np.float32)
 
 
-class Want(enum.IntEnum):
-    """The purpose of a row's last token in a step."""
+class Purpose(enum.IntEnum):
+    """What the last token that a row computes in a step is for. Verifying a draft would be another one."""
 
     NOTHING = 0
     """A prefill chunk that ends before the last known token: only its KV is wanted."""
-    LOGITS = 1
-    """Sample the next token."""
-
-
-LogitsProcessor = Callable[[Any, list["LogitsRow"]], Any]
-"""Changes logits: (float32 tensor [rows, vocab], the rows) → logits of the same shape, or None if changed in place.
-
-It runs in the device thread before penalties and temperature, once a step, with all the rows of that step whose
-requests were given this same object. In this process only: a function cannot be sent to another one. An exception that
-it raises ends those rows' requests (`StepFailed`), and no others.
-"""
-
-
-class LogitsRow(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """One row of the logits that a `LogitsProcessor` is given; equal to itself alone.
-
-    Attributes:
-        prompt_token_ids, output_token_ids: int32 [tokens] each, read-only; the next output token is being chosen.
-        choice: which of the request's ``n`` choices; 0 where the first tokens of several are drawn from these logits,
-            and for greedy choices, which are all alike and one row.
-    """
-
-    prompt_token_ids: Int32
-    output_token_ids: Int32
-    choice: int
+    SAMPLE = 1
+    """The next token is sampled, or the first token of each choice."""
+    POOL = 2
+    """Its last hidden state is the row's product."""
 
 
 class RowSampling(RowParams, frozen=True, kw_only=True, gc=False):
@@ -91,10 +71,10 @@ class RowSampling(RowParams, frozen=True, kw_only=True, gc=False):
     """The only tokens that may be sampled; empty: all."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that must not come up in the output: the last token of one is masked behind the others."""
-    logits_processors: tuple[LogitsProcessor, ...] = ()
-    """Applied in this order. A plan that has some stays in this process."""
-    grammar: CompiledGrammar | None = None
-    """The constraint on the output's text. A plan that has one stays in this process, too."""
+    logits_processors: tuple[ProcessorHandle, ...] = ()
+    """Applied in this order."""
+    grammar: GrammarHandle | None = None
+    """The constraint on the output's text."""
     ignores_end: bool = False
     """Tokens that end the output may be sampled only where the grammar leaves no other."""
     logprobs: int = -1
@@ -124,17 +104,17 @@ class RowAdded(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     block_ids: tuple[Int32, ...]
     sampling: RowSampling
 
-    def add_grammar(self, rows: GrammarRows, allowed: Mask | None = None) -> GrammarRow:
-        """Add this row, which has a grammar, to ``rows``, advanced by the tokens of its output that are known.
+    def add_grammar(self, rows: GrammarRows, grammar: CompiledGrammar, allowed: Mask | None = None) -> GrammarRow:
+        """Add this row to ``rows``, advanced by the tokens of its output that are known.
 
         Args:
+            grammar: ``sampling.grammar``, compiled.
             allowed: mask of the only tokens that its other rules admit; None: all.
         """
         sampling = self.sampling
-        assert sampling.grammar is not None
         has_rules = sampling.allowed_token_ids or sampling.bad_words or sampling.logits_processors or sampling.stop_ids
         row = GrammarRow(
-            sampling.grammar,
+            grammar,
             self.num_prompt_tokens,
             jumps=sampling.logprobs < 0,
             is_forcing=not (has_rules or sampling.ignores_end),
@@ -151,7 +131,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     An executor applies, in this order: ``removed``, ``copied``, ``added``, ``grown``; then computes ``rows``:
     ``rows[i]`` computes the tokens at positions ``starts[i]`` up to ``starts[i] + num_tokens[i]`` of its history,
-    writing their KV, and samples the token after them if ``wants[i]`` is `Want.LOGITS`. That token is appended to the
+    writing their KV, and brings what ``purposes[i]`` says. A token that is sampled after them is appended to the
     row's history on the device.
 
     Attributes:
@@ -164,7 +144,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         epochs: int32 [b], the epoch of each row's occupant; a result is matched by (row, epoch).
         starts: int32 [b], first position to compute.
         num_tokens: int32 [b], at least 1 each.
-        wants: int8 [b], a `Want` each.
+        purposes: int8 [b], a `Purpose` each.
     """
 
     step: int
@@ -177,7 +157,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     epochs: Int32 = EMPTY
     starts: Int32 = EMPTY
     num_tokens: Int32 = EMPTY
-    wants: Int8 = EMPTY_WANTS
+    purposes: Int8 = NO_PURPOSES
     copied_from: Int32 = EMPTY
     copied_to: Int32 = EMPTY
 
@@ -203,9 +183,10 @@ MAX_DESCRIBED_ITEMS = 32
 def _describe_sampling(sampling: RowSampling) -> dict[str, Any]:
     """The fields; a number in place of long ones, and of ids that would reveal a prompt or a secret word."""
     fields = msgspec.structs.asdict(sampling)
-    fields["logits_processors"] = [repr(processor) for processor in sampling.logits_processors]
+    fields["logits_processors"] = f"<{len(sampling.logits_processors)} functions>"
     fields["bad_words"] = f"<{len(sampling.bad_words)} sequences>"
-    fields["grammar"] = None if sampling.grammar is None else type(sampling.grammar).__name__
+    if (grammar := sampling.grammar) is not None:
+        fields["grammar"] = type(grammar.constraint or grammar.thinking).__name__
     return {
         name: f"<{len(value)} items>" if isinstance(value, tuple) and len(value) > MAX_DESCRIBED_ITEMS else value
         for name, value in fields.items()
@@ -275,7 +256,7 @@ class RowFailure(msgspec.Struct, frozen=True, gc=False):
 class StepResult(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The results of a step, flat: ``token_ids[offsets[i]:offsets[i + 1]]`` belong to ``plan.rows[i]``.
 
-    A row may have none (`Want.NOTHING`, or it failed), one, or several tokens (``num_choices``).
+    A row may have none (`Purpose.NOTHING`, or it failed), one, or several tokens (``num_choices``).
 
     Attributes:
         offsets: int32 [b + 1].

@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 
 from aioengine.outputs import FinishReason
 from aioengine.sampling_params import MAX_SEED, MIN_SEED, ROW_PARAMS, SamplingParams
-from aioengine.scheduler.plan import Int32, LogitsProcessor, RowAdded, RowSampling, int32
+from aioengine.scheduler.handles import GrammarHandle, ProcessorHandle
+from aioengine.scheduler.plan import Int32, RowAdded, RowSampling, int32
 from aioengine.scheduler.prefix_cache import PrefixKey
-from aioengine.structured.grammar import CompiledGrammar, Thinking
+from aioengine.structured.grammar import Thinking
 
 MAX_PRIORITY = 2**31 - 1
 MAX_SALT_CHARS = 1024
@@ -217,11 +218,6 @@ class Sequence:
         ids: list[int] = self.prompt[start:stop].tolist()
         return ids + self.output_ids[: max(stop - n, 0)]
 
-    def take_grammar(self, grammar: CompiledGrammar) -> None:
-        """Its grammar is compiled, and that of its children."""
-        for member in (self, *self.children):
-            member.sampling = msgspec.structs.replace(member.sampling, grammar=grammar)
-
     def introduce(self) -> RowAdded:
         """What a device has to know of it when it takes its row."""
         sampling = self.sampling
@@ -262,12 +258,12 @@ def make_choices(
     *,
     eos_token_ids: tuple[int, ...] = (),
     block_hashes: list[bytes] | None = None,
-    processors: tuple[LogitsProcessor, ...] = (),
+    processors: tuple[ProcessorHandle, ...] = (),
 ) -> Sequence:
     """The first choice of a request, with the others as its children; they share ``block_hashes`` when they fork.
 
     Args:
-        processors: made of ``extra_args``.
+        processors: the request's own, then those made of ``extra_args``.
     """
     sampling = _row_sampling(request, eos_token_ids, processors)
     children = []
@@ -297,7 +293,7 @@ def resume_choice(sequence: Sequence, choice: int, output_ids: list[int]) -> Seq
 
 
 def _row_sampling(
-    request: Request, eos_token_ids: tuple[int, ...], processors: tuple[LogitsProcessor, ...]
+    request: Request, eos_token_ids: tuple[int, ...], processors: tuple[ProcessorHandle, ...]
 ) -> RowSampling:
     params = request.params
     stop_ids = (*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids)
@@ -314,7 +310,8 @@ def _row_sampling(
         logit_bias=tuple(params.logit_bias.items()) if params.logit_bias else (),
         allowed_token_ids=params.allowed_token_ids or (),
         bad_words=request.bad_words,
-        logits_processors=params.logits_processors + processors,
+        logits_processors=processors,
+        grammar=GrammarHandle(params.structured, request.thinking) if request.has_grammar else None,
         logprobs=(params.logprobs or 0) if has_logprobs else -1,
         logprobs_mode=params.logprobs_mode,
         logprob_token_ids=params.logprob_token_ids or (),

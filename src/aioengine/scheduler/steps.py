@@ -70,7 +70,7 @@ class StepsInFlight:
             epochs=_frozen(table.epoch[rows]),
             starts=_frozen(work.starts),
             num_tokens=_frozen(work.num_tokens),
-            wants=_frozen(samples.view(np.int8)),  # True is Want.LOGITS
+            purposes=_frozen(samples.view(np.int8)),  # True is Purpose.SAMPLE
         )
         self.num_planned += 1
         running_rows = table.running_rows

@@ -43,10 +43,13 @@ class Answers:
             raise ConfigError("answers need a model with a tokenizer and an EOS")
         self._tokenizer, self._eos_token_id = tokenizer, eos_token_id
 
-    def next_token(self, added: RowAdded, output: list[int], allowed: Container[int] | None = None) -> int:
+    def next_token(
+        self, added: RowAdded, grammar: CompiledGrammar | None, output: list[int], allowed: Container[int] | None
+    ) -> int:
         """Return the token after ``output``; EOS after the whole answer.
 
         Args:
+            grammar: the row's; None: it has none.
             allowed: the tokens that the request's constraint admits next; None: it has none.
         Raises:
             the answer's error, where that comes next.
@@ -57,7 +60,7 @@ class Answers:
         answers = self._begun.setdefault(key, [])
         if not output and (not answers or key in self._gone_on):
             self._gone_on.discard(key)
-            answers.append(self._begin(prompt_ids.tolist(), added.sampling.grammar))
+            answers.append(self._begin(prompt_ids.tolist(), grammar))
         fitting = (each for each in reversed(answers) if each[1][: len(output)] == output[: len(each[1])])
         text, token_ids, error = next(fitting, answers[-1])
         if output != token_ids[: len(output)]:  # a grammar has forced other tokens of the same text

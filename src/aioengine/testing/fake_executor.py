@@ -19,20 +19,22 @@ from aioengine.core.worker_functions import Worker, registered
 from aioengine.errors import InvalidRequest
 from aioengine.models.folder import ModelFolder
 from aioengine.processes.turns import running_loop
+from aioengine.scheduler.handles import Handles
 from aioengine.scheduler.plan import (
     Float32,
     Int32,
     NothingAllowed,
     PromptLogprobs,
+    Purpose,
     RowAdded,
     RowFailure,
     RowSampling,
     StepLogprobs,
     StepPlan,
     StepResult,
-    Want,
     int32,
 )
+from aioengine.structured.grammar import CompiledGrammar
 from aioengine.structured.rows import GrammarRow, GrammarRows
 from aioengine.testing.answers import Answer, Answers
 from aioengine.text.loading import has_tokenizer
@@ -179,6 +181,7 @@ class FakeExecutor:
             windows=windows,
         )
         self.stats = ExecutorStats()
+        self.handles = Handles()
         self.unfinished: list[FakeLaunch] = []
         self.is_closed = False
         self.step_time_s = step_time_s
@@ -305,8 +308,13 @@ class FakeExecutor:
             if gone.grammar is not None:
                 self._grammar_rows.remove(gone.grammar)
         for added in plan.added:
-            grammar = added.add_grammar(self._grammar_rows) if added.sampling.grammar is not None else None
-            self._rows[added.row] = Row(added, added.token_ids.tolist(), grammar)
+            grammar = self._get_grammar(added)
+            row = None if grammar is None else added.add_grammar(self._grammar_rows, grammar)
+            self._rows[added.row] = Row(added, added.token_ids.tolist(), row)
+
+    def _get_grammar(self, added: RowAdded) -> CompiledGrammar | None:
+        handle = added.sampling.grammar
+        return None if handle is None else self.handles.get_grammar(handle)
 
     def _compute(self, plan: StepPlan) -> StepResult:
         works = self._works(plan)
@@ -340,9 +348,9 @@ class FakeExecutor:
         return forced
 
     def _works(self, plan: StepPlan) -> list[RowWork]:
-        columns = (plan.rows, plan.starts, plan.num_tokens, plan.wants)
+        columns = (plan.rows, plan.starts, plan.num_tokens, plan.purposes)
         return [
-            RowWork(plan.step, number, self._rows[number], start, start + num_tokens, want == Want.LOGITS)
+            RowWork(plan.step, number, self._rows[number], start, start + num_tokens, want == Purpose.SAMPLE)
             for number, start, num_tokens, want in zip(*(column.tolist() for column in columns), strict=True)
         ]
 
@@ -388,7 +396,11 @@ class FakeExecutor:
             ids = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
             allowed = {token for token in ids.tolist() if token in allowed}
         constrained = None if row.grammar is None else allowed
-        answer = None if self._answers is None else self._answers.next_token(added, output, constrained)
+        answer = (
+            None
+            if self._answers is None
+            else self._answers.next_token(added, self._get_grammar(added), output, constrained)
+        )
         tokens: list[int] = []
         for choice in range(sampling.choice, sampling.choice + (1 if output else sampling.num_choices)):
             of_choice = msgspec.structs.replace(sampling, choice=choice)
