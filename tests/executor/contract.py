@@ -41,7 +41,7 @@ class Opened:
     make_step_fail: Callable[[int], None]
 
     def writer(self, seed: int = 0) -> PlanWriter:
-        return PlanWriter.of(self.executor, seed)
+        return PlanWriter.of(self.executor.info, seed, handles=self.executor.handles)
 
     async def run(self, plan: StepPlan) -> StepResult:
         return await self.executor.launch(plan).finish()

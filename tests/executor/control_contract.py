@@ -66,7 +66,7 @@ class Controlled:
     shapes: dict[str, tuple[int, ...]]
 
     def writer(self) -> PlanWriter:
-        return PlanWriter.of(self.executor)
+        return PlanWriter.of(self.executor.info)
 
     async def tokens(self, num_tokens: int = 6) -> list[int]:
         return await greedy_tokens(self.executor, num_tokens)

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from aioengine.core.executor_protocol import Executor
+from aioengine.core.executor_protocol import Executor, ExecutorInfo
 from aioengine.scheduler.handles import Handles
 from aioengine.scheduler.plan import Purpose, RowAdded, RowSampling, StepPlan, StepResult, int32
 
@@ -54,10 +54,9 @@ class PlanWriter:
     rows: dict[int, PlannedRow] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, executor: Executor, seed: int = 0) -> PlanWriter:
+    def of(cls, info: ExecutorInfo, seed: int = 0, **fields: Any) -> PlanWriter:
         """For such an executor."""
-        info = executor.info
-        return cls(info.num_blocks, info.block_size, seed, windows=info.windows, handles=executor.handles)
+        return cls(info.num_blocks, info.block_size, seed, windows=info.windows, **fields)
 
     def __post_init__(self) -> None:
         self._free = list(range(self.num_blocks))
@@ -247,7 +246,7 @@ async def run_step(
 
 async def greedy_tokens(executor: Executor, num_tokens: int = 6, prompt: tuple[int, ...] = PROMPT) -> list[int]:
     """Those of one sequence, which leaves its row."""
-    writer = PlanWriter.of(executor)
+    writer = PlanWriter.of(executor.info)
     writer.add(0, list(prompt))
     tokens = [(await run_step(executor, writer))[0] for _ in range(num_tokens)]
     writer.remove(0)

@@ -58,7 +58,7 @@ async def started(
     accelerator = accelerator or FakeAccelerator()
     executor = await start_late(folder, accelerator, **fields)
     try:
-        yield executor, PlanWriter.of(executor)
+        yield executor, PlanWriter.of(executor.info, handles=executor.handles)
     finally:
         accelerator.go_on()  # a test that failed while it was held
         await executor.aclose()
@@ -410,7 +410,7 @@ async def test_a_graph_is_void_once_the_rules_it_reads_have_moved(
 async def test_a_lost_device_is_heard_in_all_steps_and_closing_ends(folder: Path, depth: int) -> None:
     accelerator = FakeAccelerator()
     executor = await start_late(folder, accelerator, max_in_flight=depth)
-    writer = PlanWriter.of(executor)
+    writer = PlanWriter.of(executor.info, handles=executor.handles)
     writer.add(0, prompt_of(9))
     accelerator.hold()
     steps = [executor.launch(writer.plan()) for _ in range(depth)]
@@ -431,7 +431,7 @@ async def test_a_lost_device_is_heard_in_all_steps_and_closing_ends(folder: Path
 async def test_nothing_of_it_is_alive_after_it_is_closed(folder: Path, ends: str, graphs: str) -> None:
     accelerator = FakeAccelerator()
     executor = await start_late(folder, accelerator, max_in_flight=2, cuda_graphs=graphs)
-    writer = PlanWriter.of(executor)
+    writer = PlanWriter.of(executor.info, handles=executor.handles)
     runner = runner_of(executor)
     alive = [weakref.ref(thing) for thing in (runner, runner._history, runner._attention.cache, runner._sampler)]
     alive += [weakref.ref(thing) for thing in (runner._decoder, runner._out, runner._staging[0])]
