@@ -24,6 +24,7 @@ from aioengine.errors import AioEngineError, EngineClosed, InvalidRequest, WireE
 from aioengine.metrics import RequestMetrics, StepRecord
 from aioengine.processes.turns import turns_here
 from aioengine.processes.worker_threads import TextWorker
+from aioengine.scheduler.sequence import Request
 from aioengine.transport import wire
 from aioengine.transport.calls import ServedCalls
 from aioengine.transport.entrance import LINGER_S
@@ -51,6 +52,9 @@ class EngineServer:
         address: as it is reached, once `open` has returned.
         num_refused: frames that were malformed, foreign or out of turn, by why.
     """
+
+    request_type: type[Request] = Request
+    """The class as which requests are read; one with more fields gives the core more attributes."""
 
     def __init__(self, core: EngineCore, address: str, *, model_path: Path, keys: ServerKeys | None = None) -> None:
         self.core = core
@@ -190,7 +194,8 @@ class EngineServer:
             stats=core.stats(),
         )
         is_trusted = not self.peers.is_far
-        return Session(core, self._worker, arrival, mark=self._mark, is_trusted=is_trusted), attached
+        session = Session(core, self._worker, arrival, self.request_type, mark=self._mark, is_trusted=is_trusted)
+        return session, attached
 
     def _on_left(self, session: Session) -> None:
         """What a front end has running ends."""

@@ -59,18 +59,17 @@ class Session(PeerSession):
 
     Args:
         worker: hashes long prompts.
+        request_type: the class as which requests are read.
         mark: called when something is to be sent soon, beside a step's tokens.
         is_trusted: it is this user's, or has a key.
     """
-
-    request_type: type[Request] = Request
-    """The class as which requests are read."""
 
     def __init__(
         self,
         core: EngineCore,
         worker: TextWorker,
         arrival: Arrival,
+        request_type: type[Request],
         *,
         mark: Callable[[], None],
         is_trusted: bool = True,
@@ -84,6 +83,7 @@ class Session(PeerSession):
         self.transfers: set[str] = set()
         """Of weights, begun and neither committed nor dropped."""
         self._worker = worker
+        self._request_type = request_type
         self._is_trusted = is_trusted
         self._reset()
 
@@ -94,7 +94,7 @@ class Session(PeerSession):
         core = self.core
         numbers = range(body.number, body.number + 1)
         try:
-            request = wire.unpack_request(body.request, self.request_type)
+            request = wire.unpack_request(body.request, self._request_type)
             if request.params.structured is not None and not self._is_trusted:
                 params = msgspec.structs.replace(request.params, structured=unforced(request.params.structured))
                 request = msgspec.structs.replace(request, params=params)

@@ -19,7 +19,12 @@ from aioengine.transport.server import EngineServer
 
 @contextlib.asynccontextmanager
 async def served(
-    address: str, executor: Executor, *, keys: ServerKeys | None = None, **config: float
+    address: str,
+    executor: Executor,
+    *,
+    keys: ServerKeys | None = None,
+    kind: type[EngineServer] = EngineServer,
+    **config: float,
 ) -> AsyncIterator[EngineServer]:
     """A server that runs; `EngineServer.address` is where."""
     worker, dump_worker = TextWorker(), TextWorker()
@@ -28,7 +33,7 @@ async def served(
     try:
         files = await backend.find_model()
         await backend.open()
-        server = EngineServer(backend.core, address, model_path=files.path, keys=keys)
+        server = kind(backend.core, address, model_path=files.path, keys=keys)
         await server.open()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(server.serve)
