@@ -29,10 +29,10 @@ from aioengine.kernels.packed_weight import CodedWeight
 from aioengine.models.decoder import Linear
 from aioengine.models.decoder_config import read_decoder_config
 from aioengine.models.folder import DEMO_MODEL, ModelFolder
+from aioengine.models.formats.dense_files import read_safetensors
 from aioengine.models.formats.gguf_blocks import BLOCK_FORMATS
 from aioengine.models.formats.gguf_file import BLOCKS
 from aioengine.models.formats.gguf_tensors import read_gguf
-from aioengine.models.formats.safetensors import read_header
 from aioengine.models.formats.stored import Files
 from aioengine.models.loader import check_weights
 from aioengine.models.rope import Rope
@@ -83,7 +83,9 @@ def test_tensors_have_the_names_and_the_very_values_of_the_checkpoint(
 ) -> None:
     source = checkpoint("llama2", **SIZES)
     stored = read_gguf(write_gguf(source, tmp_path / "model.gguf", kind=Type[kind]))
-    wanted = {entry.name: entry for entry in read_header(dequantized(source, tmp_path / "dense", Type[kind]) / WEIGHTS)}
+    wanted = {
+        entry.name: entry for entry in read_safetensors(dequantized(source, tmp_path / "dense", Type[kind]) / WEIGHTS)
+    }
     assert stored.keys() == wanted.keys()
     with Files() as files:
         for name, entry in stored.items():

@@ -10,27 +10,28 @@ from typing import Any
 from aioengine.errors import ModelLoadError
 from aioengine.models.checkpoint import INDEX_FILE, SINGLE_FILE
 from aioengine.models.folder import ModelFolder, check_files, find_gguf, read_config, read_json
-from aioengine.models.formats import awq, bitsandbytes, compressed_tensors, fp8, gptq, mxfp4, pickled, safetensors
+from aioengine.models.formats import bitsandbytes, compressed_tensors, floats, gptq_awq
 from aioengine.models.formats.coded_tensor import BadConfig, Format, find_coded
+from aioengine.models.formats.dense_files import read_pickled, read_safetensors
 from aioengine.models.formats.gguf_tensors import read_gguf
 from aioengine.models.formats.stored import Files, FileTensor, Stored
 from aioengine.models.no_model import why_incomplete
 from aioengine.validation import shorten
 
 QUANT_METHODS: dict[str, Callable[[dict[str, Any]], Format]] = {
-    "awq": awq.read_config,
+    "awq": gptq_awq.read_awq_config,
     "bitsandbytes": bitsandbytes.read_config,
     "compressed-tensors": compressed_tensors.read_config,
-    "fbgemm_fp8": fp8.read_config,
-    "fp8": fp8.read_config,
-    "gptq": gptq.read_config,
-    "mxfp4": mxfp4.read_config,
+    "fbgemm_fp8": floats.read_fp8_config,
+    "fp8": floats.read_fp8_config,
+    "gptq": gptq_awq.read_gptq_config,
+    "mxfp4": floats.read_mxfp4_config,
 }
 """By a quantization_config's quant_method: what reads the rest of it."""
 
 KINDS = (
-    (SINGLE_FILE, INDEX_FILE, safetensors.read_header),
-    (pickled.SINGLE_FILE, pickled.INDEX_FILE, pickled.read_header),
+    (SINGLE_FILE, INDEX_FILE, read_safetensors),
+    ("pytorch_model.bin", "pytorch_model.bin.index.json", read_pickled),
 )
 """Of files, the first that is there: a single one, the index of several, and what reads the header of one."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
-from pathlib import Path
 
 import msgspec
 import torch
@@ -24,30 +23,26 @@ class BadConfig(Exception):
     """What a quantization_config says is malformed, or not supported; says which, and what is."""
 
 
-class CodedTensor(msgspec.Struct, frozen=True):
-    """A `Stored` that several tensors encode.
+Tensors = dict[str, Tensor]
+"""Values of `Parts`, by the same suffixes."""
 
-    Attributes:
-        parts: what is read, and has been checked by its headers.
-        decode: makes the weight of the parts' values, by the same suffixes; dense where no `CodedWeight` could be it.
+
+def coded_tensor(
+    name: str, kind: str, shape: tuple[int, ...], parts: Parts, decode: Callable[[Tensors], Tensor | CodedWeight]
+) -> Stored:
+    """A tensor that several tensors encode.
+
+    Args:
+        kind: its ``format``.
+        parts: the tensors that are read; they have been checked by their headers.
+        decode: makes the weight of the parts' values; dense where no `CodedWeight` could be it.
     """
+    path, num_bytes = next(iter(parts.values())).path, sum(part.num_bytes for part in parts.values())
 
-    name: str
-    format: str
-    shape: tuple[int, ...]
-    parts: Parts
-    decode: Callable[[dict[str, Tensor]], Tensor | CodedWeight]
+    def read(files: Files) -> Tensor | CodedWeight:
+        return decode({suffix: part.read(files) for suffix, part in parts.items()})
 
-    @property
-    def path(self) -> Path:
-        return next(iter(self.parts.values())).path
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(part.num_bytes for part in self.parts.values())
-
-    def read(self, files: Files) -> Tensor | CodedWeight:
-        return self.decode({suffix: part.read(files) for suffix, part in self.parts.items()})
+    return Stored(name, path, kind, shape, num_bytes, read)
 
 
 class Format(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +57,7 @@ class Format(msgspec.Struct, frozen=True, kw_only=True):
 
     suffixes: tuple[str, ...]
     unread: tuple[str, ...] = ()
-    find: Callable[[str, Parts, Files], CodedTensor | None]
+    find: Callable[[str, Parts, Files], Stored | None]
 
 
 def find_coded(tensors: dict[str, FileTensor], coding: Format, files: Files) -> dict[str, Stored]:
@@ -121,6 +116,22 @@ def split_words(words: Tensor, bits: int) -> Tensor:
     """int32 [rows, words] → uint8 [rows, words · 32 / bits]: codes of 4 or 8 bits, those of a word from its low end."""
     codes = words.contiguous().view(torch.uint8)
     return split_codes(codes) if bits == 4 else codes
+
+
+def integers(codes: Tensor, bits: int, scales: Tensor, zeros: Tensor | None, group: int) -> CodedWeight:
+    """The weight (code - 2^(bits - 1) - zero) · scale.
+
+    Args:
+        codes: uint8 [out, in].
+        scales, zeros: [out or 1, groups] each; None: no zeros.
+    """
+    scales = scales.float().expand(len(codes), -1).contiguous()
+    return CodedWeight(codes, bits, None, scales, None if zeros is None else -zeros.int() * scales, group)
+
+
+def signed_codes(values: Tensor) -> Tensor:
+    """int8 → uint8: codes, of which `integers` takes 128 away."""
+    return (values.short() + 128).byte()
 
 
 def regrouped(coded: CodedWeight, group_of: Tensor, part: FileTensor) -> Tensor | CodedWeight:

@@ -23,19 +23,20 @@ from aioengine.models.formats.coded_tensor import (
     E2M1,
     FLOATS,
     BadConfig,
-    CodedTensor,
     Format,
     Parts,
+    Tensors,
     check,
     check_matrix,
+    coded_tensor,
+    integers,
     need,
     regrouped,
+    signed_codes,
     split_words,
 )
-from aioengine.models.formats.fp8 import UNREAD, find_fp8, read_block
-from aioengine.models.formats.mxfp4 import GROUP as MXFP4_GROUP
-from aioengine.models.formats.mxfp4 import decode_mxfp4
-from aioengine.models.formats.stored import Files
+from aioengine.models.formats.floats import MXFP4_GROUP, UNREAD, decode_mxfp4, find_fp8, read_block
+from aioengine.models.formats.stored import Files, Stored
 from aioengine.validation import shorten
 
 SUFFIXES = (
@@ -81,7 +82,7 @@ def _matches(pattern: str, module: str) -> bool:
         raise BadConfig(f"target {shorten(pattern)} is no regular expression: {error}") from error
 
 
-def _find(schemes: list[tuple[list[str], Scheme]], module: str, parts: Parts, files: Files) -> CodedTensor | None:
+def _find(schemes: list[tuple[list[str], Scheme]], module: str, parts: Parts, files: Files) -> Stored | None:
     scheme = _scheme_of(module, schemes)
     if ".weight_packed" in parts:
         is_of_words = parts[".weight_packed"].format == "I32"
@@ -93,33 +94,28 @@ def _find(schemes: list[tuple[list[str], Scheme]], module: str, parts: Parts, fi
     return find_fp8(read_block(scheme.get("block_structure")), module, parts, files)
 
 
-def _group(scheme: Scheme, columns: int) -> int:
-    group = scheme.get("group_size")
-    return min(group, columns) if type(group) is int and group > 0 else columns
-
-
 def _check_scales(scheme: Scheme, parts: Parts, rows: int, columns: int) -> int:
-    """Inputs of a group."""
-    group = _group(scheme, columns)
+    """Check the scales, and return the inputs of a group."""
+    stated = scheme.get("group_size")
+    group = min(stated, columns) if type(stated) is int and stated > 0 else columns
     check(parts[".weight_scale"], FLOATS, (1,), (rows, 1), (rows, -(-columns // group)))
     return columns if parts[".weight_scale"].shape in ((1,), (rows, 1)) else group
 
 
-def _find_int8(scheme: Scheme, module: str, parts: Parts) -> CodedTensor:
+def _find_int8(scheme: Scheme, module: str, parts: Parts) -> Stored:
     rows, columns = check_matrix(parts[".weight"], ("I8",))
     group = _check_scales(scheme, parts, rows, columns)
     if ".weight_zero_point" in parts:
         check(parts[".weight_zero_point"], ("I8",), parts[".weight_scale"].shape)
-    return CodedTensor(f"{module}.weight", "INT8", (rows, columns), parts, partial(_decode_int8, group))
+
+    def decode(tensors: Tensors) -> CodedWeight:
+        scales, zeros = tensors[".weight_scale"], tensors.get(".weight_zero_point")
+        return integers(signed_codes(tensors[".weight"]), 8, scales, zeros, group)
+
+    return coded_tensor(f"{module}.weight", "INT8", (rows, columns), parts, decode)
 
 
-def _decode_int8(group: int, tensors: dict[str, Tensor]) -> CodedWeight:
-    codes = (tensors[".weight"].short() + 128).byte()
-    zeros = tensors.get(".weight_zero_point")
-    return _with_zeros(codes, 8, tensors[".weight_scale"], None if zeros is None else zeros.int(), group)
-
-
-def _find_packed(scheme: Scheme, module: str, parts: Parts, files: Files) -> CodedTensor:
+def _find_packed(scheme: Scheme, module: str, parts: Parts, files: Files) -> Stored:
     bits = scheme.get("num_bits")
     if type(bits) is not int or bits not in (4, 8):
         raise BadConfig(f"num_bits={shorten(bits)} of {module}; 4 and 8 are supported")
@@ -139,45 +135,32 @@ def _find_packed(scheme: Scheme, module: str, parts: Parts, files: Files) -> Cod
         check(parts[".weight_zero_point"], ("I32",), (-(-rows // a_word), num_groups))
     if ".weight_g_idx" in parts:
         check(parts[".weight_g_idx"], ("I32",), (columns,))
-    decode = partial(_decode_packed, bits, columns, group, parts)
-    return CodedTensor(f"{module}.weight", f"INT{bits} packed", (rows, columns), parts, decode)
+
+    def decode(tensors: Tensors) -> Tensor | CodedWeight:
+        codes, zeros = split_words(tensors[".weight_packed"], bits)[:, :columns], tensors.get(".weight_zero_point")
+        if zeros is not None:
+            zeros = split_words(zeros.T, bits)[:, :rows].T.int() - 2 ** (bits - 1)
+        coded, group_of = integers(codes, bits, tensors[".weight_scale"], zeros, group), tensors.get(".weight_g_idx")
+        if group_of is None or (group_of == -1).all():  # the library's mark of none
+            return coded
+        return regrouped(coded, group_of, parts[".weight_g_idx"])
+
+    return coded_tensor(f"{module}.weight", f"INT{bits} packed", (rows, columns), parts, decode)
 
 
-def _decode_packed(
-    bits: int, columns: int, group: int, parts: Parts, tensors: dict[str, Tensor]
-) -> Tensor | CodedWeight:
-    codes = split_words(tensors[".weight_packed"], bits)[:, :columns]
-    zeros = tensors.get(".weight_zero_point")
-    if zeros is not None:
-        zeros = split_words(zeros.T, bits)[:, : len(codes)].T.int() - 2 ** (bits - 1)
-    coded = _with_zeros(codes, bits, tensors[".weight_scale"], zeros, group)
-    group_of = tensors.get(".weight_g_idx")
-    if group_of is None or (group_of == -1).all():  # the library's mark of none
-        return coded
-    return regrouped(coded, group_of, parts[".weight_g_idx"])
-
-
-def _with_zeros(codes: Tensor, bits: int, scales: Tensor, zeros: Tensor | None, group: int) -> CodedWeight:
-    scales = scales.float().expand(len(codes), -1).contiguous()
-    return CodedWeight(codes, bits, None, scales, None if zeros is None else -zeros * scales, group)
-
-
-def _find_float4(module: str, parts: Parts) -> CodedTensor:
+def _find_float4(module: str, parts: Parts) -> Stored:
     need(module, parts, (".weight_scale",))
     rows, num_bytes = check_matrix(parts[".weight_packed"], ("U8",))
-    columns = 2 * num_bytes
-    if ".weight_global_scale" not in parts:
-        check(parts[".weight_scale"], ("U8",), (rows, -(-columns // MXFP4_GROUP)))
-        return CodedTensor(f"{module}.weight", "MXFP4", (rows, columns), parts, _decode_mxfp4)
-    check(parts[".weight_scale"], ("F8_E4M3",), (rows, -(-columns // NVFP4_GROUP)))
-    check(parts[".weight_global_scale"], ("F32",), (1,))
-    return CodedTensor(f"{module}.weight", "NVFP4", (rows, columns), parts, _decode_nvfp4)
+    columns, is_nvfp4 = 2 * num_bytes, ".weight_global_scale" in parts
+    group, of_scales = (NVFP4_GROUP, "F8_E4M3") if is_nvfp4 else (MXFP4_GROUP, "U8")
+    check(parts[".weight_scale"], (of_scales,), (rows, -(-columns // group)))
+    if is_nvfp4:
+        check(parts[".weight_global_scale"], ("F32",), (1,))
 
+    def decode(tensors: Tensors) -> CodedWeight:
+        pairs, scales = tensors[".weight_packed"], tensors[".weight_scale"]
+        if not is_nvfp4:
+            return decode_mxfp4(pairs, scales)
+        return CodedWeight(split_codes(pairs), 4, E2M1, scales.float() / tensors[".weight_global_scale"], None, group)
 
-def _decode_mxfp4(tensors: dict[str, Tensor]) -> CodedWeight:
-    return decode_mxfp4(tensors[".weight_packed"], tensors[".weight_scale"])
-
-
-def _decode_nvfp4(tensors: dict[str, Tensor]) -> CodedWeight:
-    scales = tensors[".weight_scale"].float() / tensors[".weight_global_scale"]
-    return CodedWeight(split_codes(tensors[".weight_packed"]), 4, E2M1, scales, None, NVFP4_GROUP)
+    return coded_tensor(f"{module}.weight", "NVFP4" if is_nvfp4 else "MXFP4", (rows, columns), parts, decode)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -15,8 +15,6 @@ from aioengine.kernels.packed_weight import CodedWeight
 from aioengine.models.checkpoint import FILE_DTYPES
 
 Opened = TypeVar("Opened")
-ReadTensor = Callable[[str], Tensor]
-"""Reads a tensor of an open file, by its name there."""
 
 CODE_DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
@@ -57,54 +55,45 @@ class Files(ExitStack):
         return opened
 
 
-class Stored(Protocol):
-    """A tensor of a checkpoint. Nothing of its values is read before `read`.
+class Stored(msgspec.Struct, frozen=True):
+    """A tensor of a checkpoint. Nothing of its values is read before ``read``.
 
     Attributes:
         name: as transformers saves the dense tensor.
         path: of the file that it is in, the first one if it is in several; for messages.
+        format: a key of `FILE_DTYPES`, or the name of a quantised format ("GPTQ 4-bit").
         shape: of the dense tensor.
         num_bytes: in the files.
-        format: what it is in the files: a key of `FILE_DTYPES`, or what a quantised format is called ("GPTQ 4-bit").
-    """
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def path(self) -> Path: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def num_bytes(self) -> int: ...
-    @property
-    def format(self) -> str: ...
-
-    def read(self, files: Files) -> Tensor | CodedWeight:
-        """The values. A dense tensor may be a view of the file, which ends with ``files``: to be copied before.
-
-        Raises:
-            ModelLoadError: they cannot be read, or are none that the format allows.
-        """
-
-
-class FileTensor(msgspec.Struct, frozen=True):
-    """A tensor that lies in a file as it is.
-
-    Attributes:
-        format: its dtype, as safetensors calls it; also of those that are not supported.
-        opening: opens the file; what reads tensors of it.
+        read: reads the values. A dense tensor may be a view of the file, which ends with the `Files`: to be copied
+            before. Raises ModelLoadError if they cannot be read, or are none that the format allows.
     """
 
     name: str
     path: Path
     format: str
     shape: tuple[int, ...]
-    opening: Callable[[Path], AbstractContextManager[ReadTensor]]
+    num_bytes: int
+    read: Callable[[Files], Tensor | CodedWeight]
 
-    @property
-    def num_bytes(self) -> int:
-        dtype = FILE_DTYPES.get(self.format) or CODE_DTYPES[self.format]
-        return torch.Size(self.shape).numel() * dtype.itemsize
 
-    def read(self, files: Files) -> Tensor:
-        return files.get(self.path, self.opening)(self.name)
+class FileTensor(Stored, frozen=True):
+    """A tensor that lies in a file as it is; its format may be one that is not supported."""
+
+    read: Callable[[Files], Tensor]
+
+
+def file_tensor(
+    name: str,
+    path: Path,
+    kind: str,
+    shape: tuple[int, ...],
+    opening: Callable[[Path], AbstractContextManager[Callable[[str], Tensor]]],
+) -> FileTensor:
+    """
+    Args:
+        kind: its ``format``.
+        opening: opens the file, and gives a function that reads a tensor by its name.
+    """
+    dtype = FILE_DTYPES.get(kind) or CODE_DTYPES[kind]
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    return FileTensor(name, path, kind, shape, num_bytes, lambda files: files.get(path, opening)(name))
