@@ -7,7 +7,6 @@ from collections import Counter
 from structured.schema_sample import (
     arrays,
     combinations,
-    documents,
     formats,
     models,
     objects,
@@ -29,7 +28,6 @@ SAMPLE: tuple[SchemaCase, ...] = (
     *spelling.CASES,
     *models.CASES,
     *tools.CASES,
-    *documents.CASES,
     *programs.CASES,
 )
 
