@@ -11,16 +11,15 @@ FIRST_WORD_ID = 10
 """Special tokens come before."""
 MAX_MODEL_LEN = 512
 
-Way = Literal["generate", "stream", "unread", "finish", "stalled", "left", "broken", "forgotten"]
+Way = Literal["generate", "stream", "unread", "finish", "stalled", "left", "broken"]
 WAYS: tuple[Way, ...] = (
     "generate",  # the whole result
     "stream",  # delta by delta
-    "unread",  # nobody reads for a while, then everything
+    "unread",  # nothing is read for a while, then everything
     "finish",  # some deltas, then the whole result
     "stalled",  # with max_unread_tokens: read, stop reading, go on
     "left",  # the block is left by `return`
     "broken",  # the block is left by an exception
-    "forgotten",  # an async generator around the stream is dropped unclosed
 )
 
 WORDS = (
@@ -131,7 +130,7 @@ class Wish:
         rest: moments for which it then does nothing.
         streaming: what `Engine.stream` takes besides.
         strike: what befalls it, at a random moment.
-        strike_turns, strike_moments: when: after so many turns of the loop, or else so many moments.
+        strike_moments: after how many of them.
         refused_for: the field for which it must be refused; None for a good one.
         repeats: the number of the reference request that it repeats.
     """
@@ -155,8 +154,7 @@ class Wish:
         if self.way == "stalled" or rng.random() < 0.1:
             self.streaming["max_unread_tokens"] = rng.choice([1, 2, 5])
         self.strike: Literal["", "cancel", "abort"] = rng.choice(["", "", "", "", "", "", "cancel", "abort"])
-        self.strike_turns = rng.choice([None, None, 0, 1, 2, 5])
-        self.strike_moments = rng.choice([1, 3, 10, 40])
+        self.strike_moments = rng.choice([0, 0, 1, 3, 10, 40])
         if rng.random() < 0.02:
             self.refused_for, wrong = rng.choice(BAD)
             self.arguments |= wrong

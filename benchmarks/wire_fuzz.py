@@ -29,7 +29,7 @@ from typing import Any
 
 import anyio
 import msgspec
-from soak_report import rss_mib
+import psutil
 
 _HERE, _TESTS = Path(__file__).resolve().parent, Path(__file__).resolve().parents[1] / "tests"
 # Not this folder: a benchmark in it has the name of the tests' folder, and would be taken for it.
@@ -397,13 +397,14 @@ def fuzz(num_messages: int, *, seed: int, live_share: float) -> Report:
     num_live = round(live_share * num_messages)
     asyncio.run(fuzz_live(rng, tally, num_live // 4))
     gc.collect()
-    before_mib, begin = rss_mib(), time.perf_counter()
+    process = psutil.Process()
+    before_mib, begin = process.memory_info().rss / 2**20, time.perf_counter()
     num_before = tally.num_messages
     asyncio.run(fuzz_live(rng, tally, num_live - num_live // 4))
     readers.feed(num_messages - tally.num_messages)
     duration_s = time.perf_counter() - begin
     gc.collect()
-    after_mib = rss_mib()
+    after_mib = process.memory_info().rss / 2**20
     if after_mib - before_mib > MAX_GROWTH_MIB:
         tally.note_harm(f"memory grew from {before_mib:.0f} to {after_mib:.0f} MiB", [])
     if tally.slowest_s > SLOW_S:

@@ -18,19 +18,15 @@ nothing to compile. ``--quick`` takes the first case of each kernel alone.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import functools
 import importlib.util
-import itertools
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +44,7 @@ ALLOWED_SPILLS = {"_prefill_kernel": 40}
 """Bytes of stack, by kernel; 0 for those that are not here. With each goes why it is not worth avoiding: of the first,
 with slopes, the choice of 128 rows and 128 keys at once, which is taken only where it was measured to be fastest."""
 TIMEOUT_S = 300.0
-"""Of one case: a compiler that loops would otherwise hold CI until its own limit."""
+"""For a case, on average: a compiler that loops would otherwise hold CI until its own limit."""
 LOCAL_ACCESS = re.compile(r"\b(LDL|STL)\b")
 TENSOR_CORES = {"wgmma": re.compile(r"\bwgmma\.mma_async"), "mma": re.compile(r"\bmma\.sync")}
 REPOSITORY = Path(__file__).parents[2]
@@ -140,175 +136,80 @@ def _tool(name: str, *arguments: str) -> str:
     return subprocess.run([path, *arguments], check=True, capture_output=True, text=True).stdout
 
 
-def work() -> None:
-    """Tell of all cases in a line, then compile those asked for: a line with index and capability each."""
+def work(args: argparse.Namespace) -> None:
+    """Compile every ``args.jobs``-th of the chosen cases, and print a line of JSON for each, first of all for those
+    that are to come."""
+    import torch
+    import triton
+
     sys.path.append(str(REPOSITORY / "tests"))
     from kernels.compile_cases import compile_cases
 
     # What a compiler prints must not come between the lines.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    cases = compile_cases()
-    known = [[case.name, case.kernel.__name__, case.min_capability] for case in cases]
-    print(json.dumps({"about": _about(), "cases": known}), file=answers, flush=True)
-    for line in sys.stdin:
-        index, capability = map(int, line.split())
+    versions = {"triton": triton.__version__, "torch": torch.__version__, "python": sys.version.split()[0]}
+    jobs = choose(compile_cases(), args)[args.worker :: args.jobs]
+    expected = [[case.name, case.kernel.__name__, capability] for case, capability in jobs]
+    print(json.dumps({"versions": versions, "expected": expected}), file=answers, flush=True)
+    for case, capability in jobs:
         try:
-            answer = compile_one(cases[index], capability)
+            answer = compile_one(case, capability)
         except Exception as error:
             reason = "\n".join(filter(None, (str(error), str(error.__cause__ or ""))))
-            answer = _failed(known[index], capability, f"{type(error).__name__}: {reason}")
+            answer = _failed(case.name, case.kernel.__name__, capability, f"{type(error).__name__}: {reason}")
         print(json.dumps(asdict(answer)), file=answers, flush=True)
 
 
-def _about() -> dict[str, str]:
-    import torch
-    import triton
-
-    return {"triton": triton.__version__, "torch": torch.__version__, "python": sys.version.split()[0]}
+def choose(cases: list[Any], args: argparse.Namespace) -> list[tuple[Any, int]]:
+    """The cases to compile, each with a capability."""
+    chosen = [case for case in cases if args.only in f"{case.name} {case.kernel.__name__}"]
+    if args.quick:
+        chosen = list({case.kernel: case for case in reversed(chosen)}.values())[::-1]
+    return [
+        (case, capability) for case in chosen for capability in args.capability if capability >= case.min_capability
+    ]
 
 
 # In the parent
 
 
-def _failed(known: list[Any], capability: int, error: str) -> Compiled:
-    return Compiled(name=known[0], kernel=known[1], capability=capability, error=error)
+def _failed(name: str, kernel: str, capability: int, error: str) -> Compiled:
+    return Compiled(name=name, kernel=kernel, capability=capability, error=error)
 
 
-class Worker:
-    """A process that compiles; one that died or took too long is replaced for the next case.
+def compile_share(number: int, arguments: list[str], environ: dict[str, str]) -> tuple[dict[str, str], list[Compiled]]:
+    """Compile a share of the cases in a process: its versions, and each case's figures.
 
-    Args:
-        folder: for what it and Triton's tools write; one that is killed leaves files.
-    """
+    A compiler that crashes or loops fails the rest of its share.
 
-    def __init__(self, cache: Path, folder: Path) -> None:
-        self._environ = {**os.environ, "TRITON_CACHE_DIR": str(cache), "TMPDIR": str(folder)}
-        # Set where kernels are tested; nothing would be compiled.
-        self._environ.pop("TRITON_INTERPRET", None)
-        self._process: subprocess.Popen[str] | None = None
-        self._lock = threading.Lock()
-        self._is_over = False
-        self.about: dict[str, str] = {}
-        self.cases: list[list[Any]] = []
-
-    def start(self) -> None:
-        """Raises:
+    Raises:
         SystemExit: the kernels cannot be imported; what is wrong has been printed by then.
-        """
-        with self._lock:
-            if self._is_over:
-                raise SystemExit("this worker was ended")
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.gpu.compile", "--worker"],
-                cwd=REPOSITORY,
-                env=self._environ,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                process_group=0,
-            )
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit("the kernels cannot be imported")
-        told = json.loads(line)
-        self.about, self.cases = told["about"], told["cases"]
-
-    def compile(self, index: int, capability: int) -> Compiled:
-        if self._process is None:
-            self.start()
-        process = self._process
-        assert process is not None
-        assert process.stdin is not None
-        assert process.stdout is not None
-        timer = threading.Timer(TIMEOUT_S, command.kill_group, [process])
-        timer.start()
-        try:
-            process.stdin.write(f"{index} {capability}\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        finally:
-            timer.cancel()
-            timer.join()
-        if line:
-            return Compiled(**json.loads(line))
-        self.close()
-        error = f"the compiler ended with {process.returncode}; a negative number is a signal, -9 after {TIMEOUT_S:g} s"
-        return _failed(self.cases[index], capability, error)
-
-    def kill(self) -> None:
-        """For good, from any thread: a call that waits for it is told that it ended."""
-        with self._lock:
-            self._is_over = True
-            process = self._process
-        if process is not None:
-            command.kill_group(process)
-
-    def close(self) -> None:
-        if self._process is not None:
-            assert self._process.stdin is not None
-            assert self._process.stdout is not None
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.close()
-            self._process.wait()
-            self._process.stdout.close()
-            self._process = None
-
-
-def compile_all(jobs: list[tuple[int, int]], workers: list[Worker]) -> Generator[Compiled, None, None]:
-    """Yield what becomes of each job, an index and a capability, in their order.
-
-    At the end, whichever that is, the workers are killed.
     """
-    results: dict[int, Compiled] = {}
-    errors: list[BaseException] = []
-    news = threading.Condition()
-    places = itertools.count()  # next() is atomic
-
-    def serve(worker: Worker) -> None:
-        while (place := next(places)) < len(jobs) and not errors:
-            try:
-                result = worker.compile(*jobs[place])
-            except BaseException as error:
-                errors.append(error)
-            else:
-                results[place] = result
-            with news:
-                news.notify()
-
-    threads = [threading.Thread(target=serve, args=(worker,)) for worker in workers]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.gpu.compile", "--worker", str(number), *arguments],
+        cwd=REPOSITORY,
+        env=environ,
+        stdout=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+    assert process.stdout is not None
     try:
-        for thread in threads:
-            thread.start()
-        for place in range(len(jobs)):
-            with news:
-                news.wait_for(functools.partial(lambda place: place in results or errors, place))
-            if errors:
-                raise errors[0]
-            yield results[place]
-    except BaseException as error:
-        errors.append(error)  # the threads look there
-        raise
+        if not (line := process.stdout.readline()):
+            raise SystemExit("the kernels cannot be imported")
+        head = json.loads(line)
+        try:
+            output, _ = process.communicate(timeout=TIMEOUT_S * max(1, len(head["expected"])))
+        except subprocess.TimeoutExpired:
+            command.kill_group(process)
+            output, _ = process.communicate()
     finally:
-        for worker in workers:
-            worker.kill()
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
-
-
-def choose(cases: list[list[Any]], args: argparse.Namespace) -> list[tuple[int, int]]:
-    """Which cases to compile for which capabilities."""
-    chosen = [index for index, (name, kernel, _) in enumerate(cases) if args.only in f"{name} {kernel}"]
-    if args.quick:
-        first: dict[str, int] = {}
-        for index in chosen:
-            first.setdefault(cases[index][1], index)
-        chosen = list(first.values())
-    return [(i, capability) for i in chosen for capability in args.capability if capability >= cases[i][2]]
+        command.kill_group(process)
+        process.wait()
+    compiled = [Compiled(**json.loads(line)) for line in output.splitlines()]
+    error = f"the compiler ended with {process.returncode}; a negative number is a signal, -9 after its time limit"
+    return head["versions"], compiled + [_failed(*left, error) for left in head["expected"][len(compiled) :]]
 
 
 def show(compiled: Compiled) -> str:
@@ -321,7 +222,7 @@ def show(compiled: Compiled) -> str:
     return line + (f"  FAILED: {' … '.join(dict.fromkeys((lines[0], lines[-1])))}" if lines else "")
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu.compile",
         description=__doc__,
@@ -334,8 +235,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=command.positive(int), default=min(cores, 4), help="processes that compile")
     parser.add_argument("--cache", type=Path, help="Triton's cache folder; a temporary one by default")
     parser.add_argument("--json", type=Path, help="also write the figures here")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    return parser.parse_args()
 
 
 def check(args: argparse.Namespace) -> None:
@@ -353,43 +254,37 @@ def check(args: argparse.Namespace) -> None:
         command.check_file(args.json)
 
 
-def run(args: argparse.Namespace, cache: Path, folder: Path) -> int:
-    workers = [Worker(cache, folder) for _ in range(args.jobs)]
-    compiled = []
-    try:
-        workers[0].start()
-        for worker in workers[1:]:
-            worker.cases = workers[0].cases
-        about, jobs = workers[0].about, choose(workers[0].cases, args)
-        if not jobs:
-            command.refuse(f"no case matches {args.only!r} for {', '.join(map(str, args.capability))}")
-        print(f"triton {about['triton']}, torch {about['torch']}; {len(jobs)} to compile", flush=True)
-        columns = f"{'registers':>9} {'spilled':>7} {'shared':>7}  {'tensor cores':12} {'seconds':>7}"
-        print(f"{'kernel':28} {'case':60} {'':5} {columns}")
-        with contextlib.closing(compile_all(jobs, workers)) as results:
-            for result in results:
-                compiled.append(result)
-                print(show(result), flush=True)
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.close()
+def run(args: argparse.Namespace, folder: Path) -> int:
+    """Compile in ``args.jobs`` processes; what they and Triton's tools write goes to ``folder``."""
+    cache = args.cache.absolute() if args.cache else folder
+    environ = {**os.environ, "TRITON_CACHE_DIR": str(cache), "TMPDIR": str(folder)}
+    environ.pop("TRITON_INTERPRET", None)  # set where kernels are tested; nothing would be compiled
+    with ThreadPoolExecutor(args.jobs) as pool:
+        shares = list(pool.map(lambda number: compile_share(number, sys.argv[1:], environ), range(args.jobs)))
+    versions = shares[0][0]
+    compiled = [result for _, share in shares for result in share]
+    if not compiled:
+        command.refuse(f"no case matches {args.only!r} for {', '.join(map(str, args.capability))}")
+    columns = f"{'registers':>9} {'spilled':>7} {'shared':>7}  {'tensor cores':12} {'seconds':>7}"
+    print(f"triton {versions['triton']}, torch {versions['torch']}\n{'kernel':28} {'case':60} {'':5} {columns}")
+    for result in compiled:
+        print(show(result))
     failed = [result for result in compiled if result.fault()]
     print(f"{len(compiled)} compiled, {len(failed)} of them failed")
     if args.json is not None:
         lines = [{**asdict(result), "fault": result.fault()} for result in compiled]
-        args.json.write_text(json.dumps({"about": about, "kernels": lines}, indent=1) + "\n")
+        args.json.write_text(json.dumps({"about": versions, "kernels": lines}, indent=1) + "\n")
     return 1 if failed else 0
 
 
 def main() -> int:
     args = parse()
-    if args.worker:
-        work()
+    if args.worker is not None:
+        work(args)
         return 0
     check(args)
     with tempfile.TemporaryDirectory(prefix="aioengine-compile-", ignore_cleanup_errors=True) as folder:
-        return run(args, args.cache.absolute() if args.cache else Path(folder), Path(folder))
+        return run(args, Path(folder))
 
 
 if __name__ == "__main__":

@@ -30,13 +30,12 @@ async def run_mixed_use(soak: Any, num_requests: int, **setting: Any) -> Any:
             concurrency=48,
             num_threads=1,
             num_references=16,
-            measures_lag=False,
             deadline_s=200.0,
             **setting,
         )
     ).run()
-    assert not report.violations, "\n".join([*report.violations, *report.diagnosis])
-    assert report.num_accepted == report.num_ended > num_requests // 4
+    assert not report.violations, "\n".join(report.violations)
+    assert report.samples[-1].num_requests == num_requests
     return report
 
 
@@ -51,18 +50,18 @@ async def test_mixed_use_ends_once_for_each_request_and_leaves_nothing(soak: Any
 @pytest.mark.parametrize(("depth", "seed"), [(1, 11), (2, 12)])
 async def test_longer_mixed_use_meets_each_outcome_and_upset(soak: Any, depth: int, seed: int) -> None:
     report = await run_mixed_use(soak, 2_000, seed=seed, max_in_flight=depth)
-    assert {"length", "stop", "abort", "cancelled", "left", "broken", "forgotten", "overloaded"} <= set(report.outcomes)
+    assert {"length", "stop", "abort", "cancelled", "left", "broken", "overloaded"} <= set(report.outcomes)
     assert any(outcome.startswith("refused: ") for outcome in report.outcomes)
     assert report.num_compared > 20
     assert report.preemptions > 10
-    assert report.peaks["blocked"] > 0
+    assert report.max_blocked > 0
     assert len(report.upsets) > 3
 
 
 @pytest.mark.nightly
 async def test_a_request_that_is_not_forgotten_is_seen(soak: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Admission, "leave", lambda *_: None)
-    setting = soak.Setting(num_requests=40, num_waves=4, num_threads=1, num_references=0, measures_lag=False)
+    setting = soak.Setting(num_requests=40, num_waves=4, num_threads=1, num_references=0)
     report = await soak.Soak(setting).run()
     assert any("not left" in violation for violation in report.violations)
 
@@ -79,8 +78,6 @@ def test_a_leak_is_told_from_noise(soak: Any, lost_each: float, is_bounded: bool
             num_os_threads=5,
             num_tasks=3,
             num_objects=70,
-            num_cached_prefixes=40,
-            num_graphs=50,
         )
 
     growth = soak.Growth.fit("rss_mib", [sample(count) for count in range(4000, 20001, 500)], bound=16.0)
