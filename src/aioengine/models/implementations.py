@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import msgspec
 
@@ -18,7 +18,7 @@ from aioengine.models import loader
 from aioengine.models.decoder_config import DecoderConfig, lacking
 from aioengine.models.families import ARCHITECTURES, native_architecture
 from aioengine.models.folder import ModelFolder, is_gguf
-from aioengine.models.loader import ON_CPU, Placement
+from aioengine.models.loader import LoadOptions
 from aioengine.models.model import Model, ModelConfig
 from aioengine.validation import shorten
 
@@ -119,14 +119,7 @@ def _is_known(folder: ModelFolder) -> bool:
     return folder.config.get("model_type") in CONFIG_MAPPING_NAMES
 
 
-def load_model(
-    folder: ModelFolder,
-    config: EngineConfig,
-    *,
-    placement: Placement = ON_CPU,
-    on_progress: Callable[[int, int], None] | None = None,
-    should_stop: Callable[[], bool] = lambda: False,
-) -> Model:
+def load_model(folder: ModelFolder, config: EngineConfig, **options: Unpack[LoadOptions]) -> Model:
     """Load a model by the implementation that `choose_path` gives; as `aioengine.models.loader.load_decoder`.
 
     Raises:
@@ -137,7 +130,7 @@ def load_model(
     if choice.path == "transformers":
         from aioengine.models.transformers.transformers_loader import load_transformers as load
     with _naming_path(choice):
-        model = load(folder, config, placement=placement, on_progress=on_progress, should_stop=should_stop)
+        model = load(folder, config, **options)
     if choice.path == "transformers":
         logger.info("transformers' code computes this model, since %s", choice.why)
     return model
@@ -170,21 +163,14 @@ def _naming_path(choice: PathChoice) -> Iterator[None]:
 
 
 def load_weights(
-    folder: Path,
-    config: ModelConfig,
-    *,
-    quantization: Quantization | None = None,
-    placement: Placement = ON_CPU,
-    should_stop: Callable[[], bool] = lambda: False,
+    folder: Path, config: ModelConfig, quantization: Quantization | None = None, **options: Unpack[LoadOptions]
 ) -> Model:
     """Load a model of a known config from another folder; as `aioengine.models.loader.load_weights`.
 
     Raises:
         ModelLoadError, LoadStopped: as there.
     """
-    found: Model = _loader_of(config).load_weights(
-        folder, config, quantization=quantization, placement=placement, should_stop=should_stop
-    )
+    found: Model = _loader_of(config).load_weights(folder, config, quantization, **options)
     return found
 
 

@@ -7,8 +7,10 @@ import math
 import os
 import re
 from collections.abc import Callable, Container, Iterable
+from functools import partial
 from pathlib import Path
 from threading import Lock
+from typing import TypedDict, Unpack
 
 import msgspec
 import torch
@@ -26,7 +28,6 @@ from aioengine.models.families import text_config
 from aioengine.models.folder import ModelFolder, find_gguf
 from aioengine.models.formats.catalogue import read_catalogue
 from aioengine.models.formats.stored import Files, FileTensor, Stored
-from aioengine.models.formats.summary import describe, summarise
 from aioengine.models.model import ModelConfig
 
 logger = logging.getLogger("aioengine")
@@ -59,14 +60,60 @@ class LoadStopped(Exception):
     """Loading ended early because ``should_stop`` returned True."""
 
 
-def load_decoder(
-    folder: ModelFolder,
-    config: EngineConfig,
-    *,
-    placement: Placement = ON_CPU,
-    on_progress: Callable[[int, int], None] | None = None,
-    should_stop: Callable[[], bool] = lambda: False,
-) -> Decoder:
+class LoadOptions(TypedDict, total=False):
+    """Arguments of `Load`, as functions that load take them."""
+
+    placement: Placement
+    on_progress: Callable[[int, int], None] | None
+    should_stop: Callable[[], bool]
+
+
+class Load:
+    """A load of weights that is under way.
+
+    Args:
+        on_progress: called with (bytes done, bytes of all tensors), from (0, all) to (all, all), from any thread.
+        should_stop: asked between tensors.
+    """
+
+    def __init__(
+        self,
+        placement: Placement = ON_CPU,
+        on_progress: Callable[[int, int], None] | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.placement = placement
+        self._on_progress = on_progress
+        self._should_stop = should_stop
+        self._done = self._total = 0
+        self._lock = Lock()
+
+    def begin(self, total: int) -> None:
+        """Report that none of ``total`` bytes have been read."""
+        self._total = total
+        self.add(0)
+
+    def add(self, num_bytes: int) -> None:
+        """Report bytes that have been read."""
+        with self._lock:
+            self._done += num_bytes
+            if self._on_progress is not None:
+                self._on_progress(self._done, self._total)
+
+    def stop_if_asked(self) -> None:
+        """
+        Raises:
+            LoadStopped: ``should_stop`` returned True.
+        """
+        stop_if(self._should_stop)
+
+
+def stop_if(should_stop: Callable[[], bool]) -> None:
+    if should_stop():
+        raise LoadStopped
+
+
+def load_decoder(folder: ModelFolder, config: EngineConfig, **options: Unpack[LoadOptions]) -> Decoder:
     """Build the decoder that ``folder`` describes and give it its weights. Blocks: for a thread.
 
     Needs the memory of the weights and of one linear more: each is packed once it has its values. No file stays open
@@ -74,20 +121,16 @@ def load_decoder(
 
     Args:
         config: its dtype, max_model_len, load_format and quantization are used.
-        on_progress: called with (bytes done, bytes of all tensors), from (0, all) to (all, all).
-        should_stop: asked between tensors.
+        options: as of `Load`.
     Raises:
         ModelLoadError: a file or tensor is missing, damaged or does not fit config.json; the message names it.
         ConfigError: ``config.max_model_len`` is more than the model allows.
         LoadStopped: ``should_stop`` returned True.
     """
-    decoder_config = read_config(folder, config)
+    found, load = read_config(folder, config), Load(**options)
     if config.load_format == "dummy":
-        decoder = _allocate(decoder_config, placement, config.quantization)
-        _fill_with_noise(decoder, placement, on_progress, should_stop)
-        return decoder
-    stored = of_text(read_catalogue(folder.path))
-    return _read(stored, decoder_config, config.quantization, placement, on_progress, should_stop)
+        return _with_noise(found, config.quantization, load)
+    return _read(of_text(read_catalogue(folder.path)), found, config.quantization, load)
 
 
 def read_config(folder: ModelFolder, config: EngineConfig) -> DecoderConfig:
@@ -112,12 +155,7 @@ def states_dtype(folder: ModelFolder) -> bool:
 
 
 def load_weights(
-    folder: Path,
-    config: DecoderConfig,
-    *,
-    quantization: Quantization | None = None,
-    placement: Placement = ON_CPU,
-    should_stop: Callable[[], bool] = lambda: False,
+    folder: Path, config: DecoderConfig, quantization: Quantization | None = None, **options: Unpack[LoadOptions]
 ) -> Decoder:
     """Load a decoder of a known config from any checkpoint of its shapes, in the dtype of ``config``.
 
@@ -126,15 +164,48 @@ def load_weights(
     Raises:
         ModelLoadError, LoadStopped: as `load_decoder`.
     """
-    check_config(folder, config)
-    return _read(of_text(read_catalogue(folder)), config, quantization, placement, None, should_stop)
+    _check_config(folder, config)
+    return _read(of_text(read_catalogue(folder)), config, quantization, Load(**options))
 
 
 def check_weights(folder: Path, config: DecoderConfig) -> None:
     """Raise the errors of `load_weights` that can be found without the tensors' values."""
-    check_config(folder, config)
+    _check_config(folder, config)
     stored = of_text(read_catalogue(folder))
     match(stored, checkpoint_tensors(config, stored), tied=config.tie_word_embeddings)
+
+
+def _check_config(folder: Path, config: DecoderConfig) -> None:
+    dtype = str(config.dtype).removeprefix("torch.")
+    check_same_config(folder, config, partial(read_decoder_config, dtype=dtype, max_model_len=config.max_model_len))
+
+
+def check_same_config(
+    folder: Path, config: ModelConfig, read: Callable[[ModelFolder], ModelConfig], other: Container[str] = ()
+) -> None:
+    """Compare a model that runs with the folder's config.json, if it has one, or its GGUF file's config.
+
+    Args:
+        read: reads a folder's config, in the dtype of ``config``.
+        other: fields that may differ.
+    Raises:
+        ModelLoadError: they differ, or there is no such folder.
+    """
+    if not folder.exists():
+        raise ModelLoadError(f"there is no folder {folder}")
+    if find_gguf(folder) is None and not (folder / "config.json").is_file():
+        return
+    model = ModelFolder.read(folder)
+    source = model.source_of("config.json")
+    try:
+        found = read(model)
+    except ConfigError as error:
+        raise ModelLoadError(f"{source}: {error}") from error
+    for field in config.__struct_fields__:
+        theirs, ours = getattr(found, field), getattr(config, field)
+        if theirs != ours and field not in other:
+            values = f" {theirs!r} instead of {ours!r}" if not isinstance(ours, tuple) else ""
+            raise ModelLoadError(f"{source} describes another model than the one that runs: {field}{values}")
 
 
 def check_kept_alike(kept: Decoder, read: Decoder) -> None:
@@ -151,76 +222,67 @@ def check_kept_alike(kept: Decoder, read: Decoder) -> None:
         )
 
 
-def check_config(folder: Path, config: DecoderConfig) -> None:
-    """Compare with the folder's config.json, if it has one, or the GGUF file's config. The dtype may differ.
-
-    Raises:
-        ModelLoadError: it describes another decoder, or there is no such folder.
-    """
-    if not folder.exists():
-        raise ModelLoadError(f"there is no folder {folder}")
-    if find_gguf(folder) is None and not (folder / "config.json").is_file():
-        return
-    model, dtype = ModelFolder.read(folder), str(config.dtype).removeprefix("torch.")
-    check_same_config(
-        model, config, lambda: read_decoder_config(model, dtype=dtype, max_model_len=config.max_model_len)
-    )
-
-
-def check_same_config(
-    folder: ModelFolder, config: ModelConfig, read: Callable[[], ModelConfig], other: Container[str] = ()
-) -> None:
-    """Compare the config of a running model with that of a folder.
-
-    Args:
-        read: reads the folder's config.
-        other: fields that may differ.
-    Raises:
-        ModelLoadError: they differ; the message names the field.
-    """
-    source = folder.source_of("config.json")
-    try:
-        found = read()
-    except ConfigError as error:
-        raise ModelLoadError(f"{source}: {error}") from error
-    for field in config.__struct_fields__:
-        theirs, ours = getattr(found, field), getattr(config, field)
-        if theirs != ours and field not in other:
-            values = f" {theirs!r} instead of {ours!r}" if not isinstance(ours, tuple) else ""
-            raise ModelLoadError(f"{source} describes another model than the one that runs: {field}{values}")
-
-
-def _read(
-    stored: dict[str, Stored],
-    config: DecoderConfig,
-    quantization: Quantization | None,
-    placement: Placement,
-    on_progress: Callable[[int, int], None] | None,
-    should_stop: Callable[[], bool],
-) -> Decoder:
+def _read(stored: dict[str, Stored], config: DecoderConfig, quantization: Quantization | None, load: Load) -> Decoder:
     tensors = checkpoint_tensors(config, stored)
     wanted = match(stored, tensors, tied=config.tie_word_embeddings)
     coded = coded_parameters(wanted, tensors, quantization)
-    decoder = _allocate(config, placement, quantization, coded)
-    progress = Progress(sum(found.num_bytes for found in wanted.values()), on_progress)
-    kept: list[tuple[Stored, int, bool]] = []
-    for names in _by_module(tensors):
-        with Files() as files:
-            for name in names:
-                stop_if(should_stop)
-                _fill(decoder, tensors[name], wanted[name].read(files), placement.device)
-                progress.add(wanted[name].num_bytes)
-            if EMBEDDING in names and HEAD in stored and stored[HEAD] not in wanted.values():
-                _check_tied_head(stored[HEAD], files, decoder.embedding)
-        _pack(decoder, (tensors[name] for name in names), placement.operations, should_stop)
-        kept += (_kept(decoder, tensors[name], wanted[name]) for name in names)
-    decoder.use(placement.operations)
+    decoder = _allocate(config, load.placement, quantization, coded)
+
+    def fill(name: str, files: Files) -> int:
+        _put(decoder, tensors[name], wanted[name].read(files), load.placement.device)
+        if name == EMBEDDING and HEAD in stored and stored[HEAD] not in wanted.values():
+            _check_tied_head(stored[HEAD], files, decoder.embedding)
+        return wanted[name].num_bytes
+
+    load.begin(sum(found.num_bytes for found in wanted.values()))
+    _fill(decoder, tensors, fill, load)
     if coded:
-        logger.info("weights: %s", describe(summarise(kept)))
+        logger.info("weights: %s", _describe(decoder, tensors, wanted))
     return decoder
 
 
-def _fill(decoder: Decoder, tensor: CheckpointTensor, values: Tensor | CodedWeight, device: torch.device) -> None:
+def _with_noise(config: DecoderConfig, quantization: Quantization | None, load: Load) -> Decoder:
+    decoder, tensors = _allocate(config, load.placement, quantization), checkpoint_tensors(config)
+    # Made on their device: 8 billion values take a CPU a minute, and a GPU some ms.
+    generator = torch.Generator(load.placement.device).manual_seed(DUMMY_SEED)
+
+    def fill(name: str, _: Files) -> int:
+        values = tensors[name].within(decoder)
+        if len(tensors[name].shape) > 1:
+            values.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
+        else:
+            values.fill_(1.0)
+        return values.nbytes
+
+    load.begin(decoder.weight_bytes)
+    _fill(decoder, tensors, fill, load)
+    return decoder
+
+
+def _fill(
+    decoder: Decoder, tensors: dict[str, CheckpointTensor], fill: Callable[[str, Files], int], load: Load
+) -> None:
+    """Fill and pack one linear after the other, with the norms beside it.
+
+    Args:
+        fill: gives a tensor its values; returns the bytes that were read.
+    """
+    names_of: dict[str, list[str]] = {}
+    for name, tensor in tensors.items():
+        names_of.setdefault(tensor.parameter.rpartition(".")[0], []).append(name)
+    for names in names_of.values():
+        with Files() as files:
+            for name in names:
+                load.stop_if_asked()
+                load.add(fill(name, files))
+        for linear in dict.fromkeys(decoder.linear_of(tensors[name].parameter) for name in names):
+            if linear is not None:
+                load.stop_if_asked()
+                linear.pack(load.placement.operations)
+    decoder.use(load.placement.operations)
+
+
+def _put(decoder: Decoder, tensor: CheckpointTensor, values: Tensor | CodedWeight, device: torch.device) -> None:
     linear, values = decoder.linear_of(tensor.parameter), tensor.arrange(values)
     if linear is not None and tensor.parameter.endswith(".weight") and linear.weight.is_meta:
         # A dense tensor beside codes may be a view of the file.
@@ -231,32 +293,23 @@ def _fill(decoder: Decoder, tensor: CheckpointTensor, values: Tensor | CodedWeig
         tensor.within(decoder).copy_(values)
 
 
-def _kept(decoder: Decoder, tensor: CheckpointTensor, stored: Stored) -> tuple[Stored, int, bool]:
-    """An item for `summarise`: the bytes of a tensor's share of its parameter, scales included."""
-    linear = decoder.linear_of(tensor.parameter)
-    if linear is None or not tensor.parameter.endswith(".weight"):
-        parameter = decoder.get_parameter(tensor.parameter)
-        return stored, tensor.of(parameter).nbytes, False
-    num_bytes = linear.packed.nbytes * math.prod(tensor.shape) // math.prod(linear.packed.shape)
-    return stored, num_bytes, stored.format not in FILE_DTYPES and linear.packed.coding is None
-
-
-def _by_module(tensors: dict[str, CheckpointTensor]) -> Iterable[list[str]]:
-    """The names of tensors in groups: all those of each linear, and those of the norms beside them."""
-    names_of: dict[str, list[str]] = {}
-    for name, tensor in tensors.items():
-        names_of.setdefault(tensor.parameter.rpartition(".")[0], []).append(name)
-    return names_of.values()
-
-
-def _pack(
-    decoder: Decoder, filled: Iterable[CheckpointTensor], operations: Operations, should_stop: Callable[[], bool]
-) -> None:
-    """Pack the matrices of these tensors, which have their values now."""
-    for linear in dict.fromkeys(map(decoder.linear_of, (tensor.parameter for tensor in filled))):
-        if linear is not None:
-            stop_if(should_stop)
-            linear.pack(operations)
+def _describe(decoder: Decoder, tensors: dict[str, CheckpointTensor], wanted: dict[str, Stored]) -> str:
+    """A line on how the weights are kept, by format, and in how many bytes, scales included."""
+    uses: dict[tuple[str, str], list[int]] = {}
+    for name, stored in wanted.items():
+        tensor, linear, how = tensors[name], decoder.linear_of(tensors[name].parameter), "as they are"
+        if linear is None or not tensor.parameter.endswith(".weight"):
+            kept = tensor.of(decoder.get_parameter(tensor.parameter)).nbytes
+        else:
+            kept = linear.packed.nbytes * math.prod(tensor.shape) // math.prod(linear.packed.shape)
+            if stored.format not in FILE_DTYPES and linear.packed.coding is None:
+                how = "dequantised"
+        so_far = uses.get((stored.format, how), [0, 0, 0])
+        uses[stored.format, how] = [sum(pair) for pair in zip(so_far, (1, stored.num_bytes, kept), strict=True)]
+    return "; ".join(
+        f"{count} tensors of {kind} {how}: {of_files:,} bytes in the files, {kept:,} kept"
+        for (kind, how), (count, of_files, kept) in uses.items()
+    )
 
 
 def coded_parameters(
@@ -289,7 +342,7 @@ def match(stored: dict[str, Stored], tensors: dict[str, CheckpointTensor], *, ti
     missing = [name for name in names.values() if name not in stored]
     # Ignoring a bias or norm would make it another model.
     extra = [name for name in stored if name not in expected and not HARMLESS.search(name)]
-    unexpected = [name for name in extra if not _is_zero_bias(stored[name])]
+    unexpected = [name for name in extra if not is_zero_bias(stored[name])]
     check_no_other(lacks=missing, has_unexpected=unexpected)
     wanted = {target: stored[name] for target, name in names.items()}
     for target, tensor in wanted.items():
@@ -313,7 +366,7 @@ def check_no_other(**names_of: Iterable[str]) -> None:
             raise ModelLoadError(f"the checkpoint {what} tensor {found[0]}{more}, by what config.json says{hint}")
 
 
-def _is_zero_bias(stored: Stored) -> bool:
+def is_zero_bias(stored: Stored) -> bool:
     """Whether it is a bias of zeros; GPTQ tools wrote one for each matrix, also for models without biases."""
     if not stored.name.endswith(".bias") or len(stored.shape) != 1:
         return False
@@ -360,51 +413,3 @@ def _check_tied_head(stored: Stored, files: Files, embedding: Linear) -> None:
         f"tensor {stored.name} in {stored.path} is not the embedding, though config.json says tie_word_embeddings; "
         "set that to false"
     )
-
-
-def _fill_with_noise(
-    decoder: Decoder,
-    placement: Placement,
-    on_progress: Callable[[int, int], None] | None,
-    should_stop: Callable[[], bool],
-) -> None:
-    # Made on their device: 8 billion values take a CPU a minute, and a GPU some ms.
-    generator = torch.Generator(placement.device).manual_seed(DUMMY_SEED)
-    progress = Progress(decoder.weight_bytes, on_progress)
-    tensors = checkpoint_tensors(decoder.config)
-    for names in _by_module(tensors):
-        for name in names:
-            stop_if(should_stop)
-            values = tensors[name].within(decoder)
-            if len(tensors[name].shape) > 1:
-                values.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
-            else:
-                values.fill_(1.0)
-            progress.add(values.nbytes)
-        _pack(decoder, (tensors[name] for name in names), placement.operations, should_stop)
-    decoder.use(placement.operations)
-
-
-def stop_if(should_stop: Callable[[], bool]) -> None:
-    if should_stop():
-        raise LoadStopped
-
-
-class Progress:
-    """Reports the bytes of the tensors that were read, from any thread.
-
-    Args:
-        total: bytes of all tensors.
-        report: called with (bytes done, total).
-    """
-
-    def __init__(self, total: int, report: Callable[[int, int], None] | None) -> None:
-        self._done, self._total, self._report = 0, total, report
-        self._lock = Lock()
-        self.add(0)
-
-    def add(self, num_bytes: int) -> None:
-        with self._lock:
-            self._done += num_bytes
-            if self._report is not None:
-                self._report(self._done, self._total)

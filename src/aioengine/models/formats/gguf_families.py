@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -89,6 +89,9 @@ GRANITES: Fields = {
     "residual_multiplier": ("residual_scale", float),
     "logits_scaling": ("logit_scale", float),
 }
+BIASES = {"qkv_bias": "attn_q", "attention_bias": "attn_q", "attention_out_bias": "attn_output", "mlp_bias": "ffn_down"}
+"""Fields of a config that say whether there are biases, and the tensors that have them."""
+
 LAYER_TYPES = ("full_attention", "sliding_attention")
 MAX_FACTORS = 2**16
 MAX_LAYERS = 4096
@@ -101,124 +104,70 @@ class GgufFamily(msgspec.Struct, frozen=True, kw_only=True):
         architecture: transformers' class.
         names: names of a layer's tensors that differ from `INNER`.
         fields: fields of its config beside `FIELDS`: the metadata's key without the architecture, and its type.
+        defaults: fields of its config that llama.cpp has in its code, or that a file may leave out.
+        rope: the same of its ``rope_parameters``.
+        full_every: each so many-th layer attends to all tokens, where the others have a window; 0: there are none.
+        window_theta: ``rope_theta`` of layers with windows where the file has none; None: as of the other layers.
+        largest_layers: layers of the family's largest model, which scales queries by ``hidden_size / num_heads``, where
+            others scale them by ``head_dim``; 0: ``query_pre_attn_scalar`` is no field of this family.
         has_pairs: the outputs of the projections of queries and keys have the two numbers that turn together as
             neighbours; transformers has them half a head apart.
         has_one_added: the weights of norms are the factors of the normalised values; transformers stores them less
             one.
         stacks: transformers' names of a layer's tensors that hold all experts, transposed → the tensors of llama.cpp
             that make up each, with their outputs interleaved.
-        more: a function of the file and the config so far that returns further fields of the config.
     """
 
     architecture: str
     names: dict[str, str] = {}
     fields: Fields = {}
+    defaults: dict[str, Any] = {}
+    rope: dict[str, Any] = {}
+    full_every: int = 0
+    window_theta: float | None = None
+    largest_layers: int = 0
     has_pairs: bool = False
     has_one_added: bool = False
     stacks: dict[str, tuple[str, ...]] = {}
-    more: Callable[[GgufFile, dict[str, Any]], dict[str, Any]] = lambda file, config: {}
 
     def name_of(self, inner: str) -> str:
         """transformers' name of a layer's tensor."""
         return self.names.get(inner) or INNER.get(inner, inner)
 
 
-def _biases(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "attention_out_bias": "blk.0.attn_output.bias" in file.tensors,
-        "mlp_bias": "blk.0.ffn_down.bias" in file.tensors,
-    }
-
-
-def _experts(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    # llama.cpp has each architecture's way of weighing in its code.
-    return {"norm_topk_prob": config["model_type"] == "qwen3_moe", "qkv_bias": "blk.0.attn_q.bias" in file.tensors}
-
-
-def _phi3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    length = file.get("phi3.rope.scaling.original_context_length", int, config["max_position_embeddings"])
-    return {"original_max_position_embeddings": length}
-
-
-def _gemma(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    """Fields that llama.cpp has in its code: the largest models scale queries by ``hidden_size / num_heads``."""
-    is_largest = config["num_hidden_layers"] == {"gemma2": 46, "gemma3_text": 62}[config["model_type"]]
-    by_heads = config["hidden_size"] // max(1, config["num_attention_heads"])
-    fields = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": by_heads}
-    return fields if is_largest else {**fields, "query_pre_attn_scalar": config["head_dim"]}
-
-
-def _gemma3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    theta = file.get("gemma3.rope.freq_base_swa", float, 10000.0)
-    of_windows = {"rope_type": "default", "rope_theta": theta}
-    rope = {"full_attention": config["rope_parameters"], "sliding_attention": of_windows}
-    return {**_gemma(file, config), "layer_types": _every(6, config), "rope_parameters": rope}
-
-
-def _gpt_oss(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    rope = {**config["rope_parameters"], "truncate": False}
-    return {**_biases(file, config), "layer_types": _every(2, config), "rope_parameters": rope}
-
-
-def _olmo3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    has_window = file.get("olmo2.attention.sliding_window_pattern", np.ndarray)
-    layer_types = _every(4, config) if has_window is None else [LAYER_TYPES[bool(each)] for each in has_window]
-    full = config["rope_parameters"]
-    of_windows = {"rope_type": "default", "rope_theta": full["rope_theta"]}
-    rope = {"full_attention": full, "sliding_attention": of_windows}
-    return {**_biases(file, config), "layer_types": layer_types, "rope_parameters": rope}
-
-
-def _mistral3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    rope, beta = config["rope_parameters"], file.get("mistral3.attention.temperature_scale", float)
-    return {"rope_parameters": rope if beta is None else {**rope, "llama_4_scaling_beta": beta}, "sliding_window": None}
-
-
-def _exaone4(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    return {"layer_types": _every(4, config)} if "sliding_window" in config else {"sliding_window": None}
-
-
-def _every(number: int, config: dict[str, Any]) -> list[str]:
-    """The types of all layers: each ``number``-th attends to all tokens, and the others have a window."""
-    layers = range(1, min(config["num_hidden_layers"], MAX_LAYERS) + 1)
-    return [LAYER_TYPES[layer % number > 0] for layer in layers]
-
-
+NO_WINDOW = {"sliding_window": None}
+GEMMA: dict[str, Any] = {
+    "names": {"ffn_norm": "pre_feedforward_layernorm"},
+    "fields": {**WINDOW, **SOFT_CAPS},
+    "defaults": {"hidden_activation": "gelu_pytorch_tanh"},
+    "has_one_added": True,
+}
 FAMILIES = {
     # Mistral's models, too, without windows, which its later models have not.
-    "llama": GgufFamily(architecture="LlamaForCausalLM", has_pairs=True, more=_biases),
+    "llama": GgufFamily(architecture="LlamaForCausalLM", has_pairs=True),
     "qwen2": GgufFamily(architecture="Qwen2ForCausalLM"),
-    "qwen3": GgufFamily(architecture="Qwen3ForCausalLM", more=_biases),
+    "qwen3": GgufFamily(architecture="Qwen3ForCausalLM"),
     "qwen2moe": GgufFamily(
         architecture="Qwen2MoeForCausalLM",
         fields={**OF_EXPERTS, "shared_expert_intermediate_size": ("expert_shared_feed_forward_length", int)},
-        more=_experts,
     ),
-    "qwen3moe": GgufFamily(architecture="Qwen3MoeForCausalLM", fields=OF_EXPERTS, more=_experts),
+    "qwen3moe": GgufFamily(architecture="Qwen3MoeForCausalLM", fields=OF_EXPERTS, defaults={"norm_topk_prob": True}),
     "olmoe": GgufFamily(
         architecture="OlmoeForCausalLM",
         fields={name: OF_EXPERTS[name] for name in ("num_experts", "num_experts_per_tok")},
-        more=_experts,
     ),
-    "gemma2": GgufFamily(
-        architecture="Gemma2ForCausalLM",
-        names={"ffn_norm": "pre_feedforward_layernorm"},
-        fields={**WINDOW, **SOFT_CAPS},
-        has_one_added=True,
-        more=_gemma,
-    ),
+    "gemma2": GgufFamily(architecture="Gemma2ForCausalLM", largest_layers=46, **GEMMA),
     "gemma3": GgufFamily(
-        architecture="Gemma3ForCausalLM",
-        names={"ffn_norm": "pre_feedforward_layernorm"},
-        fields={**WINDOW, **SOFT_CAPS},
-        has_one_added=True,
-        more=_gemma3,
+        architecture="Gemma3ForCausalLM", largest_layers=62, full_every=6, window_theta=10000.0, **GEMMA
     ),
-    "phi3": GgufFamily(architecture="Phi3ForCausalLM", names={"ffn_up": "mlp.gate_up_proj"}, fields=WINDOW, more=_phi3),
-    "olmo2": GgufFamily(architecture="Olmo2ForCausalLM", more=_biases),
-    "granite": GgufFamily(architecture="GraniteForCausalLM", fields=GRANITES, has_pairs=True, more=_biases),
-    "smollm3": GgufFamily(architecture="SmolLM3ForCausalLM", has_pairs=True, more=_biases),
+    "phi3": GgufFamily(
+        architecture="Phi3ForCausalLM",
+        names={"ffn_up": "mlp.gate_up_proj"},
+        fields={**WINDOW, "original_max_position_embeddings": ("rope.scaling.original_context_length", int)},
+    ),
+    "olmo2": GgufFamily(architecture="Olmo2ForCausalLM"),
+    "granite": GgufFamily(architecture="GraniteForCausalLM", fields=GRANITES, has_pairs=True),
+    "smollm3": GgufFamily(architecture="SmolLM3ForCausalLM", has_pairs=True),
     "glm4": GgufFamily(
         architecture="Glm4ForCausalLM",
         names={
@@ -226,10 +175,9 @@ FAMILIES = {
             "post_ffw_norm": "post_mlp_layernorm",
             "ffn_up": "mlp.gate_up_proj",
         },
-        more=_biases,
     ),
-    "seed_oss": GgufFamily(architecture="SeedOssForCausalLM", more=_biases),
-    "mistral3": GgufFamily(architecture="Ministral3ForCausalLM", has_pairs=True, more=_mistral3),
+    "seed_oss": GgufFamily(architecture="SeedOssForCausalLM"),
+    "mistral3": GgufFamily(architecture="Ministral3ForCausalLM", has_pairs=True, defaults=NO_WINDOW),
     "gpt-oss": GgufFamily(
         architecture="GptOssForCausalLM",
         names={"ffn_gate_inp": "mlp.router"},
@@ -238,9 +186,10 @@ FAMILIES = {
             "mlp.experts.down_proj": ("ffn_down_exps",),
         },
         fields={**WINDOW, **LOCAL_EXPERTS, "intermediate_size": OF_EXPERTS["moe_intermediate_size"]},
-        more=_gpt_oss,
+        rope={"truncate": False},
+        full_every=2,
     ),
-    "exaone4": GgufFamily(architecture="Exaone4ForCausalLM", fields=WINDOW, more=_exaone4),
+    "exaone4": GgufFamily(architecture="Exaone4ForCausalLM", fields=WINDOW, defaults=NO_WINDOW, full_every=4),
 }
 """By general.architecture."""
 
@@ -257,7 +206,7 @@ MIXTRAL = GgufFamily(
 )
 """A "llama" with experts."""
 
-OLMO3 = GgufFamily(architecture="Olmo3ForCausalLM", fields=WINDOW, more=_olmo3)
+OLMO3 = GgufFamily(architecture="Olmo3ForCausalLM", fields=WINDOW, full_every=4)
 """An "olmo2" with windows."""
 
 
@@ -271,8 +220,10 @@ NO_TEXT = {
 
 
 def family_of(file: GgufFile) -> GgufFamily:
-    """Raises:
-    ModelLoadError: the architecture is not supported.
+    """The family of a file's architecture.
+
+    Raises:
+        ModelLoadError: it is not supported.
     """
     name = file.get("general.architecture", str)
     kind = file.get("general.type", str, "model")
@@ -295,6 +246,8 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     config: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": ARCHITECTURES[family.architecture].model_type,
+        **family.defaults,
+        **{field: f"blk.0.{tensor}.bias" in file.tensors for field, tensor in BIASES.items()},
     }
     for field, (key, kind) in {**FIELDS, **family.fields}.items():
         value = file.get(f"{prefix}.{key}", kind)
@@ -302,13 +255,33 @@ def config_of(file: GgufFile) -> dict[str, Any]:
             config[field] = value
         elif field in REQUIRED:
             raise ModelLoadError(f"{file.path} lacks {prefix}.{key}")
-    config.setdefault("head_dim", config["hidden_size"] // max(1, config["num_attention_heads"]))
+    by_heads = config["hidden_size"] // max(1, config["num_attention_heads"])
+    config.setdefault("head_dim", by_heads)
     config.setdefault("num_key_value_heads", config["num_attention_heads"])
+    if "original_max_position_embeddings" in family.fields:
+        config.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+    if family.largest_layers:
+        is_largest = config["num_hidden_layers"] == family.largest_layers
+        config["query_pre_attn_scalar"] = by_heads if is_largest else config["head_dim"]
+    if family.full_every and config.get("sliding_window", 0) is not None:
+        config["layer_types"] = _layer_types(file, prefix, family.full_every, config["num_hidden_layers"])
     config["vocab_size"] = _vocab_size(file)
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
-    config["rope_parameters"] = _rope(file, prefix, config)
+    config["rope_parameters"] = rope = _rope(file, prefix, config) | family.rope
+    if ARCHITECTURES[family.architecture].has_ropes_by_type:
+        default = family.window_theta or rope["rope_theta"]
+        theta = file.get(f"{prefix}.rope.freq_base_swa", float, default)
+        of_windows = {"rope_type": "default", "rope_theta": theta}
+        config["rope_parameters"] = {"full_attention": rope, "sliding_attention": of_windows}
     config["dtype"] = _dtype(file)
-    return config | family.more(file, config)
+    return config
+
+
+def _layer_types(file: GgufFile, prefix: str, full_every: int, num_layers: int) -> list[str]:
+    has_window = file.metadata.get(f"{prefix}.attention.sliding_window_pattern")
+    if not isinstance(has_window, np.ndarray):
+        has_window = [layer % full_every > 0 for layer in range(1, min(num_layers, MAX_LAYERS) + 1)]
+    return [LAYER_TYPES[bool(each)] for each in has_window]
 
 
 def _vocab_size(file: GgufFile) -> int:
@@ -345,6 +318,8 @@ def _rope(file: GgufFile, prefix: str, config: dict[str, Any]) -> dict[str, Any]
                 rope[name] = value
         if multiplier := stated("scaling.yarn_log_multiplier", float):
             rope |= {"mscale": 1.0, "mscale_all_dim": multiplier}
+    if (beta := file.get(f"{prefix}.attention.temperature_scale", float)) is not None:
+        rope["llama_4_scaling_beta"] = beta
     factors = [_factors(file.tensors[name]) for name in ROPE_FACTORS if name in file.tensors]
     if factors:
         # Llama 3.1's scaling is longrope with one list for all lengths.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -18,17 +18,16 @@ from aioengine.kernels.packed_weight import CodedWeight, Quantization
 from aioengine.models.decoder_config import MAX_SHOWN_CHARS
 from aioengine.models.folder import ModelFolder
 from aioengine.models.formats.catalogue import read_catalogue
-from aioengine.models.formats.stored import Files, Stored
+from aioengine.models.formats.stored import Files, FileTensor, Stored
 from aioengine.models.loader import (
     DUMMY_RANGE,
     DUMMY_SEED,
     HARMLESS,
-    ON_CPU,
-    Placement,
-    Progress,
+    Load,
+    LoadOptions,
     check_no_other,
     check_same_config,
-    stop_if,
+    is_zero_bias,
 )
 from aioengine.models.model import EmptyStep
 from aioengine.models.transformers.paged_interface import PAGED
@@ -42,164 +41,117 @@ SAME = 1e-4
 """Of the largest logit, by how much the head may differ from the whole model's: the same products in another shape."""
 
 
-def load_transformers(
-    folder: ModelFolder,
-    config: EngineConfig,
-    *,
-    placement: Placement = ON_CPU,
-    on_progress: Callable[[int, int], None] | None = None,
-    should_stop: Callable[[], bool] = lambda: False,
-) -> TransformersModel:
+def load_transformers(folder: ModelFolder, config: EngineConfig, **options: Unpack[LoadOptions]) -> TransformersModel:
     """As `aioengine.models.loader.load_decoder`, by transformers' code. Needs the memory of the weights, the host's.
 
     Raises:
         ModelLoadError, ConfigError, LoadStopped: as there.
     """
     found = read_transformers_config(folder, config)
-    tensors = _noise(found) if config.load_format == "dummy" else _stored(folder.path)
-    return _load(found, tensors, placement, on_progress, should_stop)
+    stored = _noise(found) if config.load_format == "dummy" else read_catalogue(folder.path)
+    return _load(found, stored, Load(**options))
 
 
 def load_weights(
-    folder: Path,
-    config: TransformersConfig,
-    *,
-    quantization: Quantization | None = None,
-    placement: Placement = ON_CPU,
-    should_stop: Callable[[], bool] = lambda: False,
+    folder: Path, config: TransformersConfig, quantization: Quantization | None = None, **options: Unpack[LoadOptions]
 ) -> TransformersModel:
     """As `aioengine.models.loader.load_weights`."""
     check_weights(folder, config)
-    return _load(config, _stored(folder), placement, None, should_stop)
+    return _load(config, read_catalogue(folder), Load(**options))
 
 
 def check_weights(folder: Path, config: TransformersConfig) -> None:
     """As `aioengine.models.loader.check_weights`, of config.json alone."""
-    if not folder.is_dir():
-        raise ModelLoadError(f"there is no folder {folder}")
-    if not (folder / "config.json").is_file():
-        return
     engine = EngineConfig(
         dtype=str(config.dtype).removeprefix("torch."),  # type: ignore[arg-type]
         max_model_len=config.max_model_len,
         trust_remote_code=config.trust_remote_code,
     )
-    model = ModelFolder.read(folder)
-    check_same_config(model, config, lambda: read_transformers_config(model, engine), other=("folder",))
+    check_same_config(folder, config, partial(read_transformers_config, config=engine), other=("folder",))
 
 
-class _Tensor(NamedTuple):
-    """One of a checkpoint, as transformers takes it: what ``[...]`` gives is its values."""
+def _noise(config: TransformersConfig) -> dict[str, Stored]:
+    """Values for each tensor of the model, which depend on its number alone."""
 
-    num_bytes: int
-    read: Callable[[], Tensor]
-
-
-def _stored(folder: Path) -> dict[str, _Tensor]:
-    catalogue = read_catalogue(folder)
-    return {
-        name: _Tensor(stored.num_bytes, partial(_read, stored))
-        for name, stored in catalogue.items()
-        if not HARMLESS.search(name)
-    }
-
-
-def _is_zero_bias(name: str, tensors: dict[str, _Tensor]) -> bool:
-    """As in `aioengine.models.loader`."""
-    return name.endswith(".bias") and name in tensors and not tensors[name].read().any()
-
-
-def _read(stored: Stored) -> Tensor:
-    with Files() as files:
-        values = stored.read(files)
-        return values.dense() if isinstance(values, CodedWeight) else values.clone()  # a view of the file
-
-
-def _noise(config: TransformersConfig) -> dict[str, _Tensor]:
-    """Values for each tensor of the model, which depend on its name alone."""
-
-    def make(shape: torch.Size, seed: int) -> Tensor:
+    def make(shape: torch.Size, seed: int, _: Files) -> Tensor:
         if len(shape) < 2:
             return torch.ones(shape, dtype=config.dtype)
         generator = torch.Generator().manual_seed(seed)
         return torch.empty(shape, dtype=config.dtype).uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
 
-    theirs = read_their_config(config.folder, config.trust_remote_code)
+    theirs, size = read_their_config(config.folder, config.trust_remote_code), config.dtype.itemsize
     tensors = make_on_meta(theirs, config.trust_remote_code, PAGED).state_dict()
     return {
-        name: _Tensor(tensor.numel() * config.dtype.itemsize, partial(make, tensor.shape, DUMMY_SEED + index))
-        for index, (name, tensor) in enumerate(tensors.items())
+        name: FileTensor(
+            name, config.folder, "", tensor.shape, tensor.numel() * size, partial(make, tensor.shape, DUMMY_SEED + seed)
+        )
+        for seed, (name, tensor) in enumerate(tensors.items())
     }
 
 
 class _Reading:
-    """Values of tensors as they are asked for, by transformers' own threads.
+    """Reads tensors as they are asked for, by transformers' own threads.
 
     Attributes:
         error: the first error, if there was one: transformers may make another error of it.
     """
 
-    def __init__(self, progress: Progress, should_stop: Callable[[], bool]) -> None:
+    def __init__(self, load: Load) -> None:
         self.error: Exception | None = None
-        self._progress = progress
-        self._should_stop = should_stop
+        self._load = load
 
-    def read(self, tensor: _Tensor) -> Tensor:
+    def read(self, stored: Stored) -> Tensor:
         try:
-            stop_if(self._should_stop)
-            values = tensor.read()
+            self._load.stop_if_asked()
+            with Files() as files:
+                values = stored.read(files)
+                dense = values.dense() if isinstance(values, CodedWeight) else values.clone()  # a view of the file
         except Exception as error:
             self.error = self.error or error
             raise
-        self._progress.add(tensor.num_bytes)
-        return values
+        self._load.add(stored.num_bytes)
+        return dense
 
 
 class _Lazy:
     """A tensor as transformers asks for one of a safetensors file: ``[...]`` reads it."""
 
-    def __init__(self, reading: _Reading, tensor: _Tensor) -> None:
+    def __init__(self, reading: _Reading, stored: Stored) -> None:
         self._reading = reading
-        self._tensor = tensor
+        self._stored = stored
 
     def __getitem__(self, _: Any) -> Tensor:
-        return self._reading.read(self._tensor)
+        return self._reading.read(self._stored)
 
 
 _building = Lock()
 
 
 @contextmanager
-def _building_alone(should_stop: Callable[[], bool]) -> Iterator[None]:
+def _building_alone(load: Load) -> Iterator[None]:
     """While transformers builds a model it changes what is the process's: torch's default dtype, and functions.
 
     Of two at once the second would take the first one's for what was there before, and leave it so.
     """
     while not _building.acquire(timeout=0.1):
-        stop_if(should_stop)
+        load.stop_if_asked()
     try:
         yield
     finally:
         _building.release()
 
 
-def _load(
-    config: TransformersConfig,
-    tensors: dict[str, _Tensor],
-    placement: Placement,
-    on_progress: Callable[[int, int], None] | None,
-    should_stop: Callable[[], bool],
-) -> TransformersModel:
-    theirs = read_their_config(config.folder, config.trust_remote_code)
-    meta = make_on_meta(theirs, config.trust_remote_code, PAGED)
-    num_bytes = sum(tensor.num_bytes for tensor in tensors.values())
-    reading = _Reading(Progress(num_bytes, on_progress), should_stop)
-    with _building_alone(should_stop), quiet_transformers():
+def _load(config: TransformersConfig, catalogue: dict[str, Stored], load: Load) -> TransformersModel:
+    stored = {name: each for name, each in catalogue.items() if not HARMLESS.search(name)}
+    meta = make_on_meta(read_their_config(config.folder, config.trust_remote_code), config.trust_remote_code, PAGED)
+    load.begin(sum(each.num_bytes for each in stored.values()))
+    reading = _Reading(load)
+    with _building_alone(load), quiet_transformers():
         try:
             model, report = type(meta).from_pretrained(
                 None,
                 config=meta.config,
-                state_dict={name: _Lazy(reading, tensor) for name, tensor in tensors.items()},
+                state_dict={name: _Lazy(reading, each) for name, each in stored.items()},
                 dtype=config.dtype,
                 attn_implementation=PAGED,
                 output_loading_info=True,
@@ -213,7 +165,7 @@ def _load(
             ) from error
     if reading.error is not None:
         raise reading.error
-    unexpected = [name for name in report["unexpected_keys"] if not _is_zero_bias(name, tensors)]
+    unexpected = [name for name in report["unexpected_keys"] if name not in stored or not is_zero_bias(stored[name])]
     check_no_other(
         lacks=sorted(report["missing_keys"]),
         has_unexpected=sorted(unexpected),
@@ -222,10 +174,10 @@ def _load(
     model.config.pad_token_id = None  # or each step would look for padding
     model.requires_grad_(False)
     made = TransformersModel(config, model)
-    if placement.device.type != "cpu":
-        made.move(placement.device)
-    made.use(placement.operations)
-    _check_head(made, placement.device)
+    if load.placement.device.type != "cpu":
+        made.move(load.placement.device)
+    made.use(load.placement.operations)
+    _check_head(made, load.placement.device)
     return made
 
 
