@@ -142,9 +142,11 @@ class Client(Reader):
 
     def reasons(self) -> list[str]:
         """Of the deaths that a choice of it went through."""
-        completions = self.stream._state.completions if self.stream is not None else []
-        breaks = [each.sequence.breaks for each in completions if each.sequence.breaks is not None]
-        return max((each.reasons for each in breaks), key=len, default=[])
+        if self.stream is None:
+            return []
+        core: Any = self.stream._state.core
+        reasons = (core.placing.recovery.reasons_of(each.sequence) for each in self.stream._state.completions)
+        return max(reasons, key=len, default=[])
 
 
 class Run:

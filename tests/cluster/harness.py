@@ -237,7 +237,7 @@ def outputs_of(readers: Iterable[Reader]) -> list[dict[str, Any]]:
 
 
 def prompts(rng: random.Random, count: int) -> list[list[int]]:
-    """Of innocents, some with common beginnings."""
+    """Of unaffected, some with common beginnings."""
     heads = [[rng.randint(FIRST_ID, LAST_ID) for _ in range(40)] for _ in range(3)]
     return [
         rng.choice(heads)[: rng.choice([0, 16, 40])]
@@ -246,7 +246,7 @@ def prompts(rng: random.Random, count: int) -> list[list[int]]:
     ]
 
 
-def innocents(rng: random.Random, count: int, **sampling: Any) -> list[Reader]:
+def unaffected(rng: random.Random, count: int, **sampling: Any) -> list[Reader]:
     """Greedy and seeded ones in turn."""
     return [
         Reader(prompt, seed=number, temperature=float(number % 2), **sampling)

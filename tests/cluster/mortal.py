@@ -33,7 +33,7 @@ STEP_TIME = "AIOENGINE_TEST_STEP_TIME_S"
 
 VOCAB_SIZE = 2048
 FIRST_ID, LAST_ID = 10, 1999
-"""Of what prompts of innocents hold, and of what is sampled, but for grammars."""
+"""Of what prompts of unaffected hold, and of what is sampled, but for grammars."""
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 1024
 NUM_BLOCKS = 2048

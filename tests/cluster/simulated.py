@@ -21,7 +21,7 @@ from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.core.health import Beat, Health, dead, judge
 from aioengine.core.listener import UNLIMITED, Listener
 from aioengine.core.observers import UserCode
-from aioengine.core.protocol import CoreHooks, Orphan
+from aioengine.core.protocol import CoreHooks, InFlight
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, ModelLoadError
 from aioengine.outputs import FinishReason
 from aioengine.sampling_params import SamplingParams
@@ -134,7 +134,7 @@ class SimulatedCore:
         self.check_accepting()
         for member, listener in zip((sequence, *sequence.children), listeners, strict=True):
             member.order, self._next_number = self._next_number, self._next_number + 1
-            member.listener, member.core = listener, self
+            member.listener = listener
             self._live[member.order] = member
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
@@ -147,8 +147,8 @@ class SimulatedCore:
         for sequence in list(self._live.values()):
             self.finish(sequence, "abort")
 
-    def take_back(self) -> list[Orphan]:
-        orphans: list[Orphan] = []
+    def take_back(self) -> list[InFlight]:
+        in_flight: list[InFlight] = []
         in_families: set[int] = set()
         for order, sequence in self._live.items():
             members = (sequence, *sequence.children)
@@ -156,17 +156,17 @@ class SimulatedCore:
                 sequence.children = ()
             in_families.update(child.order for child in sequence.children)
             if order not in in_families:
-                orphans.append(Orphan(sequence, order in self._known))
+                in_flight.append(InFlight(sequence, order in self._known))
         self._live.clear()
         self._known.clear()
         self._started.clear()
-        return orphans
+        return in_flight
 
     def die(self, death: EngineDead) -> None:
         if not self.is_stopped:
             self.death, self.is_stopped = death, True
             self._over.set()
-            self._cluster.on_orphaned(self.take_back())
+            self._cluster.on_death(self.take_back())
             self._cluster.conditions.check()
 
     async def run(self) -> None:

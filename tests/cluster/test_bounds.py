@@ -8,7 +8,7 @@ import random
 
 import anyio
 import pytest
-from cluster.harness import DEADLINE_S, Reader, cluster, innocents, outputs_of, reading, undisturbed, until_read
+from cluster.harness import DEADLINE_S, Reader, cluster, outputs_of, reading, unaffected, undisturbed, until_read
 from cluster.mortal import Faults
 
 from aioengine import EngineDead, EngineOverloaded
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("faults", "quiet_log")
 
 @pytest.mark.nightly
 async def test_a_replica_that_cannot_restart_is_given_up_and_others_go_on(faults: Faults) -> None:
-    readers = innocents(random.Random(1), 12, max_tokens=100)
+    readers = unaffected(random.Random(1), 12, max_tokens=100)
     expected = await undisturbed(readers)
     async with cluster(2, max_restarts=2) as replicas:
         faults.let_no_start_succeed()
@@ -30,14 +30,14 @@ async def test_a_replica_that_cannot_restart_is_given_up_and_others_go_on(faults
         (failed,) = [status for status in replicas.engine.replicas() if status.rank == 0]
         assert "shard 3 of 7 is damaged" in failed.reason
         assert replicas.engine.health().status == "ALIVE"
-        late = innocents(random.Random(2), 4)
+        late = unaffected(random.Random(2), 4)
         async with reading(replicas.engine, late):
             pass
         assert outputs_of(late) == await undisturbed(late)
 
 
 async def test_requests_hear_why_none_is_left(faults: Faults, caplog: pytest.LogCaptureFixture) -> None:
-    readers = innocents(random.Random(1), 12, max_tokens=100)
+    readers = unaffected(random.Random(1), 12, max_tokens=100)
     async with cluster(2, max_restarts=1) as replicas:
         faults.let_no_start_succeed()
         async with reading(replicas.engine, readers):
@@ -60,7 +60,7 @@ async def test_requests_hear_why_none_is_left(faults: Faults, caplog: pytest.Log
 
 @pytest.mark.nightly
 async def test_a_request_waits_so_long_and_not_longer(faults: Faults) -> None:
-    readers = innocents(random.Random(1), 4, max_tokens=100)
+    readers = unaffected(random.Random(1), 4, max_tokens=100)
     async with cluster(1, recover_timeout_s=0.3) as replicas:
         faults.hold_starts()
         async with reading(replicas.engine, readers):
@@ -72,17 +72,17 @@ async def test_a_request_waits_so_long_and_not_longer(faults: Faults) -> None:
             assert reader.num_tokens >= 3, "what had come was read"
         faults.release_starts()
         await replicas.until_serving(1)
-        late = innocents(random.Random(2), 2)
+        late = unaffected(random.Random(2), 2)
         async with reading(replicas.engine, late):
             pass
         assert outputs_of(late) == await undisturbed(late)
 
 
-# In limbo: their replica is dead, and no other is there yet
+# Pending: their replica is dead, and no other is there yet
 
 
-async def test_one_is_left_aborted_or_cancelled_in_limbo_and_others_go_on(faults: Faults) -> None:
-    readers = innocents(random.Random(3), 4, max_tokens=60)
+async def test_one_is_left_aborted_or_cancelled_while_pending_and_others_go_on(faults: Faults) -> None:
+    readers = unaffected(random.Random(3), 4, max_tokens=60)
     expected = await undisturbed(readers)
     async with cluster(1) as replicas, anyio.create_task_group() as tasks, reading(replicas.engine, readers):
         engine = replicas.engine
@@ -112,8 +112,8 @@ async def test_one_is_left_aborted_or_cancelled_in_limbo_and_others_go_on(faults
 
 
 @pytest.mark.nightly
-async def test_all_are_aborted_in_limbo(faults: Faults) -> None:
-    readers = innocents(random.Random(4), 6, max_tokens=100)
+async def test_all_are_aborted_while_pending(faults: Faults) -> None:
+    readers = unaffected(random.Random(4), 6, max_tokens=100)
     async with cluster(1) as replicas:
         async with reading(replicas.engine, readers):
             await until_read(readers, 3)
@@ -127,8 +127,8 @@ async def test_all_are_aborted_in_limbo(faults: Faults) -> None:
 
 
 @pytest.mark.nightly
-async def test_closing_in_limbo_ends_all_with_a_word(faults: Faults) -> None:
-    readers = innocents(random.Random(5), 6, max_tokens=100)
+async def test_closing_while_pending_ends_all_with_a_word(faults: Faults) -> None:
+    readers = unaffected(random.Random(5), 6, max_tokens=100)
     async with anyio.create_task_group() as tasks, cluster(1, stop_timeout_s=0.2) as replicas:
         for reader in readers:
             tasks.start_soon(reader.read, replicas.engine)
@@ -139,8 +139,8 @@ async def test_closing_in_limbo_ends_all_with_a_word(faults: Faults) -> None:
 
 
 @pytest.mark.nightly
-async def test_draining_waits_for_those_in_limbo(faults: Faults) -> None:
-    readers = innocents(random.Random(6), 6, max_tokens=100)
+async def test_draining_waits_for_those_while_pending(faults: Faults) -> None:
+    readers = unaffected(random.Random(6), 6, max_tokens=100)
     expected = await undisturbed(readers)
     with anyio.fail_after(DEADLINE_S):
         async with cluster(2) as replicas, anyio.create_task_group() as tasks:

@@ -20,9 +20,9 @@ from cluster.harness import (
     Cluster,
     Reader,
     cluster,
-    innocents,
     outputs_of,
     reading,
+    unaffected,
     undisturbed,
     until_read,
 )
@@ -116,7 +116,7 @@ class TestCounts:
 class TestMembers:
     async def test_one_that_is_killed_loses_no_front_end_s_request(self, runtime: Path) -> None:
         rng = random.Random(1)
-        at_one, at_other = innocents(rng, 6, max_tokens=200), innocents(rng, 6, max_tokens=200)
+        at_one, at_other = unaffected(rng, 6, max_tokens=200), unaffected(rng, 6, max_tokens=200)
         async with connected(runtime, 2) as (owner, one, other):
             async with reading(one.engine, at_one), reading(other.engine, at_other):
                 await until_read([*at_one, *at_other], 5)
@@ -141,7 +141,7 @@ class TestMembers:
         rng = random.Random(2)
         async with connected(runtime, 2, drain_timeout_s=0.2) as front_ends:
             _, one, other = front_ends
-            readers = innocents(rng, 8, max_tokens=900)
+            readers = unaffected(rng, 8, max_tokens=900)
             async with reading(one.engine, readers[:4]), reading(other.engine, readers[4:]):
                 await until_read(readers, 1)
                 await one.engine.scale(3)
@@ -172,34 +172,34 @@ class TestMembers:
         assert outputs_of(readers) == await undisturbed(readers)
 
 
-class TestSuspects:
-    """Each front end knows its own requests: what only it had at two deaths may have died with another one's."""
+class TestPoisons:
+    """Each front end knows its own requests alone; a poison of another one does not fail them."""
 
     @pytest.mark.nightly
     @pytest.mark.parametrize("num_replicas", [2, *nightly(1, 3)])
     async def test_of_one_front_end_do_not_cost_another_one_its_request(self, runtime: Path, num_replicas: int) -> None:
         async with connected(runtime, 2, num_replicas=num_replicas) as (_, one, other):
             for _ in range(3 if num_replicas == 3 else 1):  # with each death a replica is started later
-                innocent = Reader([10, 11], max_tokens=100)
+                unaffected_one = Reader([10, 11], max_tokens=100)
                 killer = Reader([Poison.EXIT, 3], max_tokens=20)
-                async with reading(other.engine, [innocent]), reading(one.engine, [killer]):
+                async with reading(other.engine, [unaffected_one]), reading(one.engine, [killer]):
                     pass
                 assert isinstance(killer.error, StepFailed)
                 assert "brings down what computes it" in str(killer.error)
-                assert outputs_of([innocent]) == await undisturbed([innocent])
+                assert outputs_of([unaffected_one]) == await undisturbed([unaffected_one])
 
     @pytest.mark.nightly
     async def test_of_the_owner_and_of_others_are_found_each(self, runtime: Path) -> None:
         rng = random.Random(3)
         async with connected(runtime, 2) as front_ends:
-            innocents_of = [innocents(rng, 5, max_tokens=100) for _ in front_ends]
+            unaffected_of = [unaffected(rng, 5, max_tokens=100) for _ in front_ends]
             killers = [Reader([Poison.EXIT, 3 + place], max_tokens=20) for place in range(3)]
             async with contextlib.AsyncExitStack() as stack:
                 for place, front_end in enumerate(front_ends):
-                    readers = [*innocents_of[place], killers[place]]
+                    readers = [*unaffected_of[place], killers[place]]
                     await stack.enter_async_context(reading(front_end.engine, readers))
         assert [type(killer.error) for killer in killers] == [StepFailed] * 3
-        everyone = [reader for readers in innocents_of for reader in readers]
+        everyone = [reader for readers in unaffected_of for reader in readers]
         assert outputs_of(everyone) == await undisturbed(everyone)
 
 

@@ -11,9 +11,9 @@ from cluster.harness import (
     Cluster,
     Reader,
     cluster,
-    innocents,
     outputs_of,
     reading,
+    unaffected,
     undisturbed,
     until_read,
 )
@@ -59,7 +59,7 @@ def each_kind(rng: random.Random, *head: int) -> list[Reader]:
 @pytest.mark.parametrize("death", few(["SIGUSR2"], of=DEATHS))
 async def test_a_replica_dies_under_load_and_each_kind_of_request_ends_as_if_it_lived(death: str) -> None:
     rng = random.Random(death)
-    crowd = innocents(rng, 16, max_tokens=150)
+    crowd = unaffected(rng, 16, max_tokens=150)
     readers = [*each_kind(rng), *crowd]
     expected = await undisturbed(readers)
     async with cluster(3, stall_timeout_s=1.0) as replicas:
@@ -128,14 +128,14 @@ async def test_a_stream_that_is_not_read_survives_unread(kind: str) -> None:
 @pytest.mark.nightly
 async def test_all_replicas_are_killed_at_once_and_requests_wait_for_the_restart() -> None:
     rng = random.Random(5)
-    crowd = innocents(rng, 16, max_tokens=150)
+    crowd = unaffected(rng, 16, max_tokens=150)
     readers = [*each_kind(rng), *crowd]
     expected = await undisturbed(readers)
     async with cluster(3) as replicas, reading(replicas.engine, readers):
         await until_read(crowd, 5)
         for rank in replicas.ranks():
             replicas.kill(rank)
-        late = innocents(rng, 4)  # while none serves
+        late = unaffected(rng, 4)  # while none serves
         async with reading(replicas.engine, late):
             pass
     assert outputs_of(readers) == expected
@@ -146,7 +146,7 @@ async def test_all_replicas_are_killed_at_once_and_requests_wait_for_the_restart
 @pytest.mark.parametrize("seed", range(6))
 async def test_replicas_die_again_and_again(seed: int) -> None:
     rng = random.Random(seed)
-    crowd = innocents(rng, 30, max_tokens=200)
+    crowd = unaffected(rng, 30, max_tokens=200)
     readers = [*each_kind(rng), *crowd]
     expected = await undisturbed(readers)
     async with cluster(3, max_attempts=50) as replicas, reading(replicas.engine, readers):

@@ -14,9 +14,9 @@ from cluster.harness import (
     Cluster,
     Reader,
     cluster,
-    innocents,
     outputs_of,
     reading,
+    unaffected,
     undisturbed,
     until_read,
 )
@@ -66,7 +66,7 @@ async def test_waves_of_unequal_loads_and_late_requests(num_ranks: int) -> None:
 @pytest.mark.parametrize("num_ranks", [2, 3])
 async def test_a_killed_rank_ends_its_group_which_is_started_anew_and_goes_on(num_ranks: int) -> None:
     async with cluster(num_ranks, balance="round_robin", **LOCKSTEP) as group:
-        readers = innocents(random.Random(7), 3 * num_ranks, max_tokens=400)
+        readers = unaffected(random.Random(7), 3 * num_ranks, max_tokens=400)
         async with reading(group.engine, readers):
             for num_deaths in (1, 2):
                 await until_read(readers, 30 * num_deaths)
@@ -80,7 +80,7 @@ async def test_a_killed_rank_ends_its_group_which_is_started_anew_and_goes_on(nu
 @pytest.mark.nightly
 async def test_a_group_is_restarted_as_one_and_stays_as_large_as_it_is() -> None:
     async with cluster(2, drain_timeout_s=0.1, **LOCKSTEP) as group:
-        readers = innocents(random.Random(8), 6, max_tokens=300)
+        readers = unaffected(random.Random(8), 6, max_tokens=300)
         async with reading(group.engine, readers):
             await until_read(readers, 10)
             with pytest.raises(InvalidRequest, match="lockstep"):
@@ -111,7 +111,7 @@ async def test_a_group_falls_asleep_as_one_whatever_its_ranks_are_about_to_compu
 async def test_what_kills_its_rank_fails_and_what_ran_beside_it_or_at_other_ranks_does_not() -> None:
     async with cluster(2, balance="round_robin", **LOCKSTEP) as group:
         poison = Reader([Poison.EXIT, 12], max_tokens=20)
-        readers = innocents(random.Random(9), 4, max_tokens=200)
+        readers = unaffected(random.Random(9), 4, max_tokens=200)
         async with reading(group.engine, readers):
             await until_read(readers, 5)
             async with reading(group.engine, [poison]):

@@ -28,7 +28,6 @@ class Waiting:
     """What is looked at of a sequence."""
 
     children: tuple[Sequence, ...] = ()
-    breaks = None
     has_run = False
     block_hashes = ()
 
@@ -44,7 +43,7 @@ async def test_a_crowd_that_comes_while_none_serves_costs_each_the_same() -> Non
     placing = Placing(replicas, options, lambda: 0.0, lambda *_: None, config=config, offset=0)
     for _ in range(1000):
         placing.add(cast(Sequence, Waiting()))
-    assert len(placing.limbo) == 1000
+    assert len(placing.pending) == 1000
     assert replicas.num_looks < 10, "for each all are looked at again"
 
 
@@ -61,9 +60,9 @@ async def test_what_waits_goes_by_its_priority_then_by_its_age(scheduler: str, o
     core = SimpleNamespace(
         num_unstarted=0, capacity=10, heard_at=0.0, add=lambda sequence, *_, **__: sent.append(waiting.index(sequence))
     )
-    replica = SimpleNamespace(core=core, rank=0, is_serving=True, is_reserved=False, num_sent=0)
+    replica = SimpleNamespace(core=core, rank=0, is_serving=True, is_lent=False, num_sent=0)
     replica.candidate = lambda: Candidate(0, 0, 0, 10, 10, 8, 0)
     replicas[0] = cast(Replica, replica)
     placing.dispatch()
     assert sent == order
-    assert not placing.limbo
+    assert not placing.pending

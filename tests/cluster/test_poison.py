@@ -1,4 +1,4 @@
-"""Requests that kill the replicas which compute them: failed after two, and no innocent with them."""
+"""Requests that kill the replicas which compute them: failed after three, and no other request with them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 import re
 
 import pytest
-from cluster.harness import Reader, cluster, innocents, outputs_of, reading, undisturbed, until_read
+from cluster.harness import Reader, cluster, outputs_of, reading, unaffected, undisturbed, until_read
 from cluster.mortal import Poison
 from nightly import few
 
@@ -32,17 +32,17 @@ def poisoned(poison: Poison) -> Reader:
 
 
 @pytest.mark.parametrize("name", few(["EXIT"], of=KILLERS))
-async def test_a_poison_alone_kills_two_and_fails_with_what_they_died_of(name: str) -> None:
+async def test_a_poison_alone_kills_three_and_fails_with_what_they_died_of(name: str) -> None:
     poison = KILLERS[name]
     reader = poisoned(poison)
     async with cluster(3, **deadline_of(poison)) as replicas:
         async with reading(replicas.engine, [reader]):
             pass
         await replicas.until_serving(3)
-        assert replicas.num_restarts() == 2
+        assert replicas.num_restarts() == 3
         assert type(reader.error).__name__ == "StepFailed"
-        assert len(re.findall(LAST_WORDS[poison], str(reader.error))) == 2, reader.error
-        late = innocents(random.Random(1), 4)  # it serves on
+        assert len(re.findall(LAST_WORDS[poison], str(reader.error))) == 3, reader.error
+        late = unaffected(random.Random(1), 4)  # it serves on
         async with reading(replicas.engine, late):
             pass
     assert outputs_of(late) == await undisturbed(late)
@@ -51,7 +51,7 @@ async def test_a_poison_alone_kills_two_and_fails_with_what_they_died_of(name: s
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", KILLERS)
 async def test_a_poison_among_fifty_fails_and_they_do_not(name: str) -> None:
-    crowd = innocents(random.Random(name), 50, max_tokens=120)
+    crowd = unaffected(random.Random(name), 50, max_tokens=120)
     expected = await undisturbed(crowd)
     killer = poisoned(KILLERS[name])
     async with cluster(3, **deadline_of(KILLERS[name])) as replicas, reading(replicas.engine, crowd):
@@ -64,7 +64,7 @@ async def test_a_poison_among_fifty_fails_and_they_do_not(name: str) -> None:
 
 @pytest.mark.nightly
 async def test_several_poisons_at_once_fail_each() -> None:
-    crowd = innocents(random.Random(2), 20, max_tokens=120)
+    crowd = unaffected(random.Random(2), 20, max_tokens=120)
     expected = await undisturbed(crowd)
     killers = [poisoned(Poison.LATE), poisoned(Poison.EXIT), poisoned(Poison.LOSE)]
     async with cluster(3, max_attempts=50) as replicas, reading(replicas.engine, [*crowd, *killers]):

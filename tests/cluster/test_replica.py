@@ -34,7 +34,7 @@ class Backend:
 
 async def opened(now: float, on_record: Any = None) -> tuple[Replica, Backend, ClusterHooks]:
     """A replica that has been opened, at ``now`` by its clock; its backend, and what that was given."""
-    nothing: dict[str, Any] = dict.fromkeys(("check", "on_state", "on_orphaned"), lambda *_: None)
+    nothing: dict[str, Any] = dict.fromkeys(("check", "on_state", "on_death"), lambda *_: None)
     members = cast(Any, SimpleNamespace(on_record=on_record, **nothing))
     hooks = CoreHooks(cast(Any, None), cast(Any, None), lambda: None)
     given: list[ClusterHooks] = []
@@ -94,7 +94,7 @@ async def test_any_error_at_a_start_is_this_replica_s_alone() -> None:
 
     async def dies() -> None:
         backend.core.death = EngineDead("it was killed")
-        hooks.on_orphaned([])
+        hooks.on_death([])
 
     backend.core.run, backend.core.death, backend.core.health = dies, None, lambda: Health(status="ALIVE")
     backend.find_model = no_space

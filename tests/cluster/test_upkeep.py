@@ -9,7 +9,7 @@ from pathlib import Path
 import anyio
 import anyio.lowlevel
 import pytest
-from cluster.harness import Cluster, Reader, cluster, innocents, outputs_of, reading, undisturbed, until_read
+from cluster.harness import Cluster, Reader, cluster, outputs_of, reading, unaffected, undisturbed, until_read
 from cluster.mortal import NUM_BLOCKS, Faults
 from nightly import nightly
 
@@ -21,14 +21,14 @@ pytestmark = pytest.mark.usefixtures("faults", "quiet_log")
 @pytest.mark.parametrize("drain_timeout_s", [0.0, *nightly(30.0)])
 async def test_a_rolling_restart_under_load_disturbs_no_request(drain_timeout_s: float) -> None:
     """Those that run may end where they are, or are moved at once."""
-    readers = innocents(random.Random(1), 30, max_tokens=150)
+    readers = unaffected(random.Random(1), 30, max_tokens=150)
     expected = await undisturbed(readers)
     async with cluster(3, drain_timeout_s=drain_timeout_s) as replicas:
         before = {rank: replicas.pid(rank) for rank in replicas.ranks()}
         async with reading(replicas.engine, readers):
             await until_read(readers, 3)
             await replicas.engine.restart_replicas()
-            late = innocents(random.Random(2), 6)
+            late = unaffected(random.Random(2), 6)
             async with reading(replicas.engine, late):
                 pass
         after = {rank: replicas.pid(rank) for rank in replicas.ranks()}
@@ -40,14 +40,14 @@ async def test_a_rolling_restart_under_load_disturbs_no_request(drain_timeout_s:
 
 @pytest.mark.nightly
 async def test_replicas_are_added_and_removed_under_load() -> None:
-    readers = innocents(random.Random(3), 30, max_tokens=200)
+    readers = unaffected(random.Random(3), 30, max_tokens=200)
     expected = await undisturbed(readers)
     async with cluster(1, drain_timeout_s=0.05) as replicas, reading(replicas.engine, readers):
         await until_read(readers, 3)
         await replicas.engine.scale(3)
         assert len(replicas.ranks()) == 3
         assert replicas.engine.info.num_blocks == 3 * NUM_BLOCKS
-        late = innocents(random.Random(4), 12, max_tokens=100)
+        late = unaffected(random.Random(4), 12, max_tokens=100)
         async with reading(replicas.engine, late):
             await until_read(late, 3)
             await replicas.engine.scale(1)
@@ -59,7 +59,7 @@ async def test_replicas_are_added_and_removed_under_load() -> None:
 
 @pytest.mark.nightly
 async def test_a_replica_dies_while_it_is_drained() -> None:
-    readers = innocents(random.Random(5), 20, max_tokens=150)
+    readers = unaffected(random.Random(5), 20, max_tokens=150)
     expected = await undisturbed(readers)
     async with cluster(3) as replicas, reading(replicas.engine, readers), anyio.create_task_group() as tasks:
         await until_read(readers, 3)
@@ -73,7 +73,7 @@ async def test_a_replica_dies_while_it_is_drained() -> None:
 
 @pytest.mark.nightly
 async def test_one_that_dies_while_paused_goes_on_after_the_pause() -> None:
-    readers = innocents(random.Random(6), 12, max_tokens=80)
+    readers = unaffected(random.Random(6), 12, max_tokens=80)
     expected = await undisturbed(readers)
     async with cluster(2) as replicas, reading(replicas.engine, readers):
         await until_read(readers, 3)
@@ -88,7 +88,7 @@ async def test_one_that_dies_while_paused_goes_on_after_the_pause() -> None:
 
 @pytest.mark.nightly
 async def test_one_that_dies_asleep_wakes_up_with_the_others() -> None:
-    readers = innocents(random.Random(7), 12, max_tokens=80)
+    readers = unaffected(random.Random(7), 12, max_tokens=80)
     expected = await undisturbed(readers)
     async with cluster(2) as replicas, reading(replicas.engine, readers):
         await until_read(readers, 3)
@@ -126,7 +126,7 @@ async def weights_of(replicas: Cluster) -> set[int]:
 
 @pytest.mark.nightly
 async def test_draining_ends_well_though_replicas_die(faults: Faults) -> None:
-    readers = innocents(random.Random(8), 20, max_tokens=150)
+    readers = unaffected(random.Random(8), 20, max_tokens=150)
     expected = await undisturbed(readers)
     async with cluster(3) as replicas, anyio.create_task_group() as tasks:
         for reader in readers:
@@ -147,7 +147,7 @@ async def test_draining_ends_well_though_replicas_die(faults: Faults) -> None:
 
 @pytest.mark.nightly
 async def test_all_are_restarted_while_one_is_starting_after_its_death(faults: Faults) -> None:
-    readers = innocents(random.Random(9), 6, max_tokens=100)
+    readers = unaffected(random.Random(9), 6, max_tokens=100)
     expected = await undisturbed(readers)
     async with cluster(2) as replicas, reading(replicas.engine, readers), anyio.create_task_group() as tasks:
         await until_read(readers, 3)

@@ -14,7 +14,7 @@ from waiting import Tasks, until
 from aioengine import Engine, EngineConfig
 from aioengine.core.listener import Conditions, Listener, SampledLogprobs
 from aioengine.core.observers import Observers, UserCode
-from aioengine.core.protocol import ClusterHooks, CoreHooks, Orphan
+from aioengine.core.protocol import ClusterHooks, CoreHooks, InFlight
 from aioengine.errors import AioEngineError, EngineDead
 from aioengine.executor.in_process import InProcess
 from aioengine.metrics import StepRecord
@@ -79,7 +79,7 @@ class Relay:
         self._conditions = Conditions()
         self._hooks = hooks._replace(
             cluster=ClusterHooks(
-                self._conditions, self.user_code, lambda record: self.on_record(record), self._on_orphaned
+                self._conditions, self.user_code, lambda record: self.on_record(record), self._on_core_death
             )
         )
         self._backends = [
@@ -123,10 +123,14 @@ class Relay:
         self.note(ADDED)
 
     def finish(self, sequence: Choice, *args: Any) -> None:
-        sequence.core.finish(sequence, *args)
+        self._core_of(sequence).finish(sequence, *args)
 
     def unblock(self, sequence: Choice) -> None:
-        sequence.core.unblock(sequence)
+        self._core_of(sequence).unblock(sequence)
+
+    def _core_of(self, sequence: Choice) -> RemoteCore:
+        every = (*self.cores, *self.dead)
+        return next((core for core in every if core._mirrors.live.get(sequence.order) is sequence), every[0])
 
     async def run(self) -> None:
         async with anyio.create_task_group() as tasks:
@@ -148,13 +152,13 @@ class Relay:
             self.cores.append(self.cores.pop(0))
             self._go_on(self.cores[-1].take_back())
 
-    def _on_orphaned(self, orphans: list[Orphan]) -> None:
+    def _on_core_death(self, in_flight: list[InFlight]) -> None:
         self.dead += [core for core in self.cores if core.death is not None]
         self.cores = [core for core in self.cores if core.death is None]
-        self._go_on(orphans)
+        self._go_on(in_flight)
 
-    def _go_on(self, orphans: list[Orphan]) -> None:
-        for sequence in [orphan.sequence for orphan in orphans]:
+    def _go_on(self, in_flight: list[InFlight]) -> None:
+        for sequence in [each.sequence for each in in_flight]:
             self.num_moved += bool(sequence.output_ids)
             choices = (sequence, *sequence.children)
             self.cores[0].add(sequence, [choice.listener for choice in choices], arrived_at=sequence.arrived_at)

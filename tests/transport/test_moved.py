@@ -17,7 +17,7 @@ from aioengine import Engine, EngineConfig
 from aioengine.core.executor_protocol import DeviceLost
 from aioengine.core.listener import UNLIMITED, Endings, SampledLogprobs
 from aioengine.core.observers import UserCode
-from aioengine.core.protocol import Orphan
+from aioengine.core.protocol import InFlight
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, StepFailed
 from aioengine.metrics import StepRecord
 from aioengine.sampling_params import SamplingParams
@@ -265,7 +265,7 @@ class TestMirrors:
         mirrors, _ = self.make()
         first, *others = self.add(mirrors, 3)
         await mirrors.take(wire.StepOutputsMessage(started=[wire.Started(0, 0)]), 1.0)
-        assert mirrors.let_go() == [Orphan(first, has_started=True)]
+        assert mirrors.let_go() == [InFlight(first, was_running=True)]
         assert first.children == tuple(others)
 
     async def test_choices_go_each_for_itself_once_one_has_a_token(self) -> None:
@@ -277,14 +277,18 @@ class TestMirrors:
             ),
             1.0,
         )
-        assert mirrors.let_go() == [Orphan(choices[0], True), Orphan(choices[1], False), Orphan(choices[2], False)]
+        assert mirrors.let_go() == [
+            InFlight(choices[0], True),
+            InFlight(choices[1], False),
+            InFlight(choices[2], False),
+        ]
         assert not any(choice.children for choice in choices)
 
     def test_choices_go_each_for_itself_when_one_has_ended(self) -> None:
         mirrors, _ = self.make()
         choices = self.add(mirrors, 3)
         mirrors.end(choices[1], "abort")
-        assert [orphan.sequence for orphan in mirrors.let_go()] == [choices[0], choices[2]]
+        assert [each.sequence for each in mirrors.let_go()] == [choices[0], choices[2]]
         assert not choices[0].children
 
     async def test_tokens_that_are_handed_out_later_are_not(self) -> None:
@@ -296,11 +300,11 @@ class TestMirrors:
         async with Tasks() as tasks:
             taking = tasks.start(mirrors.take(body, 1.0))
             await until(lambda: listener.token_ids)
-            orphans = mirrors.let_go()
+            in_flight = mirrors.let_go()
             await taking
         num_tokens = len(sequence.output_ids)
         assert 0 < num_tokens < 100
-        assert orphans == [Orphan(sequence, False)]
+        assert in_flight == [InFlight(sequence, False)]
         assert listener.token_ids == sequence.output_ids == list(range(num_tokens))
 
     async def test_what_had_its_last_token_has_ended(self) -> None:

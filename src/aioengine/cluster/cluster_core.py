@@ -2,7 +2,7 @@
 
 A sequence is added to the core of one replica, and followed by its listener directly: nothing here runs for a token.
 When a replica dies its core gives back what it had, and that goes on at another one, from the tokens that were handed
-out. Until one takes it, a sequence is in *limbo*, which holds what was accepted and is at no replica.
+out. Until one takes it, a sequence is *pending*: it was accepted, and is at no replica.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 import anyio
 
-from aioengine.cluster import recovery
 from aioengine.cluster.agreement import check_agreement, combine
 from aioengine.cluster.balancer import MAX_AFFINITY_BLOCKS
 from aioengine.cluster.broadcast import OF_WEIGHTS, ClusterControl
@@ -36,7 +35,7 @@ from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.core.health import Health, HealthStatus
 from aioengine.core.listener import Conditions, Endings, Listener
 from aioengine.core.observers import Observers, UserCode
-from aioengine.core.protocol import CoreHooks, Orphan
+from aioengine.core.protocol import CoreHooks, InFlight
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, InvalidRequest, describe
 from aioengine.metrics import StepRecord
 from aioengine.outputs import FinishReason
@@ -97,7 +96,6 @@ class ClusterCore:
         self._offer: tuple[ExecutorInfo, EngineConfig] | None = None
         """Of the first replica that was opened: what all have in common."""
         self._num_ended = 0
-        self._num_deaths = 0
         self._totals = StepTotals()
         self.capacity = config.max_waiting
         self.beside: list[Callable[[], Coroutine[Any, Any, None]]] = []
@@ -128,9 +126,9 @@ class ClusterCore:
             self.eos_token_ids = core.eos_token_ids
         check_agreement(rank, self._offer, offer)
 
-    def move(self, replica: Replica, orphans: Iterable[Orphan]) -> None:
+    def move(self, replica: Replica, in_flight: Iterable[InFlight]) -> None:
         """Sequences that were taken back from a replica that lives go on elsewhere."""
-        self._send_to_limbo(replica, [orphan.sequence for orphan in orphans])
+        self._migrate(replica, [each.sequence for each in in_flight])
 
     # What replicas tell
 
@@ -154,34 +152,26 @@ class ClusterCore:
         """As `Members.on_record`: observers hear of each step as one of the whole cluster's."""
         self.observers.on_step(self._totals.take(replica.rank, record), self.clock())
         core = replica.core
-        if self.placing.limbo and core is not None and core.num_unstarted < core.capacity:
+        if self.placing.pending and core is not None and core.num_unstarted < core.capacity:
             self.placing.dispatch()
 
-    def on_orphaned(self, replica: Replica, orphans: list[Orphan], reason: str) -> None:
-        """As `Members.on_orphaned`."""
-        assert replica.core is not None
-        if not orphans or not all(orphan.is_innocent for orphan in orphans):
-            self._num_deaths += 1
-        # It may have had a beat's time to take what it was sent.
-        silent_since = replica.core.heard_at + 2 * self.config.heartbeat_interval_s
-        solitude = self.placing.solitude
-        is_shared = solitude is not None and not solitude.has(replica.rank)
-        death = recovery.Death(reason, self._num_deaths, silent_since, is_shared)
-        verdicts = recovery.on_death(orphans, death, max_attempts=self._options.max_attempts)
+    def on_death(self, replica: Replica, in_flight: list[InFlight], reason: str) -> None:
+        """As `Members.on_death`."""
+        verdicts = self.placing.recovery.on_death(in_flight, reason)
         for sequence, error in verdicts:
             if error is not None:
                 self._end(sequence, error)
         going_on = [sequence for sequence, error in verdicts if error is None]
         if verdicts or replica.state is ReplicaState.BACKING_OFF:
             logger.warning("%s; %d of its sequences go on elsewhere", reason, len(going_on))
-        self._send_to_limbo(replica, going_on)
+        self._migrate(replica, going_on)
         self._endings.tell_some()
 
     async def restore(self, core: ReplicaCore) -> None:
         """As `Members.restore`."""
         await self.control.restore(core, lambda: self._cores_of(SERVES))
 
-    def _send_to_limbo(self, replica: Replica, sequences: Iterable[Sequence]) -> None:
+    def _migrate(self, replica: Replica, sequences: Iterable[Sequence]) -> None:
         """Sequences of a replica that is lost wait for another one, the oldest first."""
         going_on: list[Sequence] = []
         for sequence in sequences:
@@ -208,7 +198,7 @@ class ClusterCore:
 
     @property
     def is_drained(self) -> bool:
-        return not (self.placing.limbo or self._endings) and all(core.is_drained for core in self._cores)
+        return not (self.placing.pending or self._endings) and all(core.is_drained for core in self._cores)
 
     @property
     def is_sleeping(self) -> bool:
@@ -247,30 +237,30 @@ class ClusterCore:
         self.placing.add(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        head = self._head_in_limbo(sequence)
+        head = self._pending_head(sequence)
         if head is not None:
-            self._finish_in_limbo(head, sequence, reason, stop_reason)
-        elif sequence.core is not None:
-            sequence.core.finish(sequence, reason, stop_reason)
+            self._finish_pending(head, sequence, reason, stop_reason)
+        elif (core := self.placing.core_of.get(sequence)) is not None:
+            core.finish(sequence, reason, stop_reason)
         else:
             self._endings.tell(sequence.order)
 
-    def _head_in_limbo(self, sequence: Sequence) -> Sequence | None:
-        """What is in limbo as this sequence, or with it as a child."""
-        if sequence in self.placing.limbo:
+    def _pending_head(self, sequence: Sequence) -> Sequence | None:
+        """What is pending as this sequence, or with it as a child."""
+        if sequence in self.placing.pending:
             return sequence
-        return next((head for head in self.placing.limbo if sequence in head.children), None)
+        return next((head for head in self.placing.pending if sequence in head.children), None)
 
-    def _finish_in_limbo(
+    def _finish_pending(
         self, head: Sequence, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None
     ) -> None:
-        since = self.placing.limbo.pop(head)
+        since = self.placing.pending.pop(head)
         leaving = (head, *head.children) if sequence is head else (sequence,)
         # Each is on its own from now on.
         self.placing.put((member for member in (head, *head.children) if member not in leaving), since)
         head.children = ()
         for member in leaving:
-            member.core = None
+            self.placing.core_of.pop(member, None)
             member.finish_reason, member.stop_reason = reason, stop_reason
             self._release(member).on_end()
         self._hooks.on_capacity()
@@ -279,7 +269,7 @@ class ClusterCore:
     def abort_all(self) -> None:
         for core in self._cores:
             core.abort_all()
-        for sequence in list(self.placing.limbo):
+        for sequence in list(self.placing.pending):
             sequence.finish_reason = "abort"
             self._end(sequence)
         self.placing.clear()
@@ -290,8 +280,8 @@ class ClusterCore:
         """Each engine counts by itself what it was allowed."""
 
     def unblock(self, sequence: Sequence) -> None:
-        if sequence.core is not None:
-            sequence.core.unblock(sequence)
+        if (core := self.placing.core_of.get(sequence)) is not None:
+            core.unblock(sequence)
 
     async def call(self, control: AnyControl) -> Any:
         """Have all replicas perform a control call, once there is one: see `ClusterControl`."""
@@ -341,7 +331,7 @@ class ClusterCore:
         every = [core.stats() for core in self._cores]
         return SchedulerStats(
             running=sum(stats.running for stats in every),
-            waiting=sum(stats.waiting for stats in every) + len(self.placing.limbo),
+            waiting=sum(stats.waiting for stats in every) + len(self.placing.pending),
             blocked=sum(stats.blocked for stats in every),
             free_blocks=sum(stats.free_blocks for stats in every),
             num_blocks=sum(stats.num_blocks for stats in every),
@@ -386,8 +376,8 @@ class ClusterCore:
         if not self.is_stopped:
             self.death = death
             for core in self._cores:
-                for orphan in core.take_back():
-                    self._end(orphan.sequence, self.copy_death())
+                for each in core.take_back():
+                    self._end(each.sequence, self.copy_death())
             self._end_all(self.copy_death)
             self._over.set()
             logger.error("%s", death)
@@ -426,7 +416,7 @@ class ClusterCore:
         for member in (sequence, *sequence.children):
             self._num_ended += 1
             member.order = -1 - self._num_ended  # of no replica's
-            member.core = None
+            self.placing.core_of.pop(member, None)
             if error is None:
                 member.finish_reason, member.stop_reason = sequence.finish_reason, sequence.stop_reason
             else:
@@ -440,7 +430,7 @@ class ClusterCore:
     def _end_all(self, error: Callable[[], AioEngineError]) -> None:
         self.is_stopped = True
         self.user_code.keep()
-        for sequence in self.placing.limbo:
+        for sequence in self.placing.pending:
             self._end(sequence, error())
         self.placing.clear()
         self._endings.tell_some()

@@ -14,8 +14,8 @@ import anyio
 from aioengine.cluster import messages as m
 from aioengine.cluster.cluster_core import ClusterCore
 from aioengine.cluster.replica import Replica, ReplicaState, Shared
+from aioengine.cluster.reservation import Reservation
 from aioengine.cluster.side_by_side import for_each
-from aioengine.cluster.solitude import Solitude
 from aioengine.config import EngineConfig, ReplicaOptions
 from aioengine.core.protocol import Cluster, CoreHooks, ReplicaStatus
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, WireError
@@ -123,10 +123,10 @@ class ConnectedCluster:
             await replica.open()
             self.core.add_replica(replica)
         self.core.on_change = self._follow
-        self.core.placing.solitude = solitude = Solitude(
+        self.core.placing.reservation = reservation = Reservation(
             self.core, lambda: self._call(m.Reserve()), lambda rank: self._call(m.Release(rank))
         )
-        self.core.beside += [self._run, solitude.run]
+        self.core.beside += [self._run, reservation.run]
 
     async def apply_model(self, function: Callable[[Any], T]) -> list[T]:
         return await refuse_function(self, function)

@@ -16,7 +16,7 @@ from aioengine.cluster.lockstep import WaveCoordinator, WaveReport
 from aioengine.config import EngineConfig, ProcessOptions
 from aioengine.core.health import Beat
 from aioengine.core.lockstep_protocol import LockstepPlace
-from aioengine.core.protocol import CoreHooks, Orphan
+from aioengine.core.protocol import CoreHooks, InFlight
 from aioengine.errors import ConfigError, EngineDead, describe
 from aioengine.models.folder import ModelFolder
 from aioengine.processes.progress import OnProgress
@@ -69,7 +69,7 @@ class LockstepMembers:
         self._coordinator = WaveCoordinator(num_ranks)
         self._culprit = -1
         """The rank that ended first; -1: none."""
-        self._orphans: list[tuple[LockstepMember, list[Orphan]]] = []
+        self._in_flight: list[tuple[LockstepMember, list[InFlight]]] = []
         """In-flight sequences of dead members, handed over when all members are dead: else one about to die may get
         them."""
         self._is_ending = False
@@ -103,9 +103,9 @@ class LockstepMembers:
             if other in self.members and self.members[other].has_core:  # else it starts after its first beat
                 self.members[other].core.start_wave(self._coordinator.known.wave)
 
-    def on_orphaned(self, member: LockstepMember, orphans: list[Orphan]) -> None:
+    def on_death(self, member: LockstepMember, in_flight: list[InFlight]) -> None:
         """Take the in-flight sequences of a core that has died, by itself or with the group."""
-        self._orphans.append((member, orphans))
+        self._in_flight.append((member, in_flight))
         if not self.is_over:
             # Other ranks lose their connections to a killed one, and may report that before its exit is known.
             exited = next((other for other in self.members.values() if other.exit_news is not None), None)
@@ -128,10 +128,10 @@ class LockstepMembers:
         self._hand_over()
 
     def _hand_over(self) -> None:
-        orphaned, self._orphans = self._orphans, []
-        for member, orphans in orphaned:
-            is_innocent = member.rank != self._culprit
-            member.hand_over([orphan._replace(is_innocent=is_innocent) for orphan in orphans])
+        ended, self._in_flight = self._in_flight, []
+        for member, in_flight in ended:
+            is_unaffected = member.rank != self._culprit
+            member.hand_over([each._replace(is_unaffected=is_unaffected) for each in in_flight])
 
 
 class LockstepMember:
@@ -187,7 +187,7 @@ class LockstepMember:
         place = LockstepPlace(self.rank, self._group.num_ranks, store, self._process.start_timeout_s)
         hooks = self._hooks
         if hooks.cluster is not None:
-            hooks = hooks._replace(cluster=hooks.cluster._replace(on_orphaned=partial(self._group.on_orphaned, self)))
+            hooks = hooks._replace(cluster=hooks.cluster._replace(on_death=partial(self._group.on_death, self)))
         self._child = InChild(
             *(self._config, self._process, hooks), rank=self.rank, env=self._env, module=CHILD_MODULE, lockstep=place
         )
@@ -238,6 +238,6 @@ class LockstepMember:
             self._group.end(self.rank, describe(error))
             raise
 
-    def hand_over(self, orphans: list[Orphan]) -> None:
+    def hand_over(self, in_flight: list[InFlight]) -> None:
         assert self._hooks.cluster is not None
-        self._hooks.cluster.on_orphaned(orphans)
+        self._hooks.cluster.on_death(in_flight)

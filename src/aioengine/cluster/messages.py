@@ -108,7 +108,7 @@ class RestartReplicas(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fiel
 
 
 class Reserve(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Have a replica that all other front ends leave. → its rank, once they have. See `Solitude`."""
+    """Have a replica that all other front ends leave. → its rank, once they have. See `Reservation`."""
 
 
 class Release(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

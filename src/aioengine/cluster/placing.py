@@ -1,4 +1,4 @@
-"""Which replica gets a sequence; and *limbo*, where those are that were accepted and are at no replica."""
+"""Which replica gets a sequence; and the *pending* sequences, which were accepted and are at no replica."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import anyio
 
-from aioengine.cluster import recovery
 from aioengine.cluster.balancer import Balancer, Candidate
-from aioengine.cluster.replica import Replica
+from aioengine.cluster.recovery import Recovery
+from aioengine.cluster.replica import Replica, ReplicaCore
 from aioengine.config import EngineConfig, ReplicaOptions
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead
 from aioengine.scheduler.sequence import Sequence
@@ -27,8 +28,8 @@ LOOK_S = 0.1
 """What waits for a replica is looked at so often, where no step of one tells that there is room."""
 
 
-class HasSolitude(Protocol):
-    """What tells a front end beside others which replicas only it uses: `Solitude`."""
+class HasReservation(Protocol):
+    """What tells a front end beside others which replicas only it uses: `Reservation`."""
 
     def has(self, rank: int) -> bool:
         """Whether no other front end uses the replica of this rank."""
@@ -38,17 +39,19 @@ class HasSolitude(Protocol):
 
 
 class Placing:
-    """Gives sequences to replicas, and keeps those in limbo that none takes now.
+    """Gives sequences to replicas, and keeps those pending that none takes now.
 
     Args:
         replicas: by rank, as they are at any time.
         config: of each replica.
         end: ends a sequence that no replica has, by the error.
     Attributes:
-        limbo: with the time since when each waits. It is left by the requests' priorities, unless the scheduler is
-            ``fcfs``, and of equal ones by those that arrived first.
+        pending: sequences at no replica, with the time since when each waits. They leave by the requests' priorities,
+            unless the scheduler is ``fcfs``, and of equal ones the first that arrived goes first.
+        recovery: which of them must be isolated.
+        core_of: the core that has a sequence, or had it last.
         balancer: which of several replicas is the best one.
-        solitude: how a replica is had for this front end alone; None: there is no other one.
+        reservation: how a replica is had for this front end alone; None: there is no other one.
     """
 
     def __init__(
@@ -61,9 +64,11 @@ class Placing:
         config: EngineConfig,
         offset: int,
     ) -> None:
-        self.limbo: dict[Sequence, float] = {}
+        self.pending: dict[Sequence, float] = {}
         self.balancer = Balancer(options.balance, block_size=config.block_size, offset=offset)
-        self.solitude: HasSolitude | None = None
+        self.reservation: HasReservation | None = None
+        self.recovery = Recovery(options.max_attempts)
+        self.core_of: WeakKeyDictionary[Sequence, ReplicaCore] = WeakKeyDictionary()
         self._replicas = replicas
         self._options = options
         self._clock = clock
@@ -71,32 +76,34 @@ class Placing:
         self._has_priorities = config.scheduler != "fcfs"
         self._max_silence_s = MAX_SILENT_BEATS * config.heartbeat_interval_s
         self._queue: deque[Sequence] = deque()
-        """All that are in limbo, and some that have left it, in the order in which they are to leave."""
+        """All that are pending, and some that have left it, in the order in which they are to leave."""
         self._is_sorted = True
-        self._suspects: list[Sequence] = []
-        """Likewise those that may have to be alone."""
-        self._has_limbo = asyncio.Event()
+        self._implicated: list[Sequence] = []
+        """Pending sequences that may have to be isolated."""
+        self._isolated_at: dict[int, Sequence] = {}
+        """The sequence that was sent to the replica of a rank to run isolated there."""
+        self._has_pending = asyncio.Event()
         self._is_held = False
         self._is_full = False
         """Whether, at the last look, no replica took what may be anywhere."""
         self._served_at = -math.inf
-        """When a replica served last, while there was something in limbo."""
+        """When a replica served last, while there was something pending."""
 
     @property
     def num_never_run(self) -> int:
-        """Sequences in limbo that never had a row."""
-        return sum(1 + len(sequence.children) for sequence in self.limbo if not sequence.has_run)
+        """Sequences pending that never had a row."""
+        return sum(1 + len(sequence.children) for sequence in self.pending if not sequence.has_run)
 
     @property
-    def has_lonely(self) -> bool:
-        """Whether there are sequences that must be alone."""
-        return bool(self._lonely()) or any(each.has_loner for each in self._replicas.values())
+    def has_isolated(self) -> bool:
+        """Whether there are sequences that must be isolated."""
+        return bool(self._isolated()) or any(self._runs_isolated(each) for each in self._replicas.values())
 
     def add(self, sequence: Sequence) -> None:
         """Give a new sequence to a replica; where none takes it now, it waits for one."""
-        if self.limbo or not self._place(sequence):
+        if self.pending or not self._place(sequence):
             self.put([sequence])
-            if not self._is_full or len(self.limbo) == 1:  # else it waits behind others, however many come
+            if not self._is_full or len(self.pending) == 1:  # else it waits behind others, however many come
                 self.dispatch()
 
     def add_again(self, sequences: Iterable[Sequence]) -> None:
@@ -105,63 +112,63 @@ class Placing:
         self.dispatch()
 
     def put(self, sequences: Iterable[Sequence], since: float | None = None) -> None:
-        """Have these wait in limbo, since now or that time; `dispatch` is to follow."""
+        """Have these wait pending, since now or that time; `dispatch` is to follow."""
         since = self._clock() if since is None else since
         for sequence in sequences:
-            self.limbo[sequence] = since
+            self.pending[sequence] = since
             self._is_sorted &= not self._queue or self._turn_of(self._queue[-1]) <= self._turn_of(sequence)
             self._queue.append(sequence)
-            if sequence.breaks is not None and sequence.breaks.is_to_be_alone:
-                self._suspects.append(sequence)
+            if self.recovery.is_implicated(sequence):
+                self._implicated.append(sequence)
 
     def clear(self) -> None:
-        """All that is in limbo has ended."""
-        self.limbo.clear()
+        """All that is pending has ended."""
+        self.pending.clear()
         self._queue.clear()
-        self._suspects.clear()
+        self._implicated.clear()
 
     def dispatch(self) -> None:
-        """Give what is in limbo to replicas, as far as they take it."""
+        """Give what is pending to replicas, as far as they take it."""
         self._is_full = False
-        for sequence in self._lonely():  # first: what they drive out comes behind
-            if sequence in self.limbo:
+        for sequence in self._isolated():  # first: what they drive out comes behind
+            if sequence in self.pending:
                 self._take_out(sequence)
         if not self._is_sorted:
-            self._queue, self._is_sorted = deque(sorted(self.limbo, key=self._turn_of)), True
-        lonely: list[Sequence] = []
+            self._queue, self._is_sorted = deque(sorted(self.pending, key=self._turn_of)), True
+        isolated: list[Sequence] = []
         while self._queue:
             sequence = self._queue.popleft()
-            if sequence not in self.limbo:  # it has left meanwhile
+            if sequence not in self.pending:  # it has left meanwhile
                 continue
-            if recovery.needs_solitude(sequence):
-                lonely.append(sequence)
+            if self.recovery.must_be_isolated(sequence):
+                isolated.append(sequence)
             elif not self._take_out(sequence):
                 self._is_full = True  # none takes what comes after it, either
                 self._queue.appendleft(sequence)
                 break
-        self._queue.extendleft(reversed(lonely))
-        if self.limbo:
-            self._has_limbo.set()
+        self._queue.extendleft(reversed(isolated))
+        if self.pending:
+            self._has_pending.set()
 
     def _take_out(self, sequence: Sequence) -> bool:
-        """Give it to a replica, or end what none can be sent; False if it stays in limbo."""
+        """Give it to a replica, or end what none can be sent; False if it stays pending."""
         try:
             if not self._place(sequence):
                 return False
         except AioEngineError as error:
-            del self.limbo[sequence]
+            del self.pending[sequence]
             self._end(sequence, error)
         else:
-            del self.limbo[sequence]
+            del self.pending[sequence]
         return True
 
-    def _lonely(self) -> list[Sequence]:
-        """Those in limbo that must be alone now, by their turn."""
-        self._suspects = [sequence for sequence in self._suspects if sequence in self.limbo]
-        return sorted(filter(recovery.needs_solitude, self._suspects), key=self._turn_of)
+    def _isolated(self) -> list[Sequence]:
+        """Those pending that must be alone now, by their turn."""
+        self._implicated = [sequence for sequence in self._implicated if sequence in self.pending]
+        return sorted(filter(self.recovery.must_be_isolated, self._implicated), key=self._turn_of)
 
     def _turn_of(self, sequence: Sequence) -> tuple[int, float]:
-        """Its place among all in limbo; the smaller goes first."""
+        """Its place among all pending; the smaller goes first."""
         return sequence.request.priority if self._has_priorities else 0, sequence.arrived_at
 
     def hold(self) -> None:
@@ -179,15 +186,15 @@ class Placing:
         """End what has waited too long while no replica serves; and look whether one takes it, where no step tells."""
         timeout_s = self._options.recover_timeout_s
         while True:
-            await self._has_limbo.wait()
-            self._has_limbo.clear()
-            while self.limbo:
+            await self._has_pending.wait()
+            self._has_pending.clear()
+            while self.pending:
                 now = self._clock()
                 if any(each.is_serving for each in self._replicas.values()):
                     self._served_at = now
-                waiting = [(sequence, now - max(since, self._served_at)) for sequence, since in self.limbo.items()]
+                waiting = [(sequence, now - max(since, self._served_at)) for sequence, since in self.pending.items()]
                 for sequence in [sequence for sequence, waited_s in waiting if waited_s >= timeout_s]:
-                    del self.limbo[sequence]
+                    del self.pending[sequence]
                     reasons = "; ".join(sorted({each.reason for each in self._replicas.values() if each.reason}))
                     told = f"no replica has served for {timeout_s:g} s (recover_timeout_s): {reasons}"
                     self._end(sequence, EngineDead(told))
@@ -196,8 +203,8 @@ class Placing:
 
     def _place(self, sequence: Sequence) -> bool:
         """Add a sequence to a replica; False if there is none that takes it now."""
-        if recovery.needs_solitude(sequence):
-            return self._place_alone(sequence)
+        if self.recovery.must_be_isolated(sequence):
+            return self._place_isolated(sequence)
         num_sequences, oldest_heard_at = 1 + len(sequence.children), self._clock() - self._max_silence_s
         fitting: list[Candidate] = []
         heard: list[Candidate] = []
@@ -212,56 +219,71 @@ class Placing:
         rank = self.balancer.choose(heard or fitting, sequence.block_hashes, sequence.request.session)
         return self._send(sequence, self._replicas[rank])
 
-    def _place_alone(self, sequence: Sequence) -> bool:
-        """Add a suspect to a replica that has nothing else and gets nothing else while it is one.
+    def _place_isolated(self, sequence: Sequence) -> bool:
+        """Send an implicated sequence to a replica that has nothing else, and gets nothing else while it is one.
 
-        What that one had goes to limbo. Of several replicas one is left to all others.
+        The sequences of that replica become pending. Of several replicas one is left to all others.
         """
         replicas = self._open_replicas()
-        if len(replicas) < 2 and any(each.is_reserved for each in self._replicas.values()):
+        if len(replicas) < 2 and any(map(self._is_reserved, self._replicas.values())):
             return False
-        if self.solitude is not None:
-            replicas = [each for each in replicas if self.solitude.has(each.rank)]
+        if self.reservation is not None:
+            replicas = [each for each in replicas if self.reservation.has(each.rank)]
             if not replicas:
-                self.solitude.ask()
+                self.reservation.ask()
         if not replicas:
             return False
         replica = min(replicas, key=self._unfitness)
         assert replica.core is not None
         moved = replica.core.take_back()
         if moved:
-            logger.info("replica %d computes %s alone: it may have brought down others", replica.rank, sequence)
+            logger.info("replica %d runs %s isolated: it may have brought down others", replica.rank, sequence)
         is_placed = self._send(sequence, replica)
         if is_placed:
-            replica.loner = sequence
-        self.put(orphan.sequence for orphan in moved)
+            self._isolated_at[replica.rank] = sequence
+        self.put(each.sequence for each in moved)
         asyncio.get_running_loop().call_soon(self.dispatch)
         return is_placed
 
     def _unfitness(self, replica: Replica) -> tuple[bool, int]:
-        """For a suspect that is to be alone: whether it may have stopped, and what it would have to leave to others."""
+        """How little a replica suits an isolated sequence: whether it may have stopped, and how much it has to do."""
         assert replica.core is not None
         candidate = replica.candidate()
-        return self._is_silent(replica), candidate.running + candidate.waiting + replica.num_sent
-
-    def _is_silent(self, replica: Replica) -> bool:
-        """Whether it may have stopped: what it is sent now may have to wait until that is known for certain."""
-        return replica.core is not None and self._clock() - replica.core.heard_at > self._max_silence_s
+        is_silent = self._clock() - replica.core.heard_at > self._max_silence_s
+        return is_silent, candidate.running + candidate.waiting + replica.num_sent
 
     def _open_replicas(self) -> list[Replica]:
-        """Those that take sequences, but for those that compute a suspect alone."""
+        """Replicas that take sequences now."""
         if self._is_held:
             return []
-        return [each for each in self._replicas.values() if each.is_serving and each.core and not each.is_reserved]
+        return [
+            each for each in self._replicas.values() if each.is_serving and each.core and not self._is_reserved(each)
+        ]
+
+    def _is_reserved(self, replica: Replica) -> bool:
+        """Whether a replica gets no sequences for now: another front end has it alone, or an isolated sequence."""
+        return replica.is_lent or self._runs_isolated(replica)
+
+    def _runs_isolated(self, replica: Replica) -> bool:
+        """Whether a replica has a sequence that must still be isolated."""
+        if replica.rank not in self._isolated_at:
+            return False
+        sequence, core = self._isolated_at[replica.rank], replica.core
+        if core is self.core_of.get(sequence) and self.recovery.must_be_isolated(sequence):
+            return True
+        del self._isolated_at[replica.rank]
+        return False
 
     def _send(self, sequence: Sequence, replica: Replica) -> bool:
         """False if it ends just now."""
         assert replica.core is not None
-        listeners = [member.listener for member in (sequence, *sequence.children)]
+        members = (sequence, *sequence.children)
+        listeners = [member.listener for member in members]
         try:
             replica.core.add(sequence, listeners, arrived_at=sequence.arrived_at)
         except (EngineDead, EngineClosed):  # its state is to follow
             return False
+        for member in members:
+            self.core_of[member] = replica.core
         replica.num_sent += len(listeners)
-        recovery.note_sent(sequence, self._clock())
         return True

@@ -11,12 +11,11 @@ from typing import NamedTuple, Protocol, cast
 import anyio
 
 from aioengine.cluster.balancer import Candidate
-from aioengine.cluster.recovery import needs_solitude
 from aioengine.config import ReplicaOptions
 from aioengine.core.health import Health
 from aioengine.core.listener import Conditions
 from aioengine.core.observers import UserCode
-from aioengine.core.protocol import Backend, ClusterHooks, Core, CoreHooks, Orphan, ReplicaStatus
+from aioengine.core.protocol import Backend, ClusterHooks, Core, CoreHooks, InFlight, ReplicaStatus
 from aioengine.errors import AioEngineError, EngineDead, describe
 from aioengine.metrics import StepRecord
 from aioengine.models.folder import ModelFolder
@@ -24,7 +23,6 @@ from aioengine.processes.backoff import Backoff
 from aioengine.processes.progress import OnProgress
 from aioengine.processes.turns import sleep_on_time
 from aioengine.scheduler.scheduler import SchedulerStats
-from aioengine.scheduler.sequence import Sequence
 
 logger = logging.getLogger("aioengine")
 
@@ -84,9 +82,9 @@ class ReplicaCore(Core, Protocol):
     """Whether it may be another machine's."""
 
     def die(self, death: EngineDead) -> None:
-        """It is gone, or to be taken for that; what it had goes to `ClusterHooks.on_orphaned`."""
+        """It is gone, or to be taken for that; what it had goes to `ClusterHooks.on_death`."""
 
-    def take_back(self) -> list[Orphan]:
+    def take_back(self) -> list[InFlight]:
         """Let go of all that it has: it ends there, and its listeners hear nothing."""
 
 
@@ -131,10 +129,10 @@ class Members(Protocol):
     def on_record(self, replica: Replica, record: StepRecord) -> None:
         """A step of its has been applied."""
 
-    def on_orphaned(self, replica: Replica, orphans: list[Orphan], reason: str) -> None:
+    def on_death(self, replica: Replica, in_flight: list[InFlight], reason: str) -> None:
         """It has died, and had these."""
 
-    def move(self, replica: Replica, orphans: list[Orphan]) -> None:
+    def move(self, replica: Replica, in_flight: list[InFlight]) -> None:
         """It lives, and these are to go on elsewhere."""
 
     async def restore(self, core: ReplicaCore) -> None:
@@ -159,7 +157,6 @@ class Replica:
         num_restarts: starts after the first one.
         num_sent: sequences that were sent to it since its last report.
         num_moved: sequences that went on at another replica.
-        loner: a sequence that was sent to it to be computed alone; see `recovery`.
         is_lent: it is another front end's alone, or about to end for its owner: it gets no sequences from here.
     """
 
@@ -180,7 +177,6 @@ class Replica:
         self.num_restarts = 0
         self.num_sent = 0
         self.num_moved = 0
-        self.loner: Sequence | None = None
         self.is_lent = False
         self._make_backend = make_backend
         self._options = options
@@ -192,7 +188,7 @@ class Replica:
                 conditions=shared.conditions,
                 user_code=shared.user_code,
                 on_record=self._on_record,
-                on_orphaned=self._on_orphaned,
+                on_death=self._on_core_death,
                 folder=shared.folder,
                 stall_timeout_s=options.stall_timeout_s,
             )
@@ -222,19 +218,6 @@ class Replica:
     @property
     def is_serving(self) -> bool:
         return self.state is ReplicaState.SERVING
-
-    @property
-    def is_reserved(self) -> bool:
-        """Whether it gets no sequences for now, since one there is to be alone."""
-        return self.is_lent or self.has_loner
-
-    @property
-    def has_loner(self) -> bool:
-        """Whether it has a sequence that is to be alone for now."""
-        loner = self.loner
-        if loner is not None and not (loner.core is self.core and needs_solitude(loner)):
-            self.loner = None
-        return self.loner is not None
 
     @property
     def is_coming(self) -> bool:
@@ -336,7 +319,7 @@ class Replica:
                 next_state, self._next_state = self._next_state, None
                 self._become(next_state)
 
-    async def drain(self, timeout_s: float) -> list[Orphan]:
+    async def drain(self, timeout_s: float) -> list[InFlight]:
         """Take no more requests, and wait until those that it has are over.
 
         Returns:
@@ -395,11 +378,11 @@ class Replica:
         self._next_state = state
         self._scope.cancel()
 
-    def _become(self, state: ReplicaState, orphans: list[Orphan] | None = None) -> None:
+    def _become(self, state: ReplicaState, in_flight: list[InFlight] | None = None) -> None:
         assert state in TRANSITIONS[self.state], f"{self} cannot become {state.value}"
         self.state = state
-        if orphans is not None:  # before conditions are checked: else it seems that nothing is left to do
-            self._members.on_orphaned(self, orphans, self.reason)
+        if in_flight is not None:  # before conditions are checked: else it seems that nothing is left to do
+            self._members.on_death(self, in_flight, self.reason)
         self._members.on_state(self)
         self._shared.conditions.check()
 
@@ -505,10 +488,10 @@ class Replica:
         self.num_sent = 0
         self._members.on_record(self, record)
 
-    def _on_orphaned(self, orphans: list[Orphan]) -> None:
+    def _on_core_death(self, in_flight: list[InFlight]) -> None:
         assert self.core is not None
         self.reason = f"replica {self.rank}: {self.core.death}"
         if self.state in (ReplicaState.SERVING, ReplicaState.DRAINING):
-            self._become(ReplicaState.BACKING_OFF, orphans)  # at once: nothing more is sent to it
+            self._become(ReplicaState.BACKING_OFF, in_flight)  # at once: nothing more is sent to it
         else:
-            self._members.on_orphaned(self, orphans, self.reason)
+            self._members.on_death(self, in_flight, self.reason)

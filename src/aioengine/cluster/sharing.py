@@ -10,7 +10,7 @@ from aioengine.cluster.cluster_core import ClusterCore
 from aioengine.cluster.coordinator import OWNER, Coordinator
 from aioengine.cluster.messages import MAX_REASON_CHARS, Counts, Member
 from aioengine.cluster.replica import Replica
-from aioengine.cluster.solitude import Solitude
+from aioengine.cluster.reservation import Reservation
 from aioengine.config import EngineConfig, ReplicaOptions
 from aioengine.core.protocol import Cluster
 from aioengine.errors import AioEngineError, EngineClosed
@@ -58,7 +58,7 @@ class Sharing:
         async def release(rank: int) -> None:
             coordinator.release(rank, OWNER)
 
-        self._solitude = Solitude(
+        self._solitude = Reservation(
             core, lambda: coordinator.reserve(OWNER), release, is_single=lambda: not coordinator.peers.attached
         )
 
@@ -83,7 +83,7 @@ class Sharing:
         # Noted where it is made, so that a start that is cancelled here removes it.
         await self._worker.run(self._make_folder, None)
         self._core.on_change = self._coordinator.announce
-        self._core.placing.solitude = self._solitude
+        self._core.placing.reservation = self._solitude
         self._core.beside += [self._coordinator.serve, self._solitude.run]
 
     async def aclose(self) -> None:

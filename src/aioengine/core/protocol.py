@@ -137,29 +137,32 @@ class Core(Protocol):
         """Serve until cancelled, or until the engine breaks; every sequence has heard its end then."""
 
 
-class Orphan(NamedTuple):
-    """A sequence without a core: it is to go on in another one, with the tokens that it has."""
+class InFlight(NamedTuple):
+    """A sequence that its core no longer has and that has not ended; it can go on at another core, with its tokens.
+
+    Attributes:
+        sequence: with its listener. With its children if none of the choices has a token, and all live; else each
+            choice is an entry of its own.
+        was_running: whether it was known to have a row.
+        is_unaffected: whether the core's death had nothing to do with what it computed.
+    """
 
     sequence: Sequence
-    """It has its listener. It has its children if none of the choices has a token, and all live; else each choice is an
-    orphan by itself."""
-    has_started: bool
-    """It had a row where it was."""
-    is_innocent: bool = False
-    """Whatever the core died of, it was nothing that it had."""
+    was_running: bool
+    is_unaffected: bool = False
 
 
 class ClusterHooks(NamedTuple):
     """What a backend is given besides, if its core is one of several that serve as one."""
 
     conditions: Conditions
-    """Of all of them: a core checks them, and does not end them."""
+    """Shared by all replicas; a core checks them, and must not end them."""
     user_code: UserCode
-    """Of all of them, which end together: a core does not keep what is raised."""
+    """Shared by all replicas; a core must not call `keep`."""
     on_record: Callable[[StepRecord], None]
     """Called with the record of each step, instead of the core's observers."""
-    on_orphaned: Callable[[list[Orphan]], None]
-    """Called once, when the core has died, with what was to live on."""
+    on_death: Callable[[list[InFlight]], None]
+    """Called once, when the core has died, with its sequences that had not ended."""
     folder: str | None = None
     """A private one to serve in, for further front ends to connect there all the while; None: there are none."""
     stall_timeout_s: float = math.inf

@@ -108,7 +108,7 @@ class Reason(enum.IntFlag):
     """Its grammar is not compiled yet."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Sequence:
     """One choice of a request in the core. It runs while it has a row, waits before, and has ended once it says why."""
 
@@ -163,10 +163,6 @@ class Sequence:
     """Follows it; the scheduler does not look at it."""
     is_moved: bool = False
     """It comes from another engine, with the tokens of that in ``output_ids``."""
-    core: Any = None
-    """Of several cores the one that has it, or had it last; None: none yet, or there is only one."""
-    breaks: Any = None
-    """What a cluster remembers of the deaths that it has been through; None: none."""
     tenant: str = ""
     """Whose it is, by the policy, and that tenant's weight."""
     weight: float = 1.0

@@ -22,7 +22,7 @@ from aioengine.core.engine_core import closed_early
 from aioengine.core.health import Beat, Health, dead, judge
 from aioengine.core.listener import UNLIMITED, Conditions, Endings, Listener
 from aioengine.core.observers import Observers, UserCode
-from aioengine.core.protocol import CoreHooks, Orphan
+from aioengine.core.protocol import CoreHooks, InFlight
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, WireError, describe
 from aioengine.executor.in_process import clock_of
 from aioengine.metrics import StepRecord
@@ -145,11 +145,10 @@ class RemoteCore:
                 num_allowed=_allowed(choices[0][1]),
                 choice=sequence.sampling.choice if is_one else -1,
                 output=np.array(sequence.output_ids, wire.INT32).tobytes() if sequence.output_ids else b"",
-                is_moved=sequence.core is not None,
+                is_moved=sequence.is_moved,
             )
         )
         for member, listener in choices:  # what could not be sent is not waited for
-            member.core = self
             self._mirrors.add(member, listener)
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
@@ -171,15 +170,15 @@ class RemoteCore:
                 self._endings.add(sequence.order, self._mirrors.end(sequence, "abort"))
             self._endings.tell_some()
 
-    def take_back(self) -> list[Orphan]:
+    def take_back(self) -> list[InFlight]:
         """Take all sequences from an engine that lives: their listeners hear nothing, and they can go on in another."""
         if self.is_stopped:
             return []
         self._send_aborts()
-        orphans = self._mirrors.let_go()
-        if self._endings:  # soon: conditions are checked then, and the caller has put the orphans somewhere
+        in_flight = self._mirrors.let_go()
+        if self._endings:  # soon: conditions are checked then, and the caller has put the in_flight somewhere
             asyncio.get_running_loop().call_soon(self._endings.tell_some)
-        return orphans
+        return in_flight
 
     def _send_aborts(self) -> None:
         numbers = list(self._mirrors.live)
@@ -260,7 +259,7 @@ class RemoteCore:
             self._over.set()
             if self._cluster is not None:
                 # Before conditions are checked: what is without a core has somewhere to be then.
-                self._cluster.on_orphaned(self._mirrors.let_go())
+                self._cluster.on_death(self._mirrors.let_go())
                 self._on_capacity()
             self._end_all(self.copy_death)
             if self._cluster is None:  # else that says it, with what becomes of the sequences

@@ -1,7 +1,7 @@
-"""A replica for one front end alone, of several that use the same ones.
+"""A replica for one front end alone, of several that use the same replicas.
 
-What has brought down replicas goes on where nothing else is (`recovery`). A front end knows its own requests, and not
-those of others: so it asks the cluster's owner for a replica that the others leave, and blames none before.
+A sequence that has brought down replicas runs isolated (`recovery`). A front end knows its own sequences alone: so it
+asks the cluster's owner for a replica that the other front ends leave.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ CONNECT_S = 10.0
 """For a front end to have a connection to the replica that it has reserved."""
 
 
-class Solitude:
-    """What a front end has for itself, while it has sequences that must be alone.
+class Reservation:
+    """The replica that a front end has for itself, while it has sequences that must be isolated.
 
     Args:
         core: the front end's.
@@ -58,11 +58,11 @@ class Solitude:
         while True:
             await self._is_wanted.wait()
             self._is_wanted.clear()
-            if self._core.placing.has_lonely:
+            if self._core.placing.has_isolated:
                 try:
                     await self._use_one()
-                except AioEngineError as error:  # what has to be alone waits, and asks again
-                    logger.warning("no replica can be had for what has to be alone: %s", error)
+                except AioEngineError as error:  # the isolated sequences wait, and ask again
+                    logger.warning("no replica can be had for an isolated request: %s", error)
 
     async def _use_one(self) -> None:
         core = self._core
@@ -72,11 +72,11 @@ class Solitude:
             return rank in core.replicas and core.replicas[rank].is_serving
 
         with anyio.move_on_after(CONNECT_S):  # this side may be just about to connect to it
-            await core.when(lambda: serves() or not core.placing.has_lonely)
+            await core.when(lambda: serves() or not core.placing.has_isolated)
         try:
             self._rank = rank
             core.placing.dispatch()
-            await core.when(lambda: not core.placing.has_lonely or not serves())
+            await core.when(lambda: not core.placing.has_isolated or not serves())
         finally:
             self._rank = None
         await self._release(rank)
