@@ -21,7 +21,7 @@ from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.core.health import Beat, Health, dead, judge
 from aioengine.core.listener import UNLIMITED, Listener
 from aioengine.core.observers import UserCode
-from aioengine.core.protocol import CoreHooks, InFlight
+from aioengine.core.protocol import CoreHooks, InFlightSequence
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, ModelLoadError
 from aioengine.outputs import FinishReason
 from aioengine.sampling_params import SamplingParams
@@ -147,8 +147,8 @@ class SimulatedCore:
         for sequence in list(self._live.values()):
             self.finish(sequence, "abort")
 
-    def take_back(self) -> list[InFlight]:
-        in_flight: list[InFlight] = []
+    def take_back(self) -> list[InFlightSequence]:
+        in_flight: list[InFlightSequence] = []
         in_families: set[int] = set()
         for order, sequence in self._live.items():
             members = (sequence, *sequence.children)
@@ -156,7 +156,7 @@ class SimulatedCore:
                 sequence.children = ()
             in_families.update(child.order for child in sequence.children)
             if order not in in_families:
-                in_flight.append(InFlight(sequence, order in self._known))
+                in_flight.append(InFlightSequence(sequence, order in self._known))
         self._live.clear()
         self._known.clear()
         self._started.clear()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from aioengine.cluster.recovery import Recovery
 from aioengine.core.listener import UNLIMITED
-from aioengine.core.protocol import InFlight
+from aioengine.core.protocol import InFlightSequence
 from aioengine.errors import AioEngineError
 from aioengine.scheduler.sequence import Sequence
 
@@ -91,7 +91,7 @@ class ModelledCluster:
     def die(self, number: int) -> None:
         held, self.replicas[number] = self.replicas[number], []
         self.num_deaths += 1
-        verdicts = self.recovery.on_death([InFlight(_of(each), each.is_running) for each in held], REASON)
+        verdicts = self.recovery.on_death([InFlightSequence(_of(each), each.is_running) for each in held], REASON)
         assert [sequence for sequence, _ in verdicts] == held
         for each, (_, error) in zip(held, verdicts, strict=True):
             each.num_deaths += 1
@@ -151,12 +151,12 @@ def test_a_poison_that_is_alone_fails_with_its_third_death(kills_at: int, is_sud
 def test_sequences_that_ran_at_two_deaths_are_isolated_until_their_next_token() -> None:
     crowd, recovery = [Modelled() for _ in range(3)], Recovery(8)
     for is_isolated in (False, True):
-        verdicts = recovery.on_death([InFlight(_of(each), True) for each in crowd], REASON)
+        verdicts = recovery.on_death([InFlightSequence(_of(each), True) for each in crowd], REASON)
         assert [error for _, error in verdicts] == [None] * 3
         assert [recovery.must_be_isolated(_of(each)) for each in crowd] == [is_isolated] * 3
     crowd[0].output_ids.append(7)
     assert not recovery.must_be_isolated(_of(crowd[0]))
-    assert recovery.on_death([InFlight(_of(crowd[0]), True)], REASON) == [(crowd[0], None)]
+    assert recovery.on_death([InFlightSequence(_of(crowd[0]), True)], REASON) == [(crowd[0], None)]
 
 
 @pytest.mark.parametrize("why", ["it ran in a sibling of the one at fault", "its reader is behind"])
@@ -164,7 +164,7 @@ def test_a_sequence_that_is_not_at_fault_is_not_isolated(why: str) -> None:
     recovery, is_sibling = Recovery(5), "sibling" in why
     num_allowed = UNLIMITED if is_sibling else 2
     sequence = Modelled(output_ids=[7, 7], listener=SimpleNamespace(num_allowed=num_allowed))
-    entry = InFlight(_of(sequence), was_running=is_sibling, is_unaffected=is_sibling)
+    entry = InFlightSequence(_of(sequence), was_running=is_sibling, is_unaffected=is_sibling)
     for _ in range(5):
         assert recovery.on_death([entry], REASON) == [(sequence, None)]
         assert not recovery.must_be_isolated(_of(sequence))

@@ -14,7 +14,7 @@ from waiting import Tasks, until
 from aioengine import Engine, EngineConfig
 from aioengine.core.listener import Conditions, Listener, SampledLogprobs
 from aioengine.core.observers import Observers, UserCode
-from aioengine.core.protocol import ClusterHooks, CoreHooks, InFlight
+from aioengine.core.protocol import ClusterHooks, CoreHooks, InFlightSequence
 from aioengine.errors import AioEngineError, EngineDead
 from aioengine.executor.in_process import InProcess
 from aioengine.metrics import StepRecord
@@ -152,12 +152,12 @@ class Relay:
             self.cores.append(self.cores.pop(0))
             self._go_on(self.cores[-1].take_back())
 
-    def _on_core_death(self, in_flight: list[InFlight]) -> None:
+    def _on_core_death(self, in_flight: list[InFlightSequence]) -> None:
         self.dead += [core for core in self.cores if core.death is not None]
         self.cores = [core for core in self.cores if core.death is None]
         self._go_on(in_flight)
 
-    def _go_on(self, in_flight: list[InFlight]) -> None:
+    def _go_on(self, in_flight: list[InFlightSequence]) -> None:
         for sequence in [each.sequence for each in in_flight]:
             self.num_moved += bool(sequence.output_ids)
             choices = (sequence, *sequence.children)

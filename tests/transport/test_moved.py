@@ -17,7 +17,7 @@ from aioengine import Engine, EngineConfig
 from aioengine.core.executor_protocol import DeviceLost
 from aioengine.core.listener import UNLIMITED, Endings, SampledLogprobs
 from aioengine.core.observers import UserCode
-from aioengine.core.protocol import InFlight
+from aioengine.core.protocol import InFlightSequence
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, StepFailed
 from aioengine.metrics import StepRecord
 from aioengine.sampling_params import SamplingParams
@@ -265,7 +265,7 @@ class TestMirrors:
         mirrors, _ = self.make()
         first, *others = self.add(mirrors, 3)
         await mirrors.take(wire.StepOutputsMessage(started=[wire.Started(0, 0)]), 1.0)
-        assert mirrors.let_go() == [InFlight(first, was_running=True)]
+        assert mirrors.let_go() == [InFlightSequence(first, was_running=True)]
         assert first.children == tuple(others)
 
     async def test_choices_go_each_for_itself_once_one_has_a_token(self) -> None:
@@ -278,9 +278,9 @@ class TestMirrors:
             1.0,
         )
         assert mirrors.let_go() == [
-            InFlight(choices[0], True),
-            InFlight(choices[1], False),
-            InFlight(choices[2], False),
+            InFlightSequence(choices[0], True),
+            InFlightSequence(choices[1], False),
+            InFlightSequence(choices[2], False),
         ]
         assert not any(choice.children for choice in choices)
 
@@ -304,7 +304,7 @@ class TestMirrors:
             await taking
         num_tokens = len(sequence.output_ids)
         assert 0 < num_tokens < 100
-        assert in_flight == [InFlight(sequence, False)]
+        assert in_flight == [InFlightSequence(sequence, False)]
         assert listener.token_ids == sequence.output_ids == list(range(num_tokens))
 
     async def test_what_had_its_last_token_has_ended(self) -> None:

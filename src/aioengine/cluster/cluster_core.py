@@ -35,7 +35,7 @@ from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.core.health import Health, HealthStatus
 from aioengine.core.listener import Conditions, Endings, Listener
 from aioengine.core.observers import Observers, UserCode
-from aioengine.core.protocol import CoreHooks, InFlight
+from aioengine.core.protocol import CoreHooks, InFlightSequence
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, InvalidRequest, describe
 from aioengine.metrics import StepRecord
 from aioengine.outputs import FinishReason
@@ -126,7 +126,7 @@ class ClusterCore:
             self.eos_token_ids = core.eos_token_ids
         check_agreement(rank, self._offer, offer)
 
-    def move(self, replica: Replica, in_flight: Iterable[InFlight]) -> None:
+    def move(self, replica: Replica, in_flight: Iterable[InFlightSequence]) -> None:
         """Sequences that were taken back from a replica that lives go on elsewhere."""
         self._migrate(replica, [each.sequence for each in in_flight])
 
@@ -155,7 +155,7 @@ class ClusterCore:
         if self.placing.pending and core is not None and core.num_unstarted < core.capacity:
             self.placing.dispatch()
 
-    def on_death(self, replica: Replica, in_flight: list[InFlight], reason: str) -> None:
+    def on_death(self, replica: Replica, in_flight: list[InFlightSequence], reason: str) -> None:
         """As `Members.on_death`."""
         verdicts = self.placing.recovery.on_death(in_flight, reason)
         for sequence, error in verdicts:

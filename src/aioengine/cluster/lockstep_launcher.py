@@ -16,7 +16,7 @@ from aioengine.cluster.lockstep import WaveCoordinator, WaveReport
 from aioengine.config import EngineConfig, ProcessOptions
 from aioengine.core.health import Beat
 from aioengine.core.lockstep_protocol import LockstepPlace
-from aioengine.core.protocol import CoreHooks, InFlight
+from aioengine.core.protocol import CoreHooks, InFlightSequence
 from aioengine.errors import ConfigError, EngineDead, describe
 from aioengine.models.folder import ModelFolder
 from aioengine.processes.progress import OnProgress
@@ -69,7 +69,7 @@ class LockstepMembers:
         self._coordinator = WaveCoordinator(num_ranks)
         self._culprit = -1
         """The rank that ended first; -1: none."""
-        self._in_flight: list[tuple[LockstepMember, list[InFlight]]] = []
+        self._in_flight: list[tuple[LockstepMember, list[InFlightSequence]]] = []
         """In-flight sequences of dead members, handed over when all members are dead: else one about to die may get
         them."""
         self._is_ending = False
@@ -103,7 +103,7 @@ class LockstepMembers:
             if other in self.members and self.members[other].has_core:  # else it starts after its first beat
                 self.members[other].core.start_wave(self._coordinator.known.wave)
 
-    def on_death(self, member: LockstepMember, in_flight: list[InFlight]) -> None:
+    def on_death(self, member: LockstepMember, in_flight: list[InFlightSequence]) -> None:
         """Take the in-flight sequences of a core that has died, by itself or with the group."""
         self._in_flight.append((member, in_flight))
         if not self.is_over:
@@ -238,6 +238,6 @@ class LockstepMember:
             self._group.end(self.rank, describe(error))
             raise
 
-    def hand_over(self, in_flight: list[InFlight]) -> None:
+    def hand_over(self, in_flight: list[InFlightSequence]) -> None:
         assert self._hooks.cluster is not None
         self._hooks.cluster.on_death(in_flight)

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
-from aioengine.core.protocol import InFlight
+from aioengine.core.protocol import InFlightSequence
 from aioengine.errors import AioEngineError, StepFailed
 from aioengine.scheduler.sequence import Sequence
 
@@ -69,7 +69,9 @@ class Recovery:
             return False
         return len(sequence.output_ids) == deaths.num_tokens and not _waits_for_reader(sequence)
 
-    def on_death(self, in_flight: Iterable[InFlight], reason: str) -> list[tuple[Sequence, AioEngineError | None]]:
+    def on_death(
+        self, in_flight: Iterable[InFlightSequence], reason: str
+    ) -> list[tuple[Sequence, AioEngineError | None]]:
         """Take in the death of a replica.
 
         Returns:

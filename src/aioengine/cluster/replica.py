@@ -15,7 +15,7 @@ from aioengine.config import ReplicaOptions
 from aioengine.core.health import Health
 from aioengine.core.listener import Conditions
 from aioengine.core.observers import UserCode
-from aioengine.core.protocol import Backend, ClusterHooks, Core, CoreHooks, InFlight, ReplicaStatus
+from aioengine.core.protocol import Backend, ClusterHooks, Core, CoreHooks, InFlightSequence, ReplicaStatus
 from aioengine.errors import AioEngineError, EngineDead, describe
 from aioengine.metrics import StepRecord
 from aioengine.models.folder import ModelFolder
@@ -84,7 +84,7 @@ class ReplicaCore(Core, Protocol):
     def die(self, death: EngineDead) -> None:
         """It is gone, or to be taken for that; what it had goes to `ClusterHooks.on_death`."""
 
-    def take_back(self) -> list[InFlight]:
+    def take_back(self) -> list[InFlightSequence]:
         """Let go of all that it has: it ends there, and its listeners hear nothing."""
 
 
@@ -129,10 +129,10 @@ class Members(Protocol):
     def on_record(self, replica: Replica, record: StepRecord) -> None:
         """A step of its has been applied."""
 
-    def on_death(self, replica: Replica, in_flight: list[InFlight], reason: str) -> None:
+    def on_death(self, replica: Replica, in_flight: list[InFlightSequence], reason: str) -> None:
         """It has died, and had these."""
 
-    def move(self, replica: Replica, in_flight: list[InFlight]) -> None:
+    def move(self, replica: Replica, in_flight: list[InFlightSequence]) -> None:
         """It lives, and these are to go on elsewhere."""
 
     async def restore(self, core: ReplicaCore) -> None:
@@ -319,7 +319,7 @@ class Replica:
                 next_state, self._next_state = self._next_state, None
                 self._become(next_state)
 
-    async def drain(self, timeout_s: float) -> list[InFlight]:
+    async def drain(self, timeout_s: float) -> list[InFlightSequence]:
         """Take no more requests, and wait until those that it has are over.
 
         Returns:
@@ -378,7 +378,7 @@ class Replica:
         self._next_state = state
         self._scope.cancel()
 
-    def _become(self, state: ReplicaState, in_flight: list[InFlight] | None = None) -> None:
+    def _become(self, state: ReplicaState, in_flight: list[InFlightSequence] | None = None) -> None:
         assert state in TRANSITIONS[self.state], f"{self} cannot become {state.value}"
         self.state = state
         if in_flight is not None:  # before conditions are checked: else it seems that nothing is left to do
@@ -488,7 +488,7 @@ class Replica:
         self.num_sent = 0
         self._members.on_record(self, record)
 
-    def _on_core_death(self, in_flight: list[InFlight]) -> None:
+    def _on_core_death(self, in_flight: list[InFlightSequence]) -> None:
         assert self.core is not None
         self.reason = f"replica {self.rank}: {self.core.death}"
         if self.state in (ReplicaState.SERVING, ReplicaState.DRAINING):

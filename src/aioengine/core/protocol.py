@@ -137,7 +137,7 @@ class Core(Protocol):
         """Serve until cancelled, or until the engine breaks; every sequence has heard its end then."""
 
 
-class InFlight(NamedTuple):
+class InFlightSequence(NamedTuple):
     """A sequence that its core no longer has and that has not ended; it can go on at another core, with its tokens.
 
     Attributes:
@@ -161,7 +161,7 @@ class ClusterHooks(NamedTuple):
     """Shared by all replicas; a core must not call `keep`."""
     on_record: Callable[[StepRecord], None]
     """Called with the record of each step, instead of the core's observers."""
-    on_death: Callable[[list[InFlight]], None]
+    on_death: Callable[[list[InFlightSequence]], None]
     """Called once, when the core has died, with its sequences that had not ended."""
     folder: str | None = None
     """A private one to serve in, for further front ends to connect there all the while; None: there are none."""

@@ -22,7 +22,7 @@ from aioengine.core.engine_core import closed_early
 from aioengine.core.health import Beat, Health, dead, judge
 from aioengine.core.listener import UNLIMITED, Conditions, Endings, Listener
 from aioengine.core.observers import Observers, UserCode
-from aioengine.core.protocol import CoreHooks, InFlight
+from aioengine.core.protocol import CoreHooks, InFlightSequence
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, WireError, describe
 from aioengine.executor.in_process import clock_of
 from aioengine.metrics import StepRecord
@@ -170,7 +170,7 @@ class RemoteCore:
                 self._endings.add(sequence.order, self._mirrors.end(sequence, "abort"))
             self._endings.tell_some()
 
-    def take_back(self) -> list[InFlight]:
+    def take_back(self) -> list[InFlightSequence]:
         """Take all sequences from an engine that lives: their listeners hear nothing, and they can go on in another."""
         if self.is_stopped:
             return []

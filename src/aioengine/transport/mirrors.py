@@ -10,7 +10,7 @@ import msgspec
 
 from aioengine.core.engine_core import PUBLISH_SLICE
 from aioengine.core.listener import Endings, Listener, SampledLogprobs
-from aioengine.core.protocol import InFlight
+from aioengine.core.protocol import InFlightSequence
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead
 from aioengine.outputs import FinishReason
 from aioengine.scheduler.sequence import Sequence
@@ -62,12 +62,12 @@ class Mirrors:
         for sequence in list(self.live.values()):
             self._endings.add(sequence.order, self._release(sequence), error())
 
-    def let_go(self) -> list[InFlight]:
+    def let_go(self) -> list[InFlightSequence]:
         """Forget all, without a word to their listeners, but for those that have ended meanwhile."""
         for sequence in list(self.live.values()):
             if sequence.finish_reason is not None:  # its last token is handed out, and its end was next
                 self._endings.add(sequence.order, self._release(sequence))
-        in_flight: list[InFlight] = []
+        in_flight: list[InFlightSequence] = []
         of_families: set[int] = set()
         for number, sequence in self.live.items():
             sequence.is_moved = True
@@ -76,7 +76,7 @@ class Mirrors:
                 sequence.children = ()
             of_families.update(child.order for child in sequence.children)
             if number not in of_families:
-                in_flight.append(InFlight(sequence, number not in self._rowless))
+                in_flight.append(InFlightSequence(sequence, number not in self._rowless))
         self.live.clear()
         self.unstarted.clear()
         self._rowless.clear()
