@@ -1,6 +1,6 @@
 """What it costs to have the engine in a process of its own, beside the same engine in this one.
 
-    python benchmarks/transport.py [--quick] [--only latency rate start death] [--loop uvloop] [--json FILE]
+    python benchmarks/transport.py [--quick] [--only latency rate] [--loop uvloop] [--json FILE]
 
 The device is a stand-in (`stand_in.py`), so that nothing is measured but the host. An engine of each kind is there all
 the time, and they take turns, so that a drifting machine hurts both alike. Tokens become text, on the caller's side.
@@ -12,10 +12,6 @@ the time, and they take turns, so that a drifting machine hurts both alike. Toke
   both engines do in any case; *generate*: nobody reads before the end; *streams*: a task reads each stream. *busy* is
   CPU time of a loop's thread by wall time: the side near 1 is the limit.
 - **CPU** per token, in both of these: each side's whole process, ZMQ's threads included, by the CPU clock.
-- **start**: from the call to the engine that serves, step by step; and the end. With the bundled model both kinds have
-  to import torch: here in an interpreter of its own.
-- **death**: from SIGKILL to the engine's process, or from a device that is lost, to the error that each of 256 callers
-  gets.
 
 Requests are laid before a paused engine and begin together; the clock runs from `resume` to the last one's end.
 """
@@ -25,50 +21,72 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import logging
 import os
 import platform
 import random
-import signal
-import subprocess
-import sys
+import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import msgspec
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 from stand_in import BOARD, FIRST_ID, MAX_MODEL_LEN, Board, StandIn
-from transport_report import KINDS, NUM_CALLERS, Death, Figures, Point, Run, Started, print_figures
 
-from aioengine import Engine, EngineDead, ProcessOptions
+from aioengine import Engine, ProcessOptions
 from aioengine.core.listener import UNLIMITED
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.plan import int32
 from aioengine.scheduler.sequence import Request
-from aioengine.transport import backends, process
-from aioengine.transport.handshake import HandshakeState, Welcome
 
-PARTS = ("latency", "rate", "start", "death")
+PARTS = ("latency", "rate")
 PROMPT_TOKENS = 16
 NUM_SKIPPED = 20
 """First tokens of each stream, whose latency does not count: the requests begin together."""
 SETTLE_S = 0.2
 """For what was done before to end, such as the engine's reading of new requests."""
 
-IN_PROCESS_START = """
-import asyncio, time
-from aioengine import Engine
-async def main():
-    begin = time.monotonic()
-    engine = await Engine.start(show_progress=False)
-    print(time.monotonic() - begin)
-    await engine.aclose()
-asyncio.run(main())
-"""
+
+KINDS = ("in process", "a process")
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """One measurement of one engine.
+
+    Attributes:
+        seconds: from `resume` to the last token.
+        cpu_us: per token: of the caller's process, of the engine's.
+        busy: shares of the time: the caller's loop, the engine's.
+        latency_us: p50, p99.
+    """
+
+    num_tokens: int
+    seconds: float
+    cpu_us: tuple[float, float]
+    busy: tuple[float, float]
+    latency_us: tuple[float, float] | None = None
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+class Point(msgspec.Struct, frozen=True, kw_only=True):
+    """The runs of both kinds under one load; those at the same place were made one after the other."""
+
+    load: str
+    num_streams: int
+    runs: dict[str, list[Run]]
+
+
+class Figures(msgspec.Struct, kw_only=True):
+    about: dict[str, Any]
+    latency: list[Point] = []
+    rate: list[Point] = []
 
 
 class Side(msgspec.Struct):
@@ -275,115 +293,6 @@ async def measure_rate(sides: list[Side], args: argparse.Namespace) -> list[Poin
     return points
 
 
-# Beginning and end
-
-
-class NotedWelcome(Welcome):
-    """Notes when the engine has said what."""
-
-    noted: dict[HandshakeState, float]
-
-    def on_message(self, peer: bytes, frames: list[Any]) -> Any:
-        answer = super().on_message(peer, frames)
-        self.noted.setdefault(self.state, time.monotonic())
-        return answer
-
-
-async def start_child(folder: Path, executor: str | None) -> Started:
-    board = Board(folder / f"{random.getrandbits(64):x}.board")
-    os.environ[BOARD] = str(board.path)
-    noted: dict[HandshakeState, float] = {}
-    spawned_at: list[float] = []
-
-    def note_start(*args: Any, **options: Any) -> Any:
-        child = process.Child(*args, **options)
-        spawned_at.append(time.monotonic())
-        return child
-
-    kind = type("", (NotedWelcome,), {"noted": noted})
-    with mock.patch.object(backends, "Welcome", kind), mock.patch.object(backends, "Child", note_start):
-        begin = time.monotonic()
-        engine = await Engine.start(process=ProcessOptions(executor=executor), show_progress=False)
-        serving_at = time.monotonic()
-    phases = {
-        "spawned": spawned_at[0],
-        "HELLO": noted[HandshakeState.CONNECTED],
-        **({"device made": board.made_at} if executor is not None else {}),
-        "READY": noted[HandshakeState.READY],
-        "serving": serving_at,
-    }
-    await engine.aclose()
-    return Started(phases={name: at - begin for name, at in phases.items()}, close_s=time.monotonic() - serving_at)
-
-
-async def start_here(folder: Path) -> Started:
-    board = Board(folder / f"{random.getrandbits(64):x}.board")
-    begin = time.monotonic()
-    engine = await Engine.start(executor=StandIn(board), show_progress=False)
-    serving_at = time.monotonic()
-    await engine.aclose()
-    return Started(phases={"serving": serving_at - begin}, close_s=time.monotonic() - serving_at)
-
-
-def start_model_here() -> Started:
-    run = subprocess.run([sys.executable, "-c", IN_PROCESS_START], capture_output=True, check=True, text=True)
-    return Started(phases={"serving": float(run.stdout)}, close_s=None)
-
-
-async def measure_starts(folder: Path, args: argparse.Namespace) -> dict[str, list[Started]]:
-    starts: dict[str, list[Started]] = {
-        name: []
-        for name in ("stand-in, here", "stand-in, a process", "bundled model, here", "bundled model, a process")
-    }
-    for _ in range(args.repeats):
-        starts["stand-in, here"].append(await start_here(folder))
-        starts["stand-in, a process"].append(await start_child(folder, "stand_in:make"))
-        starts["bundled model, here"].append(start_model_here())
-        starts["bundled model, a process"].append(await start_child(folder, None))
-    return starts
-
-
-async def die(folder: Path, kind: str, kill: Callable[[Board], float | None], step_ms: float) -> Death:
-    """Let an engine die under its callers."""
-    heard_at: list[float] = []
-
-    async def call(engine: Engine, number: int) -> None:
-        try:
-            await engine.generate([10 + number % 1000] * PROMPT_TOKENS, max_tokens=4000, ignore_eos=True)
-        except EngineDead:
-            heard_at.append(time.monotonic())
-
-    async with open_side(kind, folder) as side:
-        side.board.step_time_s = step_ms / 1e3
-        async with asyncio.TaskGroup() as group:
-            for number in range(NUM_CALLERS):
-                group.create_task(call(side.engine, number))
-            await asyncio.sleep(0.3 + random.random() * 0.1)  # they all run then; at any moment of a step
-            died_at = kill(side.board)
-        died_at = died_at or side.board.died_at
-    assert len(heard_at) == NUM_CALLERS, f"{len(heard_at)} callers heard of it"
-    return Death(first_s=min(heard_at) - died_at, last_s=max(heard_at) - died_at)
-
-
-def kill_process(board: Board) -> float:
-    now = time.monotonic()
-    os.kill(board.pid, signal.SIGKILL)
-    return now
-
-
-def lose_device(board: Board) -> None:
-    board.will_die = True
-
-
-async def measure_deaths(folder: Path, args: argparse.Namespace) -> dict[str, list[Death]]:
-    deaths: dict[str, list[Death]] = {"SIGKILL": [], "device lost, a process": [], "device lost, in process": []}
-    for _ in range(args.deaths):
-        deaths["SIGKILL"].append(await die(folder, "a process", kill_process, args.step_ms))
-        deaths["device lost, a process"].append(await die(folder, "a process", lose_device, args.step_ms))
-        deaths["device lost, in process"].append(await die(folder, "in process", lose_device, args.step_ms))
-    return deaths
-
-
 def _p50_p99_us(seconds: list[float]) -> tuple[float, float]:
     p50, p99 = np.percentile(seconds, (50, 99)) * 1e6
     return float(p50), float(p99)
@@ -409,19 +318,62 @@ async def measure_all(args: argparse.Namespace) -> Figures:
     )
     with tempfile.TemporaryDirectory(prefix="aio-bench-") as name:
         folder = Path(name)
-        async with contextlib.AsyncExitStack() as stack:
-            if {"latency", "rate"} & set(args.only):
-                sides = [await stack.enter_async_context(open_side(kind, folder)) for kind in KINDS]
+        async with open_side(KINDS[0], folder) as here, open_side(KINDS[1], folder) as child:
             if "latency" in args.only:
-                figures.latency = await measure_latency(sides, args)
+                figures.latency = await measure_latency([here, child], args)
             if "rate" in args.only:
-                figures.rate = await measure_rate(sides, args)
-        if "start" in args.only:
-            figures.starts = await measure_starts(folder, args)
-        if "death" in args.only:
-            figures.deaths = await measure_deaths(folder, args)
+                figures.rate = await measure_rate([here, child], args)
     figures.about["load_after"] = os.getloadavg()
     return figures
+
+
+# The tables
+
+
+def spread(values: list[float], form: str = ",.0f", factor: float = 1.0) -> str:
+    """The median, and the least and the most."""
+    median, least, most = (format(factor * f(values), form) for f in (statistics.median, min, max))
+    return f"{median} ({least}–{most})"
+
+
+def print_figures(figures: Figures) -> None:
+    console = Console(width=150)
+    if figures.latency:
+        title = "µs from the step's end to its reader; medians of the runs (least–most)"
+        table = Table(
+            "streams", "what", *KINDS, "gained by crossing", "CPU µs a token: here", "engine", "busy", title=title
+        )
+        for point in figures.latency:
+            here, child = (point.runs[kind] for kind in KINDS)
+            for place, what in enumerate(("p50", "p99")):
+                columns = [[run.latency_us[place] for run in runs if run.latency_us] for runs in (here, child)]
+                gained = [b - a for a, b in zip(*columns, strict=True)]
+                table.add_row(
+                    f"{point.num_streams}",
+                    what,
+                    *map(spread, columns),
+                    spread(gained),
+                    *(_cpu(point) if not place else []),
+                )
+        console.print(table)
+    if figures.rate:
+        title = "tokens/s, steps at once; medians of the runs (least–most)"
+        table = Table("streams", "load", *KINDS, "CPU µs a token: here", "engine", "busy", title=title)
+        for point in figures.rate:
+            rates = [spread([run.tokens_per_s for run in point.runs[kind]]) for kind in KINDS]
+            table.add_row(f"{point.num_streams}", point.load, *rates, *_cpu(point))
+        console.print(table)
+
+
+def _cpu(point: Point) -> list[str]:
+    """In process / in a process of its own; and how busy the loops of that one are."""
+    here, child = (point.runs[kind] for kind in KINDS)
+    median = statistics.median
+    return [
+        f"{median(r.cpu_us[0] for r in here):.2f} / {median(r.cpu_us[0] for r in child):.2f}",
+        f"{median(r.cpu_us[1] for r in child):.2f}",
+        f"{median(r.busy[0] for r in child):.2f}, {median(r.busy[1] for r in child):.2f}",
+    ]
 
 
 def main() -> None:
@@ -433,17 +385,15 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=5.0)
     parser.add_argument("--seconds", type=float, default=2.0, help="of one run of the latency")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--deaths", type=int, default=12, help="of each kind")
     parser.add_argument("--loop", choices=["asyncio", "uvloop"], default="asyncio", help="of the caller")
     parser.add_argument("--quick", action="store_true", help="two short repeats of everything, to see that it works")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     args = parser.parse_args()
     if args.quick:
-        args.repeats, args.deaths, args.seconds, args.rate_tokens = 2, 3, 0.5, 64_000
+        args.repeats, args.seconds, args.rate_tokens = 2, 0.5, 64_000
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
     )
-    logging.getLogger("aioengine").setLevel(logging.CRITICAL + 1)  # it is told of each death, at length
     if args.loop == "uvloop":
         import uvloop
 
