@@ -1,6 +1,6 @@
 """How long do many requests at once hold the loop? The longest turn of the loop, by what they ask for.
 
-    python benchmarks/bursts.py [--only NAME ...] [--way in_process process http] [--repeats 3] [--json FILE]
+    python benchmarks/bursts.py [--only NAME ...] [--way in_process process] [--repeats 3] [--json FILE]
 
 A turn is what a loop runs between two looks at its selector; no other coroutine runs before its end. Each is measured
 by the wall's clock and by the CPU time of the loop's thread, which does not count what other processes of a busy
@@ -8,8 +8,7 @@ machine take, nor waits for the GIL. The device is a stand-in (`stand_in.py`) wh
 that what is measured is the host's side. The collector is switched off: a full collection takes longer than any of this
 (see `loop_lag.py`).
 
-Over a process the turns are those of the caller's loop. Over HTTP the clients are in a process of their own, and are
-connected before they send.
+Over a process the turns are those of the caller's loop.
 """
 
 from __future__ import annotations
@@ -54,13 +53,10 @@ class Burst(NamedTuple):
 
     Attributes:
         arguments: of `Engine.generate`, for request number i.
-        body: of the same over HTTP, with its path; None where there is no such thing.
     """
 
     count: int
     arguments: Callable[[int], tuple[Any, dict[str, Any]]]
-    path: str = "/v1/completions"
-    body: Callable[[int], dict[str, Any]] | None = None
 
 
 def text_of(piece: str, number: int, num_chars: int = NUM_CHARS) -> str:
@@ -68,13 +64,8 @@ def text_of(piece: str, number: int, num_chars: int = NUM_CHARS) -> str:
     return (f"{number} " + piece * (num_chars // len(piece) + 1))[:num_chars]
 
 
-def completion(prompt: Callable[[int], Any], **params: Any) -> dict[str, Any]:
-    """A burst's fields: the same completion in Python and over HTTP."""
-    params = {"max_tokens": 2, "ignore_eos": True, **params}
-    return {
-        "arguments": lambda i: (prompt(i), params),
-        "body": lambda i: {"prompt": prompt(i), **params},
-    }
+def completion(count: int, prompt: Callable[[int], Any], **params: Any) -> Burst:
+    return Burst(count, lambda i: (prompt(i), {"max_tokens": 2, "ignore_eos": True, **params}))
 
 
 NESTED = [[[["a"] * 4] * 4] * 16] * 16
@@ -84,28 +75,16 @@ MANY_IDS = list(range(2048)) * 512
 WORDS = [f"{i:03d} " + ENGLISH[:20] for i in range(256)]
 
 BURSTS: dict[str, Burst] = {
-    "short": Burst(1000, **completion(lambda i: f"Once upon a time {i}")),
-    "English": Burst(1000, **completion(lambda i: text_of(ENGLISH, i))),
-    "Japanese": Burst(1000, **completion(lambda i: text_of(JAPANESE, i))),
-    "stop strings": Burst(1000, **completion(lambda i: f"Once {i}", stop=WORDS[:200])),
-    "bad words": Burst(1000, **completion(lambda i: f"Once {i}", bad_words=[w + ENGLISH[20:60] for w in WORDS[:8]])),
-    "allowed ids": Burst(64, **completion(lambda i: f"Once {i}", allowed_token_ids=MANY_IDS)),
-    "token ids": Burst(1000, **completion(lambda i: [5 + i % 1000] + [7] * 4000)),
-    "chats": Burst(
-        1000,
-        lambda i: ([{"role": "user", "content": text_of(ENGLISH, i)}], {"max_tokens": 2, "ignore_eos": True}),
-        "/v1/chat/completions",
-        lambda i: {"messages": [{"role": "user", "content": text_of(ENGLISH, i)}], "max_tokens": 2},
-    ),
-    "template arguments": Burst(
-        100,
-        lambda i: (ONE_WORD, {"max_tokens": 2, "chat_template_kwargs": {"a": NESTED}}),
-        "/v1/chat/completions",
-        lambda i: {"messages": ONE_WORD, "max_tokens": 2, "chat_template_kwargs": {"a": NESTED}},
-    ),
-    "bad bodies": Burst(
-        1000, lambda i: ("Once", {"top_p": 7.0}), body=lambda i: {"prompt": text_of(JAPANESE, i), "top_p": 7.0}
-    ),
+    "short": completion(1000, lambda i: f"Once upon a time {i}"),
+    "English": completion(1000, lambda i: text_of(ENGLISH, i)),
+    "Japanese": completion(1000, lambda i: text_of(JAPANESE, i)),
+    "stop strings": completion(1000, lambda i: f"Once {i}", stop=WORDS[:200]),
+    "bad words": completion(1000, lambda i: f"Once {i}", bad_words=[w + ENGLISH[20:60] for w in WORDS[:8]]),
+    "allowed ids": completion(64, lambda i: f"Once {i}", allowed_token_ids=MANY_IDS),
+    "token ids": completion(1000, lambda i: [5 + i % 1000] + [7] * 4000),
+    "chats": completion(1000, lambda i: [{"role": "user", "content": text_of(ENGLISH, i)}]),
+    "template arguments": completion(100, lambda i: ONE_WORD, chat_template_kwargs={"a": NESTED}),
+    "bad values": Burst(1000, lambda i: ("Once", {"top_p": 7.0})),
 }
 
 
@@ -232,84 +211,10 @@ async def in_engine(way: str, names: list[str], repeats: int, folder: Path) -> d
     return figures
 
 
-# Over HTTP
-
-
-CLIENT = """
-import asyncio, json, sys
-async def main():
-    port, count, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    requests = open(path, "rb").read().split(b"\\0\\0\\0")
-    loop = asyncio.get_running_loop()
-    async def connect():
-        return await asyncio.open_connection("127.0.0.1", port)
-    connections = [await connect() for _ in range(count)]
-    await loop.run_in_executor(None, sys.stdin.readline)
-    async def ask(number):
-        reader, writer = connections[number]
-        writer.write(requests[number])
-        head = await reader.readuntil(b"\\r\\n\\r\\n")
-        length = int(head.lower().split(b"content-length: ")[1].split(b"\\r\\n")[0])
-        await reader.readexactly(length)
-        writer.close()
-        return head.split()[1].decode()
-    statuses = await asyncio.gather(*map(ask, range(count)))
-    print(json.dumps({s: statuses.count(s) for s in set(statuses)}), flush=True)
-asyncio.run(main())
-"""
-
-
-async def over_http(names: list[str], repeats: int, folder: Path) -> dict[str, list[Measured]]:
-    from aioengine.server import HttpLimits, ServerConfig, start_server
-
-    figures: dict[str, list[Measured]] = {}
-    for name in names:
-        burst = BURSTS.get(name)
-        if burst is None or burst.body is None:
-            continue
-        body = burst.body
-        file = folder / "requests"
-        file.write_bytes(b"\0\0\0".join([request_of(burst.path, body(i)) for i in range(burst.count)]))
-        for _ in range(repeats):
-            async with opened("http", folder) as engine:
-                config = ServerConfig(max_concurrent_requests=4096)
-                async with await start_server(engine, config, port=0, limits=HttpLimits()) as server:
-                    port = server.url.rpartition(":")[2]
-                    client = await asyncio.create_subprocess_exec(
-                        sys.executable,
-                        "-c",
-                        CLIENT,
-                        port,
-                        str(burst.count),
-                        str(file),
-                        stdin=asyncio.subprocess.PIPE,
-                        stdout=asyncio.subprocess.PIPE,
-                    )
-                    assert client.stdin is not None
-                    assert client.stdout is not None
-                    await asyncio.sleep(1.0)
-
-                    async def work(client: Any = client) -> dict[str, int]:
-                        client.stdin.write(b"\n")
-                        outcomes: dict[str, int] = json.loads(await client.stdout.readline())
-                        return outcomes
-
-                    figures.setdefault(name, []).append(await measured(work))
-                    client.stdin.close()
-                    await client.wait()
-    return figures
-
-
-def request_of(path: str, body: dict[str, Any]) -> bytes:
-    data = json.dumps(body, ensure_ascii=False).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: {len(data)}"
-    return head.encode() + b"\r\n\r\n" + data
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=[*BURSTS, *STREAMED, "abort_all", "aclose"])
-    parser.add_argument("--way", nargs="+", default=["in_process", "process", "http"])
+    parser.add_argument("--way", nargs="+", default=["in_process", "process"])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write the figures here too")
     args = parser.parse_args()
@@ -317,13 +222,7 @@ def main() -> None:
     print(f"longest turn, ms (median of {args.repeats}){'wall':>10s}{'CPU':>8s}{'all, s':>8s}")
     with tempfile.TemporaryDirectory() as folder:
         for way in args.way:
-            work = over_http if way == "http" else None
-            coroutine = (
-                work(args.only, args.repeats, Path(folder))
-                if work is not None
-                else in_engine(way, args.only, args.repeats, Path(folder))
-            )
-            figures[way] = asyncio.run(coroutine)
+            figures[way] = asyncio.run(in_engine(way, args.only, args.repeats, Path(folder)))
             for name, runs in figures[way].items():
                 wall, cpu, took = (statistics.median(run[k] for run in runs) for k in range(3))
                 print(f"{way:12s}{name:20s}{wall:13.1f}{cpu:8.1f}{took:8.2f}  {runs[-1].outcomes}", flush=True)
