@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypedDict, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypedDict, Unpack, get_args
 
 import msgspec
 from msgspec import Meta
@@ -37,7 +37,8 @@ NO_SEED = -1
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 """A row's seed is 64 bits on the device, and signed."""
 
-TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
+TOKEN = {"role": "token"}
+TokenId = Annotated[int, Meta(ge=0, le=MAX_INT, extra=TOKEN)]
 NumLikeliest = Annotated[int, Meta(ge=0, le=MAX_INT)]
 ShortText = Annotated[str, Meta(min_length=1, max_length=MAX_TEXT_CHARS)]
 LogprobsMode = Literal["raw", "processed"]
@@ -281,6 +282,14 @@ class SamplingParams(
     def num_sequences(self) -> int:
         """How many sequences are computed: all greedy choices are one."""
         return 1 if self.is_greedy else self.n
+
+
+def _holds_token_ids(hint: Any) -> bool:
+    return hint == TokenId or any(map(_holds_token_ids, get_args(hint)))
+
+
+TOKEN_FIELDS = tuple(name for name, hint in field_types(SamplingParams).items() if _holds_token_ids(hint))
+"""The fields that hold token ids: an engine checks them against its model's vocabulary."""
 
 
 def _plain(extra_args: dict[str, Any]) -> dict[str, Any]:

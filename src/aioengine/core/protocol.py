@@ -20,7 +20,7 @@ from aioengine.models.folder import ModelFolder
 from aioengine.outputs import FinishReason
 from aioengine.processes.progress import OnProgress
 from aioengine.processes.worker_threads import TextWorker
-from aioengine.sampling_params import SamplingParams
+from aioengine.sampling_params import TOKEN_FIELDS, SamplingParams
 from aioengine.scheduler.scheduler import SchedulerStats
 from aioengine.scheduler.sequence import Request, Sequence
 from aioengine.schemas.plain_struct import PlainStruct
@@ -299,7 +299,7 @@ def check_limits(params: SamplingParams, config: EngineConfig, vocab_size: int, 
             "once",
             param="allowed_token_ids",
         )
-    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids"):
+    for name in TOKEN_FIELDS:
         worst = max(getattr(params, name) or (), default=0)
         if worst >= vocab_size:
             raise InvalidRequest(f"{name} holds {worst}; the model has 0 to {vocab_size - 1}", param=name)

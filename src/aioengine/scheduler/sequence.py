@@ -19,7 +19,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from aioengine.outputs import FinishReason
-from aioengine.sampling_params import MAX_SEED, MIN_SEED, ROW_PARAMS, SamplingParams
+from aioengine.sampling_params import MAX_SEED, MIN_SEED, SamplingParams
 from aioengine.scheduler.handles import GrammarHandle, ProcessorHandle
 from aioengine.scheduler.plan import Int32, RowAdded, RowSampling, int32
 from aioengine.scheduler.prefix_cache import PrefixKey
@@ -291,25 +291,20 @@ def resume_choice(sequence: Sequence, choice: int, output_ids: list[int]) -> Seq
 def _row_sampling(
     request: Request, eos_token_ids: tuple[int, ...], processors: tuple[ProcessorHandle, ...]
 ) -> RowSampling:
+    """How a row is sampled: fields of the parameters by the same names, and what is made of others."""
     params = request.params
     stop_ids = (*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids)
     has_logprobs = params.logprobs is not None or params.logprob_token_ids is not None
-    numbers: dict[str, Any] = {name: getattr(params, name) for name in ROW_PARAMS}
-    numbers["top_k"] = max(params.top_k, 0)  # -1 is off, too
-    return RowSampling(
-        **numbers,
-        seed=request.seed,
-        num_choices=params.num_sequences,
-        min_tokens=params.min_tokens,
-        ignores_end=params.ignore_eos,
-        stop_ids=stop_ids if params.min_tokens else (),
-        logit_bias=tuple(params.logit_bias.items()) if params.logit_bias else (),
-        allowed_token_ids=params.allowed_token_ids or (),
-        bad_words=request.bad_words,
-        logits_processors=processors,
-        grammar=GrammarHandle(params.structured, request.thinking) if request.has_grammar else None,
-        logprobs=(params.logprobs or 0) if has_logprobs else -1,
-        logprobs_mode=params.logprobs_mode,
-        logprob_token_ids=params.logprob_token_ids or (),
-        prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
-    )
+    given = common_fields(params, RowSampling) | {
+        "top_k": max(params.top_k, 0),  # -1 is off, too
+        "seed": request.seed,
+        "num_choices": params.num_sequences,
+        "ignores_end": params.ignore_eos,
+        "stop_ids": stop_ids if params.min_tokens else (),
+        "logit_bias": tuple(params.logit_bias.items()) if params.logit_bias else (),
+        "bad_words": request.bad_words,
+        "logits_processors": processors,
+        "grammar": GrammarHandle(params.structured, request.thinking) if request.has_grammar else None,
+        "logprobs": (params.logprobs or 0) if has_logprobs else -1,
+    }
+    return RowSampling(**given)
