@@ -77,10 +77,10 @@ async def measure(num_replicas: int, address: str) -> dict[str, Any]:
     worker = TextWorker()
     coordinator = Coordinator(Loaded(num_replicas), address, worker=worker)
     await coordinator.open()
-    receiving = asyncio.ensure_future(coordinator.peers.receive())  # noqa: TID251 - of a benchmark
+    receiving = asyncio.ensure_future(coordinator.receive())  # noqa: TID251 - of a benchmark
     links = [Link(worker, m.FromCoordinator) for _ in range(NUM_FRONT_ENDS)]
     for link in links:
-        await link.attach(coordinator.peers.address, None, m.AttachedToCluster, name="benchmark", timeout_s=10.0)
+        await link.attach(coordinator.address, None, m.AttachedToCluster, name="benchmark", timeout_s=10.0)
     looks, sends, reads = [], [], []
     num_bytes = 0
     for _ in range(REPEATS):
@@ -88,7 +88,7 @@ async def measure(num_replicas: int, address: str) -> dict[str, Any]:
         coordinator._look()
         looks.append(time.thread_time() - began)
         began = time.thread_time()
-        for session in coordinator.peers.attached:
+        for session in coordinator.attached:
             session.send(coordinator._counts)
         sends.append((time.thread_time() - began) / NUM_FRONT_ENDS)
         for link in links:

@@ -107,7 +107,7 @@ class Served:
         self.front_ends: list[FrontEnd] = []
 
     def new(self, **options: Any) -> FrontEnd:
-        self.front_ends.append(FrontEnd(self.coordinator.peers.address, **options))
+        self.front_ends.append(FrontEnd(self.coordinator.address, **options))
         return self.front_ends[-1]
 
     async def attach(self, **options: Any) -> FrontEnd:
@@ -117,11 +117,11 @@ class Served:
 
     @property
     def num_attached(self) -> int:
-        return len(self.coordinator.peers.attached)
+        return len(self.coordinator.attached)
 
     @property
     def num_refused(self) -> int:
-        return self.coordinator.peers.num_refused.total()
+        return self.coordinator.num_refused.total()
 
 
 @contextlib.asynccontextmanager
@@ -224,7 +224,7 @@ async def test_counts_are_told_at_most_every_100_ms() -> None:
         def send(self, body: m.Counts) -> None:
             told.append(anyio.current_time())
 
-    coordinator.peers.sessions[b"one"] = Session()  # type: ignore[assignment]
+    coordinator.sessions[b"one"] = Session()  # type: ignore[assignment]
     begin = anyio.current_time()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(coordinator._publish)
@@ -382,7 +382,7 @@ class TestOneThatDoesNotRead:
         async with served(address) as here:
             stopped, other = await here.attach(), await here.attach()
             async with reading(other):
-                (session, _) = here.coordinator.peers.attached
+                (session, _) = here.coordinator.attached
                 for running in range(100):
                     here.cluster.running = [running, running]
                     looks = here.cluster.num_looks
@@ -396,7 +396,7 @@ class TestOneThatDoesNotRead:
             await stopped.hears(counts_of(99, 99))
 
     async def test_is_cut_off_when_it_leaves_too_much(self, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(coordinator_module, "MAX_UNREAD_MESSAGES", 40)
+        monkeypatch.setattr(Coordinator, "max_unread", 40)
         async with served(address) as here:
             stopped, other = await here.attach(), await here.attach()
             async with reading(other):
@@ -457,7 +457,7 @@ class TestHostile:
             await front_end.read_until(lambda: 99 in front_end.returned)
             await front_end.is_answered()
             assert here.cluster.asked == ["scale 4", "restart"]
-            assert here.coordinator.peers.num_refused["out of turn"] == 4
+            assert here.coordinator.num_refused["out of turn"] == 4
             front_end.writer.number += 1
             front_end.say(m.Drained(0))
             assert "lost" in (await front_end.hears_the_end()).message

@@ -216,7 +216,7 @@ class Siege:
     @property
     def session(self) -> Session:
         """That of the peer, where there is one."""
-        (session,) = (each for each in self.server.peers.sessions.values() if each.name == "peer" and not each.is_over)
+        (session,) = (each for each in self.server.sessions.values() if each.name == "peer" and not each.is_over)
         return session
 
     @property
@@ -226,7 +226,7 @@ class Siege:
     @property
     def num_sessions(self) -> int:
         """That are not over, but for that of the front end that behaves."""
-        return sum(not session.is_over for session in self.server.peers.sessions.values()) - 1
+        return sum(not session.is_over for session in self.server.sessions.values()) - 1
 
     async def is_unharmed(self) -> None:
         """The server goes on: it has done with the peers' messages, and serves the one who behaves."""
@@ -262,12 +262,12 @@ async def besieged(address: str, *, num_blocks: int = 512, **config: Any) -> Asy
                     yield siege
                     await siege.is_unharmed()
                     siege.let_all_go()
-                    await until(lambda: len(server.peers.sessions) == 1)
+                    await until(lambda: len(server.sessions) == 1)
                     await siege.is_unharmed()
                     tasks.cancel_scope.cancel()
                 await _assert_nothing_is_left(server)
                 await siege.good.aclose()
-                await until(lambda: not server.peers.sessions)
+                await until(lambda: not server.sessions)
             finally:
                 siege.let_all_go()
     await until(lambda: num_fds() <= fds_before)
@@ -285,7 +285,7 @@ async def joined(address: str, *, hwm: int = 1000, **config: Any) -> AsyncIterat
 async def _assert_nothing_is_left(server: EngineServer) -> None:
     core = server.core
     await until(lambda: not core._live and not core._in_flight)
-    (session,) = server.peers.sessions.values()
+    (session,) = server.sessions.values()
     assert not session.followers
     assert (session.num_unstarted, len(session.calls)) == (0, 0)
     check_integrity(core.scheduler)

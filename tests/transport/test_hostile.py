@@ -26,7 +26,7 @@ from aioengine.core import control as c
 from aioengine.transport import peers as peers_module
 from aioengine.transport import session as session_module
 from aioengine.transport import wire
-from aioengine.transport.calls import MAX_CALLS
+from aioengine.transport.peers import MAX_CALLS
 from aioengine.transport.wire import PROTOCOL_VERSION, Refused
 
 pack = msgspec.msgpack.encode
@@ -52,7 +52,12 @@ STRANGE: dict[str, list[list[bytes]]] = {
     "a deep nesting": [[b"\x92\x00\x93\x05\x00" + b"\x91" * 500_000 + b"\xc0"]],
     "a name without end": [[pack([0, [1, PROTOCOL_VERSION, "n" * 100_000]])]],
     "an engine's messages": [frames_of(sample) for sample in wire_samples.FROM_ENGINE[2:7]],
-    "a handshake": [frames_of(sample) for _, samples in list(DIRECTIONS.values())[2:] for sample in samples[1:]],
+    "a handshake": [
+        frames_of(sample)
+        for _, samples in list(DIRECTIONS.values())[2:]
+        for sample in samples
+        if type(sample.body) is not type(samples[0].body)  # which could be taken for an Attach of another version
+    ],
 }
 
 
@@ -96,8 +101,8 @@ class TestBeforeAttaching:
                 peer = siege.peer()
                 await peer.join()
                 peer.vanish()
-            await until(lambda: len(siege.server.peers.sessions) == 1)
-            assert len(siege.server.peers._gone) == 16
+            await until(lambda: len(siege.server.sessions) == 1)
+            assert len(siege.server._gone) == 16
             await siege.peer().join()
 
 

@@ -22,9 +22,9 @@ from transport.strangers import STRANGERS, say
 from waiting import until
 
 from aioengine.transport import peers as peers_module
-from aioengine.transport import server as server_module
 from aioengine.transport import session as session_module
 from aioengine.transport import wire
+from aioengine.transport.server import EngineServer
 from aioengine.transport.wire import PROTOCOL_VERSION, Attached, Refused, Writer
 
 both_ways = pytest.mark.parametrize("scheme", ["ipc", *nightly("tcp")])
@@ -49,12 +49,12 @@ class TestAttaching:
                     if isinstance(answer, Attached):
                         peer.writer.number = 1
                         peer.say(wire.Detach())
-                    assert len(siege.server.peers.sessions) <= 16
+                    assert len(siege.server.sessions) <= 16
                 for peer in peers:
                     peer.vanish()
             assert num_attached >= 15
             assert num_attached + num_refused == 1000
-            await until(lambda: len(siege.server.peers.sessions) == 1)
+            await until(lambda: len(siege.server.sessions) == 1)
             await siege.peer().join()
 
     async def test_who_was_let_go_is_not_heard_again(self, address: str) -> None:
@@ -105,7 +105,7 @@ class TestAttaching:
             await peer.join()
             siege.session.connection = -1
             peer.vanish()
-            await until(lambda: len(siege.server.peers.sessions) == 1)
+            await until(lambda: len(siege.server.sessions) == 1)
 
 
 @pytest.mark.parametrize("stranger", few(["silent", "http", "NULL", "wrong secret", "malformed HELLO"], of=STRANGERS))
@@ -132,7 +132,7 @@ class TestVanishing:
                     peer.say(request(number, max_tokens=3000))
                 await peer.read_until(lambda peer=peer: len(peer.tokens) == 4)  # type: ignore[misc]
                 peer.vanish()
-            await until(lambda: len(siege.server.peers.sessions) == 1)
+            await until(lambda: len(siege.server.sessions) == 1)
             await until(lambda: len(siege.server.core._live) <= 1)
 
     @pytest.mark.parametrize("moment", ["at once", "asked", "attached"])
@@ -149,7 +149,7 @@ class TestVanishing:
 
 
 def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_module, "MAX_UNREAD_MESSAGES", 300)
+    monkeypatch.setattr(EngineServer, "max_unread", 300)
     monkeypatch.setattr(session_module, "BEHIND_MESSAGES", 50)
 
 
@@ -174,7 +174,6 @@ class TestOneThatDoesNotRead:
         if how == "says so and does not read" and address.startswith("tcp"):
             pytest.skip("the kernel takes megabytes for it before the engine's queue fills")
         small_bounds(monkeypatch)
-        monkeypatch.setattr(server_module, "MAX_UNSENT", 300)
         async with joined(address, hwm=1) as (siege, peer):
             peer.say(request(0, max_tokens=3000))
 
@@ -205,7 +204,7 @@ class TestOneThatDoesNotRead:
             assert peer.tokens[0] == expected_tokens([1, 2, 3], len(peer.tokens[0]), seed=0)
 
     async def test_leaves_many_bytes_unread(self, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(session_module, "MAX_UNREAD_BYTES", 100_000)
+        monkeypatch.setattr(peers_module, "MAX_UNREAD_BYTES", 100_000)
         async with joined(address, hwm=1) as (siege, peer):
             for number in range(8):
                 peer.say(request(number, max_tokens=2000, params=params_of(logprobs=20)))
@@ -216,7 +215,7 @@ class TestOneThatDoesNotRead:
     ) -> None:
         """One that is idle and does not read is told little, and stays."""
         monkeypatch.setattr(session_module, "BEHIND_MESSAGES", 20)
-        monkeypatch.setattr(session_module, "MAX_UNREAD_MESSAGES", 60)
+        monkeypatch.setattr(EngineServer, "max_unread", 60)
         async with joined(address) as (siege, _):
             steps_before = len(siege.executor.plans)
             await until(lambda: len(siege.executor.plans) > steps_before + 300)

@@ -116,7 +116,7 @@ class TestAnEngineThatIsOneOfSeveral:
             assert two.relay.num_moved == 5
             assert two.relay.cores[0].num_unstarted == 0
             assert await two.ask(20) == expected_tokens(PROMPT, 20, seed=5), "a new one is admitted"
-            (session,) = two.relay.served[1].server.peers.sessions.values()
+            (session,) = two.relay.served[1].server.sessions.values()
             assert session.num_unstarted == 0
             for output in await tasks.end(*(tasks.start(stream.finish()) for stream in streams)):
                 assert output.outputs[0].token_ids == expected_tokens(PROMPT, 50, seed=5)

@@ -91,7 +91,7 @@ async def tokens_of(engine: Engine) -> list[int]:
 
 
 def num_sessions(server: EngineServer) -> int:
-    return sum(not session.is_over for session in server.peers.sessions.values())
+    return sum(not session.is_over for session in server.sessions.values())
 
 
 async def until_running(server: EngineServer, number: int) -> None:
@@ -100,7 +100,7 @@ async def until_running(server: EngineServer, number: int) -> None:
 
 @pytest.mark.parametrize("number", ["SIGKILL", *nightly("SIGSTOP")])
 async def test_a_front_end_with_requests_gets(number: str, runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioengine.transport.session.MAX_UNREAD_MESSAGES", 200)
+    monkeypatch.setattr("aioengine.transport.server.EngineServer.max_unread", 200)
     monkeypatch.setattr("aioengine.transport.session.BEHIND_MESSAGES", 100)
     async with (
         served(f"ipc://{runtime}/engine.sock", front_end_executor()) as server,
@@ -143,7 +143,7 @@ async def test_a_control_call_that_its_caller_cancels_stops_in_the_engine(runtim
         served(f"ipc://{runtime}/engine.sock", executor) as server,
         aclosing(await Engine.connect(server.address)) as engine,
     ):
-        (session,) = server.peers.sessions.values()
+        (session,) = server.sessions.values()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(engine.execute_dummy_batch)
             await until(lambda: session.calls)
@@ -153,8 +153,8 @@ async def test_a_control_call_that_its_caller_cancels_stops_in_the_engine(runtim
 
 @pytest.mark.parametrize("what", [*nightly("it is cut"), "it goes silent"])
 async def test_a_connection_by_tcp(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioengine.transport.entrance.TCP_HEARTBEAT_MS", 100)
-    monkeypatch.setattr("aioengine.transport.entrance.TCP_TIMEOUT_MS", 400)
+    monkeypatch.setattr("aioengine.transport.peers.TCP_HEARTBEAT_MS", 100)
+    monkeypatch.setattr("aioengine.transport.peers.TCP_TIMEOUT_MS", 400)
     beats = {"heartbeat_interval_s": 0.05, "heartbeat_timeout_s": 0.3}
     async with (
         served("tcp://127.0.0.1:*", front_end_executor(), **beats) as server,

@@ -31,18 +31,12 @@ from aioengine.config import EngineConfig, ReplicaOptions
 from aioengine.errors import AioEngineError, WireError
 from aioengine.processes.worker_threads import TextWorker
 from aioengine.transport import wire
-from aioengine.transport.calls import ServedCalls
-from aioengine.transport.entrance import LINGER_S
-from aioengine.transport.peers import Arrival, PeerServer, PeerSession
+from aioengine.transport.peers import LINGER_S, Arrival, PeerServer, PeerSession
 
 logger = logging.getLogger("aioengine")
 
 PUBLISH_INTERVAL_S = 0.1
 """Least time between two messages of counts to a front end."""
-
-MAX_UNREAD_MESSAGES = 256
-MAX_UNREAD_BYTES = 64 * 2**20
-"""A front end that leaves more than either unread is cut off."""
 
 BEHIND_MESSAGES = 64
 """With so many unread it is told no more counts: what is left are changes of members and answers to its own calls, so
@@ -94,7 +88,7 @@ class FrontEndSession(PeerSession):
     """A front end that is attached to a coordinator."""
 
     def __init__(self, arrival: Arrival, members: Membership, counts: Counts) -> None:
-        super().__init__(arrival, max_unread_messages=MAX_UNREAD_MESSAGES, max_unread_bytes=MAX_UNREAD_BYTES)
+        super().__init__(arrival)
         self.members = members
         self.counts = counts
         """The last that it was told."""
@@ -106,31 +100,22 @@ class FrontEndSession(PeerSession):
         return self.num_unread >= BEHIND_MESSAGES
 
 
-class Coordinator:
+class Coordinator(PeerServer[FrontEndSession]):
     """Serves the front ends of a cluster.
 
     Args:
         cluster: whose members are told; it calls `announce` when they change.
         address: where front ends may connect: ``ipc:///path``, in a folder that only this user can enter. All that can
             connect may do what the cluster's owner may.
-    Attributes:
-        peers: its front ends.
     """
 
+    kinds = ToCoordinator
+    title = "coordinator"
+    max_unread = 256
+
     def __init__(self, cluster: Coordinated, address: str, *, worker: TextWorker) -> None:
+        super().__init__(address, keys=None, worker=worker)
         self._cluster = cluster
-        self.peers: PeerServer[FrontEndSession] = PeerServer(
-            address,
-            what="coordinator",
-            keys=None,
-            worker=worker,
-            kinds=ToCoordinator,
-            begin=self._begin,
-            act=self._act,
-            on_left=self._on_left,
-            max_unsent=3 * MAX_UNREAD_MESSAGES,
-        )
-        self._calls: ServedCalls[FrontEndSession, ClusterCall] = ServedCalls(unpack_call, self._perform)
         self._members: list[Member] = []
         self._counts = Counts([], [], [], [], [])
         self._has_front_ends = asyncio.Event()
@@ -139,33 +124,17 @@ class Coordinator:
         self._reserved: dict[int, int] = {}
         """By rank, the front end that has it for itself."""
 
-    async def open(self) -> None:
-        """Bind to the address. Front ends that come now are answered by `serve`.
-
-        Raises:
-            ConfigError: it cannot be had.
-        """
-        await self.peers.open()
-
     async def serve(self) -> None:
         """Serve front ends until cancelled; then all of them hear the end, and everything is closed."""
         try:
             async with anyio.create_task_group() as self._tasks:
-                self._tasks.start_soon(self.peers.receive)
-                self._tasks.start_soon(self.peers.watch)
+                self._tasks.start_soon(self.receive)
+                self._tasks.start_soon(self.watch)
                 self._tasks.start_soon(self._publish)
         finally:
-            self.peers.end_all(self._cluster.last_words())
+            self.end_sessions(self._cluster.last_words())
             with anyio.CancelScope(shield=True), anyio.move_on_after(2 * LINGER_S):
-                await self.peers.aclose()
-
-    async def aclose(self) -> None:
-        """Close the sockets; idempotent. `serve` does it by itself."""
-        await self.peers.aclose()
-
-    def abandon(self) -> None:
-        """Close without a word or a wait; from any thread once the loop is gone."""
-        self.peers.abandon()
+                await self.close_sockets()
 
     def announce(self) -> None:
         """Tell each front end the members, where they have changed for it."""
@@ -174,7 +143,7 @@ class Coordinator:
         for rank in self._reserved.keys() - serving:  # it has died, or is to end
             self._cluster.lend(rank, is_lent=False)
             del self._reserved[rank]
-        for session in self.peers.attached:
+        for session in self.attached:
             members = self._members_for(session.index)
             if members != session.members:
                 away = _away(members)
@@ -197,7 +166,7 @@ class Coordinator:
 
     async def wait_drained(self, rank: int) -> None:
         """Wait until no front end has requests at a replica that was announced to drain; each has its own deadline."""
-        while any(rank in session.draining for session in self.peers.attached):
+        while any(rank in session.draining for session in self.attached):
             await self._has_changed.wait()
 
     async def reserve(self, holder: int) -> int:
@@ -248,11 +217,11 @@ class Coordinator:
     async def _publish(self) -> None:
         """Tell front ends the counts where they have changed, while there are front ends."""
         while True:
-            if not self.peers.attached:
+            if not self.attached:
                 self._has_front_ends.clear()
                 await self._has_front_ends.wait()
             self._look()
-            for session in self.peers.attached:
+            for session in self.attached:
                 if session.counts is not self._counts and not session.is_behind:
                     session.counts = self._counts
                     session.send(self._counts)
@@ -265,7 +234,7 @@ class Coordinator:
 
     # Front ends
 
-    def _begin(self, arrival: Arrival) -> tuple[FrontEndSession, AttachedToCluster]:
+    def begin_session(self, arrival: Arrival) -> tuple[FrontEndSession, AttachedToCluster]:
         self.announce()
         self._look()
         self._has_front_ends.set()
@@ -282,24 +251,23 @@ class Coordinator:
         )
         return FrontEndSession(arrival, members, self._counts), attached
 
-    async def _act(self, session: FrontEndSession, body: Any) -> None:
+    async def act_on(self, session: FrontEndSession, body: Any) -> None:
         match body:
-            case wire.CallControl():
-                self._calls.begin(self._tasks, session, body)
-            case wire.CancelCall():
-                self._calls.cancel(session, body.call_id)
             case Drained():
                 session.draining.discard(body.rank)
                 self._note_change()
             case _:
                 raise WireError(f"a {type(body).__name__} in the middle of a session")
 
-    def _on_left(self, session: FrontEndSession) -> None:
+    def on_left(self, session: FrontEndSession) -> None:
         for rank in [rank for rank, holder in self._reserved.items() if holder == session.index]:
             self.release(rank, session.index)
         self._note_change()
 
-    async def _perform(self, session: FrontEndSession, call: ClusterCall) -> Any:
+    def unpack_call(self, raw: msgspec.Raw) -> ClusterCall:
+        return unpack_call(raw)
+
+    async def perform_call(self, session: FrontEndSession, call: ClusterCall) -> Any:
         match call:
             case Scale():
                 await self._cluster.scale(call.replicas)

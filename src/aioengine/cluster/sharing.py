@@ -59,7 +59,7 @@ class Sharing:
             coordinator.release(rank, OWNER)
 
         self._solitude = Reservation(
-            core, lambda: coordinator.reserve(OWNER), release, is_single=lambda: not coordinator.peers.attached
+            core, lambda: coordinator.reserve(OWNER), release, is_single=lambda: not coordinator.attached
         )
 
     @property
@@ -88,7 +88,7 @@ class Sharing:
 
     async def aclose(self) -> None:
         """Close and remove all; the replicas have ended. Idempotent."""
-        await self._coordinator.aclose()
+        await self._coordinator.close_sockets()
         await self._worker.run(self._remove_folder, None)
 
     def abandon(self) -> None:

@@ -35,12 +35,11 @@ _EVENTS, _POLLIN, _POLLOUT, _DONTWAIT, _SNDMORE = (
     zmq.SNDMORE,
 )
 
-_DENIALS = zmq.Event.HANDSHAKE_FAILED_AUTH, zmq.Event.HANDSHAKE_FAILED_PROTOCOL
 _WATCHED_EVENTS = functools.reduce(
     operator.or_,
     (
-        *(zmq.Event.HANDSHAKE_SUCCEEDED, *_DENIALS, zmq.Event.HANDSHAKE_FAILED_NO_DETAIL),
-        *(zmq.Event.DISCONNECTED, zmq.Event.CLOSED),
+        *(zmq.Event.HANDSHAKE_SUCCEEDED, zmq.Event.HANDSHAKE_FAILED_AUTH, zmq.Event.HANDSHAKE_FAILED_PROTOCOL),
+        *(zmq.Event.HANDSHAKE_FAILED_NO_DETAIL, zmq.Event.DISCONNECTED, zmq.Event.CLOSED),
     ),
 )
 
@@ -89,14 +88,12 @@ class Channel:
 
     Args:
         socket: bound or connected; closed with the channel.
-        tells_origin: put before each message the file descriptor of the connection that it came by (-1: not known), and
-            the name of the key that its sender has proved to have (ZAP's user id; empty: none).
+        tells_origin: put before each message the file descriptor of the connection that it came by; -1: not known.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], *, tells_origin: bool = False) -> None:
         self.socket = socket
         self._tells_origin = tells_origin
-        self._has_keys = tells_origin and bool(socket.curve_server)
         self._loop = asyncio.get_running_loop()
         self._backlog: deque[Frames] = deque()
         self._waiter: asyncio.Future[None] | None = None
@@ -184,7 +181,7 @@ class Channel:
             connection = frames[-1].get(zmq.SRCFD)
         except zmq.ZMQError:  # by an old version of ZMTP, which no front end speaks
             connection = -1
-        return [connection, frames[-1].get("User-Id") if self._has_keys else "", *(frame.bytes for frame in frames)]
+        return [connection, *(frame.bytes for frame in frames)]
 
     def _look(self) -> None:
         """Act on the socket's state; asking for it takes the news off the file descriptor."""
@@ -223,8 +220,6 @@ class Monitor:
     Attributes:
         has_connected: a peer has been there, and was admitted.
         is_refused: this side was not admitted, or no server listens; for sockets that connect.
-        is_denied: of these the first, as the server has said.
-        is_cut_short: it was there, and has ended the connection at its beginning: other keys, or its end.
         is_gone: the connection has ended; for sockets that connect once.
     """
 
@@ -232,7 +227,7 @@ class Monitor:
         self._watched = socket
         self._on_end = on_end
         self._channel = Channel(socket.get_monitor_socket(_WATCHED_EVENTS))
-        self.has_connected = self.is_refused = self.is_denied = self.is_cut_short = self.is_gone = False
+        self.has_connected = self.is_refused = self.is_gone = False
 
     async def look(self) -> None:
         """Wait until something has happened."""
@@ -250,8 +245,6 @@ class Monitor:
                 self.has_connected = True
             elif not self.has_connected:
                 self.is_refused = True
-                self.is_denied = self.is_denied or news["event"] in _DENIALS
-                self.is_cut_short = self.is_cut_short or news["event"] != zmq.Event.CLOSED
             elif news["event"] == zmq.Event.DISCONNECTED:
                 self.is_gone = True
                 self._on_end(int(news["value"]))

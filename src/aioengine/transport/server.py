@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -26,77 +26,42 @@ from aioengine.processes.turns import turns_here
 from aioengine.processes.worker_threads import TextWorker
 from aioengine.scheduler.sequence import Request
 from aioengine.transport import wire
-from aioengine.transport.calls import ServedCalls
-from aioengine.transport.entrance import LINGER_S
-from aioengine.transport.peers import Arrival, PeerServer
+from aioengine.transport.peers import LINGER_S, Arrival, PeerServer
 from aioengine.transport.security import ServerKeys
-from aioengine.transport.session import MAX_UNREAD_MESSAGES, Session
+from aioengine.transport.session import Session
 
 logger = logging.getLogger("aioengine")
 
 PUBLISH_SLICE = 256
 """Tokens handed to followers between the loop's turns: they only note them, in half a microsecond each."""
-MAX_UNSENT = 3 * MAX_UNREAD_MESSAGES
-"""Messages to one front end in its queue: a bound for those that say to have read what they did not."""
 
 
-class EngineServer:
+class EngineServer(PeerServer[Session]):
     """Serves an engine core to other processes.
 
     Args:
         core: not running yet; `serve` runs it.
-        address: where to be reached: ``ipc:///path`` or ``tcp://host:port``; port 0 is any.
+        address, keys: as of `PeerServer`.
         model_path: the model's folder, which front ends look for a tokenizer in.
-        keys: of the clients that may connect, for addresses that other machines can reach.
-    Attributes:
-        address: as it is reached, once `open` has returned.
-        num_refused: frames that were malformed, foreign or out of turn, by why.
     """
 
+    kinds = wire.FromFrontEnd
+    title = "engine"
+    unbounded_calls = UNBLOCKING_CALLS
     request_type: type[Request] = Request
     """The class as which requests are read; one with more fields gives the core more attributes."""
 
     def __init__(self, core: EngineCore, address: str, *, model_path: Path, keys: ServerKeys | None = None) -> None:
+        super().__init__(address, keys=keys, worker=TextWorker())
         self.core = core
         self._model_path = model_path
-        self._worker = TextWorker()
-        self.peers: PeerServer[Session] = PeerServer(
-            address,
-            what="engine",
-            keys=keys,
-            worker=self._worker,
-            kinds=wire.FromFrontEnd,
-            begin=self._begin,
-            act=self._act,
-            on_left=self._on_left,
-            max_unsent=MAX_UNSENT,
-        )
-        self._calls: ServedCalls[Session, AnyControl] = ServedCalls(
-            self._unpack, self._perform, always=UNBLOCKING_CALLS
-        )
         self._left: deque[Session] = deque()
-        """To be tidied, by a task that stands: one made for each, which a loop's end cancelled before its first turn,
-        left a warning about its coroutine."""
+        """Sessions to be tidied, by a task that stands: one made for each, which a loop's end cancelled before its
+        first turn, left a warning about its coroutine."""
         self._has_left = asyncio.Event()
         self._record: StepRecord | None = None
         self._is_marked = False
         self._beats_now = asyncio.Event()
-
-    @property
-    def address(self) -> str:
-        return self.peers.address
-
-    @property
-    def num_refused(self) -> Counter[str]:
-        return self.peers.num_refused
-
-    async def open(self) -> None:
-        """Bind to the address. Front ends that come now are answered by `serve`.
-
-        Raises:
-            ConfigError: it cannot be had.
-        """
-        await self.peers.open()
 
     async def serve(self) -> None:
         """Run the core and serve it until cancelled, or until the core dies; then everything is closed.
@@ -110,20 +75,20 @@ class EngineServer:
         self.core.publish_slice = PUBLISH_SLICE
         try:
             async with anyio.create_task_group() as self._tasks:
-                self._tasks.start_soon(self._or_break, self.peers.receive)
-                self._tasks.start_soon(self.peers.watch)
+                self._tasks.start_soon(self._or_break, self.receive)
+                self._tasks.start_soon(self.watch)
                 self._tasks.start_soon(self._beat)
                 self._tasks.start_soon(self._or_break, self._tidy)
                 await self.core.run()
                 self._tasks.cancel_scope.cancel()
         finally:
-            self._end_sessions()
+            self._end_all()
             with anyio.CancelScope(shield=True), anyio.move_on_after(2 * LINGER_S):
                 await self.aclose()
 
     async def aclose(self) -> None:
         """Close the sockets; idempotent. `serve` does it by itself."""
-        await self.peers.aclose()
+        await self.close_sockets()
         await self._worker.aclose()
 
     # Tasks
@@ -141,15 +106,15 @@ class EngineServer:
             self.core.lockstep.on_report = self._beats_now.set
         while True:
             self._beats_now.clear()
-            beat = msgspec.structs.replace(self.core.beat(), num_refused=self.peers.num_refused.total())
-            for session in self.peers.attached:
+            beat = msgspec.structs.replace(self.core.beat(), num_refused=self.num_refused.total())
+            for session in self.attached:
                 session.beat(beat)
             with anyio.move_on_after(interval_s):
                 await self._beats_now.wait()
 
     # Messages
 
-    async def _act(self, session: Session, body: wire.FromFrontEnd) -> None:
+    async def act_on(self, session: Session, body: wire.FromFrontEnd) -> None:
         match body:
             case wire.AddRequest():
                 await session.add_request(body)
@@ -159,30 +124,26 @@ class EngineServer:
                 follower = session.followers.get(body.number)
                 if follower is not None:
                     follower.allow(body.num_allowed)
-            case wire.CallControl():
-                self._calls.begin(self._tasks, session, body)
-            case wire.CancelCall():
-                self._calls.cancel(session, body.call_id)
             case _:
                 raise WireError(f"a {type(body).__name__} in the middle of a session")
 
-    def _unpack(self, raw: msgspec.Raw) -> AnyControl:
+    def unpack_call(self, raw: msgspec.Raw) -> AnyControl:
         control = wire.unpack_control(raw)
-        if isinstance(control, FILES) and self.peers.is_far:
+        if isinstance(control, FILES) and self.is_far:
             raise InvalidRequest(
                 "any user of the machine can connect to this address, and this call reads or writes files as the "
                 "engine's user: serve at an ipc:// address, or with keys (`aioengine keys`)"
             )
         return control
 
-    async def _perform(self, session: Session, control: AnyControl) -> Any:
+    async def perform_call(self, session: Session, control: AnyControl) -> Any:
         result = await self.core.call(control)
         session.note_transfer(control)
         return result
 
     # Sessions
 
-    def _begin(self, arrival: Arrival) -> tuple[Session, wire.Attached]:
+    def begin_session(self, arrival: Arrival) -> tuple[Session, wire.Attached]:
         core = self.core
         attached = wire.Attached(
             version=wire.PROTOCOL_VERSION,
@@ -193,20 +154,19 @@ class EngineServer:
             first_beat=core.beat(),
             stats=core.stats(),
         )
-        is_trusted = not self.peers.is_far
+        is_trusted = not self.is_far
         session = Session(core, self._worker, arrival, self.request_type, mark=self._mark, is_trusted=is_trusted)
         return session, attached
 
-    def _on_left(self, session: Session) -> None:
-        """What a front end has running ends."""
+    def on_left(self, session: Session) -> None:
         self._left.append(session)
         self._has_left.set()
 
-    def _end_sessions(self) -> None:
-        """The core has ended, and all sequences with it: hand out what is left, and last words."""
-        for session in self.peers.attached:
+    def _end_all(self) -> None:
+        """Hand out what is left, and final messages: the core has ended, and all sequences with it."""
+        for session in self.attached:
             session.flush()
-        self.peers.end_all(self.core.copy_death() if self.core.death is not None else EngineClosed("it was closed"))
+        self.end_sessions(self.core.copy_death() if self.core.death is not None else EngineClosed("it was closed"))
 
     async def _tidy(self) -> None:
         """Put away what front ends have left: their sequences, and weights that they did not commit."""
@@ -237,7 +197,7 @@ class EngineServer:
     def _flush(self) -> None:
         self._is_marked = False
         record, self._record = self._record, None
-        for session in self.peers.attached:
+        for session in self.attached:
             session.flush(record)
 
     def on_step(self, record: StepRecord) -> None:

@@ -27,10 +27,6 @@ from aioengine.transport.peers import Arrival, PeerSession
 from aioengine.transport.wire_errors import to_fault
 from aioengine.validation import invalid
 
-MAX_UNREAD_MESSAGES = 4096
-MAX_UNREAD_BYTES = 64 * 2**20
-"""A front end that leaves more than either unread is cut off: minutes of steps, or megabytes of log-probabilities."""
-
 BEHIND_MESSAGES = 256
 """With so many unread it hears no more of steps and beats, which are not its own news."""
 
@@ -74,7 +70,7 @@ class Session(PeerSession):
         mark: Callable[[], None],
         is_trusted: bool = True,
     ) -> None:
-        super().__init__(arrival, max_unread_messages=MAX_UNREAD_MESSAGES, max_unread_bytes=MAX_UNREAD_BYTES)
+        super().__init__(arrival)
         self.core = core
         self.mark = mark
         self.followers: dict[int, Follower] = {}
