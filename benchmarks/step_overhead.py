@@ -36,6 +36,7 @@ import numpy as np
 
 from aioengine.core.listener import UNLIMITED
 from aioengine.core.observers import make_record
+from aioengine.frontend.answer_format import PLAIN
 from aioengine.frontend.request_state import Completion
 from aioengine.metrics import EngineMetrics
 from aioengine.models.folder import DEMO_MODEL
@@ -177,7 +178,7 @@ class Workload:
     def intake(self) -> None:
         for request in self._arriving:
             sequence = make_choices(request, eos_token_ids=EOS)
-            sequence.listener = Completion(sequence, self._reader, make_detokenizer(self._table))  # type: ignore[arg-type]
+            sequence.listener = Completion(sequence, self._reader, make_detokenizer(self._table), PLAIN)  # type: ignore[arg-type]
             self.scheduler.add(sequence)
 
     def schedule(self) -> None:

@@ -173,6 +173,31 @@ class ExecutorContract(abc.ABC):
             assert await opened.step(writer, {1: count}) == {}
         assert await opened.step(writer) == {1: expected[0]}
 
+    async def test_a_pooled_row_brings_a_vector_and_no_token_in_whatever_pieces_it_is_computed(
+        self, opened: Opened
+    ) -> None:
+        async def vectors(writer: PlanWriter, pooled: tuple[int, ...]) -> list[np.ndarray]:
+            plan = writer.plan(pooled=pooled)
+            result = await opened.run(plan)
+            assert choices_by_row(plan, result).keys() == writer.rows.keys() - set(pooled)
+            return [result.vectors[plan.rows.tolist().index(row)] for row in pooled]
+
+        writer, prompts = opened.writer(), [self.prompt(opened, 21, salt) for salt in range(3)]
+        for row, prompt in enumerate(prompts):
+            writer.add(row, prompt)
+        expected = await vectors(writer, (0, 1, 2))
+        assert {vector.dtype for vector in expected} == {np.dtype(np.float32)}
+        assert not np.array_equal(expected[0], expected[1])
+        for row in range(3):
+            writer.remove(row)
+        writer.add(2, prompts[2])
+        writer.add(1, prompts[1])
+        writer.add(3, prompts[0])
+        await opened.run(writer.plan({2: 3, 3: 20}))
+        found = await vectors(writer, (3, 2))  # beside one that samples
+        for vector, wanted in zip(found, (expected[0], expected[2]), strict=True):
+            np.testing.assert_allclose(vector, wanted, atol=1e-4)
+
     async def test_a_sequence_does_not_notice_its_company(self, opened: Opened) -> None:
         writer = opened.writer()
         prompts = {row: self.prompt(opened, length, salt=row) for row, length in enumerate([3, 30, 16, 9])}

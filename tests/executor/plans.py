@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from aioengine.core.executor_protocol import Executor, ExecutorInfo
 from aioengine.scheduler.handles import Handles
@@ -154,10 +157,10 @@ class PlanWriter:
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def plan(self, num_tokens: dict[int, int | None] | None = None) -> StepPlan:
+    def plan(self, num_tokens: dict[int, int | None] | None = None, *, pooled: Container[int] = ()) -> StepPlan:
         """The next step: so many tokens for each row, None for all known ones; every row if nothing is given.
 
-        A row whose last known token is computed samples the next one.
+        A row whose last known token is computed samples the next one, or brings a vector if it is in ``pooled``.
         """
         chosen = dict.fromkeys(self.rows) if num_tokens is None else num_tokens
         lines, grown = [], []
@@ -171,8 +174,9 @@ class PlanWriter:
                     block_ids.append(self._take())
                     grown.append((len(block_ids), row, group, block_ids[-1]))
             is_last = state.num_computed == state.num_known
-            lines.append((row, state.epoch, start, count, Purpose.SAMPLE if is_last else Purpose.NOTHING))
-            if is_last:
+            purpose = Purpose.POOL if row in pooled else Purpose.SAMPLE
+            lines.append((row, state.epoch, start, count, purpose if is_last else Purpose.NOTHING))
+            if is_last and row not in pooled:
                 state.token_ids.append(None)
         rows, epochs, starts, counts, purposes = zip(*lines, strict=True) if lines else ((),) * 5
         grown.sort()  # one of each row after the other: their order is that within a row
@@ -217,6 +221,8 @@ def choices_by_row(plan: StepPlan, result: StepResult) -> dict[int, list[int]]:
     assert result.token_ids.dtype == result.offsets.dtype == "int32"
     failed = [failure.index for failure in result.failures]
     assert failed == sorted(set(failed))
+    pooled = np.flatnonzero(plan.purposes == Purpose.POOL).tolist()
+    assert list(result.vectors) == [index for index in pooled if index not in failed]
     tokens = {}
     for index, (row, want) in enumerate(zip(plan.rows.tolist(), plan.purposes.tolist(), strict=True)):
         of_row = result.token_ids[result.offsets[index] : result.offsets[index + 1]].tolist()

@@ -14,10 +14,10 @@ from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.budget import Budget
 from aioengine.scheduler.handles import GrammarHandle
 from aioengine.scheduler.kv_manager import KVManager
-from aioengine.scheduler.plan import Purpose, StepPlan, StepResult, int32
+from aioengine.scheduler.plan import Float32, Purpose, StepPlan, StepResult, int32
 from aioengine.scheduler.policy import Policy
 from aioengine.scheduler.scheduler import Scheduler
-from aioengine.scheduler.sequence import Reason, Request, Sequence, make_choices, resume_choice
+from aioengine.scheduler.sequence import Product, Reason, Request, Sequence, make_choices, resume_choice
 from aioengine.scheduler.steps import StepOutput
 from aioengine.testing.fake_executor import Sampler, sample_hash
 from doubles.fake_executor import FakeExecutor, FakeStep
@@ -76,6 +76,7 @@ class Core:
         self.depth = depth
         self.launched: deque[tuple[StepPlan, FakeStep]] = deque()
         self.outputs: list[StepOutput] = []
+        self.vectors: dict[Sequence, Float32] = {}
         self.sequences: list[Sequence] = []
         self._scheduled: dict[tuple[int, int], int] = {}
         self._num_computed: Counter[Sequence] = Counter()
@@ -93,6 +94,7 @@ class Core:
         tenant: str = "",
         choice: int | None = None,
         num_given: int = 0,
+        product: Product = "tokens",
         **params: Any,
     ) -> Sequence:
         """Add a request; returns its first choice, whose ``children`` are the others.
@@ -111,14 +113,15 @@ class Core:
             priority=priority,
             cache_salt=cache_salt,
             tenant=tenant,
+            product=product,
         )
         sequence = make_choices(request, eos_token_ids=(EOS,))
-        if has_grammar:
+        if has_grammar and product == "tokens":
             handle = GrammarHandle(None)
             self.executor.handles.put_grammar(handle, RunGrammar(EOS))
             for member in (sequence, *sequence.children):
                 member.sampling = msgspec.structs.replace(member.sampling, grammar=handle)
-        if choice is not None:
+        if choice is not None and product == "tokens":
             due, *_ = expected_output((sequence, *sequence.children)[choice], vocab_size=self.executor.info.vocab_size)
             sequence = resume_choice(sequence, choice, due[: min(num_given, len(due) - 1)])
         self.scheduler.add(sequence, reason)
@@ -153,6 +156,7 @@ class Core:
             return None
         output = self.scheduler.apply(plan, result)
         self.outputs.append(output)
+        self.vectors.update(output.vectors)
         check_integrity(self.scheduler)
         return output
 
@@ -218,7 +222,7 @@ class Core:
             has_grammar = occupants[row].sampling.grammar is not None  # whose forced tokens the device knows already
             known = len(held[row][0]) if row not in added and not has_grammar else occupants[row].num_tokens
             num_decodes += row not in added and num_tokens == 1 and end >= known
-            is_behind = (want == Purpose.SAMPLE) == (end == known)
+            is_behind = (want != Purpose.NOTHING) == (end == known)
             assert is_behind or has_grammar, "a row samples when all its known tokens are computed"
             assert end < occupants[row].limit, "the last token is sampled and never computed"
         if num_decodes:
@@ -244,7 +248,7 @@ def expected_output(sequence: Sequence, *, vocab_size: int = VOCAB) -> tuple[lis
     params = sequence.request.params
     output: list[int] = []
     grammar = sequence.sampling.grammar
-    matcher = grammar.matcher() if grammar is not None else None
+    matcher = RunGrammar(EOS).matcher() if grammar is not None else None
     while True:
         token = sample_hash(prompt + output, sequence.sampling, vocab_size=vocab_size)
         if matcher is not None:

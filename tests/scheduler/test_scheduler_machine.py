@@ -13,10 +13,11 @@ from integrity import check_integrity
 from scheduler.harness import EOS, Core, expected_output
 
 from aioengine.scheduler.kv_groups import most_blocks
-from aioengine.scheduler.plan import StepPlan
+from aioengine.scheduler.plan import Float32, StepPlan
 from aioengine.scheduler.policy import ByPriority, Fair, Policy
 from aioengine.scheduler.scheduler import Scheduler
 from aioengine.scheduler.sequence import Reason, Sequence
+from aioengine.testing.fake_executor import hash_vector
 from doubles.fake_executor import FakeExecutor
 
 VOCAB = 12
@@ -45,6 +46,7 @@ requests = st.fixed_dictionaries(
         "has_grammar": st.sampled_from([False, False, True]),
         "choice": st.sampled_from([None, None, None, 0, 1, 6]),
         "num_given": st.integers(0, 20),
+        "product": st.sampled_from(["tokens", "tokens", "tokens", "vector"]),
     }
 ).map(lambda request: {**request, "choice": request["choice"] and request["choice"] % request["n"]})
 
@@ -175,6 +177,7 @@ class CoreMachine(RuleBasedStateMachine):
         if self.core.launched:
             return
         fresh = FakeExecutor(windows=self.core.kv.windows)
+        fresh.handles = self.core.executor.handles
         occupants = [sequence for sequence in self.core.scheduler.table.occupants if sequence is not None]
         fresh.apply(StepPlan(step=0, added=tuple(sequence.introduce() for sequence in occupants)))
         held = self.core.executor.rows()
@@ -207,7 +210,10 @@ class CoreMachine(RuleBasedStateMachine):
         assert scheduler.num_unstarted == 0
         assert self.core.kv.pool.num_free == self.core.kv.pool.num_blocks
         for sequence in self.core.sequences:
-            check_output(sequence)
+            if sequence.request.product == "vector":
+                check_vector(sequence, self.core.vectors.get(sequence))
+            else:
+                check_output(sequence)
 
 
 def copy_of(scheduler: Scheduler) -> Scheduler:
@@ -231,6 +237,16 @@ def check_output(sequence: Sequence) -> None:
     else:
         assert (sequence.output_ids, sequence.finish_reason) == (token_ids, finish_reason)
         assert sequence.stop_reason == stop_reason
+
+
+def check_vector(sequence: Sequence, vector: Float32 | None) -> None:
+    """It brought the vector of its prompt, or none if it was ended from outside."""
+    assert not sequence.output_ids
+    if vector is None:
+        assert sequence.finish_reason in ("abort", "error", "stop")
+    else:
+        assert vector.tolist() == hash_vector(sequence.prompt.tolist()).tolist()
+        assert sequence.finish_reason == "stop"
 
 
 DETERMINISTIC = settings(

@@ -30,7 +30,7 @@ from aioengine.errors import (
     describe,
     traceback_of,
 )
-from aioengine.scheduler.plan import NothingAllowed, PromptLogprobs, StepPlan
+from aioengine.scheduler.plan import Float32, NothingAllowed, PromptLogprobs, StepPlan
 from aioengine.scheduler.sequence import Sequence
 from aioengine.scheduler.steps import StepOutput
 from aioengine.validation import shorten
@@ -62,6 +62,7 @@ class EngineCore(CoreState):
     _unpublished: Iterator[tuple[int, tuple[Sequence, int]]] = iter(())
     """(index, (sequence, token)) of the last step's output: the tokens that were not handed out yet."""
     _unpublished_prompts: Iterator[tuple[Sequence, int, list[SampledLogprobs]]] = iter(())
+    _unpublished_vectors: Iterator[tuple[Sequence, Float32]] = iter(())
     _forced: Mapping[int, list[int]] = {}
     """By index, the tokens that a grammar put behind those in `_unpublished`."""
     _logprobs: OutputLogprobs | None = None
@@ -177,6 +178,7 @@ class EngineCore(CoreState):
             self._end_failed(step.plan, message, output.failed[0][1], output.failed)
         self._logprobs = OutputLogprobs(output) if output.logprobs is not None else None
         self._unpublished_prompts = slice_prompt_logprobs(output.prompt_logprobs)
+        self._unpublished_vectors = iter(output.vectors)
         self._unpublished = enumerate(zip(output.sequences, output.token_ids, strict=True))
         self._forced = output.forced
         if self.scheduler.num_unstarted != num_unstarted:  # children may end with their first token, without a row
@@ -200,6 +202,14 @@ class EngineCore(CoreState):
                 sequence.listener.on_prompt_logprobs(position, prompt_logprobs)
             return True
         weight = 0
+        for sequence, vector in self._unpublished_vectors:
+            weight += 1
+            if (pooling := sequence.listener) is not None:
+                pooling.on_vector(vector)
+                if sequence.listener is pooling:
+                    self._release(sequence).on_end()
+            if weight >= self.publish_slice:
+                return True
         for index, (sequence, token_id) in self._unpublished:
             weight += 1
             listener: Listener | None = sequence.listener

@@ -13,6 +13,7 @@ import msgspec
 from aioengine.core.observers import UserCode
 from aioengine.errors import AioEngineError
 from aioengine.processes.turns import turns_here
+from aioengine.scheduler.plan import Float32
 
 UNLIMITED = sys.maxsize
 """Of tokens that a reader lets be computed."""
@@ -33,7 +34,7 @@ class SampledLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Listener(Protocol):
-    """Follows one sequence. It hears of each token once, in order, and then of the end, or of an error, once.
+    """Follows one sequence. It gets each product once, tokens in order, and then the end, or an error, once.
 
     It is called on the loop, between device steps, and must return soon.
     """
@@ -48,6 +49,9 @@ class Listener(Protocol):
     def on_token(self, token_id: int, logprobs: SampledLogprobs | None) -> None:
         """A token was sampled, or forced by a grammar; with the last one the sequence's ``finish_reason`` is set, and
         so it may be with some before that."""
+
+    def on_vector(self, vector: Float32) -> None:
+        """The sequence's vector, float32 [hidden_size], was computed; its end is next."""
 
     def on_prompt_logprobs(self, position: int, logprobs: list[SampledLogprobs]) -> None:
         """About the prompt's tokens from ``position`` on; after a preemption some may come again, and alike."""

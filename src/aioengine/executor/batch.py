@@ -56,7 +56,8 @@ LOGITS_ROW, END, OUTPUT_POSITION, CHOICE, FLAGS = map(
     int, (SampleRow.LOGITS_ROW, SampleRow.END, SampleRow.OUTPUT_POSITION, SampleRow.CHOICE, SampleRow.FLAGS)
 )
 """Words of a sample, as numbers: a member of an enumeration is looked up by a function of Python's."""
-SAMPLE, FIRST, LOGPROBS = int(Purpose.SAMPLE), int(SampleFlag.FIRST), int(SampleFlag.LOGPROBS)
+SAMPLE, POOL = int(Purpose.SAMPLE), int(Purpose.POOL)
+FIRST, LOGPROBS = int(SampleFlag.FIRST), int(SampleFlag.LOGPROBS)
 
 
 def spans(starts: NDArray[np.integer], counts: NDArray[np.integer]) -> Int64:
@@ -110,15 +111,17 @@ class Step:
         max_context: the longest row's tokens.
         features: of the sampling.
         sampled: int64 [n], which of the plan's rows want a token.
+        pooled: which of them want a vector, ascending.
         row_of_sample: int64 [s], which of the plan's rows each sample is of, ascending.
         wants_logprobs: bool [s].
         is_ruled: bool [s], whether rules may mask all its tokens.
         sizes: of what comes back.
         is_plain: each row one token and one sample, nothing that only the host can do: a graph may run it.
         extra: the words beside the fixed ones; empty in a steady step.
-        tiles, logits_tokens, samples, scored_rows, extra_pairs, prompt: `Span`s of those. ``logits_tokens``: int32 [n],
-            which tokens' logits are wanted, where not all are. ``samples``, ``scored_rows``: where there are too many
-            for the fixed sections.
+        tiles, logits_tokens, pooled_tokens, samples, scored_rows, extra_pairs, prompt: `Span`s of those.
+            ``logits_tokens``: int32 [n], which tokens' logits are wanted, where not all are.
+            ``pooled_tokens``: int32 [p], which tokens' hidden states are wanted.
+            ``samples``, ``scored_rows``: where there are too many for the fixed sections.
             ``extra_pairs``: samples, their rows of logits, and token ids, of tokens that are reported always.
             ``prompt``: indices of tokens, then the token ids behind them.
         prompt_tokens: int32 [m] each, of the prompt tokens whose log-probabilities are asked for: which of the plan's
@@ -146,6 +149,8 @@ class Step:
     deltas: Deltas = field(default_factory=Deltas)
     tiles: Span | None = None
     logits_tokens: Span | None = None
+    pooled: tuple[int, ...] = ()
+    pooled_tokens: Span | None = None
     samples: Span | None = None
     scored_rows: Span | None = None
     extra_pairs: Span | None = None
@@ -166,13 +171,24 @@ class Batch:
         max_tokens: that the history of a row holds.
         tile: the most query tokens of an attention tile.
         num_groups: of layers, each with block tables of its own: group · max_num_seqs + row is the number of one.
+        hidden_size: numbers of a vector.
     """
 
-    def __init__(self, *, max_num_seqs: int, vocab_size: int, max_tokens: int, tile: int, num_groups: int = 1) -> None:
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        vocab_size: int,
+        max_tokens: int,
+        tile: int,
+        num_groups: int = 1,
+        hidden_size: int = 0,
+    ) -> None:
         self._max_num_seqs = max_num_seqs
         self._num_tables = num_groups * max_num_seqs
         self._max_tokens = max_tokens
         self._vocab_size = vocab_size
+        self._hidden_size = hidden_size
         self.tile = tile
         self.handles = Handles()
         self.rules = RuleTable(vocab_size)
@@ -429,7 +445,9 @@ class Batch:
         return found
 
     def _ask_for_more(self, step: Step, rows: Int32, logits_row_of_sample: Int64) -> None:
-        """What few steps bring: prompt tokens to be scored, tokens that are reported always, logits processors."""
+        """Write what few steps need: vectors, scored prompt tokens, tokens that are reported always, processors."""
+        if np.count_nonzero(step.plan.purposes) > len(step.sampled):
+            self._pool(step)
         if self._known:
             self._score_prompts(step)
         if self._logprob_token_ids and step.features.num_top >= 0:
@@ -456,6 +474,15 @@ class Batch:
                 (sample, self._known[int(rows[logits_row])])
                 for sample, logits_row in zip(first_samples.tolist(), step.processed, strict=True)
             ]
+
+    def _pool(self, step: Step) -> None:
+        """Ask for the hidden states of the rows that are to bring a vector."""
+        pooled = np.flatnonzero(step.plan.purposes == POOL)
+        tokens = np.cumsum(step.plan.num_tokens)[pooled] - 1
+        step.pooled = tuple(pooled.tolist())
+        step.pooled_tokens = step.extra.add(tokens.astype(np.int32))
+        step.sizes = step.sizes._replace(num_vectors=len(tokens), vector_size=self._hidden_size)
+        step.is_plain = False
 
     def _num_samples(self, rows: Int32, positions: Int32) -> Int32 | None:
         """How many tokens each row brings at these output positions; None where it is one.

@@ -176,9 +176,16 @@ def make_result(
         prompt_logprobs=_prompt_logprobs(step, out),
         failures=failures,
         forced=forced,
+        vectors=_vectors(step, out) if step.pooled else {},
         device_time_s=seconds,
         ended_at_s=ended_at_s,
     )
+
+
+def _vectors(step: Step, out: DeviceOutputs[NDArray[Any]]) -> dict[int, NDArray[np.float32]]:
+    """By index among the plan's rows; a row that could not be described has none."""
+    pooled = zip(step.pooled, out.vectors, strict=True)
+    return {index: vector for index, vector in pooled if index not in step.failures}
 
 
 def _failures(

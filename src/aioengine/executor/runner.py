@@ -95,6 +95,7 @@ class Runner:
             max_tokens=c.max_model_len + 1,
             tile=self._tile(),
             num_groups=num_groups,
+            hidden_size=c.hidden_size,
         )
         self.handles = self._batch.handles
         self._vocab_size = c.vocab_size
@@ -400,7 +401,7 @@ class Runner:
             return self._out
         # Memory of its own: the last graph's words may be on their way to the host still.
         out = torch.empty(max(step.sizes.num_words, 1), dtype=torch.int32, device=self._accelerator.device)
-        self._accelerator.enqueue(self._compute_logits, step)
+        self._accelerator.enqueue(self._compute_logits, step, out)
         rows: list[ProcessedRow] = []
         self._mask(step, staging)
         if step.processed:  # functions of the host's, which must see the tokens so far
@@ -498,7 +499,8 @@ class Runner:
         assert decoder is not None
         return lambda tokens: decoder.logits(hidden.index_select(0, tokens), ChosenTokens(context, tokens))
 
-    def _compute_logits(self, step: Step) -> None:
+    def _compute_logits(self, step: Step, out: Tensor) -> None:
+        """Compute the logits of the samples, and write the vectors."""
         assert self._decoder is not None
         self._logits_of_tokens = self._logits = None
         if not step.num_tokens:
@@ -507,6 +509,9 @@ class Runner:
         tiles = step.tiles.of(self._extra).view(-1, 4) if step.tiles is not None else None
         found = self._forward(len(step.plan.rows), step.num_tokens, step.num_decodes, tiles, step.max_context)
         self._logits_of_tokens = self._logits_of(*found)
+        if step.pooled_tokens is not None:
+            vectors = found[0].index_select(0, step.pooled_tokens.of(self._extra))
+            DeviceOutputs(out, step.sizes).vectors.copy_(vectors)
         if len(step.sampled):
             if step.logits_tokens is None:
                 self._logits = self._decoder.logits(*found)

@@ -19,6 +19,7 @@ from aioengine.frontend.answer_format import PLAIN, AnswerPlan
 from aioengine.metrics import RequestMetrics
 from aioengine.outputs import CompletionDelta, CompletionOutput, FinishReason, Logprob, RequestOutput, TokenLogprobs
 from aioengine.sampling_params import SamplingParams
+from aioengine.scheduler.plan import Float32
 from aioengine.scheduler.sequence import Sequence
 from aioengine.text.detokenizer import Detokenizer, make_detokenizer
 from aioengine.text.token_table import TokenTable
@@ -47,6 +48,7 @@ class Completion:
         self.logprobs: list[TokenLogprobs] | None = [] if sequence.sampling.logprobs >= 0 else None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
+        self.vector: Float32 | None = None
         self.error: AioEngineError | None = None
         self.is_ended = False
         self.is_listed = False
@@ -107,6 +109,9 @@ class Completion:
                 return
         if len(token_ids) >= self._tell_at:
             self._tell()
+
+    def on_vector(self, vector: Float32) -> None:
+        self.vector = vector
 
     def _is_stop_token(self) -> bool:
         """Whether the newest token is the stop token that ended the sequence; other tokens may have come with it."""

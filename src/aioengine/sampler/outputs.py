@@ -39,6 +39,7 @@ class OutputSizes(NamedTuple):
         num_top: likeliest tokens beside each; -1: no log-probabilities.
         num_extra: tokens that are reported always.
         num_prompt, num_prompt_top: prompt tokens that are scored, and likeliest ones beside each.
+        num_vectors, vector_size: hidden states, and the numbers of each.
     """
 
     num_samples: int
@@ -46,6 +47,8 @@ class OutputSizes(NamedTuple):
     num_extra: int = 0
     num_prompt: int = 0
     num_prompt_top: int = 0
+    num_vectors: int = 0
+    vector_size: int = 0
 
     @property
     def scored(self) -> tuple[tuple[int, int], ...]:
@@ -91,6 +94,13 @@ class DeviceOutputs(Generic[Words]):
         """Of the prompt tokens."""
         return self._scored(2)
 
+    @property
+    def vectors(self) -> Words:
+        """float32 [num_vectors, vector_size]."""
+        first, end = _layout(self._sizes)[-2]
+        floats: Words = _floats(self._words[first:end]).reshape(self._sizes.num_vectors, self._sizes.vector_size)
+        return floats
+
     def _scored(self, nth: int) -> Scored[Words]:
         m, k = self._sizes.scored[nth]
         spans = _layout(self._sizes)[2 + 5 * nth : 7 + 5 * nth]
@@ -106,8 +116,9 @@ class DeviceOutputs(Generic[Words]):
 
 @lru_cache(maxsize=32)
 def _layout(sizes: OutputSizes) -> list[tuple[int, int]]:
-    """First word and end of each section: the samples' two, then five of each `Scored`; last, the end of all."""
+    """First word and end of each section: two of samples, five of each `Scored`, the vectors; last, the end of all."""
     lengths = [sizes.num_samples] * 2 + [words for m, k in sizes.scored for words in (m, m, m, m * k, m * k)]
+    lengths.append(sizes.num_vectors * sizes.vector_size)
     firsts = [0, *accumulate(map(aligned, lengths))]
     return [(first, first + length) for first, length in zip(firsts, [*lengths, 0], strict=True)]
 

@@ -254,9 +254,11 @@ class RowFailure(msgspec.Struct, frozen=True, gc=False):
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """The results of a step, flat: ``token_ids[offsets[i]:offsets[i + 1]]`` belong to ``plan.rows[i]``.
+    """The products of a step's rows: tokens and vectors.
 
-    A row may have none (`Purpose.NOTHING`, or it failed), one, or several tokens (``num_choices``).
+    Tokens are flat: ``token_ids[offsets[i]:offsets[i + 1]]`` belong to ``plan.rows[i]``.
+
+    A row has no token (another purpose, or it failed), one, or several (``num_choices``).
 
     Attributes:
         offsets: int32 [b + 1].
@@ -265,6 +267,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         failures: of single rows, ascending.
         forced: by the index of a token in ``token_ids``, the tokens that the row's grammar forces after it. They are
             in the row's history from the next plan on, without KV. Steps in flight sample the first of them.
+        vectors: by index in ``plan.rows``, float32 [hidden_size] of each row whose purpose is `Purpose.POOL` and which
+            did not fail: the hidden state of its last token after the final norm.
         device_time_s: how long the step held the device.
         ended_at_s: when it ended, by ``time.monotonic`` or the clock of a virtual loop; 0.0 if unknown.
     """
@@ -276,5 +280,6 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     prompt_logprobs: PromptLogprobs | None = None
     failures: tuple[RowFailure, ...] = ()
     forced: Mapping[int, Sequence[int]] = {}
+    vectors: Mapping[int, Float32] = {}
     device_time_s: float = 0.0
     ended_at_s: float = 0.0

@@ -7,7 +7,7 @@ from itertools import compress, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from aioengine.scheduler.plan import EMPTY, Int32, int32
+from aioengine.scheduler.plan import EMPTY, Int8, Int32, int32
 from aioengine.scheduler.sequence import Sequence, by_precedence
 
 Float64 = NDArray[np.float64]
@@ -30,6 +30,7 @@ class RowTable:
         next_passed: computed tokens at which the window of a group passes its next block.
         stop_search_start: computed tokens from which on each sampled token may end it: ``last``, or 0 if it has stop
             tokens.
+        purpose: a `Purpose`, of the step that computes the last known token.
         token_at: when its newest token was applied, in seconds; NaN before the first.
     """
 
@@ -46,6 +47,7 @@ class RowTable:
         self.epoch, self.computed, self.scheduled, self.expected = columns[:4]
         self.last, self.next_block_boundary, self.next_passed, self.stop_search_start = columns[4:]
         self.capacity: list[Int32] = list(np.zeros((num_groups, max_num_seqs), np.int32))
+        self.purpose: Int8 = np.zeros(max_num_seqs, np.int8)
         self.token_at = np.full(max_num_seqs, np.nan)
 
     @property
@@ -67,6 +69,7 @@ class RowTable:
         self.computed[row] = self.scheduled[row] = sequence.num_computed_tokens
         self.expected[row] = sequence.num_tokens
         self.last[row] = sequence.limit - 1
+        self.purpose[row] = sequence.purpose
         self.stop_search_start[row] = 0 if sequence.stop_token_ids else sequence.limit - 1
         for group, block_ids in enumerate(sequence.block_ids):
             self.capacity[group][row] = len(block_ids) * size

@@ -207,6 +207,9 @@ class Scheduler:
         is_alive = self.table.epoch[rows] == plan.epochs
         failed = self._end_failed(result, sequences, is_alive) if result.failures else []
         prompt_logprobs = split_prompt_logprobs(result.prompt_logprobs, sequences, is_alive)
+        vectors = []
+        if result.vectors:
+            vectors = [(sequences[index], vector) for index, vector in result.vectors.items() if is_alive[index]]
         if np.count_nonzero(is_alive) < len(rows):
             # Ended or preempted while the step ran: their results are dropped.
             rows, ends, indices, counts = rows[is_alive], ends[is_alive], indices[is_alive], counts[is_alive]
@@ -215,6 +218,9 @@ class Scheduler:
         self._mark_ready(rows, ends, sequences)
         if self.kv.has_windows:
             self._give_up_passed(rows, ends, sequences)
+        for sequence, _ in vectors:
+            self.preemption.free_row(sequence)
+            self._end(sequence, "stop", None)
         has_token = counts > 0
         if plan.step < self._known_until:
             num_known = np.fromiter((sequence.num_tokens for sequence in sequences), np.int32, len(sequences))
@@ -249,6 +255,7 @@ class Scheduler:
             prompt_logprobs=prompt_logprobs,
             failed=failed,
             forced=forced,
+            vectors=vectors,
         )
 
     def fail(self, plan: StepPlan) -> list[Sequence]:

@@ -11,7 +11,7 @@ import functools
 import math
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from aioengine.outputs import FinishReason
 from aioengine.sampling_params import MAX_SEED, MIN_SEED, SamplingParams
 from aioengine.scheduler.handles import GrammarHandle, ProcessorHandle
-from aioengine.scheduler.plan import Int32, RowAdded, RowSampling, int32
+from aioengine.scheduler.plan import Int32, Purpose, RowAdded, RowSampling, int32
 from aioengine.scheduler.prefix_cache import PrefixKey
 from aioengine.structured.grammar import Thinking
 
@@ -33,6 +33,9 @@ MAX_ID_CHARS = 1024
 MAX_TRACEPARENT_CHARS = 64
 MAX_TRACESTATE_CHARS = 32 * (256 + 1 + 256 + 1)
 """W3C's Trace Context has 32 entries, of a key and a value of 256 characters each."""
+
+
+Product = Literal["tokens", "vector"]
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
@@ -54,6 +57,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
         traceparent, tracestate: of the caller's span, for the engine's own; empty without one.
         session: requests of one session go to one replica; a single engine ignores it.
         thinking: the reasoning that comes before what ``params.structured`` asks for; None: there is none.
+        product: "vector": the last hidden state of the prompt's last token, float32 [hidden_size], and no tokens. It is
+            of one choice; ``params`` and ``max_total_tokens`` have no effect then.
     """
 
     request_id: Annotated[str, Meta(max_length=MAX_ID_CHARS)]
@@ -69,6 +74,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
     traceparent: Annotated[str, Meta(max_length=MAX_TRACEPARENT_CHARS)] = ""
     tracestate: Annotated[str, Meta(max_length=MAX_TRACESTATE_CHARS)] = ""
     session: Annotated[str, Meta(max_length=MAX_SESSION_CHARS)] = ""
+    product: Product = "tokens"
 
     @property
     def prefix_key(self) -> PrefixKey:
@@ -78,7 +84,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
     @property
     def has_grammar(self) -> bool:
         """Whether a grammar is to be compiled before it can run."""
-        return self.params.structured is not None or (self.thinking is not None and self.thinking.max_tokens >= 0)
+        has_one = self.params.structured is not None or (self.thinking is not None and self.thinking.max_tokens >= 0)
+        return has_one and self.product == "tokens"
 
 
 def common_fields(source: msgspec.Struct, kind: type[msgspec.Struct]) -> dict[str, Any]:
@@ -170,6 +177,8 @@ class Sequence:
     def __post_init__(self) -> None:
         self.prompt = self.request.prompt_token_ids
         self.limit = self.request.max_total_tokens
+        if self.purpose == Purpose.POOL:
+            self.limit = len(self.prompt) + 1  # the prompt's last token is computed
         self.stop_token_ids = frozenset(self.request.params.stop_token_ids)
 
     def __repr__(self) -> str:
@@ -178,6 +187,11 @@ class Sequence:
             f"tokens={len(self.prompt)}+{len(self.output_ids)}/{self.limit} blocks={self.num_blocks} "
             f"reasons={self.reasons!r} finish_reason={self.finish_reason}>"
         )
+
+    @property
+    def purpose(self) -> Purpose:
+        """What the last known token is computed for."""
+        return Purpose.POOL if self.request.product == "vector" else Purpose.SAMPLE
 
     @property
     def has_ended(self) -> bool:
@@ -292,6 +306,8 @@ def _row_sampling(
     request: Request, eos_token_ids: tuple[int, ...], processors: tuple[ProcessorHandle, ...]
 ) -> RowSampling:
     """How a row is sampled: fields of the parameters by the same names, and what is made of others."""
+    if request.product == "vector":
+        return RowSampling()
     params = request.params
     stop_ids = (*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids)
     has_logprobs = params.logprobs is not None or params.logprob_token_ids is not None

@@ -9,7 +9,16 @@ import msgspec
 import numpy as np
 
 from aioengine.scheduler.budget import Work
-from aioengine.scheduler.plan import EMPTY, Int8, Int32, PromptLogprobs, StepLogprobs, StepPlan, int32
+from aioengine.scheduler.plan import (
+    EMPTY,
+    Float32,
+    Int8,
+    Int32,
+    PromptLogprobs,
+    StepLogprobs,
+    StepPlan,
+    int32,
+)
 from aioengine.scheduler.row_table import Bool, Float64, Rows, RowTable
 from aioengine.scheduler.sequence import Sequence
 
@@ -55,6 +64,9 @@ class StepsInFlight:
         rows, table = work.rows, self._table
         expected = table.expected[rows]
         samples = work.ends == expected
+        purposes = table.purpose[rows]
+        if np.count_nonzero(samples) < len(rows):
+            purposes *= samples
         table.scheduled[rows] = work.ends
         table.expected[rows] = expected + samples
         plan = StepPlan(
@@ -70,7 +82,7 @@ class StepsInFlight:
             epochs=_frozen(table.epoch[rows]),
             starts=_frozen(work.starts),
             num_tokens=_frozen(work.num_tokens),
-            purposes=_frozen(samples.view(np.int8)),  # True is Purpose.SAMPLE
+            purposes=_frozen(purposes),
         )
         self.num_planned += 1
         running_rows = table.running_rows
@@ -99,6 +111,7 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
         prompt_logprobs: about the prompts of these sequences, which have not ended.
         failed: sequences that ended because their own row failed, and why.
         forced: by index, the tokens that follow ``token_ids[index]`` by a grammar, applied as well.
+        vectors: of sequences that ended with them.
     """
 
     sequences: list[Sequence]
@@ -110,6 +123,7 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: list[tuple[Sequence, PromptLogprobs]]
     failed: list[tuple[Sequence, Exception]]
     forced: dict[int, list[int]] = {}
+    vectors: list[tuple[Sequence, Float32]] = []
 
 
 def split_prompt_logprobs(

@@ -54,6 +54,12 @@ def sample_hash(token_ids: list[int], sampling: RowSampling, *, vocab_size: int)
     return zlib.crc32(seeded.tobytes(), of_choice) % vocab_size
 
 
+def hash_vector(token_ids: list[int]) -> Float32:
+    """A vector, float32 [4], that depends on every token and on nothing else."""
+    hashes = [sample_hash(token_ids, RowSampling(seed=seed), vocab_size=2**16) for seed in range(4)]
+    return np.array(hashes, np.float32) / np.float32(2**16)
+
+
 MEANINGLESS = 0
 """The token of a row whose sampling failed."""
 
@@ -69,14 +75,18 @@ class Row(NamedTuple):
 
 
 class RowWork(NamedTuple):
-    """One row's work in step number ``step``: its tokens from ``start`` up to ``end``."""
+    """One row's work in step number ``step``: its tokens from ``start`` up to ``end``, for a `Purpose`."""
 
     step: int
     number: int
     row: Row
     start: int
     end: int
-    samples: bool
+    purpose: int
+
+    @property
+    def samples(self) -> bool:
+        return self.purpose == Purpose.SAMPLE
 
 
 class FakeLaunch:
@@ -325,6 +335,7 @@ class FakeExecutor:
         forced = {first: self._forced(work, tokens) for first, work, tokens in of_works}
         self.stats.num_computed_tokens += int(plan.num_tokens.sum())
         self.stats.num_sampled_tokens += sum(map(len, sampled))
+        pooled = [i for i, work in enumerate(works) if work.purpose == Purpose.POOL and results[i][1] is None]
         lines = [(work.row.added.sampling, token) for work, of in zip(works, sampled, strict=True) for token in of]
         return StepResult(
             step=plan.step,
@@ -334,8 +345,12 @@ class FakeExecutor:
             prompt_logprobs=self._prompt_logprobs(works),
             failures=tuple(RowFailure(i, error) for i, (_, error) in enumerate(results) if error is not None),
             forced={first: token_ids for first, token_ids in forced.items() if token_ids},
+            vectors={i: self._vector(works[i]) for i in pooled},
             device_time_s=self.step_time_s,
         )
+
+    def _vector(self, work: RowWork) -> Float32:
+        return hash_vector(self._read(work))
 
     def _forced(self, work: RowWork, sampled: list[int]) -> list[int]:
         """The tokens that the row's grammar forces after the row's own token."""
@@ -350,8 +365,8 @@ class FakeExecutor:
     def _works(self, plan: StepPlan) -> list[RowWork]:
         columns = (plan.rows, plan.starts, plan.num_tokens, plan.purposes)
         return [
-            RowWork(plan.step, number, self._rows[number], start, start + num_tokens, want == Purpose.SAMPLE)
-            for number, start, num_tokens, want in zip(*(column.tolist() for column in columns), strict=True)
+            RowWork(plan.step, number, self._rows[number], start, start + num_tokens, purpose)
+            for number, start, num_tokens, purpose in zip(*(column.tolist() for column in columns), strict=True)
         ]
 
     def _read(self, work: RowWork) -> list[int]:

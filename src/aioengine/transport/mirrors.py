@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 import msgspec
+import numpy as np
 
 from aioengine.core.engine_core import PUBLISH_SLICE
 from aioengine.core.listener import Endings, Listener, SampledLogprobs
@@ -18,7 +19,7 @@ from aioengine.transport import wire
 from aioengine.transport.link import death_of
 from aioengine.transport.wire_errors import to_error
 
-News = TypeVar("News", wire.Started, wire.First, wire.PromptLogprobsMessage, wire.Ended, wire.Failed)
+News = TypeVar("News", wire.Started, wire.First, wire.PromptLogprobsMessage, wire.Vector, wire.Ended, wire.Failed)
 
 
 class Mirrors:
@@ -105,6 +106,8 @@ class Mirrors:
         # Before its tokens: a sequence with a token is not asked again for these, should the engine die in between.
         for of_prompt, sequence in self._with_sequences(body.prompts):
             sequence.listener.on_prompt_logprobs(of_prompt.position, [of_prompt.logprobs])
+        for vector, sequence in self._with_sequences(body.vectors):
+            sequence.listener.on_vector(np.frombuffer(vector.values, wire.FLOAT32))
         logprobs = dict(body.logprobs)
         last_of = {ended.number: ended for ended in body.ended}
         for begin in range(0, len(body.numbers), PUBLISH_SLICE):

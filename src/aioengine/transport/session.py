@@ -19,7 +19,7 @@ from aioengine.errors import AioEngineError, EngineOverloaded, InvalidRequest, P
 from aioengine.metrics import StepRecord
 from aioengine.processes.worker_threads import TextWorker
 from aioengine.sampling_params import MAX_BAD_WORDS, MAX_BAD_WORDS_CHARS
-from aioengine.scheduler.plan import Int32
+from aioengine.scheduler.plan import Float32, Int32
 from aioengine.scheduler.sequence import Request, Sequence
 from aioengine.structured.constraints import unforced
 from aioengine.transport import wire
@@ -32,6 +32,9 @@ BEHIND_MESSAGES = 256
 
 LOGPROBS_A_MESSAGE = 8192
 """Its receiver takes in so many in some milliseconds, without a turn for its loop."""
+
+FLOATS_OF_VECTOR = 2
+"""Numbers of a vector that are as much of a message as a log-probability: a message has 64 KiB of vectors, or one."""
 
 MAX_FAILED = 256
 """Failures in one message; each may have a long text."""
@@ -170,7 +173,8 @@ class Session(PeerSession):
     def _check_output(self, body: wire.AddRequest, request: Request) -> None:
         """Raise an error if the tokens that another engine has sampled are not those of one choice."""
         output, num_choices, vocab_size = body.output_ids, request.params.num_sequences, self.core.info.vocab_size
-        if not -1 <= body.choice < num_choices or (len(output) and body.choice < 0):
+        is_one = body.choice >= 0 and request.product == "tokens"
+        if not -1 <= body.choice < num_choices or (len(output) and not is_one):
             raise InvalidRequest(f"choice={body.choice}: output is of one choice, from 0 to {num_choices - 1}")
         if len(request.prompt_token_ids) + len(output) > request.max_total_tokens:
             raise InvalidRequest(
@@ -199,9 +203,9 @@ class Session(PeerSession):
         self.numbers, self.token_ids = self.news.numbers, self.news.token_ids
         self._num_logprobs = 0
 
-    def make_room(self, entry: SampledLogprobs) -> None:
-        """Send what has come together if this entry would make it too much for one message."""
-        self._num_logprobs += 1 + len(entry.others)
+    def make_room(self, num_logprobs: int) -> None:
+        """Send what has come together if so many log-probabilities more would be too much for one message."""
+        self._num_logprobs += num_logprobs
         if self._num_logprobs > LOGPROBS_A_MESSAGE:
             self.flush()
 
@@ -259,7 +263,7 @@ class Follower:
     def on_token(self, token_id: int, logprobs: SampledLogprobs | None) -> None:
         session = self._session
         if logprobs is not None:
-            session.make_room(logprobs)
+            session.make_room(1 + len(logprobs.others))
             session.news.logprobs.append((len(session.numbers), logprobs))
         session.numbers.append(self.number)
         session.token_ids.append(token_id)
@@ -270,9 +274,13 @@ class Follower:
         if self._num_tokens >= self.num_allowed:
             session.core.block(self.sequence)
 
+    def on_vector(self, vector: Float32) -> None:
+        self._session.make_room(len(vector) // FLOATS_OF_VECTOR)
+        self._session.news.vectors.append(wire.Vector(self.number, vector.tobytes()))
+
     def on_prompt_logprobs(self, position: int, logprobs: list[SampledLogprobs]) -> None:
         for offset, entry in enumerate(logprobs):
-            self._session.make_room(entry)
+            self._session.make_room(1 + len(entry.others))
             self._session.news.prompts.append(wire.PromptLogprobsMessage(self.number, position + offset, entry))
 
     def on_end(self) -> None:
@@ -316,6 +324,8 @@ def check_request(request: Request, info: ExecutorInfo) -> None:
     if not len(prompt) < request.max_total_tokens <= info.max_model_len:
         told = f"more than the prompt's {len(prompt)} and at most {info.max_model_len} are needed"
         raise invalid("max_tokens", f"max_total_tokens={request.max_total_tokens}: {told}")
+    if request.product == "vector" and request.params.num_sequences > 1:
+        raise invalid("n", "a vector is of one choice")
     num_bad = sum(map(len, request.bad_words))
     if len(request.bad_words) > MAX_BAD_SEQUENCES or num_bad > MAX_BAD_TOKENS:
         raise invalid("bad_words", "bad_words holds more than any text makes")

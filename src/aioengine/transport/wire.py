@@ -40,7 +40,7 @@ MAX_FINISHED = 65_536
 MAX_BYTES = 16 * 2**20
 """Of a message. The largest is a request with every list at its limit, or a result of `collective_rpc`."""
 
-INT32, FLOAT64 = np.dtype("<i4"), np.dtype("<f8")
+INT32, FLOAT32, FLOAT64 = np.dtype("<i4"), np.dtype("<f4"), np.dtype("<f8")
 
 Number = Annotated[int, Meta(ge=0, lt=2**31)]
 
@@ -192,8 +192,26 @@ class PromptLogprobsMessage(msgspec.Struct, frozen=True, array_like=True, gc=Fal
     logprobs: SampledLogprobs
 
 
+class Vector(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The vector of a sequence, which ends with it.
+
+    Raises:
+        WireError: ``values`` are no float32.
+    """
+
+    number: int
+    values: bytes
+    """float32 [hidden_size], little-endian."""
+
+    def __post_init__(self) -> None:
+        if len(self.values) % FLOAT32.itemsize:
+            raise WireError(f"a vector of {len(self.values)} bytes, which are no float32")
+
+
 class StepOutputsMessage(WireMessage, frozen=True, tag=3):
-    """What a step brought a front end. In this order: started, first, prompts, tokens, ended and failed, record.
+    """The products of a step for a front end.
+
+    In this order: started, first, prompts, vectors, tokens, ended and failed, record.
 
     Raises:
         WireError: there are more or fewer sequences than tokens.
@@ -210,6 +228,7 @@ class StepOutputsMessage(WireMessage, frozen=True, tag=3):
     record: StepRecord | None = None
     logprobs: list[tuple[int, SampledLogprobs]] = []
     """(index of the token in this message, its log-probabilities), rising."""
+    vectors: list[Vector] = []
 
     def __post_init__(self) -> None:
         if len(self.numbers) != len(self.token_ids):
