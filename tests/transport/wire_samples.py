@@ -169,7 +169,7 @@ FROM_ENGINE: tuple[Sample, ...] = (
     Sample("outputs_one", wire.StepOutputsMessage(numbers=[9], token_ids=[900])),
     Sample("outputs_many", wire.StepOutputsMessage(numbers=[*range(300)], token_ids=[*range(300, 600)])),
     Sample("outputs", wire.StepOutputsMessage(**_NEWS)),
-    Sample("outputs_vectors", wire.StepOutputsMessage(vectors=[wire.Vector(number=1, values=b"\0\0\x80?" * 3)])),
+    Sample("outputs_vectors", wire.StepOutputsMessage(vectors=[wire.VectorMessage(number=1, values=b"\0\0\x80?" * 3)])),
     Sample("returned", wire.Returned(call_id=1, result={"files": ["a", "b"], "done": True})),
     Sample("returned_fault", wire.Returned(call_id=2, fault=FAULT)),
     Sample("beating", wire.Beating(beat=BEAT)),

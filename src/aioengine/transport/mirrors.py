@@ -19,7 +19,9 @@ from aioengine.transport import wire
 from aioengine.transport.link import death_of
 from aioengine.transport.wire_errors import to_error
 
-News = TypeVar("News", wire.Started, wire.First, wire.PromptLogprobsMessage, wire.Vector, wire.Ended, wire.Failed)
+News = TypeVar(
+    "News", wire.Started, wire.First, wire.PromptLogprobsMessage, wire.VectorMessage, wire.Ended, wire.Failed
+)
 
 
 class Mirrors:

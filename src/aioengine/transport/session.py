@@ -276,7 +276,7 @@ class Follower:
 
     def on_vector(self, vector: Float32) -> None:
         self._session.make_room(len(vector) // FLOATS_OF_VECTOR)
-        self._session.news.vectors.append(wire.Vector(self.number, vector.tobytes()))
+        self._session.news.vectors.append(wire.VectorMessage(self.number, vector.tobytes()))
 
     def on_prompt_logprobs(self, position: int, logprobs: list[SampledLogprobs]) -> None:
         for offset, entry in enumerate(logprobs):

@@ -192,7 +192,7 @@ class PromptLogprobsMessage(msgspec.Struct, frozen=True, array_like=True, gc=Fal
     logprobs: SampledLogprobs
 
 
-class Vector(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class VectorMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The vector of a sequence, which ends with it.
 
     Raises:
@@ -228,7 +228,7 @@ class StepOutputsMessage(WireMessage, frozen=True, tag=3):
     record: StepRecord | None = None
     logprobs: list[tuple[int, SampledLogprobs]] = []
     """(index of the token in this message, its log-probabilities), rising."""
-    vectors: list[Vector] = []
+    vectors: list[VectorMessage] = []
 
     def __post_init__(self) -> None:
         if len(self.numbers) != len(self.token_ids):
