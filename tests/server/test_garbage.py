@@ -170,14 +170,6 @@ async def test_a_chat_over_http_leaves_none(http: httpx.AsyncClient, fields: dic
     assert await garbage_of(request) == {}
 
 
-async def test_a_response_in_the_background_that_is_refused_leaves_none(http: httpx.AsyncClient) -> None:
-    async def request() -> None:
-        answer = await http.post("/v1/responses", json={"input": "hi " * 20_000, "background": True})
-        assert answer.status_code == 400
-
-    assert await garbage_of(request) == {}
-
-
 async def test_a_path_that_is_not_there_leaves_none(http: httpx.AsyncClient) -> None:
     assert await garbage_of(lambda: http.get("/v1/nothing")) == {}
 

@@ -1,58 +1,48 @@
-"""Responses of ``/v1/responses`` that run, run in the background, or are stored, over OpenAI's own client."""
+"""Responses of ``/v1/responses`` that end early, or are stored, over OpenAI's own client."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import anyio
 import openai
 import pytest
 from openai import AsyncOpenAI
-from openai.types.responses import Response
 from server.conftest import Adapter, both_adapters
-from server.scripted import EVENT, LOOKS_UP, TOOL, named, scripted, sse_events
+from server.scripted import LOOKS_UP, TOOL, named, scripted
 from waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-ADDED = "response.output_item.added"
-
-
-# Responses that run
-
 
 @both_adapters
-async def test_a_running_response_can_be_looked_at_and_cancelled(folder: Path, adapter: Adapter) -> None:
-    async with scripted(folder, "A long story of a fox", adapter=adapter, is_manual=True) as served:
+async def test_an_aborted_response_is_stored_as_a_cancelled_one(folder: Path, adapter: Adapter) -> None:
+    async with scripted(folder, "A long story", adapter=adapter, is_manual=True) as served:
+        asked: Any = {"model": "demo", "input": "Hi", "stream": True, "extra_headers": {"x-request-id": "a-story"}}
+        events: list[Any] = []
+        async with await served.openai.responses.create(**asked) as stream:
+            async for event in stream:
+                events.append(event)
+                if event.type == "response.in_progress":
+                    await until(lambda: served.executor.unfinished)
+                    assert (await served.http.post("/abort", json={"request_id": "a-story"})).status_code == 200
+        assert (events[-1].type, events[-1].response.status) == ("response.incomplete", "cancelled")
+        assert await served.openai.responses.retrieve(events[0].response.id) == events[-1].response
+        for step in served.executor.unfinished:
+            step.complete()
+
+
+async def test_responses_in_the_background_are_refused_with_what_to_do_instead(folder: Path) -> None:
+    async with scripted(folder, "Yes.") as served:
         responses = served.openai.responses
-        async with await responses.create(model="demo", input="Hi", stream=True) as stream:
-            events = [await anext(stream)]
-            response_id = events[0].response.id  # type: ignore[union-attr]
-            await until(lambda: served.executor.unfinished)
-            while events[-1].type != "response.output_text.delta":
-                events.append(await anext(stream))
-                if events[-1].type == "response.in_progress":
-                    served.executor.complete()
-            looked_at = await responses.retrieve(response_id)
-            assert (looked_at.status, looked_at.output_text) == ("in_progress", "A")
-            with pytest.raises(openai.BadRequestError, match="wait for its end"):
-                await responses.create(model="demo", input="And?", previous_response_id=response_id)
-            with pytest.raises(openai.BadRequestError, match="cancel it first"):
-                await responses.delete(response_id)
-            cancelled = await responses.cancel(response_id)
-            assert (cancelled.status, cancelled.output_text, cancelled.error) == ("cancelled", "A", None)
-            *_, last = [event async for event in stream]
-        assert last.type == "response.incomplete"
-        assert last.response.status == "cancelled"
-        assert (await responses.cancel(response_id)).status == "cancelled"
-        assert (await responses.retrieve(response_id)).output_text == "A"
-        served.executor.is_manual = False
-        while served.executor.unfinished:
-            served.executor.complete()
-            await anyio.lowlevel.checkpoint()
-        assert served.engine.stats().running == 0
+        with pytest.raises(openai.BadRequestError, match="stream the response, or keep the connection open"):
+            await responses.create(model="demo", input="Hi", background=True)
+        answer = await responses.create(model="demo", input="Hi", background=False)
+        assert answer.background is False
+        with pytest.raises(openai.BadRequestError, match="in the background"):
+            await responses.retrieve(answer.id, stream=True)
+        with pytest.raises(openai.NotFoundError, match="close the connection"):
+            await responses.cancel(answer.id)
 
 
 @both_adapters
@@ -81,174 +71,6 @@ async def test_a_step_that_fails_amid_a_stream_fails_the_response(folder: Path, 
         assert response.error.code == "server_error"
         assert "secret" not in response.model_dump_json()
         assert (await served.openai.responses.retrieve(response.id)).error == response.error
-
-
-@both_adapters
-async def test_a_response_in_the_background_goes_on_without_its_client(folder: Path, adapter: Adapter) -> None:
-    async with scripted(folder, "A long story", "No.", adapter=adapter, is_manual=True) as served:
-        responses, executor = served.openai.responses, served.executor
-        begun = await responses.create(model="demo", input="Hi", background=True)
-        assert (begun.status, begun.background, begun.output) == ("in_progress", True, [])
-        cancelled = await responses.create(model="demo", input="Ho", background=True)
-        await until(lambda: executor.unfinished)
-        executor.complete()
-        assert (await responses.cancel(cancelled.id)).status == "cancelled"
-        executor.is_manual = False
-        while executor.unfinished:
-            executor.complete()
-            await anyio.lowlevel.checkpoint()
-        await until(lambda: served.engine.stats().running == 0)
-        ended = await responses.retrieve(begun.id)
-        assert (ended.status, ended.output_text) == ("completed", "A long story")
-        assert (await responses.retrieve(cancelled.id)).status == "cancelled"
-        whole = await responses.create(model="demo", input="Hi")
-        assert whole.model_dump()["output"][0]["content"] == ended.model_dump()["output"][0]["content"]
-
-
-@both_adapters
-async def test_what_fails_in_the_background_is_told_of(folder: Path, adapter: Adapter) -> None:
-    async with scripted(folder, "A long story", adapter=adapter) as served:
-        responses = served.openai.responses
-        for fields, param in (
-            ({"store": False}, "store"),
-            ({"input": "word " * 5000}, ""),
-        ):
-            with pytest.raises(openai.BadRequestError) as refused:
-                await responses.create(**{"model": "demo", "input": "Hi", "background": True, **fields})
-            assert (refused.value.param or "") in (param, "input")
-        bad: Any = {"format": {"type": "json_schema", "name": "a", "schema": {"type": "array", "uniqueItems": True}}}
-        shaped = await responses.create(model="demo", input="Hi", background=True, text=bad)
-        served.executor.make_step_fail(3, RuntimeError("secret of the device"))
-        failing = await responses.create(model="demo", input="Hi", background=True)
-        for begun, code in ((shaped, "invalid_prompt"), (failing, "server_error")):
-            while (told := await responses.retrieve(begun.id)).status == "in_progress":
-                pass
-            assert told.status == "failed"
-            assert told.error is not None
-            assert told.error.code == code
-            assert "secret" not in told.model_dump_json()
-        assert served.engine.stats().running == 0
-
-
-def added_up(events: list[Any]) -> list[str]:
-    """The texts and arguments of a stream's items, of its deltas; each event is one that the client knows."""
-    texts: dict[int, str] = {}
-    for event in events:
-        EVENT.validate_json(event.model_dump_json())
-        if event.type.endswith(".delta"):
-            texts[event.output_index] = texts.get(event.output_index, "") + event.delta
-    return list(texts.values())
-
-
-def texts_of(response: Response) -> list[str]:
-    return [item.arguments if item.type == "function_call" else item.content[0].text for item in response.output]  # type: ignore[union-attr, index]
-
-
-@both_adapters
-async def test_an_ended_response_is_told_again_as_events_and_from_any_of_them_on(
-    folder: Path, adapter: Adapter
-) -> None:
-    async with scripted(folder, LOOKS_UP, "", adapter=adapter) as served:
-        responses = served.openai.responses
-        asked: Any = {"include": ["message.output_text.logprobs"], "tools": [TOOL]}
-        told = [event async for event in await responses.create(model="demo", input="Hi", stream=True, **asked)]
-        response = await responses.retrieve(told[0].response.id)  # type: ignore[union-attr]
-        events: list[Any] = [event async for event in await responses.retrieve(response.id, stream=True)]
-        assert added_up(events) == texts_of(response) == added_up(told)
-        assert [event.type for event in events] == [
-            event.type for place, event in enumerate(told) if not event.type == told[place - 1].type != ADDED
-        ], "one delta for each item"
-        assert events[-1].response == response
-        done = [event.item for event in events if event.type == "response.output_item.done"]
-        assert [item.id for item in done] == [item.id for item in response.output]
-        numbers = [event.sequence_number for event in events]
-        assert numbers == list(range(len(events)))
-        for after in range(-1, numbers[-1] + 3):
-            rest = [event async for event in await responses.retrieve(response.id, stream=True, starting_after=after)]
-            expected = [event for event in events if event.sequence_number > after]
-            assert rest == expected
-        empty = await responses.create(model="demo", input="Ho")
-        *_, last = [event async for event in await responses.retrieve(empty.id, stream=True)]
-        assert (last.type, last.response.output_text) == ("response.completed", "")
-        answer = await served.http.get(f"/v1/responses/{response.id}?stream=true&starting_after=x")
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "starting_after")
-        with pytest.raises(openai.NotFoundError):
-            await responses.retrieve("resp_none", stream=True)
-
-
-@both_adapters
-async def test_a_response_in_the_background_is_followed_by_whoever_asks(
-    folder: Path, adapter: Adapter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("aioengine.server.generation.POLL_S", 0.001)
-    async with scripted(folder, "A long story of a fox", "Another", adapter=adapter, is_manual=True) as served:
-        responses, executor = served.openai.responses, served.executor
-        stream = await responses.create(model="demo", input="Hi", background=True, stream=True)
-        events: list[Any] = []
-
-        async def read_until(kind: str) -> None:
-            while not events or events[-1].type != kind:
-                events.append(await anext(stream))
-
-        await read_until("response.in_progress")
-        response_id = events[0].response.id
-        await until(lambda: executor.unfinished)
-        executor.complete()
-        await read_until("response.output_text.delta")
-        await stream.close()  # it goes on without its client
-        last = events[-1].sequence_number
-        executor.is_manual = False
-        while executor.unfinished:
-            executor.complete()
-            await anyio.lowlevel.checkpoint()
-        async with await responses.retrieve(response_id, stream=True, starting_after=last) as rest:
-            events += [event async for event in rest]
-        whole = await responses.retrieve(response_id)
-        assert added_up(events) == [whole.output_text] == ["A long story of a fox"]
-        assert events[-1].response == whole
-        begun = await responses.create(model="demo", input="Ho", background=True)
-        async with await responses.retrieve(begun.id, stream=True) as following:
-            assert added_up([event async for event in following]) == ["Another"]
-
-
-async def test_a_response_that_is_followed_keeps_the_order_in_which_the_model_has_written_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A whole response has its text before its calls, also what came between these: no call is told twice for that."""
-    monkeypatch.setattr("aioengine.server.generation.POLL_S", 0.001)
-    calls = [
-        f'<tool_call>\n{{"name": "get_weather", "arguments": {{"city": "{city}"}}}}\n</tool_call>' for city in "abc"
-    ]
-    said = f"First {calls[0]}\nand then {calls[1]}\n{calls[2]}"
-    async with scripted(folder, said) as served:
-        responses = served.openai.responses
-        asked: Any = {"model": "demo", "background": True, "stream": True, "tools": [TOOL]}
-        events: list[Any] = [event async for event in await responses.create(input="Hi", **asked)]
-        assert [event.sequence_number for event in events] == list(range(len(events)))
-        done = [event.item for event in events if event.type == "response.output_item.done"]
-        assert [item.type for item in done] == ["message", "function_call", "message", *["function_call"] * 2]
-        assert events[-1].response.output == done
-        again = [event async for event in await responses.retrieve(events[0].response.id, stream=True)]
-        assert again == events
-
-
-async def test_who_follows_a_response_that_is_not_kept_hears_so_at_its_end(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("aioengine.server.generation.POLL_S", 0.001)
-    async with scripted(folder, "Never kept.", is_manual=True) as served:
-        responses, executor = served.openai.responses, served.executor
-        stream = await responses.create(model="demo", input="Hi", store=False, stream=True)
-        first: Any = await anext(stream)
-        async with served.http.stream("GET", f"/v1/responses/{first.response.id}?stream=true") as following:
-            executor.is_manual = False
-            while executor.unfinished:
-                executor.complete()
-                await anyio.lowlevel.checkpoint()
-            assert [event.type async for event in stream][-1] == "response.completed"
-            told = await following.aread()
-        ((kind, data),) = sse_events(told)
-        assert (kind, json.loads(data)["type"], json.loads(data)["code"]) == ("error", "error", "not_found")
 
 
 @both_adapters
@@ -283,13 +105,6 @@ async def test_the_items_of_a_responses_input_are_listed_page_by_page(folder: Pa
             await responses.input_items.list("resp_none")
         with pytest.raises(openai.BadRequestError, match="previous_response_id"):
             await responses.create(model="demo", input="Hi", conversation="conv_1")
-
-
-async def test_an_ended_response_is_not_cancelled(folder: Path) -> None:
-    async with scripted(folder, "Yes.") as served:
-        answer = await served.openai.responses.create(model="demo", input="Hi")
-        with pytest.raises(openai.BadRequestError, match="has ended"):
-            await served.openai.responses.cancel(answer.id)
 
 
 # Bounds

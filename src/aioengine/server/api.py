@@ -32,6 +32,7 @@ from aioengine.server.errors import (
     missing,
     overloaded,
     unavailable,
+    unsupported,
 )
 from aioengine.server.exchange import (
     PIECE_BYTES,
@@ -67,7 +68,6 @@ from aioengine.server.openapi import make_document, make_page
 from aioengine.server.page import PAGE
 from aioengine.server.record import MESSAGES, RequestRecord
 from aioengine.server.responses import ResponseRequest
-from aioengine.server.retrieval import input_page
 from aioengine.server.schema import (
     AbortRequest,
     Body,
@@ -80,7 +80,7 @@ from aioengine.server.schema import (
     template_kwargs,
 )
 from aioengine.server.security import ApiKeys, check_host
-from aioengine.server.stored_responses import OwnedId, StoredResponses
+from aioengine.server.stored_responses import OwnedId, StoredResponses, input_page
 from aioengine.server.tracing import Tracing
 from aioengine.validation import shorten
 
@@ -102,7 +102,6 @@ MODEL_PATH = "/v1/models/{id}"
 """An id may hold slashes."""
 RESPONSE_PREFIX = "/v1/responses/"
 RESPONSE_PATH = "/v1/responses/{id}"
-CANCEL_PATH = "/v1/responses/{id}/cancel"
 INPUT_PATH = "/v1/responses/{id}/input_items"
 COUNT_PATH = "/v1/responses/input_tokens"
 GENERATING: dict[str, type[Generation]] = {
@@ -205,7 +204,6 @@ class Api:
             ),
             Route("GET", RESPONSE_PATH, self._get_response),
             Route("DELETE", RESPONSE_PATH, self._delete_response),
-            Route("POST", CANCEL_PATH, self._cancel_response),
             Route("GET", INPUT_PATH, self._list_input),
             Route("GET", "/v1/models", self._models),
             Route("GET", MODEL_PATH, self._model),
@@ -439,23 +437,14 @@ class Api:
     def _call(self, exchange: Exchange, record: RequestRecord) -> GenerationCall:
         return GenerationCall(self.engine, self.config, self._responses, exchange, record)
 
-    async def _get_response(self, exchange: Exchange, record: RequestRecord) -> Response | None:
-        owned, query = _owned_id(exchange, record), dict(parse_qsl(exchange.query))
-        if query.get("stream") != "true":
-            return Response(200, await self._responses.retrieve(owned), JSON_HEADERS)
-        after = query.get("starting_after", "-1")
-        if not (after.removeprefix("-").isdecimal() and after.isascii() and len(after) < 12):
-            raise invalid_value("starting_after", "starting_after is the sequence_number of an event")
-        await self._call(exchange, record).follow(owned, int(after))
-        return None
+    async def _get_response(self, exchange: Exchange, record: RequestRecord) -> Response:
+        if dict(parse_qsl(exchange.query)).get("stream") == "true":
+            raise unsupported("stream", "is for responses in the background, which are not supported; leave it out")
+        return Response(200, self._responses.find(_owned_id(exchange, record)).body, JSON_HEADERS)
 
     async def _list_input(self, exchange: Exchange, record: RequestRecord) -> Response:
         owned = _owned_id(exchange, record)
-        messages = msgspec.json.decode(self._responses.answered(owned))
-        return _json(input_page(owned.id, messages, dict(parse_qsl(exchange.query))))
-
-    async def _cancel_response(self, exchange: Exchange, record: RequestRecord) -> Response:
-        return Response(200, await self._responses.cancel(_owned_id(exchange, record)), JSON_HEADERS)
+        return _json(input_page(owned.id, self._responses.find(owned), dict(parse_qsl(exchange.query))))
 
     async def _delete_response(self, exchange: Exchange, record: RequestRecord) -> Response:
         owned = _owned_id(exchange, record)
@@ -605,7 +594,7 @@ def _template_of(path: str) -> str:
         return MODEL_PATH
     if path.startswith(RESPONSE_PREFIX) and path not in (COUNT_PATH, COMPACT_PATH):
         response_id, _, rest = path.removeprefix(RESPONSE_PREFIX).partition("/")
-        if response_id and rest in ("", "cancel", "input_items"):
+        if response_id and rest in ("", "input_items"):
             return f"{RESPONSE_PATH}/{rest}".removesuffix("/")
     return path
 

@@ -27,6 +27,7 @@ ELSEWHERE = tuple((re.compile(paths), told) for paths, told in (
     (r"/v1/(files|uploads|vector_stores|containers|assistants|threads|evals|fine_tuning)(/.*)?",
      "nothing is kept here but responses (/v1/responses): send texts and tools with each request"),
     (r"/v1/(messages/)?batches(/.*)?", "send its requests one by one: the engine computes them together"),
+    (r"/v1/responses/.+/cancel", "close the connection of the response, or use /abort"),
     (r"/v1/conversations(/.*)?", "give the previous_response_id of /v1/responses, or the whole conversation"),
     (COMPACT_PATH, "leave messages out of the input instead"),
     (r"/v1/(un)?load_lora_adapter", "this server has no adapters"),

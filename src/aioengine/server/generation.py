@@ -14,25 +14,24 @@ from typing import Any
 import anyio
 
 from aioengine.engine import Engine, Stream
-from aioengine.errors import AioEngineError, EngineClosed, InvalidRequest
+from aioengine.errors import AioEngineError, InvalidRequest
 from aioengine.frontend.answer_format import AnswerOptions, template_variables
 from aioengine.frontend.call_options import CallOptions
 from aioengine.outputs import CompletionDelta, CompletionOutput, RequestOutput
 from aioengine.processes.turns import turns_here
 from aioengine.scheduler.sequence import MAX_SESSION_CHARS
 from aioengine.server.access_log import MAX_ID_CHARS, is_fit_id
-from aioengine.server.answers import Answer, ChatAnswer, CompletionAnswer, Extras, Usage, encode_ids, line_of, usage_of
+from aioengine.server.answers import Answer, ChatAnswer, CompletionAnswer, Extras, Usage, encode_ids, usage_of
 from aioengine.server.config import ServerConfig
 from aioengine.server.decoding import read_messages, read_prompts, read_tools, too_many
-from aioengine.server.errors import JSON_HEADERS, ApiError, api_error_of, invalid_value, unavailable, unsupported
+from aioengine.server.errors import JSON_HEADERS, api_error_of, invalid_value, unsupported
 from aioengine.server.exchange import Exchange, Response, WriteMonitor, run_while_connected
 from aioengine.server.messages import MessageAnswer, MessageRequest, continues_answer, read_chat
 from aioengine.server.record import RequestRecord
 from aioengine.server.response_tools import ResponseTools, read_response_tools
 from aioengine.server.responses import ResponseAnswer, ResponseRequest, read_input, with_instructions
-from aioengine.server.retrieval import split_events
 from aioengine.server.schema import ChatGeneration, ChatRequest, CompletionRequest, Generation, template_kwargs
-from aioengine.server.stored_responses import ONE_SERVER, OwnedId, RunningResponse, StoredResponses
+from aioengine.server.stored_responses import OwnedId, StoredResponses
 from aioengine.server.stream_group import StreamGroup
 from aioengine.server.token_logprobs import split_delta
 from aioengine.tool_calls.calls import forces_call
@@ -45,8 +44,6 @@ EVENT_HEADERS = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",  # else nginx collects events before it passes them on
 }
-POLL_S = 0.1
-"""Interval at which a running response is checked for new events, for a client that follows it."""
 BEGIN_WAIT_S = 10.0
 """Longest wait of a stream with a grammar for its row, before its answer begins."""
 MAX_CUT_IDS = 2**16
@@ -174,71 +171,24 @@ class GenerationCall:
         return ResponseTools(tools, request.tool_choice)
 
     async def _respond(self, request: ResponseRequest) -> Response | None:
-        stored = self._stored
-        if request.background and stored.is_one_of_several:
-            raise invalid_value("background", f"background: the next request may reach another server; {ONE_SERVER}")
-        conversation = await self._conversation(request)
+        stored, conversation = self._stored, await self._conversation(request)
         owned = OwnedId(stored.make_id(), self._record.owner)
-        events: list[bytes] = []
 
         def keep(body: bytes, choice: CompletionOutput | None) -> None:
             if request.store is not False:
-                stored.keep(owned, body, conversation, choice, events)
+                stored.keep(owned, body, conversation, choice)
 
         tools = self._tools(request)
         options = self._answer_options(request, tools, request.chat_template_kwargs)
-        is_followed = request.background and request.stream
-        request.stream = request.stream and not request.background
-        group = StreamGroup(await self._streams(request, [with_instructions(request, conversation)], **options))
+        streams = await self._streams(request, [with_instructions(request, conversation)], **options)
         answer = ResponseAnswer(
-            request.head(owned.id, self._record.model, group.streams[0].params, read_tools(request.tools)),
+            request.head(owned.id, self._record.model, streams[0].params, read_tools(request.tools)),
             self._engine.token_bytes,
             top_logprobs=request.num_top_logprobs,
             tools=tools.by_function,
             keep=keep,
         )
-        running = stored.running(owned, RunningResponse(group, answer, conversation, events))
-        if request.background:
-            begun = await self._begin_in_background(request, group, answer, running, events if is_followed else None)
-            if not is_followed:
-                return begun
-            await self.follow(owned)
-            return None
-        with running:
-            return await self._answer(request, group, answer)
-
-    async def follow(self, owned: OwnedId, after: int = -1) -> None:
-        """Write a response's events after number ``after``; while it runs, the new ones as they come.
-
-        Raises:
-            ApiError: 404.
-        """
-        after = max(after, -1)
-        events, is_over = self._stored.events(owned, after)  # raises before the answer begins
-        exchange, config, clock = self._exchange, self._config, asyncio.get_running_loop().time
-
-        async def work(cut: Callable[[], None]) -> None:
-            nonlocal after, events, is_over
-            written_at = clock()
-            with WriteMonitor(exchange, timeout_s=config.write_timeout_s, on_stuck=cut) as monitor:
-                self._record.status = 200
-                await monitor.write(exchange.start(200, {**EVENT_HEADERS, **self._record.id_headers}))
-                while True:
-                    if events or clock() - written_at >= config.keepalive_s:
-                        written_at, after = clock(), after + len(events)
-                        await monitor.write_pieces(b"".join(events) or Answer.KEEPALIVE)
-                    if is_over:
-                        break
-                    await asyncio.sleep(POLL_S)
-                    try:
-                        events, is_over = self._stored.events(owned, after)
-                    except ApiError as error:  # it was not stored, or was dropped for others
-                        told = {"code": error.code, "message": error.message, "param": error.param}
-                        event = line_of({"type": "error", "sequence_number": after + 1, **told})
-                        events, is_over = [b"event: error\ndata: %b\n\n" % event], True
-                await monitor.write(exchange.end())
-
-        await run_while_connected(exchange, work)
+        return await self._answer(request, StreamGroup(streams), answer)
 
     async def _conversation(self, request: ResponseRequest) -> list[dict[str, Any]]:
         """The messages that a response answers, without its own instructions."""
@@ -249,64 +199,6 @@ class GenerationCall:
         if len(conversation) > max_messages:
             raise too_many("messages", max_messages)
         return conversation
-
-    async def _begin_in_background(
-        self,
-        request: ResponseRequest,
-        group: StreamGroup,
-        answer: ResponseAnswer,
-        running: contextlib.AbstractContextManager[None],
-        events: list[bytes] | None,
-    ) -> Response:
-        """Answer once the engine has taken the request; a task of the engine finishes and stores the response.
-
-        Args:
-            events: the list that gets the response's events; None: they are not recorded.
-        """
-        is_begun = asyncio.Event()
-        refused: list[Exception] = []  # a future would keep the error, and the error's traceback the future
-
-        async def work() -> None:
-            try:
-                async with contextlib.AsyncExitStack() as stack:
-                    await group.enter(stack)
-                    with running:
-                        is_begun.set()
-                        await finish()
-            except Exception as error:
-                if not is_begun.is_set():
-                    refused.append(error)
-            finally:
-                if not (is_begun.is_set() or refused):  # cancelled, as the engine closes
-                    refused.append(EngineClosed("the engine was closed"))
-                is_begun.set()
-
-        async def record(data: bytes) -> None:
-            if events is not None:
-                events.extend(split_events(data))
-
-        async def finish() -> None:
-            try:
-                if events is None:
-                    await answer.whole(await group.finish())
-                    return
-                group.watch()
-                await self._relay_deltas(request, group, answer, record)
-                await record(answer.closing(group.outputs()))
-            except asyncio.CancelledError:
-                await record(answer.failing(unavailable("the engine was closed")))
-                raise
-            except Exception as error:
-                told = api_error_of(error, param_names=request.own_names())
-                if told.code == "internal_error":
-                    logger.error("a response in the background has failed", exc_info=error)
-                await record(answer.failing(told))
-
-        self._engine._here_or_starting().start_task(work, "aioengine response", lambda: None)
-        await is_begun.wait()
-        if refused:
-            raise refused.pop()
-        return Response(200, answer.empty_body(None), JSON_HEADERS)
 
     async def _message(self, request: MessageRequest) -> Response | None:
         messages, variables = self._read_chat(request)

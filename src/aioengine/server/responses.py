@@ -71,6 +71,7 @@ class ResponseRequest(ChatGeneration, kw_only=True):
             "access_programs", "background_options", "conversation", "image", "max_completion_tokens", "max_tokens",
             "moderation", "prompt", "reasoning_effort",
         ), ()),
+        "background": (False,),
         "context_management": ([],),
         "n": (1,),
         "response_format": ({"type": "text"},),
@@ -79,6 +80,7 @@ class ResponseRequest(ChatGeneration, kw_only=True):
     HINTS: ClassVar[tuple[str, ...]] = (*Generation.HINTS, "client_metadata", "max_tool_calls")
     INSTEAD: ClassVar[dict[str, str]] = {
         **Generation.INSTEAD,
+        "background": "is not supported: stream the response, or keep the connection open until it has ended",
         "conversation": "is not kept here: give the previous_response_id of the response to go on with",
     }
     NAMES: ClassVar[dict[str, str]] = {
@@ -93,7 +95,6 @@ class ResponseRequest(ChatGeneration, kw_only=True):
     input: msgspec.Raw = msgspec.Raw()
     instructions: msgspec.Raw = msgspec.Raw()
     previous_response_id: str | None = None
-    background: bool | None = None
     max_output_tokens: Integer | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
@@ -118,8 +119,6 @@ class ResponseRequest(ChatGeneration, kw_only=True):
         for name in self.include or ():
             if name not in INCLUDABLE:
                 raise invalid_value("include", f"include has {shorten(name)}, which is not known; leave it out")
-        if self.background and self.store is False:
-            raise invalid_value("store", "a response in the background is stored: leave store out, or background")
         if len(self.metadata or ()) > MAX_METADATA:
             raise invalid_value("metadata", f"metadata has {len(self.metadata or ())} pairs; at most {MAX_METADATA}")
 
@@ -153,7 +152,7 @@ class ResponseRequest(ChatGeneration, kw_only=True):
             "object": "response",
             "created_at": int(time.time()),
             "model": model,
-            "background": bool(self.background),
+            "background": False,
             "instructions": self.instructions if is_given(self.instructions) else None,
             "max_output_tokens": self.max_output_tokens,
             "metadata": self.metadata or {},
@@ -339,15 +338,7 @@ class ResponseAnswer(PartsAnswer):
     # Whole
 
     async def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        body = await self.body_of(outputs[0])
-        self._keep(body, outputs[0].outputs[0])
-        return body
-
-    async def body_of(self, output: RequestOutput) -> bytes:
-        """The body of the response so far."""
-        (choice,) = output.outputs
-        # The status becomes "failed" with the event of the error, which comes next.
-        reason = None if choice.finish_reason == "error" else choice.finish_reason
+        (choice,) = outputs[0].outputs
         writer = PositionWriter(self._token_bytes, self._top_logprobs or 0)
         positions = await self._in_turns(choice.logprobs or (), lambda position: writer.encode(0, position))
         parts: list[tuple[Part, str]] = []
@@ -358,15 +349,13 @@ class ResponseAnswer(PartsAnswer):
         parts += enumerate(call.arguments for call in choice.tool_calls)
         items = []
         for place, (part, text) in enumerate(parts):
-            is_cut = reason != "stop" and place == len(parts) - 1 and not isinstance(part, int)
-            status = STATUSES[None] if reason is None else "incomplete" if is_cut else "completed"
+            is_cut = choice.finish_reason != "stop" and place == len(parts) - 1 and not isinstance(part, int)
+            status = "incomplete" if is_cut else "completed"
             call = choice.tool_calls[part] if isinstance(part, int) else None
             items.append(self._encoded(self._item(part, place, call), status, text, positions))
-        return self._body(reason, items, self._usage(output), is_cut=choice.has_cut_call)
-
-    def empty_body(self, reason: FinishReason | None) -> bytes:
-        """The body of a response without output."""
-        return self._body(reason, [], None)
+        body = self._body(choice.finish_reason, items, self._usage(outputs[0]), is_cut=choice.has_cut_call)
+        self._keep(body, choice)
+        return body
 
     def _usage(self, output: RequestOutput) -> Usage:
         usage = usage_of([output])
@@ -428,7 +417,7 @@ class ResponseAnswer(PartsAnswer):
     # As events
 
     def opening(self, outputs: Sequence[RequestOutput], usage: Usage | None, prompt_ids: Sequence[bytes]) -> bytes:
-        told = b'"response":%b' % self.empty_body(None)
+        told = b'"response":%b' % self._body(None, [], None)
         return self._event(b"response.created", told) + self._event(b"response.in_progress", told)
 
     def event(self, choice: int, delta: CompletionDelta, usage: Usage | None = None) -> bytes:
@@ -441,19 +430,15 @@ class ResponseAnswer(PartsAnswer):
         is_done, is_cut = choice.finish_reason == "stop", choice.has_cut_call
         if self._open is not None and self._open.tool is not None:
             is_done = any(call.id == self._open.call_id for call in choice.tool_calls)
-        last = self.end_items("completed" if is_done else "incomplete")
+        last = self._begin("text", None) if self._open is None and not self._done else b""  # an empty message
+        if self._num_told < len(self._positions) and self._open is not None and self._open.part == "text":
+            last += self._delta("")
+        last += self._close("completed" if is_done else "incomplete")
         body = self._body(choice.finish_reason, self._items(), self._usage(outputs[0]), is_cut=is_cut)
         self._keep(body, choice)
-        return last + self.end(_status_of(choice.finish_reason, is_cut=is_cut), body)
+        return last + self._end(_status_of(choice.finish_reason, is_cut=is_cut), body)
 
-    def end_items(self, status: str) -> bytes:
-        """Events that end the last item with this status; a response without items gets an empty message."""
-        begun = self._begin("text", None) if self._open is None and not self._done else b""
-        if self._num_told < len(self._positions) and self._open is not None and self._open.part == "text":
-            begun += self._delta("")
-        return begun + self._close(status)
-
-    def end(self, status: str, body: bytes) -> bytes:
+    def _end(self, status: str, body: bytes) -> bytes:
         """The last event of a response with this status."""
         kind = status if status in ("completed", "failed") else "incomplete"
         return self._event(b"response.%b" % kind.encode(), b'"response":%b' % body)
@@ -463,7 +448,7 @@ class ResponseAnswer(PartsAnswer):
         told = {"code": code, "message": error.message}
         body = self._body("error", self._items(), None, told)
         self._keep(body, None)
-        return self.end("failed", body)
+        return self._end("failed", body)
 
     def _event(self, kind: bytes, fields: bytes) -> bytes:
         number = self._num_events

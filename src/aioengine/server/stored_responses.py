@@ -5,32 +5,28 @@ Each of several servers of one port has only its own responses.
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
-from aioengine.outputs import CompletionOutput, FinishReason
-from aioengine.server.answers import message_of
-from aioengine.server.errors import ApiError
-from aioengine.server.responses import InputItem, ResponseAnswer
-from aioengine.server.retrieval import events_of
-from aioengine.server.stream_group import StreamGroup
+from aioengine.outputs import CompletionOutput
+from aioengine.server.answers import line_of, message_of
+from aioengine.server.errors import ApiError, invalid_value
+from aioengine.server.responses import InputItem, part_of
 
-ONE_SERVER = "run one server, or several at ports of their own behind a proxy that sends each client to one of them"
 MISSED_BY_SEVERAL = (
-    ", or another of this port's servers has it, which are separate: send the conversation with store: false, or "
-    + ONE_SERVER
+    ", or another of this port's servers has it, which are separate: send the conversation with store: false, or run "
+    "one server, or several at ports of their own behind a proxy that sends each client to one of them"
 )
 MAX_REFERRED_BYTES = 4 * 2**20
 """Most bytes of the responses whose items a request names by id: decoding them takes 15 ms."""
-MAX_EVENTS = 1000
-"""Most events that are returned at once."""
 OVERHEAD_BYTES = 512
 """Bytes that a stored response takes beside its contents."""
+MAX_ITEMS = 100
+"""Most items of one page."""
 
 
 class _Output(msgspec.Struct):
@@ -43,18 +39,16 @@ class StoredResponse(NamedTuple):
     Attributes:
         body: its body, as clients get it.
         messages: the conversation with the response, as JSON; without the instructions, which are for it alone.
-        is_cancelled: its client ended it.
         num_answered: messages before the response's own.
-        events: the events of its stream; empty unless it was streamed in the background.
-        num_bytes: the size of all of it.
     """
 
     body: bytes
     messages: bytes
-    is_cancelled: bool
     num_answered: int
-    events: list[bytes]
-    num_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.body) + len(self.messages) + OVERHEAD_BYTES
 
 
 class OwnedId(NamedTuple):
@@ -62,20 +56,6 @@ class OwnedId(NamedTuple):
 
     id: str
     owner: str
-
-
-class RunningResponse(NamedTuple):
-    """A response that is being generated, with the messages that it answers; and its events so far, if recorded."""
-
-    group: StreamGroup
-    answer: ResponseAnswer
-    messages: list[dict[str, Any]]
-    events: list[bytes]
-
-    async def body(self, reason: FinishReason | None = None) -> bytes:
-        """The response so far; if the engine has not begun it, an empty one with this finish reason."""
-        outputs = self.group.outputs()
-        return await self.answer.body_of(outputs[0]) if outputs else self.answer.empty_body(reason)
 
 
 class StoredResponses:
@@ -94,44 +74,24 @@ class StoredResponses:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._stored: OrderedDict[OwnedId, StoredResponse] = OrderedDict()
-        self._running: dict[OwnedId, RunningResponse] = {}
 
     def make_id(self) -> str:
         """An id that cannot be guessed, since it gives access to the response."""
         return f"resp_{secrets.token_hex(20)}"
 
-    @contextlib.contextmanager
-    def running(self, owned: OwnedId, response: RunningResponse) -> Iterator[None]:
-        """Make a response that is being generated available by its id, for reading and cancelling, within the block."""
-        self._running[owned] = response
-        try:
-            yield
-        finally:
-            del self._running[owned]
-
     def keep(
-        self,
-        owned: OwnedId,
-        body: bytes,
-        messages: list[dict[str, Any]],
-        choice: CompletionOutput | None,
-        events: list[bytes] | None = None,
+        self, owned: OwnedId, body: bytes, messages: list[dict[str, Any]], choice: CompletionOutput | None
     ) -> None:
         """Store a response that has ended, unless it alone is larger than ``max_bytes``.
 
         Args:
             messages: the messages that it answers.
             choice: its output; None: it has failed.
-            events: its recorded events; the caller appends the last ones afterwards.
         """
         answered = messages
         if choice is not None:
             answered = [*messages, {key: value for key, value in message_of(choice).items() if value is not None}]
-        is_cancelled = choice is not None and choice.finish_reason == "abort"
-        encoded, events = msgspec.json.encode(answered), events or []
-        # The last events, which are not there yet, hold an item, and the body.
-        num_bytes = len(body) * (3 if events else 1) + sum(map(len, events)) + len(encoded) + OVERHEAD_BYTES
-        stored = StoredResponse(body, encoded, is_cancelled, len(messages), events, num_bytes)
+        stored = StoredResponse(body, msgspec.json.encode(answered), len(messages))
         if stored.num_bytes > self._max_bytes:  # it would drive out all others, and then go itself
             return
         self._stored[owned] = stored
@@ -140,10 +100,14 @@ class StoredResponses:
             _, oldest = self._stored.popitem(last=False)
             self._num_bytes -= oldest.num_bytes
 
-    def _look_up(self, owned: OwnedId) -> StoredResponse | None:
-        """A response that has ended, which becomes the most recently used one; None: there is none."""
-        if (stored := self._stored.get(owned)) is not None:
-            self._stored.move_to_end(owned)
+    def find(self, owned: OwnedId) -> StoredResponse:
+        """A response, which becomes the most recently used one.
+
+        Raises:
+            ApiError: 404.
+        """
+        if (stored := self._look_up(owned)) is None:
+            raise ApiError(404, "not_found", self._missed(owned), param="id")
         return stored
 
     def conversation(self, owned: OwnedId) -> list[dict[str, Any]]:
@@ -152,9 +116,6 @@ class StoredResponses:
         Raises:
             ApiError: 400.
         """
-        if owned in self._running:
-            message = "the response is still being generated: wait for its end, or cancel it"
-            raise ApiError(400, "response_running", message, param="previous_response_id")
         if (stored := self._look_up(owned)) is None:
             raise ApiError(400, "previous_response_not_found", self._missed(owned), param="previous_response_id")
         messages: list[dict[str, Any]] = msgspec.json.decode(stored.messages)
@@ -188,71 +149,69 @@ class StoredResponses:
 
         return find
 
-    async def retrieve(self, owned: OwnedId) -> bytes:
-        """A response's body, also of one that is running.
-
-        Raises:
-            ApiError: 404.
-        """
-        if (running := self._running.get(owned)) is not None:
-            return await running.body()
-        return self._find(owned).body
-
-    def events(self, owned: OwnedId, after: int) -> tuple[list[bytes], bool]:
-        """The events of a response after number ``after``, up to `MAX_EVENTS`, and whether its last is among them.
-
-        Raises:
-            ApiError: 404.
-        """
-        if (running := self._running.get(owned)) is not None:
-            return running.events[after + 1 :][:MAX_EVENTS], False
-        stored = self._find(owned)
-        events = (stored.events or events_of(stored.body))[after + 1 :]
-        return events[:MAX_EVENTS], len(events) <= MAX_EVENTS
-
-    def answered(self, owned: OwnedId) -> bytes:
-        """The messages that a response answers, as JSON.
-
-        Raises:
-            ApiError: 404.
-        """
-        if (running := self._running.get(owned)) is not None:
-            return msgspec.json.encode(running.messages)
-        stored = self._find(owned)
-        return msgspec.json.encode(msgspec.json.decode(stored.messages)[: stored.num_answered])
-
-    async def cancel(self, owned: OwnedId) -> bytes:
-        """End a running response; returns its body, also if it was cancelled before.
-
-        Raises:
-            ApiError: 404; or 400: it has ended otherwise.
-        """
-        if (running := self._running.get(owned)) is not None:
-            running.group.abort()
-            return await running.body("abort")
-        stored = self._find(owned)
-        if not stored.is_cancelled:
-            message = "the response has ended, and cannot be cancelled any more"
-            raise ApiError(400, "response_ended", message, param="id")
-        return stored.body
-
     def delete(self, owned: OwnedId) -> None:
         """Forget a response.
 
         Raises:
-            ApiError: 404; or 400: it is running.
+            ApiError: 404.
         """
-        if owned in self._running:
-            message = "the response is still being generated; cancel it first"
-            raise ApiError(400, "response_running", message, param="id")
-        self._num_bytes -= self._find(owned).num_bytes
+        self._num_bytes -= self.find(owned).num_bytes
         del self._stored[owned]
 
-    def _find(self, owned: OwnedId) -> StoredResponse:
-        if (stored := self._look_up(owned)) is None:
-            raise ApiError(404, "not_found", self._missed(owned), param="id")
+    def _look_up(self, owned: OwnedId) -> StoredResponse | None:
+        if (stored := self._stored.get(owned)) is not None:
+            self._stored.move_to_end(owned)
         return stored
 
     def _missed(self, owned: OwnedId) -> str:
         message = f"there is no response {owned.id[:100]!r}: it was not stored, or has given way to others"
         return message + (MISSED_BY_SEVERAL if self.is_one_of_several else "")
+
+
+def input_page(response_id: str, stored: StoredResponse, query: Mapping[str, str]) -> dict[str, Any]:
+    """The messages that a response answers, as a page of items.
+
+    Args:
+        query: ``limit``, ``order`` ("asc" or "desc") and ``after``, the id of an item.
+    Raises:
+        ApiError: 400.
+    """
+    messages = msgspec.json.decode(stored.messages)[: stored.num_answered]
+    items = _items_of(messages, response_id.partition("_")[2])
+    order, limit = query.get("order", "desc"), query.get("limit", "20")
+    if order not in ("asc", "desc"):
+        raise invalid_value("order", "order is asc or desc")
+    if limit not in map(str, range(1, MAX_ITEMS + 1)):
+        raise invalid_value("limit", f"limit is a number from 1 to {MAX_ITEMS}")
+    if order == "desc":
+        items.reverse()
+    if (after := query.get("after")) is not None:
+        place = next((place for place, item in enumerate(items) if item["id"] == after), None)
+        if place is None:
+            raise invalid_value("after", "after is the id of an item of this input")
+        items = items[place + 1 :]
+    data = items[: int(limit)]
+    first_id, last_id = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+    has_more = len(items) > len(data)
+    return {"object": "list", "data": data, "first_id": first_id, "last_id": last_id, "has_more": has_more}
+
+
+def _items_of(messages: Sequence[dict[str, Any]], suffix: str) -> list[dict[str, Any]]:
+    items: list[dict[str, Any]] = []
+
+    def add(kind: str, **fields: Any) -> None:
+        items.append({"id": f"in_{suffix}_{len(items)}", "type": kind, "status": "completed", **fields})
+
+    for message in messages:
+        role, text = message["role"], message.get("content") or ""
+        if reasoning := message.get("reasoning_content"):
+            add("reasoning", summary=[], content=[{"type": "reasoning_text", "text": reasoning}])
+        if role == "tool":
+            add("function_call_output", call_id=message["tool_call_id"], output=text)
+        elif role == "assistant" and text:
+            add("message", role=role, content=[msgspec.Raw(part_of("text", line_of(text)))])
+        elif role != "assistant":
+            add("message", role=role, content=[{"type": "input_text", "text": text}])
+        for call in message.get("tool_calls") or ():
+            add("function_call", call_id=call["id"], **call["function"])
+    return items

@@ -41,11 +41,6 @@ class StreamGroup:
         """All choices have been taken to their end."""
         return not self._num_open
 
-    def abort(self) -> None:
-        """Abort all streams; they keep their output so far."""
-        for stream in self.streams:
-            stream.abort()
-
     def watch(self) -> None:
         """Follow the streams from now on, for `wait` and `take`."""
         self._num_open = len(self.streams) * self._num_choices
