@@ -70,8 +70,8 @@ async def serve_here(num_servers: int, is_demo: bool) -> None:
     from aioengine.processes.own_process import asked_by_signals, prepare_interpreter
     from aioengine.server import HttpLimits, ServerConfig, create_app
     from aioengine.server.access_log import logging_off_loop
-    from aioengine.server.group.serving import serve_with_servers
-    from aioengine.server.group.siblings import ServerSettings
+    from aioengine.server.group.channel import ServerSettings
+    from aioengine.server.group.serve_group import serve_with_servers
     from aioengine.server.http_listener import HttpListener, ServerAddress
     from aioengine.server.http_server import StopRequest, serve
 

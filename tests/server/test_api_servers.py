@@ -11,7 +11,7 @@ from waiting import Tasks, turns
 
 from aioengine.errors import EngineDead
 from aioengine.server.group.api_servers import END_GRACE_S, MAX_FAILURES, STEADY_S, ApiServers, stand_ins_of
-from aioengine.server.group.siblings import ServerGroup
+from aioengine.server.group.channel import ServerGroup
 from aioengine.server.http_server import StopRequest
 
 pytestmark = pytest.mark.virtual_clock
@@ -62,7 +62,7 @@ class FakeServer:
         if self.drains or self.num_asked_to_end > 1:
             self._exit.set()
 
-    def tell(self, group: ServerGroup) -> None:
+    def send_group(self, group: ServerGroup) -> None:
         self.told.append(group)
 
 

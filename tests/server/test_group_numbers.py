@@ -7,8 +7,7 @@ from transport.wire_samples import RECORD
 
 from aioengine.metrics import OF_REQUESTS, EngineMetrics, RequestMetrics, Sample
 from aioengine.server.group.numbers import GroupNumbers, add_up
-from aioengine.server.group.siblings import decode_families, encode_families
-from aioengine.server.metrics import MetricFamily
+from aioengine.server.metrics import MetricFamily, ServerNumbers
 
 
 def counter(name: str, value: float, *, is_of_engine: bool = False, **labels: str) -> MetricFamily:
@@ -29,7 +28,7 @@ def values(families: list[MetricFamily]) -> dict[str, float]:
 
 
 def total(numbers: GroupNumbers, *own: MetricFamily) -> dict[str, float]:
-    found = values(numbers.total(list(own), num_servers=2, num_serving=2))
+    found = values(numbers.total(list(own), num_servers=2, num_serving=2).families)
     return {name: value for name, value in found.items() if not name.startswith("aioengine:api_server")}
 
 
@@ -47,20 +46,23 @@ def test_equal_labels_are_summed_and_others_stand_side_by_side() -> None:
 
 def test_the_engine_s_numbers_are_those_of_one_and_servers_numbers_are_summed() -> None:
     numbers = GroupNumbers()
-    for server, (requests, tokens) in enumerate([(2, 100), (3, 60)]):  # the second has heard of fewer steps
-        numbers.note(server, [counter("requests", requests), counter("tokens", tokens, is_of_engine=True)])
+    for server, requests in enumerate([2, 3]):
+        numbers.note(server, ServerNumbers([counter("requests", requests)], num_open=server + 1))
     own = counter("tokens", 100, is_of_engine=True), counter("requests", 0)
     assert total(numbers, *own) == {"tokens": 100, "requests": 5}
+    assert numbers.total([], num_servers=2, num_serving=2).num_open == 3
 
 
 def test_a_server_s_end_takes_its_gauges_and_leaves_its_counters() -> None:
     numbers = GroupNumbers()
-    numbers.note(0, [counter("requests", 7), gauge("open", 2)])
-    numbers.note(1, [counter("requests", 1), gauge("open", 1)])
+    numbers.note(0, ServerNumbers([counter("requests", 7), gauge("open", 2)], 0))
+    numbers.note(1, ServerNumbers([counter("requests", 1), gauge("open", 1)], 0))
     assert total(numbers) == {"requests": 8, "open": 3}
     numbers.end(0)
     assert total(numbers) == {"requests": 8, "open": 1}
-    numbers.note(0, [counter("requests", 2), gauge("open", 0)])  # started again, it counts from nothing
+    numbers.note(
+        0, ServerNumbers([counter("requests", 2), gauge("open", 0)], 0)
+    )  # started again, it counts from nothing
     assert total(numbers) == {"requests": 10, "open": 1}
     numbers.end(0)
     numbers.end(0)  # before it told anything
@@ -76,8 +78,8 @@ def test_what_waits_at_servers_waits_in_all() -> None:
     ]
     numbers = GroupNumbers()
     for server in range(2):
-        numbers.note(server, [gauge("aioengine:num_requests_waiting_for_admission", 5)])
-    found = numbers.total([waiting, *by_reason], num_servers=2, num_serving=1)
+        numbers.note(server, ServerNumbers([gauge("aioengine:num_requests_waiting_for_admission", 5)], 0))
+    found = numbers.total([waiting, *by_reason], num_servers=2, num_serving=1).families
     said = [(family.name, sample.value) for family in found for sample in family.samples]
     assert said == [
         ("vllm:num_requests_waiting", 14),
@@ -92,14 +94,9 @@ def test_what_waits_at_servers_waits_in_all() -> None:
 
 def test_of_processes_some_numbers_have_no_sum() -> None:
     numbers = GroupNumbers()
-    numbers.note(0, [gauge("process_start_time_seconds", 50), gauge("process_open_fds", 5)])
+    numbers.note(0, ServerNumbers([gauge("process_start_time_seconds", 50), gauge("process_open_fds", 5)], 0))
     own = gauge("process_start_time_seconds", 40), gauge("process_open_fds", 7)
     assert total(numbers, *own) == {"process_start_time_seconds": 40, "process_open_fds": 12}
-
-
-def test_families_travel_as_they_are() -> None:
-    families = [counter("a", 3, path="/x"), gauge("b", 0.5, is_of_engine=True)]
-    assert decode_families(encode_families(families)) == families
 
 
 def samples(metrics: EngineMetrics) -> dict[str, list[Sample]]:

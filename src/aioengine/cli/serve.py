@@ -26,7 +26,7 @@ from aioengine.transport.addresses import PrivateFolder
 if TYPE_CHECKING:
     from aioengine.server.access_log import LogFormat
     from aioengine.server.api import Api
-    from aioengine.server.group.siblings import ServerSettings
+    from aioengine.server.group.channel import ServerSettings
 
 logger = logging.getLogger("aioengine")
 
@@ -205,7 +205,7 @@ class Service:
         """Serve until a signal asks for the end."""
         with asked_by_signals(lambda _: self._stop.ask()):
             if self.external_lb:
-                from aioengine.server.group.serving import serve_replica_a_port
+                from aioengine.server.group.serve_group import serve_replica_a_port
 
                 settings = self._settings(len(self.listeners), engine_config=self.engine_config)
                 await serve_replica_a_port(settings, self.listeners, self._stop, on_serving=self._say_where)
@@ -267,7 +267,7 @@ class Service:
         )
 
     async def _serve_by_processes(self, engine: Engine, address: str) -> None:
-        from aioengine.server.group.serving import serve_with_servers
+        from aioengine.server.group.serve_group import serve_with_servers
 
         settings = self._settings(
             self.api_servers,
@@ -279,7 +279,7 @@ class Service:
         await serve_with_servers(settings, self.listeners[0], engine, self._stop, on_serving=self._say_where)
 
     def _settings(self, num_servers: int, **engine: Any) -> ServerSettings:
-        from aioengine.server.group.siblings import ServerSettings
+        from aioengine.server.group.channel import ServerSettings
 
         return ServerSettings(
             index=0,

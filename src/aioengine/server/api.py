@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from pathlib import PurePath
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 from urllib.parse import parse_qsl
 
 import anyio
@@ -45,24 +45,16 @@ from aioengine.server.exchange import (
     run_while_connected,
 )
 from aioengine.server.generation import GenerationCall, check_request
-from aioengine.server.group.siblings import (
-    AbortNamed,
-    CountOpen,
-    Question,
-    ReadNumbers,
-    ServerGroup,
-    decode_families,
-    encode_families,
-)
 from aioengine.server.messages import MessageRequest, error_response
 from aioengine.server.metrics import (
     OPEN_PATHS,
     UNCOUNTED_HANDLERS,
     HttpMetrics,
-    MetricFamily,
+    ServerNumbers,
+    content_type_for,
+    encode,
     read_families,
     read_process,
-    render,
 )
 from aioengine.server.openapi import make_document, make_page
 from aioengine.server.page import PAGE
@@ -130,6 +122,29 @@ class Route(NamedTuple):
     handler: Handler
     body: type[Body] | None = None
     is_work: bool = False
+
+
+class Siblings(Protocol):
+    """The other servers of a port.
+
+    Attributes:
+        num_servers: servers of the port that are to serve.
+        num_serving: servers that do.
+    """
+
+    num_servers: int
+    num_serving: int
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Have the other servers abort these requests. Does not wait."""
+
+    async def add_up(self, own: ServerNumbers) -> ServerNumbers:
+        """The numbers of all servers together, given this one's.
+
+        Raises:
+            ApiError: 503: they did not come in time.
+        """
+        ...
 
 
 class ServedModels:
@@ -230,32 +245,32 @@ class Api:
         self._keys = ApiKeys(self.config.api_keys)
         self._bodies = BodyReader(self.config)
         self._responses = StoredResponses(self.config.max_stored_responses, self.config.max_stored_response_bytes)
-        self._group: Callable[[], ServerGroup] | None = None
-        """Returns the present state of all servers of the port; None: this server is the only one."""
-        self._ask: Callable[[Question], Awaitable[bytes]]
+        self._siblings: Siblings | None = None
+        """None: this server is its port's only one."""
         self._num_open = 0
         self._has_warned = False
 
-    def enter_group(self, group: Callable[[], ServerGroup], ask: Callable[[Question], Awaitable[bytes]]) -> None:
+    def enter_group(self, siblings: Siblings) -> None:
         """Become one of several servers of a port: metrics, load and aborts are then of all. Call it before serving."""
-        self._group, self._ask = group, ask
+        self._siblings = siblings
         self._responses.is_one_of_several = True
 
-    async def answer(self, question: Question) -> bytes:
-        """Answer a question of another server, or of the process that started all servers.
+    async def own_numbers(self, *, has_engine: bool = False) -> ServerNumbers:
+        """The numbers of this server; ``has_engine``: with those that all front ends of the engine have."""
+        process = await anyio.to_thread.run_sync(read_process, limiter=self._rendering.get())
+        # The model of a connected engine is known only once it is connected.
+        prefix, model_name = self.config.metrics_prefix, self.models.names[0]
+        families = read_families(self.engine, self._metrics_of_http, prefix, model_name)
+        if not has_engine:
+            families = [each for each in families if not each.is_of_engine]
+        return ServerNumbers([*families, *process], self._num_open)
 
-        Raises:
-            ApiError: as for a client of this server.
-        """
-        if isinstance(question, CountOpen):
-            return str(self._num_open).encode()
-        if isinstance(question, AbortNamed):
-            await self._abort_here(question.request_ids)
-            return b""
-        families = [each for each in self._families() if not each.is_of_engine]
-        return encode_families(
-            [*families, *await anyio.to_thread.run_sync(read_process, limiter=self._rendering.get())]
-        )
+    async def abort(self, request_ids: list[str]) -> None:
+        """Abort requests of this server by their ids; other tasks run between them."""
+        for request_id in request_ids:
+            await turns_here().take()
+            for prefix in ("chatcmpl-", "cmpl-", "msg-"):
+                self.engine.abort(request_id.removeprefix(prefix))
 
     @property
     def engine(self) -> Engine:
@@ -458,16 +473,10 @@ class Api:
             raise missing("request_id")
         if len(ids) > MAX_ABORTED:
             raise invalid_value("request_ids", f"request_ids has {len(ids):,}; at most {MAX_ABORTED:,} at once")
-        await self._abort_here(ids)
-        if self._group is not None:
-            await self._ask(AbortNamed(ids))
+        if self._siblings is not None:
+            self._siblings.abort(ids)
+        await self.abort(ids)
         return _json({"request_ids": ids})
-
-    async def _abort_here(self, ids: list[str]) -> None:
-        for request_id in ids:
-            await turns_here().take()
-            for prefix in ("chatcmpl-", "cmpl-", "msg-"):
-                self.engine.abort(request_id.removeprefix(prefix))
 
     # Text
 
@@ -535,9 +544,8 @@ class Api:
             "is_sleeping": health.is_sleeping,
             "is_draining": self.is_draining,
         }
-        if self._group is not None:
-            group = self._group()
-            told["servers"] = {"serving": group.num_serving, "wanted": group.num_servers}
+        if (siblings := self._siblings) is not None:
+            told["servers"] = {"serving": siblings.num_serving, "wanted": siblings.num_servers}
         if health.status == "STALLED":
             told.update(reason=health.reason, step_age_s=round(health.step_age_s, 3))
         is_well = health.status == "ALIVE" and not self.is_draining
@@ -545,16 +553,13 @@ class Api:
         return _json(told, 200 if is_well else 503)
 
     async def _metrics(self, exchange: Exchange, record: RequestRecord) -> Response:
-        is_alone = self._group is None
-        families = self._families() if is_alone else decode_families(await self._ask(ReadNumbers()))
-        body, content_type = await render(
-            families, exchange.headers.get("accept"), self._rendering.get(), has_process=not is_alone
-        )
+        numbers = await self.own_numbers(has_engine=self._siblings is None)
+        if self._siblings is not None:
+            numbers = await self._siblings.add_up(numbers)
+        content_type = content_type_for(exchange.headers.get("accept", ""))
+        limiter = self._rendering.get()  # of a thread of its own, since a host's handlers may hold all of anyio's
+        body = await anyio.to_thread.run_sync(encode, numbers.families, content_type, limiter=limiter)
         return Response(200, body, {"content-type": content_type})
-
-    def _families(self) -> list[MetricFamily]:
-        # The model of a connected engine is known only once it is connected.
-        return read_families(self.engine, self._metrics_of_http, self.config.metrics_prefix, self.models.names[0])
 
     async def _version(self, exchange: Exchange, record: RequestRecord) -> Response:
         self._check_alive()
@@ -563,7 +568,9 @@ class Api:
     async def _load(self, exchange: Exchange, record: RequestRecord) -> Response:
         stats = self.engine.stats()
         told = {"running": stats.running, "waiting": stats.waiting, "kv_cache_usage": stats.kv_cache_usage}
-        num_open = self._num_open if self._group is None else int(await self._ask(CountOpen()))
+        num_open = self._num_open
+        if self._siblings is not None:
+            num_open = (await self._siblings.add_up(await self.own_numbers())).num_open
         return _json({"server_load": num_open, **told})
 
     @functools.cached_property

@@ -13,7 +13,7 @@ import anyio
 
 from aioengine.errors import EngineDead
 from aioengine.processes.backoff import Backoff
-from aioengine.server.group.siblings import ServerGroup
+from aioengine.server.group.channel import ServerGroup
 from aioengine.server.http_server import ABORT_GRACE_S, CONNECTIONS_END_S, TASKS_END_S, StopRequest
 
 logger = logging.getLogger("aioengine")
@@ -40,10 +40,10 @@ class ManagedServer(Protocol):
         """How it ended and why, in one line."""
 
     def terminate(self) -> None:
-        """Tell it to end: the first time by draining, the second time at once. Does not wait."""
+        """Have it end: the first time by draining, the second time at once. Does not wait."""
 
-    def tell(self, group: ServerGroup) -> None:
-        """Tell it how the servers are now."""
+    def send_group(self, group: ServerGroup) -> None:
+        """Send it the present state of all servers."""
 
 
 class ApiServers:
@@ -85,7 +85,7 @@ class ApiServers:
         self._on_stopping = on_stopping
         self._members: dict[int, ManagedServer] = {}
         self._have_served: set[int] = set()
-        self._told: dict[ManagedServer, ServerGroup] = {}
+        self._sent: dict[ManagedServer, ServerGroup] = {}
         self._stopping = anyio.Event()
         self._failure: str | None = None
 
@@ -151,7 +151,7 @@ class ApiServers:
             starting.deadline = float("inf")
             self.serving.add(index)
             self._have_served.add(index)
-            self._tell_all()
+            self._send_group()
             if len(self._have_served) == self._num_servers and was_first:
                 self._on_all_serving()
 
@@ -162,25 +162,25 @@ class ApiServers:
         if starting.cancelled_caught:
             reason = f"HTTP server {index} did not serve within {self._start_timeout_s:g} s, and was killed"
         self.serving.discard(index)
-        self._told.pop(member, None)
+        self._sent.pop(member, None)
         self._members.pop(index)
         self._on_exit(index, not self._is_ending())
-        self._tell_all()
+        self._send_group()
         return 0.0 if began_s is None else clock() - began_s, reason
 
     def _is_ending(self) -> bool:
         return self._stopping.is_set()
 
-    def _tell_all(self) -> None:
-        """Tell the servers how all are, those to which that is news."""
+    def _send_group(self) -> None:
+        """Send the servers the present state of all, if it has changed for them."""
         absent = [index for index in self._have_served if index not in self.serving]
         stand_ins = stand_ins_of(self.serving, absent) if self._shares_port and not self._is_ending() else {}
         for index in self.serving:
             member = self._members[index]
             group = ServerGroup(self._num_servers, len(self.serving), stand_ins.get(index, []))
-            if self._told.get(member) != group:
-                self._told[member] = group
-                member.tell(group)
+            if self._sent.get(member) != group:
+                self._sent[member] = group
+                member.send_group(group)
 
     def _terminate(self) -> None:
         if not self._is_ending():

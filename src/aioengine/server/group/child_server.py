@@ -1,11 +1,13 @@
-"""One of several HTTP servers, in its own process: an engine, an app, and the conversation with the process above."""
+"""One of several HTTP servers, in its own process: an engine, an app, and the channel to the process above."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
 import sys
+from collections import deque
 
 import anyio
 import uvloop
@@ -18,30 +20,34 @@ from aioengine.processes.own_process import allow_files, asked_by_signals, limit
 from aioengine.server.access_log import logging_off_loop
 from aioengine.server.api import Api
 from aioengine.server.asgi import create_app
-from aioengine.server.group.siblings import (
+from aioengine.server.errors import unavailable
+from aioengine.server.group.channel import (
+    AbortNamed,
+    Channel,
     Counted,
-    Message,
-    Peer,
-    ReadNumbers,
     ServerGroup,
     ServerSettings,
     Serving,
+    Sums,
     receive_settings,
 )
 from aioengine.server.http_listener import HttpListener
 from aioengine.server.http_server import SPARE_FILES, HttpServer, StopRequest, serve
+from aioengine.server.metrics import ServerNumbers
 
 logger = logging.getLogger("aioengine")
 
-COUNTED_EVERY_S = 2.0
-"""How often the process above is told what was counted: no more than that dies with a server."""
+COUNTED_EVERY_S = 1.0
+"""How often the process above gets the numbers: no more than that dies with a server."""
+SUMS_TIMEOUT_S = 10.0
+"""Longest wait for the sums of all servers. They come from memory: a process that takes longer is stuck."""
 
 
 def run_server(end: socket.socket) -> int:
     """Serve as the other end of the socket says, until SIGTERM; the process's exit code."""
     settings = receive_settings(end)
     limit_spinning()  # of an engine in this process, before torch is imported
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # below that it tells of its own steps
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # below that it logs its own steps
     with (
         open(settings.log_descriptor, "w", encoding="utf-8", errors="backslashreplace", closefd=False) as log,
         logging_off_loop(settings.log_format, stream=log, server=settings.index),
@@ -50,10 +56,49 @@ def run_server(end: socket.socket) -> int:
         try:
             uvloop.run(ChildServer(settings, end).run())
         except AioEngineError as error:
-            # For the process above, which reads this process's stderr for its last words and shows them.
+            # For the process above, which reads this process's stderr for its final message and shows it.
             os.write(sys.stderr.fileno(), f"ERROR aioengine: {type(error).__name__}: {error}\n".encode())
             return 1
     return 0
+
+
+class Siblings:
+    """The other servers of the port, reached by way of the process above; a `aioengine.server.api.Siblings`."""
+
+    def __init__(self, channel: Channel, num_servers: int) -> None:
+        self.num_servers, self.num_serving = num_servers, 0
+        self.accepts_for: list[int] = []
+        self.changed = anyio.Event()
+        """Set when the group has changed."""
+        self._channel = channel
+        self._waiting: deque[asyncio.Future[ServerNumbers]] = deque()
+
+    def abort(self, request_ids: list[str]) -> None:
+        self._channel.send(AbortNamed(request_ids))
+
+    async def add_up(self, own: ServerNumbers) -> ServerNumbers:
+        waiter: asyncio.Future[ServerNumbers] = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiter)
+        self._channel.send(Counted(own, wants_sums=True))
+        try:
+            with anyio.fail_after(SUMS_TIMEOUT_S):
+                return await waiter
+        except TimeoutError:
+            raise unavailable("the process of all servers does not answer; try again later") from None
+
+    async def run(self, api: Api) -> None:
+        """Take messages until the other side is gone."""
+        while (message := await self._channel.receive()) is not None:
+            if isinstance(message, ServerGroup):
+                self.num_serving, self.accepts_for = message.num_serving, message.accepts_for
+                self.changed.set()
+                self.changed = anyio.Event()
+            elif isinstance(message, AbortNamed):
+                await api.abort(message.request_ids)
+            elif isinstance(message, Sums):  # for the first that waits: all of them have been counted
+                waiter = self._waiting.popleft()
+                if not waiter.done():
+                    waiter.set_result(message.numbers)
 
 
 class ChildServer:
@@ -67,8 +112,6 @@ class ChildServer:
         self._settings = settings
         self._end = end
         self._stop = StopRequest()
-        self._group = ServerGroup(settings.num_servers, 0)
-        self._group_changed = anyio.Event()
 
     async def run(self) -> None:
         """Serve until it is told to end.
@@ -105,18 +148,18 @@ class ChildServer:
     async def _serve(self, engine: Engine, listener: HttpListener) -> None:
         app = create_app(engine, self._settings.config)
         api: Api = app.state.api
-        peer = Peer(self._end, api.answer, self._take)
-        await peer.open()
+        channel = await Channel.open(self._end)
+        siblings = Siblings(channel, self._settings.num_servers)
         if self._settings.engine_address is not None:
-            api.enter_group(lambda: self._group, peer.ask)
+            api.enter_group(siblings)
         failure: AioEngineError | None = None
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(peer.run)
-            tasks.start_soon(self._count, api, peer)
+            tasks.start_soon(siblings.run, api)
+            tasks.start_soon(self._count, api, channel)
 
             def on_serving(server: HttpServer) -> None:
-                tasks.start_soon(self._follow_group, server)
-                peer.tell(Serving(api.models.names[0]))
+                tasks.start_soon(self._accept_for_others, server, siblings)
+                channel.send(Serving(api.models.names[0]))
 
             prepare_interpreter()
             try:
@@ -132,9 +175,10 @@ class ChildServer:
                 )
             except AioEngineError as error:  # a group of tasks would wrap it
                 failure = error
-            peer.tell(Counted(await api.answer(ReadNumbers())))
-            await peer.flush()
+            channel.send(Counted(await api.own_numbers()))
+            await channel.flush()
             tasks.cancel_scope.cancel()
+        channel.close()
         if failure is not None:
             raise failure
 
@@ -149,22 +193,17 @@ class ChildServer:
                 for each in share:
                     os.close(each)
 
-    def _take(self, message: Message) -> None:
-        if isinstance(message, ServerGroup):
-            self._group = message
-            self._group_changed.set()
-
-    async def _follow_group(self, server: HttpServer) -> None:
+    async def _accept_for_others(self, server: HttpServer, siblings: Siblings) -> None:
         """Accept in place of other servers while these do not serve."""
         shares, own = self._settings.shares, self._settings.index
         while True:
-            others = [shares[index] for index in self._group.accepts_for if index != own and index < len(shares)]
+            changed = siblings.changed
+            others = [shares[index] for index in siblings.accepts_for if index != own and index < len(shares)]
             await server.accept_for_others([each for share in others for each in share])
-            await self._group_changed.wait()
-            self._group_changed = anyio.Event()
+            await changed.wait()
 
-    async def _count(self, api: Api, peer: Peer) -> None:
-        """Tell what was counted, now and then."""
+    async def _count(self, api: Api, channel: Channel) -> None:
+        """Send the numbers, now and then."""
         while True:
             await anyio.sleep(COUNTED_EVERY_S)
-            peer.tell(Counted(await api.answer(ReadNumbers())))
+            channel.send(Counted(await api.own_numbers()))

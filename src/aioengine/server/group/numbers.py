@@ -1,8 +1,7 @@
 """`/metrics` of several servers as one: each one's numbers are summed, the engine's are counted once.
 
-An own sum, and not prometheus_client's files of several processes: the engine's metrics are objects of this package,
-which cost a step 20 µs; of steps all servers hear, so that a sum of all would count each token once a server; and a
-server that is asked while it is stuck must not hold up the scrape. Nothing here does I/O.
+All servers hear of all steps, so that a sum of everything would count each token once a server: the engine's numbers
+are those of the process above. Nothing here does I/O.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 from aioengine.metrics import Sample
-from aioengine.server.metrics import AT_DOOR, OWN_PREFIX, MetricFamily
+from aioengine.server.metrics import AT_DOOR, OWN_PREFIX, MetricFamily, ServerNumbers
 
 Key = tuple[str, tuple[tuple[str, str], ...]]
 """A sample's suffix and labels."""
@@ -25,42 +24,39 @@ WAITING_BY_REASON = "num_requests_waiting_by_reason"
 class GroupNumbers:
     """The numbers of servers, the ended ones included: no counter ever goes back, whichever server dies.
 
-    What a server had counted since it was last asked is lost with it; no scrape has shown that.
+    What a server had counted since it last sent its numbers is lost with it.
     """
 
     def __init__(self) -> None:
-        self._last: dict[int, list[MetricFamily]] = {}
+        self._last: dict[int, ServerNumbers] = {}
         self._ended: list[MetricFamily] = []
         self.num_restarts = 0
 
-    def note(self, server: int, families: list[MetricFamily]) -> None:
-        """What a server, by its index, has told now."""
-        self._last[server] = families
+    def note(self, server: int, numbers: ServerNumbers) -> None:
+        """Keep the present numbers of a server, by its index."""
+        self._last[server] = numbers
 
     def end(self, server: int) -> None:
-        """A server has ended: what it had counted stays, what it had at the moment is gone."""
-        families = [each for each in self._last.pop(server, ()) if each.kind != "gauge" and not each.is_of_engine]
-        self._ended = add_up([self._ended, families])
+        """A server has ended: its counters stay, its gauges are gone."""
+        if (last := self._last.pop(server, None)) is not None:
+            self._ended = add_up([self._ended, [each for each in last.families if each.kind != "gauge"]])
 
-    def total(self, own: list[MetricFamily], *, num_servers: int, num_serving: int) -> list[MetricFamily]:
-        """The families of all together.
+    def total(self, own: list[MetricFamily], *, num_servers: int, num_serving: int) -> ServerNumbers:
+        """The numbers of all together.
 
         Args:
             own: of the process that asks: the engine's, and its own process's.
         """
         rest = [each for each in own if not each.is_of_engine]
-        others = [[each for each in families if not each.is_of_engine] for families in self._last.values()]
-        summed = add_up([rest, self._ended, *others])
+        summed = add_up([rest, self._ended, *(each.families for each in self._last.values())])
         at_door = [each.samples[0].value for each in summed if each.name == OWN_PREFIX + AT_DOOR]
         engine = [_with_door(each, sum(at_door)) for each in own if each.is_of_engine]
-        return [*engine, *summed, *self._of_group(num_servers, num_serving)]
-
-    def _of_group(self, num_servers: int, num_serving: int) -> list[MetricFamily]:
-        return [
+        of_group = [
             _one("api_servers", "gauge", "HTTP servers that are to serve.", num_servers),
             _one("api_servers_serving", "gauge", "HTTP servers that do.", num_serving),
             _one("api_server_restarts", "counter", "HTTP servers that were started again.", self.num_restarts),
         ]
+        return ServerNumbers([*engine, *summed, *of_group], sum(each.num_open for each in self._last.values()))
 
 
 def add_up(parts: Iterable[Iterable[MetricFamily]]) -> list[MetricFamily]:

@@ -1,46 +1,39 @@
-"""HTTP servers as processes, in the process that starts them: its end of each one, and the hub between them."""
+"""HTTP servers as processes, in the process that starts them: its end of each one, and the sums of their numbers."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import anyio
 from anyio import CapacityLimiter
+from anyio.abc import TaskGroup
 
 from aioengine.engine import Engine
 from aioengine.errors import ConfigError
 from aioengine.processes.child import Child
 from aioengine.processes.turns import sleep_on_time
-from aioengine.server.errors import ApiError
-from aioengine.server.group.numbers import GroupNumbers
-from aioengine.server.group.siblings import (
+from aioengine.server.group.channel import (
     AbortNamed,
+    Channel,
     Counted,
-    CountOpen,
     Message,
-    Peer,
-    Question,
-    ReadNumbers,
     ServerGroup,
     ServerSettings,
     Serving,
-    decode_families,
-    encode_families,
+    Sums,
 )
-from aioengine.server.metrics import HttpMetrics, MetricFamily, read_families, read_process
+from aioengine.server.group.numbers import GroupNumbers
+from aioengine.server.metrics import HttpMetrics, ServerNumbers, read_families, read_process
 
 CHILD_MODULE = "aioengine.server.group.child"
-NUMBERS_TIMEOUT_S = 1.0
-"""Longest wait for a server's numbers in a scrape; a stuck server's last ones are shown."""
-LAST_WORDS_S = 1.0
+FINAL_MESSAGES_S = 1.0
 """Longest wait for the final messages of a server that has exited."""
 TERMINATE_S = 1.0
 """Time to end for a server that is not drained, such as one whose start is given up; then it is killed."""
 STALL_TIMEOUT_S = 30.0
-"""A server that serves sends a message every two seconds. One that sends none for so long is stopped or stuck."""
+"""A server that serves sends its numbers every second. One that sends none for so long is stopped or stuck."""
 
 
 class ServerProcess:
@@ -51,27 +44,43 @@ class ServerProcess:
         self._settings = settings
         self._hub = hub
         self._child: Child | None = None
-        self._peer: Peer | None = None
+        self._channel: Channel | None = None
         self._heard_at = math.inf
         """Time of its last message; infinite before the first one, which has no deadline."""
         self._failure: str | None = None
-        self._on_serving: Callable[[], None] = lambda: None
 
     async def run(self, on_serving: Callable[[], None]) -> None:
-        self._on_serving = on_serving
+        index = self._settings.index
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                self._child = self._start(theirs.fileno())
+                child = self._child = self._start(theirs.fileno())
             except ConfigError as error:  # no process, or no descriptor, can be had now
                 self._failure = str(error)
                 ours.close()
                 return
         try:
-            await self._talk(ours, self._child)
+            channel = self._channel = self._hub.channels[index] = await Channel.open(ours)
+            channel.send(self._settings)
+            ended = anyio.Event()
+            async with anyio.create_task_group() as tasks:
+
+                async def hear() -> None:
+                    while (message := await channel.receive()) is not None:
+                        self._take(message, on_serving, tasks)
+                    ended.set()
+
+                tasks.start_soon(hear)
+                tasks.start_soon(self._watch, tasks.cancel_scope)
+                await child.wait()
+                with anyio.move_on_after(FINAL_MESSAGES_S):
+                    await ended.wait()
+                tasks.cancel_scope.cancel()
         finally:
-            self._hub.peers.pop(self._settings.index, None)
-            await self._child.aclose()
+            if self._channel is not None:
+                self._channel.close()
+            self._hub.channels.pop(index, None)
+            await child.aclose()
 
     def _start(self, descriptor: int) -> Child:
         settings = self._settings
@@ -87,25 +96,22 @@ class ServerProcess:
             on_exit=lambda: None,
         )
 
-    async def _talk(self, ours: socket.socket, child: Child) -> None:
-        index = self._settings.index
-        peer = self._peer = Peer(ours, lambda question: self._hub.answer(index, question), self._take)
-        await peer.open()
-        peer.tell(self._settings)
-        self._hub.peers[index] = peer
-        ended = anyio.Event()
+    def _take(self, message: Message, on_serving: Callable[[], None], tasks: TaskGroup) -> None:
+        self._heard_at = anyio.current_time()
+        if isinstance(message, Serving):
+            self._hub.model_name = message.model
+            on_serving()
+        elif isinstance(message, Counted):
+            self._hub.numbers.note(self._settings.index, message.numbers)
+            if message.wants_sums:
+                tasks.start_soon(self._send_sums)
+        elif isinstance(message, AbortNamed):
+            self._hub.send_to_others(self._settings.index, message)
 
-        async def hear() -> None:
-            await peer.run()
-            ended.set()
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(hear)
-            tasks.start_soon(self._watch, tasks.cancel_scope)
-            await child.wait()
-            with anyio.move_on_after(LAST_WORDS_S):
-                await ended.wait()
-            tasks.cancel_scope.cancel()
+    async def _send_sums(self) -> None:
+        sums = await self._hub.add_up()
+        if self._channel is not None:
+            self._channel.send(Sums(sums))
 
     async def _watch(self, scope: anyio.CancelScope) -> None:
         """Cancel the scope, as a failure, once the server sends no more messages."""
@@ -116,14 +122,6 @@ class ServerProcess:
                 scope.cancel()
                 return
 
-    def _take(self, message: Message) -> None:
-        self._heard_at = anyio.current_time()
-        if isinstance(message, Serving):
-            self._hub.model_name = message.model
-            self._on_serving()
-        elif isinstance(message, Counted):
-            self._hub.numbers.note(self._settings.index, decode_families(message.families))
-
     def describe_exit(self) -> str:
         if self._failure is None and self._child is not None and self._child.returncode is not None:
             return self._child.describe_exit()
@@ -133,24 +131,24 @@ class ServerProcess:
         if self._child is not None and self._child.returncode is None:
             self._child.terminate()
 
-    def tell(self, group: ServerGroup) -> None:
-        if self._peer is not None:
-            self._peer.tell(group)
+    def send_group(self, group: ServerGroup) -> None:
+        if self._channel is not None:
+            self._channel.send(group)
 
 
 class Hub:
-    """Answers servers' questions about all servers together, and passes on what is for the others.
+    """The numbers of all servers, and the channels by which one reaches the others.
 
     Args:
         engine: this process's front end, which has the metrics of all steps; None: there is none.
         prefix: the prefix of metrics, in place of vLLM's.
         group: returns how many servers are to serve, and how many do.
     Attributes:
-        peers: the sockets to the servers' processes, by index.
+        channels: those to the servers' processes, by index.
     """
 
     def __init__(self, engine: Engine | None, prefix: str, group: Callable[[], ServerGroup]) -> None:
-        self.peers: dict[int, Peer] = {}
+        self.channels: dict[int, Channel] = {}
         self.numbers = GroupNumbers()
         self.model_name = ""
         self._engine = engine
@@ -163,39 +161,18 @@ class Hub:
         self.numbers.end(index)
         self.numbers.num_restarts += is_again
 
-    async def answer(self, asking: int, question: Question) -> bytes:
-        """Answer a server's question."""
-        if isinstance(question, ReadNumbers):
-            return encode_families(await self._read_numbers())
-        others = [index for index in self.peers if index != asking or isinstance(question, CountOpen)]
-        answers = await self._ask_each(others, question)
-        if isinstance(question, CountOpen):
-            return str(sum(map(int, answers.values()))).encode()
-        assert isinstance(question, AbortNamed)
-        return b""
+    def send_to_others(self, index: int, message: Message) -> None:
+        """Send a message to all servers but this one."""
+        for other, channel in self.channels.items():
+            if other != index:
+                channel.send(message)
 
-    async def _read_numbers(self) -> list[MetricFamily]:
-        asked = dict(self.peers)
-        for index, body in (await self._ask_each(asked, ReadNumbers())).items():
-            if self.peers.get(index) is asked[index]:  # else it has ended, and its numbers are counted already
-                self.numbers.note(index, decode_families(body))
-        own: list[MetricFamily] = []
+    async def add_up(self) -> ServerNumbers:
+        """The numbers of all servers, with the engine's and this process's."""
+        process = await anyio.to_thread.run_sync(read_process, limiter=self._limiter)
+        engine = []
         if self._engine is not None:
             families = read_families(self._engine, HttpMetrics(), self._prefix, self.model_name)
-            own = [each for each in families if each.is_of_engine]
-        own += await anyio.to_thread.run_sync(read_process, limiter=self._limiter)
+            engine = [each for each in families if each.is_of_engine]
         group = self._group()
-        return self.numbers.total(own, num_servers=group.num_servers, num_serving=group.num_serving)
-
-    async def _ask_each(self, servers: Iterable[int], question: Question) -> dict[int, bytes]:
-        """Ask servers; returns the answers that come in time, by server."""
-        answers: dict[int, bytes] = {}
-
-        async def ask(index: int, peer: Peer) -> None:
-            with contextlib.suppress(ApiError):
-                answers[index] = await peer.ask(question, NUMBERS_TIMEOUT_S)
-
-        async with anyio.create_task_group() as tasks:
-            for index in servers:
-                tasks.start_soon(ask, index, self.peers[index])
-        return answers
+        return self.numbers.total([*engine, *process], num_servers=group.num_servers, num_serving=group.num_serving)

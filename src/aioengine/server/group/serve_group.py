@@ -13,8 +13,8 @@ from aioengine.config import EngineConfig, ProcessOptions
 from aioengine.engine import Engine
 from aioengine.errors import EngineDead
 from aioengine.server.group.api_servers import ApiServers
+from aioengine.server.group.channel import ServerSettings
 from aioengine.server.group.server_process import Hub, ServerProcess
-from aioengine.server.group.siblings import ServerSettings
 from aioengine.server.http_listener import HttpListener
 from aioengine.server.http_server import StopRequest
 
