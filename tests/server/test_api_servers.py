@@ -10,7 +10,7 @@ import pytest
 from waiting import Tasks, turns
 
 from aioengine.errors import EngineDead
-from aioengine.server.group.api_servers import END_GRACE_S, MAX_FAILURES, STEADY_S, ApiServers, stand_ins_of
+from aioengine.server.group.api_servers import END_GRACE_S, MAX_FAILURES, STEADY_S, ApiServers
 from aioengine.server.group.channel import ServerGroup
 from aioengine.server.http_server import StopRequest
 
@@ -112,14 +112,13 @@ async def test_all_start_side_by_side_and_each_hears_how_many_serve() -> None:
         assert [server.told[-1] for server in running.now] == [ServerGroup(3, 3)] * 3
 
 
-async def test_one_that_dies_is_started_again_and_others_accept_for_it_meanwhile() -> None:
+async def test_one_that_dies_is_started_again() -> None:
     async with Tasks() as tasks:
         running = Running(tasks)
         await running.until_all_serve()
         first, *others = running.now
         first.die()
         await until(lambda: 0 not in running.servers.serving)
-        assert [server.told[-1].accepts_for for server in others] == [[0], []]
         assert [server.told[-1].num_serving for server in others] == [2, 2]
         await running.until_all_serve()
         assert running.now[0] is not first
@@ -246,19 +245,3 @@ async def test_what_else_fails_ends_them_with_its_reason() -> None:
         running.servers.fail("engine 0 (pid 8) was killed by SIGKILL")
         assert str(await running.result()) == "engine 0 (pid 8) was killed by SIGKILL"
         assert not any(server.is_killed for server in running.now)
-
-
-@pytest.mark.parametrize(
-    ("serving", "absent", "expected"),
-    [
-        ({0, 1, 2}, [], {}),
-        ({0, 2}, [1], {0: [1]}),
-        ({3}, [0, 1, 2], {3: [0, 1, 2]}),
-        ({2, 3}, [0, 1, 4], {2: [0, 4], 3: [1]}),
-        (set(), [0, 1], {}),
-    ],
-)
-async def test_stand_ins_share_what_is_absent(
-    serving: set[int], absent: list[int], expected: dict[int, list[int]]
-) -> None:
-    assert stand_ins_of(serving, absent) == expected

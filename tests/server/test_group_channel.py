@@ -22,8 +22,8 @@ from aioengine.server.config import HttpLimits, ServerConfig
 from aioengine.server.errors import ApiError
 from aioengine.server.group.channel import (
     AbortNamed,
-    Channel,
     Counted,
+    ServerChannel,
     ServerGroup,
     ServerSettings,
     Serving,
@@ -31,7 +31,7 @@ from aioengine.server.group.channel import (
     frame_of,
     receive_settings,
 )
-from aioengine.server.group.child_server import Siblings
+from aioengine.server.group.child_server import SiblingServers
 from aioengine.server.group.server_process import STALL_TIMEOUT_S, Hub, ServerProcess
 from aioengine.server.http_listener import ServerAddress
 from aioengine.server.metrics import ServerNumbers
@@ -74,12 +74,12 @@ def test_without_settings_a_server_says_why_it_ends() -> None:
 
 
 @asynccontextmanager
-async def servers_of(hub: Hub, num_servers: int) -> AsyncIterator[list[tuple[Siblings, Api]]]:
+async def servers_of(hub: Hub, num_servers: int) -> AsyncIterator[list[tuple[SiblingServers, Api]]]:
     """Servers of one port, with both ends of their channels in this process."""
-    found: list[tuple[Siblings, Api]] = []
-    channels: list[Channel] = []
+    found: list[tuple[SiblingServers, Api]] = []
+    channels: list[ServerChannel] = []
 
-    async def hear(server: ServerProcess, channel: Channel) -> None:
+    async def hear(server: ServerProcess, channel: ServerChannel) -> None:
         async with anyio.create_task_group() as tasks:
             while (message := await channel.receive()) is not None:
                 server._take(message, lambda: None, tasks)
@@ -87,11 +87,11 @@ async def servers_of(hub: Hub, num_servers: int) -> AsyncIterator[list[tuple[Sib
     async with fake_engine() as (engine, _), Tasks() as tasks:
         for index in range(num_servers):
             server = ServerProcess(replace(SETTINGS, index=index), hub)
-            ours, theirs = [await Channel.open(end) for end in socket.socketpair()]
+            ours, theirs = [await ServerChannel.open(end) for end in socket.socketpair()]
             channels += [ours, theirs]
             server._channel = hub.channels[index] = ours
             api: Api = create_app(engine).state.api
-            siblings = Siblings(theirs, num_servers)
+            siblings = SiblingServers(theirs, num_servers)
             api.enter_group(siblings)
             tasks.start(hear(server, ours))
             tasks.start(siblings.run(api))
@@ -136,17 +136,16 @@ async def test_an_abort_reaches_the_other_servers_and_the_group_all() -> None:
         servers[1][0].abort(["cmpl-a"])
         await until(lambda: len(aborted) == 6)
         assert {name for _, name in aborted} == {"cmpl-a", "a"}
-        hub.send_to_others(-1, ServerGroup(3, 2, [1]))
-        await until(lambda: servers[2][0].accepts_for == [1])
-        assert [each.num_serving for each, _ in servers] == [2, 2, 2]
+        hub.send_to_others(-1, ServerGroup(3, 2))
+        await until(lambda: [each.num_serving for each, _ in servers] == [2, 2, 2])
 
 
 @both_loops
 async def test_sums_that_do_not_come_are_an_error_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioengine.server.group.child_server.SUMS_TIMEOUT_S", 0.01)
-    ours, theirs = [await Channel.open(end) for end in socket.socketpair()]
+    ours, theirs = [await ServerChannel.open(end) for end in socket.socketpair()]
     with pytest.raises(ApiError, match="does not answer") as caught:
-        await Siblings(theirs, 2).add_up(NOTHING)
+        await SiblingServers(theirs, 2).add_up(NOTHING)
     assert caught.value.status == 503
     assert await ours.receive() == Counted(NOTHING, wants_sums=True)
     ours.close()
@@ -157,8 +156,8 @@ async def test_sums_that_do_not_come_are_an_error_in_time(monkeypatch: pytest.Mo
 
 @both_loops
 async def test_messages_come_whole_and_in_order() -> None:
-    ours, theirs = [await Channel.open(end) for end in socket.socketpair()]
-    sent = [Serving("demo"), Sums(ServerNumbers([counter("a" * 2**20, 1)], 0)), ServerGroup(2, 1, [0]), SETTINGS]
+    ours, theirs = [await ServerChannel.open(end) for end in socket.socketpair()]
+    sent = [Serving("demo"), Sums(ServerNumbers([counter("a" * 2**20, 1)], 0)), ServerGroup(2, 1), SETTINGS]
     for message in sent:
         ours.send(message)
     assert [await theirs.receive() for _ in sent] == sent

@@ -17,11 +17,11 @@ import pytest
 from server.conftest import both_loops
 from server.small_app import GET, SmallApp, SmallEngine, leave, listener_at, running
 from turn_probe import few_a_turn
-from waiting import Tasks, until
+from waiting import until
 
 from aioengine.errors import ConfigError
 from aioengine.server.http_listener import HttpListener, ServerAddress
-from aioengine.server.http_server import HttpServer, StopRequest, serve
+from aioengine.server.http_server import StopRequest, serve
 
 
 @pytest.fixture(scope="module")
@@ -127,65 +127,6 @@ def test_what_was_inherited_is_served_at_and_its_file_stays(folder: Path) -> Non
         with socket.socket(socket.AF_UNIX) as client, pytest.raises(ConnectionRefusedError):
             client.connect(str(path))
     assert not path.exists()
-
-
-@both_loops
-async def test_it_accepts_for_another_server_while_it_is_told_to() -> None:
-    stop, engine = StopRequest(), SmallEngine()
-    began: asyncio.Future[HttpServer] = asyncio.get_running_loop().create_future()
-    with await listener_at(ServerAddress(port=0), 2) as listener:
-        (own,), (others,) = listener.shares
-        others.listen()
-        with HttpListener.inherited(listener.where, [os.dup(own.fileno())]) as inherited:
-            serving: Any = {"engine": engine, "listener": inherited, "stop": stop, "on_serving": began.set_result}
-            async with Tasks() as tasks, httpx.AsyncClient(base_url=listener.url) as client:
-                task = tasks.start(serve(SmallApp(engine), **serving))
-                server = await began
-                await server.accept_for_others([others.fileno()])
-                for _ in range(40):  # of which the kernel gives each socket about half
-                    assert (await client.get("/health", headers={"connection": "close"})).status_code == 200
-                await server.accept_for_others([])
-                stop.ask()
-                await task
-        for each in (own, others):
-            each.setblocking(False)
-        waiting = [socket.create_connection(own.getsockname()) for _ in range(40)]
-        counts = [len(list(accepted_at(each))) for each in (own, others)]
-        assert sum(counts) == 40  # both listen still, and are their holder's
-        assert min(counts) > 2
-        for client_socket in waiting:
-            client_socket.close()
-
-
-@both_loops
-async def test_a_socket_that_is_being_opened_when_it_stops_listening_is_closed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    may_go_on = asyncio.Event()
-    opened: list[asyncio.Server] = []
-    accept_at = HttpServer._accept_at
-
-    async def accept_slowly(server: HttpServer, listening: socket.socket) -> asyncio.Server:
-        opened.append(await accept_at(server, listening))
-        await may_go_on.wait()
-        return opened[0]
-
-    stop, engine = StopRequest(), SmallEngine()
-    began: asyncio.Future[HttpServer] = asyncio.get_running_loop().create_future()
-    with await listener_at(ServerAddress(port=0)) as others, await listener_at(ServerAddress(port=0)) as listener:
-        others.listen()
-        async with Tasks() as tasks:
-            serving: Any = {"engine": engine, "listener": listener, "stop": stop, "on_serving": began.set_result}
-            task = tasks.start(serve(SmallApp(engine), **serving))
-            server = await began
-            monkeypatch.setattr(HttpServer, "_accept_at", accept_slowly)
-            accepting = tasks.start(server.accept_for_others([others.sockets[0].fileno()]))
-            await until(lambda: bool(opened))
-            stop.ask()
-            await task
-            may_go_on.set()
-            await accepting
-            assert not opened[0].is_serving()
 
 
 def test_a_port_that_refuses_stays_bound_and_may_be_served_at_again() -> None:

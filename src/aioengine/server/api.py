@@ -124,7 +124,7 @@ class Route(NamedTuple):
     is_work: bool = False
 
 
-class Siblings(Protocol):
+class OtherServers(Protocol):
     """The other servers of a port.
 
     Attributes:
@@ -245,14 +245,14 @@ class Api:
         self._keys = ApiKeys(self.config.api_keys)
         self._bodies = BodyReader(self.config)
         self._responses = StoredResponses(self.config.max_stored_responses, self.config.max_stored_response_bytes)
-        self._siblings: Siblings | None = None
+        self._others: OtherServers | None = None
         """None: this server is its port's only one."""
         self._num_open = 0
         self._has_warned = False
 
-    def enter_group(self, siblings: Siblings) -> None:
+    def enter_group(self, others: OtherServers) -> None:
         """Become one of several servers of a port: metrics, load and aborts are then of all. Call it before serving."""
-        self._siblings = siblings
+        self._others = others
         self._responses.is_one_of_several = True
 
     async def own_numbers(self, *, has_engine: bool = False) -> ServerNumbers:
@@ -473,8 +473,8 @@ class Api:
             raise missing("request_id")
         if len(ids) > MAX_ABORTED:
             raise invalid_value("request_ids", f"request_ids has {len(ids):,}; at most {MAX_ABORTED:,} at once")
-        if self._siblings is not None:
-            self._siblings.abort(ids)
+        if self._others is not None:
+            self._others.abort(ids)
         await self.abort(ids)
         return _json({"request_ids": ids})
 
@@ -544,8 +544,8 @@ class Api:
             "is_sleeping": health.is_sleeping,
             "is_draining": self.is_draining,
         }
-        if (siblings := self._siblings) is not None:
-            told["servers"] = {"serving": siblings.num_serving, "wanted": siblings.num_servers}
+        if (others := self._others) is not None:
+            told["servers"] = {"serving": others.num_serving, "wanted": others.num_servers}
         if health.status == "STALLED":
             told.update(reason=health.reason, step_age_s=round(health.step_age_s, 3))
         is_well = health.status == "ALIVE" and not self.is_draining
@@ -553,9 +553,9 @@ class Api:
         return _json(told, 200 if is_well else 503)
 
     async def _metrics(self, exchange: Exchange, record: RequestRecord) -> Response:
-        numbers = await self.own_numbers(has_engine=self._siblings is None)
-        if self._siblings is not None:
-            numbers = await self._siblings.add_up(numbers)
+        numbers = await self.own_numbers(has_engine=self._others is None)
+        if self._others is not None:
+            numbers = await self._others.add_up(numbers)
         content_type = content_type_for(exchange.headers.get("accept", ""))
         limiter = self._rendering.get()  # of a thread of its own, since a host's handlers may hold all of anyio's
         body = await anyio.to_thread.run_sync(encode, numbers.families, content_type, limiter=limiter)
@@ -569,8 +569,8 @@ class Api:
         stats = self.engine.stats()
         told = {"running": stats.running, "waiting": stats.waiting, "kv_cache_usage": stats.kv_cache_usage}
         num_open = self._num_open
-        if self._siblings is not None:
-            num_open = (await self._siblings.add_up(await self.own_numbers())).num_open
+        if self._others is not None:
+            num_open = (await self._others.add_up(await self.own_numbers())).num_open
         return _json({"server_load": num_open, **told})
 
     @functools.cached_property

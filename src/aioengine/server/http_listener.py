@@ -3,7 +3,7 @@
 Several servers of one port have a socket each, all bound to it (SO_REUSEPORT): the kernel spreads connections evenly,
 by their addresses. With one socket for all, the server that wakes first takes whole bursts: of 256 connections at once
 four servers had 1, 11, 243 and 1, and with a socket each 60 to 70. The process that has started the servers holds the
-sockets, too: connections that a dead server had not accepted are not reset, and another server accepts them. Unix
+sockets, too: connections that a dead server had not accepted wait for the one that is started in its place. Unix
 sockets cannot be shared so: all servers have the same one.
 """
 

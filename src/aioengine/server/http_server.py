@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import os
 import socket
 import warnings
-from collections.abc import AsyncGenerator, Callable, Collection
+from collections.abc import AsyncGenerator, Callable
 from email.utils import formatdate
 from typing import TYPE_CHECKING, Any, Self
 
@@ -184,10 +183,7 @@ class HttpServer:
         self._config.load()
         self._connect = functools.partial(HttpProtocol, self._config, self._state, {})
         self._is_closed = False
-        self._is_listening = True
         self._servers: list[asyncio.Server] = []
-        self._others: dict[int, asyncio.Server] = {}
-        """At other servers' sockets, by their descriptors."""
         self._ticker: asyncio.TimerHandle | None = None
 
     async def aclose(self, *, drain_timeout_s: float = 30.0) -> None:
@@ -211,35 +207,13 @@ class HttpServer:
     async def _start(self) -> None:
         self._tick()
         await anyio.to_thread.run_sync(self._listener.listen)
-        for each in self._listener.sockets:
-            self._servers.append(await self._accept_at(each))
-        self._stop.on_asked = self._changed.set
-
-    async def _accept_at(self, listening: socket.socket) -> asyncio.Server:
         tls: dict[str, Any] = {}
         if self._listener.ssl is not None:
             tls = {"ssl": self._listener.ssl, "ssl_handshake_timeout": self._limits.header_timeout_s}
-        make = self._loop.create_unix_server if listening.family == socket.AF_UNIX else self._loop.create_server
-        return await make(self._connect, sock=listening, backlog=BACKLOG, **tls)
-
-    async def accept_for_others(self, descriptors: Collection[int]) -> None:
-        """Accept at these sockets of other servers, too, and no more at others' sockets that were given before.
-
-        Args:
-            descriptors: of listening sockets; they stay the caller's.
-        """
-        for number in self._others.keys() - set(descriptors):
-            self._others.pop(number).close()
-        if not self._has_stopped():
-            for number in set(descriptors) - self._others.keys():
-                server = await self._accept_at(socket.socket(fileno=os.dup(number)))
-                if self._has_stopped():  # meanwhile, and the descriptors may be others' now
-                    server.close()
-                    return
-                self._others[number] = server
-
-    def _has_stopped(self) -> bool:
-        return not self._is_listening
+        for each in self._listener.sockets:
+            make = self._loop.create_unix_server if each.family == socket.AF_UNIX else self._loop.create_server
+            self._servers.append(await make(self._connect, sock=each, backlog=BACKLOG, **tls))
+        self._stop.on_asked = self._changed.set
 
     async def _drain_and_end(self, drain_timeout_s: float) -> None:
         try:
@@ -301,8 +275,7 @@ class HttpServer:
             logger.error("%d tasks of the app did not end", len(self._state.tasks))
 
     async def _stop_listening(self) -> None:
-        self._is_listening = False
-        for server in (*self._servers, *self._others.values()):
+        for server in self._servers:
             server.close()
         await anyio.to_thread.run_sync(self._listener.close)
 

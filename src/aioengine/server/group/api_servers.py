@@ -6,7 +6,7 @@ What a server is does not matter here: tests give it fakes, `ServerProcess` is t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from typing import Protocol
 
 import anyio
@@ -53,7 +53,6 @@ class ApiServers:
         make: makes the server of an index, unstarted; called again for each start.
         num_servers: that are to serve.
         drain_timeout_s: that they have to end when they are told to; they are killed `END_GRACE_S` later.
-        shares_port: whether one accepts in place of another one that does not serve.
         start_timeout_s: for a server to serve; then it is killed and has failed.
         on_all_serving: called when all serve for the first time.
         on_exit: called with the index of a server that has exited, and whether it is to be started again.
@@ -68,7 +67,6 @@ class ApiServers:
         num_servers: int,
         *,
         drain_timeout_s: float,
-        shares_port: bool = True,
         start_timeout_s: float = START_TIMEOUT_S,
         on_all_serving: Callable[[], None] = lambda: None,
         on_exit: Callable[[int, bool], None] = lambda index, is_again: None,
@@ -78,14 +76,12 @@ class ApiServers:
         self._make = make
         self._num_servers = num_servers
         self._drain_timeout_s = drain_timeout_s
-        self._shares_port = shares_port
         self._start_timeout_s = start_timeout_s
         self._on_all_serving = on_all_serving
         self._on_exit = on_exit
         self._on_stopping = on_stopping
         self._members: dict[int, ManagedServer] = {}
         self._have_served: set[int] = set()
-        self._sent: dict[ManagedServer, ServerGroup] = {}
         self._stopping = anyio.Event()
         self._failure: str | None = None
 
@@ -162,7 +158,6 @@ class ApiServers:
         if starting.cancelled_caught:
             reason = f"HTTP server {index} did not serve within {self._start_timeout_s:g} s, and was killed"
         self.serving.discard(index)
-        self._sent.pop(member, None)
         self._members.pop(index)
         self._on_exit(index, not self._is_ending())
         self._send_group()
@@ -172,15 +167,9 @@ class ApiServers:
         return self._stopping.is_set()
 
     def _send_group(self) -> None:
-        """Send the servers the present state of all, if it has changed for them."""
-        absent = [index for index in self._have_served if index not in self.serving]
-        stand_ins = stand_ins_of(self.serving, absent) if self._shares_port and not self._is_ending() else {}
+        """Send the servers the present state of all."""
         for index in self.serving:
-            member = self._members[index]
-            group = ServerGroup(self._num_servers, len(self.serving), stand_ins.get(index, []))
-            if self._sent.get(member) != group:
-                self._sent[member] = group
-                member.send_group(group)
+            self._members[index].send_group(self.group)
 
     def _terminate(self) -> None:
         if not self._is_ending():
@@ -195,13 +184,3 @@ class ApiServers:
         await anyio.sleep(self._drain_timeout_s + END_GRACE_S)
         logger.error("HTTP servers did not end in time: killed")
         scope.cancel()
-
-
-def stand_ins_of(serving: Collection[int], absent: Collection[int]) -> Mapping[int, list[int]]:
-    """Which servers accept for those that do not serve now: each for about as many of them."""
-    found: dict[int, list[int]] = {}
-    able = sorted(serving)
-    for place, index in enumerate(sorted(absent)):
-        if able:
-            found.setdefault(able[place % len(able)], []).append(index)
-    return found

@@ -87,12 +87,10 @@ class ServerGroup(msgspec.Struct, frozen=True, tag="group"):
     Attributes:
         num_servers: servers that are to serve.
         num_serving: servers that serve.
-        accepts_for: servers that do not serve; the receiver accepts at their sockets, too.
     """
 
     num_servers: int
     num_serving: int
-    accepts_for: list[int] = []
 
 
 Message = ServerSettings | Serving | Counted | Sums | AbortNamed | ServerGroup
@@ -127,14 +125,14 @@ def receive_settings(end: socket.socket) -> ServerSettings:
     return settings
 
 
-class Channel(NamedTuple):
+class ServerChannel(NamedTuple):
     """One end of the socket, on a loop."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
     @classmethod
-    async def open(cls, end: socket.socket) -> Channel:
+    async def open(cls, end: socket.socket) -> ServerChannel:
         return cls(*await asyncio.open_unix_connection(sock=end))
 
     def send(self, message: Message) -> None:

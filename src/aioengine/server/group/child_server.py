@@ -23,8 +23,8 @@ from aioengine.server.asgi import create_app
 from aioengine.server.errors import unavailable
 from aioengine.server.group.channel import (
     AbortNamed,
-    Channel,
     Counted,
+    ServerChannel,
     ServerGroup,
     ServerSettings,
     Serving,
@@ -32,7 +32,7 @@ from aioengine.server.group.channel import (
     receive_settings,
 )
 from aioengine.server.http_listener import HttpListener
-from aioengine.server.http_server import SPARE_FILES, HttpServer, StopRequest, serve
+from aioengine.server.http_server import SPARE_FILES, StopRequest, serve
 from aioengine.server.metrics import ServerNumbers
 
 logger = logging.getLogger("aioengine")
@@ -62,14 +62,11 @@ def run_server(end: socket.socket) -> int:
     return 0
 
 
-class Siblings:
-    """The other servers of the port, reached by way of the process above; a `aioengine.server.api.Siblings`."""
+class SiblingServers:
+    """The other servers of the port, reached by way of the process above; a `aioengine.server.api.OtherServers`."""
 
-    def __init__(self, channel: Channel, num_servers: int) -> None:
+    def __init__(self, channel: ServerChannel, num_servers: int) -> None:
         self.num_servers, self.num_serving = num_servers, 0
-        self.accepts_for: list[int] = []
-        self.changed = anyio.Event()
-        """Set when the group has changed."""
         self._channel = channel
         self._waiting: deque[asyncio.Future[ServerNumbers]] = deque()
 
@@ -90,9 +87,7 @@ class Siblings:
         """Take messages until the other side is gone."""
         while (message := await self._channel.receive()) is not None:
             if isinstance(message, ServerGroup):
-                self.num_serving, self.accepts_for = message.num_serving, message.accepts_for
-                self.changed.set()
-                self.changed = anyio.Event()
+                self.num_serving = message.num_serving
             elif isinstance(message, AbortNamed):
                 await api.abort(message.request_ids)
             elif isinstance(message, Sums):  # for the first that waits: all of them have been counted
@@ -148,19 +143,14 @@ class ChildServer:
     async def _serve(self, engine: Engine, listener: HttpListener) -> None:
         app = create_app(engine, self._settings.config)
         api: Api = app.state.api
-        channel = await Channel.open(self._end)
-        siblings = Siblings(channel, self._settings.num_servers)
+        channel = await ServerChannel.open(self._end)
+        siblings = SiblingServers(channel, self._settings.num_servers)
         if self._settings.engine_address is not None:
             api.enter_group(siblings)
         failure: AioEngineError | None = None
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(siblings.run, api)
             tasks.start_soon(self._count, api, channel)
-
-            def on_serving(server: HttpServer) -> None:
-                tasks.start_soon(self._accept_for_others, server, siblings)
-                channel.send(Serving(api.models.names[0]))
-
             prepare_interpreter()
             try:
                 await serve(
@@ -170,7 +160,7 @@ class ChildServer:
                     stop=self._stop,
                     drain_timeout_s=self._settings.drain_timeout_s,
                     limits=self._settings.limits,
-                    on_serving=on_serving,
+                    on_serving=lambda _: channel.send(Serving(api.models.names[0])),
                     on_drain=lambda: self._on_drain(api, listener),
                 )
             except AioEngineError as error:  # a group of tasks would wrap it
@@ -193,16 +183,7 @@ class ChildServer:
                 for each in share:
                     os.close(each)
 
-    async def _accept_for_others(self, server: HttpServer, siblings: Siblings) -> None:
-        """Accept in place of other servers while these do not serve."""
-        shares, own = self._settings.shares, self._settings.index
-        while True:
-            changed = siblings.changed
-            others = [shares[index] for index in siblings.accepts_for if index != own and index < len(shares)]
-            await server.accept_for_others([each for share in others for each in share])
-            await changed.wait()
-
-    async def _count(self, api: Api, channel: Channel) -> None:
+    async def _count(self, api: Api, channel: ServerChannel) -> None:
         """Send the numbers, now and then."""
         while True:
             await anyio.sleep(COUNTED_EVERY_S)

@@ -51,7 +51,6 @@ async def serve_with_servers(
         lambda index: ServerProcess(replace(settings, index=index, shares=shares), hub),
         settings.num_servers,
         drain_timeout_s=settings.drain_timeout_s,
-        shares_port=len(shares) > 1,
         on_all_serving=lambda: on_serving(hub.model_name, [listener.url]),
         on_exit=hub.on_exit,
         # Clients are refused from here on as the servers close their sockets: this process must not hold them open.
@@ -129,7 +128,6 @@ async def serve_replica_a_port(
         make,
         len(listeners),
         drain_timeout_s=settings.drain_timeout_s,
-        shares_port=False,
         start_timeout_s=ProcessOptions().start_timeout_s,  # of an engine, with its model
         on_all_serving=lambda: on_serving(hub.model_name, [listener.url for listener in listeners]),
         on_exit=on_exit,

@@ -16,9 +16,9 @@ from aioengine.processes.child import Child
 from aioengine.processes.turns import sleep_on_time
 from aioengine.server.group.channel import (
     AbortNamed,
-    Channel,
     Counted,
     Message,
+    ServerChannel,
     ServerGroup,
     ServerSettings,
     Serving,
@@ -44,7 +44,7 @@ class ServerProcess:
         self._settings = settings
         self._hub = hub
         self._child: Child | None = None
-        self._channel: Channel | None = None
+        self._channel: ServerChannel | None = None
         self._heard_at = math.inf
         """Time of its last message; infinite before the first one, which has no deadline."""
         self._failure: str | None = None
@@ -60,7 +60,7 @@ class ServerProcess:
                 ours.close()
                 return
         try:
-            channel = self._channel = self._hub.channels[index] = await Channel.open(ours)
+            channel = self._channel = self._hub.channels[index] = await ServerChannel.open(ours)
             channel.send(self._settings)
             ended = anyio.Event()
             async with anyio.create_task_group() as tasks:
@@ -148,7 +148,7 @@ class Hub:
     """
 
     def __init__(self, engine: Engine | None, prefix: str, group: Callable[[], ServerGroup]) -> None:
-        self.channels: dict[int, Channel] = {}
+        self.channels: dict[int, ServerChannel] = {}
         self.numbers = GroupNumbers()
         self.model_name = ""
         self._engine = engine
