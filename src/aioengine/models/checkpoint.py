@@ -112,28 +112,6 @@ class StackedTensor(CheckpointTensor, frozen=True, kw_only=True):
         return rows.transpose(1, 2) if self.is_transposed else rows
 
 
-class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
-    """What a layer's mixture of experts is called in a checkpoint.
-
-    Attributes:
-        is_transposed: all experts are one tensor, [experts, inputs, outputs]; else each has its own.
-    """
-
-    block: str = "mlp"
-    router: str = "gate"
-    gate: str = "gate_proj"
-    up: str = "up_proj"
-    down: str = "down_proj"
-    is_transposed: bool = False
-
-
-EXPERT_NAMES = {
-    "MixtralForCausalLM": ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
-    "GptOssForCausalLM": ExpertNames(router="router", is_transposed=True),
-}
-"""By architecture, where they differ."""
-
-
 def checkpoint_tensors(config: DecoderConfig, stored: Iterable[str] = ()) -> dict[str, CheckpointTensor]:
     """For each tensor of a checkpoint, by its name there, where it goes in a decoder with this config.
 
@@ -222,7 +200,8 @@ def _mlp(
 def _expert_tensors(
     c: DecoderConfig, experts: ExpertsConfig, mlp: str, has_stacks: bool
 ) -> Iterator[tuple[str, CheckpointTensor]]:
-    names, hidden, size = EXPERT_NAMES.get(c.architecture, ExpertNames()), c.hidden_size, experts.intermediate_size
+    names, hidden, size = c.family.experts, c.hidden_size, experts.intermediate_size
+    assert names is not None
     block = "mlp" if has_stacks else names.block
     router = [Part(f"{block}.{names.router}", experts.count)]
     if experts.shared_size:

@@ -37,13 +37,15 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExpertFields(msgspec.Struct, frozen=True, kw_only=True):
-    """How a family's config.json describes its experts. A string is the name of the field that holds the value.
+    """How a family's config.json and its checkpoints describe its experts. A string of a config is a field's name.
 
     Attributes:
         intermediate_size: of an expert.
         is_normalised, bias, activation: as in `ExpertsConfig`.
         has_shared: whether there is an expert of all tokens, of ``shared_expert_intermediate_size``.
         has_plain_layers: whether ``mlp_only_layers`` and ``decoder_sparse_step`` name layers without experts.
+        block, router, gate, up, down: names of modules in a checkpoint.
+        is_transposed: all experts are one tensor there, [experts, inputs, outputs]; else each has its own.
     """
 
     intermediate_size: str = "intermediate_size"
@@ -52,6 +54,12 @@ class ExpertFields(msgspec.Struct, frozen=True, kw_only=True):
     has_plain_layers: bool = False
     bias: bool = False
     activation: Activation = "silu"
+    block: str = "mlp"
+    router: str = "gate"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    is_transposed: bool = False
 
     def read(self, get: Callable[[str], Any], num_layers: int) -> ExpertsConfig:
         """Read the experts of a config; ``get`` returns a field by its name.
@@ -59,30 +67,29 @@ class ExpertFields(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             ValueError: numbers are absent or no sizes of experts.
         """
-        count = get("num_experts") or get("num_local_experts")
-        numbers = {"num_experts": count, "num_experts_per_tok": get("num_experts_per_tok")}
-        numbers |= {self.intermediate_size: get(self.intermediate_size)}
+        count, shared, step = get("num_experts") or get("num_local_experts"), "shared_expert_intermediate_size", 1
+        numbers = {
+            "num_experts": count,
+            **{name: get(name) for name in ("num_experts_per_tok", self.intermediate_size)},
+        }
         if self.has_shared:
-            numbers |= {"shared_expert_intermediate_size": get("shared_expert_intermediate_size")}
+            numbers[shared] = get(shared)
         if self.has_plain_layers:
-            numbers |= {"decoder_sparse_step": get("decoder_sparse_step")}
+            numbers["decoder_sparse_step"] = step = get("decoder_sparse_step")
         for name, value in numbers.items():
             if not isinstance(value, int) or not 0 < value < 2**24:
                 raise ValueError(f"{name}={value!r}; a size is needed")
-        if numbers["num_experts_per_tok"] > count or count > MAX_EXPERTS:
-            raise ValueError(f"{numbers['num_experts_per_tok']} of {count!r} experts cannot be chosen")
-        layers = [True] * num_layers
-        if self.has_plain_layers:
-            plain, step = get("mlp_only_layers") or [], numbers["decoder_sparse_step"]
-            layers = [index not in plain and (index + 1) % step == 0 for index in range(num_layers)]
-        is_normalised = self.is_normalised
+        num_chosen, is_normalised = numbers["num_experts_per_tok"], self.is_normalised
+        if num_chosen > count or count > MAX_EXPERTS:
+            raise ValueError(f"{num_chosen} of {count!r} experts cannot be chosen")
+        plain = (self.has_plain_layers and get("mlp_only_layers")) or ()
         return ExpertsConfig(
-            layers=tuple(layers),
+            layers=tuple(index not in plain and (index + 1) % step == 0 for index in range(num_layers)),
             count=count,
-            num_chosen=numbers["num_experts_per_tok"],
+            num_chosen=num_chosen,
             intermediate_size=numbers[self.intermediate_size],
             is_normalised=bool(get(is_normalised)) if isinstance(is_normalised, str) else is_normalised,
-            shared_size=numbers.get("shared_expert_intermediate_size", 0),
+            shared_size=numbers.get(shared, 0),
             bias=self.bias,
             activation=self.activation,
         )

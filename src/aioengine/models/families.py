@@ -198,7 +198,7 @@ ARCHITECTURES = {
             "num_experts_per_tok": 2,
         },
         windows="all layers",
-        experts=ExpertFields(),
+        experts=ExpertFields(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
     ),
     "Qwen2MoeForCausalLM": Family(
         model_type="qwen2_moe",
@@ -249,7 +249,7 @@ ARCHITECTURES = {
         qkv_bias="attention_bias",
         output_bias="attention_bias",
         windows="layer_types",
-        experts=ExpertFields(bias=True, activation="clamped_silu"),
+        experts=ExpertFields(bias=True, activation="clamped_silu", router="router", is_transposed=True),
         has_sinks=True,
     ),
 }

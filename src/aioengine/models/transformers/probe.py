@@ -243,7 +243,9 @@ class _KeysAndValues(Cache):  # type: ignore[misc]
 
 
 class _OuterCalls:
-    """Listens to which modules a model calls itself, and not by others.
+    """Listens to which modules a model calls itself, and not by others: the first is the body beneath its head.
+
+    transformers' names for it (``base_model_prefix``, `get_decoder`) are not that module in each model.
 
     Attributes:
         outer: their names, in order.
