@@ -97,7 +97,6 @@ class Family(NamedTuple):
         config: what its config is called behind that.
         wrapper: what the classes of a model of texts and images are called, whose text part it is.
         is_whole: ``differences`` is all of its config.
-        since: the version of ours that ran it first; for the table of models.
     """
 
     transformers: str
@@ -105,7 +104,6 @@ class Family(NamedTuple):
     config: str = "Config"
     wrapper: str = ""
     is_whole: bool = False
-    since: str = "0.1.0"
 
     @property
     def architecture(self) -> str:
