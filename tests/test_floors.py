@@ -130,6 +130,14 @@ def test_every_room_has_a_floor_and_is_there() -> None:
     assert {room_of(path) for path in modules()} == FLOOR_OF.keys()
 
 
+def test_rooms_are_few_and_know_few_others() -> None:
+    """An arrow leads from a room to another one that it imports from."""
+    names = [(room_of(path), name.split(".")) for path in modules() for name in imports_of(path)]
+    arrows = {(room, parts[1] if parts[1:] else "engine") for room, parts in names if parts[0] == "aioengine"}
+    assert len(FLOOR_OF) <= 31
+    assert sum(room != target for room, target in arrows) <= 200
+
+
 def test_a_module_imported_by_name_from_its_package_is_seen(tmp_path: Path) -> None:
     source = tmp_path / "sneaky.py"
     source.write_text(

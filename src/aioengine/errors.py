@@ -14,7 +14,7 @@ MAX_TRACEBACK_LINES = 1000
 
 TRACEBACK, _CAUSE, _CONTEXT = (vars(BaseException)[f"__{name}__"] for name in ("traceback", "cause", "context"))
 _EXCEPTIONS = vars(BaseExceptionGroup)["exceptions"]
-"""What every exception has, whatever a class of the user's puts before it."""
+"""Slots of every exception, whatever a class of the user's puts before them."""
 
 
 WAIT = "or wait with on_full='wait'"
@@ -93,11 +93,11 @@ class PromptTooLong(InvalidRequest):
 
 
 class ConfigError(AioEngineError):
-    """The engine cannot be started as configured; the message says what to change."""
+    """The engine cannot be started as configured; the message names the change to make."""
 
 
 class ModelLoadError(AioEngineError):
-    """The model's files are missing, damaged, or not what its config says; the message names the file or tensor."""
+    """The model's files are missing, damaged, or do not match its config; the message names the file or tensor."""
 
 
 class EngineOverloaded(AioEngineError):
@@ -143,7 +143,7 @@ class StepFailed(AioEngineError):
 
 
 class NoTokenLeft(StepFailed):
-    """What this request asks for cannot be together: its grammar and its other rules leave no token to sample.
+    """This request contradicts itself: its grammar and its other rules leave no token to sample.
 
     The caller's fault, found only when it comes to that.
     """

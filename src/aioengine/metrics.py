@@ -1,4 +1,4 @@
-"""What an engine counts and times, in vLLM's names.
+"""Counters and times of an engine, in vLLM's names.
 
 The engine core makes one `StepRecord` a step and one `RequestMetrics` a request, and hands them to its observers.
 `EngineMetrics` is the observer that every engine has: objects of its own, so several engines of one process share
@@ -247,7 +247,7 @@ M = TypeVar("M", bound=Counter | Gauge | Histogram)
 
 
 class Labeled(Generic[M]):
-    """Metrics told apart by labels: ``requests.of("GET", "200").inc()``.
+    """Metrics with labels: ``requests.of("GET", "200").inc()``.
 
     Args:
         metric: what each of them begins as.

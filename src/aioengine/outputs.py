@@ -1,4 +1,4 @@
-"""What a request brings back, in vLLM's names."""
+"""The outputs of a request, in vLLM's names."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ TokenLogprobs = dict[int, Logprob]
 
 
 class CompletionDelta(PlainStruct, frozen=True, kw_only=True):
-    """What is new of a completion since the delta before.
+    """The part of a completion that came since the delta before.
 
     The last delta, and only that, has a ``finish_reason``. Deltas that were not read are merged.
 

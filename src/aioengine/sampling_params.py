@@ -20,16 +20,16 @@ MAX_STOP_STRINGS = 256
 MAX_STOP_TOKEN_IDS = 1024
 MAX_BAD_WORDS = 1024
 MAX_TEXT_CHARS = 1024
-"""Of one stop string or bad word."""
+"""Limit of one stop string or bad word."""
 MAX_BAD_WORDS_CHARS = 65_536
-"""Of all together: they are tokenized, twice, while the request waits."""
+"""Limit of all bad words together: they are tokenized, twice, while the request waits."""
 MAX_LOGIT_BIAS = 1024
 MAX_ALLOWED_TOKEN_IDS = 2**20
 """More than any vocabulary has."""
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_LOGITS_PROCESSORS = 64
 MAX_EXTRA_ARGS_BYTES = 65_536
-"""Of all arguments together, in msgpack."""
+"""Limit of all arguments together, in msgpack."""
 MAX_BIAS = 100.0
 MAX_INT = 2**31 - 1
 NO_SEED = -1
@@ -142,7 +142,7 @@ def is_any_on(params: RowParams, values_off: Mapping[str, float]) -> bool:
 class SamplingParams(
     RowParams, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, metaclass=_ParamsMeta
 ):
-    """What one request asks of the sampler. The rules and names are vLLM's where the field has no others.
+    """The sampling parameters of one request. The rules and names are vLLM's where the field has no others.
 
     A value out of range is an `InvalidRequest` that names the field, raised when the struct is made.
     """
@@ -178,7 +178,7 @@ class SamplingParams(
         Meta(description="texts that must not be generated, by their tokens"),
     ] = ()
     structured: Constraint | None = None
-    """What the text must be: a JSON schema as a dict, a type, or `Json`, `Regex`, `Choice`, `Grammar`,
+    """The constraint on the text: a JSON schema as a dict, a type, or `Json`, `Regex`, `Choice`, `Grammar`,
     `StructuralTags`."""
     max_thinking_tokens: Annotated[
         Annotated[int, Meta(ge=0, le=MAX_INT)] | None,
@@ -197,7 +197,7 @@ class SamplingParams(
         LogprobsMode,
         Meta(description="log-probabilities before rules and temperature, or those that tokens are drawn by"),
     ] = "raw"
-    """Of prompt tokens they are always raw. vLLM's names, "raw_logprobs" and "processed_logprobs", are the same."""
+    """Prompt tokens' are always raw. vLLM's names, "raw_logprobs" and "processed_logprobs", are the same."""
     logprob_token_ids: Annotated[
         Annotated[tuple[TokenId, ...], Meta(max_length=MAX_LOGPROB_TOKEN_IDS)] | None,
         Meta(description="tokens whose log-probabilities to report always"),

@@ -38,16 +38,16 @@ MAX_SHOWN_ITEMS = 8
 MAX_SHOWN_ITEMS_CHARS = 240
 MAX_SHOWN_BITS = 128
 MAX_NAME_CHARS = 100
-"""Of an unknown keyword that is compared with the known ones: comparing takes the product of the lengths."""
+"""Limit of an unknown keyword that is compared with the known ones: comparing takes the product of the lengths."""
 
 
 class _Rule(NamedTuple):
-    """What a field's annotation says, read once.
+    """The checks of a field, read from its annotation once.
 
     Attributes:
         default: an object that needs no check.
         max_chars, max_items: of a text or a collection; inf without a limit, and where the field takes none.
-        choices: those of which it may be one.
+        choices: the allowed values; empty: any.
         takes_items: whether it may be a collection.
         is_looked_through: whether it may hold floats or texts, and nothing but plain types.
     """
@@ -98,7 +98,7 @@ def check_fields(struct: msgspec.Struct, error: Callable[[str, str], Exception])
 def check_field(
     struct_type: type[msgspec.Struct], name: str, value: Any, error: Callable[[str, str], Exception]
 ) -> Any:
-    """What `check_fields` does to one field, for a value that is not in a struct yet; returns it normalised.
+    """Check one field, as `check_fields`, for a value that is not in a struct yet; returns it normalised.
 
     Raises:
         what ``error`` makes from (field name, message).
@@ -160,11 +160,11 @@ ELSEWHERE = {
 
 
 OR_ELSE = {"quantization": "; that of a checkpoint is read from its files: leave quantization out"}
-"""What may have been meant by a value that is refused."""
+"""Hints behind a refusal of a field's value."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Which of the known names may have been meant, to be put behind a message; empty if none comes near."""
+    """A hint at the known name that may have been meant, to be put behind a message; empty if none comes near."""
     near = [ours for ours in OTHER_NAMES.get(name, ()) if ours in known]
     if not near and len(name) <= MAX_NAME_CHARS:
         near = difflib.get_close_matches(name, known, n=1)
@@ -179,7 +179,7 @@ def parse_size(text: str) -> int:
     """Return the bytes that a person writes as 4GiB, 4G (both 4·2³⁰), 512MB (512·10⁶) or a plain number.
 
     Raises:
-        ValueError: it is no size; says what is.
+        ValueError: it is no size; the message shows the form.
     """
     found = SIZE.fullmatch(text.strip())
     if found is None:
@@ -256,7 +256,7 @@ def typed(value: object) -> str:
 
 
 class _Refused(ValueError):
-    """Why a value is refused, where that is not msgspec's to say."""
+    """A value is refused for a reason that msgspec does not check."""
 
 
 def _checked(value: Any, rule: _Rule, error: Callable[[str, str], Exception]) -> Any:
@@ -391,7 +391,7 @@ def _leaves(kind: inspect.Type) -> Iterator[inspect.Type]:
 
 
 def _in_python(message: str, value: Any) -> str:
-    """msgspec speaks of JSON; say it in Python's words: ``Expected `array`, got `null` - at `$[0]` ``."""
+    """Translate a message of msgspec's from JSON's words to Python's: ``Expected `array`, got `null` - at `$[0]` ``."""
     if message.startswith("Invalid enum value"):  # and all of the value, however long
         return "none of the choices"
     for json_name, name in (("null", "None"), ("array", "list"), ("object", "dict")):
@@ -404,7 +404,7 @@ def _in_python(message: str, value: Any) -> str:
 
 
 def is_utf8(text: str) -> bool:
-    """Whether a text has a UTF-8 form; a lone surrogate has none."""
+    """Whether a text has a UTF-8 form; an unpaired surrogate has none."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,5 +1,5 @@
-"""Arguments and methods of vLLM's that this engine has not: where they ask for nothing they pass, else an error says
-what to give instead."""
+"""Arguments and methods of vLLM's that this engine has not: where they ask for nothing they pass, else an error
+names a replacement."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def chat(system: str | None, history: Path | None, tool_path: Path | None, is_tr
 
     On a terminal, lines are edited and remembered, and reasoning is shown dimmed. From a pipe, each line of stdin is a
     message or a command, and all but the answers goes to stderr. /help lists the commands. With --tools each call that
-    the model asks for is shown, and made if the next line says y.
+    the model asks for is shown, and made if the next line is y.
     """
     sampling = given(SamplingParams, flags)
     if SamplingParams(**sampling).n > 1:  # bad flags are refused before the model is loaded

@@ -1,4 +1,4 @@
-"""What all commands share: flags made from config structs, the event loop, and what an exit code says.
+"""The parts that all commands share: flags made from config structs, the event loop, and exit codes.
 
 A field ``max_num_seqs: Annotated[int, Meta(ge=1, description="…")] = 256`` becomes ``--max-num-seqs INTEGER``, with the
 description as its help and the struct's own check behind it. A tuple's flag may be given more than once, for one item
@@ -70,7 +70,7 @@ def open_console(*, to_stderr: bool = False) -> Console:
 
 
 def model_argument(command: Command) -> Command:
-    """A decorator, the one next to the function: the command's argument MODEL is another way to say --model."""
+    """A decorator, the one next to the function: the command's argument MODEL is another name of --model."""
 
     @click.argument("model_argument", metavar="[MODEL]", required=False)
     @functools.wraps(command)
@@ -173,7 +173,7 @@ class _Replicas(click.ParamType[int | tuple[str, ...]]):
 
 
 def _dict_of(texts: tuple[str, ...], kinds: list[Any], context: click.Context, option: click.Parameter) -> Any:
-    """What ``key=value`` texts say."""
+    """Read ``key=value`` texts as a dict."""
     key_type, value_type = map(click.types.convert_type, kinds)
     found: dict[Any, Any] = {}
     for text in texts:

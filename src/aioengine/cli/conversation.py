@@ -49,7 +49,7 @@ class SavedMessage(TypedDict, total=False):
 
 
 class Todo(enum.Enum):
-    """What a line may ask for.
+    """The work that a line may ask for.
 
     ASK: stream the answer to `Conversation.prompt`, then call `answered` or `failed`. LEAVE: end.
     """
@@ -59,7 +59,7 @@ class Todo(enum.Enum):
 
 
 class TurnEnd(enum.Enum):
-    """How an answer ended; the value is what the user is told of it."""
+    """How an answer ended; the value is the note for the user."""
 
     WHOLE = ""
     STOPPED = "stopped; what came so far stays in the conversation"
@@ -97,7 +97,7 @@ class Conversation:
         """Do what a line of the user's asks for; a question is part of the conversation from now on. May use a file.
 
         Returns:
-            what is to be done, or what to tell the user; None: nothing.
+            the work to do, or a note for the user; None: nothing.
         """
         line = line.strip()
         if not line:
@@ -114,7 +114,7 @@ class Conversation:
         return f"there is no command /{name}; /help lists them"
 
     def answered(self, text: str, end: TurnEnd) -> str:
-        """Add the answer to the last question; returns what to tell the user of how it ended."""
+        """Add the answer to the last question; returns a note for the user on how it ended."""
         if end is TurnEnd.STOPPED and not text:
             self._take_back()
             return "stopped before a word came; your message is taken back"

@@ -78,7 +78,7 @@ def generate(
 
 
 def constraint_of(json_schema: str | None, regex: str | None, choices: tuple[str, ...]) -> Constraint | None:
-    """What the text must be, as the flags have it.
+    """Return the constraint that the flags put on the text.
 
     Raises:
         click.UsageError: there are several, or no schema is where one should be.
@@ -175,7 +175,7 @@ async def show(engine: Engine, prompt: str | list[dict[str, Any]], sampling: dic
 
 
 def _decode(raw: bytes, what: str = "the prompt") -> str:
-    """UTF-8, whatever the locale says."""
+    """Decode UTF-8, whatever the locale is."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:

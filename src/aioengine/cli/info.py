@@ -19,7 +19,7 @@ FIELDS = (
     *("max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes", "memory_utilization"),
     *("gpu_memory_utilization", "kv_cache_dtype"),
 )
-"""Of `EngineConfig`: what the figures depend on."""
+"""The fields of `EngineConfig` that the figures depend on."""
 
 
 def _memory(context: click.Context, option: click.Parameter, value: str | None) -> int | None:
@@ -40,11 +40,11 @@ def _memory(context: click.Context, option: click.Parameter, value: str | None) 
 @options_of(EngineConfig, only=FIELDS)
 @model_argument
 def info(memory: int | None, is_json: bool, **flags: Any) -> int:
-    """Say what MODEL is, by which path it runs, what its weights and KV cache take and how much fits.
+    """Show MODEL's parameters, the path by which it runs, the sizes of weights and KV cache, and how much fits.
 
     MODEL is a folder, a GGUF file or a hub id that is in the cache; absent: the bundled one. No weights are read, nor
-    need they be there: config.json says most of it. Nothing is downloaded. For --device cuda, a GPU that is not there,
-    say how much --memory it has. Where an engine would not start in so much memory the exit code is 1.
+    need they be there: most of it follows from config.json. Nothing is downloaded. For --device cuda, a GPU that is not
+    there, give its --memory. Where an engine would not start in so much memory the exit code is 1.
     """
     from aioengine.executor.model_info import read_model_info
 

@@ -64,7 +64,7 @@ class Screen:
 
 
 class PipedLines:
-    """Lines of stdin that is a pipe or a file, read without a thread; UTF-8, whatever the locale says."""
+    """Lines of stdin that is a pipe or a file, read without a thread; UTF-8, whatever the locale is."""
 
     def __init__(self) -> None:
         self._pending = b""
@@ -135,7 +135,7 @@ Lines = PipedLines | TypedLines
 
 
 def _clear(event: KeyPressEvent) -> None:
-    """Ctrl-C clears the line; where there is none, the prompt ends, so that something can be said above it."""
+    """Ctrl-C clears the line; where there is none, the prompt ends, so that a note can be shown above it."""
     if event.current_buffer.text:
         event.current_buffer.reset()
     else:
@@ -143,7 +143,7 @@ def _clear(event: KeyPressEvent) -> None:
 
 
 class Interrupts:
-    """What a signal stops: SIGINT the block in `stoppable`, or else everything; SIGTERM everything.
+    """Scopes that a signal cancels: SIGINT the block in `stoppable`, or else everything; SIGTERM everything.
 
     Attributes:
         everything: the scope that a signal cancels.
@@ -157,7 +157,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def stoppable(self) -> Iterator[anyio.CancelScope]:
-        """A block that SIGINT stops, and nothing else with it; the scope's ``cancelled_caught`` says whether it did."""
+        """A block that SIGINT stops, and nothing else with it; the scope's ``cancelled_caught`` is True if it did."""
         with anyio.CancelScope() as scope:
             self._stoppable = scope
             try:

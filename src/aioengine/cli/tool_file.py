@@ -16,7 +16,7 @@ import msgspec
 from aioengine.tool_calls.calls import ToolCall, read_tools
 
 MODULE = "aioengine_tools"
-"""What a file of tools is imported as."""
+"""The module name of an imported file of tools."""
 
 
 class ToolFile:

@@ -1,4 +1,4 @@
 """The engine behind other projects' interfaces: the official OpenAI client, and the LM evaluation harness.
 
-Each module needs a package of its own, and says which where it is missing.
+Each module needs a package of its own, which its error names where it is missing.
 """

@@ -29,11 +29,11 @@ except ImportError as error:
 logger = logging.getLogger("aioengine")
 
 TOKENS_AT_ONCE = 2**18
-"""Of prompts whose outputs are held together: a token with its log-probability takes some 350 bytes. The engine's own
-batches are far smaller."""
+"""Tokens of the prompts whose outputs are held together; each with its log-probability takes some 350 bytes. The
+engine's own batches are far smaller."""
 
 DEFAULT_DEVICE = "cuda:0"
-"""What the harness's command says where it was told nothing, on every machine."""
+"""The harness's command gives this where the user gave none, on every machine."""
 
 Scored = tuple[tuple[str, str] | None, list[int], list[int]]
 """The texts of context and continuation, for the harness's cache, and their tokens."""

@@ -28,7 +28,7 @@ HTTP: Any = importlib.import_module(openai.DefaultAsyncHttpxClient.__base__.__mo
 """httpx or httpx2."""
 
 BASE_URL = "http://aioengine/v1"
-"""Of no host: nothing is looked up."""
+"""Names no host: nothing is looked up."""
 UNAVAILABLE = 503
 
 
@@ -232,7 +232,7 @@ def _exchange_of(request: Any, body: bytes) -> InProcessExchange:
 def _response(exchange: InProcessExchange, api: InProcessApi, body: Any) -> Any:
     headers = exchange.response_headers
     if exchange.status == UNAVAILABLE and api.is_over():
-        headers = {**headers, **NO_RETRY}  # the client would wait for as long as Retry-After says, twice
+        headers = {**headers, **NO_RETRY}  # the client would wait for the time in Retry-After, twice
     return HTTP.Response(exchange.status, headers=headers, stream=body)
 
 

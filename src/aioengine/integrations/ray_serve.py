@@ -121,7 +121,7 @@ def build_app(
 def builder(arguments: dict[str, Any]) -> serve.Application:
     """`build_app` for ``serve run`` and Serve's config files, whose ``args`` are its arguments.
 
-    What ``serve run`` is told on its command line comes as text: numbers are read here.
+    ``serve run`` passes its command line's values as text: numbers are read here.
     """
     return build_app(**{name: _read(value) for name, value in arguments.items()})
 

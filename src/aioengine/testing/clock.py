@@ -1,4 +1,4 @@
-"""A virtual clock for asyncio: timers fire at once, task order is seeded, and a program that hangs says so.
+"""A virtual clock for asyncio: timers fire at once, task order is seeded, and a program that hangs raises `Deadlock`.
 
 This program waits an hour, and a test of it would too::
 
@@ -26,8 +26,8 @@ task and the place where it waits.
 **Threads** live in real time. While one is at work for the loop, the clock stands still and the loop really waits, so a
 timeout around it does not fire. Counted without a word from you: ``asyncio.to_thread``, ``loop.run_in_executor`` (until
 the wait for it ends: a cancelled wait is not waited for) and ``anyio.to_thread.run_sync`` (until the thread is idle).
-For a thread, process or device of your own, say so before you hand it the work, and end it after its last
-``call_soon_threadsafe``::
+For a thread, process or device of your own, open an `OutsideWork` before you hand over the work, and end it after the
+last ``call_soon_threadsafe``::
 
     work = loop.outside_work("matmul on the device thread")
     jobs.put((x, future, work))
@@ -63,8 +63,8 @@ __all__ = ["Deadlock", "OutsideWork", "VirtualClockLoop", "run"]
 T = TypeVar("T")
 _Events = list[tuple[selectors.SelectorKey, int]]
 
-# What asyncio hands to call_soon to step or wake a task, by the C task and by the Python one. Told apart by name since
-# other bound methods of a task (``call_soon(task.cancel)``) are plain callbacks.
+# Callbacks that step or wake a task, of the C task and of the Python one. They are found by name, since other bound
+# methods of a task (``call_soon(task.cancel)``) are plain callbacks.
 _STEP_NAMES = frozenset({"TaskStepMethWrapper", "task_wakeup", "__step", "__wakeup"})
 _MAX_TASKS_SHOWN = 20
 
@@ -187,7 +187,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
             raise
 
     def _wait(self, timeout: float | None) -> _Events:
-        """What asyncio's loop gets for ``selector.select(timeout)``; 0 means that callbacks are ready."""
+        """Stand in for ``selector.select(timeout)`` of asyncio's loop; 0 means that callbacks are ready."""
         if timeout == 0:
             self._shuffle_ready_tasks()
             events = self._io.really_select(0)
