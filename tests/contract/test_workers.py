@@ -13,7 +13,6 @@ from contract import fakes
 from contract.ways import BOTH_LOOPS, described, error_of, ids_of, reasons_of, same_error
 
 from aioengine import Engine, InvalidRequest
-from aioengine.frontend import engine_control
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -183,7 +182,7 @@ async def test_tensors_of_many_pieces_arrive_whole(
     make_engine: Any, make_local: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A message takes so many bytes at most; the numbers tell the pieces apart."""
-    monkeypatch.setattr(engine_control, "PIECE_BYTES", 1000)
+    monkeypatch.setattr("aioengine.engine.PIECE_BYTES", 1000)
     tensor = {"model.embed_tokens.weight": np.arange(2048 * 4, dtype=np.float32).reshape(2048, 4)}
     strided = {"model.embed_tokens.weight": np.asfortranarray(tensor["model.embed_tokens.weight"])}
     said = []

@@ -397,8 +397,6 @@ async def test_variables_are_taken_at_the_call(serve: Any) -> None:
         names.append("badger")
         async with stream:
             assert (await stream.finish()).prompt == "['fox']"
-        async with stream.again("wait") as again:
-            assert (await again.finish()).prompt == "['fox']"
 
 
 async def test_the_bytes_of_an_outputs_tokens_are_its_text(serve: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import random
 from collections.abc import Mapping
@@ -13,7 +12,6 @@ import numpy as np
 
 from aioengine.core.protocol import check_limits
 from aioengine.errors import PromptTooLong
-from aioengine.frontend.admission import OnFull
 from aioengine.frontend.answer_format import PLAIN, AnswerOptions, AnswerPlan, template_variables, with_constraint
 from aioengine.frontend.call_options import CallOptions
 from aioengine.frontend.prompt import (
@@ -120,12 +118,6 @@ class Call:
         self._given_prompt = self._given_params = self._given_variables = None
         self._sampling.clear()
         self.is_checked = True
-
-    def again(self, on_full: OnFull) -> Call:
-        """The same call, once it was checked, with another ``on_full``."""
-        other = copy.copy(self)
-        other.options = msgspec.structs.replace(self.options, on_full=on_full)
-        return other
 
     @property
     def operation(self) -> str:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
-import inspect
-import sys
-from collections.abc import Callable, Coroutine, Generator
-from types import CoroutineType, TracebackType
-from typing import Any, NoReturn, ParamSpec, Self, TypeVar
+from collections.abc import Callable
+from types import TracebackType
+from typing import NoReturn, Self, SupportsIndex
 
 from aioengine.core.listener import UNLIMITED
-from aioengine.frontend.admission import OnFull
 from aioengine.frontend.call import Call
-from aioengine.frontend.engine_control import NotCopied
 from aioengine.frontend.request_state import RequestState
 from aioengine.frontend.runtime import Runtime
 from aioengine.outputs import CompletionDelta, RequestOutput
 from aioengine.sampling_params import SamplingParams
+
+
+class NotCopied:
+    """`copy` and `pickle` raise TypeError: the first copy that is collected would close the parts of both."""
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(f"{type(self).__name__} cannot be copied or pickled: share this one, or make another one")
 
 
 class Stream(NotCopied):
@@ -198,13 +199,6 @@ class Stream(NotCopied):
         self._runtime.admission.check(asked, self._call.incoming)
         self._runtime.core.check_accepting()
 
-    def again(self, on_full: OnFull) -> Stream:
-        """The same request as a new stream that has not been entered, after this one was not admitted.
-
-        The prompt is the original one; nothing is checked twice.
-        """
-        return Stream(self._engine, self._runtime, self._checked.again(on_full))
-
     @property
     def result(self) -> RequestOutput:
         """The output so far."""
@@ -214,55 +208,3 @@ class Stream(NotCopied):
         if not self._state.is_begun:
             raise RuntimeError("enter the stream first: `async with engine.stream(...) as stream:`")
         return self._state
-
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-class AwaitOnly:
-    """A coroutine (for ``await``, tasks, ``gather``, frameworks) with a helpful error in ``async for``.
-
-    A plain coroutine's error in ``async for`` names neither the called method nor the one to use.
-    """
-
-    __slots__ = ("__weakref__", "_coroutine", "close", "send", "throw")
-
-    def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        self._coroutine = coroutine
-        self.send = coroutine.send
-        self.throw = coroutine.throw
-        self.close = coroutine.close
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        return self._coroutine.__await__()
-
-    def __aiter__(self) -> NoReturn:
-        self.close()  # else Python would also warn that it was never awaited
-        raise TypeError(
-            "generate gives one output: `await engine.generate(...)`. To read it as it comes: "
-            "`async with engine.stream(...) as stream:`, and in it `async for delta in stream:`"
-        )
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:  # read by `inspect.iscoroutine` and asyncio
-        return CoroutineType
-
-    def __getattr__(self, name: str) -> Any:  # cr_frame and so on, and its names
-        return getattr(self._coroutine, name)
-
-    def __repr__(self) -> str:
-        return repr(self._coroutine)
-
-
-def await_only(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """A coroutine function that returns an `AwaitOnly`. Costs half a microsecond a call."""
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> Any:
-        return AwaitOnly(function(*args, **kwargs))
-
-    if sys.version_info >= (3, 12):
-        return inspect.markcoroutinefunction(call)
-    call._is_coroutine = asyncio.coroutines._is_coroutine  # type: ignore[attr-defined]  # what asyncio looks for there
-    return call
