@@ -19,8 +19,8 @@ from aioengine.core.protocol import CoreHooks
 from aioengine.errors import EngineDead, ModelLoadError, StepFailed
 from aioengine.processes.worker_threads import TextWorker
 
-MAX_BLAMED = 2
-"""Of about 500 requests."""
+MAX_BLAMED = 6
+"""Of about 900 requests, at a hundred kills, two a second; one in 4,000 on average."""
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
 
@@ -102,7 +102,7 @@ async def test_poisons_fail_and_all_others_end_well(seed: int) -> None:
 
 @pytest.mark.virtual_clock(seeds=1)
 @pytest.mark.parametrize("seed", seeds(200))
-async def test_a_hundred_kills_lose_none_that_was_not_alone_twice(seed: int) -> None:
+async def test_a_hundred_kills_lose_none_that_did_not_run_at_three_in_a_row(seed: int) -> None:
     """While replicas are scaled and restarted, and some cannot start."""
     async with simulated(seed, num_replicas=4, share_failing=0.1, max_restarts=100, drain_timeout_s=0.1) as simulation:
         rng = simulation.rng
