@@ -77,7 +77,8 @@ async def test_a_sleep_that_is_refused_is_none_of_one_that_starts() -> None:
 
 async def test_weights_that_came_as_tensors_are_had_from_one_of_the_same_place() -> None:
     control, (far, near) = ClusterControl(), (Noting(), Noting())
-    control._has_sent_weights = far.is_far = True
+    control.note(c.CommitWeights("transfer"))
+    far.is_far = True
     given_to = await restored(control, far, near)
     assert far.asked == []
     (save,), (update,) = near.asked, given_to

@@ -15,29 +15,19 @@ from aioengine.cluster.replica import ReplicaCore
 from aioengine.core import control as c
 from aioengine.errors import EngineClosed, EngineDead, EngineOverloaded, ModelLoadError, describe
 
-AT_ONE = (c.SaveShardedState, c.SupportedTasks)
-"""Calls whose answer is any replica's."""
-OF_WEIGHTS = (c.UpdateWeights, c.CommitWeights)
-"""Calls after which replicas give other answers than one that has not performed them."""
 SHARD_BYTES = 5 * 2**30
-ONCE = (c.CollectiveRpc, c.StageWeights, c.CommitWeights, c.StopProfile)
-"""Calls that no other replica is asked instead: what they need is gone with the one that died, or has been done."""
+WEIGHTS = c.UpdateWeights.state
 MAX_TRIES = 4
 GONE = (EngineDead, EngineClosed)
 """What the calls of a replica raise that has died, or was ended while others go on."""
 
 
 class ClusterControl:
-    """Performs control calls at all replicas, and remembers what one that is started later has to do, too."""
+    """Performs control calls at all replicas, and replays those that leave state at a replica that starts again."""
 
     def __init__(self) -> None:
-        self._pause: c.Pause | None = None
-        self._sleep: c.Sleep | None = None
-        self._woken: set[c.WakeTag] = set()
-        """What was brought back since that."""
-        self._weights: c.UpdateWeights | None = None
-        self._has_sent_weights = False
-        """Whether weights came as tensors, which are not kept here."""
+        self._replayed: dict[str, tuple[c.Control, ...]] = {}
+        """The calls that bring about each state, by `Control.state`."""
         self._weights_turn = anyio.Lock(fast_acquire=True)
         """Of changes of weights, and of replicas that get those of the others: none gets what was so before."""
 
@@ -62,7 +52,7 @@ class ClusterControl:
                 return await self.call(control, get_cores)
             except EngineDead as error:
                 death = error
-            if isinstance(control, ONCE):
+            if not control.is_repeated:
                 break
         await until_some()  # which tells the end of all, and of the engine, from that of some
         raise EngineOverloaded(
@@ -83,26 +73,30 @@ class ClusterControl:
             EngineDead: all have died, or none was there.
             Exception: what went wrong at one of them, the first in order.
         """
-        if isinstance(control, OF_WEIGHTS):
+        if control.state == WEIGHTS:
             async with self._weights_turn:
                 result = await self._call(control, get_cores())
-                self._weights = control if isinstance(control, c.UpdateWeights) else None
-                self._has_sent_weights = self._weights is None
+                self.note(control)
                 return result
         # At once: a replica that enters before all others have answered is to be paused, or awake, like them.
-        before, paused = (self._sleep, set(self._woken)), self._pause
-        self._note(control)
+        before = self._replayed.get(control.state, ())
+        noted = self.note(control)
         try:
             return await self._call(control, get_cores())
         except Exception:
-            if isinstance(control, c.Sleep | c.WakeUp):
-                self._sleep, self._woken = before
-            elif self._pause is control:  # else another one came meanwhile
-                self._pause = paused
+            if control.state and self._replayed[control.state] is noted:  # else another one came meanwhile
+                self._replayed[control.state] = before
             raise
 
+    def note(self, control: c.Control) -> tuple[c.Control, ...]:
+        """Note the state that a call leaves; returns the calls that bring it about."""
+        if not control.state:
+            return ()
+        replayed = self._replayed[control.state] = control.replayed(self._replayed.get(control.state, ()))
+        return replayed
+
     async def _call(self, control: c.AnyControl, cores: Sequence[ReplicaCore]) -> Any:
-        if isinstance(control, AT_ONE):
+        if control.is_for_one:
             return await self._call_one(control, cores)
         outcomes: list[Any] = [None] * len(cores)
 
@@ -115,7 +109,7 @@ class ClusterControl:
         async with anyio.create_task_group() as tasks:
             for place in range(len(cores)):
                 tasks.start_soon(call, place)
-        if isinstance(control, OF_WEIGHTS) and not all(isinstance(outcome, Exception) for outcome in outcomes):
+        if control.state == WEIGHTS and not all(isinstance(outcome, Exception) for outcome in outcomes):
             for place, outcome in enumerate(outcomes):
                 if isinstance(outcome, Exception):
                     cores[place].die(EngineDead(f"it did not take the weights that others took: {describe(outcome)}"))
@@ -138,10 +132,6 @@ class ClusterControl:
                 deaths.append(error)
         raise _death(deaths)
 
-    def note_resume(self) -> None:
-        """Pauses are over."""
-        self._pause = None
-
     async def restore(self, core: ReplicaCore, get_others: Callable[[], Sequence[ReplicaCore]]) -> None:
         """Bring a replica that was started anew to the state of the others.
 
@@ -153,46 +143,31 @@ class ClusterControl:
             ModelLoadError: the weights that the others have cannot be had again.
         """
         async with self._weights_turn:
-            await self._restore_weights(core, get_others())
-        if self._pause is not None:
-            await core.call(c.Pause("wait"))
-        if self._sleep is not None:
-            woken = tuple(self._woken)
-            await core.call(self._sleep)
-            if woken:
-                await core.call(c.WakeUp(woken))
+            for control in self._replayed.get(WEIGHTS, ()):
+                if control.is_repeated:
+                    await core.call(control)
+                else:
+                    await _copy_weights(core, get_others())
+        for state, controls in self._replayed.items():
+            for control in controls if state != WEIGHTS else ():
+                await core.call(control)
 
-    async def _restore_weights(self, core: ReplicaCore, others: Sequence[ReplicaCore]) -> None:
-        if self._has_sent_weights:
-            if not others:
-                raise ModelLoadError(
-                    "the weights came as tensors, and no replica that has them is left: send them again to an engine "
-                    "that is started anew"
-                )
-            giver = next((other for other in others if other.is_far == core.is_far), others[0])
-            folder = await anyio.to_thread.run_sync(lambda: tempfile.mkdtemp(prefix="aioengine-weights-"))
-            try:
-                await giver.call(c.SaveShardedState(folder, SHARD_BYTES))
-                await core.call(c.UpdateWeights(folder))
-            finally:
-                with anyio.CancelScope(shield=True):
-                    await anyio.to_thread.run_sync(lambda: shutil.rmtree(folder, ignore_errors=True))
-        elif self._weights is not None:
-            await core.call(self._weights)
 
-    def _note(self, control: c.AnyControl) -> None:
-        match control:
-            case c.Pause():
-                self._pause = control
-            case c.Resume():
-                self._pause = None
-            case c.Sleep() if self._sleep is None or control.level >= self._sleep.level:
-                self._sleep, self._woken = control, set()
-            case c.WakeUp() if self._sleep is not None:
-                self._woken.update(control.tags)
-                needed = {"weights", "kv_cache"} if self._sleep.level else {"scheduling"}
-                if self._woken >= needed:
-                    self._sleep, self._woken = None, set()
+async def _copy_weights(core: ReplicaCore, others: Sequence[ReplicaCore]) -> None:
+    """Give a replica the weights of another one, by a folder that both see."""
+    if not others:
+        raise ModelLoadError(
+            "the weights came as tensors, and no replica that has them is left: send them again to an engine that is "
+            "started anew"
+        )
+    giver = next((other for other in others if other.is_far == core.is_far), others[0])
+    folder = await anyio.to_thread.run_sync(lambda: tempfile.mkdtemp(prefix="aioengine-weights-"))
+    try:
+        await giver.call(c.SaveShardedState(folder, SHARD_BYTES))
+        await core.call(c.UpdateWeights(folder))
+    finally:
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def _without_abort(control: c.AnyControl) -> c.AnyControl:

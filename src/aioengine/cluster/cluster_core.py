@@ -16,7 +16,7 @@ import anyio
 
 from aioengine.cluster.agreement import check_agreement, combine
 from aioengine.cluster.balancer import MAX_AFFINITY_BLOCKS
-from aioengine.cluster.broadcast import OF_WEIGHTS, ClusterControl
+from aioengine.cluster.broadcast import WEIGHTS, ClusterControl
 from aioengine.cluster.placing import Placing
 from aioengine.cluster.replica import Replica, ReplicaCore, ReplicaState
 from aioengine.cluster.totals import StepTotals
@@ -26,6 +26,7 @@ from aioengine.core.control import (
     CommitWeights,
     Pause,
     ResetPrefixCache,
+    Resume,
     Sleep,
     StageWeights,
     UpdateWeights,
@@ -286,7 +287,7 @@ class ClusterCore:
     async def call(self, control: AnyControl) -> Any:
         """Have all replicas perform a control call, once there is one: see `ClusterControl`."""
         self.check_accepting()
-        if not self.is_owner and isinstance(control, (*OF_WEIGHTS, StageWeights)):
+        if not self.is_owner and (control.state == WEIGHTS or isinstance(control, StageWeights)):
             raise InvalidRequest(
                 "weights are changed by the program that owns the replicas, which gives them to those that it starts "
                 "anew, too: call update_weights there"
@@ -313,7 +314,7 @@ class ClusterCore:
         return has_waited
 
     def resume(self) -> None:
-        self.control.note_resume()
+        self.control.note(Resume())
         for core in self._cores:
             core.resume()
 

@@ -1,9 +1,10 @@
 """Control calls: what is asked of an engine beside its requests. Each is a message, in process and over a wire alike.
 
-A message checks its arguments when it is made, so that a bad one fails its caller, on either side of a wire. What a
-device has to do for it is the executor's (`Executor.perform`); `CoreState` has the calls that concern the scheduler,
-too. The set is closed: nothing is ever looked up by a name that came from outside, but for the functions
-that the engine's own process has registered (`aioengine.worker_function`).
+A message checks its arguments when it is made, so that a bad one fails its caller, on either side of a wire. A call
+that leaves state names that state, and a cluster replays it for a replica that starts again. What a device has to do
+for it is the executor's (`Executor.perform`); `CoreState` has the calls that concern the scheduler, too. The set is
+closed: nothing is ever looked up by a name that came from outside, but for the functions that the engine's own process
+has registered (`aioengine.worker_function`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Union
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Union
 
 import msgspec
 from msgspec.structs import force_setattr
@@ -40,9 +41,26 @@ WAKE_TAGS: tuple[WakeTag, ...] = ("weights", "kv_cache", "scheduling")
 class Control(msgspec.Struct, frozen=True, kw_only=False, array_like=True, tag=True):
     """Any control call. On the wire fields are only ever appended, with defaults.
 
+    Attributes:
+        state: the name of the state of an engine that the call changes; empty: it leaves none. A replica that starts
+            again is brought to the state of its siblings by `replayed`.
+        is_repeated: whether another engine may perform the call when the one that did has died.
+        is_for_one: whether of several engines any one may answer.
     Raises:
         InvalidRequest: an argument is bad.
     """
+
+    state: ClassVar[str] = ""
+    is_repeated: ClassVar[bool] = True
+    is_for_one: ClassVar[bool] = False
+
+    def replayed(self, before: tuple[Control, ...]) -> tuple[Control, ...]:
+        """Return the calls that give a started engine its `state` after this call.
+
+        Args:
+            before: the same before this call.
+        """
+        return (self,)
 
 
 class ResetPrefixCache(Control, frozen=True):
@@ -54,14 +72,24 @@ class ResetPrefixCache(Control, frozen=True):
 class Pause(Control, frozen=True):
     """Hold back what comes from now on, and answer once the device is idle. → None."""
 
+    state: ClassVar[str] = "pause"
+
     mode: PauseMode = "keep"
 
     def __post_init__(self) -> None:
         check_fields(self, invalid)
 
+    def replayed(self, before: tuple[Control, ...]) -> tuple[Control, ...]:
+        return (Pause("wait"),)
+
 
 class Resume(Control, frozen=True):
     """Go on after `Pause`. → None."""
+
+    state: ClassVar[str] = "pause"
+
+    def replayed(self, before: tuple[Control, ...]) -> tuple[Control, ...]:
+        return ()
 
 
 class Sleep(Control, frozen=True):
@@ -76,11 +104,17 @@ class Sleep(Control, frozen=True):
             1, and the host has no memory for them. The device is as it was.
     """
 
+    state: ClassVar[str] = "sleep"
+
     level: SleepLevel = 1
     mode: PauseMode = "abort"
 
     def __post_init__(self) -> None:
         check_fields(self, invalid)
+
+    def replayed(self, before: tuple[Control, ...]) -> tuple[Control, ...]:
+        is_deeper = any(isinstance(call, Sleep) and call.level > self.level for call in before)
+        return before if is_deeper else (self,)
 
 
 class WakeUp(Control, frozen=True):
@@ -91,6 +125,8 @@ class WakeUp(Control, frozen=True):
             this may be tried again.
         ConfigError: the same of the KV cache; the weights are back.
     """
+
+    state: ClassVar[str] = "sleep"
 
     tags: tuple[WakeTag, ...] = WAKE_TAGS
 
@@ -108,6 +144,14 @@ class WakeUp(Control, frozen=True):
                 names = ", ".join(map(repr, WAKE_TAGS))
                 raise InvalidRequest(f"tags holds {shorten(tag)}: choose of {names}", param="tags")
         force_setattr(self, "tags", wanted)
+
+    def replayed(self, before: tuple[Control, ...]) -> tuple[Control, ...]:
+        asleep = next((call for call in before if isinstance(call, Sleep)), None)
+        earlier = {tag for call in before if isinstance(call, WakeUp) for tag in call.tags}
+        woken = WakeUp(tag for tag in WAKE_TAGS if tag in earlier.union(self.tags))
+        if asleep is None or set(woken.tags) >= ({"weights", "kv_cache"} if asleep.level else {"scheduling"}):
+            return ()
+        return asleep, woken
 
 
 class IsSleeping(Control, frozen=True):
@@ -141,6 +185,8 @@ class StopProfile(Control, frozen=True):
         OSError: the file cannot be written.
     """
 
+    is_repeated: ClassVar[bool] = False
+
     path: PathText
 
     def __post_init__(self) -> None:
@@ -153,6 +199,8 @@ class StopProfile(Control, frozen=True):
 class SupportedTasks(Control, frozen=True):
     """→ tuple of names, such as "generate"."""
 
+    is_for_one: ClassVar[bool] = True
+
 
 class SaveShardedState(Control, frozen=True):
     """Write the weights as they are now, with config and tokenizer, into a folder of the engine's machine, which
@@ -162,6 +210,8 @@ class SaveShardedState(Control, frozen=True):
         InvalidRequest: the weights are asleep at level 2.
         OSError: it cannot be written.
     """
+
+    is_for_one: ClassVar[bool] = True
 
     folder: PathText
     max_shard_bytes: Bytes[int]
@@ -183,6 +233,8 @@ class UpdateWeights(Control, frozen=True):
     Raises:
         ModelLoadError: they do not fit, or cannot be read.
     """
+
+    state: ClassVar[str] = "weights"
 
     folder: PathText
 
@@ -206,6 +258,8 @@ class StageWeights(Control, frozen=True):
         InvalidRequest: there is no such tensor, or the piece does not fit it.
     """
 
+    is_repeated: ClassVar[bool] = False
+
     transfer: str
     name: str
     dtype: WeightDtype
@@ -223,6 +277,9 @@ class CommitWeights(Control, frozen=True):
         InvalidRequest: nothing is staged, a tensor is not whole, or the weights are asleep at level 2.
     """
 
+    state: ClassVar[str] = "weights"
+    is_repeated: ClassVar[bool] = False
+
     transfer: str
 
 
@@ -239,6 +296,8 @@ class CollectiveRpc(Control, frozen=True):
         InvalidRequest: no function of that name is registered in the engine's process.
         Exception: what the function raised.
     """
+
+    is_repeated: ClassVar[bool] = False
 
     name: str
     args: tuple[Any, ...] = ()
