@@ -105,7 +105,7 @@ async def servers_of(hub: Hub, num_servers: int) -> AsyncIterator[list[tuple[Sib
 
 
 def make_hub() -> Hub:
-    return Hub(None, "vllm:", lambda: ServerGroup(2, 2))
+    return Hub(None, lambda: ServerGroup(2, 2))
 
 
 def requests_of(numbers: ServerNumbers) -> float:

@@ -109,10 +109,12 @@ def test_what_is_open_goes_on_first() -> None:
 def test_a_responses_events_are_in_order(text: str, seed: int) -> None:
     output, deltas = read(text, random.Random(seed))
     kept: list[bytes] = []
-    answer = ResponseAnswer(
-        {"id": "resp_ab"}, token_bytes, top_logprobs=None, tools={}, keep=lambda body, _: kept.append(body)
-    )
-    events = streamed(answer, output, deltas)
+
+    def answer() -> ResponseAnswer:
+        keep = lambda body, _: kept.append(body)  # noqa: E731
+        return ResponseAnswer({"id": "resp_ab"}, token_bytes, top_logprobs=None, tools={}, keep=keep)
+
+    events = streamed(answer(), output, deltas)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     response = events[-1]["response"]
     assert json.loads(kept[0]) == response
@@ -148,7 +150,7 @@ def test_a_responses_events_are_in_order(text: str, seed: int) -> None:
     for call in calls:
         assert call["status"] == ("completed" if call["call_id"] in whole_ids else "incomplete")
     if len(calls) == len(whole_ids) and "more" not in text:  # in the order that the whole is told in, too
-        whole = json.loads(asyncio.run(answer.whole([output])))
+        whole = json.loads(asyncio.run(answer().whole([output])))
         assert [item["type"] for item in whole["output"] if item["type"] != "function_call"] == [
             kind for kind in ("reasoning", "message") if any(item["type"] == kind for item in items)
         ]

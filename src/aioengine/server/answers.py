@@ -23,7 +23,6 @@ from aioengine.server.errors import ApiError
 from aioengine.server.token_logprobs import (
     Columns,
     PositionWriter,
-    TextPlace,
     TokenBytes,
     encode,
     plain_position,
@@ -404,7 +403,6 @@ class CompletionAnswer(ChoicesAnswer):
         num_choices: choices of each prompt.
         prompt_texts: the texts that each prompt's choices begin with; empty without an echo.
         is_echo_alone: choices have only their prompt.
-        skips_special: the choices' texts are without special tokens.
     """
 
     WHOLE = PART = "text_completion"
@@ -420,15 +418,13 @@ class CompletionAnswer(ChoicesAnswer):
         num_choices: int,
         prompt_texts: Sequence[str] = (),
         is_echo_alone: bool = False,
-        skips_special: bool = True,
     ) -> None:
         super().__init__(head, token_bytes, extras)
         self._num_choices = num_choices
         self._prompt_texts = prompt_texts
         self.has_echo = bool(prompt_texts)
         self.is_echo_alone = is_echo_alone
-        self._skips_special = skips_special
-        self._places: dict[int, TextPlace] = {}
+        self._offsets: dict[int, int] = {}
         """Where each choice's next token begins in its text."""
 
     async def _choice(self, number: int, output: RequestOutput, choice: CompletionOutput) -> bytes:
@@ -436,10 +432,10 @@ class CompletionAnswer(ChoicesAnswer):
             choice = _without_tokens(choice)
         prompt = self._prompt_texts[number // self._num_choices] if self.has_echo else ""
         text = prompt + choice.text
-        columns = self._columns(TextPlace(self._token_bytes, prompt))
+        columns = self._columns(0)
         if self.has_echo:
             await self._add_prompt(columns, output)
-        columns.place = self._place_behind(prompt)
+        columns.offset = len(prompt)
         await self._in_turns(choice.logprobs or (), columns.add)
         logprobs = b"null" if self._top_logprobs is None else columns.encoded()
         ending = _ending(choice.finish_reason, choice.stop_reason) + (self._ids_of(choice) or b',"token_ids":null')
@@ -452,18 +448,14 @@ class CompletionAnswer(ChoicesAnswer):
         events = [self._event(place, content + prompt_ids[place // self._num_choices], usage) for place in places]
         return b"".join(events)
 
-    def _columns(self, place: TextPlace) -> Columns:
-        return Columns(place, self._extras.max_rank, is_by_ids=self._extras.is_by_ids)
-
-    def _place_behind(self, prompt: str) -> TextPlace:
-        """Where a choice's own tokens begin."""
-        return TextPlace(self._token_bytes, offset=len(prompt), skips_special=self._skips_special)
+    def _columns(self, offset: int) -> Columns:
+        return Columns(offset, self._extras.max_rank, is_by_ids=self._extras.is_by_ids)
 
     async def echo(self, choice: int, output: RequestOutput, usage: Usage | None) -> bytes:
         prompt = self._prompt_texts[choice // self._num_choices]
-        columns = self._columns(TextPlace(self._token_bytes, prompt))
+        columns = self._columns(0)
         await self._add_prompt(columns, output)
-        self._places[choice] = self._place_behind(prompt)
+        self._offsets[choice] = len(prompt)
         logprobs = b"null" if self._top_logprobs is None else columns.encoded()
         content = b'"text":%b,"logprobs":%b,"finish_reason":null' % (encode(prompt), logprobs)
         return self._event(choice, content, usage)
@@ -476,11 +468,10 @@ class CompletionAnswer(ChoicesAnswer):
         return super().event(choice, _without_tokens(delta), usage)
 
     def _logprobs(self, choice: int, positions: Sequence[TokenLogprobs]) -> bytes:
-        if choice not in self._places:
-            self._places[choice] = self._place_behind("")
-        columns = self._columns(self._places[choice])
+        columns = self._columns(self._offsets.get(choice, 0))
         for position in positions:
             columns.add(position)
+        self._offsets[choice] = columns.offset
         return columns.encoded()
 
     async def _add_prompt(self, columns: Columns, output: RequestOutput) -> None:

@@ -259,8 +259,7 @@ class Api:
         """The numbers of this server; ``has_engine``: with those that all front ends of the engine have."""
         process = await anyio.to_thread.run_sync(read_process, limiter=self._rendering.get())
         # The model of a connected engine is known only once it is connected.
-        prefix, model_name = self.config.metrics_prefix, self.models.names[0]
-        families = read_families(self.engine, self._metrics_of_http, prefix, model_name)
+        families = read_families(self.engine, self._metrics_of_http, self.models.names[0])
         if not has_engine:
             families = [each for each in families if not each.is_of_engine]
         return ServerNumbers([*families, *process], self._num_open)

@@ -104,9 +104,6 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     trust_request_chat_template: Annotated[
         bool, Meta(description="render chats by the chat_template of a request that has one; else that is a 400")
     ] = False
-    metrics_prefix: Annotated[
-        str, Meta(pattern="^[a-zA-Z_:][a-zA-Z0-9_:]*$", description="before the names of /metrics that vLLM has, too")
-    ] = "vllm:"
     allowed_origins: Annotated[
         tuple[Text, ...],
         Meta(description="origins whose pages may read answers (CORS), or *; for an app that is served alone"),

@@ -227,7 +227,6 @@ class GenerationCall:
             num_choices=streams[0].params.n,
             prompt_texts=[await self._text_of(prompt) for prompt in prompts] if request.echo else (),
             is_echo_alone=request.is_echo_alone,
-            skips_special=streams[0].params.skip_special_tokens,
         )
         return await self._answer(request, StreamGroup(streams), answer)
 

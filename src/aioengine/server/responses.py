@@ -21,7 +21,7 @@ from aioengine.server.response_tools import ClientTool, arguments_of
 from aioengine.server.schema import ChatGeneration, Generation, Integer, TextPart, is_given, read_response_format
 from aioengine.server.token_logprobs import PositionWriter, TokenBytes, encode, positions_a_slice
 from aioengine.structured.constraints import Constraint
-from aioengine.tool_calls.calls import ToolCall, ToolCallDelta
+from aioengine.tool_calls.calls import ToolCallDelta
 from aioengine.validation import shorten
 
 MAX_METADATA = 16
@@ -37,8 +37,7 @@ INCLUDABLE = (
     "web_search_call.results",
 )
 """The allowed values of ``include``; most are for tools that this server does not have."""
-STATUSES: dict[FinishReason | None, str] = {
-    None: "in_progress",
+STATUSES: dict[FinishReason, str] = {
     "stop": "completed",
     "length": "incomplete",
     "abort": "cancelled",
@@ -339,23 +338,14 @@ class ResponseAnswer(PartsAnswer):
 
     async def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         (choice,) = outputs[0].outputs
-        writer = PositionWriter(self._token_bytes, self._top_logprobs or 0)
-        positions = await self._in_turns(choice.logprobs or (), lambda position: writer.encode(0, position))
-        parts: list[tuple[Part, str]] = []
-        if choice.reasoning:
-            parts.append(("reasoning", choice.reasoning))
-        if choice.text or not (choice.reasoning or choice.tool_calls):
-            parts.append(("text", choice.text))
-        parts += enumerate(call.arguments for call in choice.tool_calls)
-        items = []
-        for place, (part, text) in enumerate(parts):
-            is_cut = choice.finish_reason != "stop" and place == len(parts) - 1 and not isinstance(part, int)
-            status = "incomplete" if is_cut else "completed"
-            call = choice.tool_calls[part] if isinstance(part, int) else None
-            items.append(self._encoded(self._item(part, place, call), status, text, positions))
-        body = self._body(choice.finish_reason, items, self._usage(outputs[0]), is_cut=choice.has_cut_call)
-        self._keep(body, choice)
-        return body
+        self._positions += await self._in_turns(choice.logprobs or (), lambda each: self._writer.encode(0, each))
+        calls = [
+            ToolCallDelta(index, call.id, call.name, call.arguments) for index, call in enumerate(choice.tool_calls)
+        ]
+        reasoning = choice.reasoning or ""
+        self.event(0, CompletionDelta(index=0, token_ids=[], text=choice.text, reasoning=reasoning, tool_calls=calls))
+        self._end_items(choice)
+        return self._whole_body(outputs[0])
 
     def _usage(self, output: RequestOutput) -> Usage:
         usage = usage_of([output])
@@ -367,16 +357,8 @@ class ResponseAnswer(PartsAnswer):
             "total_tokens": usage["total_tokens"],
         }
 
-    def _body(
-        self,
-        reason: FinishReason | None,
-        items: Sequence[bytes],
-        usage: Usage | None,
-        error: Any = None,
-        *,
-        is_cut: bool = False,
-    ) -> bytes:
-        status = _status_of(reason, is_cut=is_cut)
+    def _body(self, status: str, reason: FinishReason | None, usage: Usage | None, error: Any = None) -> bytes:
+        """The response with the items that have ended."""
         told = {
             "status": status,
             "completed_at": int(time.time()) if status == "completed" else None,
@@ -384,10 +366,10 @@ class ResponseAnswer(PartsAnswer):
             "incomplete_details": {"reason": "max_output_tokens"} if reason == "length" else None,
             "usage": usage,
         }
-        return b'%b,"output":[%b],%b' % (self._head, b",".join(items), line_of(told)[1:])
+        return b'%b,"output":[%b],%b' % (self._head, b",".join(self._items()), line_of(told)[1:])
 
-    def _item(self, part: Part, number: int, call: ToolCall | ToolCallDelta | None) -> _OutputItem:
-        """An item; a stream and a body give it the same id, unless text follows a call, which a body has first."""
+    def _item(self, part: Part, number: int, call: ToolCallDelta | None) -> _OutputItem:
+        """An item; ``call`` if its part is one."""
         prefix = {"text": "msg", "reasoning": "rs"}.get(str(part), "fc")
         item_id = f"{prefix}_{self._suffix}{number:02x}"
         if call is None:
@@ -417,7 +399,7 @@ class ResponseAnswer(PartsAnswer):
     # As events
 
     def opening(self, outputs: Sequence[RequestOutput], usage: Usage | None, prompt_ids: Sequence[bytes]) -> bytes:
-        told = b'"response":%b' % self._body(None, [], None)
+        told = b'"response":%b' % self._body("in_progress", None, None)
         return self._event(b"response.created", told) + self._event(b"response.in_progress", told)
 
     def event(self, choice: int, delta: CompletionDelta, usage: Usage | None = None) -> bytes:
@@ -427,16 +409,25 @@ class ResponseAnswer(PartsAnswer):
 
     def closing(self, outputs: Sequence[RequestOutput]) -> bytes:
         (choice,) = outputs[0].outputs
-        is_done, is_cut = choice.finish_reason == "stop", choice.has_cut_call
+        last = self._end_items(choice)
+        return last + self._end(_status_of(choice), self._whole_body(outputs[0]))
+
+    def _end_items(self, choice: CompletionOutput) -> bytes:
+        """Events that end the last item; a response without items gets an empty message."""
+        events = self._begin("text", None) if self._open is None and not self._done else b""
+        is_done = choice.finish_reason == "stop"
         if self._open is not None and self._open.tool is not None:
             is_done = any(call.id == self._open.call_id for call in choice.tool_calls)
-        last = self._begin("text", None) if self._open is None and not self._done else b""  # an empty message
-        if self._num_told < len(self._positions) and self._open is not None and self._open.part == "text":
-            last += self._delta("")
-        last += self._close("completed" if is_done else "incomplete")
-        body = self._body(choice.finish_reason, self._items(), self._usage(outputs[0]), is_cut=is_cut)
+        elif self._num_told < len(self._positions) and self._open is not None and self._open.part == "text":
+            events += self._delta("")
+        return events + self._close("completed" if is_done else "incomplete")
+
+    def _whole_body(self, output: RequestOutput) -> bytes:
+        """The body of the ended response, which is kept."""
+        (choice,) = output.outputs
+        body = self._body(_status_of(choice), choice.finish_reason, self._usage(output))
         self._keep(body, choice)
-        return last + self._end(_status_of(choice.finish_reason, is_cut=is_cut), body)
+        return body
 
     def _end(self, status: str, body: bytes) -> bytes:
         """The last event of a response with this status."""
@@ -446,7 +437,7 @@ class ResponseAnswer(PartsAnswer):
     def failing(self, error: ApiError) -> bytes:
         code = "invalid_prompt" if error.status < 500 else "server_error"
         told = {"code": code, "message": error.message}
-        body = self._body("error", self._items(), None, told)
+        body = self._body("failed", "error", None, told)
         self._keep(body, None)
         return self._end("failed", body)
 
@@ -535,9 +526,11 @@ def part_of(part: Part, text: bytes, positions: Sequence[bytes] = ()) -> bytes:
     return b'{"type":"output_text","annotations":[],"logprobs":[%b],"text":%b}' % (b",".join(positions), text)
 
 
-def _status_of(reason: FinishReason | None, *, is_cut: bool) -> str:
-    """The status of a response; a cut call makes one incomplete that the model has ended."""
-    return "incomplete" if is_cut and reason == "stop" else STATUSES[reason]
+def _status_of(choice: CompletionOutput) -> str:
+    """The status of an ended response; a cut call makes one incomplete that the model has ended."""
+    if choice.finish_reason == "stop" and choice.has_cut_call:
+        return "incomplete"
+    return STATUSES[choice.finish_reason or "abort"]
 
 
 def _is_whole(arguments: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -54,63 +53,17 @@ def positions_a_slice(top_logprobs: int | None) -> int:
     return max(1, ENTRIES_A_SLICE // ((top_logprobs or 0) + 1))
 
 
-class TextPlace:
-    """A place in a text, in characters, that moves on token by token.
-
-    Args:
-        prompt: the text, if it is known: special tokens that are not in it, as the first may be, do not move the place.
-        offset: the place of the first token.
-        skips_special: the text is without special tokens.
-    """
-
-    def __init__(
-        self, token_bytes: TokenBytes, prompt: str | None = None, *, offset: int = 0, skips_special: bool = False
-    ) -> None:
-        self._token_bytes = token_bytes
-        self._prompt = prompt
-        self._offset = offset
-        self._skips_special = skips_special
-        self._is_start = prompt is None
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        """Holds the bytes of a character that is not complete."""
-
-    def move(self, token_id: int, shown: str) -> int:
-        """Move past a token, which is shown as ``shown``; returns the token's place in the text.
-
-        A token that continues a character has the place of that character.
-        """
-        (data,) = self._token_bytes([token_id], is_start=self._is_start, skip_special_tokens=self._skips_special)
-        self._is_start = False
-        is_open = bool(self._decoder.getstate()[0])
-        if is_open and data and data[0] & 0xC0 != 0x80:  # nothing completes it, and the text has U+FFFD
-            self._offset += len(self._decoder.decode(b"", True))
-            is_open = False
-        begin = self._offset
-        if self._prompt is not None and not is_open:
-            data = self._found(token_id, data, self._prompt)
-        self._offset += len(self._decoder.decode(data))
-        return begin + (data[:1] == b" " and bool(shown) and shown[0] != " ")  # some vocabularies show no space
-
-    def _found(self, token_id: int, data: bytes, prompt: str) -> bytes:
-        """A token's bytes as the prompt has them; none if it is a special token that is not there."""
-        text = data.decode(errors="ignore")
-        if prompt.startswith(text, self._offset):
-            return data
-        if text[:1] == " " and prompt.startswith(text[1:], self._offset):  # some tokenizers put it before a text
-            return data[1:]
-        return data if any(self._token_bytes([token_id], is_start=False, skip_special_tokens=True)) else b""
-
-
 class Columns:
     """Tokens with their log-probabilities in the completions' layout, as JSON: four lists of the same length.
 
+    Attributes:
+        offset: where the next token begins, in characters: behind the texts of all tokens before it, as in vLLM.
     Args:
-        place: the first token's.
         num_top: likeliest tokens to report. is_by_ids: tokens are named by their ids.
     """
 
-    def __init__(self, place: TextPlace, num_top: int, *, is_by_ids: bool) -> None:
-        self.place = place
+    def __init__(self, offset: int, num_top: int, *, is_by_ids: bool) -> None:
+        self.offset = offset
         self._num_top = num_top
         self._is_by_ids = is_by_ids
         self._rows: list[tuple[bytes, bytes, bytes, bytes]] = []
@@ -126,7 +79,8 @@ class Columns:
 
     def add_token(self, token_id: int, text: str, logprob: float | None, top: dict[str, float] | None) -> None:
         name = _name_of(token_id, text, is_by_ids=self._is_by_ids)
-        self._rows.append((encode(name), encode(logprob), encode(top), b"%d" % self.place.move(token_id, text)))
+        self._rows.append((encode(name), encode(logprob), encode(top), b"%d" % self.offset))
+        self.offset += len(text)
 
     def encoded(self) -> bytes:
         columns = [b",".join(column) for column in zip(*self._rows, strict=True)] or [b""] * 4

@@ -46,7 +46,7 @@ async def serve_with_servers(
     """
     await anyio.to_thread.run_sync(listener.bind)
     shares = [[each.fileno() for each in share] for share in listener.shares]
-    hub = Hub(engine, settings.config.metrics_prefix, lambda: servers.group)
+    hub = Hub(engine, lambda: servers.group)
     servers = ApiServers(
         lambda index: ServerProcess(replace(settings, index=index, shares=shares), hub),
         settings.num_servers,
@@ -97,7 +97,7 @@ async def serve_replica_a_port(
         ConfigError: this machine has not so many GPUs.
         EngineDead: they could not be kept running (`ApiServers`).
     """
-    hub = Hub(None, settings.config.metrics_prefix, lambda: servers.group)
+    hub = Hub(None, lambda: servers.group)
 
     config, num_engines = settings.engine_config or EngineConfig(), len(listeners)
     slots = await anyio.to_thread.run_sync(lambda: HostSlots.find(config, ProcessOptions(), num_engines))

@@ -141,18 +141,16 @@ class Hub:
 
     Args:
         engine: this process's front end, which has the metrics of all steps; None: there is none.
-        prefix: the prefix of metrics, in place of vLLM's.
         group: returns how many servers are to serve, and how many do.
     Attributes:
         channels: those to the servers' processes, by index.
     """
 
-    def __init__(self, engine: Engine | None, prefix: str, group: Callable[[], ServerGroup]) -> None:
+    def __init__(self, engine: Engine | None, group: Callable[[], ServerGroup]) -> None:
         self.channels: dict[int, ServerChannel] = {}
         self.numbers = GroupNumbers()
         self.model_name = ""
         self._engine = engine
-        self._prefix = prefix
         self._group = group
         self._limiter = CapacityLimiter(1)
 
@@ -172,7 +170,7 @@ class Hub:
         process = await anyio.to_thread.run_sync(read_process, limiter=self._limiter)
         engine = []
         if self._engine is not None:
-            families = read_families(self._engine, HttpMetrics(), self._prefix, self.model_name)
+            families = read_families(self._engine, HttpMetrics(), self.model_name)
             engine = [each for each in families if each.is_of_engine]
         group = self._group()
         return self.numbers.total([*engine, *process], num_servers=group.num_servers, num_serving=group.num_serving)
