@@ -101,32 +101,6 @@ def test_a_server_that_does_not_start_ends_all_with_the_reason(tmp_path: Path) -
         assert "was killed by SIGKILL" in last
 
 
-def test_a_server_that_cannot_be_kept_ends_all_with_the_reason(tmp_path: Path) -> None:
-    with serve(tmp_path, "--port", "0", "--api-servers", "2") as server:
-        url = server.serves()
-        victims = {each.pid for each in descendants(server, SERVER)[:1]}
-        untouched = {each.pid for each in descendants(server, SERVER)[1:]}
-        while server.process.poll() is None:
-            for each in descendants(server, SERVER):
-                if each.pid in victims:
-                    each.kill()
-            wait_until_or_ended(lambda: is_whole(url, 2), server)
-            victims = {each.pid for each in descendants(server, SERVER)} - untouched
-        assert server.end() == 1
-        assert "an HTTP server failed 5 times in a row" in server.stderr.splitlines()[-1]
-
-
-def wait_until_or_ended(is_so: object, command: Command) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while command.process.poll() is None:
-        assert time.monotonic() < deadline, command.stderr
-        try:
-            if is_so():  # type: ignore[operator]
-                return
-        except (httpx.TransportError, KeyError):
-            continue
-
-
 def test_ctrl_c_ends_all_and_says_so_by_its_exit_code(tmp_path: Path) -> None:
     with serve(tmp_path, "--port", "0", "--api-servers", "2") as server:
         server.serves()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gzip
 import re
-import zlib
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -136,80 +134,15 @@ async def test_models_are_listed_for_either_client(client: AsyncOpenAI) -> None:
     assert (page.has_more, page.first_id, page.last_id) == (False, ours.id, ours.id)
 
 
-# Compressed bodies
-
-
-def by_hundreds(data: bytes) -> list[bytes]:
-    return [data[first : first + 100] for first in range(0, len(data), 100)]
-
-
-JSON = {"content-type": "application/json"}
-
-
-@on_both_adapters
-@pytest.mark.parametrize(
-    ("encoding", "compress"),
-    [("gzip", gzip.compress), ("deflate", zlib.compress), ("GZIP", gzip.compress), ("identity", bytes)],
-)
-@pytest.mark.parametrize("size", [0, 500, 2**16 - 15, 200_000])
-async def test_a_body_may_be_compressed(
-    http: httpx.AsyncClient, encoding: str, compress: Callable[[bytes], bytes], size: int
-) -> None:
-    body = compress(b'{"prompt":%b"ab"}' % (b" " * size))
-    headers = {**JSON, "content-encoding": encoding}
-    whole = await http.post("/tokenize", content=body, headers=headers)
-
-    async def pieces() -> Any:
-        for piece in by_hundreds(body):
-            yield piece
-
-    in_pieces = await http.post("/tokenize", content=pieces(), headers=headers)
-    plain = await http.post("/tokenize", json={"prompt": "ab"})
-    assert whole.status_code == in_pieces.status_code == 200
-    assert whole.json() == in_pieces.json() == plain.json()
-
-
 @both_adapters
-async def test_a_body_is_bounded_by_what_it_inflates_to(adapter: Adapter) -> None:
-    config = ServerConfig(max_body_bytes=2**16)
-    async with serving_fake(adapter, config) as (*_, http):
-        for encoding, compress in (("gzip", gzip.compress), ("deflate", zlib.compress)):
-            for size, status in ((2**16 - 14, 200), (2**16 - 13, 413), (2**26, 413)):
-                body = compress(b'{"prompt": "%b"}' % (b"a" * size))
-                assert len(body) < 2**17
-                answer = await http.post("/tokenize", content=body, headers={**JSON, "content-encoding": encoding})
-                assert answer.status_code == status, size
-
-
-@both_adapters
-@pytest.mark.parametrize(
-    ("encoding", "body", "status", "said"),
-    [
-        ("compress", b"\x1f\x9d\x90", 415, "'compress' is not taken"),
-        ("gzip, gzip", gzip.compress(gzip.compress(b"{}")), 415, "'gzip, gzip' is not taken"),
-        ("gzip", gzip.compress(b'{"prompt": "a b c"}')[:-12], 400, "valid"),
-        ("gzip", b"\x1f\x8b no gzip", 400, "gzip"),
-        ("gzip", gzip.compress(b"{}") + b"more", 400, "gzip"),
-        ("gzip", b"", 400, "it is empty"),
-        ("deflate", b"\x78\x9c no zlib", 400, "deflate"),
-    ],
-    ids=["another", "twice", "cut off", "no gzip", "more", "empty", "no zlib"],
-)
-async def test_a_compressed_body_that_is_refused_says_why(
-    adapter: Adapter, encoding: str, body: bytes, status: int, said: str
-) -> None:
+@pytest.mark.parametrize("encoding", ["gzip", "gzip, gzip"])
+async def test_a_compressed_body_is_refused(adapter: Adapter, encoding: str) -> None:
+    headers = {"content-type": "application/json", "content-encoding": encoding}
     async with serving_fake(adapter) as (*_, http):
-        answer = await http.post("/tokenize", content=body, headers={**JSON, "content-encoding": encoding})
-        assert answer.status_code == status, answer.text
-        assert said in answer.text
-        assert answer.status_code == 415 or "invalid_" in answer.text
-        assert (await http.post("/tokenize", json={"prompt": "a"})).status_code == 200
-
-
-async def test_a_compressed_body_without_its_checksum_is_damaged(http: httpx.AsyncClient) -> None:
-    headers = {**JSON, "content-encoding": "gzip"}
-    answer = await http.post("/tokenize", content=gzip.compress(b'{"prompt": "a"}')[:-4], headers=headers)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_encoding")
+        answer = await http.post("/tokenize", content=gzip.compress(b'{"prompt": "a"}'), headers=headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_encoding")
+        plain = await http.post("/tokenize", json={"prompt": "a"}, headers={"content-encoding": "identity"})
+        assert plain.status_code == 200
 
 
 # What the tokenizer is

@@ -95,17 +95,6 @@ async def test_examples_are_there_at_first_and_the_bundled_model_can_answer_them
             await tab.page.get_by_role("button", name="New conversation").click()
             await expect(tab.examples).to_have_count(4)
         assert [len(asked["messages"]) for asked in tab.asked()] == [1, 1, 1, 1]
-        # By the keyboard, while something else is being written, with a bad setting at first.
-        await tab.message.fill("My cat")
-        await tab.set("Temperature", "hot")
-        await tab.page.get_by_role("button", name="What is 8 + 7?").click()
-        await expect(tab.questions).to_have_count(0)  # it shows what is wrong instead
-        await tab.set("Temperature", "0")
-        await tab.page.get_by_role("button", name="What is 8 + 7?").focus()
-        await tab.page.keyboard.press("Enter")
-        await expect(tab.answers).to_have_text("8 + 7 = 15.")
-        await expect(tab.send).to_be_focused()
-        await expect(tab.message).to_have_value("My cat")
 
 
 @in_depth
@@ -233,21 +222,6 @@ async def test_reasoning_and_calls_are_folded_and_grow_as_they_are_made(browser:
         (told,) = second["messages"][1]["tool_calls"]
         assert told["function"] == {"name": "get_weather", "arguments": ARGUMENTS}
         assert THOUGHT not in json.dumps(second["messages"])
-
-
-@in_depth
-async def test_tools_that_are_no_list_are_not_sent(browser: Browser) -> None:
-    async with page_of(browser, Talker("Yes.")) as tab:
-        for bad in ("{", "{}", "get_weather"):
-            await tab.set("Tools", bad)
-            await tab.page.locator("#settings > summary").click()
-            await tab.ask("Hello")
-            await expect(tab.page.get_by_label("Tools")).to_be_focused()
-        assert tab.asked() == []
-        await tab.set("Tools", "")
-        await tab.message.press("Enter")
-        await expect(tab.answers).to_have_text(["Yes."])
-        assert "tools" not in tab.asked()[0]
 
 
 @in_depth
@@ -444,33 +418,6 @@ async def test_a_full_context_is_said_to_be_and_the_message_can_go_to_a_new_conv
         assert tab.asked()[-1]["messages"] == [{"role": "user", "content": ("Two " + long).strip()}]
 
 
-@in_depth
-@pytest.mark.parametrize(
-    ("config", "title"),
-    [
-        (ServerConfig(), "This is longer than the model can take"),
-        (ServerConfig(max_body_bytes=1024), "That is too long for the server (413)"),
-    ],
-    ids=["context", "body"],
-)
-async def test_a_refused_message_is_back_in_the_box_and_not_in_what_is_sent_next(
-    browser: Browser, config: ServerConfig, title: str
-) -> None:
-    device = Talker("Yes.", max_model_len=100)
-    async with page_of(browser, device, config, complaints=FAILED_TO_LOAD, **PHONE) as tab:
-        await tab.ask("Please be so kind. " * 100)
-        await expect(tab.failure).to_contain_text(title)
-        await expect(tab.failure).to_be_in_viewport(ratio=1)  # however much of the screen the message takes
-        await tab.expect_end_in_sight()
-        await expect(tab.failure.get_by_role("button")).to_have_count(0)  # the same again would be refused again
-        await expect(tab.questions).to_have_count(0)
-        await expect(tab.message).to_have_value(("Please be so kind. " * 100).strip())
-        await tab.ask("Please.")
-        await expect(tab.answers).to_have_text("Yes.")
-        await expect(tab.failure).to_have_count(0)
-        assert tab.asked()[-1]["messages"] == [{"role": "user", "content": "Please."}]
-
-
 IN_SINGLE_BYTES = """
 const inBytes = () => new TransformStream({
   transform(chunk, out) { for (const byte of chunk) out.enqueue(new Uint8Array([byte])); }
@@ -580,25 +527,6 @@ loop_lag_seconds_bucket{{le="+Inf"}} {many}
         await expect(tab.plot("Inter-token latency")).to_contain_text("p50 –")
 
 
-@in_depth
-async def test_a_hidden_page_asks_for_no_numbers(browser: Browser, engine: Engine) -> None:
-    async with page_of(browser, create_app(engine)) as tab:
-
-        def polls() -> int:
-            return sum(request.url.endswith("/metrics") for request in tab.requests)
-
-        await tab.page.clock.install()
-        await tab.page.add_init_script("Object.defineProperty(document, 'hidden', {get: () => !window.isSeen});")
-        await tab.page.reload()
-        await expect(tab.plot("Requests")).to_contain_text("running 0")
-        seen = polls()
-        await tab.page.clock.run_for(10_000)
-        await tab.page.evaluate("fetch('version')")  # a request made later would be seen by now
-        assert polls() == seen
-        await tab.page.evaluate("window.isSeen = true; document.dispatchEvent(new Event('visibilitychange'));")
-        await until(lambda: polls() > seen)
-
-
 # where it is opened
 
 
@@ -628,28 +556,6 @@ async def test_it_works_below_a_prefix_and_with_an_api_key_as_the_password_until
         await expect(tab.failure).to_have_text(help_text)
         await expect(tab.message).to_have_value("Hello?")
         await expect(tab.page.get_by_role("status")).to_contain_text("A key is needed (401). Reload the page")
-
-
-@in_depth
-async def test_the_pointer_on_a_plot_shows_that_times_numbers_and_dark_and_light_are_the_readers_choice(
-    browser: Browser, engine: Engine
-) -> None:
-    brightness = "Number(getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0])"
-    ink = "Number(getComputedStyle(document.body).color.match(/\\d+/)[0])"
-    async with page_of(browser, create_app(engine)) as tab:
-        plot = tab.plot("Requests")
-        await expect(plot).to_contain_text("running 0")
-        await plot.get_by_role("img").hover()  # a minute ago, when it was not seen
-        await expect(plot).to_contain_text("running –")
-        await expect(tab.plot("Loop lag").locator("path.cursor")).to_have_attribute("d", re.compile("^M"))
-        await tab.message.hover()
-        await expect(plot).to_contain_text("running 0")
-        await tab.page.emulate_media(color_scheme="light")
-        assert await tab.page.evaluate(brightness) > 230
-        assert await tab.page.evaluate(ink) < 50
-        await tab.page.emulate_media(color_scheme="dark")
-        assert await tab.page.evaluate(brightness) < 40
-        assert await tab.page.evaluate(ink) > 200
 
 
 async def overflow(tab: Tab) -> int:

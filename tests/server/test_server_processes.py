@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -173,19 +172,6 @@ async def test_two_servers_are_one_and_a_death_is_its_clients_affair_alone() -> 
             served.stop.ask()
             await served.task
         assert not servers()
-
-
-@pytest.mark.nightly
-async def test_asked_to_stop_streams_go_on_and_asked_again_they_are_aborted() -> None:
-    async with port(2) as served, AsyncExitStack() as stack:
-        streams = await one_stream_at_each(served, stack)
-        served.stop.ask()
-        await until_async(lambda: refuses(served))
-        assert [await outcome_of(stream) for stream in streams] == ["goes on", "goes on"]
-        served.stop.ask()
-        for stream in streams:
-            assert [json.loads(line)["type"] async for line in stream][-1] == "response.incomplete"
-        await served.task
 
 
 @pytest.mark.nightly

@@ -13,7 +13,7 @@ import httpx
 import openai
 import pydantic
 import pytest
-from openai import AsyncOpenAI, pydantic_function_tool
+from openai import AsyncOpenAI
 from server.conftest import ServedFake, on_both_adapters, read, serving_fake
 
 from aioengine.frontend import answer_format
@@ -175,21 +175,6 @@ def json_format(wrapped: dict[str, Any]) -> Any:
     return {"type": "json_schema", "json_schema": wrapped}
 
 
-@pytest.mark.parametrize(
-    ("extra", "param"),
-    [
-        ({"guided_regex": "a"}, "response_format"),
-        ({"structured_outputs": {"regex": "a"}}, "response_format"),
-    ],
-)
-async def test_constraints_that_contradict_each_other_are_a_400(extra: dict[str, Any], param: str) -> None:
-    async with saying(SAID) as (_, _, client, _):
-        for is_streamed in (False, True):
-            asked: Any = {**CHAT, "response_format": OF_ANIMAL, "stream": is_streamed, "extra_body": extra}
-            error = await refused(client.chat.completions.create(**asked))
-            assert error.param == param
-
-
 CONTRADICTION: dict[str, Any] = {"guided_choice": ["a", "b"], "bad_words": ["a", "b"]}
 
 
@@ -284,62 +269,6 @@ async def test_a_tool_choice_holds(choice: Any, said: str, names: list[str] | No
         assert not one.message.content
     if not calls:
         assert one.message.content == said
-
-
-async def test_a_strict_tool_gets_arguments_that_its_model_admits() -> None:
-    wrong = call_of("get_weather", "Rome").replace("Rome", "Atlantis")
-    async with saying(wrong) as (_, _, client, _):
-        tools = [pydantic_function_tool(GetWeather, name="get_weather")]
-        answer = await client.chat.completions.parse(**CHAT, tools=tools, max_tokens=300)
-    (call,) = answer.choices[0].message.tool_calls or ()
-    assert isinstance(call.function.parsed_arguments, GetWeather)
-
-
-async def test_one_call_where_they_may_not_be_parallel() -> None:
-    said = TWO_CALLS.removeprefix("Let me look.\n")
-    async with saying(said) as (_, _, client, _):
-        asked: Any = {**CHAT, "tools": TOOLS, "tool_choice": "required"}
-        both = await client.chat.completions.create(**asked)
-        one = await client.chat.completions.create(**asked, parallel_tool_calls=False)
-    assert [len(answer.choices[0].message.tool_calls or ()) for answer in (both, one)] == [2, 1]
-
-
-@pytest.mark.parametrize("between", ["\n", "\nAnd now:\n"])
-async def test_an_answer_ends_with_its_call_where_they_may_not_be_parallel(between: str) -> None:
-    said = f"Let me look.\n{call_of('get_weather', 'Oslo')}{between}{call_of('get_time', 'Rome')}"
-    functions: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
-    anthropic = {"type": "auto", "disable_parallel_tool_use": True}
-    inputs = [{"name": tool["name"], "input_schema": tool["parameters"]} for tool in functions]
-    async with saying(said) as (_, _, client, http):
-        asked: Any = {**CHAT, "tools": TOOLS, "parallel_tool_calls": False}
-        whole = await client.chat.completions.create(**asked)
-        async with client.chat.completions.stream(**asked) as stream:
-            async for _ in stream:
-                pass
-            streamed = await stream.get_final_completion()
-        response = await client.responses.create(
-            model="demo", input="Hello!", temperature=0, tools=functions, parallel_tool_calls=False
-        )
-        body = {"messages": HELLO, "tools": inputs, "tool_choice": anthropic, "temperature": 0, "max_tokens": 200}
-        message = (await http.post("/v1/messages", json=body)).json()
-    for answer in (whole, streamed):
-        (choice,) = answer.choices
-        (call,) = choice.message.tool_calls or ()
-        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me look.")
-        assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Oslo"})
-        assert answer.usage is None or answer.usage.completion_tokens < 80
-    assert (response.status, [item.type for item in response.output]) == ("completed", ["message", "function_call"])
-    assert (message["stop_reason"], [block["type"] for block in message["content"]]) == (
-        "tool_use",
-        ["text", "tool_use"],
-    )
-
-
-async def test_a_call_that_was_cut_is_none() -> None:
-    async with saying(call_of("get_weather", "Rome")) as (_, _, client, _):
-        answer = await client.chat.completions.create(**CHAT, tools=TOOLS, max_tokens=12)
-    assert answer.choices[0].finish_reason == "length"
-    assert not answer.choices[0].message.tool_calls
 
 
 CUT = 'Look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Pa'
@@ -496,17 +425,3 @@ async def test_an_effort_is_one_of_those_that_there_are() -> None:
             error = await refused(client.chat.completions.create(**asked))
             assert error.param == "reasoning_effort"
             assert "choose one of 'high', 'low', 'max', 'medium', 'minimal', 'none', 'xhigh'" in error.message
-
-
-async def test_reasoning_comes_before_an_answer_with_a_schema_and_before_calls() -> None:
-    thought = THOUGHT.removesuffix("\n\nTwo.")
-    async with saying(thought + SAID, reasoning_format="think") as (_, _, client, _):
-        parsed = await client.chat.completions.parse(**CHAT, response_format=Animal, reasoning_effort="low")
-        assert parsed.choices[0].message.parsed == Animal(kind="owl", legs=2)
-        assert parsed.choices[0].message.reasoning_content == "Is it two? It is two."  # type: ignore[attr-defined]
-    async with saying(thought + call_of("get_time", "Rome"), reasoning_format="think") as (_, _, client, _):
-        options: Any = {"tools": TOOLS, "tool_choice": "required", "reasoning_effort": "low"}
-        answer = await client.chat.completions.create(**CHAT, **options)
-        (call,) = answer.choices[0].message.tool_calls or ()
-        assert call.function.name == "get_time"
-        assert answer.choices[0].message.reasoning_content == "Is it two? It is two."  # type: ignore[attr-defined]

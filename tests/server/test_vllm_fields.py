@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import httpx
-import numpy as np
 import openai
 import pytest
 from openai import AsyncOpenAI
@@ -20,7 +18,7 @@ from server.conftest import (
     serving,
 )
 
-from aioengine import Choice, Engine, InvalidRequest, PromptTooLong
+from aioengine import Engine
 from aioengine.outputs import TokenLogprobs
 from aioengine.server import ServerConfig
 from aioengine.server.generation import MAX_CUT_IDS, MAX_TEMPLATE_CHARS
@@ -143,41 +141,6 @@ async def test_a_server_may_name_tokens_by_their_ids_unless_a_request_says_other
 SHARP: dict[str, Any] = {"seed": 2, "temperature": 0.5, "top_p": 0.8, "max_tokens": 30}
 
 
-def sums_of_likeliest(positions: Any) -> list[float]:
-    return [sum(math.exp(top.logprob) for top in position.top_logprobs) for position in positions]
-
-
-@on_both_adapters
-async def test_processed_log_probabilities_of_a_chat_are_of_what_is_left_to_draw(
-    engine: Engine, client: AsyncOpenAI
-) -> None:
-    asked: dict[str, Any] = {"model": "demo", "messages": HELLO, "logprobs": True, "top_logprobs": 5, **SHARP}
-    expected = (await engine.generate(HELLO, **SHARP, logprobs=5, logprobs_mode="processed")).outputs[0]
-    for mode in ("processed", "processed_logprobs"):
-        choice = (await client.chat.completions.create(**asked, extra_body={"logprobs_mode": mode})).choices[0]
-        assert choice.logprobs is not None
-        content = choice.logprobs.content or []
-        assert choice.message.content == expected.text
-        assert len(content) > 5
-        for position, line in zip(content, expected.logprobs or (), strict=True):
-            sampled = next(iter(line.values()))
-            assert position.logprob == pytest.approx(sampled.logprob, abs=1e-4)
-            assert position.logprob > -9999.0
-            told = [top.logprob for top in position.top_logprobs]
-            likeliest = sorted((entry for entry in line.values() if entry.rank <= 5), key=lambda entry: entry.rank)
-            assert told == pytest.approx([max(entry.logprob, -9999.0) for entry in likeliest], abs=1e-4)
-        is_whole = [position.top_logprobs[-1].logprob == -9999 for position in content]
-        assert any(is_whole)
-        sums = sums_of_likeliest(content)
-        assert [s for s, whole in zip(sums, is_whole, strict=True) if whole] == pytest.approx([1.0] * sum(is_whole))
-        assert max(sums) < 1.0001
-    raw = (await client.chat.completions.create(**asked)).choices[0]
-    assert raw.logprobs is not None
-    assert raw.message.content == expected.text, "it is told of otherwise, and drawn as before"
-    assert all(top.logprob > -9999 for position in raw.logprobs.content or () for top in position.top_logprobs)
-    assert [position.logprob for position in raw.logprobs.content or ()] != [position.logprob for position in content]
-
-
 @both_paths
 async def test_modes_of_log_probabilities_by_both_names_and_no_others(http: httpx.AsyncClient, path: str) -> None:
     logprobs: dict[str, Any] = {"logprobs": True, "top_logprobs": 2} if path == CHAT else {"logprobs": 2}
@@ -220,39 +183,6 @@ async def test_named_tokens_have_their_log_probabilities_at_each_position(
     for more in ({}, alone):
         assert (await refused(http, path, logprob_token_ids=named, **more))["param"] == "logprob_token_ids"
     assert (await refused(http, path, **asks, logprob_token_ids=[10**6]))["param"] == "logprob_token_ids"
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_what_a_grammar_forbids_has_no_processed_log_probability(engine: Engine, temperature: float) -> None:
-    choices = [" a", " b", " fox"]
-    asked: dict[str, Any] = {
-        "structured": Choice(choices), "temperature": temperature, "seed": 3, "max_tokens": 8, "logprobs": 20,
-    }  # fmt: skip
-    raw = (await engine.generate(FOX, **asked)).outputs[0]
-    output = (await engine.generate(FOX, **asked, logprobs_mode="processed")).outputs[0]
-    assert output.text == raw.text in choices
-    assert raw.logprobs is not None
-    assert output.logprobs is not None
-    for line in output.logprobs:
-        left = {token_id: entry.logprob for token_id, entry in line.items() if entry.logprob > -math.inf}
-        assert next(iter(line)) in left
-        assert sum(map(math.exp, left.values())) == pytest.approx(1.0, abs=1e-4)
-        assert len(left) < 20
-    texts = {entry.decoded_token or "" for entry in output.logprobs[0].values() if entry.logprob > -math.inf}
-    assert all(any(choice.startswith(text) for choice in choices) for text in texts)
-    assert all(entry.logprob > -math.inf for line in raw.logprobs for entry in line.values())
-
-
-async def test_prompt_log_probabilities_stay_raw(engine: Engine) -> None:
-    asked: dict[str, Any] = {**SHARP, "prompt_logprobs": 2, "logprobs": 1}
-    raw = await engine.generate(FOX, **asked)
-    told = await engine.generate(FOX, **asked, logprobs_mode="processed")
-    assert told.prompt_logprobs is not None
-    assert raw.prompt_logprobs is not None
-    for line, expected in zip(told.prompt_logprobs[1:], raw.prompt_logprobs[1:], strict=True):
-        assert line is not None
-        assert expected is not None
-        assert [entry.logprob for entry in line.values()] == pytest.approx([e.logprob for e in expected.values()])
 
 
 # Token ids
@@ -327,25 +257,12 @@ async def test_as_many_as_fit_leave_room_for_the_answer(engine: Engine, http: ht
     text = "the fox and the hare " * limit
     ids = await engine.tokenize(text)
     assert len(ids) > 2 * limit
-    for prompt in (text, ids, tuple(ids), np.array(ids)):
-        for max_tokens, num_kept in ((7, limit - 7), (1, limit - 1), (limit + 9, 1)):
-            asked: Any = {"truncate_prompt_tokens": -1, "max_tokens": max_tokens, "temperature": 0}
-            if max_tokens > 7:
-                asked["stop_token_ids"] = list(range(engine.info.vocab_size))[:1000]
-            output = await engine.generate(prompt, **asked)
-            assert output.prompt_token_ids == ids[-num_kept:]
-        with pytest.raises(PromptTooLong):
-            await engine.generate(prompt, truncate_prompt_tokens=limit, max_tokens=1)
-        with pytest.raises(PromptTooLong):
-            await engine.generate(prompt, max_tokens=1)
     for given in (text, ids):
         body = {"prompt": given, "truncate_prompt_tokens": -1, "max_tokens": 3}
         assert (await http.post(COMPLETION, json=body)).json()["usage"]["prompt_tokens"] == limit - 3
     too_many = [7] * (MAX_CUT_IDS + 1)
     answer = await http.post(COMPLETION, json={"prompt": too_many, "truncate_prompt_tokens": -1})
     assert answer.json()["error"]["code"] == "context_length_exceeded"
-    chat = [{"role": "user", "content": text}]
-    assert len((await engine.generate(chat, truncate_prompt_tokens=9, max_tokens=1)).prompt_token_ids) == 9
 
 
 # Templates and special tokens
@@ -409,15 +326,6 @@ async def test_a_models_own_template_is_asked_for_by_its_name(engine: Engine) ->
         assert error["param"] == "chat_template"
         assert "no chat template 'rag'" in error["message"]
         assert "'default'" in error["message"]
-
-
-async def test_a_template_is_for_chats(engine: Engine) -> None:
-    for prompt in (FOX, [5, 6]):
-        with pytest.raises(InvalidRequest, match="for the messages of a chat"):
-            await engine.generate(prompt, chat_template=TEMPLATE)
-    for bad in ("", "\ud800", 1):
-        with pytest.raises(InvalidRequest, match="chat_template"):
-            await engine.generate(HELLO, chat_template=bad)  # type: ignore[arg-type]
 
 
 async def test_special_tokens_are_added_or_not(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
