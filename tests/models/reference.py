@@ -30,7 +30,6 @@ class PagedStep:
     Args:
         num_rows, length: rows of tokens, and the most tokens of one.
         operations: whose `rotate_and_write` it calls.
-        ignores_windows: each query sees all keys up to its own.
         cache_dtype: absent: the decoder's.
     """
 
@@ -41,12 +40,10 @@ class PagedStep:
         length: int = NUM_TOKENS,
         *,
         operations: Any = oracles,
-        ignores_windows: bool = False,
         cache_dtype: torch.dtype | None = None,
     ) -> None:
         c, self.device = decoder.config, decoder.embedding.weight.device
         self.operations, self.embeddings = operations, None
-        self.ignores_windows = ignores_windows
         blocks_a_row = -(-length // BLOCK_SIZE)
         order = torch.randperm(num_rows * blocks_a_row, generator=torch.Generator().manual_seed(1))
         self.block_tables = order.int().view(num_rows, blocks_a_row).to(self.device)
@@ -91,7 +88,7 @@ class PagedStep:
                 scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
             query = key[start:, None]
             is_seen = key <= query
-            if layer.window is not None and not self.ignores_windows:
+            if layer.window is not None:
                 is_seen &= key > query - layer.window
             scores = scores.masked_fill(~is_seen, -torch.inf)
             if layer.sinks is not None:

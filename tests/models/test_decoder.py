@@ -10,8 +10,8 @@ import pytest
 import torch
 from checkpoints import FAMILIES, FULL, SLIDING
 from kernels.harness import DEVICE
-from models.reference import NUM_TOKENS, VOCAB_SIZE, Checkpoint, PagedStep, load, logprobs, reference, token_ids
-from nightly import few, nightly, seeds
+from models.reference import VOCAB_SIZE, Checkpoint, PagedStep, load, logprobs, reference, token_ids
+from nightly import few, seeds
 from torch import Tensor
 
 from aioengine.kernels import triton_operations
@@ -35,28 +35,6 @@ def test_logprobs_equal_those_of_transformers(checkpoint: Checkpoint, family: st
     decoder = load(folder)
     assert (decoder.head is None) == decoder.config.tie_word_embeddings
     torch.testing.assert_close(logprobs(decoder, ids), reference(folder, ids), atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("family", few(OF_CHECK, of=FAMILIES))
-@pytest.mark.parametrize("chunks", [[3, 1, 60, 1, 7, 28], *nightly([1] * NUM_TOKENS)])
-def test_a_prompt_in_chunks_gives_the_same_as_in_one(checkpoint: Checkpoint, family: str, chunks: list[int]) -> None:
-    decoder, ids = load(checkpoint(family)), token_ids(1)
-    torch.testing.assert_close(logprobs(decoder, ids, chunks), logprobs(decoder, ids), atol=1e-4, rtol=0)
-
-
-WINDOWS = {"llama2": (None,) * 3, "qwen2": (None,) * 3, "mistral": (8, 8, 8), "qwen2-window": (None, 8, 8)}
-
-
-@pytest.mark.parametrize("family", WINDOWS)
-def test_windows_are_by_layer_where_the_family_says_so_and_matter(checkpoint: Checkpoint, family: str) -> None:
-    decoder, ids = load(checkpoint(family)), token_ids()
-    assert decoder.config.windows == WINDOWS[family]
-    if not any(WINDOWS[family]):
-        return
-    without = logprobs(decoder, ids, step=PagedStep(decoder, ignores_windows=True))
-    difference = (logprobs(decoder, ids) - without).abs().amax(-1)
-    assert difference[:8].max() < 1e-4
-    assert difference[8:].min() > 1e-2
 
 
 # Largest error of a log-probability, and on average. These random models are far more sensitive than trained ones:

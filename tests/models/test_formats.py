@@ -28,7 +28,6 @@ from models.reference import load, logprobs, reference, token_ids
 from nightly import few, nightly
 from safetensors.torch import load_file, save_file
 
-from aioengine import Engine
 from aioengine.config import EngineConfig
 from aioengine.errors import ConfigError, ModelLoadError
 from aioengine.kernels.packed_weight import CodedWeight
@@ -203,18 +202,6 @@ def test_logits_are_the_dense_ones(made: Made, name: str) -> None:
     ours, theirs = logprobs(load(coded), ids), logprobs(load(dense), ids)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-4)
     torch.testing.assert_close(ours, reference(dense, ids), rtol=0, atol=2e-4)
-
-
-@pytest.mark.parametrize("name", few(["gptq", "fp8 by blocks"], FORMATS))
-async def test_greedy_tokens_are_the_dense_ones(made: Made, name: str) -> None:
-    coded, dense = made(name)
-    assert await tokens(coded) == await tokens(dense)
-
-
-async def tokens(folder: Path) -> list[int]:
-    async with Engine(model=str(folder), device="cpu", max_num_seqs=2, log_stats_interval_s=0) as engine:
-        generation = await engine.generate(token_ids()[:20].tolist(), max_tokens=24, temperature=0, ignore_eos=True)
-    return list(generation.outputs[0].token_ids)
 
 
 def test_activations_have_the_configs_dtype(made: Made) -> None:

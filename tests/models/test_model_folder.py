@@ -99,14 +99,6 @@ def test_the_cache_serves_when_nobody_answers(
     assert ModelFolder.resolve("org/name").path == snapshot
 
 
-def test_a_cached_model_that_lacks_a_shard_says_which(checkpoint: Checkpoint, hub_cache: Path) -> None:
-    snapshot = put_in_cache(hub_cache, checkpoint("llama2", shards=3))
-    shard = max(snapshot.glob("*.safetensors"))
-    shard.unlink()
-    with pytest.raises(ModelLoadError, match=f"{shard.name} is missing"):
-        load_decoder(ModelFolder.resolve("org/name"), EngineConfig())
-
-
 @pytest.mark.parametrize("model", ["org/other", "plain-name", "not a name"])
 def test_what_is_nowhere_says_where_it_was_looked_for(hub_cache: Path, model: str) -> None:
     with pytest.raises(ModelLoadError) as raised:
@@ -168,12 +160,6 @@ def test_files_that_torch_saved_are_downloaded_where_there_are_no_others(
     assert "*.safetensors" in asked[0]
     assert "pytorch_model*.bin" not in asked[0]
     assert "pytorch_model*.bin" in asked[1]
-
-
-def test_no_model_is_the_bundled_one(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = checkpoint("llama2")
-    monkeypatch.setattr("aioengine.models.folder.DEMO_MODEL", path)
-    assert ModelFolder.resolve(None).path == path
 
 
 def test_reading_a_folder_needs_no_torch(checkpoint: Checkpoint) -> None:

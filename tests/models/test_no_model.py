@@ -12,7 +12,6 @@ import gguf
 import pytest
 from gguf_checkpoints import finish
 
-from aioengine import Engine
 from aioengine.config import EngineConfig
 from aioengine.errors import ModelLoadError
 from aioengine.executor.model_info import read_model_info
@@ -93,6 +92,10 @@ CASES: dict[str, tuple[Change, str]] = {
         "architectures=None; .* a part of a pipeline of diffusers",
     ),
     "a reranker": (names("Qwen3ForSequenceClassification"), "it classifies, and generates no text"),
+    "a classifier of tokens": (names("GPT2ForTokenClassification"), "it classifies, and generates no text"),
+    "an extractor of answers": (names("GPT2ForQuestionAnswering"), "it classifies, and generates no text"),
+    "a model of rewards": (names("Qwen2ForRewardModel"), "it classifies, and generates no text"),
+    "a model that fills in": (names("BertForMaskedLM"), "fills in what is masked, and generates no text"),
     "embeddings": (names("BertModel"), "it is a model without a head, which gives embeddings, and generates no text"),
     "embeddings by a decoder": (names("MistralModel"), "without a head, which gives embeddings"),
     "embeddings of sentence-transformers": (
@@ -145,14 +148,6 @@ def test_what_is_no_model_is_refused_by_what_it_is(case: str, tmp_path: Path) ->
     with pytest.raises(ModelLoadError, match=problem) as raised:
         look_at(folder)
     assert len(str(raised.value).split(". ")) <= 2
-
-
-async def test_an_engine_is_refused_likewise(tmp_path: Path) -> None:
-    folder = shutil.copytree(DEMO_MODEL, tmp_path / "model")
-    (folder / WEIGHTS).write_text(POINTER)
-    with pytest.raises(ModelLoadError, match="is a Git LFS pointer in place of the file"):
-        async with Engine(str(folder)):
-            pass
 
 
 def test_a_model_that_has_code_of_its_own_may_be_called_a_model(tmp_path: Path) -> None:
