@@ -218,13 +218,15 @@ def test_a_change_of_operations_that_fails_halfway_leaves_a_decoder_that_compute
     expected = logprobs_in_steps(decoder, history)
     calls: list[None] = []
 
-    def fail_later() -> None:
+    def fail_later(*arguments: Any) -> Any:
         calls.append(None)
         if len(calls) == 6:
             raise MemoryError
+        return flipped_operations.pack(*arguments)
 
+    failing: Any = SimpleNamespace(**{**vars(flipped_operations), "pack": fail_later})
     with pytest.raises(MemoryError):
-        decoder.use(flipped_operations, fail_later)
+        decoder.use(failing)
     assert {linear.packed.layout for linear in decoder.linears()} == {"flipped", "rows"}
     assert_close(logprobs_in_steps(decoder, history), expected)
     decoder.use(flipped_operations)

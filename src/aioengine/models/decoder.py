@@ -334,19 +334,15 @@ class Decoder(nn.Module):
         """The operations that its matrices are packed for."""
         return self.embedding.operations
 
-    def use(self, operations: Operations, on_linear: Callable[[], None] = lambda: None) -> None:
+    def use(self, operations: Operations) -> None:
         """Compute with these operations from now on: pack each weight that is not packed for them.
 
         Takes the memory of one packed weight more, and some MB. An error leaves some weights packed for these
         operations and the others as they were: the decoder can run if it could before.
-
-        Args:
-            on_linear: called before each weight; an exception that it raises ends this.
         """
         try:
             for linear in self.linears():
                 if not linear.is_packed or linear.operations is not operations:
-                    on_linear()
                     linear.pack(operations)
             if not hasattr(self, "rope_tables"):
                 c, device = self.config, self.embedding.weight.device

@@ -18,7 +18,7 @@ from aioengine.kernels.operations import Activation
 from aioengine.models.experts import ExpertsConfig
 from aioengine.models.families import ARCHITECTURES, Family, QkNorm, native_architecture, text_config
 from aioengine.models.folder import MAX_LABELS, ModelFolder, is_gguf
-from aioengine.models.model import ModelConfig
+from aioengine.models.model import ModelConfig, limit_length
 from aioengine.models.rope import ROPE_TYPES, Lengths, Rope, RopeParameters, head_order, read_rope, rotated_size
 from aioengine.models.transformers.quiet import quiet_transformers
 from aioengine.validation import shorten
@@ -467,9 +467,7 @@ def _limit(model_len: int, max_model_len: int | None) -> int:
             f"max_position_embeddings and rope_parameters make sequences {shorten(model_len)} tokens long; "
             f"2 to {MAX_POSITIONS} is needed"
         )
-    if max_model_len is not None and max_model_len > model_len:
-        raise ConfigError(f"max_model_len={max_model_len} is more than the {model_len} tokens that this model allows")
-    return max_model_len or model_len
+    return limit_length(model_len, max_model_len)
 
 
 def _dtype(fields: ConfigFields, name: str) -> torch.dtype:

@@ -9,7 +9,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from aioengine.errors import InternalError
+from aioengine.errors import ConfigError, InternalError
 from aioengine.kernels.operations import LayerAttention, Operations
 from aioengine.kernels.packed_weight import Quantization
 
@@ -39,6 +39,17 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         windows = tuple(w if w is not None and w < self.max_model_len else None for w in self.windows)
         msgspec.structs.force_setattr(self, "windows", windows)
+
+
+def limit_length(stated: int, max_model_len: int | None) -> int:
+    """The most tokens of a sequence: what the model states, or less where the engine's limit says so.
+
+    Raises:
+        ConfigError: the limit is more.
+    """
+    if max_model_len is not None and max_model_len > stated:
+        raise ConfigError(f"max_model_len={max_model_len} is more than the {stated} tokens that this model allows")
+    return max_model_len or stated
 
 
 class GivenEmbeddings(NamedTuple):

@@ -13,7 +13,7 @@ from aioengine.models.checkpoint import FILE_DTYPES
 from aioengine.models.decoder_config import DTYPES, MAX_POSITIONS
 from aioengine.models.folder import ModelFolder
 from aioengine.models.formats.catalogue import read_catalogue
-from aioengine.models.model import ModelConfig
+from aioengine.models.model import ModelConfig, limit_length
 from aioengine.models.transformers.probe import PROBED, Unusable, make_on_meta, probe_model, read_their_config
 from aioengine.validation import shorten
 
@@ -97,9 +97,7 @@ def _length(text: Any, max_model_len: int | None) -> int:
     length = stated if stated is not None else max(max_model_len or 0, DEFAULT_LENGTH)
     if not (type(length) is int and 2 <= length <= MAX_POSITIONS):
         raise Unusable(f"it states a length of {shorten(length)} tokens; 2 to {MAX_POSITIONS} is needed")
-    if max_model_len is not None and max_model_len > length:
-        raise ConfigError(f"max_model_len={max_model_len} is more than the {length} tokens that this model allows")
-    return max_model_len or length
+    return limit_length(length, max_model_len)
 
 
 def _check_rope(text: Any, max_model_len: int) -> None:
