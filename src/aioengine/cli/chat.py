@@ -33,11 +33,6 @@ GREETING = "/help lists the commands, Ctrl-D leaves"
 @click.command()
 @click.option("--system", help="a system message to begin with")
 @click.option(
-    "--history",
-    type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    help="file that keeps the lines you type, for the next time; absent: none",
-)
-@click.option(
     "--tools",
     "tool_path",
     type=click.Path(dir_okay=False, exists=True, path_type=Path),
@@ -47,7 +42,7 @@ GREETING = "/help lists the commands, Ctrl-D leaves"
 @options_of(SamplingParams, absent="the model's, or {}")
 @options_of(EngineConfig)
 @model_argument
-def chat(system: str | None, history: Path | None, tool_path: Path | None, is_trusted: bool, **flags: Any) -> None:
+def chat(system: str | None, tool_path: Path | None, is_trusted: bool, **flags: Any) -> None:
     """Talk with MODEL (absent: the bundled one); the answers stream to stdout.
 
     On a terminal, lines are edited and remembered, and reasoning is shown dimmed. From a pipe, each line of stdin is a
@@ -58,18 +53,14 @@ def chat(system: str | None, history: Path | None, tool_path: Path | None, is_tr
     if SamplingParams(**sampling).n > 1:  # bad flags are refused before the model is loaded
         raise click.UsageError("a chat has one answer to a message: leave --n out")
     refuse_what_no_text_shows(sampling, "leave it out of a chat")
-    if history is not None and not history.parent.is_dir():
-        raise click.UsageError(f"--history {history}: there is no folder {history.parent}")
     if is_trusted and tool_path is None:
         raise click.UsageError("--yes is for --tools")
     tools = ToolFile.load(tool_path) if tool_path is not None else None
     conversation = Conversation(system=system or None, sampling=sampling)
-    run(_chat(conversation, history, given(EngineConfig, flags), tools, is_trusted))
+    run(_chat(conversation, given(EngineConfig, flags), tools, is_trusted))
 
 
-async def _chat(
-    conversation: Conversation, history: Path | None, config: dict[str, Any], tools: ToolFile | None, is_trusted: bool
-) -> None:
+async def _chat(conversation: Conversation, config: dict[str, Any], tools: ToolFile | None, is_trusted: bool) -> None:
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal may not know every character
     screen = Screen(is_terminal=is_terminal)
@@ -82,7 +73,7 @@ async def _chat(
         lines: Lines
         if is_terminal:
             screen.note(GREETING)
-            lines = TypedLines(COMMAND_NAMES, history, lambda: screen.note("Ctrl-D or /exit leaves"))
+            lines = TypedLines(COMMAND_NAMES, lambda: screen.note("Ctrl-D or /exit leaves"))
         else:
             lines = PipedLines()
         interrupts = Interrupts()
@@ -157,7 +148,7 @@ class Talk(NamedTuple):
         text, note, is_thinking = "", "", False
         asked: dict[str, Any] = {"tools": self.tools.tools} if self.tools is not None else {}
         try:
-            with screen.writing(), self.interrupts.stoppable() as scope:
+            with self.interrupts.stoppable() as scope:
                 async with self.engine.stream(conversation.prompt(), **asked, **conversation.sampling) as stream:
                     async for delta in stream:
                         if delta.reasoning:

@@ -21,8 +21,7 @@ KNOBS: dict[str, type[int] | type[float]] = {
 HELP = f"""\
 /system TEXT       set the system message; without TEXT: take it away
 /reset             forget the conversation; the system message and the settings stay
-/retry             ask the last question again, and forget its answer
-/save FILE         write the conversation as JSON; /save! FILE overwrites
+/save FILE         write the conversation as JSON, to a new file
 /load FILE         go on with a conversation that /save wrote, in place of this one
 /temperature X     likewise {", ".join(f"/{name}" for name in KNOBS if name != "temperature")};
                    without a value: show it; "default": the model's
@@ -170,16 +169,16 @@ class Conversation:
         self._turns.clear()
         return f"{_messages(count)} forgotten{'; the system message stays' if self._system is not None else ''}"
 
-    def _save(self, name: str, mode: str = "x") -> str:
+    def _save(self, name: str) -> str:
         if not name:
             return "/save needs the name of a file"
         path = Path(name).expanduser()
         text = msgspec.json.format(msgspec.json.encode(self.messages), indent=2).decode() + "\n"
         try:
-            with path.open(mode, encoding="utf-8") as file:
+            with path.open("x", encoding="utf-8") as file:
                 file.write(text)
         except FileExistsError:
-            return f"{path} exists and is left as it is; /save! {name} overwrites it"
+            return f"{path} exists and is left as it is: give another name"
         except OSError as error:
             return f"not saved: {error}"
         return f"{_messages(len(self.messages))} saved in {path}"
@@ -201,13 +200,6 @@ class Conversation:
         self._turns = messages
         return f"{_messages(len(self.messages))} loaded from {path}"
 
-    def _retry(self, _: str) -> Todo | str:
-        questions = [at for at, message in enumerate(self._turns) if message["role"] == "user"]
-        if not questions:
-            return "there is no question to ask again"
-        del self._turns[questions[-1] + 1 :]
-        return Todo.ASK
-
 
 def _messages(count: int) -> str:
     return f"{count} message{'' if count == 1 else 's'}"
@@ -218,8 +210,6 @@ _COMMANDS: dict[str, Callable[[Conversation, str], Todo | str]] = {
     "reset": Conversation._reset,
     "save": Conversation._save,
     "load": Conversation._load,
-    "retry": Conversation._retry,
-    "save!": lambda conversation, name: conversation._save(name, mode="w"),
     "help": lambda conversation, _: HELP,
     "exit": lambda conversation, _: Todo.LEAVE,
     "quit": lambda conversation, _: Todo.LEAVE,

@@ -6,9 +6,7 @@ import contextlib
 import os
 import signal
 import sys
-import termios
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import anyio
@@ -47,21 +45,6 @@ class Screen:
         shown = text.translate(_CONTROL_CHARACTERS) if self._is_terminal else text
         click.secho(shown, err=not self._is_terminal, dim=True, nl=False, color=color)
 
-    @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
-        """While an answer is written: what is typed meanwhile is not shown in it, but at the next prompt."""
-        if not self._is_terminal:
-            yield
-            return
-        before = termios.tcgetattr(STDIN)
-        quiet = [*before]
-        quiet[3] &= ~termios.ECHO
-        termios.tcsetattr(STDIN, termios.TCSANOW, quiet)
-        try:
-            yield
-        finally:
-            termios.tcsetattr(STDIN, termios.TCSANOW, before)
-
 
 class PipedLines:
     """Lines of stdin that is a pipe or a file, read without a thread; UTF-8, whatever the locale is."""
@@ -96,14 +79,12 @@ class TypedLines:
 
     Args:
         words: what Tab completes at the beginning of a line.
-        history: a file that keeps the lines; None: they are kept for as long as this object lives.
         on_idle_interrupt: called at Ctrl-C where there is nothing to clear.
     """
 
-    def __init__(self, words: tuple[str, ...], history: Path | None, on_idle_interrupt: Callable[[], None]) -> None:
+    def __init__(self, words: tuple[str, ...], on_idle_interrupt: Callable[[], None]) -> None:
         from prompt_toolkit import PromptSession
         from prompt_toolkit.completion import WordCompleter
-        from prompt_toolkit.history import FileHistory, InMemoryHistory
         from prompt_toolkit.key_binding import KeyBindings
         from prompt_toolkit.shortcuts import CompleteStyle
 
@@ -112,7 +93,6 @@ class TypedLines:
         self._on_idle_interrupt = on_idle_interrupt
         self._session: PromptSession[str] = PromptSession(
             [("bold", "> ")],
-            history=FileHistory(str(history)) if history is not None else InMemoryHistory(),
             completer=WordCompleter([f"{word} " for word in words], sentence=True),
             complete_while_typing=False,
             complete_style=CompleteStyle.READLINE_LIKE,
