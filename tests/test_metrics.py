@@ -96,13 +96,6 @@ def test_a_quantile_lies_in_its_bucket_as_if_the_values_lay_evenly() -> None:
     assert Distribution.of(histogram([100.0])) == Distribution(count=1, mean=100.0, p50=BOUNDS[-1], p99=BOUNDS[-1])
 
 
-def test_a_histogram_without_values_has_no_quantiles() -> None:
-    empty = histogram()
-    empty.observe(math.nan)
-    assert empty.sum == 0.0
-    assert Distribution.of(empty) == Distribution(count=0, mean=None, p50=None, p99=None)
-
-
 # The whole observer
 
 
@@ -200,11 +193,6 @@ def test_every_metric_is_collected_with_its_name_and_samples() -> None:
     assert samples["request_generation_tokens"][-2:] == [Sample("_sum", (), 3.0), Sample("_count", (), 2)]
     assert samples["request_inference_time_seconds"][-2:] == [Sample("_sum", (), 0.26), Sample("_count", (), 1)]
     assert samples["request_success"][0] == Sample("_total", (("finished_reason", "stop"),), 1)
-
-
-def test_two_engines_share_nothing() -> None:
-    fed()
-    assert not any(sample.value for metric in EngineMetrics().collect() for sample in metric.samples())
 
 
 def test_the_load_can_be_set_between_two_steps() -> None:

@@ -136,11 +136,6 @@ async def test_a_call_is_made_if_the_user_says_so(
     assert "call it? [y/N]" in capsys.readouterr().err
 
 
-async def test_a_call_without_an_answer_to_the_question_is_not_made(tools: ToolFile, folder: Path) -> None:
-    messages = await say(tools, folder, [call_of("add", a=2, b=3), "Well."], "2 + 3?", is_trusted=False)
-    assert [message["content"] for message in messages][2:] == [REFUSED, "Well."]
-
-
 async def test_calls_come_to_an_end(tools: ToolFile, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     messages = await say(tools, folder, [call_of("add", a=1, b=1)], "2?")
     assert sum(message["role"] == "tool" for message in messages) == MAX_ROUNDS

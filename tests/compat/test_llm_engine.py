@@ -203,16 +203,6 @@ def test_a_failed_request_raises_once_and_the_others_go_on(open_engine: Open, de
     assert run_to_end(engine)["bad"][-1].finished
 
 
-def test_all_requests_of_a_failed_step_raise_one_after_the_other(open_engine: Open, device: Any) -> None:
-    engine = open_engine(device, max_num_seqs=4, max_waiting=4)
-    engine.sleep(0, mode="keep")
-    device.make_step_fail(4, RuntimeError("broken step"))
-    add(engine, 3, 20)
-    engine.wake_up()
-    _, errors = outcomes(engine)
-    assert sorted(note for error in errors for note in error.__notes__) == [f"request_id='{n}'" for n in range(3)]
-
-
 @pytest.mark.usefixtures("quiet_log")
 def test_a_dead_engine_is_heard_once(open_engine: Open, device: Any) -> None:
     engine = open_engine(device, max_num_seqs=2, max_waiting=2)
@@ -326,21 +316,6 @@ def test_several_threads_add_and_step(open_engine: Open) -> None:
                 done.result()
     assert sorted(map(int, ended)) == list(range(100))
     assert not engine.has_unfinished_requests()
-
-
-def test_of_several_threads_that_take_a_name_one_has_it(open_engine: Open, patient_device: Any) -> None:
-    engine = open_engine(patient_device)
-
-    def add(_: int) -> bool:
-        try:
-            engine.add_request("same", "dog " * 300, params(max_tokens=ENDLESS))  # is tokenized in another thread
-        except InvalidRequest:
-            return False
-        return True
-
-    with ThreadPoolExecutor(8) as pool:
-        assert sum(pool.map(add, range(8))) == 1
-    assert engine.get_num_unfinished_requests() == 1
 
 
 def test_a_step_that_waits_hears_that_another_thread_has_aborted(open_engine: Open, device: Any) -> None:

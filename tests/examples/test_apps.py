@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import httpx
 import pytest
-from examples.conftest import Client, events, running_aiohttp, running_asgi, until
+from examples.conftest import Client, running_aiohttp, running_asgi, until
 from nightly import few
 from openai import AsyncOpenAI
 
-from aioengine import CompletionDelta, Engine, StepFailed, Stream
+from aioengine import Engine
 from aioengine.testing import FakeExecutor
 
 SUM = {"question": "What is 8 + 7?"}
@@ -153,46 +152,6 @@ async def test_the_official_client_uses_the_mounted_api_and_the_page_is_beside_i
             page = await client.http.get("/ai/")
         assert "".join(pieces) == "8 + 7 = 15."
         assert page.headers["content-type"].startswith("text/html")
-
-
-async def test_a_client_that_leaves_amid_a_write_ends_its_request() -> None:
-    written: list[CompletionDelta] = []
-
-    def large_event(delta: CompletionDelta) -> bytes:
-        written.append(delta)
-        return b"x" * 2**24  # more than sockets hold
-
-    body = json.dumps(STORY).encode()
-    async with running("fastapi_dependency") as client:
-        client.module.event = large_event
-        _, writer = await asyncio.open_connection("127.0.0.1", client.port)
-        writer.write(b"POST /ask/stream HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n")
-        writer.write(b"content-length: %d\r\n\r\n%s" % (len(body), body))
-        await until(lambda: len(written) == 1)
-        await client.engine.pause("keep")
-        assert client.num_live() == 1
-        writer.transport.abort()
-        await client.until_idle()
-        assert client.num_aborted() == 1
-
-
-async def test_a_stream_says_how_it_ended_and_one_that_breaks_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    take = Stream.take
-
-    def fail_after_some(stream: Stream) -> object:
-        if stream.result.outputs[0].token_ids[3:]:
-            raise StepFailed("secret internals")
-        return take(stream)
-
-    async with running("fastapi_dependency") as client:
-        answer = await client.http.post("/ask/stream", json=STORY)
-        assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
-        assert [delta["finish_reason"] for delta in events(answer.text)[-2:]] == [None, "stop"]
-        monkeypatch.setattr(Stream, "take", fail_after_some)
-        answer = await client.http.post("/ask/stream", json=STORY)
-        assert answer.status_code == 200
-        assert events(answer.text)[-1] == {"error": "StepFailed"}
-        await client.until_idle()
 
 
 async def test_another_engine_in_its_place_and_the_endpoints_are_documented() -> None:

@@ -25,12 +25,6 @@ while True:
             print(delta.text, end="", flush=True)
 """
 
-THREADS_END = """
-import asyncio, threading
-while [thread.name for thread in threading.enumerate() if "aioengine" in thread.name]:
-    await asyncio.sleep(0.01)
-"""
-
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 """One kernel is for all tests: it takes seconds to start."""
 
@@ -128,11 +122,6 @@ async def run_all_cells(kernel: Kernel) -> list[str]:
 
 
 @pytest.mark.nightly
-async def test_all_cells(kernel: Kernel) -> None:
-    await run_all_cells(kernel)
-
-
-@pytest.mark.nightly
 async def test_all_cells_twice_in_one_kernel(kernel: Kernel) -> None:
     first, second = await run_all_cells(kernel), await kernel.run_all(cells())
     assert [bool(text) for text in second] == [bool(text) for text in first]
@@ -150,17 +139,6 @@ async def test_an_interrupted_cell_leaves_the_engine_and_the_server_well(kernel:
     assert (await kernel.run("(await engine.generate('Once upon a time', max_tokens=5)).text")) != ""
     assert len(await kernel.run(client)) > 200
     await kernel.run(stop)
-
-
-@pytest.mark.nightly
-async def test_an_interrupted_start_leaves_nothing(kernel: Kernel) -> None:
-    waiting = "print('loading', flush=True)\nwhile True:\n    await (await Engine.start()).aclose()"
-    await kernel.run("from aioengine import Engine")
-    assert await kernel.interrupt(waiting) in ("KeyboardInterrupt", "CancelledError")
-    (start, *_), (stop,) = cells(), cells_with("server.aclose()")
-    assert "KV cache" in await kernel.run(start)
-    await kernel.run(stop.splitlines()[-1])
-    await kernel.run(THREADS_END)
 
 
 async def test_it_is_saved_without_outputs_and_without_a_machine() -> None:

@@ -67,16 +67,6 @@ async def test_an_answer_is_stopped_while_it_streams_and_the_chat_goes_on(client
         assert (await say(connection, "What is 8 + 7?"))[1] == {"end": "stop"}
 
 
-async def test_a_stop_that_comes_at_once_is_heard(client: Client) -> None:
-    async with talking(client) as connection:
-        await client.engine.pause("keep")
-        await connection.send("/stop")  # there is nothing to stop
-        await connection.send(STORY)
-        await connection.send("/stop")
-        assert await hear_all(connection) == ("", {"end": "abort"})
-        await client.engine.resume()
-
-
 async def test_one_answer_at_a_time(client: Client) -> None:
     async with talking(client) as connection:
         async with client.paused():
@@ -98,16 +88,6 @@ async def test_a_client_that_leaves_amid_an_answer_or_breaks_its_connection_ends
             connection.transport.abort()
     await client.until_idle()
     assert client.num_aborted() == 1
-
-
-async def test_an_overloaded_engine_is_told_and_may_be_asked_again(client: Client) -> None:
-    async with talking(client) as connection:
-        async with client.overloaded():
-            text, event = await say(connection, "What is 8 + 7?")
-            assert text == ""
-            assert "wait already" in event["error"]
-        await client.until_idle()
-        assert await say(connection, "What is 8 + 7?") == ("8 + 7 = 15.", {"end": "stop"})
 
 
 async def test_what_does_not_fit_is_told_and_forgotten(client: Client) -> None:

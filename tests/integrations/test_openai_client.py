@@ -53,17 +53,6 @@ async def test_256_at_once_get_what_each_would_get_alone() -> None:
         assert len(set(together)) > 200
 
 
-@pytest.mark.nightly
-@both_loops
-async def test_256_at_once_on_each_loop() -> None:
-    async with in_process(max_waiting=256, num_blocks=8192) as at:
-        streams = await asyncio.gather(
-            *(at.client.completions.create(model="demo", **completion(), stream=True) for _ in range(256))
-        )
-        assert len({await read(stream) for stream in streams}) == 1
-        await until(lambda: at.is_idle)
-
-
 @virtual_clock
 async def test_a_reader_that_stops_makes_the_writer_wait_within_a_bound() -> None:
     config = ServerConfig(max_unread_tokens=50)
@@ -121,18 +110,6 @@ async def test_a_task_that_is_cancelled_is_in_no_later_step(is_stream: bool) -> 
         assert isinstance((await tasks.end(asked))[0], asyncio.CancelledError)
 
 
-@virtual_clock
-async def test_a_time_limit_around_a_request_leaves_nothing() -> None:
-    async with in_process(step_time_s=1.0) as at:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(10.5):
-                await at.client.completions.create(model="demo", **completion())
-        assert at.num_steps == 11
-        await asyncio.sleep(100.0)
-        assert at.num_steps == 11
-        assert at.is_idle
-
-
 @both_loops
 @pytest.mark.parametrize("num_read", [*nightly(0), 1])
 async def test_a_stream_that_is_dropped_is_aborted(num_read: int) -> None:
@@ -181,14 +158,6 @@ async def test_a_client_that_waits_too_long_for_an_answer_gives_up() -> None:
         answer = await at.client.completions.create(model="demo", **completion(max_tokens=2))
         assert answer.usage is not None
         assert answer.usage.completion_tokens == 2
-
-
-@virtual_clock
-async def test_a_time_limit_is_for_the_next_bytes_and_not_for_the_whole() -> None:
-    async with in_process(step_time_s=1.0, client={"timeout": 5.0}) as at:
-        stream = await at.client.completions.create(model="demo", **completion(max_tokens=50), stream=True)
-        await read(stream)
-        assert asyncio.get_running_loop().time() >= 50.0
 
 
 @virtual_clock

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import socket
-import sys
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
@@ -80,16 +79,6 @@ def test_timers_fire_in_order_of_deadline_whatever_the_order_they_were_set_in() 
         assert run(main(), seed=seed) == [(delay, delay) for delay in (1e-6, 0.1, 0.2, 0.3, 7.5, 86400.0 * 3)]
 
 
-def test_time_stands_still_while_a_task_can_run() -> None:
-    async def main() -> float:
-        asyncio.get_running_loop().call_later(1, lambda: None)
-        for _ in range(1000):
-            await asyncio.sleep(0)
-        return asyncio.get_running_loop().time()
-
-    assert run(main(), seed=0) == 0.0
-
-
 # Sockets
 
 
@@ -162,16 +151,6 @@ def test_what_no_timer_or_byte_will_wake_is_a_deadlock_that_no_except_catches(
     with pytest.raises(Deadlock) as caught:
         run(hang(), seed=0)
     assert caught.value.now == 0.0, "a timer at infinity is none"
-
-
-def test_a_deadlock_of_many_tasks_is_a_short_report() -> None:
-    async def main() -> None:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(99):
-                group.create_task(asyncio.Event().wait())
-
-    with pytest.raises(Deadlock, match=r"and 80 more tasks$"):
-        run(main(), seed=0)
 
 
 def test_polling_for_a_later_time_without_sleeping_is_a_deadlock() -> None:
@@ -426,14 +405,6 @@ async def test_the_same_call_in_a_thread_is_fine_and_so_is_one_of_the_test_itsel
     assert os.listdir(Path(__file__).parent)
 
 
-async def test_importing_a_module_on_the_loop_is_fine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "reads_at_import.py").write_text("with open(__file__) as file:\n    text = file.read()\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    module = as_if_in_this_package("def f():\n    import reads_at_import\n    return reads_at_import")()
-    monkeypatch.delitem(sys.modules, "reads_at_import")
-    assert module.text.startswith("with open")
-
-
 # The suite's rules: loops, seeds and leaks, seen from outside
 
 INNER_TESTS = """
@@ -535,20 +506,3 @@ def test_the_suite_runs_the_loops_asked_for_and_fails_leaks_and_shows_seeds(inne
     assert "seed 9)" in output
     assert output.count("name='the lost task'") == 3
     assert "threads left behind:\naioengine-lost" in output
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("marks", "complaint"),
-    [
-        ("@pytest.mark.asyncio(loop_factories=['trio'])", "no loop is named 'trio'"),
-        ("@pytest.mark.virtual_clock\n@pytest.mark.asyncio(loop_factories=['uvloop'])", "not both"),
-    ],
-)
-def test_a_mark_that_would_silently_skip_a_test_stops_the_suite(
-    inner: pytest.Pytester, marks: str, complaint: str
-) -> None:
-    inner.makepyfile(f"import pytest\n\n{marks}\nasync def test_it(): pass")
-    result = inner.runpytest_inprocess()
-    assert result.ret != pytest.ExitCode.OK
-    assert complaint in result.stdout.str() + result.stderr.str()
