@@ -315,7 +315,7 @@ class TestMirrors:
         body = wire.StepOutputsMessage(numbers=[0], token_ids=[9], ended=[wire.Ended(0, "stop", 9, 0)])
         await mirrors.take(body, 1.0)
         assert mirrors.let_go() == []
-        await endings.tell_all()
+        await endings.report_all()
         assert listener.ends == [None]
         assert (sequence.finish_reason, sequence.stop_reason) == ("stop", 9)
 

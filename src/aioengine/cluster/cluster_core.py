@@ -166,7 +166,7 @@ class ClusterCore:
         if verdicts or replica.state is ReplicaState.BACKING_OFF:
             logger.warning("%s; %d of its sequences go on elsewhere", reason, len(going_on))
         self._migrate(replica, going_on)
-        self._endings.tell_some()
+        self._endings.report_some()
 
     async def restore(self, core: ReplicaCore) -> None:
         """As `Members.restore`."""
@@ -244,7 +244,7 @@ class ClusterCore:
         elif (core := self.placing.core_of.get(sequence)) is not None:
             core.finish(sequence, reason, stop_reason)
         else:
-            self._endings.tell(sequence.order)
+            self._endings.report(sequence.order)
 
     def _pending_head(self, sequence: Sequence) -> Sequence | None:
         """What is pending as this sequence, or with it as a child."""
@@ -274,7 +274,7 @@ class ClusterCore:
             sequence.finish_reason = "abort"
             self._end(sequence)
         self.placing.clear()
-        self._endings.tell_some()
+        self._endings.report_some()
         self._hooks.on_capacity()
 
     def block(self, sequence: Sequence) -> None:
@@ -387,7 +387,7 @@ class ClusterCore:
 
     async def run(self) -> None:
         """Serve with all replicas, until cancelled or until none is left."""
-        await self._endings.after(self._run(), lambda: self._end_all(closed_early), self._die_of)
+        await self._endings.report_after(self._run(), lambda: self._end_all(closed_early), self._die_of)
 
     def _die_of(self, bug: BaseException) -> None:
         death = EngineDead(f"what looks after the replicas broke: {describe(bug)}")
@@ -413,7 +413,7 @@ class ClusterCore:
         return listener
 
     def _end(self, sequence: Sequence, error: AioEngineError | None = None) -> None:
-        """A sequence that is at no replica has ended, and its children; `Endings.tell_some` is to follow."""
+        """A sequence that is at no replica has ended, and its children; `Endings.report_some` is to follow."""
         for member in (sequence, *sequence.children):
             self._num_ended += 1
             member.order = -1 - self._num_ended  # of no replica's
@@ -422,11 +422,11 @@ class ClusterCore:
                 member.finish_reason, member.stop_reason = sequence.finish_reason, sequence.stop_reason
             else:
                 member.finish_reason = "error"
-            self._endings.add(member.order, self._release(member), error)
+            self._endings.add_end(member.order, self._release(member), error)
 
     def _end_soon(self, sequence: Sequence, error: AioEngineError) -> None:
         self._end(sequence, error)
-        self._endings.tell_some()
+        self._endings.report_some()
 
     def _end_all(self, error: Callable[[], AioEngineError]) -> None:
         self.is_stopped = True
@@ -434,5 +434,5 @@ class ClusterCore:
         for sequence in self.placing.pending:
             self._end(sequence, error())
         self.placing.clear()
-        self._endings.tell_some()
+        self._endings.report_some()
         self.conditions.end_all()

@@ -1,4 +1,4 @@
-"""What follows a sequence, and how it hears of tokens and ends; conditions that a caller awaits."""
+"""Listeners, which follow sequences, and how they get ends; conditions that a caller awaits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from aioengine.processes.turns import turns_here
 from aioengine.scheduler.plan import Float32
 
 UNLIMITED = sys.maxsize
-"""Of tokens that a reader lets be computed."""
+"""The number of tokens that may be computed for a reader without a bound."""
 
 
 class SampledLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -64,63 +64,68 @@ class Listener(Protocol):
 
 
 class Endings:
-    """Ends of many sequences at once, told to their listeners in order, in as many turns of the loop as that takes.
+    """Ends of many sequences at once, reported to their listeners in order, in as many turns of the loop as that takes.
 
-    What listeners call is in the end the user's code. ``on_told`` is called when all have been told.
+    Listeners call the user's code in the end. ``on_reported`` is called when all ends have been reported.
     """
 
-    def __init__(self, user_code: UserCode, on_told: Callable[[], None]) -> None:
+    def __init__(self, user_code: UserCode, on_reported: Callable[[], None]) -> None:
         self._user_code = user_code
-        self._on_told = on_told
-        self._untold: OrderedDict[int, tuple[Listener, AioEngineError | None]] = OrderedDict()
+        self._on_reported = on_reported
+        self._pending: OrderedDict[int, tuple[Listener, AioEngineError | None]] = OrderedDict()
         """By the sequence's order."""
         self._is_scheduled = False
 
     def __bool__(self) -> bool:
-        return bool(self._untold)
+        return bool(self._pending)
 
-    def add(self, order: int, listener: Listener, error: AioEngineError | None = None) -> None:
-        """The sequence has ended, by the error if there is one; `tell_some` or `tell_all` is to follow."""
-        self._untold[order] = listener, error
+    def add_end(self, order: int, listener: Listener, error: AioEngineError | None = None) -> None:
+        """Note that a sequence has ended, by the error if there is one; `report_some` is to follow."""
+        self._pending[order] = listener, error
 
-    def tell(self, order: int) -> None:
-        """Tell of this one now, if it has ended and was not told."""
-        if order in self._untold:
-            self._tell(*self._untold.pop(order))
+    def report(self, order: int) -> None:
+        """Report the end of this sequence now, if it has one that was not reported."""
+        if order in self._pending:
+            listener, error = self._pending.pop(order)
+            with self._user_code.called("while reporting a sequence's end"):
+                if error is None:
+                    listener.on_end()
+                else:
+                    listener.on_error(error)
 
-    def tell_some(self) -> None:
-        """Tell of as many as this turn of the loop has time for, and of the others in later ones."""
+    def report_some(self) -> None:
+        """Report as many ends as this turn of the loop has time for, and the others in later ones."""
         turns = turns_here()
-        while self._untold and not turns.is_spent:
-            self._tell_first()
-        if not self._untold:
-            self._on_told()
+        while self._pending and not turns.is_spent:
+            self.report(next(iter(self._pending)))
+        if not self._pending:
+            self._on_reported()
         elif not self._is_scheduled:
             self._is_scheduled = True
             asyncio.get_running_loop().call_soon(self._go_on)
 
     def _go_on(self) -> None:
         self._is_scheduled = False
-        self.tell_some()
+        self.report_some()
 
-    async def tell_all(self) -> None:
-        """Tell of all. Cancelling tells of those that are left at once."""
+    async def report_all(self) -> None:
+        """Report all ends. Cancelling reports those that are left at once."""
         try:
-            while self._untold:
+            while self._pending:
                 await turns_here().take()
-                self.tell_some()
+                self.report_some()
         finally:
-            while self._untold:
-                self._tell_first()
+            while self._pending:
+                self.report(next(iter(self._pending)))
 
-    async def after(
+    async def report_after(
         self, run: Awaitable[None], on_close: Callable[[], None], on_failure: Callable[[BaseException], None]
     ) -> None:
-        """Run a core's loop, and tell of all ends however that ends.
+        """Run a core's loop, and report all ends when it has ended.
 
         Args:
-            on_close: called when it is cancelled: adds the ends of all sequences.
-            on_failure: likewise with what it raises, which goes no further.
+            on_close: called when the loop is cancelled: adds the ends of all sequences.
+            on_failure: likewise, with the error that the loop raises, which goes no further.
         """
         try:
             await run
@@ -128,21 +133,11 @@ class Endings:
             raise
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
             on_close()
-            await self.tell_all()
+            await self.report_all()
             raise
         except BaseException as error:  # a panic of a library's in Rust is no Exception
             on_failure(error)
-        await self.tell_all()
-
-    def _tell_first(self) -> None:
-        self._tell(*self._untold.popitem(last=False)[1])
-
-    def _tell(self, listener: Listener, error: AioEngineError | None) -> None:
-        with self._user_code.called("while telling of a sequence's end"):
-            if error is None:
-                listener.on_end()
-            else:
-                listener.on_error(error)
+        await self.report_all()
 
 
 class Conditions:

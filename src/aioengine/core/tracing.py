@@ -1,9 +1,7 @@
-"""OpenTelemetry spans of generations, where the program has OpenTelemetry at hand.
+"""OpenTelemetry spans of generations, from a caller's call to its end, where the program has OpenTelemetry at hand.
 
-One is the caller's, from the call to its end; inside it is one of the engine's where that is a process of its own. Only
-the caller's has the numbers of tokens, so that a sum of ``gen_ai.usage.*`` over spans counts each token once. We only
-ask the API for a tracer: where the program has not imported it there is no provider, and nothing happens. Names are
-those of the semantic conventions for gen_ai; what these do not have is named as vLLM does. Spans hold no prompts and no
+We only ask the API for a tracer: where the program has not imported it there is no provider, and nothing happens. Names
+are those of the semantic conventions for gen_ai; names that these do not have are vLLM's. Spans hold no prompts and no
 texts.
 """
 
@@ -22,30 +20,23 @@ if TYPE_CHECKING:
 
 SYSTEM = "aioengine"
 MAX_TEXT_CHARS = 1024
-"""Of one attribute: model names and ids are the client's."""
+"""The longest text of an attribute: model names and ids are the client's."""
 HEADERS = ("traceparent", "tracestate")
-"""Of W3C's Trace Context, in lower case."""
+"""The headers of W3C's Trace Context, in lower case."""
 
 
-def begin_span(name: str, headers: Mapping[str, str] | None = None) -> tuple[Span | None, dict[str, str]]:
-    """Begin a span, of the context that these headers say, or else of the current one.
-
-    Returns:
-        the span, None where none is recorded; and the headers of what is to be inside it.
-    """
+def begin_span(name: str, headers: Mapping[str, str] | None = None) -> Span | None:
+    """Begin a span in the context that ``headers`` name, or else in the current one; None: it is not recorded."""
     given = {key: value for key, value in (headers or {}).items() if key in HEADERS and value.isascii()}
     if "opentelemetry.trace" not in sys.modules:
-        return None, given
+        return None
     from opentelemetry import trace
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-    wire = TraceContextTextMapPropagator()
-    context = wire.extract(given) if "traceparent" in given else None
+    context = TraceContextTextMapPropagator().extract(given) if "traceparent" in given else None
     span = trace.get_tracer(SYSTEM).start_span(name[:MAX_TEXT_CHARS], context=context)
-    inside: dict[str, str] = {}
-    wire.inject(inside, trace.set_span_in_context(span))
-    # What is not sampled needs no end: it costs its parent's check and no more.
-    return (span if span.is_recording() else None), inside
+    # A span that is not sampled needs no end: it costs its parent's check and no more.
+    return span if span.is_recording() else None
 
 
 def end_span(span: Span, attributes: Mapping[str, Any], error: BaseException | None = None) -> None:
@@ -109,23 +100,3 @@ def gen_ai_attributes(
         for name, value in told.items()
         if value is not None
     }
-
-
-class PartSpan:
-    """The engine's part of a request that a front end has traced; ends with the last of its choices."""
-
-    def __init__(self, span: Span, request_id: str, num_choices: int) -> None:
-        self._span = span
-        self._request_id = request_id[:MAX_TEXT_CHARS]
-        self._num_open = num_choices
-        self._finish_reasons: tuple[str, ...] = ()
-        self._error: AioEngineError | None = None
-
-    def on_ended(self, finish_reason: str, error: AioEngineError | None = None) -> None:
-        """One of its choices has ended."""
-        self._num_open -= 1
-        self._finish_reasons += (finish_reason,)
-        self._error = self._error or error
-        if not self._num_open:
-            told = {"gen_ai.request.id": self._request_id, "gen_ai.response.finish_reasons": self._finish_reasons}
-            end_span(self._span, told, self._error)

@@ -29,8 +29,6 @@ from aioengine.sampling_params import NO_SEED, SamplingParams, make_params
 from aioengine.scheduler.plan import int32
 from aioengine.scheduler.policy import Incoming
 from aioengine.scheduler.sequence import (
-    MAX_TRACEPARENT_CHARS,
-    MAX_TRACESTATE_CHARS,
     Sequence,
     common_fields,
     make_choices,
@@ -137,13 +135,9 @@ class Call:
         num_tokens = guess_num_tokens(self.prompt)
         return Incoming(**common_fields(self.options, Incoming), params=self.params, num_prompt_tokens=num_tokens)
 
-    def prepare(
-        self, runtime: Runtime, headers: Mapping[str, str] | None = None
-    ) -> tuple[str | None, Sequence, AnswerPlan]:
+    def prepare(self, runtime: Runtime) -> tuple[str | None, Sequence, AnswerPlan]:
         """Turn it into a sequence; pure and thread-safe, so that long prompts are prepared off the loop.
 
-        Args:
-            headers: of the span that the core's own are in.
         Returns:
             (the text that was tokenized, or None for token ids; the sequence; how the answer is read and constrained).
         """
@@ -166,8 +160,6 @@ class Call:
             max_total_tokens=len(ids) + (room if params.max_tokens is None else min(params.max_tokens, room)),
             bad_words=runtime.require_tokenizer().encode_bad_words(params.bad_words) if params.bad_words else (),
             thinking=plan.thinking,
-            traceparent=_header_of(headers, "traceparent", MAX_TRACEPARENT_CHARS),
-            tracestate=_header_of(headers, "tracestate", MAX_TRACESTATE_CHARS),
         )
         return text, runtime.core.make_sequence(request), plan
 
@@ -186,9 +178,3 @@ class Call:
 
 def make_id() -> str:
     return f"req-{os.urandom(8).hex()}"
-
-
-def _header_of(headers: Mapping[str, str] | None, name: str, max_chars: int) -> str:
-    """A header of the caller's span; empty if there is none, or it is too long for one."""
-    header = (headers or {}).get(name, "")
-    return header if len(header) <= max_chars else ""

@@ -328,10 +328,10 @@ class RequestState:
         self._arrival_time = now if arrival_time is None else min(arrival_time, now)
         self._arrived_at = core.clock() - (now - self._arrival_time)
 
-    def begin_span(self, operation: str, params: SamplingParams, headers: dict[str, str] | None) -> dict[str, str]:
-        """Begin the span of a request that has arrived. Returns the headers for spans inside it."""
+    def begin_span(self, operation: str, params: SamplingParams, headers: dict[str, str] | None) -> None:
+        """Begin the span of a request that has arrived."""
         model = self.core.config.model or "demo"
-        span, inside = begin_span(f"{operation} {model}", headers)
+        span = begin_span(f"{operation} {model}", headers)
         if span is not None:
 
             def end(error: BaseException | None) -> None:
@@ -347,7 +347,6 @@ class RequestState:
                 end_span(span, told, error)
 
             self._end_span = end
-        return inside
 
     def end_span(self, error: BaseException | None) -> None:
         """End the span: the request has ended, or could not begin. Idempotent."""

@@ -86,13 +86,13 @@ class Stream(NotCopied):
         state.arrive(runtime.core, self.arrival_time)
         state.stream_interval = options.stream_interval or runtime.config.stream_interval
         state.max_unread = options.max_unread_tokens or UNLIMITED
-        inside = state.begin_span(call.operation, call.params, options.trace_headers)
+        state.begin_span(call.operation, call.params, options.trace_headers)
         num_acquired = await runtime.admission.acquire(state, options.on_full, call.incoming)
         try:
             if num_acquired:
                 runtime.core.check_accepting()
                 size = call.num_chars
-                prepared = await runtime.worker_for(size).run(call.prepare, size, runtime, inside)
+                prepared = await runtime.worker_for(size).run(call.prepare, size, runtime)
                 state.begin(*prepared, runtime.tokenizer)
             else:
                 await runtime.turns.take()

@@ -30,9 +30,6 @@ MAX_SALT_CHARS = 1024
 MAX_TENANT_CHARS = 256
 MAX_SESSION_CHARS = 256
 MAX_ID_CHARS = 1024
-MAX_TRACEPARENT_CHARS = 64
-MAX_TRACESTATE_CHARS = 32 * (256 + 1 + 256 + 1)
-"""W3C's Trace Context has 32 entries, of a key and a value of 256 characters each."""
 
 
 Product = Literal["tokens", "vector"]
@@ -54,7 +51,6 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
         priority: smaller goes first, whenever it came.
         cache_salt: requests share cached prefixes only with those of the same salt.
         tenant: whose it is, for the policy "fair".
-        traceparent, tracestate: of the caller's span, for the engine's own; empty without one.
         session: requests of one session go to one replica; a single engine ignores it.
         thinking: the reasoning that comes before what ``params.structured`` asks for; None: there is none.
         product: "vector": the last hidden state of the prompt's last token, float32 [hidden_size], and no tokens. It is
@@ -71,8 +67,6 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
     cache_salt: Annotated[str, Meta(max_length=MAX_SALT_CHARS)] = ""
     thinking: Thinking | None = None
     tenant: Annotated[str, Meta(max_length=MAX_TENANT_CHARS)] = ""
-    traceparent: Annotated[str, Meta(max_length=MAX_TRACEPARENT_CHARS)] = ""
-    tracestate: Annotated[str, Meta(max_length=MAX_TRACESTATE_CHARS)] = ""
     session: Annotated[str, Meta(max_length=MAX_SESSION_CHARS)] = ""
     product: Product = "tokens"
 

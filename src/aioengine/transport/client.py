@@ -154,7 +154,7 @@ class RemoteCore:
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         live = self._mirrors.live
         if self.is_stopped or sequence.order not in live:
-            self._endings.tell(sequence.order)
+            self._endings.report(sequence.order)
             return
         choices = [member for member in (sequence, *sequence.children) if member.order in live]
         self._link.send(wire.Finish([member.order for member in choices], reason))
@@ -167,8 +167,8 @@ class RemoteCore:
         if not self.is_stopped:
             self._send_aborts()
             for sequence in list(self._mirrors.live.values()):
-                self._endings.add(sequence.order, self._mirrors.end(sequence, "abort"))
-            self._endings.tell_some()
+                self._endings.add_end(sequence.order, self._mirrors.end(sequence, "abort"))
+            self._endings.report_some()
 
     def take_back(self) -> list[InFlightSequence]:
         """Take all sequences from an engine that lives: their listeners hear nothing, and they can go on in another."""
@@ -177,7 +177,7 @@ class RemoteCore:
         self._send_aborts()
         in_flight = self._mirrors.let_go()
         if self._endings:  # soon: conditions are checked then, and the caller has put the in_flight somewhere
-            asyncio.get_running_loop().call_soon(self._endings.tell_some)
+            asyncio.get_running_loop().call_soon(self._endings.report_some)
         return in_flight
 
     def _send_aborts(self) -> None:
@@ -269,7 +269,7 @@ class RemoteCore:
 
     async def run(self) -> None:
         """Take in what the engine sends, until cancelled or until it is gone."""
-        await self._endings.after(self._run(), lambda: self._end_all(closed_early), self._die_of)
+        await self._endings.report_after(self._run(), lambda: self._end_all(closed_early), self._die_of)
 
     def _die_of(self, bug: BaseException) -> None:
         death = EngineDead(f"the connection to the engine broke: {describe(bug)}")
@@ -359,7 +359,7 @@ class RemoteCore:
         if death is not None:  # its last words follow; a listener that hears of the end finds it so here already
             self.die(death)
         if self._endings:
-            self._endings.tell_some()
+            self._endings.report_some()
         if body.record is not None:
             self._on_record(body.record)
 
@@ -387,7 +387,7 @@ class RemoteCore:
         if self._cluster is None:
             self.user_code.keep()
         self._mirrors.fail_all(error)
-        self._endings.tell_some()
+        self._endings.report_some()
         self._calls.end_all(error)
         if self._cluster is None:
             self._conditions.end_all()

@@ -61,15 +61,15 @@ class Mirrors:
         return self._release(sequence)
 
     def fail_all(self, error: Callable[[], AioEngineError]) -> None:
-        """All end by an error each, which `Endings` is to tell."""
+        """All end by an error each, which `Endings` is to report."""
         for sequence in list(self.live.values()):
-            self._endings.add(sequence.order, self._release(sequence), error())
+            self._endings.add_end(sequence.order, self._release(sequence), error())
 
     def let_go(self) -> list[InFlightSequence]:
         """Forget all, without a word to their listeners, but for those that have ended meanwhile."""
         for sequence in list(self.live.values()):
             if sequence.finish_reason is not None:  # its last token is handed out, and its end was next
-                self._endings.add(sequence.order, self._release(sequence))
+                self._endings.add_end(sequence.order, self._release(sequence))
         in_flight: list[InFlightSequence] = []
         of_families: set[int] = set()
         for number, sequence in self.live.items():
@@ -140,7 +140,7 @@ class Mirrors:
             sequence.listener.on_token(token_id, logprobs.get(index) if logprobs else None)
 
     def take_ends(self, body: wire.StepOutputsMessage) -> EngineDead | None:
-        """Take in the ends, which `Endings` is to tell.
+        """Take in the ends, which `Endings` is to report.
 
         Returns:
             what the engine has died of, if that is what ended any: these live, for the caller to end.
@@ -148,7 +148,7 @@ class Mirrors:
         for ended, sequence in self._with_sequences(body.ended):
             sequence.finish_reason, sequence.stop_reason = ended.finish_reason, ended.stop_reason
             sequence.num_preemptions += ended.num_preemptions
-            self._endings.add(sequence.order, self._release(sequence))
+            self._endings.add_end(sequence.order, self._release(sequence))
         death: EngineDead | None = None
         for failed, sequence in self._with_sequences(body.failed):
             fault = failed.fault
@@ -159,7 +159,7 @@ class Mirrors:
                 death = death or death_of(fault)
             else:
                 told = error if isinstance(error, AioEngineError) else death_of(fault)
-                self._endings.add(sequence.order, self._release(sequence), told)
+                self._endings.add_end(sequence.order, self._release(sequence), told)
         return death
 
     def _with_sequences(self, news: Iterable[News]) -> Iterator[tuple[News, Sequence]]:

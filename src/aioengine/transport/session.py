@@ -14,7 +14,6 @@ from aioengine.core.health import Beat
 from aioengine.core.listener import UNLIMITED, SampledLogprobs
 from aioengine.core.observers import log_begin
 from aioengine.core.protocol import check_limits
-from aioengine.core.tracing import PartSpan, begin_span
 from aioengine.errors import AioEngineError, EngineOverloaded, InvalidRequest, PromptTooLong
 from aioengine.metrics import StepRecord
 from aioengine.processes.worker_threads import TextWorker
@@ -113,7 +112,6 @@ class Session(PeerSession):
             allowed = UNLIMITED if body.num_allowed < 0 else body.num_allowed
             followers = [Follower(self, *choice, allowed) for choice in zip(numbers, choices, strict=True)]
             core.add(sequence, followers)
-            self._trace(request, followers)
             self.num_unstarted += sum(follower.is_unstarted for follower in followers)
             self.followers.update(zip(numbers, followers, strict=True))
             for follower in followers:
@@ -135,16 +133,6 @@ class Session(PeerSession):
             sequence = self.core.make_resumed(request, body.choice, body.output_ids)
         sequence.is_moved = body.is_moved
         return sequence
-
-    def _trace(self, request: Request, followers: list[Follower]) -> None:
-        """Begin the engine's part of a request's span, if it has one."""
-        if request.traceparent:
-            headers = {"traceparent": request.traceparent, "tracestate": request.tracestate}
-            span, _ = begin_span(f"engine {self.core.config.model or 'demo'}", headers)
-            if span is not None:
-                part = PartSpan(span, request.request_id, len(followers))
-                for follower in followers:
-                    follower.span = part
 
     def finish(self, body: wire.Finish) -> None:
         """End sequences; numbers of those that have ended, or never were, are passed over."""
@@ -241,7 +229,7 @@ class Session(PeerSession):
 class Follower:
     """The `Listener` of a sequence that a front end is told of."""
 
-    __slots__ = ("_num_tokens", "_session", "is_unstarted", "num_allowed", "number", "sequence", "span")
+    __slots__ = ("_num_tokens", "_session", "is_unstarted", "num_allowed", "number", "sequence")
 
     def __init__(self, session: Session, number: int, sequence: Sequence, num_allowed: int) -> None:
         self._session = session
@@ -251,7 +239,6 @@ class Follower:
         self.num_allowed = num_allowed
         self.is_unstarted = self._num_tokens < num_allowed
         """It waits for its first row here, and not for its reader alone."""
-        self.span: PartSpan | None = None
 
     def on_started(self) -> None:
         session = self._session
@@ -286,13 +273,13 @@ class Follower:
     def on_end(self) -> None:
         sequence = self.sequence
         assert sequence.finish_reason is not None, f"{sequence} has not ended"
-        self._leave(sequence.finish_reason)
+        self._leave()
         self._session.news.ended.append(
             wire.Ended(self.number, sequence.finish_reason, sequence.stop_reason, sequence.num_preemptions)
         )
 
     def on_error(self, error: AioEngineError) -> None:
-        self._leave("error", error)
+        self._leave()
         self._session.news.failed.append(wire.Failed(self.number, to_fault(error)))
 
     def allow(self, num_tokens: int) -> None:
@@ -301,10 +288,8 @@ class Follower:
         if self._num_tokens < self.num_allowed:
             self._session.core.unblock(self.sequence)
 
-    def _leave(self, finish_reason: str, error: AioEngineError | None = None) -> None:
+    def _leave(self) -> None:
         session = self._session
-        if self.span is not None:
-            self.span.on_ended(finish_reason, error)
         session.followers.pop(self.number, None)
         session.num_unstarted -= self.is_unstarted
         session.mark()
