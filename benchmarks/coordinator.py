@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from aioengine.cluster import messages as m
+from aioengine.cluster import coordinator_messages as m
 from aioengine.cluster.coordinator import PUBLISH_INTERVAL_S, Coordinator
 from aioengine.config import EngineConfig, ReplicaOptions
 from aioengine.errors import AioEngineError, EngineClosed

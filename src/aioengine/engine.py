@@ -891,7 +891,7 @@ def _connected(address: str, options: dict[str, Any]) -> Callable[[CoreHooks], B
             f"{given[0]}: a further front end ({CLUSTER_PREFIX}) gets the keys of replicas from their owner: leave "
             f"{' and '.join(given)} out"
         )
-    from aioengine.cluster.connected import ConnectedCluster
+    from aioengine.cluster.further_front_end import ConnectedCluster
 
     return lambda hooks: ConnectedCluster(owner, hooks, model=options["model"], timeout_s=options["timeout_s"])
 

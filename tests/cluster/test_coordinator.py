@@ -16,7 +16,7 @@ from transport.wire_samples import BEAT
 from waiting import Tasks, turns, until
 
 from aioengine.cluster import coordinator as coordinator_module
-from aioengine.cluster import messages as m
+from aioengine.cluster import coordinator_messages as m
 from aioengine.cluster.coordinator import Coordinator
 from aioengine.config import EngineConfig, ReplicaOptions
 from aioengine.errors import AioEngineError, EngineClosed, InvalidRequest

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from aioengine.cluster import messages as cluster
+from aioengine.cluster import coordinator_messages as cluster
 from aioengine.config import EngineConfig
 from aioengine.core import control as c
 from aioengine.core.executor_protocol import ExecutorInfo

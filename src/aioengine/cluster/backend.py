@@ -12,12 +12,11 @@ from typing import Any, TypeVar, cast
 import anyio
 
 from aioengine.cluster.cluster_core import ClusterCore
+from aioengine.cluster.coordinator_messages import check_count
 from aioengine.cluster.launchers import AddressLauncher, Launcher, ProcessLauncher
 from aioengine.cluster.lockstep_launcher import LockstepLauncher
-from aioengine.cluster.messages import check_count
-from aioengine.cluster.replica import Replica, ReplicaState, Shared
+from aioengine.cluster.replica import Replica, ReplicaState, Shared, for_each
 from aioengine.cluster.sharing import Sharing
-from aioengine.cluster.side_by_side import for_each
 from aioengine.config import EngineConfig, ProcessOptions, ReplicaOptions
 from aioengine.core.protocol import Cluster, CoreHooks, ReplicaStatus
 from aioengine.errors import ConfigError, EngineDead, InvalidRequest

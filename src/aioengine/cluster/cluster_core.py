@@ -399,6 +399,7 @@ class ClusterCore:
         async with anyio.create_task_group() as self._tasks:
             for replica in self.replicas.values():
                 self._tasks.start_soon(replica.run)
+            self.placing.start_soon = self._tasks.start_soon
             self._tasks.start_soon(self.placing.watch)
             for task in self.beside:
                 self._tasks.start_soon(task)

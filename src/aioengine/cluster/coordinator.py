@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import anyio
 import msgspec
 
-from aioengine.cluster.messages import (
+from aioengine.cluster.coordinator_messages import (
     AttachedToCluster,
     ClusterCall,
     Counts,

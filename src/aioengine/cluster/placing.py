@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 from collections import deque
@@ -16,6 +17,7 @@ from aioengine.cluster.balancer import Balancer, Candidate
 from aioengine.cluster.recovery import Recovery
 from aioengine.cluster.replica import Replica, ReplicaCore
 from aioengine.config import EngineConfig, ReplicaOptions
+from aioengine.core.control import ExecuteDummyBatch
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead
 from aioengine.scheduler.sequence import Sequence
 
@@ -50,6 +52,7 @@ class Placing:
             unless the scheduler is ``fcfs``, and of equal ones the first that arrived goes first.
         recovery: which of them must be isolated.
         core_of: the core that has a sequence, or had it last.
+        start_soon: starts a task beside the replicas'.
         balancer: which of several replicas is the best one.
         reservation: how a replica is had for this front end alone; None: there is no other one.
     """
@@ -80,8 +83,11 @@ class Placing:
         self._is_sorted = True
         self._implicated: list[Sequence] = []
         """Pending sequences that may have to be isolated."""
-        self._isolated_at: dict[int, Sequence] = {}
-        """The sequence that was sent to the replica of a rank to run isolated there."""
+        self._isolated_at: dict[int, tuple[Sequence, ReplicaCore]] = {}
+        """By rank, the sequence that runs, or is to run, isolated there, and the core."""
+        self._emptying: set[int] = set()
+        """Ranks whose steps in flight are waited for, before an isolated sequence runs there."""
+        self.start_soon: Callable[..., object] = lambda *_: None
         self._has_pending = asyncio.Event()
         self._is_held = False
         self._is_full = False
@@ -222,8 +228,12 @@ class Placing:
     def _place_isolated(self, sequence: Sequence) -> bool:
         """Send an implicated sequence to a replica that has nothing else, and gets nothing else while it is one.
 
-        The sequences of that replica become pending. Of several replicas one is left to all others.
+        The sequences of that replica become pending first, and its steps in flight end. Of several replicas one is left
+        to all others.
         """
+        for replica in self._replicas.values():
+            if self._runs_isolated(replica) and self._isolated_at[replica.rank][0] is sequence:
+                return replica.rank not in self._emptying and self._send(sequence, replica)
         replicas = self._open_replicas()
         if len(replicas) < 2 and any(map(self._is_reserved, self._replicas.values())):
             return False
@@ -234,16 +244,27 @@ class Placing:
         if not replicas:
             return False
         replica = min(replicas, key=self._unfitness)
-        assert replica.core is not None
-        moved = replica.core.take_back()
-        if moved:
-            logger.info("replica %d runs %s isolated: it may have brought down others", replica.rank, sequence)
-        is_placed = self._send(sequence, replica)
-        if is_placed:
-            self._isolated_at[replica.rank] = sequence
+        core = replica.core
+        assert core is not None
+        moved = core.take_back()
+        self._isolated_at[replica.rank] = sequence, core
+        if not moved:
+            return self._send(sequence, replica)
+        logger.info("replica %d runs %s isolated: it may have brought down others", replica.rank, sequence)
         self.put(each.sequence for each in moved)
         asyncio.get_running_loop().call_soon(self.dispatch)
-        return is_placed
+        if self._options.lockstep:  # a call of one rank alone would break the group's order of steps
+            return self._send(sequence, replica)
+        self._emptying.add(replica.rank)
+        self.start_soon(self._empty, replica.rank, core)
+        return False
+
+    async def _empty(self, rank: int, core: ReplicaCore) -> None:
+        """Wait until the steps in flight at a replica have ended: a moved sequence may still bring it down there."""
+        with contextlib.suppress(AioEngineError):
+            await core.call(ExecuteDummyBatch())
+        self._emptying.discard(rank)
+        self.dispatch()
 
     def _unfitness(self, replica: Replica) -> tuple[bool, int]:
         """How little a replica suits an isolated sequence: whether it may have stopped, and how much it has to do."""
@@ -268,8 +289,10 @@ class Placing:
         """Whether a replica has a sequence that must still be isolated."""
         if replica.rank not in self._isolated_at:
             return False
-        sequence, core = self._isolated_at[replica.rank], replica.core
-        if core is self.core_of.get(sequence) and self.recovery.must_be_isolated(sequence):
+        sequence, core = self._isolated_at[replica.rank]
+        is_there = core is replica.core and core.death is None
+        is_its = sequence in self.pending or self.core_of.get(sequence) is core
+        if is_there and is_its and self.recovery.must_be_isolated(sequence):
             return True
         del self._isolated_at[replica.rank]
         return False

@@ -5,8 +5,8 @@ from __future__ import annotations
 import enum
 import logging
 import math
-from collections.abc import Callable
-from typing import NamedTuple, Protocol, cast
+from collections.abc import Awaitable, Callable, Iterable
+from typing import NamedTuple, Protocol, TypeVar, cast
 
 import anyio
 
@@ -23,6 +23,9 @@ from aioengine.processes.backoff import Backoff
 from aioengine.processes.progress import OnProgress
 from aioengine.processes.turns import sleep_on_time
 from aioengine.scheduler.scheduler import SchedulerStats
+
+A = TypeVar("A")
+T = TypeVar("T")
 
 logger = logging.getLogger("aioengine")
 
@@ -495,3 +498,25 @@ class Replica:
             self._become(ReplicaState.BACKING_OFF, in_flight)  # at once: nothing more is sent to it
         else:
             self._members.on_death(self, in_flight, self.reason)
+
+
+async def for_each(items: Iterable[A], function: Callable[[A], Awaitable[T]]) -> list[T]:
+    """Await ``function`` of all items at once; returns the results in order. The first error ends the others."""
+    items = list(items)
+    results: dict[int, T] = {}
+    error: Exception | None = None
+
+    async def run(place: int) -> None:
+        nonlocal error
+        try:
+            results[place] = await function(items[place])
+        except Exception as raised:
+            error = error or raised
+            tasks.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as tasks:
+        for place in range(len(items)):
+            tasks.start_soon(run, place)
+    if error is not None:
+        raise error
+    return [results[place] for place in range(len(items))]

@@ -8,7 +8,7 @@ import anyio
 
 from aioengine.cluster.cluster_core import ClusterCore
 from aioengine.cluster.coordinator import OWNER, Coordinator
-from aioengine.cluster.messages import MAX_REASON_CHARS, Counts, Member
+from aioengine.cluster.coordinator_messages import MAX_REASON_CHARS, Counts, Member
 from aioengine.cluster.replica import Replica
 from aioengine.cluster.reservation import Reservation
 from aioengine.config import EngineConfig, ReplicaOptions

@@ -11,11 +11,10 @@ from typing import Any, TypeVar
 
 import anyio
 
-from aioengine.cluster import messages as m
+from aioengine.cluster import coordinator_messages as m
 from aioengine.cluster.cluster_core import ClusterCore
-from aioengine.cluster.replica import Replica, ReplicaState, Shared
+from aioengine.cluster.replica import Replica, ReplicaState, Shared, for_each
 from aioengine.cluster.reservation import Reservation
-from aioengine.cluster.side_by_side import for_each
 from aioengine.config import EngineConfig, ReplicaOptions
 from aioengine.core.protocol import Cluster, CoreHooks, ReplicaStatus
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, WireError

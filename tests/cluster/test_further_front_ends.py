@@ -32,7 +32,7 @@ from transport.life_scripts.serving import served
 
 from aioengine import ConfigError, Engine, EngineClosed, EngineDead, InvalidRequest, StepFailed
 from aioengine.cluster.cluster_core import ClusterCore
-from aioengine.cluster.connected import ConnectedCluster
+from aioengine.cluster.further_front_end import ConnectedCluster
 from aioengine.testing import FakeExecutor
 from aioengine.transport.addresses import PrivateFolder, remove_stale
 
