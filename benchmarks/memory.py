@@ -33,7 +33,7 @@ from torch import Tensor
 from aioengine.config import EngineConfig
 from aioengine.executor.host import num_usable_threads
 from aioengine.kernels.native.compilation import compile_library
-from aioengine.kernels.native.operations import NativeOperations
+from aioengine.kernels.native.native_operations import NativeOperations
 from aioengine.kernels.native.team import Team
 from aioengine.models.checkpoint import INDEX_FILE, checkpoint_tensors
 from aioengine.models.decoder_config import read_decoder_config

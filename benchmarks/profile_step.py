@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
-import importlib
-import inspect
 import tempfile
 import threading
 import time
@@ -26,8 +24,10 @@ from typing import Any
 from aioengine import Engine
 from aioengine.core.engine_core import EngineCore
 from aioengine.executor.torch_executor import Device
-from aioengine.kernels.native.kernels.team_words import RECORD_BYTES
+from aioengine.kernels.native.native_operations import NativeOperations
 from aioengine.kernels.native.team import Program, Team
+from aioengine.kernels.native.team_words import RECORD_BYTES
+from aioengine.kernels.operations import Operations
 from aioengine.models.decoder import Decoder
 from aioengine.scheduler.scheduler import Scheduler
 from benchmarks.cpu.runner import WARM_UP, engine_options, run
@@ -38,8 +38,7 @@ SCHEDULING, PUBLISHING = "scheduling", "publishing"
 ON_DEVICE = (LINEAR, ATTENTION, FORWARD, SAMPLING, STEP)
 ON_LOOP = (SCHEDULING, PUBLISHING)
 
-IMPLEMENTATIONS = ("aioengine.kernels.torch.operations", "aioengine.kernels.native.operations")
-"""Modules of functions or of classes that are `Operations`."""
+IMPLEMENTATIONS = Operations, NativeOperations
 PARTS = {
     LINEAR: ("linear", "experts"),
     ATTENTION: ("attend_decode", "attend_prefill"),
@@ -113,15 +112,10 @@ class Profile:
 
     def watch_all(self) -> None:
         """What an engine that is made from now on calls."""
-        for module_name in IMPLEMENTATIONS:
-            module = importlib.import_module(module_name)
-            classes = [
-                each for _, each in inspect.getmembers(module, inspect.isclass) if each.__module__ == module_name
-            ]
-            for owner in (module, *classes):
-                for part, names in PARTS.items():
-                    for name in filter(vars(owner).__contains__, names):
-                        self.watch(owner, name, part)
+        for owner in IMPLEMENTATIONS:
+            for part, names in PARTS.items():
+                for name in filter(vars(owner).__contains__, names):
+                    self.watch(owner, name, part)
         self.watch_programs()
         self.watch(Decoder, "forward", FORWARD)
         self.watch(Decoder, "logits", FORWARD)

@@ -34,11 +34,11 @@ import torch
 from aioengine.executor.batch import Batch
 from aioengine.executor.step_words import ExtraWords, FixedWords, num_fixed_words
 from aioengine.kernels.native.compilation import compile_library
-from aioengine.kernels.native.kernels.parts import COMMON
-from aioengine.kernels.native.operations import NativeOperations
+from aioengine.kernels.native.native_operations import NativeOperations
+from aioengine.kernels.native.parts import COMMON
 from aioengine.kernels.native.team import Team
 from aioengine.kernels.operations import Operations
-from aioengine.kernels.torch import operations as plain
+from aioengine.kernels.operations import plain_torch as plain
 from aioengine.sampler.outputs import DeviceOutputs, OutputSizes
 from aioengine.sampler.processors import run_processors
 from aioengine.sampler.sampler import Sampler, SampleTensors

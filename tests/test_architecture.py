@@ -12,7 +12,7 @@ import worked_request
 from aioengine import sampling_params
 from aioengine.config import EngineConfig
 from aioengine.executor.step_words import SECTIONS
-from aioengine.kernels.sampling.sample_rows import SampleRow
+from aioengine.kernels.sample_rows import SampleRow
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "ARCHITECTURE.md").read_text()

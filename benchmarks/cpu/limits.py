@@ -87,9 +87,9 @@ def native_operations(*, compiles: bool) -> Operations | None:
     """The engine's own, if it has any. Where they are not compiled yet, that is done, or there are none."""
     try:
         from aioengine.kernels.native.compilation import compile_library
-        from aioengine.kernels.native.kernels.parts import parts_of
         from aioengine.kernels.native.library import find_library
-        from aioengine.kernels.native.operations import NativeOperations
+        from aioengine.kernels.native.native_operations import NativeOperations
+        from aioengine.kernels.native.parts import parts_of
         from aioengine.kernels.native.team import Team
     except ImportError:  # an earlier version
         return None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from aioengine.executor.accelerator import DeviceEvent, DeviceMemory, HostWords, Ts, Work
 from aioengine.kernels.operations import Operations
-from aioengine.kernels.torch import operations as reference
+from aioengine.kernels.operations import plain_torch as reference
 from doubles.fake_graph import FakeGraph
 
 GIB = 2**30

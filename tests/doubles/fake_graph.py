@@ -22,9 +22,6 @@ from aioengine.kernels.operations import Operations
 WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 """Of torch's operations that bring what the device has computed to the host, which a capture refuses."""
 
-TORCHS_OWN = {"pack", "unpack", "linear", "embed"}
-"""Operations of which a GPU, too, runs what torch launches."""
-
 _of_thread = threading.local()
 
 
@@ -98,7 +95,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._is_launching:
             return func(*args, **(kwargs or {}))
-        if WAITS.intersection(func.tags):
+        if WAITS.intersection(func.tags) and not _is_by_numbers(func, args):
             raise InternalError(f"{func} waits for what the device computes, in work that is captured")
         return self.launch(func, args, kwargs or {}, is_pure=not func._schema.is_mutable)
 
@@ -161,28 +158,40 @@ class FakeGraph:
             launch.again()
 
 
-def as_launches(operations: Operations) -> Operations:
-    """The operations, each that is a kernel one launch to a graph: the oracles' loops over what the device has
-    computed run anew at each replay, with the arguments of the capture. Tiles are short, so that prompts have several.
+def as_launches(operations: Operations, *, has_each: bool = False) -> Operations:
+    """The operations, each that is a kernel one launch to a graph, and so is a plain torch form that waits for the
+    device: it runs anew at each replay, with the arguments of the capture. Of all others a graph records what torch
+    launches. Tiles are short, so that prompts have several.
+
+    Args:
+        has_each: each operation is one launch, whatever computes it.
     """
-    return cast("Operations", _Launches(operations))
+    return cast("Operations", _Launches(operations, has_each=has_each))
 
 
 class _Launches:
-    def __init__(self, operations: Operations) -> None:
+    def __init__(self, operations: Operations, *, has_each: bool) -> None:
         self._operations = operations
+        self._has_each = has_each
 
     def prefill_tile(self, *sizes: int) -> int:
         return min(self._operations.prefill_tile(*sizes), 12)
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._operations, name)
-        return partial(_launch, found) if callable(found) and name not in TORCHS_OWN else found
+        is_launch = self._has_each or hasattr(found, "operation") or hasattr(found, "waits_for_device")
+        return partial(_launch, found) if is_launch else found
 
 
 def _launch(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     recorder: Recorder | None = getattr(_of_thread, "recorder", None)
     return function(*args, **kwargs) if recorder is None else recorder.launch(function, args, kwargs)
+
+
+def _is_by_numbers(func: Any, args: Any) -> bool:
+    """Whether it indexes by numbers of rows alone: torch's mark is for masks, which make shapes of their own."""
+    masks = (torch.bool, torch.uint8)
+    return func is torch.ops.aten.index.Tensor and all(each is None or each.dtype not in masks for each in args[1])
 
 
 def _tensors(result: Any) -> list[Tensor]:

@@ -22,7 +22,7 @@ from aioengine.config import EngineConfig
 from aioengine.executor.accelerator import DeviceMemory
 from aioengine.executor.memory import num_kv_blocks
 from aioengine.executor.runner import Runner
-from aioengine.kernels import triton_operations
+from aioengine.kernels.triton import triton_operations
 from aioengine.models.folder import DEMO_MODEL, ModelFolder
 from aioengine.models.implementations import read_model_config
 from doubles.fake_accelerator import FakeAccelerator
@@ -295,7 +295,7 @@ async def test_the_kernels_bring_the_cpus_tokens(checkpoint: MakeCheckpoint, mon
     monkeypatch.setattr(Runner, "warm_up", lambda self, *, captures_all, on_capture: None)
     folder = checkpoint("qwen3", num_hidden_layers=1, vocab_size=97, tokenizer=True)
     fields = {"dtype": "float32", "cuda_graphs": "off", "max_num_batched_tokens": 32}
-    executor = await start_late(folder, FakeAccelerator(), triton_operations, **fields)
+    executor = await start_late(folder, FakeAccelerator(), triton_operations(), **fields)
     common = {"dtype": "float32", "max_num_seqs": 4, "block_size": 4}
     expected = await outputs(Engine(str(folder), device="cpu", **common))
     found = await outputs(Engine(str(folder), executor=executor, **common))

@@ -32,7 +32,7 @@ from sampler.batch import make_rows
 from transformers.generation import logits_process as theirs
 
 from aioengine import LogitsRow
-from aioengine.kernels.torch.sampling import gumbel, noise_keys
+from aioengine.kernels.torch.draws import gumbel, noise_keys
 
 NUM_CHOICES = 6
 NUM_TOKENS = 20

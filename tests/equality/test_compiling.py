@@ -20,9 +20,9 @@ from nightly import nightly
 from waiting import turns, until
 
 from aioengine import Engine, EngineDead, RequestOutput
-from aioengine.kernels.native.kernels.parts import COMMON
 from aioengine.kernels.native.library import library_path, read_part
-from aioengine.kernels.native.operations import NativeOperations
+from aioengine.kernels.native.native_operations import NativeOperations
+from aioengine.kernels.native.parts import COMMON
 from aioengine.kernels.native.team import Program, Team
 from aioengine.models.folder import DEMO_MODEL
 from doubles.held_compiler import HeldCompiler

@@ -6,7 +6,7 @@ from typing import Any
 
 from aioengine.config import EngineConfig
 from aioengine.executor.torch_executor import TorchExecutor
-from aioengine.kernels.torch import operations as reference
+from aioengine.kernels.operations import plain_torch as reference
 from aioengine.models.folder import ModelFolder
 from doubles.fake_accelerator import FakeAccelerator
 from doubles.fake_graph import as_launches

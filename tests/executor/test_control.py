@@ -45,14 +45,14 @@ from aioengine.errors import ConfigError, InvalidRequest, ModelLoadError
 from aioengine.executor import weights as weights_module
 from aioengine.executor.host import HostAccelerator
 from aioengine.executor.torch_executor import TorchExecutor
-from aioengine.kernels.torch import operations as torch_operations
+from aioengine.kernels.operations import plain_torch
 from aioengine.models import saver
 from aioengine.models.checkpoint import EMBEDDING, HEAD, INDEX_FILE, SINGLE_FILE, checkpoint_tensors
 from aioengine.models.decoder import Decoder
 from aioengine.models.folder import ModelFolder
 from aioengine.models.loader import LoadStopped, load_decoder
-from doubles import flipped_operations
 from doubles.fake_accelerator import FakeAccelerator
+from doubles.flipped_operations import flipped_operations
 
 
 @pytest.fixture(params=["cpu", *nightly("packed"), "late"])
@@ -70,7 +70,7 @@ async def started(folder: Path, way: str = "cpu", **fields: Any) -> AsyncIterato
         config = EngineConfig(**{**defaults, **fields})
         model = await asyncio.to_thread(ModelFolder.read, folder)
         accelerator = HostAccelerator()
-        accelerator.operations = flipped_operations if way == "packed" else torch_operations
+        accelerator.operations = flipped_operations if way == "packed" else plain_torch
         executor = await TorchExecutor.start(model, config, find_accelerator=lambda: accelerator)
     try:
         yield executor

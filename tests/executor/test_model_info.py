@@ -24,7 +24,7 @@ from aioengine.config import EngineConfig
 from aioengine.errors import ConfigError, ModelLoadError
 from aioengine.executor import model_info
 from aioengine.executor.model_info import Fit, KVGroupInfo, read_model_info
-from aioengine.kernels.torch import operations as torch_operations
+from aioengine.kernels.operations import plain_torch
 from aioengine.models.checkpoint import FILE_DTYPES
 from aioengine.models.folder import DEMO_MODEL, ModelFolder
 from aioengine.models.formats.gguf_file import BLOCKS
@@ -78,7 +78,7 @@ def test_gguf_files_of_several_types_and_of_stacks_take_as_many_bytes_as_is_said
 
 
 def assert_quantised_weights_are_as_said(folder: Path, tolerance: float = 0.0) -> None:
-    for operations, device in ((native, "cpu"), (torch_operations, "cuda")):
+    for operations, device in ((native, "cpu"), (plain_torch, "cuda")):
         config = EngineConfig(model=str(folder), device=device)
         said = read_model_info(config, memory_bytes=MEMORY)
         decoder = load_decoder(ModelFolder.read(folder), config, placement=Placement(operations=operations))
@@ -95,7 +95,7 @@ def test_a_gpu_keeps_weights_as_plain_torch_does(checkpoint: Callable[..., Path]
     folder = checkpoint("qwen3", vocab_size=391)
     config = EngineConfig(model=str(folder), device="cuda")
     said = read_model_info(config, memory_bytes=MEMORY)
-    decoder = load_decoder(ModelFolder.read(folder), config, placement=Placement(operations=torch_operations))
+    decoder = load_decoder(ModelFolder.read(folder), config, placement=Placement(operations=plain_torch))
     assert said.weight_bytes == decoder.weight_bytes
     assert said.device == "cuda"
     room = int(0.9 * MEMORY) - said.weight_bytes

@@ -22,9 +22,9 @@ from aioengine.executor.make_runner import make_runner
 from aioengine.executor.runner import START_FEATURES
 from aioengine.executor.torch_executor import TorchExecutor, _host
 from aioengine.kernels.native.compilation import compile_library
-from aioengine.kernels.native.kernels.parts import parts_of
 from aioengine.kernels.native.library import Library, find_library
-from aioengine.kernels.native.operations import NativeOperations
+from aioengine.kernels.native.native_operations import NativeOperations
+from aioengine.kernels.native.parts import parts_of
 from aioengine.kernels.native.team import Team
 from aioengine.kernels.packed_weight import CodedWeight
 from aioengine.models.decoder import Linear

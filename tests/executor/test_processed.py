@@ -15,7 +15,7 @@ from aioengine.core.executor_protocol import ExecutorStats
 from aioengine.executor.host import HostAccelerator
 from aioengine.executor.make_runner import make_runner
 from aioengine.kernels.native.compilation import compile_library
-from aioengine.kernels.native.operations import NativeOperations
+from aioengine.kernels.native.native_operations import NativeOperations
 from aioengine.kernels.native.team import Team
 from doubles.fake_graph import FakeGraph
 

@@ -15,7 +15,7 @@ from aioengine.config import EngineConfig
 from aioengine.core.executor_protocol import DeviceLost, ExecutorStats
 from aioengine.executor.host import HostAccelerator, chunk_tokens, num_usable_threads
 from aioengine.executor.make_runner import make_runner
-from aioengine.kernels.torch import operations
+from aioengine.kernels.operations import plain_torch as operations
 from aioengine.models.decoder import Decoder
 from aioengine.scheduler.plan import int32
 from doubles.fake_graph import FakeGraph, as_launches

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -17,7 +16,7 @@ from executor.tiny_decoder import tiny_config
 from aioengine.executor import tune
 from aioengine.executor.accelerator import Work
 from aioengine.executor.tune import tune_attention
-from aioengine.kernels.attention.choices import (
+from aioengine.kernels.attention.launch_choices import (
     ATTENTION_KERNELS,
     DECODE,
     DECODE_IN_SPLITS,
@@ -29,7 +28,8 @@ from aioengine.kernels.attention.choices import (
     choice_of,
 )
 from aioengine.kernels.attention.paged import KVCacheShape
-from aioengine.kernels.torch import operations as reference
+from aioengine.kernels.operations import Operations
+from aioengine.kernels.operations import plain_torch as reference
 from doubles.fake_accelerator import FakeAccelerator
 
 CPU = torch.device("cpu")
@@ -63,7 +63,9 @@ class TimedGpu(FakeAccelerator):
         self.launched: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self._last = "", LaunchChoice()
         attend = {"attend_decode": self._attend_decode, "attend_prefill": self._attend_prefill}
-        self.operations: Any = SimpleNamespace(**{**vars(reference), **attend, "IS_TUNABLE": True})
+        self.operations: Any = Operations()
+        for name, operation in {**attend, "is_tunable": True}.items():
+            setattr(self.operations, name, operation)
 
     def _attend_decode(self, *arguments: Any, **keywords: Any) -> None:
         self._note(DECODE_IN_SPLITS if keywords["num_splits"] > 1 else DECODE, arguments, keywords)

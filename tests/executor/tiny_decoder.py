@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from aioengine.kernels.torch import operations
+from aioengine.kernels.operations import plain_torch as operations
 from aioengine.models.decoder import Decoder
 from aioengine.models.decoder_config import DecoderConfig
 from aioengine.models.rope import Rope

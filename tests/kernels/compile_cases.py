@@ -12,10 +12,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from kernels.launch_storm import LLAMA_8B, ODD, Recorder, Storm
+from kernels.launch_storm import LLAMA_8B, ODD, Recorder, Storm, ops
 
-from aioengine.kernels import triton_operations as ops
-from aioengine.kernels.attention.choices import (
+from aioengine.kernels.attention.launch_choices import (
     DECODE,
     DECODE_IN_SPLITS,
     PREFILL,

@@ -13,25 +13,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from aioengine.kernels import triton_operations
+import aioengine.kernels.triton as triton_package
 from aioengine.kernels.native.compilation import compile_library
-from aioengine.kernels.native.operations import NativeOperations
+from aioengine.kernels.native.native_operations import NativeOperations
 from aioengine.kernels.native.team import Team
-from aioengine.kernels.operations import Operations
-from aioengine.kernels.torch import operations as reference
+from aioengine.kernels.operations import NAMES, plain_torch
+from aioengine.kernels.triton import find_launchers, triton_operations
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
 FLOAT8 = torch.float8_e4m3fn
 POISON = 0x7F7F7F7F
 KERNELS = {
     name
-    for file in Path(triton_operations.__file__).parent.rglob("*.py")
+    for file in Path(triton_package.__file__).parent.glob("*.py")
     for name in re.findall(r"^def (_\w+_kernel)\(", file.read_text(), re.MULTILINE)
 }
 assert KERNELS
-OPERATIONS = [name for name in vars(Operations) if not name.startswith("_")]
+OPERATIONS = NAMES
 NOT_KERNELS = {"prefill_tile", "attention_output", "pack", "unpack", "unpack_codes", "linear", "embed"}
 """The last five are torch's own products on a GPU, too."""
+triton = triton_operations()
+LAUNCHED = find_launchers().keys() - NOT_KERNELS
+"""The operations that Triton computes; the others are plain torch on a GPU."""
 
 
 class _Native:
@@ -48,10 +51,12 @@ def _native() -> NativeOperations:
 
 native = _Native()
 _OF_CPU = [pytest.param(native, id="native")] if DEVICE == "cpu" else []
-_OF_GPU = pytest.param(triton_operations, id="triton")
+_OF_GPU = pytest.param(triton, id="triton")
 COMPILED = pytest.mark.parametrize("ops", [_OF_GPU, *_OF_CPU])
-ALL = pytest.mark.parametrize("ops", [_OF_GPU, *_OF_CPU, pytest.param(reference, id="oracle")])
-BOTH = pytest.mark.parametrize("ops", [triton_operations, reference], ids=["triton", "oracle"])
+ALL = pytest.mark.parametrize("ops", [_OF_GPU, *_OF_CPU, pytest.param(plain_torch, id="plain")])
+BOTH = pytest.mark.parametrize("ops", [triton, plain_torch], ids=["triton", "plain"])
+SMALL = pytest.mark.parametrize("ops", [*_OF_CPU, pytest.param(plain_torch, id="plain")])
+"""For operations that have no Triton kernel."""
 TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 """A unit in the last place of a value near 1, about; the first of sums of some products."""
 # numpy's, in the interpreter, where infinities and NaN are meant.

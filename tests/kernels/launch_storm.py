@@ -26,12 +26,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from aioengine.kernels import triton_operations as ops
-from aioengine.kernels.attention.choices import DECODE_IN_SPLITS, TUNED, AttentionShape, candidates
+from aioengine.kernels.attention.launch_choices import DECODE_IN_SPLITS, TUNED, AttentionShape, candidates
 from aioengine.kernels.operations import Activation, ExpertWeights, PagedKV
 from aioengine.kernels.packed_weight import CodedWeight, Coding, PackedWeight, in_panels
-from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS
+from aioengine.kernels.sample_rows import SAMPLE_WORDS
+from aioengine.kernels.triton import triton_operations
 
+ops = triton_operations()
 BF16, FP8, INT32, FLOAT32 = torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch.float32
 NUM_ROWS = 256
 
@@ -122,16 +123,6 @@ class Storm:
         first = 0 if self.is_start else self.random.randrange(16)
         return torch.empty(first + size, dtype=dtype)[first:].view(shape)
 
-    def tables(self) -> Iterator[Tensor]:
-        yield self.block_tables
-        if not self.is_start:
-            yield from (self.history, self.view(7, self.model.vocab // 32), self.view(33, 1), self.view(9, 48))
-
-    def change_rows(self, count: int) -> None:
-        for table in self.tables():
-            ops.put_spans(table, self.view(count, 4), self.view(37 * count))
-        ops.copy_blocks(self.caches, self.view(count), self.view(count))
-
     def forward(self, num_tokens: int, num_decodes: int, num_tiles: int, num_splits: int, max_context: int) -> None:
         m = self.model
         x = torch.empty(num_tokens, m.hidden, dtype=m.dtype)
@@ -140,15 +131,12 @@ class Storm:
         ops.rms_norm_add(x, torch.empty_like(x), x.new_empty(m.hidden), 1e-5, 1.0)
         for activation in get_args(Activation):
             ops.gated_activation(x.new_empty(num_tokens, 2 * m.intermediate), activation)
-        ops.scale(x, 2.0)
-        ops.scale(x.new_empty(num_tokens, m.vocab, dtype=FLOAT32), 1.0, 30.0)
         for coded in self.coded:
             ops.linear(x, coded, None, torch.float32)
-        ids, weights = ops.route(torch.empty(num_tokens, 60), 60, 4, is_normalised=True)
+        ids, weights = torch.empty(num_tokens, 4, dtype=INT32), torch.empty(num_tokens, 4)
         ops.experts(x, ids, weights, self.experts)
         ops.experts(x, ids, weights, self.coded_experts)
-        rows = self.view(max(num_decodes + num_tiles, 1), 4)
-        _, positions, (slots,) = ops.gather_tokens(rows, self.history, self.block_tables[None], 16, num_tokens)
+        positions, slots = self.view(num_tokens), self.view(num_tokens)
         num_rotated = m.num_heads + m.num_kv_heads
         qkv = x.new_empty(num_tokens, (num_rotated + m.num_kv_heads) * m.head_dim)
         rope = x.new_empty(m.max_len, 2 * m.head_dim)
@@ -162,49 +150,36 @@ class Storm:
         ops.attend_decode(q, kv, decodes, out, num_splits=num_splits, max_context=max_context)
         ops.attend_prefill(q, kv, self.view(num_tiles, 4), out)
 
-    def sample(self, num_samples: int, num_edits: int, num_masks: int, num_top: int) -> None:
+    def sample(self, num_samples: int, num_masks: int, num_top: int) -> None:
         vocab = self.model.vocab
-        logits, samples, of_row = (
-            torch.empty(num_samples, vocab),
-            self.view(num_samples, SAMPLE_WORDS),
-            self.view(NUM_ROWS),
-        )
-        log_mass, logprobs = self.view(num_samples, dtype=FLOAT32), self.view(num_samples, dtype=FLOAT32)
+        logits, samples = torch.empty(num_samples, vocab), self.view(num_samples, SAMPLE_WORDS)
+        log_mass = self.view(num_samples, dtype=FLOAT32)
         top = self.view(num_samples, num_top), self.view(num_samples, num_top, dtype=FLOAT32)
         ops.top_logprobs(logits, samples, log_mass, *top)
-        edits = self.view(4, num_edits)
-        words = self.view(num_edits), self.view(num_edits + 1), self.view(3 * num_edits)
-        ops.ends_of_bad_words(samples, of_row, self.history, *words, edits[2].view(FLOAT32))
-        ops.edit_logits(logits, samples, of_row, edits)
         counters = torch.empty(num_samples, vocab, dtype=INT32) if num_samples > NUM_ROWS else self.counters
         token_ids, status = self.view(num_samples), self.view(num_samples)
         ops.penalise(logits, samples, self.history, counters)
         for masks in (None, torch.empty(num_masks, -(-vocab // 32), dtype=INT32)):
             for is_greedy, has_filters in ((False, False), (False, True), (True, False)):
                 ops.draw(logits, samples, masks, token_ids, status, has_filters=has_filters, is_greedy=is_greedy)
-        ops.look_up(logits, self.view(num_samples), token_ids, log_mass, logprobs, self.view(num_samples))
-        ops.append_tokens(self.history, samples, token_ids)
 
     def start(self) -> None:
-        """What a runner rehearses: one of each, and many tokens; with and without splits; lists of 64 entries."""
-        self.change_rows(1)
+        """What a runner rehearses: one of each, and many tokens; with and without splits; ."""
         self.forward(1, 1, 1, 2, self.model.max_len)
         self.forward(2048, NUM_ROWS, 1, 1, self.model.max_len)
         for num_top in (0, 5, 20):
-            self.sample(1, 64, 1, num_top)
+            self.sample(1, 1, num_top)
         self.is_start = False
 
     def serve(self) -> None:
         pick = self.random.randint
-        for count in (1, 2, 3, 7, 16, 17, 48, 64, 251, 256):
-            self.change_rows(count)
         sizes = (*range(1, 40), 48, 63, 64, 255, 256, 257, 1000, 1024, 2049, 8192)
         for num_tokens in sizes:
             num_splits = self.random.choice((1, 2, 3, 16, 17, 64))
             max_context = self.random.choice((1, 16, 17, 63, 64, 65, 128, 129, 1000, self.model.max_len))
             self.forward(num_tokens, min(num_tokens, pick(1, 48)), pick(1, 48), num_splits, max_context)
         for num_samples in (*range(1, NUM_ROWS + 1), 257, 272, 500, 512, 1000, 1024, 9000):
-            self.sample(num_samples, pick(1, 100), pick(1, 64), pick(0, 32))
+            self.sample(num_samples, pick(1, 64), pick(0, 32))
 
 
 def of_codes(num_inputs: int) -> Iterator[CodedWeight]:

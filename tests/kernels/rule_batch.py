@@ -11,7 +11,7 @@ from kernels.harness import DEVICE
 from sampler.batch import Asking, Rows
 from torch import Tensor
 
-from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow, param_of
+from aioengine.kernels.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow, param_of
 from aioengine.sampling_params import FILTERS, PENALTIES
 
 FOREVER = 2**31 - 1

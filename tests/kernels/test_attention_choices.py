@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.harness import DEVICE, int32, quiet_numpy
+from kernels.harness import DEVICE, int32, quiet_numpy, triton
 from kernels.paged_cases import PagedCase, assert_close, attend, paged_case
 from nightly import few
 
-from aioengine.kernels import triton_operations
-from aioengine.kernels.attention import paged_decode, paged_prefill
-from aioengine.kernels.attention.choices import (
+from aioengine.kernels.attention.launch_choices import (
     ATTENTION_KERNELS,
     DECODE,
     PREFILL,
@@ -28,8 +26,10 @@ from aioengine.kernels.attention.choices import (
     default_choice,
     trying,
 )
-from aioengine.kernels.attention.paged_prefill import prefill_tile
-from aioengine.kernels.torch import operations as reference
+from aioengine.kernels.operations import plain_torch as reference
+from aioengine.kernels.triton import attend_decode as paged_decode
+from aioengine.kernels.triton import attend_prefill as paged_prefill
+from aioengine.kernels.triton.attend_prefill import prefill_tile
 
 MAX_CANDIDATES = 8
 """Each is compiled; more than these belong into a benchmark."""
@@ -102,7 +102,7 @@ OF_SERVED = [(kernel, choice) for kernel in ATTENTION_KERNELS for choice in cand
 )
 def test_attention_is_right_by_every_choice_over_the_same_tiles(kernel: str, choice: LaunchChoice) -> None:
     with trying(choice):
-        computed = attended(kernel, triton_operations)
+        computed = attended(kernel, triton)
     assert_close(computed, attended(kernel, reference))
 
 
@@ -111,7 +111,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, kernel: str) -> LaunchChoice:
     monkeypatch.setattr(paged_decode, "_decode_kernel", Kernel())
     monkeypatch.setattr(paged_prefill, "_prefill_kernel", Kernel())
     with pytest.raises(Launched) as raised:
-        attended(kernel, triton_operations)
+        attended(kernel, triton)
     found = raised.value.keywords
     names = ("M", "N") if kernel == PREFILL else ("N",)
     return LaunchChoice(

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernels.harness import ALL, assert_close
+from kernels.harness import SMALL, assert_close
 from kernels.rule_batch import FOREVER, PADDING, edits_of, make_samples, places_of, run
 from sampler.batch import Asking, asking, changed_logits, random_logits
 from torch import Tensor
 
-from aioengine.kernels.sampling.sample_rows import SampleFlag, SampleRow
+from aioengine.kernels.sample_rows import SampleFlag, SampleRow
 
 
 def ints(*values: int) -> Tensor:
@@ -49,7 +49,7 @@ def random_requests(seed: int, vocab: int) -> list[Asking]:
     return requests
 
 
-@ALL
+@SMALL
 @pytest.mark.parametrize(("vocab", "seed"), [(7, 0), (123, 1), (123, 2)])
 def test_masks_and_biases_are_those_of_loops(ops: Any, vocab: int, seed: int) -> None:
     requests = random_requests(seed, vocab)
@@ -87,7 +87,7 @@ def test_masks_and_biases_are_those_of_loops(ops: Any, vocab: int, seed: int) ->
     assert_close(made, torch.from_numpy(expected).float())
 
 
-@ALL
+@SMALL
 def test_long_words_and_many_words_are_compared_to_their_beginnings(ops: Any) -> None:
     history = torch.arange(90, dtype=torch.int32).view(2, 45)
     samples = make_samples(
@@ -103,7 +103,7 @@ def test_long_words_and_many_words_are_compared_to_their_beginnings(ops: Any) ->
     assert values[[1, 2, 4]].tolist() == [0, 0, 0]
 
 
-@ALL
+@SMALL
 def test_only_first_samples_of_lines_count(ops: Any) -> None:
     same = {SampleRow.END: 3, SampleRow.OUTPUT_POSITION: 3}
     samples = make_samples(

@@ -14,13 +14,14 @@ from nightly import nightly
 from sampler.batch import POISON, draw, make_rows, random_logits
 from torch import Tensor
 
-from aioengine.kernels.sampling.sample_rows import SampleRow, Status, param_of
-from aioengine.kernels.torch import sampling as reference
-from aioengine.kernels.torch.sampling import NOISE_SPAN
+from aioengine.kernels.operations import plain_torch
+from aioengine.kernels.sample_rows import SampleRow, Status, param_of
+from aioengine.kernels.torch import draws as reference
+from aioengine.kernels.torch.draws import NOISE_SPAN
 
-draw_file = pytest.importorskip("aioengine.kernels.sampling.draw")
-noise = pytest.importorskip("aioengine.kernels.sampling.noise")
-thresholds = pytest.importorskip("aioengine.kernels.sampling.thresholds")
+draw_file = pytest.importorskip("aioengine.kernels.triton.draw")
+noise = pytest.importorskip("aioengine.kernels.triton.noise")
+thresholds = pytest.importorskip("aioengine.kernels.triton.thresholds")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NEAR_TIE = 1e-5
@@ -32,7 +33,7 @@ def check(
 ) -> tuple[list[int], list[int]]:
     """Kernels against the oracle; returns tokens and status."""
     by = partial(draw, logits, samples, masks, is_greedy=is_greedy, device=DEVICE)
-    expected, expected_status = by(operations=reference)
+    expected, expected_status = by(operations=plain_torch)
     for kernels in (draw_file, *([native] if DEVICE == "cpu" else [])):
         token_ids, status = by(operations=kernels)
         assert status.tolist() == expected_status.tolist()

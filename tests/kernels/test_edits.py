@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernels.harness import ALL, assert_same
+from kernels.harness import SMALL, assert_same
 from kernels.rule_batch import FOREVER, PADDING, Places, edits_of, make_samples, random_places, run, strange_logits
 from torch import Tensor
 
-from aioengine.kernels.sampling.sample_rows import SampleFlag, SampleRow
+from aioengine.kernels.sample_rows import SampleFlag, SampleRow
 
 
 def random_edits(seed: int, num_edits: int, num_rows: int, vocab: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -41,7 +41,7 @@ def edited(logits: Tensor, places: Places, rows: Tensor, tokens: Tensor, values:
     return made
 
 
-@ALL
+@SMALL
 @pytest.mark.parametrize(("num_edits", "vocab", "seed"), [(1, 7, 0), (7, 1, 1), (123, 123, 2), (300, 50, 3)])
 def test_edits_are_what_a_loop_makes(ops: Any, num_edits: int, vocab: int, seed: int) -> None:
     places = random_places(seed)
@@ -53,7 +53,7 @@ def test_edits_are_what_a_loop_makes(ops: Any, num_edits: int, vocab: int, seed:
     assert_same(made, edited(logits, places, rows, tokens, values, until))
 
 
-@ALL
+@SMALL
 @pytest.mark.parametrize("is_mask_first", [False, True])
 @pytest.mark.parametrize("apart", [1, 200])
 def test_a_mask_wins_over_anything(ops: Any, is_mask_first: bool, apart: int) -> None:
@@ -71,7 +71,7 @@ def test_a_mask_wins_over_anything(ops: Any, is_mask_first: bool, apart: int) ->
     assert logits.tolist() == [[-math.inf] * 5]
 
 
-@ALL
+@SMALL
 def test_only_first_samples_of_lines_count(ops: Any) -> None:
     samples = make_samples(
         {SampleRow.LOGITS_ROW: 0, SampleRow.FLAGS: SampleFlag.LOGPROBS}, PADDING, {SampleRow.LOGITS_ROW: 1}

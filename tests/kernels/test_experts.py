@@ -12,6 +12,7 @@ from kernels.harness import (
     BOTH,
     COMPILED,
     DEVICE,
+    SMALL,
     TOLERANCES,
     assert_close,
     assert_same,
@@ -20,14 +21,14 @@ from kernels.harness import (
     native,
     normal,
     quiet_numpy,
+    triton,
 )
 from nightly import few, nightly
 from torch import Tensor
 
-from aioengine.kernels import triton_operations
 from aioengine.kernels.operations import ExpertWeights
+from aioengine.kernels.operations import plain_torch as reference
 from aioengine.kernels.packed_weight import CodedWeight, PackedWeight, in_panels
-from aioengine.kernels.torch import operations as reference
 
 pytestmark = quiet_numpy
 
@@ -70,7 +71,7 @@ def choices(num_tokens: int, num_experts: int, num_chosen: int, *, seed: int = 0
 # The choice
 
 
-@ALL
+@SMALL
 @pytest.mark.parametrize("is_normalised", [False, True])
 @pytest.mark.parametrize("has_shared", [False, True])
 @pytest.mark.parametrize(
@@ -92,7 +93,7 @@ def test_the_highest_logits_choose_and_weigh(
     assert_close(weights, expected.float())
 
 
-@ALL
+@SMALL
 def test_of_equal_logits_the_lowest_id_is_first_and_a_nan_is_within_range(ops: ModuleType) -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 1.0, 0.0], [0.0] * 5, [torch.nan] * 5, [0.0, torch.nan, 1.0, 2.0, 3.0]])
     ids, _ = ops.route(logits.to(DEVICE), 5, 3, is_normalised=True)
@@ -174,8 +175,8 @@ def test_experts_of_codes_in_triton_equal_the_oracle(
 ) -> None:
     make_conversions_right(monkeypatch)
     x, (ids, weights) = normal(num_tokens, 128, dtype=dtype), choices(num_tokens, 5, 3)
-    ours, theirs = (made(ops, 5, 128, 96, dtype, pack=CODINGS[coding]) for ops in (triton_operations, reference))
-    computed = triton_operations.experts(x, ids, weights, ours)
+    ours, theirs = (made(ops, 5, 128, 96, dtype, pack=CODINGS[coding]) for ops in (triton, reference))
+    computed = triton.experts(x, ids, weights, ours)
     # The table is not exact in bfloat16.
     factor = 32 if coding == "table" and dtype == torch.bfloat16 else 4
     assert_close(computed, reference.experts(x, ids, weights, theirs), factor=factor)
@@ -185,7 +186,7 @@ def test_experts_of_codes_that_no_kernel_multiplies_are_packed_dense_for_a_gpu()
     """A step of them asks nothing of the host, which a graph could not."""
     weight = CodedWeight(normal(128, 64).byte(), 8, None, normal(128, 8, seed=1), None, 8)
     for coded in (weight, weight.rows()):
-        packed = triton_operations.pack(coded, None, torch.bfloat16)
+        packed = triton.pack(coded, None, torch.bfloat16)
         assert (packed.layout, packed.coding, packed.shape) == ("rows", None, (128, 64))
         assert_same(packed.values, weight.dense().bfloat16())
 

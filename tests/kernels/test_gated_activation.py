@@ -8,9 +8,9 @@ import torch
 from kernels.harness import DEVICE, TOLERANCES, assert_close, normal, quiet_numpy
 from nightly import nightly
 
-from aioengine.kernels.layers.gated_activation import BLOCK, FEW_ROWS, FEW_ROWS_BLOCK, gated_activation
 from aioengine.kernels.operations import Activation
-from aioengine.kernels.torch import layers as reference
+from aioengine.kernels.operations import plain_torch as reference
+from aioengine.kernels.triton.gated_activation import BLOCK, FEW_ROWS, FEW_ROWS_BLOCK, gated_activation
 
 pytestmark = quiet_numpy
 

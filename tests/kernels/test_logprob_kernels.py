@@ -13,7 +13,7 @@ from nightly import nightly
 from sampler.batch import random_logits
 from torch import Tensor
 
-from aioengine.kernels.sampling.sample_rows import SampleFlag, SampleRow
+from aioengine.kernels.sample_rows import SampleFlag, SampleRow
 
 # numpy says so of each NaN and infinity, where the interpreter computes with it.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from aioengine.kernels.attention.paged import KVCacheShape, PagedAttention
 from aioengine.kernels.operations import LayerAttention, PagedKV
-from aioengine.kernels.torch import operations as reference
+from aioengine.kernels.operations import plain_torch as reference
 
 pytestmark = quiet_numpy
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 2, 16, 4

@@ -13,8 +13,8 @@ from nightly import nightly
 from torch import Tensor
 
 from aioengine.kernels.attention.paged import choose_num_splits
-from aioengine.kernels.attention.paged_decode import attend_decode
-from aioengine.kernels.torch import attention as reference
+from aioengine.kernels.operations import plain_torch as reference
+from aioengine.kernels.triton.attend_decode import attend_decode
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 KEYWORDS: dict[str, Any] = {**{"scale": 0.11, "window": None, "num_splits": 1, "max_context": 256}}

@@ -13,8 +13,8 @@ from kernels.paged_cases import EXTRAS, WITH_EXTRAS, PagedCase, assert_close, at
 from nightly import nightly
 from torch import Tensor
 
-from aioengine.kernels.attention.paged_prefill import attend_prefill, prefill_tile
-from aioengine.kernels.torch import attention as reference
+from aioengine.kernels.operations import plain_torch as reference
+from aioengine.kernels.triton.attend_prefill import attend_prefill, prefill_tile
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 KEYWORDS: dict[str, Any] = {"scale": 0.11, "window": None}

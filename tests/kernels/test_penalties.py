@@ -13,9 +13,9 @@ from nightly import nightly
 from sampler.batch import Asking, asking
 from torch import Tensor
 
-from aioengine.kernels.sampling import penalties
-from aioengine.kernels.sampling.sample_rows import SampleFlag, SampleRow, param_of
-from aioengine.kernels.torch import rules as reference_rules
+from aioengine.kernels.operations import plain_torch
+from aioengine.kernels.sample_rows import SampleFlag, SampleRow, param_of
+from aioengine.kernels.triton import penalise as penalties
 from aioengine.sampling_params import PENALTIES
 
 
@@ -96,7 +96,7 @@ def test_any_samples_in_any_order_with_padding(ops: Any, seed: int) -> None:
     made, expected = raw.clone(), raw.clone()
     counters = torch.zeros(len(places.samples), 50, dtype=torch.int32)
     run(ops.penalise, made, places.samples, places.history, counters)
-    run(reference_rules.penalise, expected, places.samples, places.history, counters)
+    run(plain_torch.penalise, expected, places.samples, places.history, counters)
     assert_same(made, expected)
     assert not counters.any()
 

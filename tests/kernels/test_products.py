@@ -15,14 +15,14 @@ from kernels.harness import (
     make_conversions_right,
     normal,
     quiet_numpy,
+    triton,
 )
 from nightly import few, nightly, seeds
 from torch import Tensor
 
-from aioengine.kernels import triton_operations
+from aioengine.kernels.operations import plain_torch as reference
 from aioengine.kernels.packed_weight import CodedWeight, Quantization, row_blocks
-from aioengine.kernels.torch import operations as reference
-from aioengine.kernels.torch import products
+from aioengine.kernels.torch import quantized
 from aioengine.kernels.torch.quantized import INT4_GROUP, dequantize, quantize, quantize_rows
 
 pytestmark = quiet_numpy
@@ -62,7 +62,7 @@ def test_a_product_is_that_of_the_dense_weight(
 def test_products_of_16_bits_are_right_on_processors_that_have_none(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, num_rows: int
 ) -> None:
-    monkeypatch.setitem(products.HAS_PRODUCTS, dtype, False)
+    monkeypatch.setitem(quantized.HAS_PRODUCTS, dtype, False)
     x, weight, bias = (
         normal(num_rows, 40, dtype=dtype),
         normal(1030, 40, dtype=dtype, seed=1),
@@ -279,7 +279,7 @@ def test_codes_are_kept_exactly_and_a_product_is_that_of_what_they_stand_for(
     )
     wide = ops.linear(x, packed, None, torch.float32)
     # On a GPU numbers that the activations' dtype has not are rounded to it.
-    is_rounded = ops is triton_operations and table == "normal" and dtype != torch.float32
+    is_rounded = ops is triton and table == "normal" and dtype != torch.float32
     bounds = (tolerance, tolerance * shape[1] ** 0.5) if is_rounded else (1e-5, 1e-6 * shape[1])
     torch.testing.assert_close(wide.double(), exact, rtol=bounds[0], atol=bounds[1])
 

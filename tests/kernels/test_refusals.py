@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.harness import BOTH, DEVICE, FLOAT8, NOT_KERNELS, OPERATIONS, native
+from kernels.harness import BOTH, DEVICE, FLOAT8, LAUNCHED, NOT_KERNELS, OPERATIONS, native, triton
 from torch import Tensor
 
 from aioengine.errors import InternalError
-from aioengine.kernels import triton_operations
-from aioengine.kernels.attention import paged_decode
-from aioengine.kernels.layers.rms_norm import MAX_WIDTH
-from aioengine.kernels.layers.rotate_and_write import MAX_HEAD_DIM
 from aioengine.kernels.operations import ExpertWeights, PagedKV
-from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS
+from aioengine.kernels.sample_rows import SAMPLE_WORDS
+from aioengine.kernels.triton import attend_decode as paged_decode
+from aioengine.kernels.triton.rms_norm import MAX_WIDTH
+from aioengine.kernels.triton.rotate_and_write import MAX_HEAD_DIM
 
 ints = partial(torch.zeros, dtype=torch.int32, device=DEVICE)
 floats = partial(torch.ones, device=DEVICE)
@@ -47,9 +46,11 @@ RIGHT: dict[str, dict[str, Any]] = {
     },
     "attend_prefill": {**PAGED, "tiles": ints(2, 4), "scale": 0.1, "window": None},
     "put_spans": {"target": ints(2, 3), "spans": ints(1, 4), "words": ints(5)},
+    "copy_rows": {"target": ints(2, 3), "source": ints(2, 3), "rows": ints(2)},
     "gather_tokens": {
         **{"rows": ints(1, 4), "history": ints(2, 4), "block_tables": ints(1, 2, 3), "block_size": 2, "num_tokens": 1}
     },
+    "rows_of_tokens": {"rows": ints(1, 4), "num_rows": 2, "num_tokens": 1},
     "append_tokens": {"history": ints(2, 4), "samples": SAMPLES, "token_ids": ints(2)},
     "copy_blocks": {"caches": floats(2, 3, 1, 1, 4), "copied_from": ints(2), "copied_to": ints(2) + 1},
     "edit_logits": {"logits": floats(2, 8), "samples": SAMPLES, "sample_of_row": ints(3), "edits": ints(4, 5)},
@@ -102,7 +103,7 @@ def spoiled(tensor: Tensor) -> Iterator[Tensor]:
     yield torch.stack((tensor, tensor), dim=-1)[..., 0]
 
 
-@pytest.mark.parametrize("operation", RIGHT)
+@pytest.mark.parametrize("operation", sorted(LAUNCHED))
 def test_tensors_that_a_kernel_would_misread_are_refused(operation: str) -> None:
     tensors = {name: value for name, value in RIGHT[operation].items() if isinstance(value, Tensor)}
     for name, tensor in tensors.items():
@@ -110,10 +111,10 @@ def test_tensors_that_a_kernel_would_misread_are_refused(operation: str) -> None
             if name == "caches" and wrong.is_contiguous() and wrong.dim() == tensor.dim():
                 continue  # blocks are copied whatever their dtype
             with pytest.raises(InternalError, match=name):
-                call(triton_operations, operation, **{name: wrong})
+                call(triton, operation, **{name: wrong})
         if len(tensors) > 1:
             with pytest.raises(InternalError, match="is on"):
-                call(triton_operations, operation, **{name: tensor.to("meta")})
+                call(triton, operation, **{name: tensor.to("meta")})
 
 
 @pytest.mark.parametrize("operation", RIGHT)
@@ -193,22 +194,6 @@ MISFITS: list[tuple[str, str, dict[str, Any]]] = [
     ("attend_decode", "decodes has shape", {"decodes": ints(2, 2)}),
     ("attend_decode", "num_splits is 0", {"num_splits": 0}),
     ("attend_prefill", "tiles has shape", {"tiles": ints(2, 3)}),
-    ("put_spans", "spans has shape", {"spans": ints(1, 3)}),
-    ("gather_tokens", "rows has shape", {"rows": ints(1, 3)}),
-    ("gather_tokens", "block_tables has shape", {"block_tables": ints(1, 1, 3)}),
-    ("gather_tokens", "blocks of 0", {"block_size": 0}),
-    ("gather_tokens", "0 rows of 1 tokens", {"rows": ints(0, 4)}),
-    ("gather_tokens", "rows of -1 tokens", {"num_tokens": -1}),
-    ("append_tokens", "samples has shape", {"samples": ints(2, SAMPLE_WORDS - 1)}),
-    ("append_tokens", "token_ids has shape", {"token_ids": ints(1)}),
-    ("copy_blocks", "65536 caches", {"caches": floats(65536, 2, 1, 1, 1)}),
-    ("copy_blocks", "copied_to has shape", {"copied_to": ints(1)}),
-    ("edit_logits", "no vocabulary", {"logits": floats(2, 0)}),
-    ("edit_logits", "samples has shape", {"samples": ints(2, SAMPLE_WORDS + 1)}),
-    ("edit_logits", "edits has shape", {"edits": ints(3, 5)}),
-    ("ends_of_bad_words", "samples has shape", {"samples": ints(2, SAMPLE_WORDS - 1)}),
-    ("ends_of_bad_words", "word_offsets has shape", {"word_rows": ints(3)}),
-    ("ends_of_bad_words", "edit_values has shape", {"edit_values": floats(3)}),
     ("penalise", "counters has shape", {"counters": ints(2, 6)}),
     ("penalise", "counters are for 1 samples", {"counters": ints(1, 5)}),
     ("draw", "no vocabulary", {"logits": floats(2, 0)}),
@@ -219,10 +204,6 @@ MISFITS: list[tuple[str, str, dict[str, Any]]] = [
     ("top_logprobs", "ids has shape", {"ids": ints(3, 3)}),
     ("top_logprobs", "logprobs has shape", {"ids": ints(2, 4)}),
     ("top_logprobs", "6 tokens of 5", {"ids": ints(2, 6), "logprobs": floats(2, 6)}),
-    ("look_up", "token_ids has shape", {"token_ids": ints(2)}),
-    ("look_up", "log_mass has shape", {"log_mass": floats(2)}),
-    ("look_up", "logprobs has shape", {"logprobs": floats(2)}),
-    ("look_up", "ranks has shape", {"ranks": ints(2)}),
 ]
 
 
@@ -231,7 +212,7 @@ MISFITS: list[tuple[str, str, dict[str, Any]]] = [
 )
 def test_what_does_not_fit_is_refused_by_what_is_wrong(operation: str, message: str, changes: dict[str, Any]) -> None:
     with pytest.raises(InternalError, match=message):
-        call(triton_operations, operation, **changes)
+        call(triton, operation, **changes)
 
 
 @pytest.mark.parametrize("operation", ["attend_decode", "attend_prefill"])
@@ -239,8 +220,8 @@ def test_old_gpus_are_refused_float8_caches_alone(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(paged_decode, "_capability", lambda device: (8, 0))
     caches = {name: PAGED[name].to(FLOAT8) for name in ("k_cache", "v_cache")}
     with pytest.raises(InternalError, match="float8_e4m3fn"):
-        call(triton_operations, operation, **caches)
-    call(triton_operations, operation)
+        call(triton, operation, **caches)
+    call(triton, operation)
 
 
 NOTHING: list[tuple[str, dict[str, Any]]] = [

@@ -4,8 +4,8 @@ import pytest
 import torch
 from kernels.harness import TOLERANCES, assert_close, normal, quiet_numpy
 
-from aioengine.kernels.layers.rms_norm import MAX_WIDTH, add_rms_norm, num_warps, rms_norm, rms_norm_add
-from aioengine.kernels.torch import layers as reference
+from aioengine.kernels.operations import plain_torch as reference
+from aioengine.kernels.triton.rms_norm import MAX_WIDTH, add_rms_norm, num_warps, rms_norm, rms_norm_add
 
 pytestmark = quiet_numpy
 

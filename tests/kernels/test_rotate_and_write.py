@@ -9,8 +9,8 @@ from kernels.harness import DEVICE, FLOAT8, TOLERANCES, make_conversions_right, 
 from nightly import few, nightly
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from aioengine.kernels.layers.rotate_and_write import rotate_and_write
-from aioengine.kernels.torch import layers as reference
+from aioengine.kernels.operations import plain_torch as reference
+from aioengine.kernels.triton.rotate_and_write import rotate_and_write
 
 pytestmark = quiet_numpy
 POISON = 0x7F

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from aioengine.config import EngineConfig
 from aioengine.kernels.operations import LayerAttention
-from aioengine.kernels.torch import operations as oracles
+from aioengine.kernels.operations import plain_torch as oracles
 from aioengine.kernels.torch.quantized import read_lines
 from aioengine.models.decoder import Decoder
 from aioengine.models.folder import ModelFolder

@@ -14,12 +14,12 @@ from models.reference import VOCAB_SIZE, Checkpoint, PagedStep, load, logprobs, 
 from nightly import few, seeds
 from torch import Tensor
 
-from aioengine.kernels import triton_operations
 from aioengine.kernels.operations import LayerAttention
-from aioengine.kernels.torch import operations as oracles
+from aioengine.kernels.operations import plain_torch as oracles
+from aioengine.kernels.triton import triton_operations
 from aioengine.models.decoder import Decoder
 from aioengine.models.model import EmptyStep
-from doubles import flipped_operations
+from doubles.flipped_operations import flipped_operations
 
 HEADS = [{"tie_word_embeddings": is_tied} for is_tied in (True, False)]
 CASES = [
@@ -185,8 +185,8 @@ def on_device(decoder: Decoder) -> Decoder:
 def test_the_kernels_give_the_same(checkpoint: Checkpoint, family: str) -> None:
     decoder, history = load(checkpoint(family, num_hidden_layers=2)), sequences(1)
     expected = logprobs_alone(decoder, history)
-    decoder.use(triton_operations)
-    computed = logprobs_in_steps(on_device(decoder), history, FEW_STEPS, triton_operations)
+    decoder.use(triton_operations())
+    computed = logprobs_in_steps(on_device(decoder), history, FEW_STEPS, triton_operations())
     assert [len(row) for row in computed] == [6, 0, 4]
     assert_close(computed, [row[: len(ours)] for row, ours in zip(expected, computed, strict=True)])
 

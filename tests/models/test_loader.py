@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,13 +18,13 @@ from torch import Tensor
 from aioengine.config import EngineConfig
 from aioengine.errors import ModelLoadError
 from aioengine.kernels.operations import Operations
+from aioengine.kernels.operations import plain_torch as oracles
 from aioengine.kernels.packed_weight import PackedWeight
-from aioengine.kernels.torch import operations as oracles
 from aioengine.models.checkpoint import HEAD, INDEX_FILE, SINGLE_FILE
 from aioengine.models.decoder import Decoder, Linear
 from aioengine.models.folder import ModelFolder
 from aioengine.models.loader import LoadStopped, Placement, load_decoder
-from doubles import flipped_operations
+from doubles.flipped_operations import FlippedOperations, flipped_operations
 from tests.checkpoints import READ_HERE
 
 Checkpoint = Callable[..., Path]
@@ -209,7 +208,8 @@ def test_each_matrix_is_packed_before_the_next_is_read(checkpoint: Checkpoint, l
         packed_at.append(told[-1])
         return flipped_operations.pack(*arguments)
 
-    operations: Any = SimpleNamespace(**{**vars(flipped_operations), "pack": pack})
+    operations: Any = FlippedOperations()
+    operations.pack = pack
     decoder = load(folder, lambda done, _: told.append(done), load_format=load_format, operations=operations)
     embedding_bytes = decoder.embedding.weight.nbytes
     ends = [embedding_bytes, 2 * embedding_bytes + decoder.norm.nbytes]

@@ -14,9 +14,9 @@ from aioengine.executor.batch import Batch
 from aioengine.executor.launched import make_result
 from aioengine.executor.step_words import ExtraWords, FixedWords, Span, num_fixed_words
 from aioengine.kernels.operations import Operations
-from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow, Status, param_of
-from aioengine.kernels.torch import operations as reference
-from aioengine.kernels.torch.sampling import is_allowed
+from aioengine.kernels.operations import plain_torch as reference
+from aioengine.kernels.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow, Status, param_of
+from aioengine.kernels.torch.draws import is_allowed
 from aioengine.sampler.outputs import DeviceOutputs
 from aioengine.sampler.processors import run_processors
 from aioengine.sampler.sampler import Sampler, SampleTensors

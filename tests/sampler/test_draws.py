@@ -18,7 +18,7 @@ from sampler.batch import (
     tokens_of,
 )
 
-from aioengine.kernels.torch.sampling import threshold
+from aioengine.kernels.torch.draws import threshold
 
 
 def draws(logits: torch.Tensor, n: int, **columns: Any) -> np.ndarray:
@@ -108,8 +108,8 @@ def test_a_row_gets_the_same_token_alone_and_in_any_batch(vocab: int, monkeypatc
         np.testing.assert_allclose(own.logprobs[0], logprobs.logprobs[index], rtol=1e-6)
         assert own.ranks[0] == logprobs.ranks[index]
     for elements in (1, 7 * vocab):
-        monkeypatch.setattr("aioengine.kernels.torch.sampling.CHUNK_ELEMENTS", elements)
-        monkeypatch.setattr("aioengine.kernels.torch.sampling.NOISE_ELEMENTS", elements)
+        monkeypatch.setattr("aioengine.kernels.torch.draws.CHUNK_ELEMENTS", elements)
+        monkeypatch.setattr("aioengine.kernels.torch.draws.NOISE_ELEMENTS", elements)
         assert tokens_of(sample_for(requests, logits)) == tokens_of(together)
 
 
@@ -118,7 +118,7 @@ def test_a_token_that_cannot_win_is_left_out_and_nothing_else_changes(monkeypatc
     for filters in ({}, {"top_p": 0.999}, {"top_k": 4000, "top_p": 0.9999}):
         rows = make_rows(50, temperature=0.8, positions=np.arange(50), **filters)
         with monkeypatch.context() as patch:
-            patch.setattr("aioengine.kernels.torch.sampling.NOISE_SPAN", torch.inf)
+            patch.setattr("aioengine.kernels.torch.draws.NOISE_SPAN", torch.inf)
             unpruned = drawn(logits, rows)
         assert drawn(logits, rows) == unpruned
 

@@ -39,7 +39,7 @@ def test_each_choice_gets_the_token_that_it_would_get_alone(
     assert tokens[3] == tokens_of(sample_for(others[2:], logits[3:]))[0]
     assert sampled.next_ids.tolist() == [of_row[0] for of_row in tokens]
     for elements in (1, 7 * vocab):
-        monkeypatch.setattr("aioengine.kernels.torch.sampling.CHUNK_ELEMENTS", elements)
+        monkeypatch.setattr("aioengine.kernels.torch.draws.CHUNK_ELEMENTS", elements)
         assert tokens_of(sample_for(requests, logits)) == tokens
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from sampler.batch import asking, random_logits, sample_for
 
-from aioengine.kernels.torch import operations
+from aioengine.kernels.operations import plain_torch as operations
 from aioengine.sampler.outputs import DeviceOutputs, OutputSizes
 from aioengine.sampler.sampler import Sampler
 
@@ -26,7 +26,7 @@ def test_ranks_are_exact_whatever_the_chunks(vocab: int, monkeypatch: pytest.Mon
         for row in range(5)
     ]
     for elements in (2**20, 1, 3 * vocab):
-        monkeypatch.setattr("aioengine.kernels.torch.sampling.CHUNK_ELEMENTS", elements)
+        monkeypatch.setattr("aioengine.kernels.torch.draws.CHUNK_ELEMENTS", elements)
         sampled = sample_for(requests, logits)
         lines = sampled.logprobs
         assert lines is not None

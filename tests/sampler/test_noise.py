@@ -8,14 +8,14 @@ import pytest
 import torch
 from sampler.batch import chi_square_is_plausible, make_rows
 
-from aioengine.kernels.torch.sampling import NOISE_SPAN, gumbel, hash_tokens, noise_keys
+from aioengine.kernels.torch.draws import NOISE_SPAN, gumbel, hash_tokens, noise_keys
 
 
 def test_noise_is_within_the_bound_that_pruning_relies_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def extremes(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         return torch.tensor([[0, -1]], dtype=torch.int32)  # no bit set and all: the lowest and the highest noise
 
-    monkeypatch.setattr("aioengine.kernels.torch.sampling.hash_tokens", extremes)
+    monkeypatch.setattr("aioengine.kernels.torch.draws.hash_tokens", extremes)
     low, high = noise_of(num_tokens=2).tolist()
     assert math.isfinite(low)
     assert NOISE_SPAN - 0.1 < high - low < NOISE_SPAN

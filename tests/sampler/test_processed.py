@@ -17,10 +17,10 @@ from sampler.batch import (
 )
 
 from aioengine.kernels.native.compilation import compile_library
-from aioengine.kernels.native.operations import NativeOperations
+from aioengine.kernels.native.native_operations import NativeOperations
 from aioengine.kernels.native.team import Team
 from aioengine.kernels.operations import Operations
-from aioengine.kernels.torch import operations as plain_torch
+from aioengine.kernels.operations import plain_torch as plain_torch
 from aioengine.sampler import processed
 from aioengine.sampler.outputs import DeviceOutputs
 from aioengine.scheduler.plan import StepLogprobs

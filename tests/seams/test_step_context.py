@@ -21,9 +21,9 @@ from aioengine.core.executor_protocol import ExecutorStats
 from aioengine.executor.host import HostAccelerator
 from aioengine.executor.make_runner import make_runner
 from aioengine.kernels.native.compilation import compile_library
-from aioengine.kernels.native.operations import NativeOperations
+from aioengine.kernels.native.native_operations import NativeOperations
 from aioengine.kernels.native.team import Team
-from aioengine.kernels.torch import operations
+from aioengine.kernels.operations import plain_torch as operations
 from aioengine.models.decoder import Decoder, Linear, Product
 from aioengine.models.folder import ModelFolder
 from aioengine.models.implementations import load_model

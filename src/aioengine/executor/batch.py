@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from aioengine.executor.step_words import ExtraWords, FixedWords, Span, TableSpans
-from aioengine.kernels.sampling.sample_rows import PARAM_WORDS, SAMPLE_WORDS, SampleFlag, SampleRow
+from aioengine.kernels.sample_rows import PARAM_WORDS, SAMPLE_WORDS, SampleFlag, SampleRow
 from aioengine.sampler.outputs import OutputSizes
 from aioengine.sampler.processors import ProcessedRow
 from aioengine.sampler.rules import RuleSizes, RuleTable, pack_bits
-from aioengine.sampler.sampler import Features, kept_spans
+from aioengine.sampler.sampler import Features
 from aioengine.sampling_params import FILTERS, PENALTIES, ROW_PARAMS, is_any_on
 from aioengine.scheduler.handles import Handles, LogitsProcessor, LogitsRow
 from aioengine.scheduler.plan import (
@@ -588,9 +588,8 @@ class Batch:
                 fixed.processed_samples[: len(processed)] = processed
                 fixed.processed_samples[len(processed) :] = processed[-1]
                 is_kept = is_kept | is_processed[logits_row_of_sample]
-            kept = np.unique(scored_rows[:count][step.wants_logprobs & is_kept]).astype(np.int64)
-            fixed.kept[: len(kept)] = kept_spans(kept, self._vocab_size)
-            fixed.kept[len(kept) :, 0] = -1
+            kept = np.unique(scored_rows[:count][step.wants_logprobs & is_kept])
+            fixed.kept[: len(kept)], fixed.kept[len(kept) :] = kept, -1
         if size is not None:
             fixed.samples[count:size] = PADDING_SAMPLE
             step.sizes = step.sizes._replace(num_samples=size)

@@ -81,12 +81,12 @@ class CudaAccelerator:
     """See `Accelerator`."""
 
     is_host = False
-    can_capture = True
 
     def __init__(self, device: torch.device, operations: Operations) -> None:
         torch.cuda.set_device(device)  # of this thread
         properties = torch.cuda.get_device_properties(device)
         self.operations = operations
+        self.can_capture = operations.is_capturable
         self.device = device
         self.name = properties.name
         self.num_multiprocessors = properties.multi_processor_count

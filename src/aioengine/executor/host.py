@@ -19,10 +19,9 @@ from aioengine.executor.accelerator import DeviceEvent, DeviceMemory, Graph, Hos
 from aioengine.executor.memory import available_memory
 from aioengine.kernels.attention.paged import PROGRAMS_PER_MULTIPROCESSOR
 from aioengine.kernels.native.compilation import Compilation
-from aioengine.kernels.native.operations import NativeOperations
+from aioengine.kernels.native.native_operations import NativeOperations
 from aioengine.kernels.native.team import Team
-from aioengine.kernels.operations import Operations
-from aioengine.kernels.torch import operations as torch_operations
+from aioengine.kernels.operations import Operations, plain_torch
 from aioengine.kernels.zeros import untouched_bytes
 from aioengine.processes.threads import CGROUPS, OWN_CGROUP, processor_quota
 
@@ -117,7 +116,7 @@ class HostAccelerator:
         self.num_multiprocessors = max(1, self._num_threads // PROGRAMS_PER_MULTIPROCESSOR)
         self._team: Team | None = None
         self._compilation = Compilation(parts) if num_threads is not None else None
-        self.operations: Operations = torch_operations
+        self.operations: Operations = plain_torch
 
     def newer_operations(self) -> Operations | None:
         library = self._compilation.poll() if self._compilation is not None else None

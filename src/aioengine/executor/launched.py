@@ -17,7 +17,7 @@ from aioengine.executor.accelerator import Accelerator, DeviceEvent, HostWords
 from aioengine.executor.batch import Step, spans
 from aioengine.executor.completion_thread import DeferredResult
 from aioengine.executor.step_words import ExtraWords, FixedWords, num_fixed_words
-from aioengine.kernels.sampling.sample_rows import Status
+from aioengine.kernels.sample_rows import Status
 from aioengine.sampler.outputs import DeviceOutputs
 from aioengine.scheduler.plan import NothingAllowed, PromptLogprobs, RowFailure, StepLogprobs, StepResult, int32
 from aioengine.structured.rows import GrammarRows

@@ -19,10 +19,9 @@ from aioengine.executor.accelerator import DeviceMemory
 from aioengine.executor.cuda import find_cuda
 from aioengine.executor.make_runner import DEVICE_MAX_IN_FLIGHT, HOST_MAX_IN_FLIGHT, cache_dtype, cache_shape
 from aioengine.executor.memory import available_memory, granted_kv_bytes, num_kv_blocks
-from aioengine.kernels.native import operations as native
-from aioengine.kernels.operations import Operations
+from aioengine.kernels.native import native_operations as native
+from aioengine.kernels.operations import Operations, plain_torch
 from aioengine.kernels.packed_weight import PANEL, CodedWeight, PackedWeight, Quantization
-from aioengine.kernels.torch import products
 from aioengine.models.checkpoint import FILE_DTYPES, checkpoint_tensors
 from aioengine.models.decoder import META, Decoder
 from aioengine.models.decoder_config import DecoderConfig
@@ -226,7 +225,7 @@ def kept_bytes(decoder: Decoder, *, is_host: bool) -> int:
     """
     c = decoder.config
     is_native = is_host and native.has_kernels(c.num_heads, c.num_kv_heads, c.head_dim)
-    pack = native.pack if is_native else products.pack
+    pack = native.pack if is_native else plain_torch.pack
     sizes: Operations = _Sizes(pack)  # type: ignore[assignment]
     for linear in decoder.linears():
         linear.pack(sizes)

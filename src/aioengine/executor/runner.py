@@ -23,8 +23,8 @@ from aioengine.executor.launched import LaunchedStep, PinnedBuffers
 from aioengine.executor.step_words import ExtraWords, FixedWords, num_fixed_words
 from aioengine.kernels.attention.paged import PagedAttention
 from aioengine.kernels.operations import Operations
-from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow, param_of
-from aioengine.kernels.torch.sampling import chunks
+from aioengine.kernels.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow, param_of
+from aioengine.kernels.torch.draws import chunks
 from aioengine.kernels.zeros import lazy_zeros
 from aioengine.models.model import ChosenTokens, EmptyStep, Model, StepContext
 from aioengine.sampler.outputs import DeviceOutputs, OutputSizes
@@ -251,11 +251,12 @@ class Runner:
         self._words.zero_()
         fixed = self._fixed
         each = torch.arange(len(fixed.rows), dtype=torch.int32, device=self._words.device)
-        for section in (fixed.rows, fixed.decodes, fixed.grown, fixed.samples, fixed.kept):
+        for section in (fixed.rows, fixed.decodes, fixed.grown, fixed.samples):
             section[:, 0] = -1  # a row, or a row of logits
         fixed.rows[:, 2], fixed.rows[:, 3], fixed.decodes[:, 1] = each, 1, each
         fixed.sample_of_row.fill_(-1)
         fixed.scored_rows.fill_(-1)
+        fixed.kept.fill_(-1)
 
     def _rehearse_prefill(self) -> None:
         assert self._decoder is not None

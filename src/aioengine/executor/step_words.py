@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS
+from aioengine.kernels.sample_rows import SAMPLE_WORDS
 from aioengine.sampler.outputs import ALIGNMENT, aligned
 from aioengine.scheduler.plan import Int32
 
@@ -29,7 +29,7 @@ class Sections(NamedTuple):
     samples: int = SAMPLE_WORDS
     sample_of_row: int = 1
     scored_rows: int = 1
-    kept: int = 4
+    kept: int = 1
     processed_samples: int = 1
     """These four as in `aioengine.sampler.sampler.SampleTensors`."""
     grown: int = 4

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from aioengine.executor.accelerator import Accelerator, Work
-from aioengine.kernels.attention.choices import (
+from aioengine.kernels.attention.launch_choices import (
     ATTENTION_KERNELS,
     DECODE,
     DECODE_IN_SPLITS,
@@ -59,7 +59,7 @@ def tune_attention(
     Args:
         deadline_s: of measuring in all; the candidate that is being measured then is measured to its end.
     """
-    if not getattr(accelerator.operations, "IS_TUNABLE", False):
+    if not accelerator.operations.is_tunable:
         return
     began = clock()
     try:
@@ -127,7 +127,7 @@ class Rehearsal:
         self._caches.view(torch.uint8).random_(0x3C)
 
     def seconds_of(self, kernel: str, choice: LaunchChoice) -> float:
-        """Of one launch of a kernel of `aioengine.kernels.attention.choices`, in one layer.
+        """Of one launch of a kernel of `aioengine.kernels.attention.launch_choices`, in one layer.
 
         Raises:
             Exception: it cannot be launched by this choice.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from aioengine.errors import InternalError
-from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS
+from aioengine.kernels.sample_rows import SAMPLE_WORDS
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """What decoders compute in: the ``x`` of `aioengine.kernels.operations`."""

@@ -1,22 +1,60 @@
-"""The operations of a decoder's step, as a protocol with three implementations.
+"""The operations of a decoder's step: the contract of each, and its plain torch form.
 
-`aioengine.kernels.triton_operations` is made of the Triton kernels in this package, one operation a file;
-`aioengine.kernels.torch.operations` is plain torch: the oracle, which runs anywhere. Both are modules of functions with
-these names; `aioengine.kernels.native.operations` is a class, for CPUs. Shapes are those of one step: T tokens, h query
-heads, g KV heads, d head size, n rows of logits, s samples (tokens to be sampled), V vocabulary. Unless said otherwise
-tensors are contiguous, on one device, and ``x`` stands for float32, bfloat16 or float16. The launchers of kernels raise
-InternalError where tensors do not fit each other.
+`plain_torch` is the set of these forms. It runs on any device, computes what no kernel does, and is what kernels are
+tested against. A kernel replaces one operation of a device's set: `aioengine.kernels.triton` on a GPU, and
+`aioengine.kernels.native.native_operations` on a CPU.
+
+Shapes are those of one step: T tokens, h query heads, g KV heads, d head size, n rows of logits, s samples (tokens to
+be sampled), V vocabulary. Unless a docstring says otherwise tensors are contiguous, on one device, and ``x`` stands for
+float32, bfloat16 or float16. The launchers of kernels raise InternalError where tensors do not fit each other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from aioengine.kernels.packed_weight import CodedRows, CodedWeight, PackedWeight, Quantization, UnpackedRows
+from aioengine.kernels.packed_weight import (
+    CodedRows,
+    CodedWeight,
+    PackedWeight,
+    Quantization,
+    UnpackedRows,
+    in_panels,
+)
+from aioengine.kernels.sample_rows import SampleFlag, SampleRow, Status, param_of
+from aioengine.kernels.torch.attention import attend, sum_dtype
+from aioengine.kernels.torch.draws import chunks, draw_tokens, is_allowed, rows_of
+from aioengine.kernels.torch.quantized import (
+    coded_rows,
+    embed_quantized,
+    head_dim_of,
+    int4_rows,
+    multiply,
+    pack_coded,
+    pack_int8,
+    quantize_lines,
+    read_lines,
+    some_rows,
+    unpack_quantized,
+)
+from aioengine.kernels.torch.tables import as_integers, put_where
+
+Operation = TypeVar("Operation", bound=Callable[..., Any])
+
+MAX_FLOAT8 = torch.finfo(torch.float8_e4m3fn).max
+
+
+def waits_for_device(form: Operation) -> Operation:
+    """A decorator of plain torch forms that read what the device has computed: no CUDA graph records them."""
+    form.waits_for_device = True  # type: ignore[attr-defined]
+    return form
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +137,24 @@ class ExpertWeights:
     activation: Activation = "silu"
 
 
-class Operations(Protocol):
+class Operations:
+    """A device's operations. An attribute of the object replaces the plain torch form of its name.
+
+    Attributes:
+        is_tunable: launches of attention may be measured, and chosen.
+    """
+
+    is_tunable = False
+
+    def has_kernel(self, operation: str) -> bool:
+        """Whether a kernel computes the operation of this name, not plain torch."""
+        return getattr(getattr(self, operation), "__func__", None) is not vars(Operations)[operation]
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a CUDA graph records all of them."""
+        return not any(hasattr(getattr(self, name), "waits_for_device") for name in NAMES)
+
     # Products with weights
 
     def pack(
@@ -121,6 +176,15 @@ class Operations(Protocol):
                 inputs of each output. What `unpack` gives of such a weight is packed without a further error.
             dtype: of what it is multiplied with and of its embeddings; None: as ``weight``, float32 of codes.
         """
+        if isinstance(weight, CodedWeight | CodedRows):
+            return pack_coded(weight.rows() if isinstance(weight, CodedWeight) else weight, dtype or torch.float32)
+        if quantization == "int4":
+            return pack_coded(int4_rows(weight), dtype or weight.dtype)
+        if quantization == "int8":
+            return pack_int8(weight, dtype or weight.dtype)
+        assert isinstance(weight, Tensor)
+        rows, columns = weight.shape
+        return PackedWeight(weight, None, (rows, columns), weight.dtype, "rows")
 
     def unpack(self, packed: PackedWeight, rows: slice | None = None) -> Tensor:
         """The dense matrix: a copy, unless ``packed.layout`` is "rows".
@@ -130,9 +194,17 @@ class Operations(Protocol):
         Returns:
             [out_features, in_features], as it was packed; float32 where it is quantised, in which its values are exact.
         """
+        if packed.scales is None:
+            return packed.values if rows is None else packed.values[rows]
+        return UnpackedRows(packed, unpack_quantized).whole() if rows is None else unpack_quantized(packed, rows)
 
     def unpack_codes(self, packed: PackedWeight) -> CodedRows:
         """What `pack` made of codes, as codes again, exactly; for weights that have a ``coding``."""
+        assert packed.scales is not None
+        assert packed.coding is not None
+        has_offsets, device = len(packed.scales) == 2, packed.values.device
+        make = partial(coded_rows, packed)
+        return CodedRows(packed.shape, packed.coding, packed.scales.dtype, has_offsets, device, make)
 
     def linear(
         self, x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype | None = None
@@ -147,6 +219,7 @@ class Operations(Protocol):
         Returns:
             [T, out_features].
         """
+        return multiply(x, packed, bias, out_dtype or x.dtype)
 
     def embed(self, token_ids: Tensor, packed: PackedWeight) -> Tensor:
         """Rows of a matrix of whatever layout: a tied embedding and head are one weight.
@@ -156,6 +229,9 @@ class Operations(Protocol):
         Returns:
             [T, in_features], of ``packed.dtype``, in memory of its own.
         """
+        if packed.scales is not None:
+            return embed_quantized(token_ids, packed)
+        return F.embedding(token_ids, packed.values)
 
     # The decoder
 
@@ -167,6 +243,7 @@ class Operations(Protocol):
         Returns:
             [T, hidden], same dtype.
         """
+        return _normalise(x, weight, eps, offset).to(x.dtype)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0, scale: float = 1.0
@@ -176,6 +253,8 @@ class Operations(Protocol):
         Args:
             x, residual: [T, hidden], same dtype.
         """
+        residual.copy_(residual.float() + x.float() * scale)
+        return _normalise(residual, weight, eps, offset).to(x.dtype)
 
     def rms_norm_add(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> None:
         """Add `rms_norm` of ``x`` to ``residual`` in place, rounded once, to its dtype.
@@ -183,6 +262,7 @@ class Operations(Protocol):
         Args:
             x, residual: [T, hidden], same dtype.
         """
+        residual.copy_(residual.float() + _normalise(x, weight, eps, offset))
 
     def gated_activation(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
         """activation(gate) · up, in float32, rounded once (Shazeer, 2020, arXiv:2002.05202).
@@ -192,6 +272,16 @@ class Operations(Protocol):
         Returns:
             [T, intermediate].
         """
+        activated: Tensor
+        up: Tensor
+        if activation == "clamped_silu":
+            gate, up = gate_up.float().unflatten(-1, (-1, 2)).unbind(-1)
+            gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+            activated, up = gate * torch.sigmoid(1.702 * gate), up + 1.0
+        else:
+            gate, up = gate_up.float().chunk(2, dim=-1)
+            activated = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+        return (activated * up).to(gate_up.dtype)
 
     def scale(self, x: Tensor, factor: float, soft_cap: float | None = None) -> None:
         """Multiply by ``factor`` in place, in float32, rounded once; with a soft cap c each product y becomes
@@ -200,6 +290,8 @@ class Operations(Protocol):
         Args:
             x: [any, any].
         """
+        scaled = x.float() * factor
+        x.copy_(scaled if soft_cap is None else soft_cap * torch.tanh(scaled / soft_cap))
 
     def route(self, logits: Tensor, num_experts: int, num_chosen: int, *, is_normalised: bool) -> tuple[Tensor, Tensor]:
         """Choose each token's experts: those of the highest logits (Shazeer et al., 2017, arXiv:1701.06538).
@@ -212,7 +304,13 @@ class Operations(Protocol):
             ids: int32 [T, k], by falling logits, of equal ones the lowest id first.
             weights: float32 [T, k], or [T, k + 1], the last the sigmoid of the shared expert's logit.
         """
+        of_experts, of_shared = logits[:, :num_experts], logits[:, num_experts:]
+        ordered, ids = of_experts.sort(dim=1, descending=True, stable=True)  # `topk` does not say which of equal ones
+        chosen, ids = ordered[:, :num_chosen], ids[:, :num_chosen]
+        weights = chosen.softmax(1) if is_normalised else of_experts.softmax(1).gather(1, ids)
+        return ids.int(), torch.cat((weights, of_shared.sigmoid()), dim=1)
 
+    @waits_for_device
     def experts(
         self, x: Tensor, ids: Tensor, weights: Tensor, of_layer: ExpertWeights, shared: Tensor | None = None
     ) -> Tensor:
@@ -228,6 +326,22 @@ class Operations(Protocol):
         Returns:
             [T, hidden], same dtype as ``x``.
         """
+        made = x.new_empty((*ids.shape, of_layer.hidden), dtype=torch.float32)
+        for expert in ids.unique().tolist():
+            token, nth = (ids == expert).nonzero(as_tuple=True)
+            of_gate_up, of_down = (_rows_of(expert, size) for size in (2 * of_layer.intermediate, of_layer.hidden))
+            gate_up_bias, down_bias = (
+                bias[rows] if bias is not None else None
+                for bias, rows in ((of_layer.gate_up_bias, of_gate_up), (of_layer.down_bias, of_down))
+            )
+            gate_up = multiply(x[token], some_rows(of_layer.gate_up, of_gate_up), gate_up_bias, x.dtype)
+            activated = Operations.gated_activation(self, gate_up, of_layer.activation)
+            made[token, nth] = multiply(activated, some_rows(of_layer.down, of_down), down_bias, torch.float32)
+        total = torch.zeros_like(made[:, 0])
+        terms = made.unbind(1) if shared is None else (*made.unbind(1), shared.float())
+        for term, weight in zip(terms, weights.unbind(1), strict=True):
+            total += term * weight[:, None]
+        return total.to(x.dtype)
 
     def rotate_and_write(
         self,
@@ -261,6 +375,30 @@ class Operations(Protocol):
         Returns:
             q: [T, h, d].
         """
+        num_kv_heads, head_dim = k_cache.shape[2], head_dim_of(k_cache)
+        num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+        heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, head_dim)
+        qk, v = torch.split_with_sizes(heads.float(), (num_heads + num_kv_heads, num_kv_heads), 1)
+        if qk_weight is not None:
+            if is_qk_norm_wide:
+                parts = zip(*(x.split((num_heads, num_kv_heads), -2) for x in (qk, qk_weight)), strict=True)
+                normed = [_normalise(x.flatten(1), weight.flatten(), eps, qk_offset) for x, weight in parts]
+                qk = torch.cat(normed, 1).view_as(qk)
+            else:
+                qk = _normalise(qk, qk_weight, eps, qk_offset)
+        if rope_table is not None:
+            cos, sin = rope_table[positions.long(), None].float().chunk(2, dim=-1)
+            qk = qk * cos + qk.roll(head_dim // 2, dims=-1) * sin
+        q, k = torch.split_with_sizes(qk, (num_heads, num_kv_heads), 1)
+        for values, cache in ((k, k_cache), (v, v_cache)):
+            if cache.dtype == torch.float8_e4m3fn:
+                # Beyond its range float8 has nothing but NaN.
+                values = values.clamp(-MAX_FLOAT8, MAX_FLOAT8)
+            is_int8 = cache.dtype == torch.int8
+            lines = quantize_lines(values.flatten(0, 1)) if is_int8 else values.to(cache.dtype)
+            into = as_integers(cache)
+            put_where(into.flatten(0, 1), slots, lines.view(into.dtype).view(-1, *into.shape[2:]), slots >= 0)
+        return q.to(qkv.dtype)
 
     def attention_output(self, q: Tensor) -> Tensor:
         """Room for what `attend_decode` and `attend_prefill` write, uninitialised, until it is next asked for.
@@ -268,7 +406,9 @@ class Operations(Protocol):
         Returns:
             [T, h, d], same dtype as ``q``.
         """
+        return torch.empty_like(q)
 
+    @waits_for_device
     def attend_decode(
         self, q: Tensor, kv: PagedKV, decodes: Tensor, out: Tensor, *, num_splits: int, max_context: int
     ) -> None:
@@ -283,7 +423,14 @@ class Operations(Protocol):
             num_splits: into how many parts, 1 or more, each context is cut; parts beyond a short context are empty.
             max_context: no context is longer; a bound for the grid, not more.
         """
+        rows, tokens, contexts = decodes.unbind(1)
+        is_padding = rows < 0
+        out[tokens[is_padding].long()] = 0
+        assert (is_padding | ((contexts > 0) & (contexts <= max_context))).all()
+        tiles = torch.stack((rows, tokens, torch.ones_like(rows), contexts - 1), dim=1)
+        Operations.attend_prefill(self, q, kv, tiles, out)
 
+    @waits_for_device
     def attend_prefill(self, q: Tensor, kv: PagedKV, tiles: Tensor, out: Tensor) -> None:
         """Attend tiles of consecutive query tokens to their rows' cached keys, causally (Dao, 2023, arXiv:2307.08691).
 
@@ -292,9 +439,20 @@ class Operations(Protocol):
                 position of the first token. Row -1 is padding: nothing is done.
             q, out: as in `attend_decode`.
         """
+        k_cache, v_cache, block_tables, scale, window, soft_cap, sinks, slopes = kv
+        for row, first_token, num_tokens, position in tiles.tolist():
+            if row < 0:
+                continue
+            here = slice(first_token, first_token + num_tokens)
+            first_seen = 0 if window is None else max(position + 1 - window, 0)
+            seen = torch.arange(first_seen, position + num_tokens, device=q.device)
+            blocks, offsets = block_tables[row][seen // k_cache.shape[1]].long(), seen % k_cache.shape[1]
+            k, v = (read_lines(cache[blocks, offsets], sum_dtype(q)) for cache in (k_cache, v_cache))
+            out[here] = attend(q[here], k, v, scale, window, soft_cap, sinks, slopes).to(out.dtype)
 
     def prefill_tile(self, num_heads: int, num_kv_heads: int, head_dim: int) -> int:
         """The most query tokens in a tile of `attend_prefill`."""
+        return 256  # large, as each tile is a turn of a Python loop
 
     # The rows' state
 
@@ -303,9 +461,33 @@ class Operations(Protocol):
 
         Args:
             target: int32 [rows, width], changed in place.
-            spans: int32 [m, 4]: row, first column, first word, number of words. Row -1 is padding. None overlap.
+            spans: int32 [m, 4]: row, first column, first word, number of words. Row -1 is padding. None overlap, in
+                the table or in the words.
             words: int32 [any].
         """
+        if not len(spans):
+            return
+        row, column, first, num_words = spans.unbind(1)
+        is_span = (row >= 0) & (num_words > 0)
+        # Each word's span is the last that begins at the word or before it.
+        begins, order = torch.where(is_span, first, len(words)).sort()
+        word = torch.arange(len(words), dtype=torch.int32, device=words.device)
+        nth = torch.searchsorted(begins, word, right=True) - 1
+        span = order.index_select(0, nth.clamp(min=0))
+        offset = word - first[span]
+        places = row[span].long() * target.shape[1] + column[span] + offset
+        put_where(target.view(-1), places, words, (nth >= 0) & (offset < num_words[span]))
+
+    def copy_rows(self, target: Tensor, source: Tensor, rows: Tensor) -> None:
+        """Copy rows of a table to the same rows of another.
+
+        Args:
+            target, source: int32 [any, width]; the first is changed in place.
+            rows: int32 [m]; -1: padding. No row is there twice.
+        """
+        for chunk in chunks(len(rows), target.shape[1], device=rows.device):
+            values = source.index_select(0, rows[chunk].clamp(min=0))
+            put_where(target, rows[chunk], values, rows[chunk] >= 0)
 
     def gather_tokens(
         self, rows: Tensor, history: Tensor, block_tables: Tensor, block_size: int, num_tokens: int
@@ -321,6 +503,15 @@ class Operations(Protocol):
         Returns:
             token_ids, positions: int32 [T] each. slots: int32 [groups, T].
         """
+        nth = _rows_of_tokens(rows, num_tokens)
+        token = torch.arange(num_tokens, dtype=torch.int32, device=rows.device)
+        row, start, first, _ = rows.index_select(0, nth).unbind(1)
+        is_known = row >= 0
+        row = row.clamp(min=0)
+        position = torch.where(is_known, start + token - first, 0)
+        block = block_tables[:, row, position // block_size]
+        slot = torch.where(is_known, block * block_size + position % block_size, -1)
+        return torch.where(is_known, history[row, position], 0), position, slot
 
     def rows_of_tokens(self, rows: Tensor, num_rows: int, num_tokens: int) -> Tensor:
         """The row of each token of a step.
@@ -331,14 +522,18 @@ class Operations(Protocol):
         Returns:
             int32 [T].
         """
+        row = rows[:, 0].index_select(0, _rows_of_tokens(rows, num_tokens))
+        return torch.where(row >= 0, row, num_rows)
 
     def append_tokens(self, history: Tensor, samples: Tensor, token_ids: Tensor) -> None:
         """Put the tokens of the samples that have `SampleFlag.FIRST` at the ends of their rows' histories, in place.
 
         Args:
             history: int32 [rows, any]. token_ids: int32 [s].
-            samples: int32 [s, SAMPLE_WORDS], as in `aioengine.kernels.sampling.sample_rows`.
+            samples: int32 [s, SAMPLE_WORDS], as in `aioengine.kernels.sample_rows`.
         """
+        rows, ends = samples[:, SampleRow.ROW].long(), samples[:, SampleRow.END]
+        put_where(history.view(-1), rows * history.shape[1] + ends, token_ids, _is_first(samples))
 
     def copy_blocks(self, caches: Tensor, copied_from: Tensor, copied_to: Tensor) -> None:
         """Copy whole blocks in each of several caches, in place.
@@ -347,6 +542,9 @@ class Operations(Protocol):
             caches: [any, blocks, block_size, g, d].
             copied_from, copied_to: int32 [c]; no block is in both, and none twice in the second; -1: nothing.
         """
+        blocks = as_integers(caches).transpose(0, 1)
+        copied = blocks.index_select(0, copied_from.clamp(min=0))
+        put_where(blocks, copied_to, copied, (copied_from >= 0) & (copied_to >= 0))
 
     # Rules: logits are changed in place. Only samples that have `SampleFlag.FIRST` count.
 
@@ -361,6 +559,20 @@ class Operations(Protocol):
             edits: int32 [4, e]: rows; tokens; the bits of what is added, a float32; and the output positions below
                 which the edits are made. Row -1 is padding; edits of rows that do not sample are passed over.
         """
+        if not edits.shape[1] or not len(samples) or not len(logits):
+            return
+        rows, tokens, _, until = edits
+        values = edits[2].view(torch.float32)
+        sample, is_sampled = _first_samples(samples, sample_of_row, rows)
+        words = samples[sample]
+        is_made = is_sampled & (tokens >= 0) & (tokens < logits.shape[1])
+        is_made &= words[:, SampleRow.OUTPUT_POSITION] < until
+        places = torch.where(is_made, words[:, SampleRow.LOGITS_ROW].long() * logits.shape[1] + tokens, 0)
+        is_mask, flat = is_made & (values == -torch.inf), logits.view(-1)
+        flat.index_add_(0, places, torch.where(is_made & ~is_mask, values, 0.0))
+        # Edits that are no masks repeat the first that is one; where there is none they write what is there.
+        places = torch.where(is_mask, places, places.index_select(0, is_mask.int().argmax(0, keepdim=True)))
+        flat.index_copy_(0, places, flat.index_select(0, places).masked_fill_(is_mask.any(), -torch.inf))
 
     def ends_of_bad_words(
         self,
@@ -379,7 +591,23 @@ class Operations(Protocol):
                 word but its last.
             edit_values: float32 [w], becomes -inf where it does, else 0: for `edit_logits` with the words' last tokens.
         """
+        if not len(samples) or not len(word_rows):
+            edit_values.zero_()
+            return
+        sample, is_sampled = _first_samples(samples, sample_of_row, word_rows)
+        ids = torch.arange(len(word_ids), dtype=torch.int32, device=word_ids.device)
+        word = torch.searchsorted(word_offsets, ids, right=True) - 1
+        is_inside, word = word < len(word_rows), word.clamp(max=len(word_rows) - 1)
+        of_sample = samples[sample[word]]
+        before_end = word_offsets[1:][word] - ids
+        is_output = is_inside & is_sampled[word] & (before_end <= of_sample[:, SampleRow.OUTPUT_POSITION])
+        at = torch.where(is_output, of_sample[:, SampleRow.END] - before_end, 0)
+        row = torch.where(is_output, of_sample[:, SampleRow.ROW], 0)
+        is_other = is_inside & (~is_output | (history[row, at] != word_ids))
+        num_others = torch.zeros_like(word_rows).index_add_(0, word, is_other.int())
+        edit_values.copy_(torch.where(is_sampled & (num_others == 0), -torch.inf, 0.0))
 
+    @waits_for_device
     def penalise(self, logits: Tensor, samples: Tensor, history: Tensor, counters: Tensor) -> None:
         """Penalties on tokens that were there already, in place: repetition (Keskar et al., 2019, arXiv:1909.05858) on
         those of prompt and output, then frequency and presence on those of the output.
@@ -389,9 +617,26 @@ class Operations(Protocol):
             counters: int32 [s or more, V], zeros, which it leaves as zeros.
             Samples without penalties are passed over.
         """
+        params = [param_of(samples, f"{name}_penalty") for name in ("repetition", "frequency", "presence")]
+        penalties = torch.stack(params)  # the counters are left alone: a row's tokens are counted by sorting them
+        is_penalised = _is_first(samples) & (penalties != penalties.new_tensor([[1.0], [0.0], [0.0]])).any(dim=0)
+        for sample in is_penalised.nonzero()[:, 0].tolist():
+            repetition, frequency, presence = penalties[:, sample]
+            words = samples[sample].tolist()
+            of_row, of_logits_row = history[words[SampleRow.ROW]], logits[words[SampleRow.LOGITS_ROW]]
+            end = words[SampleRow.END]
+            if repetition != 1:
+                known = _known(of_row[:end], logits.shape[1])
+                before = of_logits_row[known]
+                of_logits_row[known] = torch.where(before > 0, before / repetition, before * repetition)
+            if frequency != 0 or presence != 0:
+                output = _known(of_row[end - words[SampleRow.OUTPUT_POSITION] : end], logits.shape[1])
+                output, counts = output.unique(return_counts=True)
+                of_logits_row[output] = of_logits_row[output] - frequency * counts - presence
 
     # Sampling
 
+    @waits_for_device
     def draw(
         self,
         logits: Tensor,
@@ -408,7 +653,7 @@ class Operations(Protocol):
 
         Tokens of equal logits are kept or dropped together; of equal scores the lowest id wins. +inf is chosen for
         certain. The noise is that of (seed, choice, output position, token id) in
-        `aioengine.kernels.torch.sampling.gumbel`.
+        `aioengine.kernels.torch.draws.gumbel`.
 
         Args:
             logits: float32 [n, V]; only read.
@@ -419,9 +664,25 @@ class Operations(Protocol):
             has_filters: False: no sample has a top-k, top-p or min-p, which takes one pass over the logits.
             is_greedy: True: all temperatures are 0.
         """
+        for chunk in chunks(len(samples), logits.shape[1]):
+            words = samples[chunk]
+            is_padding = words[:, SampleRow.LOGITS_ROW] < 0
+            x = rows_of(logits, words[:, SampleRow.LOGITS_ROW].clamp(min=0))
+            if masks is not None:
+                mask = words[:, SampleRow.MASK]
+                allowed = is_allowed(masks[mask.clamp(min=0).long()], x.shape[1])
+                x = x.masked_fill((mask >= 0)[:, None] & ~allowed, -torch.inf)
+            top, tokens = x.amax(dim=1), x.argmax(dim=1)  # of several the first
+            if not is_greedy:
+                drawn = ((param_of(words, "temperature") > 0) & ~is_padding).nonzero()[:, 0]
+                tokens[drawn] = draw_tokens(rows_of(x, drawn), top[drawn], words[drawn], has_filters=has_filters)
+            failed = torch.where(top.isnan(), Status.NOT_A_NUMBER, Status.NOTHING_LEFT)
+            status[chunk] = failed.masked_fill_((top > -torch.inf) | is_padding, Status.SAMPLED)
+            token_ids[chunk] = tokens.masked_fill_(~(top > -torch.inf) | is_padding, 0).int()
 
     # Log-probabilities, of logits as the model gave them
 
+    @waits_for_device
     def top_logprobs(self, logits: Tensor, samples: Tensor, log_mass: Tensor, ids: Tensor, logprobs: Tensor) -> None:
         """The k likeliest tokens in the rows of logits of samples with `SampleFlag.LOGPROBS`; outputs of others stay.
 
@@ -430,6 +691,18 @@ class Operations(Protocol):
             ids: int32 [s, k], the likeliest first, of equal ones the lowest id; k may be 0, and is at most V.
             logprobs: float32 [s, k].
         """
+        is_wanted = (samples[:, SampleRow.LOGITS_ROW] >= 0) & (samples[:, SampleRow.FLAGS] & SampleFlag.LOGPROBS != 0)
+        wanted, k = is_wanted.nonzero()[:, 0], ids.shape[1]
+        for chunk in chunks(len(wanted), logits.shape[1]):
+            of_samples = rows_of(logits, samples[wanted[chunk], SampleRow.LOGITS_ROW])
+            mass = torch.logsumexp(of_samples, dim=-1)
+            log_mass[wanted[chunk]] = mass
+            lowest_of = of_samples.topk(k).values if k else ()
+            for sample, x, lowest in zip(wanted[chunk], of_samples, lowest_of, strict=False):
+                near = (~(x < lowest[-1])).nonzero()[:, 0]
+                order = x[near].argsort(descending=True, stable=True)[:k]  # stable: of equal ones the lowest id first
+                ids[sample] = near[order].int()
+                logprobs[sample] = x[near[order]] - log_mass[sample]
 
     def look_up(
         self, logits: Tensor, logits_rows: Tensor, token_ids: Tensor, log_mass: Tensor, logprobs: Tensor, ranks: Tensor
@@ -441,3 +714,54 @@ class Operations(Protocol):
             log_mass: float32 [m], of each of those rows.
             logprobs: float32 [m]; ranks: int32 [m]; both are written.
         """
+        for pairs in chunks(len(logits_rows), logits.shape[1], device=logits.device):
+            is_wanted = logits_rows[pairs] >= 0
+            of_pairs = logits.index_select(0, logits_rows[pairs].clamp(min=0))
+            values = of_pairs.gather(1, torch.where(is_wanted, token_ids[pairs], 0)[:, None].long())
+            higher = (of_pairs > values).sum(dim=-1, dtype=torch.int32)
+            logprobs[pairs] = torch.where(is_wanted, values[:, 0] - log_mass[pairs], logprobs[pairs])
+            ranks[pairs] = torch.where(is_wanted, 1 + higher, ranks[pairs])
+
+
+NAMES = [name for name in vars(Operations) if not name.startswith(("_", "is_", "has_"))]
+"""Of all operations."""
+
+plain_torch = Operations()
+
+
+def _normalise(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """`Operations.rms_norm` before it is rounded: float32."""
+    x = x.float()
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (weight.float() + offset)
+
+
+def _rows_of(expert: int, size: int) -> slice:
+    """Where an expert's matrix of so many rows is in a stack of them."""
+    first = expert * in_panels(size)
+    return slice(first, first + size)
+
+
+def _rows_of_tokens(rows: Tensor, num_tokens: int) -> Tensor:
+    """int64 [T]: which of ``rows``, as in `Operations.gather_tokens`, each token is of."""
+    # The last row that begins at the token or before it, and has tokens.
+    begins, order = torch.where(rows[:, 3] > 0, rows[:, 2], num_tokens).sort()
+    token = torch.arange(num_tokens, dtype=torch.int32, device=rows.device)
+    return order[torch.searchsorted(begins, token, right=True) - 1]
+
+
+def _is_first(samples: Tensor) -> Tensor:
+    """Bool [s]: the samples that are no padding, and the first of their rows of logits."""
+    return (samples[:, SampleRow.LOGITS_ROW] >= 0) & (samples[:, SampleRow.FLAGS] & SampleFlag.FIRST != 0)
+
+
+def _first_samples(samples: Tensor, sample_of_row: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """int64 [any]: the first sample of each of ``rows``; and bool [any]: there is one. Padding has none."""
+    sample = torch.where(rows >= 0, sample_of_row[rows.clamp(min=0).long()], -1).long()
+    is_there = sample >= 0
+    sample = sample.clamp(min=0)
+    return sample, is_there & _is_first(samples)[sample]
+
+
+def _known(tokens: Tensor, vocab: int) -> Tensor:
+    """int64 [any]: the tokens that the model has."""
+    return tokens[(tokens >= 0) & (tokens < vocab)].long()

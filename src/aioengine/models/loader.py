@@ -18,9 +18,8 @@ from torch import Tensor
 
 from aioengine.config import EngineConfig
 from aioengine.errors import ConfigError, ModelLoadError
-from aioengine.kernels.operations import Operations
+from aioengine.kernels.operations import Operations, plain_torch
 from aioengine.kernels.packed_weight import CodedWeight, Quantization
-from aioengine.kernels.torch import operations as torch_operations
 from aioengine.models.checkpoint import EMBEDDING, FILE_DTYPES, HEAD, CheckpointTensor, checkpoint_tensors, of_text
 from aioengine.models.decoder import Decoder, Linear
 from aioengine.models.decoder_config import DecoderConfig, read_decoder_config
@@ -50,7 +49,7 @@ class Placement(msgspec.Struct, frozen=True):
     """
 
     device: torch.device = torch.device("cpu")
-    operations: Operations = torch_operations
+    operations: Operations = plain_torch
 
 
 ON_CPU = Placement()

@@ -69,7 +69,7 @@ class DeviceOutputs(Generic[Words]):
     """Views of the words.
 
     Attributes:
-        token_ids, status: int32 [samples]; the second as in `aioengine.kernels.sampling.sample_rows.Status`.
+        token_ids, status: int32 [samples]; the second as in `aioengine.kernels.sample_rows.Status`.
     """
 
     def __init__(self, words: Words, sizes: OutputSizes) -> None:

@@ -11,8 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from aioengine.kernels.sampling.sample_rows import SampleRow, param_of
-from aioengine.kernels.torch.sampling import MAX_FLOAT, chunks, is_allowed, kept_mass
+from aioengine.kernels.sample_rows import SampleRow, param_of
+from aioengine.kernels.torch.draws import MAX_FLOAT, chunks, is_allowed, kept_mass
 
 CHUNK_ELEMENTS = 2**21
 """Logits that are sorted together: temporaries of some 0.1 GB."""
@@ -69,7 +69,7 @@ def _lowest_drawn(logits: Tensor, samples: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def _lowest_kept(x: Tensor, top: Tensor, temperature: Tensor, samples: Tensor) -> Tensor:
-    """float32 [m, 1], as `aioengine.kernels.torch.sampling.threshold`, by one sort of float32 [m, V].
+    """float32 [m, 1], as `aioengine.kernels.torch.draws.threshold`, by one sort of float32 [m, V].
 
     Args:
         top, temperature: float32 [m, 1].

@@ -12,18 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from aioengine.kernels.operations import Operations
-from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow
+from aioengine.kernels.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow
 from aioengine.kernels.zeros import lazy_zeros
 from aioengine.sampler.outputs import DeviceOutputs, Scored
 from aioengine.sampler.processed import process_logits
 from aioengine.sampler.rules import RuleSizes, RuleTensors
-from aioengine.scheduler.plan import Int32
 
 PROMPT_CHUNK_ELEMENTS = 2**23
 """Logits of a prompt that are computed together: 32 MiB."""
@@ -61,12 +58,6 @@ class Features(NamedTuple):
         return self.has_masks or self.rules.num_edits > 0
 
 
-def kept_spans(logits_rows: NDArray[np.int64], vocab_size: int) -> Int32:
-    """int32 [n, 4]: spans for `Operations.put_spans` that copy rows of logits to the same places of another tensor."""
-    columns = (logits_rows, 0 * logits_rows, logits_rows * vocab_size, np.full_like(logits_rows, vocab_size))
-    return np.stack(columns, axis=1).astype(np.int32)
-
-
 class SampleTensors(NamedTuple):
     """A step's samples on the device.
 
@@ -74,8 +65,7 @@ class SampleTensors(NamedTuple):
         samples: int32 [s, SAMPLE_WORDS].
         sample_of_row: int32 [rows], as in `Operations.edit_logits`.
         scored_rows: int32 [s], the rows of logits of the samples that want log-probabilities; -1: those that do not.
-        kept: int32 [n, 4], the rows of logits that want log-probabilities and have rules or are processed, as
-            `kept_spans` gives them.
+        kept: int32 [n], the rows of logits that want log-probabilities and have rules or are processed; -1: padding.
         processed_samples: int32 [n], the first samples of rows that want processed log-probabilities, the last of them
             repeated.
     """
@@ -155,7 +145,7 @@ class Sampler:
             if not features.num_processed:
                 ops.top_logprobs(logits, samples, scored.log_mass, scored.top_ids, scored.top_logprobs)
         if keeps:
-            ops.put_spans(self._kept, at.kept, words.view(-1))
+            ops.copy_rows(self._kept, words, at.kept)
         # Rules
         if features.rules.num_edits:
             self._edit(logits, at, features.rules)
@@ -175,7 +165,7 @@ class Sampler:
             into = self._kept.view(torch.float32)
             process_logits(logits, samples, processed_samples, masks, out.token_ids, into, has_filters=has_filters)
         if keeps:
-            ops.put_spans(words, at.kept, self._kept.view(-1))
+            ops.copy_rows(words, self._kept, at.kept)
         if features.num_processed:
             ops.top_logprobs(logits, samples, scored.log_mass, scored.top_ids, scored.top_logprobs)
         if is_scored:

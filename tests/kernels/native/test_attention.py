@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.harness import assert_same, int32
+from kernels.harness import assert_same, int32, native
 from kernels.paged_cases import WITH_EXTRAS, PagedCase, assert_close, attend, extras_of, paged_case
 from torch import Tensor
 
@@ -16,9 +16,9 @@ from aioengine.errors import InternalError
 from aioengine.executor.host import HostAccelerator
 from aioengine.kernels.attention.paged import choose_num_splits
 from aioengine.kernels.native.library import Library
-from aioengine.kernels.native.operations import NativeOperations
+from aioengine.kernels.native.native_operations import NativeOperations
 from aioengine.kernels.native.team import Team
-from aioengine.kernels.torch import attention as reference
+from aioengine.kernels.operations import plain_torch as reference
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 KEYWORDS: dict[str, Any] = {"scale": 0.11, "window": None, "num_splits": 1, "max_context": 2048}
@@ -180,7 +180,7 @@ def prefill_case(
     padding; two tokens before the rows', and one after, are no row's."""
     spans = [(0 if window is None else max(first + 1 - window, 0), first + count) for first, count in chunks]
     case = paged_case(seed, spans, num_tokens=sum(count for _, count in chunks) + 3, heads=heads, **sizes)
-    longest = NativeOperations.prefill_tile(heads, case.k_cache.shape[2], case.q.shape[2])
+    longest = native.prefill_tile(heads, case.k_cache.shape[2], case.q.shape[2])
     tiles, token = [[-1, 0, 5, 0]], 2
     for row, (first, count) in enumerate(chunks):
         for begin in range(0, count, longest):

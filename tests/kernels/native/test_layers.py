@@ -11,10 +11,10 @@ from kernels.paged_cases import as_cached
 from torch import Tensor
 
 from aioengine.errors import InternalError
-from aioengine.kernels.native.operations import NativeOperations
+from aioengine.kernels.native.native_operations import NativeOperations
 from aioengine.kernels.native.team import Team
 from aioengine.kernels.operations import Activation
-from aioengine.kernels.torch import layers as reference
+from aioengine.kernels.operations import plain_torch as reference
 from aioengine.kernels.torch.quantized import quantize_lines, read_lines
 
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)

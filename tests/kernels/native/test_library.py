@@ -27,7 +27,7 @@ def _bringing(code: Path) -> str:
     return f"""
 import sys, types
 from pathlib import Path
-sys.modules["aioengine.kernels.native.kernels.compiler"] = types.SimpleNamespace(
+sys.modules["aioengine.kernels.native.compiler"] = types.SimpleNamespace(
     compile_part=lambda *_: Path({str(code)!r}).read_bytes()
 )
 """

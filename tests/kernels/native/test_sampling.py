@@ -13,10 +13,10 @@ from sampler.batch import Rows, make_rows, random_logits, sample_for
 from sampler.test_sampler import of_all_kinds
 from torch import Tensor
 
-from aioengine.kernels.native.operations import NativeOperations
+from aioengine.kernels.native.native_operations import NativeOperations
 from aioengine.kernels.native.team import Team
-from aioengine.kernels.sampling.sample_rows import SampleFlag, SampleRow
-from aioengine.kernels.torch import sampling as reference_sampling
+from aioengine.kernels.operations import plain_torch as reference_sampling
+from aioengine.kernels.sample_rows import SampleFlag, SampleRow
 from aioengine.sampler.outputs import DeviceOutputs
 
 

@@ -13,10 +13,10 @@ import torch
 from nightly import nightly
 
 from aioengine.errors import InternalError
-from aioengine.kernels.native.kernels.team_words import MAX_CHUNKS
 from aioengine.kernels.native.library import Library
-from aioengine.kernels.native.operations import NativeOperations
+from aioengine.kernels.native.native_operations import NativeOperations
 from aioengine.kernels.native.team import Team
+from aioengine.kernels.native.team_words import MAX_CHUNKS
 
 NUM_SPANS = 5
 

@@ -26,8 +26,8 @@ from typing import IO
 import msgspec
 
 from aioengine.errors import InternalError
-from aioengine.kernels.native.kernels.parts import ALL_PARTS, COMMON, compile_seconds
 from aioengine.kernels.native.library import PACKAGE, Library, find_library, library_path, read_part
+from aioengine.kernels.native.parts import ALL_PARTS, COMMON, compile_seconds
 from aioengine.processes.own_process import COMPILER_OUTLIVES
 
 logger = logging.getLogger("aioengine")
@@ -251,7 +251,7 @@ from aioengine.kernels.native.compilation import outlive_parent
 from aioengine.kernels.native.library import compile_parts
 if outlives == "1":
     outlive_parent(int(parent_pid), die_with_parent)
-import aioengine.kernels.native.kernels.compiler
+import aioengine.kernels.native.compiler
 select.select([sys.stdin], [], [], float(head_start_s))  # until its other end is closed
 with open(int(unkept), "wb") as file:
     file.write(msgspec.msgpack.encode(compile_parts(parts)))

@@ -1,6 +1,6 @@
 """Native kernels as object files, one a part: compiled by numba once a machine, loaded by LLVM in milliseconds.
 
-Loading it takes neither numba nor its imports: `aioengine.kernels.native.kernels` is for the compiler alone.
+Loading it takes neither numba nor its imports: the compiler alone imports `vectors` and the modules of kernels.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import fcntl
 import gc
 import hashlib
-import os
 import sys
 from collections.abc import Iterable
 from functools import cache
@@ -18,15 +17,17 @@ from typing import Any
 
 from llvmlite import binding
 
-from aioengine.kernels.native.kernels.parts import ALL_PARTS, part_of
+from aioengine.kernels.cache_folder import cache_folder, keep
+from aioengine.kernels.native.parts import ALL_PARTS, part_of
 
 DIGEST_BYTES = 16
 
 HERE = Path(__file__).parent
 PACKAGE = HERE.parents[1]
+LAUNCHING = ("native_operations.py", "compilation.py", "team.py")
 SOURCES = (
-    *sorted((HERE / "kernels").glob("*.py")),
-    *(HERE / name for name in ("library.py", "../sampling/sample_rows.py", "../../sampling_params.py")),
+    *sorted(file for file in HERE.glob("*.py") if file.name not in LAUNCHING),
+    *(HERE / name for name in ("../sample_rows.py", "../../sampling_params.py")),
 )
 """The kernels, what they take constants from, and what the files look like."""
 
@@ -91,10 +92,7 @@ def library_path(part: str) -> Path:
     Raises:
         FileNotFoundError: there is no home directory.
     """
-    cache_home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    if cache_home.startswith("~"):
-        raise FileNotFoundError("there is no home directory to keep native kernels in; set XDG_CACHE_HOME")
-    return Path(cache_home) / "aioengine" / f"kernels-{_cache_key()}-{part}.o"
+    return cache_folder() / f"kernels-{_cache_key()}-{part}.o"
 
 
 def read_part(part: str) -> bytes | None:
@@ -132,7 +130,7 @@ def compile_parts(parts: Iterable[str]) -> dict[str, bytes]:
     Returns:
         object files that could not be kept, by their parts; stderr has the reason.
     """
-    from aioengine.kernels.native.kernels.compiler import compile_part
+    from aioengine.kernels.native.compiler import compile_part
 
     gc.disable()  # what a compiler makes stays: a fifth of the time was spent looking through it
     unkept: dict[str, bytes] = {}
@@ -145,17 +143,8 @@ def compile_parts(parts: Iterable[str]) -> dict[str, bytes]:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if read_part(part) is None:
                     code = compile_part(part, target_machine())
-                    _keep(path, code)
+                    keep(path, _digest(code) + code)
         except OSError as error:
             print(error, file=sys.stderr)
             unkept[part] = code or compile_part(part, target_machine())
     return unkept
-
-
-def _keep(path: Path, code: bytes) -> None:
-    unfinished = path.with_suffix(f".{os.getpid()}")
-    try:
-        unfinished.write_bytes(_digest(code) + code)
-        os.replace(unfinished, path)  # whole or not at all, whatever other processes do
-    finally:
-        unfinished.unlink(missing_ok=True)

@@ -15,14 +15,14 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aioengine.errors import InternalError
-from aioengine.kernels.native.kernels.team_words import (
+from aioengine.kernels.native.library import Library
+from aioengine.kernels.native.team_words import (
     MAX_ARGUMENTS,
     MAX_CHUNKS,
     RECORD_BYTES,
     RECORD_WORDS,
     SEMAPHORES,
 )
-from aioengine.kernels.native.library import Library
 
 READ = (
     *(torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn),
