@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from aioengine.executor import torch_executor
-from aioengine.kernels.torch import operations as reference
+from aioengine.kernels.operations import plain_torch as reference
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
 

@@ -1,45 +1,47 @@
 """Each kernel at serving sizes, against the time that its bytes or its operations take at the bounds' rates.
 
-On a GPU these are the Triton kernels; on a CPU the torch oracles, which say that the calls are right and no more.
+On a GPU these are the Triton kernels; on a CPU plain torch, which says that the calls are right and no more.
 A call is timed with the GPU's cache overwritten before it, so that ratios stay below 1; in a step some of what a kernel
 reads is in the cache, and the small ones cost their launch alone.
 """
 
 from __future__ import annotations
 
-import importlib
 import statistics
 from collections.abc import Iterator
-from typing import Any
 
 import msgspec
+import torch
 
-from benchmarks.gpu.kernel_cases import CASES, Case, Inputs
+from aioengine.kernels.call_times import call_times
+from aioengine.kernels.kernel_cases import GROUPS, Case, CaseSizes, Inputs
+from aioengine.kernels.operations import Operations, plain_torch
+from aioengine.kernels.triton import find_launchers, triton_operations
 from benchmarks.gpu.rows import Bounds, KernelResult
 from benchmarks.gpu.running import describe
-from benchmarks.gpu.sizes import KernelSizes
-from benchmarks.gpu.timing import call_times
 
 
-def measure(sizes: KernelSizes, device: str, bounds: Bounds) -> Iterator[KernelResult]:
+def measure(sizes: CaseSizes, device: str, bounds: Bounds, repetitions: int) -> Iterator[KernelResult]:
     """Yield what becomes of each case; one that fails says why, and the others go on."""
-    name = "triton_operations" if device == "cuda" else "torch.operations"
-    operations = importlib.import_module(f"aioengine.kernels.{name}")
-    for make in CASES:
+    operations = plain_torch if device == "cpu" else triton_operations()
+    inputs = Inputs(sizes, torch.device(device), torch.bfloat16 if device == "cuda" else torch.float32, operations)
+    for make in GROUPS:
         try:
-            cases = list(make(Inputs(sizes, device, operations)))
+            cases = [case for case in make(inputs) if case.operation in find_launchers()]
         except Exception as error:
             yield KernelResult(name=make.__name__.strip("_"), size="", device=device, reason=describe(error))
             continue
         for case in cases:
-            yield time_case(case, operations, sizes.repetitions, device, bounds)
+            yield time_case(case, operations, repetitions, inputs.device, bounds)
 
 
-def time_case(case: Case, operations: Any, repetitions: int, device: str, bounds: Bounds) -> KernelResult:
-    result = KernelResult(name=case.operation, size=case.size, device=device)
+def time_case(
+    case: Case, operations: Operations, repetitions: int, device: torch.device, bounds: Bounds
+) -> KernelResult:
+    result = KernelResult(name=case.operation, size=case.size, device=device.type)
     try:
-        operation = getattr(operations, case.operation)
-        median_s = statistics.median(call_times(lambda: case.call(operation), device, repetitions=repetitions))
+        call, _ = case.prepare(operations)
+        median_s = statistics.median(call_times(call, device, repetitions=repetitions))
     except Exception as error:
         return msgspec.structs.replace(result, reason=describe(error))
     of_bytes, of_flops = case.num_bytes / bounds.copy_bytes_per_s, case.flops / bounds.matrix_flops

@@ -17,7 +17,7 @@ import msgspec
 from benchmarks.gpu.emulation import emulated_gpu
 from benchmarks.gpu.rows import Bounds, KernelResult, Result
 from benchmarks.gpu.running import Setting, describe
-from benchmarks.gpu.sizes import FULL, TINY, TINY_KERNELS, KernelSizes
+from benchmarks.gpu.sizes import FULL, KERNELS, TINY, TINY_KERNELS
 
 PARTS = {
     "bounds": "benchmarks.gpu.bounds",
@@ -86,7 +86,8 @@ def _run_part(
     if bounds is None:
         raise RuntimeError("there are no bounds to compare with")
     if name == "kernels":
-        for result in module.measure(TINY_KERNELS if is_tiny else KernelSizes(), device, bounds):
+        of_kernels, repetitions = (TINY_KERNELS, 2) if is_tiny else (KERNELS, 50)
+        for result in module.measure(of_kernels, device, bounds, repetitions):
             report(result)
     else:
         setting = Setting(device=device, sizes=sizes, folder=folder, bounds=bounds, report=report)

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from aioengine.kernels.kernel_cases import CaseSizes
+
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
     """A decoder's shape."""
@@ -183,35 +185,12 @@ TINY = Sizes(
 )
 
 
-class KernelSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """Of Llama-3.1-8B, a batch of ``decode`` sequences and a step of ``prefill`` tokens."""
-
-    hidden: int = 4096
-    intermediate: int = 14336
-    heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    vocab: int = 128_256
-    layers: int = 32
-    decode: int = 256
-    prefill: int = 8192
-    context: int = 1024
-    long_context: int = 65_536
-    block_size: int = 16
-    repetitions: int = 50
-
-
-TINY_KERNELS = KernelSizes(
-    hidden=64,
-    intermediate=96,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    vocab=384,
-    layers=2,
-    decode=4,
-    prefill=32,
-    context=40,
-    long_context=64,
-    repetitions=2,
-)
+KERNELS = CaseSizes(
+    hidden=4096, intermediate=14336, heads=32, kv_heads=8, head_dim=128, vocab=128_256, layers=32,
+    decode=256, prefill=8192, context=1024, long_context=65_536,
+)  # fmt: skip
+"""Of Llama-3.1-8B."""
+TINY_KERNELS = CaseSizes(
+    hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, vocab=384, layers=2,
+    decode=4, prefill=32, context=40, long_context=64,
+)  # fmt: skip

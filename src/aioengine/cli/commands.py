@@ -13,6 +13,7 @@ import click
 import aioengine
 from aioengine.cli.bench import bench
 from aioengine.cli.chat import chat
+from aioengine.cli.check import check
 from aioengine.cli.command import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, exit_code_of
 from aioengine.cli.compile import compile_command
 from aioengine.cli.engine import engine, keys
@@ -31,7 +32,7 @@ def cli() -> None:
     """An LLM inference engine that lives inside an asyncio program."""
 
 
-for command in (generate, chat, bench, info, engine, serve_command, compile_command, keys):
+for command in (generate, chat, bench, info, engine, serve_command, compile_command, check, keys):
     cli.add_command(command)
 
 

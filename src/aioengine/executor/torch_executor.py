@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar, TypeVarTuple
 
 import anyio
+import torch
 
 from aioengine.config import EngineConfig
 from aioengine.core import control as c
@@ -34,8 +35,9 @@ from aioengine.executor.memory import return_freed_memory
 from aioengine.executor.profiler import Recording
 from aioengine.executor.runner import Runner
 from aioengine.executor.weights import Load, Weights
-from aioengine.kernels.native.kernels.parts import parts_of
-from aioengine.kernels.native.operations import has_kernels
+from aioengine.kernels.kernel_check import find_faulty
+from aioengine.kernels.native.native_operations import has_kernels
+from aioengine.kernels.native.parts import parts_of
 from aioengine.models.folder import ModelFolder
 from aioengine.models.formats.catalogue import is_quantised
 from aioengine.models.implementations import load_model, read_model_config
@@ -350,7 +352,7 @@ def _find_accelerator(config: EngineConfig, folder: ModelFolder | None) -> Accel
     if found is None:
         return _host(config, folder)
     try:
-        from aioengine.kernels import triton_operations
+        from aioengine.kernels.triton import triton_operations
     except ImportError as error:
         if device == "auto":
             logger.warning("there is a GPU, and no Triton to compute on it (%s): the model runs on the CPU", error)
@@ -358,7 +360,8 @@ def _find_accelerator(config: EngineConfig, folder: ModelFolder | None) -> Accel
         raise ConfigError(
             f"device={device!r} needs Triton, which a torch for CUDA brings ({error}); device='cpu' does not"
         ) from error
-    return CudaAccelerator(found, triton_operations)
+    dtype: torch.dtype = read_model_config(folder, config).dtype if folder is not None else torch.float32
+    return CudaAccelerator(found, triton_operations(find_faulty(found, dtype)))
 
 
 def _host(config: EngineConfig, folder: ModelFolder | None) -> HostAccelerator:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 
@@ -14,7 +15,7 @@ AHEAD = 20
 
 
 def call_times(
-    call: Callable[[], object], device: str, *, repetitions: int, warm_up: int = 3, is_cold: bool = True
+    call: Callable[[], object], device: torch.device, *, repetitions: int, warm_up: int = 3, is_cold: bool = True
 ) -> list[float]:
     """Seconds of each call.
 
@@ -23,12 +24,12 @@ def call_times(
     """
     for _ in range(warm_up):
         call()
-    if device != "cuda":
+    if device.type != "cuda":
         times = []
         for _ in range(repetitions):
-            begin = time.perf_counter()
+            begin_s = time.perf_counter()
             call()
-            times.append(time.perf_counter() - begin)
+            times.append(time.perf_counter() - begin_s)
         return times
     trash = torch.empty(CACHE_BYTES if is_cold else 1, dtype=torch.int8, device=device)
     times = []
@@ -45,3 +46,11 @@ def call_times(
         torch.cuda.synchronize()
         times += [begin.elapsed_time(end) / 1e3 for begin, end in events]
     return times
+
+
+def copy_bytes_per_s(device: torch.device, num_bytes: int = 2**28) -> float:
+    """Bytes read and written a second in copies. They are random, since a GPU's clock is higher on zeros."""
+    source = torch.randint(0, 2**31, (num_bytes // 4,), dtype=torch.int32, device=device)
+    target = torch.empty_like(source)
+    times = call_times(lambda: target.copy_(source), device, repetitions=7, is_cold=False)
+    return 2 * num_bytes / statistics.median(times)
