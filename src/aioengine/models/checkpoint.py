@@ -1,4 +1,4 @@
-"""What a checkpoint's tensors are called, and where in a decoder they go."""
+"""The names of a checkpoint's tensors, and their places in a decoder."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TEXT_PREFIXES = {
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
-"""What the text part's tensors are called in a model of texts and images, in two ways, and what alone."""
+"""Prefixes of the text part's tensors in a model of texts and images (two ways), and in the text part alone."""
 
 OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|vision_model|multi_modal_projector|image_newline)\b")
 
@@ -37,7 +37,7 @@ Found = TypeVar("Found")
 
 
 def of_text(tensors: dict[str, Found]) -> dict[str, Found]:
-    """Of a model of texts and images the text part's tensors, by the names that they have alone; of any other all."""
+    """The text part's tensors of a model of texts and images, by the names that they have alone; else all."""
     prefixes = tuple(TEXT_PREFIXES)
     if not any(name.startswith(prefixes) for name in tensors):
         return tensors
@@ -77,11 +77,11 @@ class CheckpointTensor(msgspec.Struct, frozen=True):
         return cast(Values, values[torch.tensor(self.order, dtype=torch.long, device=values.device)])
 
     def within(self, decoder: nn.Module) -> Tensor:
-        """As `of`, of a decoder whose parameters are not packed."""
+        """The same rows of a decoder whose parameters are not packed."""
         return self.of(decoder.get_parameter(self.parameter))
 
     def row_ids(self, parameter: Tensor) -> Tensor:
-        """Which rows of the parameter the outputs of the tensor's matrices are, one matrix after the other: int64."""
+        """int64: the rows of the parameter that the tensor's outputs are, one matrix after the other."""
         return self.of(torch.arange(len(parameter))[:, None]).flatten()
 
     def read(self, parameter: Tensor) -> Tensor:
@@ -230,7 +230,7 @@ def _expert_tensors(
 
 @cache
 def _row_order(head_order: tuple[int, ...] | None, num_heads: int) -> tuple[int, ...] | None:
-    """Of the rows of so many heads, one after the other."""
+    """The order of the rows of so many heads, one after the other."""
     if head_order is None:
         return None
     return tuple(head * len(head_order) + index for head in range(num_heads) for index in head_order)

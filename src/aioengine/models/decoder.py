@@ -378,7 +378,7 @@ class Decoder(nn.Module):
         move_weights(list(self.parameters()), device, is_pinned=is_pinned)
 
     def weights(self) -> Iterator[Tensor]:
-        """As `Model.weights`."""
+        """See `Model.weights`."""
         return self.parameters()
 
     @cached_property
@@ -386,15 +386,15 @@ class Decoder(nn.Module):
         return checkpoint_tensors(self.config)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """As `Model.shapes`."""
+        """See `Model.shapes`."""
         return {name: entry.shape for name, entry in self._entries.items()}
 
     def ties(self) -> dict[str, str]:
-        """As `Model.ties`: of two tied tensors some tools save the other one, or both."""
+        """See `Model.ties`: of two tied tensors some tools save the other one, or both."""
         return {HEAD: EMBEDDING} if self.config.tie_word_embeddings else {}
 
     def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """As `Model.tensors`. Neighbours that share a parameter share its dense values."""
+        """See `Model.tensors`. Neighbours that share a parameter share its dense values."""
         parameter, dense = "", torch.empty(0, dtype=self.config.dtype)
         for name in names:
             entry = self._entries[name]
@@ -403,7 +403,7 @@ class Decoder(nn.Module):
             yield name, entry.read(dense).contiguous()
 
     def changes(self, tensors: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """As `Model.changes`."""
+        """See `Model.changes`."""
         names_of: dict[str, list[str]] = {}
         for name in tensors:
             names_of.setdefault(self._entries[name].parameter, []).append(name)
@@ -439,7 +439,7 @@ class Decoder(nn.Module):
         return (module for module in self.modules() if isinstance(module, Linear))
 
     def forward(self, token_ids: Tensor, step: StepContext) -> Tensor:
-        """As `Model.__call__`."""
+        """See `Model.__call__`."""
         c, x = self.config, self._embed(token_ids, self._embedding)
         if self._scales_embeddings:
             self.operations.scale(x, c.embedding_scale)
@@ -453,7 +453,7 @@ class Decoder(nn.Module):
         return x
 
     def logits(self, hidden: Tensor, step: StepContext) -> Tensor:
-        """As `Model.logits`."""
+        """See `Model.logits`."""
         logits = self._head(hidden, step)
         if self._scales_logits:
             self.operations.scale(logits, self.config.logits_scale, self.config.logits_soft_cap)

@@ -1,4 +1,4 @@
-"""The shape of a decoder, read from config.json by what the table of families says.
+"""The shape of a decoder, read from config.json by the table of families.
 
 transformers takes a second to import, so config.json is read here wherever what `transformers.AutoConfig` would make of
 it is known. All else goes through AutoConfig.
@@ -44,7 +44,7 @@ made; all are held against the shapes of the tensors before memory is asked for.
 sequence, and is none then."""
 
 MAX_SHOWN_CHARS = 500
-"""Of what transformers says of a config: some errors hold all of it."""
+"""Characters of transformers' errors that are shown: some hold all of a config."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -58,7 +58,7 @@ UNREAD_FIELDS = frozenset(
 
 
 class ConfigFields(msgspec.Struct, frozen=True):
-    """What of config.json describes the decoder, named and typed as in transformers' configs, absent fields filled in.
+    """The fields of config.json that describe the decoder, as in transformers' configs, absent ones filled in.
 
     A config.json that lacks a field without a default here is read by transformers.
 
@@ -121,7 +121,7 @@ FACTORS = (
     "logits_scaling",
 )
 OF_SOME_FAMILIES = {*FACTORS, "hidden_activation", "no_rope_layers", "use_bidirectional_attention"}
-"""Fields that other families leave unread, whatever a config.json says there."""
+"""Fields that other families leave unread, whatever their config.json has there."""
 
 MAY_BE_NULL = {field.name for field in msgspec.structs.fields(ConfigFields) if isinstance(field.default, int)}
 """Flags and numbers that transformers leaves null in a config of a family that does not read them."""
@@ -179,7 +179,7 @@ def read_decoder_config(folder: ModelFolder, *, dtype: str = "auto", max_model_l
 
 
 class _BadConfig(Exception):
-    """What is wrong with a config.json, or not supported."""
+    """A config.json is wrong, or describes something that is not supported."""
 
 
 class _Lacking(_BadConfig):
@@ -187,7 +187,7 @@ class _Lacking(_BadConfig):
 
 
 def lacking(folder: ModelFolder) -> str | None:
-    """What a config.json of one of these families describes that the decoder lacks; None: nothing, or it is no good."""
+    """The feature of a config.json of these families that the decoder lacks; None: none, or the file is no good."""
     try:
         _read(folder, "auto", None)
     except _Lacking as error:
@@ -257,7 +257,7 @@ def _read(folder: ModelFolder, dtype: str, max_model_len: int | None) -> Decoder
 
 
 NUM_EXPERTS = ("num_experts", "num_local_experts")
-"""Spellings of one field: nothing in one of them hides what the other says."""
+"""Two names of one field; nothing under one does not override the other."""
 
 
 def known_fields(config: dict[str, Any], family: Family) -> ConfigFields | None:
@@ -267,7 +267,7 @@ def known_fields(config: dict[str, Any], family: Family) -> ConfigFields | None:
 
     Returns:
         None where AutoConfig must read it: it is of another model type, has one of `UNREAD_FIELDS`, has windows and
-        does not say in which layers, or a field is missing or malformed.
+        does not list their layers, or a field is missing or malformed.
     """
     rope = config.get("rope_scaling") or config.get("rope_parameters")
     if rope is None:
@@ -328,7 +328,7 @@ def _fields_by_transformers(folder: ModelFolder, stated: dict[str, Any]) -> Conf
                 folder.path, local_files_only=True, trust_remote_code=False
             )
         fields = config.get_text_config(decoder=True).to_dict()
-        # A wrapper says for its text part whether the head is tied, and may say its dtype.
+        # A wrapper states for its text part whether the head is tied, and may state its dtype.
         stated = {"dtype": stated.get("torch_dtype"), **stated}
         fields |= {name: stated[name] for name in ("dtype", "tie_word_embeddings") if stated.get(name) is not None}
         given = {name: value for name, value in fields.items() if value is not None or name not in MAY_BE_NULL}
@@ -351,7 +351,7 @@ def _check_numbers(get: Callable[[str], Any]) -> None:
 
 
 def _check_texts(config: dict[str, Any]) -> None:
-    """Refuse texts in config.json of which transformers' own errors would not say what they are."""
+    """Refuse texts in config.json that transformers' own errors would not name."""
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(config.get(name), str) and config[name]:
             raise _BadConfig(f"{name}={shorten(config[name])}; an object is needed")
@@ -365,7 +365,7 @@ def _check_texts(config: dict[str, Any]) -> None:
 
 
 def _of_family(family: Family, fields: ConfigFields) -> ConfigFields:
-    """Without what this family does not read, whatever its config.json says there."""
+    """The fields without those that this family does not read."""
     unread = OF_SOME_FAMILIES - family.reads
     neutral = {field.name: field.default for field in msgspec.structs.fields(ConfigFields) if field.name in unread}
     return msgspec.structs.replace(fields, **neutral)

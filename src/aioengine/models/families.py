@@ -30,7 +30,7 @@ GLM4_NORMS: dict[NormPlace, str] = {**BEFORE, "output": "post_self_attn_layernor
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
-    """In what an architecture differs from the plain decoder. A string is the config's field that says it.
+    """In what an architecture differs from the plain decoder. A string is the name of the config's field.
 
     Attributes:
         model_type: transformers' name of its config.
@@ -264,7 +264,7 @@ WRAPPERS = (
 
 
 def native_architecture(config: dict[str, Any]) -> str | None:
-    """Of `ARCHITECTURES`, what this config.json describes: it, or the text part of one of `WRAPPERS`; None: neither."""
+    """The one of `ARCHITECTURES` that a config.json, or the text part of one of `WRAPPERS`, describes; else None."""
     names, text = config.get("architectures"), config.get("text_config")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         return None

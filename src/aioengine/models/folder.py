@@ -1,4 +1,4 @@
-"""Where a model's files are, and what its small JSON files say. Needs no torch."""
+"""The place of a model's files, and the content of its small JSON files. Needs no torch."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ PICKLED_FILES = ("pytorch_model*.bin",)
 WEIGHT_FILES = (*SAFE_FILES, *PICKLED_FILES)
 GGUF_SUFFIX = ".gguf"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", GGUF_SUFFIX)
-"""Also of formats that are not read, of which that is to be said."""
+"""Also of formats that are not read, which errors name."""
 
 CODE_FILES = ("*.py",)
 MAX_SMALL_BYTES = 256 * 2**20
-"""Of one small file: ten times the largest tokenizer.json."""
+"""The most bytes of a small file: ten times the largest tokenizer.json."""
 
 MAX_JSON_BYTES = 32 * 2**20
-"""Of a JSON file that is read here: four times the largest index."""
+"""The most bytes of a JSON file that is read here: four times the largest index."""
 
 MAX_LABELS = 2**16
 """The most labels of a classifier, ``num_labels`` in config.json: transformers makes a dict of them."""
@@ -145,9 +145,9 @@ class ModelFolder(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sampling_defaults(self) -> dict[str, Any]:
-        """What generation_config.json says for the fields of `SamplingParams` that it shares with them.
+        """The fields of `SamplingParams` that generation_config.json has, too.
 
-        ``do_sample`` says nothing here: transformers leaves it false in most files, also in those of models that are
+        ``do_sample`` is not read: transformers leaves it false in most files, also in those of models that are
         not meant to be greedy.
 
         Raises:

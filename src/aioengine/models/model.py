@@ -1,4 +1,4 @@
-"""What an executor asks of a model, whatever computes it."""
+"""The interface between an executor and a model, whichever code computes it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from aioengine.kernels.packed_weight import Quantization
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What an executor has to know of a model's shape.
+    """The shape of a model, as far as an executor has to know it.
 
     Attributes:
         num_heads, num_kv_heads, head_dim: of the attention; ``num_heads`` is a multiple of ``num_kv_heads``.
@@ -42,7 +42,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def limit_length(stated: int, max_model_len: int | None) -> int:
-    """The most tokens of a sequence: what the model states, or less where the engine's limit says so.
+    """The most tokens of a sequence: what the model states, or less by the engine's limit.
 
     Raises:
         ConfigError: the limit is more.
@@ -216,7 +216,7 @@ class Model(Protocol):
         ...
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of a checkpoint's tensors, without those that stand for another (`ties`)."""
+        """Shapes of a checkpoint's tensors, without those that stand for another (`ties`)."""
         ...
 
     def ties(self) -> dict[str, str]:
@@ -228,7 +228,7 @@ class Model(Protocol):
         ...
 
     def changes(self, tensors: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """What has to become what for these tensors to be the model's.
+        """The changes by which these tensors become the model's.
 
         Args:
             tensors: of `shapes` and any dtype, on the host; taken out as it goes.
@@ -239,7 +239,7 @@ class Model(Protocol):
 
 
 def move_weights(weights: list[Tensor], device: torch.device, *, is_pinned: bool) -> None:
-    """As `Model.move`, where they are these tensors. What they leave goes at the end.
+    """Move tensors as `Model.move` does. Their old memory is freed at the end.
 
     Raises:
         MemoryError: as there; they are where they were, as after any other error.

@@ -38,7 +38,7 @@ def check_begin(path: Path) -> None:
 
 
 def why_incomplete(folder: Path, otherwise: str) -> str:
-    """Why a folder lacks its config or its weights; ``otherwise`` where its names do not tell."""
+    """Why a folder lacks its config or its weights; ``otherwise`` where its names give no reason."""
     names = sorted(path.name for path in folder.iterdir())
     for name, problem in OTHER_FOLDERS.items():
         if name in names:

@@ -81,7 +81,7 @@ def head_order(head_dim: int, rotary_dim: int, *, is_interleaved: bool) -> tuple
 
 
 def _linear_rope(parameters: RopeParameters, periods: Tensor, lengths: Lengths) -> tuple[Tensor, float]:
-    """As if positions were ``factor`` times closer (Chen et al., 2023, arXiv:2306.15595)."""
+    """Positions ``factor`` times closer (Chen et al., 2023, arXiv:2306.15595)."""
     return 1.0 / periods / parameters["factor"], 1.0
 
 

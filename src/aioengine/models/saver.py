@@ -98,7 +98,7 @@ def _write_weights(model: Model, part: Path, max_shard_bytes: int, should_stop: 
 def _write_file(tensors: dict[str, Tensor], path: Path) -> None:
     try:
         save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # it wraps what the system said
+    except SafetensorError as error:  # it wraps the system's error
         raise OSError(errno.EIO, f"the weights cannot be written: {error}", str(path)) from error
 
 

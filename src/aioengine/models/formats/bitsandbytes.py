@@ -1,4 +1,4 @@
-"""What the library bitsandbytes writes: NF4 and FP4 (Dettmers et al., 2023, arXiv:2305.14314), and LLM.int8.
+"""Checkpoints of the library bitsandbytes: NF4 and FP4 (Dettmers et al., 2023, arXiv:2305.14314), and LLM.int8.
 
 4 bits: ``weight`` is the flattened matrix, two codes a byte, the first in the high half. Blocks of ``blocksize``
 neighbours share an ``absmax``; the value is quant_map[code] · absmax. Quantised a second time, ``absmax`` is uint8, and

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: all its tensors, from the headers of its files and config.json's quantization_config."""
+"""All tensors of a checkpoint, from the headers of its files and config.json's quantization_config."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ KINDS = (
     (SINGLE_FILE, INDEX_FILE, read_safetensors),
     ("pytorch_model.bin", "pytorch_model.bin.index.json", read_pickled),
 )
-"""Of files, the first that is there: a single one, the index of several, and what reads the header of one."""
+"""Kinds of files, the first that is there counts: a single one, the index of several, and the header's reader."""
 
 OTHER_HEAD = re.compile(r"(score|classifier|qa_outputs)\.")
-"""What transformers calls the head of a model that classifies, beside the body of one that would generate text."""
+"""transformers' names of the head of a model that classifies, beside the body of one that would generate text."""
 
 LAYER = re.compile(r"(?:model\.|language_model\.)*layers\.(\d+)\.")
 """A tensor of a layer of the text part."""
@@ -45,7 +45,7 @@ LAYER = re.compile(r"(?:model\.|language_model\.)*layers\.(\d+)\.")
 def read_catalogue(folder: Path) -> dict[str, Stored]:
     """All tensors of a checkpoint, by name.
 
-    Which matrices are quantised the files say, not the config's lists of those that are not.
+    The files show which matrices are quantised, not the config's lists of those that are not.
 
     Args:
         folder: or a GGUF file.
@@ -102,7 +102,7 @@ def _stated(config: dict[str, Any]) -> Any:
 
 
 def _field(config: dict[str, Any], name: str) -> Any:
-    """Of a config.json, or of its text_config; None where it is in neither."""
+    """A field of a config.json, or of its text_config; None where it is in neither."""
     inner = config.get("text_config")
     holders = (config, inner if isinstance(inner, dict) else {})
     return next((held for holder in holders if (held := holder.get(name)) is not None), None)
@@ -131,7 +131,7 @@ def _check_head(tensors: Iterable[FileTensor]) -> None:
 
 
 def _check_dense(config: Path, tensors: Iterable[str]) -> None:
-    """Refuse codes of which no config says what they stand for."""
+    """Refuse codes that no config explains."""
     for name in tensors:
         if name.endswith(".qweight"):
             raise ModelLoadError(

@@ -20,7 +20,7 @@ Parts = dict[str, FileTensor]
 
 
 class BadConfig(Exception):
-    """What a quantization_config says is malformed, or not supported; says which, and what is."""
+    """A quantization_config is malformed, or not supported; the message names the field, and what is supported."""
 
 
 Tensors = dict[str, Tensor]
@@ -105,7 +105,7 @@ def check(part: FileTensor, formats: Container[str], *shapes: tuple[int, ...]) -
 
 
 def check_matrix(part: FileTensor, formats: Container[str]) -> tuple[int, int]:
-    """As `check`, of any shape [rows, columns], neither of them 0; the shape."""
+    """Check a matrix of any shape but an empty one, as `check` does; returns (rows, columns)."""
     check(part, formats, part.shape)
     if len(part.shape) != 2 or not all(part.shape):
         raise ModelLoadError(f"tensor {part.name} in {part.path} has shape {list(part.shape)}; a matrix is needed")
@@ -153,8 +153,8 @@ def regrouped(coded: CodedWeight, group_of: Tensor, part: FileTensor) -> Tensor 
 
 FLOATS = frozenset(FILE_DTYPES)
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-"""What the codes of float8_e4m3fn stand for (Micikevicius et al., 2022, arXiv:2209.05433)."""
+"""The values of the codes of float8_e4m3fn (Micikevicius et al., 2022, arXiv:2209.05433)."""
 
 _MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float32)
 E2M1 = torch.cat((_MAGNITUDES, -_MAGNITUDES))
-"""What the codes of 4-bit floats stand for (OCP Microscaling Formats, version 1.0)."""
+"""The values of the codes of 4-bit floats (OCP Microscaling Formats, version 1.0)."""

@@ -1,4 +1,4 @@
-"""What the library compressed-tensors writes: integers of 4 and 8 bits, and floats of 4 and 8 bits.
+"""Checkpoints of the library compressed-tensors: integers of 4 and 8 bits, and floats of 4 and 8 bits.
 
 By what a module's tensors are: ``weight`` int8 or float8_e4m3fn [out, in] ("int-quantized", "float-quantized");
 ``weight_packed`` int32 [out, ⌈in · bits / 32⌉] ("pack-quantized"), codes less 2^(bits - 1) from a word's low end, its
@@ -67,7 +67,7 @@ def read_config(config: dict[str, Any]) -> Format:
 
 
 def _scheme_of(module: str, schemes: list[tuple[list[str], Scheme]]) -> Scheme:
-    """Of the group that names the module, by itself or by a regular expression; else of the first of a kind of it."""
+    """The scheme of the group that names the module, or matches it by a regular expression; else that of its kind."""
     for targets, scheme in schemes:
         for target in targets:
             if target == module or (target.startswith("re:") and _matches(target.removeprefix("re:"), module)):

@@ -21,7 +21,7 @@ from aioengine.models.formats.coded_tensor import E2M1
 Unpacked = tuple[Tensor, Tensor, Tensor | None]
 
 NL = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.float32)
-"""What the codes of IQ4_NL and IQ4_XS stand for."""
+"""The values of the codes of IQ4_NL and IQ4_XS."""
 
 
 class BlockFormat(msgspec.Struct, frozen=True):
@@ -40,13 +40,13 @@ def _half(blocks: Tensor, at: int) -> Tensor:
 
 
 def _nibbles(packed: Tensor, group: int) -> Tensor:
-    """Of each ``group`` bytes all lower halves, then all upper ones: [blocks, bytes] → [blocks, 2 · bytes]."""
+    """The lower halves of each ``group`` bytes, then the upper ones: [blocks, bytes] → [blocks, 2 · bytes]."""
     packed = packed.reshape(len(packed), -1, 1, group)
     return torch.cat((packed & 15, packed >> 4), dim=2).flatten(1)
 
 
 def _bits(packed: Tensor, step: int, group: int) -> Tensor:
-    """Of each ``group`` bytes all lowest ``step`` bits, then the next: [blocks, bytes] → [blocks, 8 / step · bytes]."""
+    """The lowest ``step`` bits of each ``group`` bytes, then the next: [blocks, bytes] → [blocks, 8 / step · bytes]."""
     packed, mask = packed.reshape(len(packed), -1, 1, group), (1 << step) - 1
     return torch.cat([packed >> shift & mask for shift in range(0, 8, step)], dim=2).flatten(1)
 
@@ -78,7 +78,7 @@ def _q8_0(blocks: Tensor) -> Unpacked:
 
 
 def _scales_and_offsets(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Of Q4_K and Q5_K: [blocks, 8] each, from two numbers in float16 and 16 of 6 bits, whose upper 2 lie apart."""
+    """Q4_K's and Q5_K's: [blocks, 8] each, from two numbers in float16 and 16 of 6 bits, whose upper 2 lie apart."""
     low, high, rest = torch.chunk(blocks[:, 4:16], 3, dim=1)
     scales = torch.cat((low & 63, rest & 15 | low >> 2 & 48), dim=1)
     offsets = torch.cat((high & 63, rest >> 4 | high >> 2 & 48), dim=1)

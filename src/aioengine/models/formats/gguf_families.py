@@ -90,7 +90,7 @@ GRANITES: Fields = {
     "logits_scaling": ("logit_scale", float),
 }
 BIASES = {"qkv_bias": "attn_q", "attention_bias": "attn_q", "attention_out_bias": "attn_output", "mlp_bias": "ffn_down"}
-"""Fields of a config that say whether there are biases, and the tensors that have them."""
+"""Fields of a config for biases, and the tensors that have these."""
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 MAX_FACTORS = 2**16

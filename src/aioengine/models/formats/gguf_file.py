@@ -42,7 +42,7 @@ SHARD_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gg
 NUMBER_TYPES = {
     0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8",
 }  # fmt: skip
-"""Of metadata: the type's number, and numpy's name for it."""
+"""Types of metadata: the number, and numpy's name."""
 
 STRING, LIST = 8, 9
 
@@ -88,7 +88,7 @@ class GgufTensor(msgspec.Struct, frozen=True):
 
 
 class GgufFile(msgspec.Struct, frozen=True):
-    """What the header of a file says, or those of all files that a model was split into.
+    """The header of a file, or of all files that a model was split into.
 
     Attributes:
         path: the file, the first of several.
@@ -165,7 +165,7 @@ def _read_header(path: Path) -> GgufFile:
 
 
 class _Damaged(Exception):
-    """What is wrong with a header."""
+    """A header is malformed."""
 
 
 class _Header:

@@ -5,7 +5,7 @@
 GPTQ (Frantar et al., 2022, arXiv:2210.17323): ``qweight`` is int32 [in · bits / 32, out]: consecutive inputs of an
 output share a word, the first in its low bits; ``qzeros`` is int32 [groups, out · bits / 32], packed along the outputs.
 The config's ``checkpoint_format`` "gptq", the usual one, has zeros less 1 in ``qzeros``, "gptq_v2" as they are.
-``g_idx``, int32 [in], says which group an input is in: with ``desc_act`` not the one of those beside it, so that such a
+``g_idx``, int32 [in], is the group of each input: with ``desc_act`` not the one of those beside it, so that such a
 matrix is dequantised.
 
 AWQ (Lin et al., 2023, arXiv:2306.00978): ``qweight`` is int32 [in, out / 8]: eight outputs of an input share a word.

@@ -34,7 +34,7 @@ CODE_DTYPES = {
     "C64": torch.complex64,
     "C128": torch.complex128,
 }
-"""Beside `FILE_DTYPES`, of the tensors that a quantised one consists of, and of buffers that a model may pass over."""
+"""Further dtypes: of the parts of quantised tensors, and of buffers that a model may pass over."""
 
 
 class Files(ExitStack):

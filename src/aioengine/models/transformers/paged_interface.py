@@ -1,6 +1,6 @@
 """Paged attention behind transformers' attention interface: modelling code calls its attention, and gets ours.
 
-A step is one forward pass over the tokens of all rows, as if they were one sequence; attention tells them apart. The
+A step is one forward pass over the tokens of all rows, as if they were one sequence; attention separates them. The
 implementation of attention is registered with transformers when this module is imported.
 """
 

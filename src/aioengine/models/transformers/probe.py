@@ -125,7 +125,7 @@ def _check_layers(layers: list[LayerShape], num_layers: int, architecture: str) 
 
 @quiet_transformers()
 def read_their_config(folder: Path, trust_remote_code: bool) -> Any:
-    """transformers' own config of a model folder, made anew, without its quantisation.
+    """Read transformers' own config of a model folder, without its quantisation.
 
     Raises:
         Unusable: there is none, or no causal language model for it, or it is one with an encoder.
@@ -184,7 +184,7 @@ class _Mask(NamedTuple):
     is_seen: Callable[..., Any]
 
     def window(self, num_positions: int) -> int | None:
-        """As in `LayerShape`, of a sequence of so many tokens.
+        """The window as in `LayerShape`, of a sequence of so many tokens.
 
         Raises:
             Unusable: a token sees those behind it, or others than the last ones.

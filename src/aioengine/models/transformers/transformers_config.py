@@ -19,7 +19,7 @@ from aioengine.validation import shorten
 
 LENGTH_NAMES = ("max_position_embeddings", "max_seq_len", "seq_length")
 DEFAULT_LENGTH = 2048
-"""Of models whose config states none."""
+"""The length of models whose config states none."""
 
 
 class TransformersConfig(ModelConfig, frozen=True, kw_only=True):
@@ -42,7 +42,7 @@ def read_transformers_config(folder: ModelFolder, config: EngineConfig) -> Trans
     """The model that a folder's config.json describes, by transformers.
 
     Raises:
-        ModelLoadError: it cannot run here; the message says why, and what to do.
+        ModelLoadError: it cannot run here; the message gives the reason.
         ConfigError: ``config.max_model_len`` is more than the model allows, or ``config.quantization`` is set.
     """
     if config.quantization is not None:

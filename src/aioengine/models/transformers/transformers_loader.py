@@ -38,11 +38,11 @@ from aioengine.models.transformers.transformers_model import TransformersModel
 
 CHECKED_TOKENS = 4
 SAME = 1e-4
-"""Of the largest logit, by how much the head may differ from the whole model's: the same products in another shape."""
+"""How far logits of the head alone may be from the whole model's, of the largest: other shapes round otherwise."""
 
 
 def load_transformers(folder: ModelFolder, config: EngineConfig, **options: Unpack[LoadOptions]) -> TransformersModel:
-    """As `aioengine.models.loader.load_decoder`, by transformers' code. Needs the memory of the weights, the host's.
+    """See `aioengine.models.loader.load_decoder`, by transformers' code. Needs the memory of the weights, the host's.
 
     Raises:
         ModelLoadError, ConfigError, LoadStopped: as there.
@@ -55,13 +55,13 @@ def load_transformers(folder: ModelFolder, config: EngineConfig, **options: Unpa
 def load_weights(
     folder: Path, config: TransformersConfig, quantization: Quantization | None = None, **options: Unpack[LoadOptions]
 ) -> TransformersModel:
-    """As `aioengine.models.loader.load_weights`."""
+    """See `aioengine.models.loader.load_weights`."""
     check_weights(folder, config)
     return _load(config, read_catalogue(folder), Load(**options))
 
 
 def check_weights(folder: Path, config: TransformersConfig) -> None:
-    """As `aioengine.models.loader.check_weights`, of config.json alone."""
+    """See `aioengine.models.loader.check_weights`, of config.json alone."""
     engine = EngineConfig(
         dtype=str(config.dtype).removeprefix("torch."),  # type: ignore[arg-type]
         max_model_len=config.max_model_len,

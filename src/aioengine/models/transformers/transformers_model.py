@@ -54,11 +54,11 @@ class TransformersModel(nn.Module):
         return sum(tensor.nbytes for tensor in self.weights())
 
     def use(self, operations: Operations) -> None:
-        """As `Model.use`; attention alone is computed by them."""
+        """See `Model.use`; attention alone is computed by them."""
         self.operations = operations
 
     def forward(self, token_ids: Tensor, step: StepContext) -> Tensor:
-        """As `Model.__call__`: all tokens as those of one sequence, which attention tells apart."""
+        """See `Model.__call__`: all tokens as those of one sequence, which attention separates."""
         self.begin(step)
         inputs = {"input_ids": token_ids[None].long()}
         if step.embeddings is not None:
@@ -76,44 +76,44 @@ class TransformersModel(nn.Module):
         self._step.context = step
 
     def logits(self, hidden: Tensor, step: StepContext) -> Tensor:
-        """As `Model.logits`."""
+        """See `Model.logits`."""
         self._given.hidden = hidden[None]
         no_token = torch.zeros(1, 1, dtype=torch.long, device=hidden.device)
         logits: Tensor = self._head[0](input_ids=no_token, use_cache=False).logits[0].float()
         return logits
 
     def move(self, device: torch.device, *, is_pinned: bool = False) -> None:
-        """As `Model.move`."""
+        """See `Model.move`."""
         move_weights(list(self.weights()), device, is_pinned=is_pinned)
 
     def weights(self) -> Iterator[Tensor]:
-        """As `Model.weights`: parameters and buffers, tied ones once."""
+        """See `Model.weights`: parameters and buffers, tied ones once."""
         yield from self.parameters()
         yield from self.buffers()
 
     def _parameters_by_name(self) -> dict[str, Tensor]:
-        """Of the checkpoint, a tied one by each of its names."""
+        """Parameters by the checkpoint's names, a tied one by each of its names."""
         found: dict[str, Tensor] = self.model.state_dict(keep_vars=True)
         return found
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """As `Model.shapes`; names as transformers has them in memory, and saves them where it fuses none."""
+        """See `Model.shapes`; names as transformers has them in memory, and saves them where it fuses none."""
         ties = self.ties()
         return {name: tuple(each.shape) for name, each in self._parameters_by_name().items() if name not in ties}
 
     def ties(self) -> dict[str, str]:
-        """As `Model.ties`."""
+        """See `Model.ties`."""
         first: dict[int, str] = {}
         names = ((name, first.setdefault(id(each), name)) for name, each in self._parameters_by_name().items())
         return {name: kept for name, kept in names if name != kept}
 
     def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """As `Model.tensors`."""
+        """See `Model.tensors`."""
         found = self._parameters_by_name()
         return ((name, found[name].detach()) for name in names)
 
     def changes(self, tensors: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """As `Model.changes`."""
+        """See `Model.changes`."""
         found = self._parameters_by_name()
         targets = {name: found[name].detach() for name in tensors}
         return [(target, tensors.pop(name).to(target.dtype)) for name, target in targets.items()]
