@@ -368,13 +368,7 @@ class Decoder(nn.Module):
         self._head = (self.embedding if self.head is None else self.head).product(torch.float32)
 
     def move(self, device: torch.device, *, is_pinned: bool = False) -> None:
-        """Move the values of the parameters, all or none. Their old memory is freed at the end.
-
-        Args:
-            is_pinned: move to page-locked memory of the host, from and to which copies are fastest.
-        Raises:
-            MemoryError: there is no room for them. They stay where they were, as after any other error.
-        """
+        """See `Model.move`."""
         move_weights(list(self.parameters()), device, is_pinned=is_pinned)
 
     def weights(self) -> Iterator[Tensor]:

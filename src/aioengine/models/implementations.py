@@ -77,20 +77,16 @@ def choose_path(folder: ModelFolder, config: EngineConfig) -> PathChoice:
 
 
 def _architecture(folder: ModelFolder) -> str:
-    names = folder.config.get("architectures")
-    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        of_type = (
-            name for name, family in ARCHITECTURES.items() if family.model_type == folder.config.get("model_type")
-        )
-        hint = (
-            "; this is a part of a pipeline of diffusers, which makes images" if "_class_name" in folder.config else ""
-        )
-        if known := next(of_type, None):
-            hint = f', as "architectures": ["{known}"] for its model_type'
-        raise ModelLoadError(
-            f"{folder.source_of('config.json')}: architectures={shorten(names)}; a list of one is needed{hint}"
-        )
-    return str(names[0])[:100]
+    names, model_type = folder.config.get("architectures"), folder.config.get("model_type")
+    if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str):
+        return names[0][:100]
+    hint = "; this is a part of a pipeline of diffusers, which makes images" if "_class_name" in folder.config else ""
+    known = next((name for name, family in ARCHITECTURES.items() if family.model_type == model_type), None)
+    if known is not None:
+        hint = f', as "architectures": ["{known}"] for its model_type'
+    raise ModelLoadError(
+        f"{folder.source_of('config.json')}: architectures={shorten(names)}; a list of one is needed{hint}"
+    )
 
 
 def _check_code(folder: ModelFolder, trust_remote_code: bool) -> None:
@@ -98,8 +94,10 @@ def _check_code(folder: ModelFolder, trust_remote_code: bool) -> None:
     modules = folder.config.get("auto_map")
     if not isinstance(modules, dict):
         return
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
     where = folder.path / "config.json"
-    if not trust_remote_code and not _is_known(folder):
+    if not trust_remote_code and folder.config.get("model_type") not in CONFIG_MAPPING_NAMES:
         raise ModelLoadError(
             f"{where}: this model needs code of its own ({shorten(modules)}), which runs with all that this process "
             "may do. Read it, pin a revision of it, and set trust_remote_code=True"
@@ -110,13 +108,6 @@ def _check_code(folder: ModelFolder, trust_remote_code: bool) -> None:
             f"{where}: its code is in another repository, at no revision that is pinned ({shorten(elsewhere)}): put it "
             "into the model's folder, and its name without what is before -- into auto_map"
         )
-
-
-def _is_known(folder: ModelFolder) -> bool:
-    """Whether transformers has code for it, too."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
-    return folder.config.get("model_type") in CONFIG_MAPPING_NAMES
 
 
 def load_model(folder: ModelFolder, config: EngineConfig, **options: Unpack[LoadOptions]) -> Model:

@@ -78,7 +78,7 @@ def read_format(config: dict[str, Any]) -> Format | None:
     Raises:
         BadConfig: by a method that is not supported, or in a way that is not.
     """
-    stated = _stated(config)
+    stated = _field(config, "quantization_config")
     if stated is None:
         return None
     method = stated.get("quant_method") if isinstance(stated, dict) else stated
@@ -93,12 +93,7 @@ def read_format(config: dict[str, Any]) -> Format | None:
 
 def is_quantised(folder: ModelFolder) -> bool:
     """Whether matrices may come as codes."""
-    return find_gguf(folder.path) is not None or _stated(folder.config) is not None
-
-
-def _stated(config: dict[str, Any]) -> Any:
-    """A config.json's quantization_config, if there is one."""
-    return _field(config, "quantization_config")
+    return find_gguf(folder.path) is not None or _field(folder.config, "quantization_config") is not None
 
 
 def _field(config: dict[str, Any], name: str) -> Any:
@@ -114,12 +109,8 @@ def _without_extra_layers(config: dict[str, Any], tensors: dict[str, FileTensor]
     if type(num_layers) is not int or type(num_extra) is not int:
         return tensors
     extra = range(num_layers, num_layers + num_extra)
-
-    def is_extra(name: str) -> bool:
-        layer = LAYER.match(name)
-        return layer is not None and int(layer[1]) in extra
-
-    return {name: tensor for name, tensor in tensors.items() if not is_extra(name)}
+    layer_of = {name: int(layer[1]) for name in tensors if (layer := LAYER.match(name))}
+    return {name: tensor for name, tensor in tensors.items() if layer_of.get(name) not in extra}
 
 
 def _check_head(tensors: Iterable[FileTensor]) -> None:

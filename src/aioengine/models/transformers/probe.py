@@ -50,19 +50,22 @@ class LayerShape(NamedTuple):
 
 
 class Probed(NamedTuple):
-    """Results of a probe.
+    """Results of a probe; other fields as of `ModelConfig`.
 
     Attributes:
-        layers: by the order of their attention.
-        attention: names of the modules that attend, in the same order.
+        attention: names of the modules that attend, in order.
         body: name of the module beneath the head.
     """
 
-    layers: list[LayerShape]
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    windows: tuple[int | None, ...]
     attention: tuple[str, ...]
     body: str
-    hidden_size: int
-    vocab_size: int
 
 
 def probe_model(folder: Path, trust_remote_code: bool, num_positions: int) -> Probed:
@@ -107,7 +110,10 @@ def probe_model(folder: Path, trust_remote_code: bool, num_positions: int) -> Pr
     _check_layers(layers, num_layers, architecture)
     name_of = {module: name for name, module in model.named_modules()}
     attention = tuple(name_of[module] for module in probe.attention)
-    return Probed(layers, attention, calls.outer[0], calls.hidden_size, logits.shape[-1])
+    windows, head_dim = tuple(layer.window for layer in layers), max(layers[0].key_dim, layers[0].value_dim)
+    return Probed(
+        logits.shape[-1], calls.hidden_size, num_layers, *layers[0][:2], head_dim, windows, attention, calls.outer[0]
+    )
 
 
 def _check_layers(layers: list[LayerShape], num_layers: int, architecture: str) -> None:

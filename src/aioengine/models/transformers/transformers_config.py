@@ -66,22 +66,13 @@ def _read(folder: ModelFolder, config: EngineConfig) -> TransformersConfig:
     if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
         raise Unusable("use_bidirectional_attention makes an encoder of it, which generates no text")
     probed = probe_model(folder.path, config.trust_remote_code, max_model_len)
-    first = probed.layers[0]
     return TransformersConfig(
         architecture=folder.config["architectures"][0],
-        vocab_size=probed.vocab_size,
-        hidden_size=probed.hidden_size,
-        num_layers=len(probed.layers),
-        num_heads=first.num_heads,
-        num_kv_heads=first.num_kv_heads,
-        head_dim=max(first.key_dim, first.value_dim),
         max_model_len=max_model_len,
         dtype=_dtype(theirs, folder, config),
-        windows=tuple(layer.window for layer in probed.layers),
         folder=folder.path,
-        body=probed.body,
-        attention=probed.attention,
         trust_remote_code=config.trust_remote_code,
+        **probed._asdict(),
     )
 
 

@@ -89,39 +89,27 @@ def _noise(config: TransformersConfig) -> dict[str, Stored]:
     }
 
 
-class _Reading:
-    """Reads tensors as they are asked for, by transformers' own threads.
+class _Lazy:
+    """A tensor as transformers' threads ask for one of a safetensors file: ``[...]`` reads it.
 
-    Attributes:
-        error: the first error, if there was one: transformers may make another error of it.
+    Args:
+        errors: gets the error of a reading that fails: transformers may make another of it.
     """
 
-    def __init__(self, load: Load) -> None:
-        self.error: Exception | None = None
-        self._load = load
+    def __init__(self, stored: Stored, load: Load, errors: list[Exception]) -> None:
+        self._stored, self._load, self._errors = stored, load, errors
 
-    def read(self, stored: Stored) -> Tensor:
+    def __getitem__(self, _: Any) -> Tensor:
         try:
             self._load.stop_if_asked()
             with Files() as files:
-                values = stored.read(files)
+                values = self._stored.read(files)
                 dense = values.dense() if isinstance(values, CodedWeight) else values.clone()  # a view of the file
         except Exception as error:
-            self.error = self.error or error
+            self._errors.append(error)
             raise
-        self._load.add(stored.num_bytes)
+        self._load.add(self._stored.num_bytes)
         return dense
-
-
-class _Lazy:
-    """A tensor as transformers asks for one of a safetensors file: ``[...]`` reads it."""
-
-    def __init__(self, reading: _Reading, stored: Stored) -> None:
-        self._reading = reading
-        self._stored = stored
-
-    def __getitem__(self, _: Any) -> Tensor:
-        return self._reading.read(self._stored)
 
 
 _building = Lock()
@@ -145,26 +133,26 @@ def _load(config: TransformersConfig, catalogue: dict[str, Stored], load: Load) 
     stored = {name: each for name, each in catalogue.items() if not HARMLESS.search(name)}
     meta = make_on_meta(read_their_config(config.folder, config.trust_remote_code), config.trust_remote_code, PAGED)
     load.begin(sum(each.num_bytes for each in stored.values()))
-    reading = _Reading(load)
+    errors: list[Exception] = []
     with _building_alone(load), quiet_transformers():
         try:
             model, report = type(meta).from_pretrained(
                 None,
                 config=meta.config,
-                state_dict={name: _Lazy(reading, each) for name, each in stored.items()},
+                state_dict={name: _Lazy(each, load, errors) for name, each in stored.items()},
                 dtype=config.dtype,
                 attn_implementation=PAGED,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are in the report
             )
         except Exception as error:
-            if reading.error is not None:
-                raise reading.error from None
+            if errors:
+                raise errors[0] from None
             raise ModelLoadError(
                 f"transformers cannot load the weights: {type(error).__name__}: {str(error)[:MAX_SHOWN_CHARS]}"
             ) from error
-    if reading.error is not None:
-        raise reading.error
+    if errors:
+        raise errors[0]
     unexpected = [name for name in report["unexpected_keys"] if name not in stored or not is_zero_bias(stored[name])]
     check_no_other(
         lacks=sorted(report["missing_keys"]),
