@@ -865,7 +865,7 @@ def _backend_of(
         raise ConfigError("an executor is an object of this process: give either executor, or process and replicas")
     options = process if isinstance(process, ProcessOptions) else ProcessOptions()
     if is_one:
-        from aioengine.transport.backends import InChild
+        from aioengine.transport.child_engine import InChild
 
         return lambda hooks: InChild(config, options, hooks)
     from aioengine.cluster.backend import Replicated, launcher_of

@@ -52,7 +52,7 @@ async def closed_asleep(engine: Engine) -> None:
 
 
 async def killed(engine: Engine) -> None:
-    os.kill(engine._runtime.backend._engine.pid, signal.SIGKILL)  # type: ignore[union-attr]
+    os.kill(engine._runtime.backend._child.pid, signal.SIGKILL)  # type: ignore[union-attr]
 
 
 async def killed_asleep(engine: Engine) -> None:

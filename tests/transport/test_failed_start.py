@@ -18,10 +18,11 @@ from nightly import few, nightly
 
 from aioengine import AioEngineError, ConfigError, Engine, EngineClosed, EngineDead, ProcessOptions
 from aioengine.config import EngineConfig
+from aioengine.core.protocol import CoreHooks
 from aioengine.processes.worker_threads import TextWorker
 from aioengine.transport import addresses, serving
 from aioengine.transport.addresses import PrivateFolder
-from aioengine.transport.child_engine import ChildEngine
+from aioengine.transport.child_engine import InChild
 from aioengine.transport.handshake import Init
 from aioengine.transport.wire import PROTOCOL_VERSION
 
@@ -43,8 +44,8 @@ def open_files() -> set[str]:
 async def test_what_is_closed_may_be_closed_again_when_its_worker_has_ended() -> None:
     """So the closing of an engine is begun again where the loop's end cuts it short."""
     worker = TextWorker()
-    engine = ChildEngine(0, OPTIONS, worker, lambda: Init(PROTOCOL_VERSION))
-    await engine.begin()
+    engine = InChild(EngineConfig(), OPTIONS, CoreHooks(worker, worker, on_capacity=lambda: None))
+    await engine.find_model()
     await engine.aclose()
     await worker.aclose()
     await engine.aclose()

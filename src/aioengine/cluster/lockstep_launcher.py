@@ -21,7 +21,8 @@ from aioengine.errors import ConfigError, EngineDead, describe
 from aioengine.models.folder import ModelFolder
 from aioengine.processes.progress import OnProgress
 from aioengine.processes.worker_threads import TextWorker
-from aioengine.transport.backends import InChild, refuse_function
+from aioengine.transport.backends import refuse_function
+from aioengine.transport.child_engine import InChild
 from aioengine.transport.client import RemoteCore
 
 T = TypeVar("T")

@@ -31,8 +31,8 @@ from aioengine.models.folder import ModelFolder
 from aioengine.processes.progress import OnProgress
 from aioengine.processes.worker_threads import run_abandonable
 from aioengine.transport.addresses import pair_in, remove_private
-from aioengine.transport.backends import ATTACH_TIMEOUT_S, refuse_function
-from aioengine.transport.child_engine import EXIT_NEWS_S
+from aioengine.transport.backends import refuse_function
+from aioengine.transport.child_engine import ATTACH_TIMEOUT_S, EXIT_NEWS_S
 from aioengine.transport.client import RemoteCore
 from aioengine.transport.handshake import Failing, Init, Loading, Ready, start_error
 from aioengine.transport.link import Link

@@ -1,4 +1,4 @@
-"""An engine's process as a child of this one: started, told what to do, awaited, ended, and what it leaves removed."""
+"""`InChild`: a backend whose core is in a child process."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ import os
 import secrets
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import anyio
+import msgspec
 import zmq
 
-from aioengine.config import ProcessOptions
-from aioengine.errors import ConfigError, EngineDead
-from aioengine.executor.in_process import clock_of
+from aioengine.config import EngineConfig, ProcessOptions
+from aioengine.core.lockstep_protocol import LockstepPlace
+from aioengine.core.protocol import CoreHooks
+from aioengine.errors import AioEngineError, ConfigError, EngineDead
+from aioengine.executor.in_process import clock_of, find
+from aioengine.models.folder import ModelFolder
 from aioengine.processes.child import Child
 from aioengine.processes.progress import OnProgress
-from aioengine.processes.worker_threads import TextWorker
 from aioengine.transport.addresses import (
     START_DESCRIPTORS,
     PrivateFolder,
@@ -26,13 +29,19 @@ from aioengine.transport.addresses import (
     remove_private,
     remove_stale,
 )
+from aioengine.transport.backends import refuse_function
 from aioengine.transport.channel import Channel, Context, bind, end_context, make_context
 from aioengine.transport.child import TOKEN
-from aioengine.transport.handshake import Init, Ready, Welcome, welcome
+from aioengine.transport.client import RemoteCore
+from aioengine.transport.handshake import Init, Welcome, welcome
+from aioengine.transport.link import Link
+from aioengine.transport.wire import PROTOCOL_VERSION
 
 CHILD_MODULE = "aioengine.transport.child"
 
 START_SOCKET = "start.sock"
+
+ATTACH_TIMEOUT_S = 30.0
 
 MIN_SILENCE_S = 15.0
 """An engine that starts sends a message each second, and less often while an import or another program holds it up."""
@@ -41,39 +50,44 @@ EXIT_NEWS_S = 0.05
 """The end of a connection and that of a process are told apart if the second is known so soon after the first."""
 
 
-class ChildEngine:
-    """An engine's process.
+class InChild:
+    """A `Backend` whose core is in a child process, which ends with this one.
 
     Args:
-        rank: of the engine, for its name.
-        make_init: what it is told, once it is here.
+        rank: of the engine, where it is one of several that serve the same model.
+        env: added to the process's environment.
         module: what it runs: `transport.child`, or one that does more.
-        env: added to its environment.
-        on_exit: called on the loop, with how, when it has exited.
-        stays: the file of the socket that it serves at stays while it lives, for further front ends; its folder is
-            another's to remove.
+        lockstep: its place in a group of them that compute each step together.
     """
+
+    core: RemoteCore
+    cluster = None
+    server_key = ""
+    """Further front ends need none: they are of this machine."""
 
     def __init__(
         self,
-        rank: int,
+        config: EngineConfig,
         options: ProcessOptions,
-        worker: TextWorker,
-        make_init: Callable[[], Init],
+        hooks: CoreHooks,
         *,
-        module: str = CHILD_MODULE,
+        rank: int = 0,
         env: Mapping[str, str] | None = None,
-        on_exit: Callable[[str], None] = lambda _: None,
-        stays: bool = False,
+        module: str = CHILD_MODULE,
+        lockstep: LockstepPlace | None = None,
     ) -> None:
+        self._config = config
+        self._lockstep = lockstep
         self._rank = rank
         self._options = options
-        self._worker = worker
-        self._make_init = make_init
-        self._module = module
+        self._hooks = hooks
+        self._worker = hooks.worker
         self._env = env or {}
-        self._on_exit = on_exit
-        self._stays = stays
+        self._module = module
+        self.shared_address = "" if hooks.cluster is None else hooks.cluster.shared_address(rank) or ""
+        """Where further front ends can connect; empty: nowhere. Its file stays while the engine lives, in a folder that
+        is another's to remove."""
+        self._link = Link(hooks.worker)
         self._token = secrets.token_hex(16)
         self._child: Child | None = None
         self._folder: PrivateFolder | None = None
@@ -82,21 +96,14 @@ class ChildEngine:
         self._context: Context | None = None
         self._exits: deque[str] = deque()
 
-    @property
-    def pid(self) -> int | None:
-        return self._child.pid if self._child is not None else None
+    # The start
 
-    @property
-    def returncode(self) -> int | None:
-        """As `Child.returncode`."""
-        return self._child.returncode if self._child is not None else None
+    async def find_model(self) -> ModelFolder:
+        await self._start_process()
+        # The tokenizer's files; the engine's process looks for the weights itself.
+        return await find(self._config, self._worker, with_weights=False)
 
-    @property
-    def exit_news(self) -> str | None:
-        """How it has ended, if it has."""
-        return self._exits[0] if self._exits else None
-
-    async def begin(self) -> None:
+    async def _start_process(self) -> None:
         """Bind for the handshake and start the process."""
         # Noted where it is made, so that a start that is cancelled here removes it.
         await self._worker.run(self._make_folder, None)
@@ -118,20 +125,38 @@ class ChildEngine:
             on_exit=self._take_exit,
         )
 
-    async def wait_ready(self, on_progress: OnProgress | None = None, stall_timeout_s: float = math.inf) -> Ready:
-        """Wait until it serves; `begin` comes first.
+    async def open(self, on_progress: OnProgress | None = None) -> None:
+        await self._wait_ready(on_progress)
+        assert self._served_at is not None
+        try:
+            attached = await self._link.open(self._served_at, None, name="its parent", timeout_s=ATTACH_TIMEOUT_S)
+        except AioEngineError as error:  # its end, where there is one, is the cause
+            exit_news = await self._soon_exit_news()
+            if exit_news is None:
+                raise
+            raise EngineDead(exit_news) from error
+        self.core = RemoteCore(
+            self._link,
+            attached,
+            config=self._config,
+            hooks=self._hooks,
+            is_far=False,
+            describe_cut=self._describe_cut,
+            logs_stats=True,
+        )
+        if self.exit_news is not None:  # meanwhile
+            self.core.die(EngineDead(self.exit_news))
+        if not self.shared_address:  # from now on this process may be killed and leaves no file
+            await self._worker.run(remove_private, None, self._served_at)
 
-        Args:
-            stall_timeout_s: seconds without a message, from the first one on, after which it has stalled; at least
-                `MIN_SILENCE_S` are waited for one.
-        Raises:
-            ConfigError, ModelLoadError, EngineDead: it cannot start, or did not in time.
-        """
-        silence_s = max(stall_timeout_s, MIN_SILENCE_S)
+    async def _wait_ready(self, on_progress: OnProgress | None) -> None:
+        """Wait until the process serves: a message comes at least each ``stall_timeout_s``, or `MIN_SILENCE_S`."""
+        cluster = self._hooks.cluster
+        silence_s = max(math.inf if cluster is None else cluster.stall_timeout_s, MIN_SILENCE_S)
         clock = clock_of(asyncio.get_running_loop())
         machine = Welcome(
             name=f"engine {self._rank}",
-            make_init=self._init,
+            make_init=self._make_init,
             token=self._token,
             now=clock(),
             start_timeout_s=self._options.start_timeout_s,
@@ -145,62 +170,98 @@ class ChildEngine:
             if on_progress is not None and loaded != machine.loaded:  # else it only says that it lives
                 on_progress(*(loaded := machine.loaded))
 
-        assert self._handshake is not None, "begin comes first"
+        assert self._handshake is not None, "find_model comes first"
         with anyio.CancelScope() as silence:
             await welcome(self._handshake, machine, clock, exits=self._exits, on_change=on_change)
         if silence.cancelled_caught:
             raise EngineDead(f"engine {self._rank} has sent nothing for {silence_s:g} s while it started")
         assert machine.ready is not None
         self._served_at = machine.ready.address
-        return machine.ready
 
-    async def hide(self) -> None:
-        """Remove the file of the socket that it serves at, once it is connected to: it may be killed then and leaves
-        none."""
-        if self._served_at is not None and not self._stays:
-            await self._worker.run(remove_private, None, self._served_at)
+    def _make_init(self) -> Init:
+        """What the process is told when it has said HELLO.
 
-    async def wait(self) -> str:
-        """Wait until it has exited; returns how."""
+        No other process is to connect, and should this one be killed while the model loads, no file is to be left: the
+        folder goes. The engine serves in one of its own, whose name is known when it is there.
+        """
+        if self._folder is not None:
+            self._folder.remove()
+        return Init(
+            version=PROTOCOL_VERSION,
+            address=self.shared_address or None,
+            # This side logs load and requests: once is enough.
+            config=msgspec.structs.replace(self._config, log_stats_interval_s=0.0, log_requests=False),
+            plugins=self._options.plugins,
+            executor=self._options.executor,
+            lockstep=self._lockstep,
+        )
+
+    apply_model = refuse_function
+
+    # The process
+
+    @property
+    def where(self) -> str:
+        """Its process, for a person."""
+        return f"pid {self._child.pid}" if self._child is not None else ""
+
+    @property
+    def exit_news(self) -> str | None:
+        """How its process has ended, if it has."""
+        return self._exits[0] if self._exits else None
+
+    async def _soon_exit_news(self) -> str | None:
+        """How its process has ended, if that is so, or becomes known now."""
         assert self._child is not None
-        await self._child.wait()
-        return self._child.describe_exit()
-
-    async def soon_exit_news(self) -> str | None:
-        """How it has ended, if that is so, or becomes known now."""
         with anyio.move_on_after(EXIT_NEWS_S):
-            await self.wait()
-        return None if self.returncode is None else await self.wait()
+            await self._child.wait()
+        return None if self._child.returncode is None else self._child.describe_exit()
 
-    def expect_exit(self) -> None:
-        """Its exit is no failure from now on."""
+    async def _describe_cut(self) -> str:
+        still = f"the connection to its process ({self.where}) was cut, and that is still there"
+        return await self._soon_exit_news() or still
+
+    def _take_exit(self) -> None:
+        if self._child is not None and self._handshake is not None:
+            self._exits.append(self._child.describe_exit())
+            self._handshake.wake()
+            if hasattr(self, "core"):
+                # Its connection may not tell, as when something that it has started holds that open. Its final message
+                # comes first.
+                death = EngineDead(self._exits[0])
+                asyncio.get_running_loop().call_later(EXIT_NEWS_S, self.core.die, death)
+
+    # The end
+
+    def kill(self) -> None:
         if self._child is not None:
-            self._child.is_exit_expected = True
+            self._child.kill()
 
     async def aclose(self) -> None:
-        """End it, as `Child.aclose`. Idempotent."""
-        self.expect_exit()
+        if self._child is not None:
+            self._child.is_exit_expected = True
+        try:
+            try:
+                await self._link.aclose()
+            finally:
+                await self._close_process()
+        except BaseException:  # such as the deadline of closing, where something else holds the worker
+            self.abandon()
+            raise
+
+    async def _close_process(self) -> None:
         try:
             if self._child is not None:
                 await self._child.aclose()
         finally:
             if self._handshake is not None:
                 self._handshake.close()
-            try:
-                await end_context(self._context, self._worker)
-                if self._folder is not None:  # else they are removed, and the worker may have ended
-                    await self._worker.run(self._remove_files, None)
-            except asyncio.CancelledError:  # the deadline, where something else holds the worker
-                self.abandon()
-                raise
-
-    def kill(self) -> None:
-        """As `Child.kill`."""
-        if self._child is not None:
-            self._child.kill()
+            await end_context(self._context, self._worker)
+            if self._folder is not None:  # else they are removed, and the worker may have ended
+                await self._worker.run(self._remove_files, None)
 
     def abandon(self) -> None:
-        """As `Child.abandon`."""
+        self._link.abandon()
         if self._child is not None:
             self._child.abandon()
         if self._handshake is not None:
@@ -217,26 +278,10 @@ class ChildEngine:
         if self._folder is not None:
             self._folder.remove()
             self._folder = None
-        if self._served_at is not None and not self._stays:
+        if self._served_at is not None and not self.shared_address:
             remove_private(self._served_at)
         elif self._served_at is not None:  # it was killed, where the file is still there
             remove_stale(self._served_at.removeprefix("ipc://"))
-
-    def _take_exit(self) -> None:
-        if self._child is not None and self._handshake is not None:
-            self._exits.append(self._child.describe_exit())
-            self._handshake.wake()
-            self._on_exit(self._exits[0])
-
-    def _init(self) -> Init:
-        """What the process is told now that it is here.
-
-        No other process is to connect, and should this one be killed while the model loads, no file is to be left: the
-        folder goes. The engine serves in one of its own, whose name is known when it is there.
-        """
-        if self._folder is not None:
-            self._folder.remove()
-        return self._make_init()
 
 
 def _importing_like_here() -> dict[str, str]:
