@@ -20,7 +20,7 @@ from aioengine import AioEngineError, ConfigError, Engine, EngineClosed, EngineD
 from aioengine.config import EngineConfig
 from aioengine.core.protocol import CoreHooks
 from aioengine.processes.worker_threads import TextWorker
-from aioengine.transport import addresses, serving
+from aioengine.transport import addresses, engine_process
 from aioengine.transport.addresses import PrivateFolder
 from aioengine.transport.child_engine import InChild
 from aioengine.transport.handshake import Init
@@ -128,9 +128,9 @@ async def test_an_engine_whose_device_does_not_close_ends_all_the_same(
     monkeypatch: pytest.MonkeyPatch, runtime: Path
 ) -> None:
     clinging = Init(version=PROTOCOL_VERSION, config=EngineConfig(), executor="transport.life_scripts.devices:clinging")
-    monkeypatch.setattr(serving, "CLOSE_DEADLINE_S", 0.1)
+    monkeypatch.setattr(engine_process, "CLOSE_DEADLINE_S", 0.1)
     with anyio.fail_after(DEADLINE_S), anyio.CancelScope() as scope:
-        await serving.serve_engine(clinging, on_serving=lambda _: scope.cancel())
+        await engine_process.serve_engine(clinging, on_serving=lambda _: scope.cancel())
     assert os.listdir(runtime) == []
 
 

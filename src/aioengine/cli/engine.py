@@ -13,10 +13,10 @@ import click
 
 from aioengine.cli.command import given, is_interrupted, one_model, options_of, run
 from aioengine.config import EngineConfig
+from aioengine.transport.engine_process import serve_engine
 from aioengine.transport.handshake import Init
 from aioengine.transport.security import CLIENTS, PUBLIC, SECRET, SERVER, ServerKeys, make_keys
 from aioengine.transport.server import EngineServer
-from aioengine.transport.serving import serve_engine
 from aioengine.transport.wire import PROTOCOL_VERSION
 
 DEFAULT_CLIENT = "client"

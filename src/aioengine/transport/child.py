@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from aioengine.processes.own_side import die_with_parent, log_to_parent
 
 if TYPE_CHECKING:
-    from aioengine.transport.serving import EnterGroup
+    from aioengine.transport.engine_process import EnterGroup
 
 logger = logging.getLogger("aioengine")
 
@@ -27,7 +27,7 @@ def main(enter_group: EnterGroup | None = None) -> int:
     """Run an engine until it is asked to end; returns 0 if it was, 1 where it failed.
 
     Args:
-        enter_group: as of `parent.serve_for_parent`.
+        enter_group: as of `engine_process.serve_for_parent`.
     """
     parser = argparse.ArgumentParser(prog="python -m aioengine.transport.child")
     parser.add_argument("--handshake", required=True, help="address of the process that started this one")
@@ -38,7 +38,7 @@ def main(enter_group: EnterGroup | None = None) -> int:
 
     from aioengine.errors import AioEngineError
     from aioengine.processes.own_process import limit_spinning
-    from aioengine.transport.parent import serve_for_parent
+    from aioengine.transport.engine_process import serve_for_parent
 
     limit_spinning()
     try:

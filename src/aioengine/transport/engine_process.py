@@ -1,12 +1,13 @@
-"""An engine's whole life in a process of its own: loading, serving, the end."""
+"""An engine's whole life in a process of its own: its half of the handshake, loading, serving, the end."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib
 import logging
+import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, contextmanager, nullcontext
 
 import anyio
 
@@ -20,11 +21,23 @@ from aioengine.executor.in_process import InProcess
 from aioengine.processes.own_process import asked_by_signals
 from aioengine.processes.progress import LOADING, OnProgress
 from aioengine.processes.worker_threads import TextWorker
-from aioengine.transport.addresses import PrivateFolder
-from aioengine.transport.handshake import Init, Loading, Ready
+from aioengine.transport.addresses import PrivateFolder, check_connect
+from aioengine.transport.channel import Channel, Context, end_context, make_context
+from aioengine.transport.handshake import (
+    HELLO_TIMEOUT_S,
+    Failing,
+    Hello,
+    Init,
+    Loading,
+    Ready,
+    ToEngine,
+    check_init,
+)
+from aioengine.transport.link import make_dealer
 from aioengine.transport.security import ServerKeys
 from aioengine.transport.server import EngineServer
-from aioengine.transport.wire import WireMessage
+from aioengine.transport.wire import PROTOCOL_VERSION, Reader, WireMessage, Writer
+from aioengine.transport.wire_errors import to_fault
 from aioengine.validation import load_by_path
 
 logger = logging.getLogger("aioengine")
@@ -33,6 +46,9 @@ ENGINE_SOCKET = "engine.sock"
 
 LOADING_EVERY_BYTES = 16 * 2**20
 LOADING_EVERY_S = 1.0
+
+LINGER_S = 1.0
+"""How long the final message may take to reach the parent."""
 
 EnterGroup = Callable[[LockstepPlace, EngineCore], AbstractAsyncContextManager[None]]
 """Has a core step with its group while the context is open; entered when the model is loaded, until all are there."""
@@ -54,6 +70,29 @@ async def serve_engine(
         await serve_init(init, keys, on_serving=on_serving)
     if scope.cancel_called:
         logger.info("the engine has ended as it was told")
+
+
+async def serve_for_parent(address: str, token: str, enter_group: EnterGroup | None = None) -> None:
+    """Serve what the parent asks for until SIGTERM or SIGINT, cancellation, or the engine's death.
+
+    Args:
+        address, token: as of `Parent`.
+        enter_group: for an engine that gets a place in a group.
+    Raises:
+        ConfigError, ModelLoadError, EngineDead: the engine cannot start, or has died; the parent was sent the reason.
+    """
+    with anyio.CancelScope() as scope, asked_by_signals(lambda _: scope.cancel()):
+        worker = TextWorker()
+        parent = Parent(address, token, worker)
+        try:
+            await serve_init(await parent.greet(), None, parent.report, enter_group=enter_group)
+        except Exception as error:
+            parent.report(Failing(to_fault(error)))
+            raise
+        finally:
+            with closing():
+                await parent.aclose()
+                await worker.aclose()
 
 
 @contextmanager
@@ -81,32 +120,13 @@ async def serve_init(
     Raises:
         ConfigError, ModelLoadError, EngineDead: it cannot start, or has died.
     """
-    worker, dump_worker = TextWorker(), TextWorker()
-    try:
-        await _serve(init, keys, report, on_serving, enter_group, worker, dump_worker)
-    finally:
-        with closing():
-            await worker.aclose()
-            await dump_worker.aclose()
-
-
-async def _serve(
-    init: Init,
-    keys: ServerKeys | None,
-    report: Callable[[WireMessage], None],
-    on_serving: Callable[[EngineServer], None],
-    enter_group: EnterGroup | None,
-    worker: TextWorker,
-    dump_worker: TextWorker,
-) -> None:
-    config = init.config
-    if config is None:
+    if init.config is None:
         raise ConfigError("it is not said what to serve: give a model")
-    hooks = CoreHooks(worker, dump_worker, on_capacity=lambda: None)
+    worker, dump_worker = TextWorker(), TextWorker()
     starting = ExitStack()
     backend: InProcess | None = None
-    folders: list[PrivateFolder] = []
     server: EngineServer | None = None
+    folders: list[PrivateFolder] = []
     try:
         on_progress = starting.enter_context(_sending_progress(report))
         for plugin in init.plugins:
@@ -114,8 +134,8 @@ async def _serve(
         executor: Executor | None = None
         if init.executor is not None:
             of_group = () if init.lockstep is None else (init.lockstep,)
-            executor = load_by_path(init.executor, "executor")(config, *of_group)
-        backend = InProcess(config, executor, hooks)
+            executor = load_by_path(init.executor, "executor")(init.config, *of_group)
+        backend = InProcess(init.config, executor, CoreHooks(worker, dump_worker, on_capacity=lambda: None))
         files = await backend.find_model()
         await backend.open(on_progress)
         address = init.address
@@ -133,12 +153,14 @@ async def _serve(
     finally:
         starting.close()
         with closing():
-            if server is not None:
-                await server.aclose()
-            for folder in folders:
-                await worker.run(folder.remove, None)
-            if backend is not None:
-                await backend.aclose()
+            async with AsyncExitStack() as parts:  # closes the last one first, and each, whatever others raise
+                for part in (dump_worker, worker, backend):
+                    if part is not None:
+                        parts.push_async_callback(part.aclose)
+                for folder in folders:
+                    parts.push_async_callback(worker.run, folder.remove, None)
+                if server is not None:
+                    parts.push_async_callback(server.aclose)
     if backend is not None and backend.core.death is not None:
         raise EngineDead(str(backend.core.death), dump=backend.core.death.dump)
 
@@ -186,3 +208,46 @@ def _import(module: str) -> object:
         raise ConfigError(
             f"{module} cannot be imported in the engine's process: {type(error).__name__}: {error}"
         ) from error
+
+
+class Parent:
+    """The process that started this engine.
+
+    Args:
+        address: where it waits for the engine.
+        token: proves that it started this process.
+    """
+
+    def __init__(self, address: str, token: str, worker: TextWorker) -> None:
+        self._address = address
+        self._token = token
+        self._worker = worker
+        self._context: Context | None = None
+        self._channel: Channel | None = None
+        self._writer = Writer()
+
+    async def greet(self) -> Init:
+        """Say HELLO, and wait for the answer.
+
+        Raises:
+            EngineDead: the parent turned this engine away, or did not answer in time.
+        """
+        where = await self._worker.run(lambda: check_connect(self._address, has_keys=False), None)
+        self._context = make_context()
+        socket = make_dealer(self._context, where, None)
+        self._channel = channel = Channel(socket)
+        socket.connect(str(where))
+        self.report(Hello(PROTOCOL_VERSION, self._token, os.getpid()))
+        with anyio.move_on_after(HELLO_TIMEOUT_S):
+            reader: Reader[ToEngine] = Reader(ToEngine)
+            return check_init(reader.read((await channel.receive(1))[0]))
+        raise EngineDead(f"no answer to HELLO from {where} within {HELLO_TIMEOUT_S:g} s")
+
+    def report(self, body: WireMessage) -> None:
+        if self._channel is not None:
+            self._channel.send([self._writer.write(body)])
+
+    async def aclose(self) -> None:
+        if self._channel is not None:
+            self._channel.close(LINGER_S)
+        await end_context(self._context, self._worker)
