@@ -14,7 +14,7 @@ import queue
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any, Literal, Self, TextIO
@@ -113,14 +113,9 @@ class TextFormatter(logging.Formatter):
 
     default_msec_format = "%s.%03d"
 
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
-
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802, a method of logging's
-        server = getattr(record, "server", None)
-        if server is not None:
-            record.message = f"HTTP server {server}: {record.message}"
-        return super().formatMessage(record)
+    def __init__(self, server: int | None = None) -> None:
+        who = "" if server is None else f"HTTP server {server}: "
+        super().__init__(f"%(asctime)s %(levelname)s %(name)s: {who}%(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
         # What a message or a traceback quotes may hold line ends and control characters.
@@ -131,6 +126,10 @@ class TextFormatter(logging.Formatter):
 class JsonFormatter(logging.Formatter):
     """A JSON object a line: time (UTC), level, logger, message, then a request's `FIELDS`; exceptions as ``error``."""
 
+    def __init__(self, server: int | None = None) -> None:
+        super().__init__()
+        self._server = {} if server is None else {"server": server}
+
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         shown: dict[str, Any] = {
@@ -138,9 +137,8 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
+            **self._server,
         }
-        if hasattr(record, "server"):
-            shown["server"] = record.server
         if hasattr(record, "request_id"):
             shown.update((name, value) for name in FIELDS if (value := getattr(record, name, None)) is not None)
         if record.exc_info:
@@ -152,16 +150,6 @@ class JsonFormatter(logging.Formatter):
 
 def _escape(line: str, *, keep: str = "\t") -> str:
     return _UNPRINTABLE.sub(lambda match: match[0] if match[0] in keep else f"\\u{ord(match[0]):04x}", line)
-
-
-def _told_by(server: int) -> Callable[[logging.LogRecord], bool]:
-    """A filter that sets ``server`` of each record to this number."""
-
-    def note(record: logging.LogRecord) -> bool:
-        record.server = server
-        return True
-
-    return note
 
 
 # Handler
@@ -195,7 +183,7 @@ class OffLoopHandler(logging.Handler):
         self._is_closed = False
         self.num_dropped = 0
         """Records dropped so far."""
-        self.num_told = 0
+        self._num_reported = 0
         """Dropped records that a logged line has reported."""
         self._thread = threading.Thread(target=self._write_all, name="aioengine-log", daemon=True)
         self._thread.start()
@@ -240,13 +228,12 @@ class OffLoopHandler(logging.Handler):
             self._write(record)
             del record  # with its traceback
             if self._records.qsize() < self._max_queued // 2:
-                self._tell_dropped()
-        self._tell_dropped()
+                self._report_dropped()
+        self._report_dropped()
 
-    def _tell_dropped(self) -> None:
-        count = self.num_dropped - self.num_told
-        if count:
-            self.num_told += count
+    def _report_dropped(self) -> None:
+        if count := self.num_dropped - self._num_reported:
+            self._num_reported += count
             message = f"{count} log records were dropped: they came faster than they could be written"
             self._write(logging.LogRecord(LOGGER_NAME, logging.WARNING, __file__, 0, message, None, None))
 
@@ -273,13 +260,12 @@ def logging_off_loop(
     """Send all log records of this process through an `OffLoopHandler` while the block runs; for the command line.
 
     Args:
-        server: the number of this HTTP server among several, added to each record.
+        server: the number of this HTTP server among several, which each line has.
     """
     root = logging.getLogger()
     level_before = root.level
-    with OffLoopHandler(JsonFormatter() if log_format == "json" else TextFormatter(), stream) as handler:
-        if server is not None:
-            handler.addFilter(_told_by(server))
+    formatter = JsonFormatter if log_format == "json" else TextFormatter
+    with OffLoopHandler(formatter(server), stream) as handler:
         root.addHandler(handler)
         root.setLevel(level)
         try:
