@@ -6,9 +6,9 @@ import json
 
 import msgspec
 
+from aioengine.server.anthropic_messages import MessageRequest, read_chat
 from aioengine.server.chat_builder import ChatBuilder
 from aioengine.server.decoding import read_messages
-from aioengine.server.messages import MessageRequest, read_chat
 from aioengine.server.responses import ResponseRequest, read_input
 from aioengine.text.chat_input import check_messages
 from aioengine.text.chat_template import render_template

@@ -10,7 +10,6 @@ from typing import Any
 import anthropic
 import httpx
 import pytest
-from anthropic import AsyncAnthropic
 from anthropic.types import (
     Message,
     MessageCountTokensParams,
@@ -27,7 +26,7 @@ from waiting import until
 
 from aioengine import Engine
 from aioengine.server import ServerConfig
-from aioengine.server.messages import Block, MessageRequest, _input_of
+from aioengine.server.anthropic_messages import Block, MessageRequest, _input_of
 from aioengine.server.schema import known_names
 from aioengine.tool_calls.calls import ToolCall
 
@@ -360,18 +359,6 @@ async def test_arguments_that_are_no_json_are_told_as_they_are() -> None:
 # Clients that leave, what fails on the way
 
 
-@both_adapters
-async def test_a_client_that_leaves_ends_its_message(folder: Path, adapter: Adapter) -> None:
-    async with scripted(folder, "A long story", adapter=adapter, is_manual=True) as served:
-        stream = await served.anthropic.messages.create(model="demo", messages=HELLO, max_tokens=50, stream=True)
-        assert (await anext(stream)).type == "message_start"
-        await until(lambda: served.engine.stats().running == 1)
-        await stream.close()
-        await until(lambda: served.engine.stats().running == 0)
-        for step in served.executor.unfinished:
-            step.complete()
-
-
 async def test_one_that_is_aborted_says_that_it_may_go_on(folder: Path) -> None:
     async with scripted(folder, "A long story", is_manual=True) as served:
         stream = await served.anthropic.messages.create(model="demo", messages=HELLO, max_tokens=50, stream=True)
@@ -547,21 +534,6 @@ async def test_overload_is_the_status_at_which_the_client_comes_again(folder: Pa
         await until(lambda: served.engine.stats().running == 0)
         for step in served.executor.unfinished:
             step.complete()
-
-
-@both_adapters
-async def test_keys_come_either_way(adapter: Adapter, config: ServerConfig) -> None:
-    async with serving_fake(adapter, config) as (_, _, _, http):
-        url = str(http.base_url)
-        for options in ({"api_key": "a-secret-key"}, {"api_key": None, "auth_token": "a-secret-key"}):
-            async with anthropic_client(url, **options) as client:
-                assert isinstance(client, AsyncAnthropic)
-                message = await client.messages.create(model="demo", messages=HELLO, max_tokens=1)
-                assert message.usage.output_tokens == 1
-        async with anthropic_client(url, api_key="another-key") as client:
-            with pytest.raises(anthropic.AuthenticationError):
-                await client.messages.create(model="demo", messages=HELLO, max_tokens=1)
-        assert (await http.get("/v1/models", headers={"x-api-key": "a-secret-key"})).status_code == 200
 
 
 async def test_tools_of_a_model_that_has_none_are_left_out() -> None:

@@ -14,7 +14,7 @@ from server.scripted import CALL, LOOKS_UP, WEATHER, sse_events
 
 from aioengine.outputs import CompletionDelta, CompletionOutput, RequestOutput
 from aioengine.server.answers import parts_in_order
-from aioengine.server.messages import MessageAnswer
+from aioengine.server.anthropic_messages import MessageAnswer
 from aioengine.server.responses import ResponseAnswer
 from aioengine.tool_calls.calls import Piece, Tool, ToolCall, ToolCallDelta
 from aioengine.tool_calls.formats import find_tool_format

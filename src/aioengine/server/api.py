@@ -21,6 +21,7 @@ from aioengine.errors import AioEngineError, EngineClosed, EngineDead, InvalidRe
 from aioengine.processes.turns import turns_here
 from aioengine.server.access_log import log_request, logger, request_id_of
 from aioengine.server.answers import encode_ids
+from aioengine.server.anthropic_messages import MessageRequest, error_response
 from aioengine.server.config import ServerConfig
 from aioengine.server.decoding import BodyReader, read_messages, read_text, read_tokens, read_tools
 from aioengine.server.elsewhere import COMPACT_PATH, instead_of
@@ -45,7 +46,6 @@ from aioengine.server.exchange import (
     run_while_connected,
 )
 from aioengine.server.generation import GenerationCall, check_request
-from aioengine.server.messages import MessageRequest, error_response
 from aioengine.server.metrics import (
     OPEN_PATHS,
     UNCOUNTED_HANDLERS,

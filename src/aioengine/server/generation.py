@@ -22,11 +22,11 @@ from aioengine.processes.turns import turns_here
 from aioengine.scheduler.sequence import MAX_SESSION_CHARS
 from aioengine.server.access_log import MAX_ID_CHARS, is_fit_id
 from aioengine.server.answers import Answer, ChatAnswer, CompletionAnswer, Extras, Usage, encode_ids, usage_of
+from aioengine.server.anthropic_messages import MessageAnswer, MessageRequest, continues_answer, read_chat
 from aioengine.server.config import ServerConfig
 from aioengine.server.decoding import read_messages, read_prompts, read_tools, too_many
 from aioengine.server.errors import JSON_HEADERS, api_error_of, invalid_value, unsupported
 from aioengine.server.exchange import Exchange, Response, WriteMonitor, run_while_connected
-from aioengine.server.messages import MessageAnswer, MessageRequest, continues_answer, read_chat
 from aioengine.server.record import RequestRecord
 from aioengine.server.response_tools import ResponseTools, read_response_tools
 from aioengine.server.responses import ResponseAnswer, ResponseRequest, read_input, with_instructions

@@ -1,10 +1,20 @@
 """HTTP/1.1 connections: uvicorn's, parsed by httptools, with bounds on what a client may do before an app sees it.
 
-uvicorn waits for ever for a head that does not come to its end, takes headers, URLs and pipelined requests without
-number, and closes a connection by waiting until the client has read what is left for it. Here each of these has a
-limit (`HttpLimits`), and is answered with the error body of the OpenAI API where the client can still read one.
+uvicorn's public interface has no place for these promises, so that its protocol is extended here, and its versions are
+bounded in pyproject.toml to those that were tested:
 
-A response is written by uvicorn's own code: nothing is added to a piece of it, and some 3 µs to a request. Of a scope's
+- limits (`HttpLimits`) of a head's time and size, of fields, trailers, URLs, connections and requests ahead of their
+  turn, each answered by an error body of the OpenAI API while the client can read one;
+- a client that does not read is cut off: closing, as uvicorn does, waits until it has read all;
+- a drain that loses no accepted request, and says in each response that it is the connection's last;
+- a disconnect is known at once to all requests of a connection, also behind one that runs;
+- no turn of the loop is long, however many requests come in it: pieces wait for later turns.
+
+`tests/server/test_http_protocol.py`, `test_http_server.py`, `test_slow_clients.py`, `test_disconnects.py` and
+`test_loop_stays_free.py` hold them. A response is written by uvicorn's own code: nothing is added to a piece of it, and
+some 3 µs to a request. A protocol of our own would have 230 lines more than this.
+
+Of a scope's
 ``extensions``, ``aioengine.cut`` is a function that ends the connection at once, with what is still buffered: for a
 client that does not read any more, on which closing would wait.
 """
