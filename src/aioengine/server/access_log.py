@@ -114,8 +114,8 @@ class TextFormatter(logging.Formatter):
     default_msec_format = "%s.%03d"
 
     def __init__(self, server: int | None = None) -> None:
-        who = "" if server is None else f"HTTP server {server}: "
-        super().__init__(f"%(asctime)s %(levelname)s %(name)s: {who}%(message)s")
+        prefix = "" if server is None else f"HTTP server {server}: "
+        super().__init__(f"%(asctime)s %(levelname)s %(name)s: {prefix}%(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
         # What a message or a traceback quotes may hold line ends and control characters.
