@@ -533,7 +533,7 @@ def test_times_count_from_the_arrival_that_is_told(open_engine: Open) -> None:
         ("arrival_time", {"arrival_time": float("nan")}),
         ("arrival_time", {"arrival_time": True}),
         ("lora_request", {"lora_request": "adapter"}),
-        ("temperature", {"temperature": 0.5}),
+        ("params", {"temperature": 0.5}),
         ("trace_headers", {"trace_headers": 7}),
     ],
 )

@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import anyio
 import httpx
@@ -207,8 +206,3 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Process]]:
     yield start
     for process in processes:
         process.kill()
-
-
-def events(text: str) -> list[dict[str, Any]]:
-    """The server-sent events of a body."""
-    return [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: {")]
