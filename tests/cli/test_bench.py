@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import click
 import msgspec
@@ -18,8 +19,8 @@ from nightly import nightly
 
 from aioengine import Engine, StepFailed
 from aioengine.cli import load
-from aioengine.cli.bench import Jobs, Report, bench, level_of, show
-from aioengine.cli.load import Burst, Job, Range, Reads, Workload, send
+from aioengine.cli.bench import Report, Workload, bench, make_jobs, show_report
+from aioengine.cli.load import Job, Range, Reads, figures_of, send
 from aioengine.testing import FakeExecutor
 
 STEP_TIME_S = 0.02
@@ -41,11 +42,11 @@ async def test_times_are_those_of_steps_and_the_next_request_is_sent_when_one_en
     loop = asyncio.get_running_loop()
     monkeypatch.setattr(load, "time", SimpleNamespace(perf_counter=loop.time))
     async with Engine(executor=FakeExecutor(vocab_size=2048, step_time_s=STEP_TIME_S)) as engine:
-        burst = await send(engine, [Job([number, 2, 3], 5) for number in range(6)], concurrency=2)
-    sent_at = [request.sent_at - burst.requests[0].sent_at for request in burst.requests]
+        requests, duration_s = await send(engine, [([number, 2, 3], 5) for number in range(6)], concurrency=2)
+    sent_at = [request.sent_at - requests[0].sent_at for request in requests]
     assert sent_at == pytest.approx([0, 0, *[5 * STEP_TIME_S] * 2, *[10 * STEP_TIME_S] * 2])
-    assert burst.duration_s == pytest.approx(15 * STEP_TIME_S)
-    for request in burst.requests:
+    assert duration_s == pytest.approx(15 * STEP_TIME_S)
+    for request in requests:
         assert (request.num_input_tokens, sum(request.sizes)) == (3, 5)
         assert request.ttft_s == pytest.approx(STEP_TIME_S)
         assert request.itl_s == pytest.approx([STEP_TIME_S] * 4)
@@ -58,24 +59,23 @@ async def test_the_engines_error_comes_out_as_itself() -> None:
     executor.make_step_fail(2, RuntimeError("out of luck"))
     async with Engine(executor=executor) as engine:
         with pytest.raises(StepFailed):
-            await send(engine, [Job([1], 5), Job([2], 5)], concurrency=2)
+            await send(engine, [([1], 5), ([2], 5)], concurrency=2)
 
 
-def jobs(input_len: Range, output_len: Range, seed: int) -> Jobs:
-    engine = SimpleNamespace(info=SimpleNamespace(vocab_size=2048, max_model_len=100))
-    return Jobs(engine, workload(input_len, output_len, seed))
+def jobs(input_len: Range, output_len: Range, seed: int, count: int = 50, batch: int = 0) -> list[Job]:
+    engine: Any = SimpleNamespace(info=SimpleNamespace(vocab_size=2048, max_model_len=100))
+    return make_jobs(engine, workload(input_len, output_len, seed), count, batch)
 
 
 def test_the_same_seed_makes_the_same_jobs_and_each_batch_has_lengths_alike_and_tokens_of_its_own() -> None:
-    made = jobs(Range(2, 9), Range(1, 5), seed=3)
-    first, second = made.make(50), made.make(50)
-    assert first == jobs(Range(2, 9), Range(1, 5), seed=3).make(50)
-    assert first != jobs(Range(2, 9), Range(1, 5), seed=4).make(50)
-    shapes = [[(len(job.prompt), job.num_output_tokens) for job in batch] for batch in (first, second)]
+    first, second = (jobs(Range(2, 9), Range(1, 5), seed=3, batch=batch) for batch in (0, 1))
+    assert first == jobs(Range(2, 9), Range(1, 5), seed=3)
+    assert first != jobs(Range(2, 9), Range(1, 5), seed=4)
+    shapes = [[(len(prompt), num_output) for prompt, num_output in batch] for batch in (first, second)]
     assert shapes[0] == shapes[1]
     assert {length for length, _ in shapes[0]} == set(range(2, 10))
     assert {length for _, length in shapes[0]} == set(range(1, 6))
-    assert all(one.prompt != other.prompt for one, other in zip(first, second, strict=True) if len(one.prompt) > 2)
+    assert all(one != other for (one, _), (other, _) in zip(first, second, strict=True) if len(one) > 2)
 
 
 def workload(input_len: Range = EIGHT, output_len: Range = EIGHT, seed: int = 0) -> Workload:
@@ -96,16 +96,16 @@ def test_tokens_that_are_read_at_once_share_the_time_since_the_last_read() -> No
 
 def test_a_summary_is_over_the_samples_of_all_repeats() -> None:
     first, second, third = (request(10, ttft_s, ttft_s + 0.1, ttft_s + 0.4) for ttft_s in (1.0, 2.0, 3.0))
-    level = level_of(2, [Burst([first, second], 2.4), Burst([third], 3.6)])
-    overall = level.overall
-    assert (overall.num_requests, overall.num_input_tokens, overall.num_output_tokens) == (3, 30, 9)
-    rates = (overall.requests_per_s, overall.output_tokens_per_s, overall.total_tokens_per_s)
+    level = figures_of(2, [([first, second], 2.4), ([third], 3.6)])
+    assert (level.num_requests, level.num_input_tokens, level.num_output_tokens) == (3, 30, 9)
+    rates = (level.requests_per_s, level.output_tokens_per_s, level.total_tokens_per_s)
     assert rates == pytest.approx((0.5, 1.5, 6.5))
-    assert overall.ttft_ms.mean == overall.ttft_ms.p50 == pytest.approx(2000)
-    assert overall.ttft_ms.p90 == pytest.approx(2800)
-    assert overall.itl_ms is not None
-    assert overall.itl_ms.p50 == pytest.approx(200)
-    assert [repeat.ttft_ms.p50 for repeat in level.repeats] == pytest.approx([1500, 3000])
+    assert level.ttft_ms is not None
+    assert level.itl_ms is not None
+    assert level.ttft_ms.mean == level.ttft_ms.p50 == pytest.approx(2000)
+    assert level.ttft_ms.p90 == pytest.approx(2800)
+    assert level.itl_ms.p50 == pytest.approx(200)
+    assert level.repeats == pytest.approx([2.5, 3 / 3.6])
 
 
 # The command
@@ -122,11 +122,12 @@ def test_latency_is_a_table_on_stderr_and_json_on_stdout() -> None:
     report = msgspec.json.decode(done.stdout, type=Report)
     assert [level.concurrency for level in report.levels] == [1, 4]
     for level in report.levels:
-        overall = level.overall
-        assert (overall.num_requests, overall.num_input_tokens, overall.num_output_tokens) == (8, 64, 24)
-        assert 0 < overall.ttft_ms.p50 <= overall.ttft_ms.p90 <= overall.ttft_ms.p99
-        assert overall.itl_ms is not None
-        assert overall.e2e_ms.p50 > overall.ttft_ms.p50
+        assert (level.num_requests, level.num_input_tokens, level.num_output_tokens) == (8, 64, 24)
+        assert level.ttft_ms is not None
+        assert level.itl_ms is not None
+        assert level.e2e_ms is not None
+        assert 0 < level.ttft_ms.p50 <= level.ttft_ms.p90 <= level.ttft_ms.p99
+        assert level.e2e_ms.p50 > level.ttft_ms.p50
         assert len(level.repeats) == 2
     assert report.environment["model"] == "the bundled model"
     assert (report.environment["device"], report.environment["dtype"]) == ("cpu", "bfloat16")
@@ -143,23 +144,22 @@ def test_throughput_is_a_table_on_stdout_and_json_in_a_file(tmp_path: Path) -> N
     assert "Throughput" in done.stdout
     assert "output tok/s" in done.stdout
     report = msgspec.json.decode(file.read_text(), type=Report)
-    lengths = [job.num_output_tokens for job in jobs(Range(8, 8), Range(1, 4), seed=5).make(6)]
+    lengths = [num_output for _, num_output in jobs(Range(8, 8), Range(1, 4), seed=5, count=6)]
     (level,) = report.levels
-    first, second = level.repeats
     assert (report.benchmark, level.concurrency) == ("throughput", 6)
-    assert first.num_output_tokens == second.num_output_tokens == sum(lengths)
-    assert first.num_input_tokens == 48
-    slowest, fastest = sorted(repeat.requests_per_s for repeat in level.repeats)
-    assert slowest <= level.overall.requests_per_s <= fastest
+    assert level.num_output_tokens == 2 * sum(lengths)
+    assert level.num_input_tokens == 2 * 48
+    slowest, fastest = sorted(level.repeats)
+    assert slowest <= level.output_tokens_per_s <= fastest
     assert (report.environment["dtype"], report.environment["num_threads"]) == ("float32", 1)
 
 
 @pytest.mark.parametrize("benchmark", ["latency", *nightly("throughput")])
 def test_one_token_each_has_no_time_between_tokens(capsys: pytest.CaptureFixture[str], benchmark: str) -> None:
-    level = level_of(1, [Burst([request(8, 0.5)], 0.5)])
-    assert level.overall.itl_ms is None
+    level = figures_of(1, [([request(8, 0.5)], 0.5)])
+    assert level.itl_ms is None
     report = Report(benchmark, ENVIRONMENT, workload(output_len=Range(1, 1)), [level])
-    show(report, to_stderr=True)
+    show_report(report, to_stderr=True)
     shown = capsys.readouterr().err
     assert "500.0 │       - │" in shown
     assert "8 random tokens in, 1 tokens out, greedy, seed 0" in shown
@@ -175,7 +175,7 @@ def test_one_token_each_has_no_time_between_tokens(capsys: pytest.CaptureFixture
         (("throughput", "--output-len", "0"), "at least 1"),
         (("throughput", "--output-len", "few"), "a range like 32:128"),
         (("throughput", "--repeats", "0"), "'--repeats'"),
-        (("throughput", "--json", "no/such/folder/x.json"), "there is no folder no/such/folder"),
+        (("throughput", "--json", "no/such/folder/x.json"), "No such file"),
     ],
     ids=lambda value: value[-1] if isinstance(value, tuple) else None,
 )
@@ -188,11 +188,11 @@ def test_a_bad_argument_is_refused_before_anything_starts(args: tuple[str, ...],
 @pytest.mark.virtual_clock(seeds=1)
 async def test_what_does_not_fit_the_model_is_said_with_the_flags_that_change_it() -> None:
     async with Engine(executor=FakeExecutor(vocab_size=2048, max_model_len=100)) as engine:
-        assert len(Jobs(engine, workload(Range(60, 60), Range(10, 40))).make(3)) == 3
+        assert len(make_jobs(engine, workload(Range(60, 60), Range(10, 40)), 3, 0)) == 3
         with pytest.raises(
             click.UsageError, match=r"61 tokens in and 40 out are more than the 100 .* lower --input-len"
         ):
-            Jobs(engine, workload(Range(60, 61), Range(10, 40)))
+            make_jobs(engine, workload(Range(60, 61), Range(10, 40)), 3, 0)
 
 
 @pytest.mark.nightly

@@ -7,7 +7,6 @@ import importlib.metadata
 import os
 import platform
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal
 
 import click
@@ -16,7 +15,7 @@ import numpy as np
 
 import aioengine
 from aioengine.cli.command import Command, given, model_argument, open_console, options_of, run
-from aioengine.cli.load import Burst, Figures, Job, Range, Workload, figures_of, send
+from aioengine.cli.load import Figures, Job, Range, figures_of, send
 from aioengine.config import EngineConfig, ReplicaOptions
 from aioengine.engine import Engine
 from aioengine.sampling_params import SamplingParams
@@ -31,39 +30,41 @@ WARM_UP_REQUESTS = 32
 """At most: larger batches bring little that is new."""
 
 
-class Level(msgspec.Struct, frozen=True):
-    """The figures at one concurrency, over all repeats and of each: repeats differ by the noise."""
+class Workload(msgspec.Struct, frozen=True):
+    """The requests of a benchmark: prompts of random token ids."""
 
-    concurrency: int
-    overall: Figures
-    repeats: list[Figures]
+    input_len: Range
+    output_len: Range
+    temperature: float
+    seed: int
+    repeats: int
+
+    def __str__(self) -> str:
+        sampling = "greedy" if self.temperature == 0 else f"temperature {self.temperature}"
+        lengths = f"{self.input_len} random tokens in, {self.output_len} tokens out"
+        return f"{lengths}, {sampling}, seed {self.seed}, {self.repeats} repeats"
 
 
 class Report(msgspec.Struct, frozen=True):
-    """The JSON that ``aioengine bench`` writes.
-
-    Attributes:
-        environment: what ran, and on what: see `environment_of`.
-    """
+    """The JSON that ``aioengine bench`` writes; ``environment`` is that of `describe_environment`."""
 
     benchmark: Literal["latency", "throughput"]
     environment: dict[str, Any]
     workload: Workload
-    levels: list[Level]
+    levels: list[Figures]
 
 
 # The commands
 
 
-def _range(text: str) -> Range:
+def _read_range(text: str) -> Range:
     try:
         return Range.parse(text)
     except ValueError as error:
         raise click.BadParameter(str(error)) from None
 
 
-def _concurrencies(text: str) -> list[int]:
-    """``1,2,4``."""
+def _read_concurrencies(text: str) -> list[int]:
     try:
         concurrencies = sorted({int(part) for part in text.split(",")})
     except ValueError:
@@ -73,17 +74,9 @@ def _concurrencies(text: str) -> list[int]:
     return concurrencies
 
 
-def _check_folder(_: click.Context, __: click.Parameter, path: Path | None) -> Path | None:
-    """Refuse what could not be written, before anything is measured."""
-    if path is not None and not path.absolute().parent.is_dir():
-        raise click.UsageError(f"{path}: there is no folder {path.parent}")
-    return path
-
-
 def _shared_options(output_len: str) -> Callable[[Command], Command]:
     """The flags of both benchmarks."""
-    path = click.Path(dir_okay=False, writable=True, allow_dash=True, path_type=Path)
-    lengths: dict[str, Any] = {"type": _range, "metavar": "N|LOW:HIGH", "show_default": True}
+    lengths: dict[str, Any] = {"type": _read_range, "metavar": "N|LOW:HIGH", "show_default": True}
     options: list[Callable[[Command], Command]] = [
         click.option("--input-len", default="64", help="tokens of a prompt, drawn by --seed", **lengths),
         click.option("--output-len", default=output_len, help="tokens of an answer", **lengths),
@@ -94,7 +87,8 @@ def _shared_options(output_len: str) -> Callable[[Command], Command]:
             help="measure everything so often: how far apart the repeats lie is the noise",
         ),
         click.option(
-            "--json", "json_path", type=path, callback=_check_folder, help='write all figures as JSON; "-": to stdout'
+            "--json", "json_file", type=click.File("w", "utf-8", lazy=False),
+            help='write all figures as JSON; "-": to stdout',
         ),
         options_of(ReplicaOptions, only=("replicas", "balance")),
         options_of(EngineConfig),
@@ -117,7 +111,7 @@ def bench() -> None:
 @bench.command()
 @click.option(
     "--concurrency",
-    type=_concurrencies,
+    type=_read_concurrencies,
     metavar="N,N,...",
     default="1,2,4,8,16,32,64",
     show_default=True,
@@ -160,13 +154,11 @@ def _measure_and_report(
     config = given(EngineConfig, flags)
     if replicas := given(ReplicaOptions, flags):
         config["replicas"] = ReplicaOptions(**replicas)
-    environment, levels = run(_measure(counts, workload, config))
-    report = Report(benchmark, environment, workload, levels)
-    json_path = flags["json_path"]
-    show(report, to_stderr=str(json_path) == "-")
-    if json_path is not None:
-        with click.open_file(str(json_path), "w", encoding="utf-8") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
+    report = Report(benchmark, *run(_measure(counts, workload, config)))
+    file = flags["json_file"]
+    show_report(report, to_stderr=file is not None and file.name == "<stdout>")
+    if file is not None:
+        file.write(msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
 
 
 # Measuring
@@ -174,56 +166,41 @@ def _measure_and_report(
 
 async def _measure(
     counts: dict[int, int], workload: Workload, config: dict[str, Any]
-) -> tuple[dict[str, Any], list[Level]]:
-    """Return the environment, and the figures of each concurrency."""
-    bursts: dict[int, list[Burst]] = {concurrency: [] for concurrency in counts}
+) -> tuple[dict[str, Any], Workload, list[Figures]]:
+    repeats: dict[int, list[Any]] = {concurrency: [] for concurrency in counts}
     async with Engine(**config) as engine:
-        jobs = Jobs(engine, workload)
         # A machine that drifts shows in the repeats of each level, not as a slope over the levels.
-        for concurrency, count in [*counts.items()] * workload.repeats:
-            if not bursts[concurrency]:
+        for batch, (concurrency, count) in enumerate([*counts.items()] * workload.repeats, len(counts)):
+            if not repeats[concurrency]:
                 # What is computed once is computed unmeasured.
-                made = jobs.make(concurrency)[:WARM_UP_REQUESTS]
-                short = [Job(job.prompt, min(job.num_output_tokens, WARM_UP_TOKENS)) for job in made]
+                made = make_jobs(engine, workload, min(concurrency, WARM_UP_REQUESTS), batch - len(counts))
+                short = [(ids, min(num, WARM_UP_TOKENS)) for ids, num in made]
                 await send(engine, short, len(short), workload.temperature)
             click.echo(f"{concurrency} in flight, {count} requests", err=True)
-            bursts[concurrency].append(await send(engine, jobs.make(count), concurrency, workload.temperature))
-        return environment_of(engine), [level_of(*level) for level in bursts.items()]
+            jobs = make_jobs(engine, workload, count, batch)
+            repeats[concurrency].append(await send(engine, jobs, concurrency, workload.temperature))
+        return describe_environment(engine), workload, [figures_of(*level) for level in repeats.items()]
 
 
-class Jobs:
-    """Makes jobs: the lengths repeat with each batch, token ids never do, so that no prefix is cached by chance.
+def make_jobs(engine: Engine, workload: Workload, count: int, batch: int) -> list[Job]:
+    """Draw a batch: the lengths repeat with each, token ids never do, so that no prefix is cached by chance.
 
     Raises:
         click.UsageError: the longest request does not fit the model.
     """
-
-    def __init__(self, engine: Engine, workload: Workload) -> None:
-        self._lengths = workload.input_len, workload.output_len
-        (num_in, num_out), limit = (length.high for length in self._lengths), engine.info.max_model_len
-        if num_in + num_out > limit:
-            raise click.UsageError(
-                f"{num_in} tokens in and {num_out} out are more than the {limit} that this model allows: lower "
-                "--input-len or --output-len"
-            )
-        self._seed = workload.seed
-        self._vocab_size = engine.info.vocab_size
-        self._ids = np.random.default_rng([workload.seed, 1])
-
-    def make(self, count: int) -> list[Job]:
-        draws = np.random.default_rng([self._seed, 2])
-        nums = [draws.integers(length.low, length.high, count, endpoint=True).tolist() for length in self._lengths]
-        return [
-            Job(self._ids.integers(0, self._vocab_size, num_in).tolist(), num_out)
-            for num_in, num_out in zip(*nums, strict=True)
-        ]
+    lengths, limit = (workload.input_len, workload.output_len), engine.info.max_model_len
+    num_in, num_out = (length.high for length in lengths)
+    if num_in + num_out > limit:
+        raise click.UsageError(
+            f"{num_in} tokens in and {num_out} out are more than the {limit} that this model allows: lower --input-len "
+            "or --output-len"
+        )
+    ids, draws = np.random.default_rng([workload.seed, 1, batch]), np.random.default_rng([workload.seed, 2])
+    nums = [draws.integers(length.low, length.high, count, endpoint=True).tolist() for length in lengths]
+    return [(ids.integers(0, engine.info.vocab_size, num).tolist(), out) for num, out in zip(*nums, strict=True)]
 
 
-def level_of(concurrency: int, bursts: list[Burst]) -> Level:
-    return Level(concurrency, figures_of(bursts), [figures_of([burst]) for burst in bursts])
-
-
-def environment_of(engine: Engine) -> dict[str, Any]:
+def describe_environment(engine: Engine) -> dict[str, Any]:
     """Describe an engine that has started, and its machine.
 
     ``num_threads``, of one CPU operation, are those configured; None: torch's number. ``num_cores`` are those that this
@@ -247,7 +224,7 @@ def environment_of(engine: Engine) -> dict[str, Any]:
 # The table
 
 
-def show(report: Report, *, to_stderr: bool) -> None:
+def show_report(report: Report, *, to_stderr: bool) -> None:
     """A line for each concurrency: latencies in ms, and rates; with repeats, how far apart they lie."""
     from rich.table import Table
 
@@ -257,12 +234,11 @@ def show(report: Report, *, to_stderr: bool) -> None:
     for heading in headings + ["of the repeats"] * has_repeats:
         table.add_column(heading, justify="right")
     for level in report.levels:
-        overall = level.overall
-        row = [str(level.concurrency), str(overall.num_requests)]
-        for summary in (overall.ttft_ms, overall.itl_ms, overall.e2e_ms):
+        row = [str(level.concurrency), str(level.num_requests)]
+        for summary in (level.ttft_ms, level.itl_ms, level.e2e_ms):
             row += ["-", "-"] if summary is None else [_number(summary.p50), _number(summary.p99)]
-        row += [_number(overall.total_tokens_per_s), _number(overall.output_tokens_per_s)]
-        rates = [repeat.output_tokens_per_s for repeat in level.repeats]
+        row += [_number(level.total_tokens_per_s), _number(level.output_tokens_per_s)]
+        rates = level.repeats
         table.add_row(*row, *[f"{_number(min(rates))} – {_number(max(rates))}"] * has_repeats)
     console = open_console(to_stderr=to_stderr)
     console.print(table)

@@ -42,36 +42,18 @@ class Range(msgspec.Struct, frozen=True):
         return str(self.low) if self.low == self.high else f"{self.low}:{self.high}"
 
 
-class Workload(msgspec.Struct, frozen=True):
-    """The requests of a benchmark: prompts of random token ids."""
-
-    input_len: Range
-    output_len: Range
-    temperature: float
-    seed: int
-    repeats: int
-
-    def __str__(self) -> str:
-        sampling = "greedy" if self.temperature == 0 else f"temperature {self.temperature}"
-        lengths = f"{self.input_len} random tokens in, {self.output_len} tokens out"
-        return f"{lengths}, {sampling}, seed {self.seed}, {self.repeats} repeats"
-
-
-class Job(msgspec.Struct, frozen=True):
-    """One request: exactly ``num_output_tokens`` are generated, past any EOS."""
-
-    prompt: list[int]
-    num_output_tokens: int
+Job = tuple[list[int], int]
+"""A request: the token ids of its prompt, and the number of output tokens, generated past any EOS."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Reads:
-    """When the output of one request was read; times are of ``time.perf_counter``, in seconds.
+    """The reads of one request's output; times are of ``time.perf_counter``, in seconds.
 
     Attributes:
         sent_at: latencies count from then.
         read_at: of each read that brought output.
-        sizes: how much each of those brought, in tokens.
+        sizes: the tokens of each.
     """
 
     sent_at: float
@@ -101,13 +83,6 @@ class Reads:
         return np.repeat(self.gaps_s / sizes, sizes)
 
 
-class Burst(msgspec.Struct, frozen=True):
-    """Requests that were sent together, from the first one's start to the last one's end."""
-
-    requests: list[Reads]
-    duration_s: float
-
-
 class Summary(msgspec.Struct, frozen=True):
     """Milliseconds, over the samples of all requests; percentiles are interpolated linearly."""
 
@@ -128,13 +103,15 @@ def summary_of(samples_s: Iterable[float] | NDArray[np.float64]) -> Summary | No
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """Figures of the requests of ``duration_s`` seconds.
+    """The figures at one concurrency, over all repeats, of ``duration_s`` seconds together.
 
     Attributes:
         ttft_ms, e2e_ms: time to the first token, and to the last.
         itl_ms: time between tokens; None where each request had but one.
+        repeats: output tokens/s of each repeat: how far apart they lie is the noise.
     """
 
+    concurrency: int
     num_requests: int
     num_input_tokens: int
     num_output_tokens: int
@@ -145,31 +122,38 @@ class Figures(msgspec.Struct, frozen=True):
     ttft_ms: Summary | None
     itl_ms: Summary | None
     e2e_ms: Summary | None
+    repeats: list[float]
 
 
-def figures_of(bursts: list[Burst]) -> Figures:
-    """The figures of all bursts together."""
-    requests = [request for burst in bursts for request in burst.requests]
-    duration_s = sum(burst.duration_s for burst in bursts)
+def figures_of(concurrency: int, repeats: list[tuple[list[Reads], float]]) -> Figures:
+    """The figures of repeats of `send`."""
+    requests = [request for repeat, _ in repeats for request in repeat]
+    duration_s = sum(seconds for _, seconds in repeats)
     num_input = sum(request.num_input_tokens for request in requests)
-    num_output = sum(sum(request.sizes) for request in requests)
+    num_outputs = [sum(sum(request.sizes) for request in repeat) for repeat, _ in repeats]
     return Figures(
+        concurrency=concurrency,
         num_requests=len(requests),
         num_input_tokens=num_input,
-        num_output_tokens=num_output,
+        num_output_tokens=sum(num_outputs),
         duration_s=duration_s,
         requests_per_s=len(requests) / duration_s,
-        output_tokens_per_s=num_output / duration_s,
-        total_tokens_per_s=(num_input + num_output) / duration_s,
+        output_tokens_per_s=sum(num_outputs) / duration_s,
+        total_tokens_per_s=(num_input + sum(num_outputs)) / duration_s,
         ttft_ms=summary_of(request.ttft_s for request in requests),
         itl_ms=summary_of(gap_s for request in requests for gap_s in request.itl_s),
         e2e_ms=summary_of(request.e2e_s for request in requests),
+        repeats=[num_output / seconds for num_output, (_, seconds) in zip(num_outputs, repeats, strict=True)],
     )
 
 
-async def send(engine: Engine, jobs: Iterable[Job], concurrency: int, temperature: float = 0.0) -> Burst:
-    """Send all jobs, each when fewer than ``concurrency`` are in flight, and time them. Cancelling aborts what runs.
+async def send(
+    engine: Engine, jobs: Iterable[Job], concurrency: int, temperature: float = 0.0
+) -> tuple[list[Reads], float]:
+    """Send all jobs, each when fewer than ``concurrency`` are in flight. Cancelling aborts what runs.
 
+    Returns:
+        the requests' reads, and the seconds from the first one's start to the last one's end.
     Raises:
         what the engine raised, of the request that failed first.
     """
@@ -177,8 +161,15 @@ async def send(engine: Engine, jobs: Iterable[Job], concurrency: int, temperatur
     done: list[Reads] = []
 
     async def take_jobs() -> None:
-        for job in waiting:
-            done.append(await _time(engine, job, temperature))
+        for prompt, num_output_tokens in waiting:
+            params = SamplingParams(temperature=temperature, max_tokens=num_output_tokens, ignore_eos=True)
+            reads = Reads(time.perf_counter(), num_input_tokens=len(prompt))
+            async with engine.stream(prompt, params) as stream:
+                async for delta in stream:
+                    if delta.token_ids:
+                        reads.read_at.append(time.perf_counter())
+                        reads.sizes.append(len(delta.token_ids))
+            done.append(reads)
 
     began_at = time.perf_counter()
     try:
@@ -187,15 +178,4 @@ async def send(engine: Engine, jobs: Iterable[Job], concurrency: int, temperatur
                 group.start_soon(take_jobs)
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
-    return Burst(done, time.perf_counter() - began_at)
-
-
-async def _time(engine: Engine, job: Job, temperature: float) -> Reads:
-    params = SamplingParams(temperature=temperature, max_tokens=job.num_output_tokens, ignore_eos=True)
-    reads = Reads(time.perf_counter(), num_input_tokens=len(job.prompt))
-    async with engine.stream(job.prompt, params) as stream:
-        async for delta in stream:
-            if delta.token_ids:
-                reads.read_at.append(time.perf_counter())
-                reads.sizes.append(len(delta.token_ids))
-    return reads
+    return done, time.perf_counter() - began_at
