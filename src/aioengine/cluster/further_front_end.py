@@ -23,7 +23,6 @@ from aioengine.models.folder import ModelFolder
 from aioengine.processes.progress import OnProgress
 from aioengine.transport import wire
 from aioengine.transport.backends import Connected, known_fields, refuse_function
-from aioengine.transport.client import RemoteCore
 from aioengine.transport.link import ControlCalls, Link, death_of
 from aioengine.transport.security import ClientKeys, KeyPair
 
@@ -331,7 +330,7 @@ class ConnectedCluster:
         self.core.remove_replica(replica)
 
 
-class _MemberBackend:
+class _MemberBackend(Connected):
     """A `ReplicaBackend` of a replica that its owner starts: it waits until that serves, and connects.
 
     Args:
@@ -340,10 +339,8 @@ class _MemberBackend:
         pair_path: as `AttachedToCluster.pair_path`.
     """
 
-    core: RemoteCore
-    cluster = None
     where = shared_address = server_key = ""
-    """Its owner tells of these."""
+    """The owner reports these."""
 
     def __init__(
         self,
@@ -352,35 +349,14 @@ class _MemberBackend:
         options: dict[str, Any],
         pair_path: str,
     ) -> None:
+        super().__init__("", hooks, **options)
         self._wait_serving = wait_serving
-        self._hooks = hooks
-        self._options = options
         self._pair_path = pair_path
-        self._connected: Connected | None = None
 
     async def find_model(self) -> ModelFolder:
-        member, options = await self._wait_serving(), self._options
+        member = await self._wait_serving()
+        self._address = member.address
         if member.server_key:
             pair = await self._hooks.worker.run(partial(KeyPair.load, self._pair_path), None)
-            options = {**options, "keys": ClientKeys(server=member.server_key.encode(), pair=pair)}
-        self._connected = Connected(member.address, self._hooks, **options)
-        return await self._connected.find_model()
-
-    async def open(self, on_progress: OnProgress | None = None) -> None:
-        assert self._connected is not None, "find_model comes first"
-        await self._connected.open(on_progress)
-        self.core = self._connected.core
-
-    apply_model = refuse_function
-
-    async def aclose(self) -> None:
-        if self._connected is not None:
-            await self._connected.aclose()
-
-    def kill(self) -> None:
-        if self._connected is not None:
-            self._connected.kill()
-
-    def abandon(self) -> None:
-        if self._connected is not None:
-            self._connected.abandon()
+            self._keys = ClientKeys(server=member.server_key.encode(), pair=pair)
+        return await super().find_model()

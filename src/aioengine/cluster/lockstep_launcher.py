@@ -6,9 +6,8 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, TypeVar
 
 from aioengine.cluster.devices import HostSlots
 from aioengine.cluster.launchers import Launcher
@@ -21,11 +20,7 @@ from aioengine.errors import ConfigError, EngineDead, describe
 from aioengine.models.folder import ModelFolder
 from aioengine.processes.progress import OnProgress
 from aioengine.processes.worker_threads import TextWorker
-from aioengine.transport.backends import refuse_function
 from aioengine.transport.child_engine import InChild
-from aioengine.transport.client import RemoteCore
-
-T = TypeVar("T")
 
 CHILD_MODULE = "aioengine.cluster.lockstep_child"
 
@@ -135,11 +130,8 @@ class LockstepMembers:
             member.hand_over([each._replace(is_unaffected=is_unaffected) for each in in_flight])
 
 
-class LockstepMember:
+class LockstepMember(InChild):
     """A `ReplicaBackend` of one rank."""
-
-    cluster = None
-    server_key = ""
 
     def __init__(
         self,
@@ -152,78 +144,43 @@ class LockstepMember:
     ) -> None:
         self.rank = rank
         self._group = group
-        self._config = config
-        self._process = process
-        self._hooks = hooks
-        self._env = env
-        self._child: InChild | None = None
+        self._start_timeout_s = process.start_timeout_s
+        self._given_cluster = hooks.cluster
+        if hooks.cluster is not None:
+            hooks = hooks._replace(cluster=hooks.cluster._replace(on_death=partial(group.on_death, self)))
+        super().__init__(config, process, hooks, rank=rank, env=env, module=CHILD_MODULE)
         group.members[rank] = self
-
-    @property
-    def core(self) -> RemoteCore:
-        assert self._child is not None, "find_model and open come first"
-        return self._child.core
 
     @property
     def has_core(self) -> bool:
         """Whether the rank serves, or has served."""
-        return hasattr(self._child, "core")
-
-    @property
-    def exit_news(self) -> str | None:
-        """How the rank's process has ended; None: it has not."""
-        return self._child.exit_news if self._child is not None else None
-
-    @property
-    def where(self) -> str:
-        return self._child.where if self._child is not None else ""
-
-    @property
-    def shared_address(self) -> str:
-        """See `InChild.shared_address`."""
-        return self._child.shared_address if self._child is not None else ""
+        return hasattr(self, "core")
 
     async def find_model(self) -> ModelFolder:
         store = await self._hooks.worker.run(self._group.make_store, None)
-        place = LockstepPlace(self.rank, self._group.num_ranks, store, self._process.start_timeout_s)
-        hooks = self._hooks
-        if hooks.cluster is not None:
-            hooks = hooks._replace(cluster=hooks.cluster._replace(on_death=partial(self._group.on_death, self)))
-        self._child = InChild(
-            *(self._config, self._process, hooks), rank=self.rank, env=self._env, module=CHILD_MODULE, lockstep=place
-        )
+        self._lockstep = LockstepPlace(self.rank, self._group.num_ranks, store, self._start_timeout_s)
         with self._ending_group():
-            return await self._child.find_model()
+            return await super().find_model()
 
     async def open(self, on_progress: OnProgress | None = None) -> None:
-        assert self._child is not None
         with self._ending_group():
-            await self._child.open(on_progress)
-        self._child.core.on_beat = lambda beat: self._group.on_beat(self.rank, beat)
-
-    async def apply_model(self, function: Callable[[Any], T]) -> list[T]:
-        return await refuse_function(self, function)
+            await super().open(on_progress)
+        self.core.on_beat = lambda beat: self._group.on_beat(self.rank, beat)
 
     def end_with_group(self, death: EngineDead) -> None:
         """End this rank, since a rank of the group has ended, this one or another. Idempotent."""
         if self.has_core:
             self.core.die(death)
-        elif self._child is not None:
-            self._child.kill()
-
-    def kill(self) -> None:
-        if self._child is not None:
-            self._child.kill()
+        else:
+            self.kill()
 
     async def aclose(self) -> None:
         self._group.end(self.rank, "it was closed")
-        if self._child is not None:
-            await self._child.aclose()
+        await super().aclose()
         await self._hooks.worker.run(self._group.remove_store, None)
 
     def abandon(self) -> None:
-        if self._child is not None:
-            self._child.abandon()
+        super().abandon()
         self._group.remove_store()
 
     @contextlib.contextmanager
@@ -240,5 +197,5 @@ class LockstepMember:
             raise
 
     def hand_over(self, in_flight: list[InFlightSequence]) -> None:
-        assert self._hooks.cluster is not None
-        self._hooks.cluster.on_death(in_flight)
+        assert self._given_cluster is not None
+        self._given_cluster.on_death(in_flight)
