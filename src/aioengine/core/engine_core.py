@@ -66,7 +66,7 @@ MAX_DESCRIBED_SEQUENCES = 64
 
 
 PARTS: tuple[c.WakeTag, ...] = ("weights", "kv_cache")
-"""What `Sleep` takes of the device's memory at level 1 and 2."""
+"""Parts of the device's memory that `Sleep` takes at levels 1 and 2."""
 
 
 class InFlight(NamedTuple):
@@ -137,7 +137,7 @@ class EngineCore:
         self.death: EngineDead | None = None
         self.is_stopped = False
         self.asleep: set[c.WakeTag] = set()
-        """What `Sleep` has taken and `WakeUp` has not brought back."""
+        """Parts that `Sleep` has taken and `WakeUp` has not brought back."""
         self.clock = clock
         self.user_code = UserCode()
         self.observers = Observers(self.user_code, log_interval_s=config.log_stats_interval_s, now_s=clock())
@@ -152,7 +152,7 @@ class EngineCore:
         """A sequence or a hold was added, ended or changed since the loop last asked the scheduler."""
         self._endings = Endings(self.user_code, self._has_news.set)
         self._holds: dict[str, bool] = {}
-        """What holds new sequences back, and whether no step is launched meanwhile."""
+        """Holders that keep new sequences back, and whether each keeps steps from being launched, too."""
         self._is_changing_weights = False
         """No hold: what is accepted meanwhile is older than a pause that comes then, and may be let end by it."""
         self._conditions = Conditions()
@@ -163,7 +163,7 @@ class EngineCore:
         self._idle_since = math.nan
         """Since when sequences could run and no step is in flight; NaN: that is not so."""
         self._device_calls: dict[object, tuple[str, float]] = {}
-        """What the executor was asked beside steps and has not answered, oldest first: (what, when)."""
+        """(name, time) of calls that the executor has not answered, the oldest first."""
         self._device_turn = anyio.Lock(fast_acquire=True)
         """Held by calls that change the device's memory: they go one after the other."""
         self._has_logged_idle = False
@@ -188,7 +188,7 @@ class EngineCore:
     # The loop
 
     def break_down(self, cause: Exception) -> None:
-        """What serves this core broke, or the scheduler in its hands: `run` ends as if it had broken itself."""
+        """Make `run` fail with ``cause``."""
         self._broken = cause
         self._has_news.set()
 
@@ -573,7 +573,7 @@ class EngineCore:
         return await self.at_device(c.name_of(call), self.executor.perform(call))
 
     async def at_device(self, what: str, call: Coroutine[Any, Any, T]) -> T:
-        """Await a call of the executor's beside steps; until it answers, `beat` tells what it is and how old."""
+        """Await a call of the executor's beside steps; until it answers, `beat` has its name and age."""
         self._device_calls[call] = what, self.clock()
         try:
             return await call
@@ -624,7 +624,8 @@ class EngineCore:
         self._let_go("sleep")
 
     async def _change_weights(self, call: c.UpdateWeights | c.CommitWeights) -> None:
-        """Change the weights while nothing runs. No KV of the old ones is used again: what runs computes its anew."""
+        """Change the weights while nothing runs. No KV of the old weights is used again: running
+        sequences compute theirs again."""
         async with self._device_turn:
             self._is_changing_weights = True
             try:
@@ -785,5 +786,5 @@ class EngineCore:
 
 
 def closed_early() -> EngineClosed:
-    """What a request hears that had not ended when the engine was closed."""
+    """Make the error of a request that had not ended when the engine was closed."""
     return EngineClosed("the engine was closed before this request had ended")

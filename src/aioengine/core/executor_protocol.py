@@ -1,4 +1,4 @@
-"""What the engine core asks of a device: launch plans, hand back results, in order."""
+"""The interface of a device to the engine core: launch plans, hand back results, in order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class DeviceLost(Exception):
 
 
 class ExecutorInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What an executor offers once it has started.
+    """Sizes and properties of a started executor.
 
     Attributes:
         num_blocks: KV blocks, ids 0 up to this.
@@ -114,14 +114,14 @@ class Executor(Protocol):
         """
 
     async def perform(self, call: Control) -> Any:
-        """Do a control call's part at the device, behind the launched steps, and return what the call's class says.
+        """Do a control call's part at the device, behind the launched steps, and return the result.
 
         Of `Sleep` come levels 1 and 2, of `WakeUp` the tags of what the device has to bring back. Cancelling stops the
         wait: the device may do it all the same.
 
         Raises:
             DeviceLost: the executor is closed.
-            Exception: as the call's class says.
+            Exception: those of the call's class.
         """
 
     async def apply_model(self, function: Callable[[Any], T]) -> list[T]:

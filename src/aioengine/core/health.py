@@ -49,7 +49,7 @@ class Beat(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Health(PlainStruct, frozen=True, kw_only=True):
-    """What `Engine.health` says.
+    """The result of `Engine.health`.
 
     Attributes:
         status: "STARTING": requests wait for that; "ALIVE"; "STALLED": it is there and does not get on; "DEAD": it will

@@ -1,4 +1,4 @@
-"""What an engine core asks of the group whose engines it computes each step with, where it is in one."""
+"""The interface of an engine core to the group of engines that run each step together."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LockstepPlace(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Lockstep(Protocol):
-    """Says when a step may be launched, and when one without work must be: see `cluster.lockstep`.
+    """Decides when a step may be launched, and when a step without work must be: see `cluster.lockstep`.
 
     Attributes:
         grace_s: a core whose step has failed waits so long before it ends: where another engine's death is the cause,

@@ -45,7 +45,7 @@ class OutputLogprobs:
 def slice_prompt_logprobs(
     pieces: list[tuple[Sequence, PromptLogprobs]],
 ) -> Iterator[tuple[Sequence, int, list[SampledLogprobs]]]:
-    """What a step has brought about prompts, `PROMPT_SLICE` tokens at once.
+    """Yield a step's log-probabilities of prompts, `PROMPT_SLICE` tokens at once.
 
     Yields:
         the sequence, the position of the first token in its prompt, and the log-probabilities of each token.

@@ -15,7 +15,7 @@ in a thread. Requests that are given the same object are processed together."""
 
 
 def load_processors(paths: tuple[str, ...]) -> dict[str, MakeProcessor]:
-    """What ``module:function`` names, by ``function``.
+    """Import each ``module:function``; returns them by ``function``.
 
     Raises:
         ConfigError: one cannot be imported, or cannot be called.

@@ -1,4 +1,4 @@
-"""What sees an engine's steps and requests: observers, the log; and the user's own code that an engine calls."""
+"""Observers of steps and requests, the log, and the user's own code that an engine calls."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Observers:
         self._stats_log = StatsLog(self.metrics, interval_s=log_interval_s or math.inf, now_s=now_s)
 
     def add(self, observer: Observer) -> Callable[[], None]:
-        """Tell ``observer`` of each step and request's end from now on; what is returned stops that, once."""
+        """Call ``observer`` at each step and request's end from now on; the returned function stops that, once."""
         addition = object()
         self._observers[addition] = observer
 
@@ -108,7 +108,7 @@ class StatsLog:
 def make_record(
     scheduler: Scheduler, plan: StepPlan, result: StepResult, output: StepOutput, *, launched_at: float, now: float
 ) -> StepRecord:
-    """What observers hear of a step that has just been applied."""
+    """Make the record of a step that has just been applied."""
     kv = scheduler.kv
     return StepRecord(
         step=plan.step,

@@ -1,4 +1,4 @@
-"""What a caller's side asks of an engine core, wherever that runs: in this loop, or in another process."""
+"""The interface of an engine core to its callers, wherever it runs: in this loop, or in another process."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Core(Protocol):
         """Its reader has caught up, and ``num_allowed`` has grown; idempotent."""
 
     async def call(self, control: AnyControl) -> Any:
-        """Perform a control call and return what its class says; up to its first wait it is performed at once.
+        """Perform a control call and return its result; up to its first wait it is performed at once.
 
         Cancelling stops it where it is: a pause or sleep holds sequences back until `resume` or `WakeUp`; what the
         device has begun it carries out; what waits for the device is not done.
@@ -131,7 +131,7 @@ class Core(Protocol):
         """Whether the loop and the device make progress."""
 
     def copy_death(self) -> EngineDead:
-        """The error of a dead engine, made anew for each request: a shared one would collect all their tracebacks."""
+        """A copy of a dead engine's error, one for each request: a shared one would collect all tracebacks."""
 
     async def run(self) -> None:
         """Serve until cancelled, or until the engine breaks; every sequence has heard its end then."""
@@ -153,7 +153,7 @@ class InFlightSequence(NamedTuple):
 
 
 class ClusterHooks(NamedTuple):
-    """What a backend is given besides, if its core is one of several that serve as one."""
+    """Arguments of a backend whose core is one of several that serve as one."""
 
     conditions: Conditions
     """Shared by all replicas; a core checks them, and must not end them."""
@@ -174,7 +174,7 @@ class ClusterHooks(NamedTuple):
 
 
 class CoreHooks(NamedTuple):
-    """What a backend is given of the caller's side."""
+    """Arguments of a backend from the caller's side."""
 
     worker: TextWorker
     """For imports and files."""

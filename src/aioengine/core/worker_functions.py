@@ -28,7 +28,7 @@ _functions: dict[str, Callable[..., Any]] = {}
 
 @dataclass(frozen=True)
 class Worker:
-    """What a registered function gets, first of all.
+    """The first argument of a registered function.
 
     Attributes:
         rank, world_size: which of how many hold a part of the model; 0 of 1 for now.
@@ -86,7 +86,7 @@ def _register(function: F, name: str | None) -> F:
     key = own_name if name is None else name
     held = _functions.setdefault(key, function)
     if held is not function:
-        # Two functions that a function has made have one name, and nothing says that they are one.
+        # Two functions that a function has made have one name, and may differ.
         if f"{held.__module__}.{held.__qualname__}" != own_name or "<" in own_name:
             raise ConfigError(
                 f"the worker function {key!r} is {held.__module__}.{held.__qualname__} already: give {own_name} "

@@ -50,7 +50,7 @@ NO_IDS = np.zeros(0, np.int64)
     WANTS_LOGPROBS,
     IS_PROCESSED,
 ) = (1 << bit for bit in range(10))
-"""What is to be known of a row at each step, as bits of one number: a step asks once for those of all its rows."""
+"""Properties of a row that each step needs, as bits of one number: a step reads those of all its rows at once."""
 
 LOGITS_ROW, END, OUTPUT_POSITION, CHOICE, FLAGS = map(
     int, (SampleRow.LOGITS_ROW, SampleRow.END, SampleRow.OUTPUT_POSITION, SampleRow.CHOICE, SampleRow.FLAGS)
@@ -69,7 +69,7 @@ def spans(starts: NDArray[np.integer], counts: NDArray[np.integer]) -> Int64:
 
 @dataclass(slots=True)
 class Deltas:
-    """What a step changes before it computes; each a `Span` of the step's extra words, or None.
+    """Changes that a step makes before it computes; each a `Span` of the step's extra words, or None.
 
     Attributes:
         tokens, blocks, masks: spans for the history, the block tables, the bitmasks.
@@ -195,7 +195,7 @@ class Batch:
         self._num_blocks = np.zeros(self._num_tables, np.int32)
         """By number of block table."""
         self._words = np.zeros((max_num_seqs, SAMPLE_WORDS), np.int32)
-        """Of each row, as kernels take a sample's; the following are views of it."""
+        """Words of each row, as kernels take a sample's; the following are views of them."""
         self._params: dict[str, NDArray[Any]] = {
             name: self._words.view(np.float32 if ROW_PARAMS[name] is float else np.int32)[:, word]
             for name, word in PARAM_WORDS.items()
@@ -212,12 +212,12 @@ class Batch:
         self._known: dict[int, list[int]] = {}
         """Tokens of the rows about which the host must know them."""
         self._num_choices: dict[int, int] = {}
-        """Of rows that bring several tokens at their first output position."""
+        """Number of tokens of rows that bring several at their first output position."""
         self.grammar_rows = GrammarRows(-(-vocab_size // 32))
         self._grammars: dict[int, GrammarRow] = {}
         self._logprob_token_ids: dict[int, Int64] = {}
         self._failed: dict[int, Exception] = {}
-        """Of the step that is being written: rows that could not be described."""
+        """Rows of the step that is being written which could not be described."""
         self._free_masks: list[int] = []
         self.num_masks = 0
 
@@ -303,7 +303,7 @@ class Batch:
             self._known[row] = added.token_ids.tolist()
         is_random, is_penalised = sampling.temperature > 0, is_any_on(sampling, PENALTIES)
         has_edits = self.rules.add(row, sampling)
-        # With processors the allowed ids are kept before these, which may say otherwise.
+        # With processors the allowed ids are kept before these, which may change that.
         has_mask = len(allowed) > 0 and not sampling.logits_processors
         has_rules = has_edits or is_penalised or len(allowed) > 0 or bool(sampling.logits_processors)
         bits = pack_bits(allowed, self._vocab_size) if has_mask or sampling.grammar is not None else EMPTY
@@ -498,7 +498,7 @@ class Batch:
         return num_samples if (num_samples > 1).any() else None
 
     def _score_prompts(self, step: Step) -> None:
-        """Of the rows that ask: each prompt token that follows one which the plan computes."""
+        """Score each prompt token that follows one which the plan computes, of the rows that ask for it."""
         plan = step.plan
         num_top = self._prompt_logprobs[plan.rows]
         asking = (num_top >= 0).nonzero()[0]

@@ -17,7 +17,7 @@ from aioengine.sampler.sampler import Features
 logger = logging.getLogger("aioengine")
 
 MAX_GRAPHS = 256
-"""Of all sizes and features together; for one more, the one that was used longest ago goes."""
+"""Most graphs of all sizes and features; another one replaces the least recently used."""
 
 GRAPH_BYTES = 2 * 2**20
 """About what a graph of a model of 36 layers takes of the driver's memory."""

@@ -35,11 +35,11 @@ class PinnedBuffers:
         self.extra = accelerator.host_words(1)
         self.out = accelerator.host_words(1)
         self.late = accelerator.host_words(1)
-        """What comes to a step's sampling when its forward pass has been launched."""
+        """Words that a step's sampling needs, written when its forward pass has been launched."""
 
     @property
     def sections(self) -> FixedWords[NDArray[Any]]:
-        """Of the fixed words, to be written.
+        """Sections of the fixed words, to be written.
 
         Raises:
             InternalError: the device has them.

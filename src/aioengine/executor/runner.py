@@ -108,7 +108,7 @@ class Runner:
         self._extra = torch.zeros(0, dtype=torch.int32, device=device)
         """On the device: the words that the step brings beside the fixed ones, until the next step's come."""
         self._logits: Tensor | None = None
-        """Of the step between its forward pass and its sampling, float32 [n, vocab]."""
+        """Logits of the step between its forward pass and its sampling, float32 [n, vocab]."""
         self._logits_of_tokens: Callable[[Tensor], Tensor] | None = None
         """As `_logits_of` makes it, of the same step."""
         self._late_logits = torch.zeros(0, c.vocab_size, dtype=torch.float32, device=device)

@@ -44,7 +44,7 @@ NUM_GROWN_SECTIONS = 2
 
 
 def num_fixed_words(num_rows: int, num_groups: int = 1) -> int:
-    """Of all sections."""
+    """Number of words of all sections."""
     of_rows, of_tables = SECTIONS[:-NUM_GROWN_SECTIONS], SECTIONS[-NUM_GROWN_SECTIONS:]
     return num_rows * (sum(of_rows) + num_groups * sum(of_tables))
 
@@ -87,7 +87,7 @@ class Span(NamedTuple):
 
 
 class ExtraWords:
-    """What a step brings beside the fixed sections, collected."""
+    """Words that a step brings beside the fixed sections, collected."""
 
     def __init__(self) -> None:
         self._parts: list[Int32] = []

@@ -1,4 +1,4 @@
-"""What a step brings back from a GPU: one array of 32-bit words, for one copy. The same sections on both sides."""
+"""Words that come back from a step: one array of 32-bit words, for one copy, with the same sections on both sides."""
 
 from __future__ import annotations
 
@@ -81,17 +81,17 @@ class DeviceOutputs(Generic[Words]):
 
     @property
     def sampled(self) -> Scored[Words]:
-        """Of the samples; empty where no row asked, as the other two."""
+        """Log-probabilities of the samples; empty where no row asked, as the other two."""
         return self._scored(0)
 
     @property
     def extra(self) -> Scored[Words]:
-        """Of the tokens that are reported always."""
+        """Log-probabilities of the tokens that are reported always."""
         return self._scored(1)
 
     @property
     def prompt(self) -> Scored[Words]:
-        """Of the prompt tokens."""
+        """Log-probabilities of the prompt tokens."""
         return self._scored(2)
 
     @property

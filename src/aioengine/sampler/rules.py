@@ -74,7 +74,7 @@ class RowRules(NamedTuple):
     @classmethod
     def of(cls, sampling: RowSampling, vocab_size: int) -> RowRules:
         edits = [(word[0], -np.inf, ALWAYS) for word in sampling.bad_words if len(word) == 1]
-        if sampling.grammar is None:  # else its mask says whether a token is left beside these
+        if sampling.grammar is None:  # else its mask leaves one of these only if no other token is left
             edits += [(token, -np.inf, sampling.min_tokens) for token in sampling.stop_ids if sampling.min_tokens > 0]
         edits += [(token, bias, ALWAYS) for token, bias in sampling.logit_bias]
         edits = [edit for edit in edits if edit[0] < vocab_size]

@@ -27,7 +27,7 @@ PROMPT_CHUNK_ELEMENTS = 2**23
 
 
 class Features(NamedTuple):
-    """What the sampling of a step needs: one graph for each combination.
+    """Features of a step's sampling: one graph for each combination.
 
     Attributes:
         has_filters: a row has a top-k, top-p or min-p.

@@ -38,7 +38,10 @@ EMPTY_FLOATS: Float32 = np.zeros(0, np.float32)
 
 
 class Purpose(enum.IntEnum):
-    """What the last token that a row computes in a step is for. Verifying a draft would be another one."""
+    """The purpose of the last token that a row computes in a step.
+
+    Verifying a draft would be another one: `StepResult` has room for several tokens of a row.
+    """
 
     NOTHING = 0
     """A prefill chunk that ends before the last known token: only its KV is wanted."""
@@ -131,7 +134,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     An executor applies, in this order: ``removed``, ``copied``, ``added``, ``grown``; then computes ``rows``:
     ``rows[i]`` computes the tokens at positions ``starts[i]`` up to ``starts[i] + num_tokens[i]`` of its history,
-    writing their KV, and brings what ``purposes[i]`` says. A token that is sampled after them is appended to the
+    writing their KV, and brings the product of ``purposes[i]``. A token that is sampled after them is appended to the
     row's history on the device.
 
     Attributes:

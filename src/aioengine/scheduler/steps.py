@@ -33,7 +33,7 @@ class StepInFlight(msgspec.Struct, frozen=True):
     ends: Int32
     """The position behind the last token that each row computes."""
     sequences: list[Sequence]
-    """Those that had the rows."""
+    """Sequences that had the rows."""
 
 
 class StepsInFlight:
@@ -99,7 +99,7 @@ class StepsInFlight:
 
 
 class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """What applying a result brought: ``token_ids[i]`` is the newest token of ``sequences[i]``.
+    """Products of an applied result: ``token_ids[i]`` is the newest token of ``sequences[i]``.
 
     A sequence that ended with its token has its ``finish_reason`` set.
 

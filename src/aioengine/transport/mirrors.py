@@ -1,4 +1,4 @@
-"""The sequences that an engine in another process has, on the caller's side: filled from its news, and let go of."""
+"""The sequences of an engine in another process, on the caller's side: filled from its messages."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Mirrors:
         self.unstarted: set[int] = set()
         self.next_number = 0
         self._rowless: set[int] = set()
-        """Those that never had a row at this engine."""
+        """Numbers of sequences that never had a row at this engine."""
         self._endings = endings
         self._on_capacity = on_capacity
 

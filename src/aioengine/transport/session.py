@@ -45,11 +45,11 @@ MAX_HELD_FACTOR = 8
 With what has moved here from an engine that died it may be twice as much."""
 
 MAX_MARKER_TOKENS = 64
-"""Of a marker of reasoning."""
+"""Most tokens of a marker of reasoning."""
 
 MAX_BAD_SEQUENCES = 2 * MAX_BAD_WORDS
 MAX_BAD_TOKENS = 2 * 4 * (MAX_BAD_WORDS_CHARS + MAX_BAD_WORDS)
-"""Of all bad words: each is tokenized twice, once behind a space, and a character is four tokens at most."""
+"""Most tokens of all bad words: each is tokenized twice, once behind a space; a character is at most four tokens."""
 
 
 class Session(PeerSession):
@@ -76,10 +76,10 @@ class Session(PeerSession):
         self.core = core
         self.mark = mark
         self.followers: dict[int, Follower] = {}
-        """By the front end's number, those whose end it has not been told."""
+        """Followers whose end was not reported, by the front end's number."""
         self.num_unstarted = 0
         self.transfers: set[str] = set()
-        """Of weights, begun and neither committed nor dropped."""
+        """Transfers of weights that are neither committed nor dropped."""
         self._worker = worker
         self._request_type = request_type
         self._is_trusted = is_trusted
@@ -126,7 +126,7 @@ class Session(PeerSession):
             log_begin(core.config, request, whose=f"front end {self.index}: ")
 
     def _make_sequence(self, body: wire.AddRequest, request: Request) -> Sequence:
-        """What is to be computed: all choices of the request, or the rest of one."""
+        """Make the sequence to compute: all choices of the request, or the rest of one."""
         if body.choice < 0:
             sequence = self.core.make_sequence(request)
         else:
@@ -173,7 +173,7 @@ class Session(PeerSession):
             raise InvalidRequest(f"output holds what is no token; the model has 0 to {vocab_size - 1}")
 
     def _has_ended(self, number: int, sequence: Sequence) -> bool:
-        """Whether it had ended with the last of the tokens that it comes with; then that is told, and no more."""
+        """Whether the last of its given tokens had ended it; then its end is reported, and nothing else."""
         if not sequence.output_ids:
             return False
         reason, stop_reason = sequence.check_stop(sequence.output_ids[-1], frozenset(self.core.eos_token_ids))
@@ -221,13 +221,13 @@ class Session(PeerSession):
             self.transfers.discard(control.transfer)
 
     def beat(self, beat: Beat) -> None:
-        """Tell it that the engine lives, if it keeps up."""
+        """Send a beat, if the front end keeps up."""
         if self.num_unread < BEHIND_MESSAGES:
             self.send(wire.Beating(beat))
 
 
 class Follower:
-    """The `Listener` of a sequence that a front end is told of."""
+    """The `Listener` of a sequence of a front end."""
 
     __slots__ = ("_num_tokens", "_session", "is_unstarted", "num_allowed", "number", "sequence")
 
