@@ -117,7 +117,7 @@ async def test_what_a_front_end_says_of_an_end_is_not_sent_back(address: str) ->
 async def test_one_whose_news_are_no_message_is_cut_off_alone(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with joined(address) as (siege, peer):
         monkeypatch.setattr(wire, "MAX_BYTES", 4096)
-        siege.session.news.failed.extend(wire.Failed(number, wire_samples.FAULT) for number in range(200))
+        siege.session.outputs.failed.extend(wire.Failed(number, wire_samples.FAULT) for number in range(200))
         siege.session.mark()
         assert "what its sequences bring is no message" in (await peer.hears_the_end()).message
         await siege.is_unharmed()

@@ -148,9 +148,9 @@ class EngineCore:
         self._live: dict[int, Sequence] = {}
         """Sequences not yet reported finished, by order; the scheduler may have finished them already."""
         self._in_flight: deque[InFlight] = deque()
-        self._has_news = asyncio.Event()
+        self._is_changed = asyncio.Event()
         """A sequence or a hold was added, ended or changed since the loop last asked the scheduler."""
-        self._endings = Endings(self.user_code, self._has_news.set)
+        self._endings = Endings(self.user_code, self._is_changed.set)
         self._holds: dict[str, bool] = {}
         """Holders that keep new sequences back, and whether each keeps steps from being launched, too."""
         self._is_changing_weights = False
@@ -183,14 +183,14 @@ class EngineCore:
     def enter_group(self, lockstep: Lockstep) -> None:
         """Step together with a group from now on; before `run`."""
         self.lockstep = lockstep
-        lockstep.on_news = self._has_news.set
+        lockstep.on_news = self._is_changed.set
 
     # The loop
 
     def break_down(self, cause: Exception) -> None:
         """Make `run` fail with ``cause``."""
         self._broken = cause
-        self._has_news.set()
+        self._is_changed.set()
 
     async def run(self) -> None:
         """Run steps until cancelled, or until the device or this code breaks.
@@ -207,7 +207,7 @@ class EngineCore:
 
     async def _run(self) -> None:
         while True:
-            self._has_news.clear()
+            self._is_changed.clear()
             if self._broken is not None:
                 raise self._broken
             self._launch()
@@ -217,7 +217,7 @@ class EngineCore:
             if self._in_flight:
                 await self._finish_oldest()
             else:
-                await self._has_news.wait()  # nothing is in flight, so nothing else can change
+                await self._is_changed.wait()  # nothing is in flight, so nothing else can change
 
     def _launch(self) -> None:
         """Schedule and launch as many steps as the executor takes."""
@@ -381,7 +381,7 @@ class EngineCore:
         for member, listener in zip(choices, listeners, strict=True):
             member.listener = listener
             self._live[member.order] = member
-        self._has_news.set()
+        self._is_changed.set()
 
     def _find_grammar(self, sequence: Sequence, handle: GrammarHandle, tenant: str) -> Reason:
         """Have its grammar in the executor's table; or begin to compile that, which it waits for."""
@@ -413,7 +413,7 @@ class EngineCore:
                 self._endings.add_end(member.order, self._release(member), outcome.anew())
             self._endings.report_some()
             self._on_capacity()
-        self._has_news.set()
+        self._is_changed.set()
 
     def check_accepting(self) -> None:
         if self.death is not None:
@@ -428,7 +428,7 @@ class EngineCore:
                 if member.order in self._live:
                     self._release(member).on_end()
             self._on_capacity()
-            self._has_news.set()
+            self._is_changed.set()
         elif self._endings:
             self._endings.report(sequence.order)
 
@@ -441,7 +441,7 @@ class EngineCore:
                         self._endings.add_end(member.order, self._release(member))
         self._endings.report_some()
         self._on_capacity()
-        self._has_news.set()
+        self._is_changed.set()
 
     def block(self, sequence: Sequence) -> None:
         self.scheduler.block(sequence, Reason.BACKPRESSURE)
@@ -449,7 +449,7 @@ class EngineCore:
     def unblock(self, sequence: Sequence) -> None:
         if sequence.reasons & Reason.BACKPRESSURE:
             self.scheduler.unblock(sequence, Reason.BACKPRESSURE)
-            self._has_news.set()
+            self._is_changed.set()
 
     def _release(self, sequence: Sequence) -> Listener:
         """Forget a sequence that has ended; returns its listener, which is to hear the end and nothing more."""
@@ -477,7 +477,7 @@ class EngineCore:
         if not self._holds:
             for sequence in self._live.values():
                 self.scheduler.unblock(sequence, Reason.PAUSED)
-        self._has_news.set()
+        self._is_changed.set()
 
     def resume(self) -> None:
         self._let_go("pause")
@@ -518,12 +518,12 @@ class EngineCore:
         return is_still and not self._in_flight
 
     def when(self, is_so: Callable[[], bool]) -> asyncio.Future[None]:
-        self._has_news.set()
+        self._is_changed.set()
         return self._conditions.add(is_so)
 
     def recheck(self) -> None:
         if self._conditions:
-            self._has_news.set()
+            self._is_changed.set()
 
     # Control calls
 
@@ -635,7 +635,7 @@ class EngineCore:
             finally:  # also when cancelled: the device may do it all the same
                 self._forget_kv()
                 self._is_changing_weights = False
-                self._has_news.set()
+                self._is_changed.set()
 
     def _forget_kv(self) -> None:
         self.scheduler.preempt_all()

@@ -19,8 +19,8 @@ from aioengine.transport import wire
 from aioengine.transport.link import death_of
 from aioengine.transport.wire_errors import to_error
 
-News = TypeVar(
-    "News", wire.Started, wire.First, wire.PromptLogprobsMessage, wire.VectorMessage, wire.Ended, wire.Failed
+Update = TypeVar(
+    "Update", wire.Started, wire.First, wire.PromptLogprobsMessage, wire.VectorMessage, wire.Ended, wire.Failed
 )
 
 
@@ -88,7 +88,7 @@ class Mirrors:
     # What the engine brings
 
     async def take(self, body: wire.StepOutputsMessage, now: float) -> None:
-        """Take in all news but ends, with turns for the loop.
+        """Take in all updates but ends, with turns for the loop.
 
         What comes of a sequence from a second engine changes none of its times: to its caller it has begun before.
         """
@@ -162,9 +162,9 @@ class Mirrors:
                 self._endings.add_end(sequence.order, self._release(sequence), told)
         return death
 
-    def _with_sequences(self, news: Iterable[News]) -> Iterator[tuple[News, Sequence]]:
-        """News of sequences, and these; without those that have ended here."""
-        return ((each, sequence) for each in news if (sequence := self.live.get(each.number)) is not None)
+    def _with_sequences(self, updates: Iterable[Update]) -> Iterator[tuple[Update, Sequence]]:
+        """Updates with their sequences; without those whose sequence has ended here."""
+        return ((each, sequence) for each in updates if (sequence := self.live.get(each.number)) is not None)
 
     def _release(self, sequence: Sequence) -> Listener:
         """Its listener, which hears its end now and nothing more."""

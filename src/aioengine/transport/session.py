@@ -27,7 +27,9 @@ from aioengine.transport.wire_errors import to_fault
 from aioengine.validation import invalid
 
 BEHIND_MESSAGES = 256
-"""With so many unread it hears no more of steps and beats, which are not its own news."""
+"""With so many unread a front end gets no more records and beats, which are not its own outputs."""
+
+NO_OUTPUTS = wire.StepOutputsMessage()
 
 LOGPROBS_A_MESSAGE = 8192
 """Its receiver takes in so many in some milliseconds, without a turn for its loop."""
@@ -120,7 +122,7 @@ class Session(PeerSession):
         except AioEngineError as error:
             for number in numbers:
                 if number not in self.followers:
-                    self.news.failed.append(wire.Failed(number, to_fault(error)))
+                    self.outputs.failed.append(wire.Failed(number, to_fault(error)))
             self.mark()
         else:
             log_begin(core.config, request, whose=f"front end {self.index}: ")
@@ -178,17 +180,17 @@ class Session(PeerSession):
             return False
         reason, stop_reason = sequence.check_stop(sequence.output_ids[-1], frozenset(self.core.eos_token_ids))
         if reason is not None:
-            self.news.ended.append(wire.Ended(number, reason, stop_reason, 0))
+            self.outputs.ended.append(wire.Ended(number, reason, stop_reason, 0))
             self.mark()
         return reason is not None
 
     # What its sequences bring
 
     def _reset(self) -> None:
-        self.news = wire.StepOutputsMessage()
+        self.outputs = wire.StepOutputsMessage()
         """Its lists grow until it is sent."""
         # Fields of a struct are slower to reach, and these two are for each token.
-        self.numbers, self.token_ids = self.news.numbers, self.news.token_ids
+        self.numbers, self.token_ids = self.outputs.numbers, self.outputs.token_ids
         self._num_logprobs = 0
 
     def make_room(self, num_logprobs: int) -> None:
@@ -201,15 +203,15 @@ class Session(PeerSession):
         """Send what has come together, with the step's record if the front end keeps up."""
         if self.num_unread >= BEHIND_MESSAGES:
             record = None
-        news = self.news
-        if record is None and not (news.numbers or news.ended or news.failed or news.started or news.prompts):
+        outputs = self.outputs
+        if record is None and outputs == NO_OUTPUTS:
             return
-        failed = _share_dumps(news.failed[:MAX_FAILED])
+        failed = _share_dumps(outputs.failed[:MAX_FAILED])
         self._reset()
         try:
-            self.send(msgspec.structs.replace(news, failed=failed, record=record))
-            for begin in range(MAX_FAILED, len(news.failed), MAX_FAILED):
-                self.send(wire.StepOutputsMessage(failed=_share_dumps(news.failed[begin : begin + MAX_FAILED])))
+            self.send(msgspec.structs.replace(outputs, failed=failed, record=record))
+            for begin in range(MAX_FAILED, len(outputs.failed), MAX_FAILED):
+                self.send(wire.StepOutputsMessage(failed=_share_dumps(outputs.failed[begin : begin + MAX_FAILED])))
         except wire.TooLarge as error:  # whatever it made its sequences bring, it is alone with it
             self._server.cut_off(self, f"what its sequences bring is no message: {error}")
 
@@ -244,43 +246,43 @@ class Follower:
         session = self._session
         session.num_unstarted -= self.is_unstarted
         self.is_unstarted = False
-        session.news.started.append(wire.Started(self.number, self.sequence.num_cached_tokens))
+        session.outputs.started.append(wire.Started(self.number, self.sequence.num_cached_tokens))
         session.mark()
 
     def on_token(self, token_id: int, logprobs: SampledLogprobs | None) -> None:
         session = self._session
         if logprobs is not None:
             session.make_room(1 + len(logprobs.others))
-            session.news.logprobs.append((len(session.numbers), logprobs))
+            session.outputs.logprobs.append((len(session.numbers), logprobs))
         session.numbers.append(self.number)
         session.token_ids.append(token_id)
         self._num_tokens += 1
         if self._num_tokens == 1:
             time_s = self.sequence.first_token_at - self.sequence.admitted_at
-            session.news.first.append(wire.First(self.number, 0.0 if math.isnan(time_s) else time_s))
+            session.outputs.first.append(wire.First(self.number, 0.0 if math.isnan(time_s) else time_s))
         if self._num_tokens >= self.num_allowed:
             session.core.block(self.sequence)
 
     def on_vector(self, vector: Float32) -> None:
         self._session.make_room(len(vector) // FLOATS_OF_VECTOR)
-        self._session.news.vectors.append(wire.VectorMessage(self.number, vector.tobytes()))
+        self._session.outputs.vectors.append(wire.VectorMessage(self.number, vector.tobytes()))
 
     def on_prompt_logprobs(self, position: int, logprobs: list[SampledLogprobs]) -> None:
         for offset, entry in enumerate(logprobs):
             self._session.make_room(1 + len(entry.others))
-            self._session.news.prompts.append(wire.PromptLogprobsMessage(self.number, position + offset, entry))
+            self._session.outputs.prompts.append(wire.PromptLogprobsMessage(self.number, position + offset, entry))
 
     def on_end(self) -> None:
         sequence = self.sequence
         assert sequence.finish_reason is not None, f"{sequence} has not ended"
         self._leave()
-        self._session.news.ended.append(
+        self._session.outputs.ended.append(
             wire.Ended(self.number, sequence.finish_reason, sequence.stop_reason, sequence.num_preemptions)
         )
 
     def on_error(self, error: AioEngineError) -> None:
         self._leave()
-        self._session.news.failed.append(wire.Failed(self.number, to_fault(error)))
+        self._session.outputs.failed.append(wire.Failed(self.number, to_fault(error)))
 
     def allow(self, num_tokens: int) -> None:
         """Its reader lets so many output tokens be computed."""
