@@ -413,36 +413,37 @@ class Runner:
 
     def _decode_work(self, key: GraphKey) -> Work:
         """A step of single tokens as work of sizes alone, over the fixed words, that can be captured."""
-        size = key.size
-
-        def work() -> None:
-            assert self._decoder is not None
-            self._sample_decodes(key, self._decoder.logits(*self._forward(size, size, size, None, self._max_model_len)))
-
-        return work
+        return lambda: self._sample_decodes(key, self._decode(key.size))
 
     def _forward_work(self, key: GraphKey) -> Work:
         """The first part of a step whose tokens are sampled late; it leaves its logits for the second."""
         size, late_logits = key.size, self._late_logits
 
         def work() -> None:
-            assert self._decoder is not None
-            late_logits[:size] = self._decoder.logits(*self._forward(size, size, size, None, self._max_model_len))
+            late_logits[:size] = self._decode(size)
 
         return work
+
+    def _decode(self, size: int) -> Tensor:
+        """Compute float32 [size, vocab], the logits of a step of single tokens."""
+        assert self._decoder is not None
+        return self._decoder.logits(*self._forward(size, size, size, None, self._max_model_len))
 
     def _sample_work(self, key: GraphKey) -> Work:
         """The second part."""
         return lambda: self._sample_decodes(key, self._late_logits[: key.size])
 
     def _sample_decodes(self, key: GraphKey, logits: Tensor) -> None:
-        size, features = key.size, key.features
-        fixed, out = self._fixed, DeviceOutputs(self._out, OutputSizes(size, features.num_top))
-        at = SampleTensors(
-            fixed.samples[:size], fixed.sample_of_row, fixed.scored_rows[:size], fixed.kept[:size],
+        size, fixed = key.size, self._fixed
+        out = DeviceOutputs(self._out, OutputSizes(size, key.features.num_top))
+        self._sampler.sample(logits, self._tensors(fixed.samples, fixed.scored_rows, size, size), key.features, out)
+
+    def _tensors(self, samples: Tensor, scored_rows: Tensor, num_samples: int, num_logits: int) -> SampleTensors:
+        fixed = self._fixed
+        return SampleTensors(
+            samples[:num_samples], fixed.sample_of_row, scored_rows[:num_samples], fixed.kept[:num_logits],
             fixed.processed_samples,
         )  # fmt: skip
-        self._sampler.sample(logits, at, features, out)
 
     def _make_late_room(self, size: int) -> None:
         if size > len(self._late_logits):
@@ -527,11 +528,7 @@ class Runner:
             if step.samples is not None and step.scored_rows is not None:
                 samples = step.samples.of(self._extra).view(-1, SAMPLE_WORDS)
                 scored_rows = step.scored_rows.of(self._extra)
-            count = len(step.row_of_sample)
-            at = SampleTensors(
-                samples[:count], fixed.sample_of_row, scored_rows[:count], fixed.kept[: len(logits)],
-                fixed.processed_samples,
-            )  # fmt: skip
+            at = self._tensors(samples, scored_rows, len(step.row_of_sample), len(logits))
             self._sampler.sample(logits, at, step.features, outputs, process)
             if step.extra_pairs is not None:
                 self._sampler.score_tokens(logits, step.extra_pairs.of(self._extra).view(3, -1), outputs)

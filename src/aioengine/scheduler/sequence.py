@@ -171,7 +171,7 @@ class Sequence:
     def __post_init__(self) -> None:
         self.prompt = self.request.prompt_token_ids
         self.limit = self.request.max_total_tokens
-        if self.purpose == Purpose.POOL:
+        if self.request.product == "vector":
             self.limit = len(self.prompt) + 1  # the prompt's last token is computed
         self.stop_token_ids = frozenset(self.request.params.stop_token_ids)
 
