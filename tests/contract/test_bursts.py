@@ -114,7 +114,7 @@ async def test_abort_all_ends_all_at_once_and_tells_them_a_few_a_turn(make_engin
             engine.abort_all()
             assert core.num_unstarted == 0
             assert not live_in(core)
-            assert 0 < len(core._endings._untold) < 61
+            assert 0 < len(core._endings._pending) < 61
             stream.abort()
             assert stream.result.finished, "whoever asks for the end of one hears it at once"
             assert stream.result.outputs[0].finish_reason == "abort"

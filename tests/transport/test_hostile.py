@@ -198,7 +198,7 @@ class TestInASession:
     async def test_more_failures_than_a_message_holds_are_told_in_several(self, address: str) -> None:
         async with joined(address) as (siege, peer):
             numbers = range(2 * session_module.MAX_FAILED + 1)
-            siege.session.news.failed.extend(wire.Failed(number, wire_samples.FAULT) for number in numbers)
+            siege.session.outputs.failed.extend(wire.Failed(number, wire_samples.FAULT) for number in numbers)
             siege.session.mark()
             await peer.read_until(lambda: len(peer.ended) == len(numbers))
             told = [len(body.failed) for body in peer.news if isinstance(body, wire.StepOutputsMessage) and body.failed]

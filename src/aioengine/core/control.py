@@ -2,7 +2,7 @@
 
 A message checks its arguments when it is made, so that a bad one fails its caller, on either side of a wire. A call
 that leaves state names that state, and a cluster replays it for a replica that starts again. What a device has to do
-for it is the executor's (`Executor.perform`); `CoreState` has the calls that concern the scheduler, too. The set is
+for it is the executor's (`Executor.perform`); `EngineCore` has the calls that concern the scheduler, too. The set is
 closed: nothing is ever looked up by a name that came from outside, but for the functions that the engine's own process
 has registered (`aioengine.worker_function`).
 """
