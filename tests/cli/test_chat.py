@@ -27,10 +27,10 @@ from aioengine.tool_calls.calls import ToolCall
 
 def test_a_line_is_a_question_and_the_answer_joins_the_conversation() -> None:
     conversation = Conversation(system="Be kind.")
-    assert conversation.take("  Hello!\n") is Todo.ASK
-    assert conversation.answered("Hi.", TurnEnd.WHOLE) == ""
-    assert conversation.take("  ") is None
-    assert conversation.take("//etc") is Todo.ASK
+    assert conversation.take_line("  Hello!\n") is Todo.ASK
+    assert conversation.add_answer("Hi.", TurnEnd.WHOLE) == ""
+    assert conversation.take_line("  ") is None
+    assert conversation.take_line("//etc") is Todo.ASK
     assert conversation.prompt() == [
         {"role": "system", "content": "Be kind."},
         {"role": "user", "content": "Hello!"},
@@ -42,8 +42,8 @@ def test_a_line_is_a_question_and_the_answer_joins_the_conversation() -> None:
 @pytest.mark.parametrize("end", list(TurnEnd))
 def test_an_answer_that_was_cut_is_kept_and_marked(end: TurnEnd) -> None:
     conversation = Conversation()
-    conversation.take("A story, please.")
-    assert conversation.answered("Once upon", end) == end.value
+    conversation.take_line("A story, please.")
+    assert conversation.add_answer("Once upon", end) == end.value
     message = conversation.messages[-1]
     assert (message["role"], message["content"]) == ("assistant", "Once upon")
     assert message.get("cut", False) is (end is not TurnEnd.WHOLE)
@@ -51,42 +51,42 @@ def test_an_answer_that_was_cut_is_kept_and_marked(end: TurnEnd) -> None:
 
 def test_a_question_without_an_answer_is_taken_back_and_one_that_is_too_long_says_what_to_do() -> None:
     conversation = Conversation()
-    conversation.take("A story, please.")
-    assert "taken back" in conversation.answered("", TurnEnd.STOPPED)
-    conversation.take("long")
-    said = conversation.failed(PromptTooLong(3000, 1023))
+    conversation.take_line("A story, please.")
+    assert "taken back" in conversation.add_answer("", TurnEnd.STOPPED)
+    conversation.take_line("long")
+    said = conversation.drop_question(PromptTooLong(3000, 1023))
     assert "shorten it" in said
     assert "/reset" not in said
     assert conversation.messages == []
-    conversation.take("short")
-    conversation.answered("Yes.", TurnEnd.WHOLE)
-    conversation.take("more")
-    said = conversation.failed(PromptTooLong(1030, 1023))
+    conversation.take_line("short")
+    conversation.add_answer("Yes.", TurnEnd.WHOLE)
+    conversation.take_line("more")
+    said = conversation.drop_question(PromptTooLong(1030, 1023))
     assert [word for word in ("1030 tokens", "1023", "/reset") if word not in said] == []
     assert [message["content"] for message in conversation.messages] == ["short", "Yes."]
 
 
 def test_the_system_message_is_set_replaced_and_taken_away_and_stays_when_the_turns_are_forgotten() -> None:
     conversation = Conversation(sampling={"seed": 1})
-    assert conversation.take("/system") == "there is no system message"
-    assert conversation.take("/system You are  Ruby.") == "the system message is set"
-    conversation.take("Hello!")
-    conversation.answered("Hi.", TurnEnd.WHOLE)
-    assert conversation.take("/reset") == "2 messages forgotten; the system message stays"
+    assert conversation.take_line("/system") == "there is no system message"
+    assert conversation.take_line("/system You are  Ruby.") == "the system message is set"
+    conversation.take_line("Hello!")
+    conversation.add_answer("Hi.", TurnEnd.WHOLE)
+    assert conversation.take_line("/reset") == "2 messages forgotten; the system message stays"
     assert conversation.messages == [{"role": "system", "content": "You are  Ruby."}]
     assert conversation.sampling == {"seed": 1}
-    assert conversation.take("/system") == "the system message is taken away"
+    assert conversation.take_line("/system") == "the system message is taken away"
     assert conversation.messages == []
 
 
 @pytest.mark.parametrize("name", KNOBS)
 def test_each_setting_is_shown_set_and_taken_back(name: str) -> None:
     conversation = Conversation()
-    assert conversation.take(f"/{name}") == f"{name} is the default"
-    assert conversation.take(f"/{name} 1") == f"{name} is {KNOBS[name](1)}"
+    assert conversation.take_line(f"/{name}") == f"{name} is the default"
+    assert conversation.take_line(f"/{name} 1") == f"{name} is {KNOBS[name](1)}"
     assert conversation.sampling == {name: 1}
     SamplingParams(**conversation.sampling)
-    conversation.take(f"/{name} default")
+    conversation.take_line(f"/{name} default")
     assert conversation.sampling == {}
 
 
@@ -108,7 +108,7 @@ def test_each_setting_is_shown_set_and_taken_back(name: str) -> None:
 )
 def test_what_is_wrong_is_one_clear_line_and_changes_nothing(line: str, says: str) -> None:
     conversation = Conversation(sampling={"temperature": 0.5})
-    text = conversation.take(line)
+    text = conversation.take_line(line)
     assert isinstance(text, str)
     assert says in text
     assert "\n" not in text
@@ -118,32 +118,32 @@ def test_what_is_wrong_is_one_clear_line_and_changes_nothing(line: str, says: st
 
 def test_saving_writes_the_messages_as_json_and_leaves_files_that_exist_alone(tmp_path: Path) -> None:
     conversation, path = Conversation(system="Be kind."), tmp_path / "my file.json"
-    conversation.take("Grüße 🙂")
-    conversation.answered("Hi", TurnEnd.STOPPED)
-    assert conversation.take(f"/save {path}") == f"3 messages saved in {path}"
+    conversation.take_line("Grüße 🙂")
+    conversation.add_answer("Hi", TurnEnd.STOPPED)
+    assert conversation.take_line(f"/save {path}") == f"3 messages saved in {path}"
     saved = [
         {"role": "system", "content": "Be kind."},
         {"role": "user", "content": "Grüße 🙂"},
         {"role": "assistant", "content": "Hi", "cut": True},
     ]
     assert json.loads(path.read_text()) == saved
-    conversation.take("/system")
-    assert conversation.take(f"/save {path}") == f"{path} exists and is left as it is: give another name"
+    conversation.take_line("/system")
+    assert conversation.take_line(f"/save {path}") == f"{path} exists and is left as it is: give another name"
     assert json.loads(path.read_text()) == saved
-    assert str(conversation.take(f"/save {tmp_path}/no/where")).startswith("not saved: ")
+    assert str(conversation.take_line(f"/save {tmp_path}/no/where")).startswith("not saved: ")
 
 
 def test_a_saved_conversation_is_loaded_and_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "chat.json"
     saved = Conversation(system="Be brief.")
-    saved.take("What is 8 + 7?")
-    saved.called("I add.", [ToolCall(id="1", name="add", arguments='{"a": 8}')])
-    saved.returned(ToolCall(id="1", name="add", arguments='{"a": 8}'), "15")
-    saved.answered("15", TurnEnd.MAX_TOKENS)
-    saved.take(f"/save {path}")
+    saved.take_line("What is 8 + 7?")
+    saved.add_calls("I add.", [ToolCall(id="1", name="add", arguments='{"a": 8}')])
+    saved.add_result(ToolCall(id="1", name="add", arguments='{"a": 8}'), "15")
+    saved.add_answer("15", TurnEnd.MAX_TOKENS)
+    saved.take_line(f"/save {path}")
     conversation = Conversation()
-    conversation.take("Another one")
-    assert conversation.take(f"/load {path}") == f"5 messages loaded from {path}"
+    conversation.take_line("Another one")
+    assert conversation.take_line(f"/load {path}") == f"5 messages loaded from {path}"
     assert conversation.messages == saved.messages
 
 
@@ -153,16 +153,16 @@ def test_a_saved_conversation_is_loaded_and_goes_on(tmp_path: Path) -> None:
 def test_a_file_that_holds_no_conversation_changes_nothing(text: str, tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text(text)
     conversation = Conversation(system="Be brief.")
-    conversation.take("Hi")
-    assert str(conversation.take(f"/load {tmp_path}/bad.json")).startswith("not loaded: ")
+    conversation.take_line("Hi")
+    assert str(conversation.take_line(f"/load {tmp_path}/bad.json")).startswith("not loaded: ")
     assert [message["content"] for message in conversation.messages] == ["Be brief.", "Hi"]
 
 
 def test_help_names_every_command_and_exit_leaves() -> None:
     conversation = Conversation()
-    assert conversation.take("/help") == HELP
+    assert conversation.take_line("/help") == HELP
     assert [name for name in COMMAND_NAMES if name not in HELP and name != "/quit"] == []
-    assert conversation.take("/exit") is conversation.take("/quit") is Todo.LEAVE
+    assert conversation.take_line("/exit") is conversation.take_line("/quit") is Todo.LEAVE
 
 
 # The shell, over a device that says what it is told to

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 from msgspec import Meta
 
-from aioengine.cli.command import given, options_of
+from aioengine.cli.command import add_flags, read_flags
 from aioengine.config import EngineConfig
 from aioengine.sampling_params import SamplingParams
 
@@ -35,9 +35,9 @@ def run(*arguments: str) -> tuple[Result, dict[str, Any]]:
 
     @click.command()
     @click.option("--other", default="x")
-    @options_of(Settings, absent="the usual, {}")
+    @add_flags(Settings, absent="the usual, {}")
     def command(**flags: Any) -> None:
-        seen.update(given(Settings, flags))
+        seen.update(read_flags(Settings, flags))
 
     return CliRunner().invoke(command, arguments), seen
 
@@ -118,7 +118,7 @@ def test_the_help_tells_forms_defaults_and_what_may_be_repeated() -> None:
 @pytest.mark.parametrize("struct_type", [SamplingParams, EngineConfig])
 def test_every_field_but_those_of_this_process_has_a_flag_with_a_help_text(struct_type: type[msgspec.Struct]) -> None:
     @click.command()
-    @options_of(struct_type)
+    @add_flags(struct_type)
     def command(**_: Any) -> None: ...
 
     options = {option.name: option for option in command.params if isinstance(option, click.Option)}
@@ -133,8 +133,8 @@ def test_every_field_but_those_of_this_process_has_a_flag_with_a_help_text(struc
 def test_a_chat_template_is_a_text_or_a_file_of_one(tmp_path: Path) -> None:
     file = tmp_path / "own.jinja"
     file.write_text("{{ messages }}\n")
-    assert given(EngineConfig, {"chat_template": str(file)}) == {"chat_template": "{{ messages }}\n"}
-    assert given(EngineConfig, {"chat_template": "{{ messages }}"}) == {"chat_template": "{{ messages }}"}
+    assert read_flags(EngineConfig, {"chat_template": str(file)}) == {"chat_template": "{{ messages }}\n"}
+    assert read_flags(EngineConfig, {"chat_template": "{{ messages }}"}) == {"chat_template": "{{ messages }}"}
     for missing in (str(tmp_path / "none.jinja"), str(tmp_path)):
         with pytest.raises(click.UsageError, match=r"--chat-template .* no file that can be read"):
-            given(EngineConfig, {"chat_template": missing})
+            read_flags(EngineConfig, {"chat_template": missing})

@@ -16,8 +16,8 @@ import pytest_asyncio
 from nightly import few, nightly
 
 from aioengine import Engine, EngineConfig, SamplingParams
-from aioengine.cli.command import given
-from aioengine.cli.generate import as_messages, generate, show
+from aioengine.cli.command import read_flags
+from aioengine.cli.generate import generate, make_messages, show_output
 from aioengine.models.folder import DEMO_MODEL
 
 DEADLINE_S = 90
@@ -53,12 +53,12 @@ async def print_of(engine: Engine, command: str) -> str:
     """What an `aioengine generate` command writes to its pipe or terminal: the command's own code, on this engine."""
     line = command.partition(" | ")[0]
     parsed = generate.make_context("generate", shlex.split(line)[2:]).params
-    assert not given(EngineConfig, parsed), f"{line} needs an engine of its own"
+    assert not read_flags(EngineConfig, parsed), f"{line} needs an engine of its own"
     is_chat = parsed["is_chat"] or parsed["system"] is not None
     (text,) = parsed["arguments"]
-    prompt = as_messages(text, parsed["system"]) if is_chat else text
+    prompt = make_messages(text, parsed["system"]) if is_chat else text
     with contextlib.redirect_stdout(io.StringIO()) as stdout:
-        await show(engine, prompt, given(SamplingParams, parsed))
+        await show_output(engine, prompt, read_flags(SamplingParams, parsed))
     return stdout.getvalue()
 
 

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 import aioengine
-from aioengine.cli.command import Command, given, model_argument, open_console, options_of, run
+from aioengine.cli.command import Command, add_flags, add_model_argument, open_console, read_flags, run
 from aioengine.cli.load import Figures, Job, Range, figures_of, send
 from aioengine.config import EngineConfig, ReplicaOptions
 from aioengine.engine import Engine
@@ -90,9 +90,9 @@ def _shared_options(output_len: str) -> Callable[[Command], Command]:
             "--json", "json_file", type=click.File("w", "utf-8", lazy=False),
             help='write all figures as JSON; "-": to stdout',
         ),
-        options_of(ReplicaOptions, only=("replicas", "balance")),
-        options_of(EngineConfig),
-        model_argument,
+        add_flags(ReplicaOptions, only=("replicas", "balance")),
+        add_flags(EngineConfig),
+        add_model_argument,
     ]  # fmt: skip
 
     def decorate(command: Command) -> Command:
@@ -151,8 +151,8 @@ def _measure_and_report(
     """Measure ``counts``, the number of requests by concurrency; then print the table, and write the JSON."""
     workload = Workload(**{name: flags[name] for name in Workload.__struct_fields__})
     SamplingParams(temperature=workload.temperature)  # a bad one is refused before the model is loaded
-    config = given(EngineConfig, flags)
-    if replicas := given(ReplicaOptions, flags):
+    config = read_flags(EngineConfig, flags)
+    if replicas := read_flags(ReplicaOptions, flags):
         config["replicas"] = ReplicaOptions(**replicas)
     report = Report(benchmark, *run(_measure(counts, workload, config)))
     file = flags["json_file"]

@@ -11,7 +11,7 @@ import anyio.to_thread
 import click
 
 from aioengine import Engine, Stream
-from aioengine.cli.command import given, model_argument, options_of, run
+from aioengine.cli.command import add_flags, add_model_argument, read_flags, run
 from aioengine.cli.conversation import COMMAND_NAMES, Conversation, Todo, TurnEnd
 from aioengine.cli.generate import refuse_what_no_text_shows
 from aioengine.cli.terminal import Interrupts, Lines, PipedLines, Screen, TypedLines
@@ -39,9 +39,9 @@ GREETING = "/help lists the commands, Ctrl-D leaves"
     help="a Python file: the model may call its functions, but those whose names begin with an underscore",
 )
 @click.option("--yes", "is_trusted", is_flag=True, help="make the calls without asking")
-@options_of(SamplingParams, absent="the model's, or {}")
-@options_of(EngineConfig)
-@model_argument
+@add_flags(SamplingParams, absent="the model's, or {}")
+@add_flags(EngineConfig)
+@add_model_argument
 def chat(system: str | None, tool_path: Path | None, is_trusted: bool, **flags: Any) -> None:
     """Talk with MODEL (absent: the bundled one); the answers stream to stdout.
 
@@ -49,7 +49,7 @@ def chat(system: str | None, tool_path: Path | None, is_trusted: bool, **flags: 
     message or a command, and all but the answers goes to stderr. /help lists the commands. With --tools each call that
     the model asks for is shown, and made if the next line is y.
     """
-    sampling = given(SamplingParams, flags)
+    sampling = read_flags(SamplingParams, flags)
     if SamplingParams(**sampling).n > 1:  # bad flags are refused before the model is loaded
         raise click.UsageError("a chat has one answer to a message: leave --n out")
     refuse_what_no_text_shows(sampling, "leave it out of a chat")
@@ -57,7 +57,7 @@ def chat(system: str | None, tool_path: Path | None, is_trusted: bool, **flags: 
         raise click.UsageError("--yes is for --tools")
     tools = ToolFile.load(tool_path) if tool_path is not None else None
     conversation = Conversation(system=system or None, sampling=sampling)
-    run(_chat(conversation, given(EngineConfig, flags), tools, is_trusted))
+    run(_chat(conversation, read_flags(EngineConfig, flags), tools, is_trusted))
 
 
 async def _chat(conversation: Conversation, config: dict[str, Any], tools: ToolFile | None, is_trusted: bool) -> None:
@@ -107,7 +107,7 @@ class Talk(NamedTuple):
             EngineDead, EngineClosed: there will be no more answers.
         """
         while (line := await self.lines.read()) is not None:
-            effect = await anyio.to_thread.run_sync(self.conversation.take, line)
+            effect = await anyio.to_thread.run_sync(self.conversation.take_line, line)
             if effect is Todo.LEAVE:
                 return
             if effect is Todo.ASK:
@@ -123,7 +123,7 @@ class Talk(NamedTuple):
                 return ended
             for call in ended:
                 await self._make_call(call)
-        return f"[{self.conversation.answered('', TurnEnd.CALLS)}]"
+        return f"[{self.conversation.add_answer('', TurnEnd.CALLS)}]"
 
     async def _make_call(self, call: ToolCall) -> None:
         """Make one call, if the user wants it; the conversation gets its result."""
@@ -135,7 +135,7 @@ class Talk(NamedTuple):
                 result = await self.tools.call(call)
             result = STOPPED if scope.cancelled_caught else result
         self.screen.note(f"-> {result}")
-        self.conversation.returned(call, result)
+        self.conversation.add_result(call, result)
 
     async def _answer(self) -> str | list[ToolCall]:
         """Stream the answer; however it ends, it becomes part of the conversation.
@@ -162,16 +162,16 @@ class Talk(NamedTuple):
         except (EngineDead, EngineClosed):
             raise
         except AioEngineError as error:
-            note = conversation.failed(error)
+            note = conversation.drop_question(error)
         else:
             is_stopped = scope.cancelled_caught or stream is None
             if stream is not None and not is_stopped and self.tools is not None and (calls := stream.result.tool_calls):
                 if text:
                     screen.write("\n")
-                conversation.called(text, calls)
+                conversation.add_calls(text, calls)
                 return calls
             end = TurnEnd.STOPPED if is_stopped else _end_of(stream.result, self.engine.info.max_model_len)
-            note = f"[{ended}]" if (ended := conversation.answered(text, end)) else ""
+            note = f"[{ended}]" if (ended := conversation.add_answer(text, end)) else ""
         if not text.endswith("\n"):  # of an empty answer, too: programs that read answers from a pipe count lines
             screen.write("\n")
         return note

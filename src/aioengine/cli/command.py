@@ -37,7 +37,7 @@ PLAIN_WIDTH = 140
 """Columns of a table where there is no terminal to ask."""
 
 
-def exit_code_of(error: AioEngineError) -> int:
+def choose_exit_code(error: AioEngineError) -> int:
     """2 for wrong arguments, 1 for what failed though they were right."""
     return EXIT_USAGE if isinstance(error, InvalidRequest | ConfigError) else EXIT_FAILURE
 
@@ -69,19 +69,19 @@ def open_console(*, to_stderr: bool = False) -> Console:
     return console
 
 
-def model_argument(command: Command) -> Command:
+def add_model_argument(command: Command) -> Command:
     """A decorator, the one next to the function: the command's argument MODEL is another name of --model."""
 
     @click.argument("model_argument", metavar="[MODEL]", required=False)
     @functools.wraps(command)
     def call(*args: Any, model_argument: str | None, **flags: Any) -> Any:
-        flags["model"] = one_model(model_argument, flags["model"])
+        flags["model"] = choose_model(model_argument, flags["model"])
         return command(*args, **flags)
 
     return call
 
 
-def one_model(argument: str | None, option: str | None) -> str | None:
+def choose_model(argument: str | None, option: str | None) -> str | None:
     """The model that an argument and --model name.
 
     Raises:
@@ -92,10 +92,10 @@ def one_model(argument: str | None, option: str | None) -> str | None:
     return argument or option
 
 
-def options_of(
+def add_flags(
     struct_type: type[msgspec.Struct], *, absent: str = "{}", only: Collection[str] | None = None
 ) -> Callable[[Command], Command]:
-    """A decorator that gives a click command a flag for each field; `given` takes what the user gave.
+    """A decorator that gives a click command a flag for each field; `read_flags` takes what the user gave.
 
     A value that the field cannot take is a usage error that names the flag.
 
@@ -118,7 +118,7 @@ def options_of(
     return decorate
 
 
-def given(struct_type: type[msgspec.Struct], values: dict[str, Any]) -> dict[str, Any]:
+def read_flags(struct_type: type[msgspec.Struct], values: dict[str, Any]) -> dict[str, Any]:
     """The flags of ``struct_type`` that the user gave."""
     names = struct_type.__struct_fields__
     fields = {name: value for name, value in values.items() if name in names and value not in (None, ())}

@@ -14,7 +14,7 @@ import aioengine
 from aioengine.cli.bench import bench
 from aioengine.cli.chat import chat
 from aioengine.cli.check import check
-from aioengine.cli.command import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, exit_code_of
+from aioengine.cli.command import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, choose_exit_code
 from aioengine.cli.compile import compile_command
 from aioengine.cli.engine import engine, keys
 from aioengine.cli.generate import generate
@@ -58,7 +58,7 @@ def run_command_line() -> None:
         status = EXIT_INTERRUPTED
     except AioEngineError as error:
         _complain(error)
-        status = exit_code_of(error)
+        status = choose_exit_code(error)
     except OSError as error:
         # What is still buffered cannot be written; the interpreter would try again at its end, and complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -50,7 +50,7 @@ class SavedMessage(TypedDict, total=False):
 class Todo(enum.Enum):
     """The work that a line may ask for.
 
-    ASK: stream the answer to `Conversation.prompt`, then call `answered` or `failed`. LEAVE: end.
+    ASK: stream the answer to `Conversation.prompt`, then call `add_answer` or `drop_question`. LEAVE: end.
     """
 
     ASK = enum.auto()
@@ -92,7 +92,7 @@ class Conversation:
         """The messages for the engine."""
         return [{name: value for name, value in message.items() if name != "cut"} for message in self.messages]
 
-    def take(self, line: str) -> Todo | str | None:
+    def take_line(self, line: str) -> Todo | str | None:
         """Do what a line of the user's asks for; a question is part of the conversation from now on. May use a file.
 
         Returns:
@@ -112,7 +112,7 @@ class Conversation:
             return _COMMANDS[name](self, argument)
         return f"there is no command /{name}; /help lists them"
 
-    def answered(self, text: str, end: TurnEnd) -> str:
+    def add_answer(self, text: str, end: TurnEnd) -> str:
         """Add the answer to the last question; returns a note for the user on how it ended."""
         if end is TurnEnd.STOPPED and not text:
             self._take_back()
@@ -120,12 +120,12 @@ class Conversation:
         self._turns.append({"role": "assistant", "content": text} | ({} if end is TurnEnd.WHOLE else {"cut": True}))
         return end.value
 
-    def called(self, text: str, calls: list[ToolCall]) -> None:
-        """Add an answer to the last question that asks for these calls; the results are `returned`, and it goes on."""
+    def add_calls(self, text: str, calls: list[ToolCall]) -> None:
+        """Add an answer to the last question that asks for these calls; `add_result` adds what they return."""
         told = [call.as_openai() for call in calls]
         self._turns.append({"role": "assistant", "content": text, "tool_calls": told})
 
-    def returned(self, call: ToolCall, result: str) -> None:
+    def add_result(self, call: ToolCall, result: str) -> None:
         """Add what came of a call."""
         self._turns.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": result})
 
@@ -134,7 +134,7 @@ class Conversation:
         while self._turns.pop()["role"] != "user":
             pass
 
-    def failed(self, error: AioEngineError) -> str:
+    def drop_question(self, error: AioEngineError) -> str:
         """Take the last question back, since there is no answer; returns one line on it for the user."""
         self._take_back()
         advice = "; /reset starts a new conversation" if isinstance(error, PromptTooLong) and self._turns else ""

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from aioengine.cli.command import given, is_interrupted, one_model, options_of, run
+from aioengine.cli.command import add_flags, choose_model, is_interrupted, read_flags, run
 from aioengine.config import EngineConfig
 from aioengine.transport.engine_process import serve_engine
 from aioengine.transport.handshake import Init
@@ -26,7 +26,7 @@ DEFAULT_CLIENT = "client"
 @click.argument("arguments", nargs=-1, metavar="[MODEL] [ADDRESS]")
 @click.option("--keys", metavar="FOLDER", help="keys of this engine and its clients, made by `aioengine keys`")
 @click.option("--plugin", "plugins", multiple=True, metavar="MODULE", help="import this first; repeatable")
-@options_of(EngineConfig)
+@add_flags(EngineConfig)
 def engine(arguments: tuple[str, ...], keys: str | None, plugins: tuple[str, ...], **flags: Any) -> None:
     """Serve MODEL (absent: the bundled one) at ADDRESS until Ctrl-C or SIGTERM.
 
@@ -38,11 +38,11 @@ def engine(arguments: tuple[str, ...], keys: str | None, plugins: tuple[str, ...
     models = [each for each in arguments if each not in addresses]
     if len(addresses) != 1 or len(models) > 1:
         raise click.UsageError("give one ADDRESS, ipc://... or tcp://..., and at most one MODEL")
-    flags["model"] = one_model(models[0] if models else None, flags["model"])
+    flags["model"] = choose_model(models[0] if models else None, flags["model"])
     logging.basicConfig(format="%(message)s", level=logging.INFO)
     if plugins:
         sys.path.insert(0, os.getcwd())  # an installed command does not look there by itself
-    config = EngineConfig(**given(EngineConfig, flags))
+    config = EngineConfig(**read_flags(EngineConfig, flags))
     server_keys = ServerKeys.load(keys) if keys is not None else None
     init = Init(PROTOCOL_VERSION, addresses[0], config, plugins)
     _run(serve_engine(init, server_keys, on_serving=_say_where))

@@ -13,7 +13,7 @@ import click
 import msgspec
 
 from aioengine import Engine
-from aioengine.cli.command import given, one_model, options_of, run
+from aioengine.cli.command import add_flags, choose_model, read_flags, run
 from aioengine.config import EngineConfig
 from aioengine.errors import ModelLoadError
 from aioengine.models.folder import DEMO_MODEL, ModelFolder
@@ -35,8 +35,8 @@ from aioengine.structured.constraints import Choice, Constraint, Json, Regex, re
 @click.option("--choice", "choices", multiple=True, metavar="TEXT", help="the text is one of these (repeatable)")
 @click.option("--json", "is_json", is_flag=True, help="print the whole output as JSON when it is there, not the text")
 @click.option("--stats", "shows_stats", is_flag=True, help="say afterwards, on stderr, how it ended and how fast")
-@options_of(SamplingParams, absent="the model's, or {}")
-@options_of(EngineConfig)
+@add_flags(SamplingParams, absent="the model's, or {}")
+@add_flags(EngineConfig)
 def generate(
     arguments: tuple[str, ...],
     is_chat: bool,
@@ -58,26 +58,26 @@ def generate(
     if len(arguments) not in (1, 2):
         raise click.UsageError("give the PROMPT as one argument, in quotes; a MODEL before it is another one")
     *models, prompt = arguments
-    flags["model"] = one_model(models[0] if models else None, flags["model"])
+    flags["model"] = choose_model(models[0] if models else None, flags["model"])
     if prompt == json_schema == "-":
         raise click.UsageError("stdin holds one thing: give either the prompt or the schema another way")
     prompt = _decode(sys.stdin.buffer.read()).removesuffix("\n") if prompt == "-" else _decode(os.fsencode(prompt))
-    sampling = given(SamplingParams, flags)
-    if (shape := constraint_of(json_schema, regex, choices)) is not None:
+    sampling = read_flags(SamplingParams, flags)
+    if (shape := read_constraint(json_schema, regex, choices)) is not None:
         sampling["structured"] = shape
         _check_shape(shape)
     SamplingParams(**sampling)  # bad flags are refused before the model is loaded
-    messages = as_messages(prompt, system) if is_chat or system is not None else None
+    messages = make_messages(prompt, system) if is_chat or system is not None else None
     if not is_json:
         refuse_what_no_text_shows(sampling, "give --json with it")
     try:
-        run(_generate(messages or prompt, is_json, shows_stats, given(EngineConfig, flags), sampling))
+        run(_generate(messages or prompt, is_json, shows_stats, read_flags(EngineConfig, flags), sampling))
     except ModelLoadError as error:
         is_word = bool(models) and not Path(models[0]).exists()
         raise error.with_hint("is it a word of the PROMPT? That stands in quotes" if is_word else "") from None
 
 
-def constraint_of(json_schema: str | None, regex: str | None, choices: tuple[str, ...]) -> Constraint | None:
+def read_constraint(json_schema: str | None, regex: str | None, choices: tuple[str, ...]) -> Constraint | None:
     """Return the constraint that the flags put on the text.
 
     Raises:
@@ -127,7 +127,7 @@ def refuse_what_no_text_shows(sampling: dict[str, Any], advice: str) -> None:
         raise click.UsageError(f"--no-detokenize leaves no text to show: {advice}")
 
 
-def as_messages(prompt: str, system: str | None) -> list[dict[str, Any]]:
+def make_messages(prompt: str, system: str | None) -> list[dict[str, Any]]:
     """The chat in which ``prompt`` is the user's message."""
     before = [{"role": "system", "content": system}] if system is not None else []
     return [*before, {"role": "user", "content": prompt}]
@@ -146,31 +146,31 @@ async def _generate(
         started = time.perf_counter()
         if is_json:
             output = await engine.generate(prompt, **sampling)
-            _write(msgspec.json.encode(output).decode() + "\n")
+            _write_text(msgspec.json.encode(output).decode() + "\n")
         else:
-            output = await show(engine, prompt, sampling)
+            output = await show_output(engine, prompt, sampling)
         if "structured" in sampling and any(choice.finish_reason == "length" for choice in output.outputs):
             raise click.ClickException("the answer was cut, and has not the shape: give a larger --max-tokens")
         is_empty = all(choice.finish_reason == "stop" and not choice.text for choice in output.outputs)
         if is_empty and isinstance(prompt, str) and not is_json:
             click.echo("the model ended at once: it goes on with a text, and --chat asks it a question", err=True)
         if shows_stats:
-            click.echo(_summary(output, time.perf_counter() - started), err=True)
+            click.echo(_summarise(output, time.perf_counter() - started), err=True)
 
 
-async def show(engine: Engine, prompt: str | list[dict[str, Any]], sampling: dict[str, Any]) -> RequestOutput:
+async def show_output(engine: Engine, prompt: str | list[dict[str, Any]], sampling: dict[str, Any]) -> RequestOutput:
     """Complete the prompt on stdout; a text is shown with what follows it, of a chat or a shape the answer alone."""
     echo = prompt if isinstance(prompt, str) and "structured" not in sampling else ""
     async with engine.stream(prompt, **sampling) as stream:
         if sampling.get("n", 1) > 1:  # they come interleaved, and text on a terminal cannot
             choices = (await stream.finish()).outputs
             for number, choice in enumerate(choices, 1):
-                _write(f"--- choice {number} of {len(choices)}\n{echo}{choice.text}\n")
+                _write_text(f"--- choice {number} of {len(choices)}\n{echo}{choice.text}\n")
         else:
-            _write(echo)
+            _write_text(echo)
             async for delta in stream:
-                _write(delta.text)
-            _write("\n")
+                _write_text(delta.text)
+            _write_text("\n")
     return stream.result
 
 
@@ -182,13 +182,13 @@ def _decode(raw: bytes, what: str = "the prompt") -> str:
         raise click.UsageError(f"{what} is not UTF-8: {error.reason} at byte {error.start}") from None
 
 
-def _write(text: str) -> None:
+def _write_text(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
-def _summary(output: RequestOutput, seconds: float) -> str:
-    reasons = Counter(_ending(choice) for choice in output.outputs)
+def _summarise(output: RequestOutput, seconds: float) -> str:
+    reasons = Counter(_describe_end(choice) for choice in output.outputs)
     ended = ", ".join(f"{reason} × {count}" if len(output.outputs) > 1 else reason for reason, count in reasons.items())
     num_tokens = sum(len(choice.token_ids) for choice in output.outputs)
     return (
@@ -197,6 +197,6 @@ def _summary(output: RequestOutput, seconds: float) -> str:
     )
 
 
-def _ending(choice: CompletionOutput) -> str:
+def _describe_end(choice: CompletionOutput) -> str:
     reason = str(choice.finish_reason)
     return reason if choice.stop_reason is None else f"{reason} ({choice.stop_reason!r})"

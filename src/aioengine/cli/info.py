@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from aioengine.cli.command import EXIT_FAILURE, given, model_argument, open_console, options_of
+from aioengine.cli.command import EXIT_FAILURE, add_flags, add_model_argument, open_console, read_flags
 from aioengine.config import EngineConfig
 from aioengine.validation import UNITS, parse_size
 
@@ -37,8 +37,8 @@ def _memory(context: click.Context, option: click.Parameter, value: str | None) 
     help="of the device, such as 16GiB; absent: what this machine has available",
 )
 @click.option("--json", "is_json", is_flag=True, help="print all of it as JSON")
-@options_of(EngineConfig, only=FIELDS)
-@model_argument
+@add_flags(EngineConfig, only=FIELDS)
+@add_model_argument
 def info(memory: int | None, is_json: bool, **flags: Any) -> int:
     """Show MODEL's parameters, the path by which it runs, the sizes of weights and KV cache, and how much fits.
 
@@ -48,7 +48,7 @@ def info(memory: int | None, is_json: bool, **flags: Any) -> int:
     """
     from aioengine.executor.model_info import read_model_info
 
-    found = read_model_info(EngineConfig(**given(EngineConfig, flags)), memory_bytes=memory)
+    found = read_model_info(EngineConfig(**read_flags(EngineConfig, flags)), memory_bytes=memory)
     if is_json:
         click.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
     else:

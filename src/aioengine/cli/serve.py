@@ -14,7 +14,15 @@ import click
 from msgspec.structs import asdict, replace
 
 from aioengine import Engine
-from aioengine.cli.command import EXIT_INTERRUPTED, exit_code_of, given, is_interrupted, model_argument, options_of, run
+from aioengine.cli.command import (
+    EXIT_INTERRUPTED,
+    add_flags,
+    add_model_argument,
+    choose_exit_code,
+    is_interrupted,
+    read_flags,
+    run,
+)
 from aioengine.config import EngineConfig, ReplicaOptions
 from aioengine.errors import AioEngineError, ConfigError, EngineDead
 from aioengine.processes.own_process import allow_files, asked_by_signals, prepare_interpreter
@@ -40,7 +48,7 @@ and ``--client`` are for ``--connect``, too."""
 
 
 @click.command(name="serve")
-@options_of(ServerAddress)
+@add_flags(ServerAddress)
 @click.option(
     "--drain-timeout-s",
     type=click.FloatRange(0),
@@ -69,11 +77,11 @@ and ``--client`` are for ``--connect``, too."""
     help="HTTP servers of the port, each a process where there are several",
 )
 @click.option("--external-lb", is_flag=True, help="serve each replica alone, at --port and the ports after it")
-@options_of(ReplicaOptions, only=REPLICA_FLAGS)
-@options_of(ServerConfig)
-@options_of(HttpLimits)
-@options_of(EngineConfig)
-@model_argument
+@add_flags(ReplicaOptions, only=REPLICA_FLAGS)
+@add_flags(ServerConfig)
+@add_flags(HttpLimits)
+@add_flags(EngineConfig)
+@add_model_argument
 def serve_command(drain_timeout_s: float, log_format: LogFormat, **flags: Any) -> int:
     """Serve MODEL (absent: the bundled one) over HTTP, as the OpenAI API does, until Ctrl-C or SIGTERM.
 
@@ -84,7 +92,7 @@ def serve_command(drain_timeout_s: float, log_format: LogFormat, **flags: Any) -
     Exit codes: 0 after SIGTERM, 130 after Ctrl-C, 1 when the model cannot be loaded, or the engine died or cannot be
     reached; 2 for wrong arguments, or a place that cannot be served at.
     """
-    where = _where(given(ServerAddress, flags))
+    where = _read_address(read_flags(ServerAddress, flags))
     service = Service(flags, drain_timeout_s, log_format)
     from aioengine.server.access_log import logging_off_loop
 
@@ -93,7 +101,7 @@ def serve_command(drain_timeout_s: float, log_format: LogFormat, **flags: Any) -
         try:
             with contextlib.ExitStack() as opened:
                 service.listeners = [opened.enter_context(each) for each in service.open_listeners(where)]
-                service.config = _protected(service.config, service.listeners[0])
+                service.config = _protect(service.config, service.listeners[0])
                 allow_files(service.limits.max_connections + SPARE_FILES)
                 run(service.run())
         except AioEngineError as error:
@@ -102,11 +110,11 @@ def serve_command(drain_timeout_s: float, log_format: LogFormat, **flags: Any) -
             # Logged: a line that is no JSON would break the log's readers. A death while serving is in the log already.
             if not (service.has_served and isinstance(error, EngineDead)):
                 logger.error("%s", error)
-            return exit_code_of(error)
+            return choose_exit_code(error)
     return EXIT_INTERRUPTED if is_interrupted() else 0
 
 
-def _where(given_fields: dict[str, Any]) -> ServerAddress:
+def _read_address(given_fields: dict[str, Any]) -> ServerAddress:
     if "uds" in given_fields and (beside := [name for name in ("host", "port") if name in given_fields]):
         raise click.UsageError(f"--uds is instead of a port: leave --{beside[0]} out")
     if password := os.environ.get(KEYFILE_PASSWORD_VARIABLE):
@@ -114,7 +122,7 @@ def _where(given_fields: dict[str, Any]) -> ServerAddress:
     return ServerAddress(**given_fields)
 
 
-def _protected(config: ServerConfig, listener: HttpListener) -> ServerConfig:
+def _protect(config: ServerConfig, listener: HttpListener) -> ServerConfig:
     """The config with the hosts that this address allows by default; logs whether API keys are required."""
     if config.api_keys:
         logger.info("asking for an API key")
@@ -125,7 +133,7 @@ def _protected(config: ServerConfig, listener: HttpListener) -> ServerConfig:
     return listener.with_names(config)
 
 
-def _server_config(config: dict[str, Any]) -> ServerConfig:
+def _read_server_config(config: dict[str, Any]) -> ServerConfig:
     variable = os.environ.get(API_KEY_VARIABLE)
     keys = [] if variable is None else [key.strip() for key in variable.split(",") if key.strip()]
     # An empty variable is a mistake: whatever should have filled it failed, and any client would be served.
@@ -144,8 +152,8 @@ class Service:
     """
 
     def __init__(self, flags: dict[str, Any], drain_timeout_s: float, log_format: LogFormat) -> None:
-        config = given(EngineConfig, flags)
-        replicas = {name: value for name, value in given(ReplicaOptions, flags).items() if name in REPLICA_FLAGS}
+        config = read_flags(EngineConfig, flags)
+        replicas = {name: value for name, value in read_flags(ReplicaOptions, flags).items() if name in REPLICA_FLAGS}
         self.api_servers: int = flags["api_servers"]
         self.external_lb: bool = flags["external_lb"]
         self.process: bool = flags["process"]
@@ -164,8 +172,8 @@ class Service:
         elif here := [*["process"] * self.process, *[name for name in config if name != "model"], *replicas]:
             flag = here[0].replace("_", "-")
             raise click.UsageError(f"--{flag} is for an engine that is started here, and not for --connect")
-        self.config = _server_config(given(ServerConfig, flags))
-        self.limits = HttpLimits(**given(HttpLimits, flags))
+        self.config = _read_server_config(read_flags(ServerConfig, flags))
+        self.limits = HttpLimits(**read_flags(HttpLimits, flags))
         self.drain_timeout_s, self.log_format = drain_timeout_s, log_format
         self.listeners: list[HttpListener] = []
         self.has_served = False
