@@ -69,7 +69,7 @@ class Loaded:
 
     def lend(self, rank: int, is_lent: bool) -> None: ...
 
-    def last_words(self) -> AioEngineError:
+    def final_error(self) -> AioEngineError:
         return EngineClosed("the benchmark is over")
 
 

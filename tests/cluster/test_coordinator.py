@@ -60,7 +60,7 @@ class FakeCluster:
     def lend(self, rank: int, is_lent: bool) -> None:
         self.asked.append(f"{'lend' if is_lent else 'take back'} {rank}")
 
-    def last_words(self) -> AioEngineError:
+    def final_error(self) -> AioEngineError:
         return EngineClosed("it was closed")
 
     def change(self, rank: int, **fields: Any) -> None:

@@ -12,22 +12,28 @@ from typing import Any, TypeVar, cast
 import anyio
 
 from aioengine.cluster.cluster_core import ClusterCore
-from aioengine.cluster.coordinator_messages import check_count
+from aioengine.cluster.coordinator import OWNER, Coordinator
+from aioengine.cluster.coordinator_messages import MAX_REASON_CHARS, Counts, Member, check_count
 from aioengine.cluster.launchers import AddressLauncher, Launcher, ProcessLauncher
 from aioengine.cluster.lockstep_launcher import LockstepLauncher
 from aioengine.cluster.replica import Replica, ReplicaState, Shared, for_each
-from aioengine.cluster.sharing import Sharing
+from aioengine.cluster.reservation import Reservation
 from aioengine.config import EngineConfig, ProcessOptions, ReplicaOptions
 from aioengine.core.protocol import Cluster, CoreHooks, ReplicaStatus
-from aioengine.errors import ConfigError, EngineDead, InvalidRequest
+from aioengine.errors import AioEngineError, ConfigError, EngineClosed, EngineDead, InvalidRequest
 from aioengine.executor.in_process import clock_of
 from aioengine.models.folder import ModelFolder
 from aioengine.processes.progress import OnProgress
+from aioengine.transport.addresses import PrivateFolder, pair_in
 from aioengine.transport.backends import refuse_function
+from aioengine.transport.wire_errors import cut
 
 T = TypeVar("T")
 
 logger = logging.getLogger("aioengine")
+
+OTHERS_GRACE_S = 5.0
+"""Beyond their own time to drain: for further front ends to report that they have no requests at a replica."""
 
 
 def launcher_of(config: EngineConfig, process: ProcessOptions, options: ReplicaOptions) -> Launcher:
@@ -82,7 +88,10 @@ class Replicated:
         """Ranks whose engines did not answer at the start, and why."""
         self._turn = anyio.Lock()
         """Of calls that change which replicas there are."""
-        self._sharing: Sharing | None = None
+        self._coordinator: Coordinator | None = None
+        """Serves further front ends; None: there are none."""
+        self._folder: PrivateFolder | None = None
+        """Where replicas serve, so that further front ends can connect."""
 
     @property
     def cluster(self) -> Cluster:
@@ -96,17 +105,7 @@ class Replicated:
         check_stall_timeout(self._config, self._options)
         self.core = ClusterCore(self._config, self._options, self._hooks, self._clock)
         if self._options.cluster_address is not None:
-            self._sharing = Sharing(
-                self._options.cluster_address,
-                config=self._config,
-                options=self._options,
-                core=self.core,
-                replicas=self._replicas,
-                cluster=self,
-                worker=self._hooks.worker,
-                pair_path=self._launcher.pair_path,
-            )
-            await self._sharing.open()
+            await self._share(self._options.cluster_address)
         replicas = [self._make(rank) for rank in range(self._options.num_replicas)]
         folders = await for_each(replicas, self._find)
         found = [folder for rank, folder in enumerate(folders) if rank not in self._late]
@@ -156,8 +155,9 @@ class Replicated:
             raise
         finally:
             self._replicas.clear()
-            if self._sharing is not None:
-                await self._sharing.aclose()
+            if self._coordinator is not None:
+                await self._coordinator.close_sockets()
+                await self._hooks.worker.run(self._remove_folder, None)
             await self._launcher.aclose()
 
     def kill(self) -> None:
@@ -167,8 +167,9 @@ class Replicated:
     def abandon(self) -> None:
         for replica in list(self._replicas.values()):
             replica.abandon()
-        if self._sharing is not None:
-            self._sharing.abandon()
+        if self._coordinator is not None:
+            self._coordinator.abandon()
+        self._remove_folder()
 
     # As a cluster
 
@@ -266,20 +267,113 @@ class Replicated:
         timeout_s = self._options.drain_timeout_s
         try:
             async with anyio.create_task_group() as tasks:
-                if self._sharing is not None:
-                    tasks.start_soon(self._sharing.wait_drained, replica.rank, timeout_s)
+                if self._coordinator is not None:
+                    tasks.start_soon(self._wait_others_drained, self._coordinator, replica.rank)
                 self.core.move(replica, await replica.drain(timeout_s))
         except BaseException:  # a change of mind
             replica.serve_again()
             raise
 
     def _make(self, rank: int) -> Replica:
-        folder = None if self._sharing is None else self._sharing.folder
+        folder = None if self._folder is None else self._folder.path
         max_restarts = self._options.max_restarts if self._launcher.owns_engines else math.inf
         shared = Shared(self.core.conditions, self.core.user_code, folder, max_restarts)
         replica = Replica(rank, self._launcher, self._options, self._hooks, shared, self.core, self._clock)
         self._replicas[rank] = replica
         return replica
+
+    # As a coordinator asks, for further front ends
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._config
+
+    @property
+    def options(self) -> ReplicaOptions:
+        return self._options
+
+    @property
+    def pair_path(self) -> str:
+        """As `AttachedToCluster.pair_path`."""
+        assert self._folder is not None
+        return self._launcher.pair_path or pair_in(self._folder.path)
+
+    def members(self) -> list[Member]:
+        """As `Coordinated.members`."""
+        return [
+            Member(
+                rank=status.rank,
+                state=status.state,
+                num_restarts=status.num_restarts,
+                address=self._replicas[status.rank].shared_address,
+                reason=cut(status.reason, MAX_REASON_CHARS),
+                where=status.where,
+                num_blocks=status.num_blocks,
+                server_key=self._replicas[status.rank].server_key,
+            )
+            for status in self.statuses()
+            if status.rank in self._replicas
+        ]
+
+    def counts(self) -> Counts:
+        """As `Coordinated.counts`."""
+        every = [
+            (rank, replica.core.stats())
+            for rank, replica in sorted(self._replicas.items())
+            if replica.core is not None and replica.core.death is None
+        ]
+        return Counts(
+            ranks=[rank for rank, _ in every],
+            running=[stats.running for _, stats in every],
+            waiting=[stats.waiting for _, stats in every],
+            blocked=[stats.blocked for _, stats in every],
+            free_blocks=[stats.free_blocks for _, stats in every],
+        )
+
+    def lend(self, rank: int, is_lent: bool) -> None:
+        """As `Coordinated.lend`."""
+        replica = self._replicas.get(rank)
+        if replica is not None:
+            replica.is_lent = is_lent
+            if is_lent and replica.core is not None:
+                self.core.move(replica, replica.core.take_back())
+            self.core.placing.dispatch()
+
+    def final_error(self) -> AioEngineError:
+        """As `Coordinated.final_error`."""
+        return self.core.copy_death() if self.core.death is not None else EngineClosed("its owner has closed it")
+
+    async def _share(self, address: str) -> None:
+        """Bind for further front ends, before anything is loaded, since the address may be in use.
+
+        Raises:
+            ConfigError: the address, or a folder, cannot be had.
+        """
+        self._coordinator = coordinator = Coordinator(self, address, worker=self._hooks.worker)
+        await coordinator.open()
+        # Noted where it is made, so that a start that is cancelled here removes it.
+        await self._hooks.worker.run(self._make_folder, None)
+
+        async def release(rank: int) -> None:
+            coordinator.release(rank, OWNER)
+
+        self.core.placing.reservation = reservation = Reservation(
+            self.core, lambda: coordinator.reserve(OWNER), release, is_single=lambda: not coordinator.attached
+        )
+        self.core.on_change = coordinator.announce
+        self.core.beside += [coordinator.serve, reservation.run]
+
+    async def _wait_others_drained(self, coordinator: Coordinator, rank: int) -> None:
+        """Wait until no further front end has requests at a replica that drains, and a little longer than they may."""
+        with anyio.move_on_after(self._options.drain_timeout_s + OTHERS_GRACE_S):
+            await coordinator.wait_drained(rank)
+
+    def _make_folder(self) -> None:
+        self._folder = PrivateFolder()
+
+    def _remove_folder(self) -> None:
+        if self._folder is not None:
+            self._folder.remove()
 
 
 async def _close(replica: Replica) -> None:

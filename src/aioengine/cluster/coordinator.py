@@ -80,7 +80,7 @@ class Coordinated(Protocol):
     def lend(self, rank: int, is_lent: bool) -> None:
         """A replica is left to another front end, at once; or may be used again by the owner's own."""
 
-    def last_words(self) -> AioEngineError:
+    def final_error(self) -> AioEngineError:
         """Why it has ended."""
 
 
@@ -132,7 +132,7 @@ class Coordinator(PeerServer[FrontEndSession]):
                 self._tasks.start_soon(self.watch)
                 self._tasks.start_soon(self._publish)
         finally:
-            self.end_sessions(self._cluster.last_words())
+            self.end_sessions(self._cluster.final_error())
             with anyio.CancelScope(shield=True), anyio.move_on_after(2 * LINGER_S):
                 await self.close_sockets()
 
