@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -16,7 +14,6 @@ import msgspec
 import pytest
 from aiohttp import web
 from fastapi import FastAPI
-from nightly import nightly
 from pydantic import BaseModel
 from server.conftest import plain_client, serving_app
 from starlette.applications import Starlette
@@ -318,43 +315,6 @@ async def test_a_server_comes_back_serving_and_is_closed_by_hand() -> None:
     for ended in (engine, quick_engine()):
         with pytest.raises(EngineClosed):
             await start_server(ended, port=0)
-
-
-UNCLOSED = """
-import asyncio, gc, sys
-import httpx, uvloop
-from aioengine import Engine
-from aioengine.server import start_server
-from aioengine.testing import FakeExecutor
-
-async def main():
-    async with Engine(seed=1, executor=FakeExecutor(vocab_size=2048)) as engine:
-        url = (await start_server(engine, port=0)).url
-        gc.collect()  # nothing else holds the server, and it serves on
-        async with httpx.AsyncClient(base_url=url) as client:
-            print((await client.get("/health")).status_code)
-            async with client.stream("POST", "/v1/completions", json={"prompt": [1], "stream": True}) as answer:
-                print(answer.status_code)
-
-(asyncio.run if sys.argv[1] == "asyncio" else uvloop.run)(main())
-"""
-
-
-@pytest.mark.parametrize("loop", ["asyncio", *nightly("uvloop")])
-def test_a_server_that_was_not_closed_ends_with_its_loop_and_a_word_about_it(loop: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "default::ResourceWarning", "-c", UNCLOSED, loop],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    assert done.stdout == "200\n200\n"
-    first, *more = done.stderr.splitlines()
-    assert "ResourceWarning: <HttpServer http://127.0.0.1:" in first
-    assert first.endswith(" was never closed: use `async with`, or await aclose()")
-    assert len([line for line in more if "ResourceWarning: Enable tracemalloc" not in line]) == 1, "the warning's line"
-    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(("drain_timeout_s", "finish_reason"), [(30.0, "length"), (0.0, "abort")])

@@ -201,14 +201,6 @@ async def test_a_response_is_found_by_its_owner_alone(folder: Path, adapter: Ada
         await mine.responses.delete(first.id)
 
 
-async def test_the_client_in_the_same_process_has_responses(engine: Engine) -> None:
-    client = engine.openai_client()
-    first = await client.responses.create(model="demo", input=HELLO, temperature=0)
-    second = await client.responses.create(model="demo", input="And 8 + 7?", previous_response_id=first.id)
-    assert second.status == "completed"
-    await client.close()
-
-
 # What the model is scripted to say
 
 
@@ -370,25 +362,6 @@ async def test_roles_and_effort_are_told_in_the_templates_names(folder: Path) ->
     assert second == f"{head.replace('Be brief.', '', 1).replace(chr(10) * 3, chr(10))}" + (
         "enable_thinking: False\n<|im_start|>assistant\n"
     )
-
-
-async def test_a_forced_call_is_one(folder: Path, engine: Engine) -> None:
-    async with Engine(seed=1, kv_cache_memory_bytes=2**26, tool_format="hermes") as made:
-        client = made.openai_client()
-        asked: dict[str, Any] = {"model": "demo", "input": "Weather?", "temperature": 0, "max_output_tokens": 100}
-        tool = json.loads(json.dumps(TOOL))
-        tool["parameters"]["properties"]["city"]["maxLength"] = 8
-        answer = await client.responses.create(
-            **asked, tools=[tool], tool_choice={"type": "function", "name": "get_weather"}, parallel_tool_calls=False
-        )
-        (call,) = answer.output
-        assert call.type == "function_call"
-        assert set(json.loads(call.arguments)) == {"city"}
-        assert (answer.status, answer.parallel_tool_calls) == ("completed", False)
-        async with client.responses.stream(**asked, tools=[tool], tool_choice="required") as stream:
-            kinds = [event.type async for event in stream]
-        assert "response.function_call_arguments.done" in kinds
-        await client.close()
 
 
 async def test_log_probabilities_are_of_all_tokens(folder: Path) -> None:

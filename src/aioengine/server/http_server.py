@@ -10,8 +10,7 @@ import asyncio
 import functools
 import logging
 import socket
-import warnings
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from email.utils import formatdate
 from typing import TYPE_CHECKING, Any, Self
 
@@ -129,7 +128,6 @@ async def start_server(
     server = HttpServer(app, engine, listener, limits, on_drain=app.state.api.drain)
     try:
         await server._start()
-        await anext(server._loops_end)
     except BaseException:
         await server._end()
         raise
@@ -168,7 +166,6 @@ class HttpServer:
         self._on_drain = on_drain
         self._limits = limits or HttpLimits()
         self._loop = asyncio.get_running_loop()
-        self._loops_end = self._at_loops_end()
         self._changed = asyncio.Event()
         self._state = SharedState(self._limits, on_left=self._changed.set)
         self._config = Config(
@@ -182,7 +179,6 @@ class HttpServer:
         )
         self._config.load()
         self._connect = functools.partial(HttpProtocol, self._config, self._state, {})
-        self._is_closed = False
         self._servers: list[asyncio.Server] = []
         self._ticker: asyncio.TimerHandle | None = None
 
@@ -191,9 +187,10 @@ class HttpServer:
 
         Cancelling cuts off the clients that are still connected.
         """
-        self._is_closed = True
-        await self._loops_end.aclose()
-        await self._drain_and_end(drain_timeout_s)
+        try:
+            await self._drain(drain_timeout_s)
+        finally:
+            await self._end()
 
     async def __aenter__(self) -> Self:
         return self
@@ -214,12 +211,6 @@ class HttpServer:
             make = self._loop.create_unix_server if each.family == socket.AF_UNIX else self._loop.create_server
             self._servers.append(await make(self._connect, sock=each, backlog=BACKLOG, **tls))
         self._stop.on_asked = self._changed.set
-
-    async def _drain_and_end(self, drain_timeout_s: float) -> None:
-        try:
-            await self._drain(drain_timeout_s)
-        finally:
-            await self._end()
 
     async def _drain(self, timeout_s: float) -> None:
         """Let what was accepted end, or abort it."""
@@ -297,15 +288,3 @@ class HttpServer:
         if health.status == "DEAD" and self._death is None:
             self._death = health.reason
             self._changed.set()
-
-    async def _at_loops_end(self) -> AsyncGenerator[None]:
-        """A loop that ends before the server is closed ends it, and says what should have been done."""
-        # A loop's runner closes the generators that are left, when it has cancelled the tasks: no task is needed, whose
-        # cancelling could not be told from another one's.
-        try:
-            yield
-        finally:
-            if not self._is_closed:
-                await self._drain_and_end(0.0)
-                message = f"{self!r} was never closed: use `async with`, or await aclose()"
-                warnings.warn(message, ResourceWarning, stacklevel=1, source=self)
