@@ -1,7 +1,6 @@
 """HTTP throughput by the number of HTTP servers of one port; and how connections are spread over them.
 
     python -m benchmarks.api_servers [--servers 1 2 4] [--demo] [--seconds 4] [--rounds 3] [--json FILE]
-    python -m benchmarks.api_servers --sockets
 
 For each number of servers a program of its own serves one replica, as ``aioengine serve --api-servers N`` does (1: the
 server is in the replicas' parent). The replica's device is a stand-in whose steps cost nothing, so that HTTP is the
@@ -15,9 +14,6 @@ Beside the rate stands what each role took of CPU time for a request: where ther
 wait for each other, and a rate says how many cores there are. Of the costs the last column is made: the rate at which
 the busiest process would take a whole core, had each a core of its own. Other programs take of the rate, and less of
 the costs; how much of the cores they used stands there, too.
-
-**--sockets**: a burst of 256 connections, and 2,048 of which 8 are open at a time, to four servers that accept at one
-inherited socket, and at one each (SO_REUSEPORT); and one server killed under load, its socket held open by its parent.
 """
 
 from __future__ import annotations
@@ -27,8 +23,6 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -238,131 +232,6 @@ def show(found: dict[str, Any]) -> None:
             print(f"| {num_servers} | {' | '.join(f'{cell:,.0f}' for cell in cells)} | {rest} |")
 
 
-# How connections are spread
-
-
-ANSWER_S = 0.0002
-"""Of CPU for each request."""
-ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\n%d"
-
-
-def listening(port: int, is_shared: bool) -> socket.socket:
-    made = socket.socket()
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if is_shared:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    made.bind(("127.0.0.1", port))
-    made.listen(2048)
-    return made
-
-
-def fork_server(index: int, at: socket.socket) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-
-    class Protocol(asyncio.Protocol):
-        def connection_made(self, transport: asyncio.BaseTransport) -> None:
-            self._transport: Any = transport
-
-        def data_received(self, data: bytes) -> None:
-            end = time.perf_counter() + ANSWER_S
-            while time.perf_counter() < end:
-                pass
-            self._transport.write(ANSWER % index)
-
-    async def serve() -> None:
-        await asyncio.get_running_loop().create_server(Protocol, sock=at)
-        await asyncio.Event().wait()
-
-    try:
-        uvloop.run(serve())
-    finally:
-        os._exit(0)
-
-
-class Asking:
-    """Connections to the forked servers: by which one each was answered, and what was lost."""
-
-    def __init__(self, port: int) -> None:
-        self._port = port
-        self.answered: Counter[int] = Counter()
-        self.lost: Counter[str] = Counter()
-        self.longest_s = 0.0
-
-    async def ask(self, held: asyncio.Event | None = None) -> None:
-        began = time.perf_counter()
-        try:
-            reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
-            writer.write(b"GET / HTTP/1.1\r\n\r\n")
-            await reader.readuntil(b"\r\n\r\n")
-            self.answered[int(await reader.readexactly(1))] += 1
-            self.longest_s = max(self.longest_s, time.perf_counter() - began)
-            if held is not None:
-                await held.wait()
-            writer.close()
-        except (OSError, asyncio.IncompleteReadError) as error:
-            self.lost[type(error).__name__] += 1
-
-    async def burst(self, count: int) -> None:
-        held = asyncio.Event()
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(count):
-                tasks.create_task(self.ask(held))
-            while self.answered.total() + self.lost.total() < count:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            held.set()
-
-    async def one_by_one(self, count: int, width: int) -> None:
-        async def some() -> None:
-            for _ in range(count // width):
-                await self.ask()
-
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(width):
-                tasks.create_task(some())
-
-
-def measure_sockets(num_servers: int) -> None:
-    print(
-        "| sockets | 256 at once | 2,048, 8 at a time | lost at a death | longest wait there |\n|---|---|---|---|---|"
-    )
-    for is_shared in (False, True):
-        sockets = [listening(0, is_shared)]
-        port = sockets[0].getsockname()[1]
-        sockets += [listening(port, True) if is_shared else sockets[0] for _ in range(1, num_servers)]
-        pids = [fork_server(index, each) for index, each in enumerate(sockets)]
-        time.sleep(1.0)
-        shown = []
-        for method, *args in (("burst", 256), ("one_by_one", 2048, 8)):
-            asking = Asking(port)
-            uvloop.run(getattr(asking, method)(*args))
-            shown.append(", ".join(str(asking.answered[index]) for index in range(num_servers)))
-        asking = Asking(port)
-        uvloop.run(_with_a_death(asking, pids, sockets))
-        lost = asking.lost.total()
-        kind = "one each" if is_shared else "one for all"
-        print(f"| {kind} | {' | '.join(shown)} | {lost} | {asking.longest_s:.2f} s |")
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-
-
-async def _with_a_death(asking: Asking, pids: list[int], sockets: list[socket.socket]) -> None:
-    """A server is killed, and started again a second later; its socket is open all along."""
-
-    async def kill() -> None:
-        await asyncio.sleep(0.15)
-        os.kill(pids[0], signal.SIGKILL)
-        os.waitpid(pids[0], 0)  # noqa: ASYNC222
-        await asyncio.sleep(1.0)
-        pids[0] = fork_server(0, sockets[0])
-
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(kill())
-        tasks.create_task(asking.one_by_one(3000, 32))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--servers", type=int, nargs="+", default=[1, 2, 4])
@@ -370,7 +239,6 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--sockets", action="store_true", help="how connections are spread, and nothing else")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -378,9 +246,6 @@ def main() -> None:
         uvloop.run(serve_here(args.serve, args.demo))
         return
     print(f"load before: {os.getloadavg()[0]:.1f}, cores: {os.cpu_count()}")
-    if args.sockets:
-        measure_sockets(4)
-        return
     found = uvloop.run(measure_all(args))
     show(found)
     if args.json is not None:
