@@ -484,24 +484,6 @@ async def test_the_device_computes_what_the_requests_need_and_nothing_more(
             assert round_.num_computed_tokens == needed
 
 
-@pytest.mark.parametrize(("dtype", "mean_tolerance"), [("bfloat16", 0.15), ("float16", 0.02)])
-@pytest.mark.parametrize("family", [*nightly("llama3", "mistral", "qwen2"), "qwen3"])
-async def test_log_probabilities_in_half_precision_stay_near_those_of_float32(
-    runs_of: dict[str, Runs], family: str, dtype: str, mean_tolerance: float
-) -> None:
-    """Within what 8 or 11 bits give on these models: the mean error is small and no wrong layer hides behind it."""
-    checkpoint = runs_of["plain"].checkpoint(family)
-    errors = []
-    async with starting(checkpoint.folder, dtype=dtype) as engine:
-        for case in checkpoint.cases.values():
-            if case.wanted is not None:
-                output = await engine.generate(case.prompt, max_tokens=1, temperature=0.0, logprobs=5)
-                [line] = output.outputs[0].logprobs or []
-                logprobs = case.wanted.logits[0].log_softmax(-1)
-                errors += [abs(found.logprob - float(logprobs[token_id])) for token_id, found in line.items()]
-    assert sum(errors) / len(errors) < mean_tolerance
-
-
 async def test_what_a_scored_prompt_computes_is_there_for_those_after_it(runs: Runs) -> None:
     checkpoint = runs.checkpoint("qwen3")
     prompt = checkpoint.cases["scored"].prompt
