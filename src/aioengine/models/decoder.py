@@ -44,7 +44,7 @@ class Linear(nn.Module):
         parts: until `pack`, all matrices of a weight that comes as codes, and where they go; ``weight`` has no memory
             then.
         around: makes another product of the layer's, such as one that adds an adapter's. It counts from the next
-            `Decoder.use` on.
+            `Decoder.use` on; embeddings and stacked matrices of experts, which are no products, do not ask for it.
     """
 
     weight: nn.Parameter
