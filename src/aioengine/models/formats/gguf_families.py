@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from aioengine.errors import ModelLoadError
-from aioengine.models.families import ARCHITECTURES
+from aioengine.models.families import ARCHITECTURES, Family, NormPlace
 from aioengine.models.formats.gguf_file import GgufFile, GgufTensor
 from aioengine.models.formats.gguf_vocabulary import ending_ids
 from aioengine.validation import shorten
@@ -28,9 +28,15 @@ ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_s
 belong to the config here, and are no tensors of the model."""
 
 OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-EXPERT = "{expert}"
+NORMS: dict[NormPlace, str] = {
+    "input": "attn_norm",
+    "output": "post_attention_norm",
+    "mlp_input": "ffn_norm",
+    "mlp_output": "post_ffw_norm",
+}
+"""llama.cpp's names of a layer's norms, by their places."""
+
 INNER = {
-    "attn_norm": "input_layernorm",
     "attn_qkv": "self_attn.qkv_proj",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -40,21 +46,21 @@ INNER = {
     "attn_k_norm": "self_attn.k_norm",
     "attn_sinks": "self_attn.sinks",
     "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-    "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": f"mlp.experts.{EXPERT}.gate_proj",
-    "ffn_up_exps": f"mlp.experts.{EXPERT}.up_proj",
-    "ffn_down_exps": f"mlp.experts.{EXPERT}.down_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
-"""Names of a layer's tensors, without "blk.N." and ".weight"; with `EXPERT` a stack of matrices, one an expert."""
+"""Names of a layer's tensors, without "blk.N." and ".weight"; some families have the norm before the MLP here."""
+
+EXPERT = "{expert}"
+"""In a name of transformers', where a tensor of llama.cpp is a stack of matrices, one an expert."""
+
+STACKS = {"gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "down_proj": ("ffn_down_exps",)}
+"""Tensors that hold all experts in transformers, too: those of llama.cpp that make up each, their outputs in turn."""
 
 LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 Fields = dict[str, tuple[str, type]]
@@ -102,7 +108,6 @@ class GgufFamily(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         architecture: transformers' class.
-        names: names of a layer's tensors that differ from `INNER`.
         fields: fields of its config beside `FIELDS`: the metadata's key without the architecture, and its type.
         defaults: fields of its config that llama.cpp has in its code, or that a file may leave out.
         rope: the same of its ``rope_parameters``.
@@ -112,14 +117,9 @@ class GgufFamily(msgspec.Struct, frozen=True, kw_only=True):
             others scale them by ``head_dim``; 0: ``query_pre_attn_scalar`` is no field of this family.
         has_pairs: the outputs of the projections of queries and keys have the two numbers that turn together as
             neighbours; transformers has them half a head apart.
-        has_one_added: the weights of norms are the factors of the normalised values; transformers stores them less
-            one.
-        stacks: transformers' names of a layer's tensors that hold all experts, transposed → the tensors of llama.cpp
-            that make up each, with their outputs interleaved.
     """
 
     architecture: str
-    names: dict[str, str] = {}
     fields: Fields = {}
     defaults: dict[str, Any] = {}
     rope: dict[str, Any] = {}
@@ -127,20 +127,36 @@ class GgufFamily(msgspec.Struct, frozen=True, kw_only=True):
     window_theta: float | None = None
     largest_layers: int = 0
     has_pairs: bool = False
-    has_one_added: bool = False
-    stacks: dict[str, tuple[str, ...]] = {}
 
-    def name_of(self, inner: str) -> str:
-        """transformers' name of a layer's tensor."""
-        return self.names.get(inner) or INNER.get(inner, inner)
+    @property
+    def native(self) -> Family:
+        """The family of the decoder, which has transformers' names."""
+        return ARCHITECTURES[self.architecture]
+
+    @property
+    def names(self) -> dict[str, str]:
+        """transformers' names of a layer's tensors, by llama.cpp's."""
+        names = INNER | {NORMS[place]: name for place, name in self.native.norms.items()}
+        if "gate_up" in self.native.fused:
+            names["ffn_up"] = "mlp.gate_up_proj"
+        if (of := self.native.experts) is not None:
+            names["ffn_gate_inp"] = f"{of.block}.{of.router}"
+            for kind, name in (("gate", of.gate), ("up", of.up), ("down", of.down)):
+                names[f"ffn_{kind}_exps"] = f"{of.block}.experts.{EXPERT}.{name}"
+        return names
+
+    @property
+    def stacks(self) -> dict[str, tuple[str, ...]]:
+        """`STACKS` by transformers' names, where the family has them."""
+        of = self.native.experts
+        has_stacks = of is not None and of.is_transposed
+        return {f"mlp.experts.{name}": parts for name, parts in STACKS.items()} if has_stacks else {}
 
 
 NO_WINDOW = {"sliding_window": None}
 GEMMA: dict[str, Any] = {
-    "names": {"ffn_norm": "pre_feedforward_layernorm"},
     "fields": {**WINDOW, **SOFT_CAPS},
     "defaults": {"hidden_activation": "gelu_pytorch_tanh"},
-    "has_one_added": True,
 }
 FAMILIES = {
     # Mistral's models, too, without windows, which its later models have not.
@@ -162,29 +178,16 @@ FAMILIES = {
     ),
     "phi3": GgufFamily(
         architecture="Phi3ForCausalLM",
-        names={"ffn_up": "mlp.gate_up_proj"},
         fields={**WINDOW, "original_max_position_embeddings": ("rope.scaling.original_context_length", int)},
     ),
     "olmo2": GgufFamily(architecture="Olmo2ForCausalLM"),
     "granite": GgufFamily(architecture="GraniteForCausalLM", fields=GRANITES, has_pairs=True),
     "smollm3": GgufFamily(architecture="SmolLM3ForCausalLM", has_pairs=True),
-    "glm4": GgufFamily(
-        architecture="Glm4ForCausalLM",
-        names={
-            "post_attention_norm": "post_self_attn_layernorm",
-            "post_ffw_norm": "post_mlp_layernorm",
-            "ffn_up": "mlp.gate_up_proj",
-        },
-    ),
+    "glm4": GgufFamily(architecture="Glm4ForCausalLM"),
     "seed_oss": GgufFamily(architecture="SeedOssForCausalLM"),
     "mistral3": GgufFamily(architecture="Ministral3ForCausalLM", has_pairs=True, defaults=NO_WINDOW),
     "gpt-oss": GgufFamily(
         architecture="GptOssForCausalLM",
-        names={"ffn_gate_inp": "mlp.router"},
-        stacks={
-            "mlp.experts.gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"),
-            "mlp.experts.down_proj": ("ffn_down_exps",),
-        },
         fields={**WINDOW, **LOCAL_EXPERTS, "intermediate_size": OF_EXPERTS["moe_intermediate_size"]},
         rope={"truncate": False},
         full_every=2,
@@ -193,17 +196,7 @@ FAMILIES = {
 }
 """By general.architecture."""
 
-MIXTRAL = GgufFamily(
-    architecture="MixtralForCausalLM",
-    names={
-        "ffn_gate_inp": "block_sparse_moe.gate",
-        "ffn_gate_exps": f"block_sparse_moe.experts.{EXPERT}.w1",
-        "ffn_up_exps": f"block_sparse_moe.experts.{EXPERT}.w3",
-        "ffn_down_exps": f"block_sparse_moe.experts.{EXPERT}.w2",
-    },
-    fields=LOCAL_EXPERTS,
-    has_pairs=True,
-)
+MIXTRAL = GgufFamily(architecture="MixtralForCausalLM", fields=LOCAL_EXPERTS, has_pairs=True)
 """A "llama" with experts."""
 
 OLMO3 = GgufFamily(architecture="Olmo3ForCausalLM", fields=WINDOW, full_every=4)
@@ -245,7 +238,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     family, prefix = family_of(file), file.metadata["general.architecture"]
     config: dict[str, Any] = {
         "architectures": [family.architecture],
-        "model_type": ARCHITECTURES[family.architecture].model_type,
+        "model_type": family.native.model_type,
         **family.defaults,
         **{field: f"blk.0.{tensor}.bias" in file.tensors for field, tensor in BIASES.items()},
     }
@@ -268,7 +261,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     config["vocab_size"] = _vocab_size(file)
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     config["rope_parameters"] = rope = _rope(file, prefix, config) | family.rope
-    if ARCHITECTURES[family.architecture].has_ropes_by_type:
+    if family.native.has_ropes_by_type:
         default = family.window_theta or rope["rope_theta"]
         theta = file.get(f"{prefix}.rope.freq_base_swa", float, default)
         of_windows = {"rope_type": "default", "rope_theta": theta}
@@ -367,6 +360,7 @@ def named_tensors(file: GgufFile) -> Iterator[tuple[str, tuple[GgufTensor, Rows 
         ModelLoadError: the architecture is not supported.
     """
     family, config = family_of(file), config_of(file)
+    names, norm_offset = family.names, family.native.norm_offset
     stacked = {inner for parts in family.stacks.values() for inner in parts}
     num_heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     for tensor in file.tensors.values():
@@ -377,8 +371,8 @@ def named_tensors(file: GgufFile) -> Iterator[tuple[str, tuple[GgufTensor, Rows 
         if inner in stacked:
             continue
         rows = _halves(tensor.shape[0], num_heads[inner]) if family.has_pairs and inner in num_heads else None
-        has_one_added = family.has_one_added and inner.endswith("norm")
-        name = OUTER.get(stem, stem) if layer is None else f"model.layers.{layer}.{family.name_of(inner)}"
+        has_one_added = norm_offset == 1 and inner.endswith("norm")
+        name = OUTER.get(stem, stem) if layer is None else f"model.layers.{layer}.{names.get(inner, inner)}"
         if EXPERT in name and len(tensor.shape) > 1:
             for index in range(tensor.shape[0]):
                 yield f"{name.replace(EXPERT, str(index))}.{kind}", (tensor[index], None, False)
