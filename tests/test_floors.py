@@ -37,7 +37,7 @@ FLOORS = """
     structured tool_calls
     vllm_names
     processes schemas validation
-    _version errors
+    errors
 """.strip().splitlines()
 """From the top down. Rooms on one floor do not know each other."""
 

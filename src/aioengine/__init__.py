@@ -10,8 +10,9 @@ async with Engine() as engine:
 
 from __future__ import annotations
 
-from aioengine._version import __version__ as __version__
 from aioengine.frontend.clients import CLIENT_MAKERS
+
+__version__ = "0.1.0"
 
 TYPE_CHECKING = False  # not from typing: Ctrl-C while that is imported would show a traceback of a command
 if TYPE_CHECKING:
