@@ -18,7 +18,7 @@ SAME_CONFIG = (
     "max_waiting",  # else a request of more choices than that would wait for ever
     "heartbeat_interval_s",  # by which the front end knows what has stopped
 )
-"""Likewise of `EngineConfig`. What else differs (memory, batch sizes, threads) changes speed and no answer."""
+"""The same fields of `EngineConfig`. Others (memory, batch sizes, threads) change speed and no answer."""
 
 
 def check_agreement(
@@ -45,7 +45,7 @@ def check_agreement(
 
 
 def combine(infos: Sequence[ExecutorInfo]) -> ExecutorInfo:
-    """What replicas offer together: blocks and bytes are summed, the rest is the first one's."""
+    """Add up the offers of replicas: blocks and bytes are summed, the rest is the first one's."""
     return msgspec.structs.replace(
         infos[0],
         num_blocks=sum(info.num_blocks for info in infos),
@@ -58,8 +58,8 @@ def combine(infos: Sequence[ExecutorInfo]) -> ExecutorInfo:
 def is_same_model(ours: str | None, theirs: str | None) -> bool:
     """Whether two values of `EngineConfig.model` may name one model.
 
-    Hosts may keep it in different folders, so that of a path only the last part counts. That the files are the same is
-    not looked at beyond what `SAME_OFFER` tells of them.
+    Hosts may keep it in different folders, so that of a path only the last part counts. Whether the files
+    are the same is not checked beyond `SAME_OFFER`.
     """
     if ours is None or theirs is None or not (_is_path(ours) or _is_path(theirs)):
         return ours == theirs

@@ -87,7 +87,7 @@ class Replicated:
         self._late: dict[int, str] = {}
         """Ranks whose engines did not answer at the start, and why."""
         self._turn = anyio.Lock()
-        """Of calls that change which replicas there are."""
+        """Held by calls that change which replicas there are."""
         self._coordinator: Coordinator | None = None
         """Serves further front ends; None: there are none."""
         self._folder: PrivateFolder | None = None
@@ -174,7 +174,7 @@ class Replicated:
     # As a cluster
 
     def statuses(self) -> list[ReplicaStatus]:
-        # Closed, a cluster that has died still says why.
+        # Closed, a cluster that has died still has its reason.
         return [replica.status() for _, replica in sorted((self._replicas or self.core.replicas).items())]
 
     async def scale(self, replicas: int) -> None:
@@ -216,7 +216,7 @@ class Replicated:
 
     @contextlib.asynccontextmanager
     async def _change(self) -> AsyncIterator[None]:
-        """The turn of a call that changes which replicas there are; closing the engine ends it as `EngineClosed`."""
+        """Hold the turn of a call that changes the replicas; closing the engine ends it as `EngineClosed`."""
         async with self._turn:
             self.core.check_accepting()
             self._forget_stopped()
@@ -228,7 +228,7 @@ class Replicated:
                 raise
 
     async def _have(self, rank: int) -> None:
-        """Have this replica serve, or on its way to that."""
+        """Start or restart the replica of a rank unless it serves or will."""
         replica = self._replicas.get(rank)
         if replica is None:
             await self._start(rank)
@@ -257,13 +257,13 @@ class Replicated:
         self._forget_stopped()
 
     def _forget_stopped(self) -> None:
-        """Also one that ended behind a call that was cancelled."""
+        """Forget replicas that have stopped, also behind a call that was cancelled."""
         for replica in [each for each in self._replicas.values() if each.state is ReplicaState.STOPPED]:
             del self._replicas[replica.rank]
             self.core.remove_replica(replica)
 
     async def _drain(self, replica: Replica) -> None:
-        """Have no request at a replica any more, of this front end and all others."""
+        """Wait until a replica has no request of any front end; move what is left of this one's."""
         timeout_s = self._options.drain_timeout_s
         try:
             async with anyio.create_task_group() as tasks:

@@ -1,7 +1,7 @@
-"""Which replica a request goes to: where its session is, where its prefix is, or where the least is to do.
+"""Chooses the replica of a request: the one with its session, with its prefix, or with the least load.
 
-Pure: what it knows of a replica's load comes in with each call, and what it knows of the replicas' caches is what it
-has sent there. A request costs O(replicas + blocks of the prompt).
+Pure: a replica's load comes in with each call, and of the replicas' caches it knows what it has sent there. A request
+costs O(replicas + blocks of the prompt).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BalancePolicy = Literal["prefix", "load", "round_robin"]
 MAX_AFFINITY_BLOCKS = 1024
 """First blocks of a prompt that are looked at: prompts which are alike up to there are one and the same here."""
 MAX_HASHES, MAX_SESSIONS = 1 << 18, 1 << 16
-"""What a balancer remembers of all replicas together, about 0.15 KB each; then the least recently used is forgotten."""
+"""Most entries of a balancer, of all replicas together, about 0.15 KB each; the least recently used go first."""
 WAITING_WEIGHT = 4
 """A waiting request is as much load as this many running ones (vLLM's DPLBAsyncMPClient)."""
 SPARE_BLOCKS = 0.25
@@ -33,7 +33,7 @@ _ODD, _MASK = 0x9E3779B97F4A7C15, 2**64 - 1
 
 
 class Candidate(NamedTuple):
-    """A replica that serves, and its load as it last told. ``num_sent``: requests sent to it by us since then."""
+    """A replica that serves, and its load by its last report. ``num_sent``: requests sent to it by us since then."""
 
     rank: int
     running: int
@@ -121,7 +121,7 @@ class Balancer:
         return chosen.rank
 
     def forget(self, rank: int) -> None:
-        """Forget what this replica had: it is gone, or its cache was reset. Its sessions go elsewhere, or come anew."""
+        """Forget what this replica had: it is gone, or its cache was reset. Its sessions begin again."""
         self._sent_blocks.pop(rank, None)
         for block_hash in self._caches.pop(rank, _KnownCache()).widths:
             self._drop_holder(block_hash, rank)
@@ -216,7 +216,7 @@ class Balancer:
 
 
 class _KnownCache:
-    """What one replica's cache has, as far as is known."""
+    """The known contents of one replica's cache."""
 
     __slots__ = ("num_blocks", "widths")
 

@@ -1,4 +1,4 @@
-"""Control calls of a whole cluster: made at all replicas, and again at one that was started anew."""
+"""Control calls of a whole cluster: made at all replicas, and replayed at one that starts again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHARD_BYTES = 5 * 2**30
 WEIGHTS = c.UpdateWeights.state
 MAX_TRIES = 4
 GONE = (EngineDead, EngineClosed)
-"""What the calls of a replica raise that has died, or was ended while others go on."""
+"""Errors of calls to a replica that has died, or was ended while others go on."""
 
 
 class ClusterControl:
@@ -29,7 +29,7 @@ class ClusterControl:
         self._replayed: dict[str, tuple[c.Control, ...]] = {}
         """The calls that bring about each state, by `Control.state`."""
         self._weights_turn = anyio.Lock(fast_acquire=True)
-        """Of changes of weights, and of replicas that get those of the others: none gets what was so before."""
+        """Held while weights change, and while a replica gets those of its siblings, so that it gets the new ones."""
 
     async def perform(
         self,
@@ -54,7 +54,7 @@ class ClusterControl:
                 death = error
             if not control.is_repeated:
                 break
-        await until_some()  # which tells the end of all, and of the engine, from that of some
+        await until_some()  # raises if the engine has ended
         raise EngineOverloaded(
             f"{type(control).__name__}: all replicas ended while they did it ({num_tries} tries): {death}; others "
             "serve now: call it again",
@@ -62,7 +62,7 @@ class ClusterControl:
         ) from death
 
     async def call(self, control: c.AnyControl, get_cores: Callable[[], Sequence[ReplicaCore]]) -> Any:
-        """Perform a call at all that live, and return what they say together.
+        """Perform a call at all replicas that live, and return their results as one.
 
         A replica that dies meanwhile is passed over, since it will be brought to the state of the others. So is one
         that cannot take weights which others have taken: it is to die.
@@ -123,7 +123,7 @@ class ClusterControl:
         return _together(control, there)
 
     async def _call_one(self, control: c.AnyControl, cores: Sequence[ReplicaCore]) -> Any:
-        """Ask the first one; where that dies, the next."""
+        """Call the first replica; where that dies, the next."""
         deaths: list[Any] = []
         for core in cores:
             try:
@@ -133,7 +133,7 @@ class ClusterControl:
         raise _death(deaths)
 
     async def restore(self, core: ReplicaCore, get_others: Callable[[], Sequence[ReplicaCore]]) -> None:
-        """Bring a replica that was started anew to the state of the others.
+        """Bring a replica that has started again to the state of its siblings.
 
         Weights that came as tensors are not kept here: another replica writes them to a folder, for both to see.
 
@@ -178,14 +178,14 @@ def _without_abort(control: c.AnyControl) -> c.AnyControl:
 
 
 def _death(outcomes: list[Any]) -> EngineDead:
-    """What none has done, since all are gone."""
+    """The error of a call that no replica has performed, since all are gone."""
     if outcomes and isinstance(outcomes[0], EngineDead):
         return outcomes[0]
     return EngineDead(str(outcomes[0]) if outcomes else "no replica was there")
 
 
 def _for_place(control: c.AnyControl, place: int) -> c.AnyControl:
-    """What one of several is asked: each writes a file of its own."""
+    """The call for the replica at a place among several: each writes a file of its own."""
     if isinstance(control, c.StopProfile) and place:
         stem, suffix = os.path.splitext(control.path)
         return msgspec.structs.replace(control, path=f"{stem}.{place}{suffix}")

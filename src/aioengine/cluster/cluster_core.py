@@ -46,7 +46,7 @@ from aioengine.scheduler.sequence import Request, Sequence, make_choices
 logger = logging.getLogger("aioengine")
 
 SERVES = (ReplicaState.SERVING, ReplicaState.DRAINING)
-"""States of a replica that is like all others: with their weights."""
+"""States of a replica that has the weights of its siblings."""
 
 CLEAR_CACHES = (ResetPrefixCache, Sleep, UpdateWeights, CommitWeights)
 """Calls after which no replica has a prefix in its cache."""
@@ -95,7 +95,7 @@ class ClusterCore:
         self._hooks = hooks
         self._endings = Endings(self.user_code, self.conditions.check)
         self._offer: tuple[ExecutorInfo, EngineConfig] | None = None
-        """Of the first replica that was opened: what all have in common."""
+        """Info and config of the first replica that was opened, which all must agree with."""
         self._num_ended = 0
         self._totals = StepTotals()
         self.capacity = config.max_waiting
@@ -131,7 +131,7 @@ class ClusterCore:
         """Sequences that were taken back from a replica that lives go on elsewhere."""
         self._migrate(replica, [each.sequence for each in in_flight])
 
-    # What replicas tell
+    # Reports of replicas
 
     def on_state(self, replica: Replica) -> None:
         """As `Members.on_state`."""
@@ -207,11 +207,11 @@ class ClusterCore:
 
     @property
     def _cores(self) -> list[ReplicaCore]:
-        """Those that live."""
+        """The cores of replicas that live."""
         return self._cores_of(tuple(ReplicaState))
 
     def _cores_of(self, states: Collection[ReplicaState]) -> list[ReplicaCore]:
-        """Those that live, of replicas in these states."""
+        """The cores of replicas that live and are in these states."""
         here = [each.core for each in self.replicas.values() if each.state in states]
         return [core for core in here if core is not None and core.death is None]
 
@@ -247,7 +247,7 @@ class ClusterCore:
             self._endings.report(sequence.order)
 
     def _pending_head(self, sequence: Sequence) -> Sequence | None:
-        """What is pending as this sequence, or with it as a child."""
+        """The pending sequence that is this one, or has it as a child."""
         if sequence in self.placing.pending:
             return sequence
         return next((head for head in self.placing.pending if sequence in head.children), None)
@@ -305,7 +305,7 @@ class ClusterCore:
         return result
 
     async def _until_some(self) -> bool:
-        """As `ClusterControl.perform` wants it: one that serves has what waited for it."""
+        """Wait until a replica serves; return whether we waited."""
         has_waited = False
         while not self._cores_of(SERVES):
             has_waited = True
@@ -328,7 +328,7 @@ class ClusterCore:
         return sequence.last_token_at
 
     def stats(self) -> SchedulerStats:
-        """Sums; the counters are those of engines that have ended, too."""
+        """Sums over the replicas; counters include those of engines that have ended."""
         every = [core.stats() for core in self._cores]
         return SchedulerStats(
             running=sum(stats.running for stats in every),
@@ -373,7 +373,7 @@ class ClusterCore:
         return self.death.anew()
 
     def die(self, death: EngineDead) -> None:
-        """There is no replica any more, or none that this side may use: every sequence hears it."""
+        """End every sequence by an error: no replica is left that this side may use."""
         if not self.is_stopped:
             self.death = death
             for core in self._cores:

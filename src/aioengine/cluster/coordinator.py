@@ -1,7 +1,7 @@
-"""`Coordinator`: what the process that owns a cluster's replicas tells and does for further front ends.
+"""`Coordinator`: serves the further front ends of a cluster, in the process that owns the replicas.
 
-It tells where the replicas serve and how much they have to do, and takes calls that concern all of them. Requests and
-tokens do not pass here: each front end has a link to each replica.
+It announces where the replicas serve and how much they have to do, and takes calls that concern all of them. Requests
+and tokens do not pass here: each front end has a link to each replica.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ PUBLISH_INTERVAL_S = 0.1
 """Least time between two messages of counts to a front end."""
 
 BEHIND_MESSAGES = 64
-"""With so many unread it is told no more counts: what is left are changes of members and answers to its own calls, so
-that one that is stopped for minutes is not cut off."""
+"""A front end with so many unread messages gets no more counts, only changes of members and answers to its calls: so
+one that is stopped for minutes is not cut off."""
 
 
 LEAVE_TIMEOUT_S = 30.0
-"""For front ends to leave a replica that another one has reserved; it takes them milliseconds. Beyond that one is taken
-for stopped, and to have nothing there that brings it down."""
+"""How long front ends may take to leave a reserved replica; it takes them milliseconds. A front end that takes longer
+is taken for stopped."""
 
 OWNER = -1
 """In place of the index of a front end: the owner's own."""
 
 
 class Coordinated(Protocol):
-    """What a coordinator asks of the cluster, on its loop."""
+    """The cluster, as a coordinator uses it on its loop."""
 
     @property
     def config(self) -> EngineConfig:
-        """Of each replica."""
+        """The config of each replica."""
 
     @property
     def options(self) -> ReplicaOptions: ...
@@ -69,7 +69,7 @@ class Coordinated(Protocol):
         """The replicas, by rank."""
 
     def counts(self) -> Counts:
-        """What they have to do, as far as it is known."""
+        """The replicas' load, as far as it is known."""
 
     async def scale(self, replicas: int) -> None:
         """As `Engine.scale`."""
@@ -78,10 +78,10 @@ class Coordinated(Protocol):
         """As `Engine.restart_replicas`."""
 
     def lend(self, rank: int, is_lent: bool) -> None:
-        """A replica is left to another front end, at once; or may be used again by the owner's own."""
+        """Leave a replica to another front end at once; or let the owner's own front end use it again."""
 
     def final_error(self) -> AioEngineError:
-        """Why it has ended."""
+        """Return the error that front ends get at the end."""
 
 
 class FrontEndSession(PeerSession):
@@ -91,7 +91,7 @@ class FrontEndSession(PeerSession):
         super().__init__(arrival)
         self.members = members
         self.counts = counts
-        """The last that it was told."""
+        """The last counts that were sent to it."""
         self.draining: set[int] = set()
         """Ranks that it is to leave, and may still have requests at."""
 
@@ -104,7 +104,7 @@ class Coordinator(PeerServer[FrontEndSession]):
     """Serves the front ends of a cluster.
 
     Args:
-        cluster: whose members are told; it calls `announce` when they change.
+        cluster: has the members; it calls `announce` when they change.
         address: where front ends may connect: ``ipc:///path``, in a folder that only this user can enter. All that can
             connect may do what the cluster's owner may.
     """
@@ -137,7 +137,7 @@ class Coordinator(PeerServer[FrontEndSession]):
                 await self.close_sockets()
 
     def announce(self) -> None:
-        """Tell each front end the members, where they have changed for it."""
+        """Send each front end the members, where they have changed for it."""
         self._members = self._cluster.members()
         serving = {member.rank for member in self._members if member.state == "serving"}
         for rank in self._reserved.keys() - serving:  # it has died, or is to end
@@ -153,7 +153,7 @@ class Coordinator(PeerServer[FrontEndSession]):
         self._note_change()
 
     def _members_for(self, index: int) -> Membership:
-        """What others have reserved is nothing that this front end may use."""
+        """Return the members as a front end sees them: a replica that another one has reserved is "reserved"."""
         if not self._reserved:
             return Membership(self._members)
         reserved = {rank for rank, holder in self._reserved.items() if holder != index}
@@ -215,7 +215,7 @@ class Coordinator(PeerServer[FrontEndSession]):
         has_changed.set()
 
     async def _publish(self) -> None:
-        """Tell front ends the counts where they have changed, while there are front ends."""
+        """Send front ends the counts where they have changed, while there are front ends."""
         while True:
             if not self.attached:
                 self._has_front_ends.clear()

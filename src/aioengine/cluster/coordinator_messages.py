@@ -1,4 +1,4 @@
-"""What a coordinator and the front ends of its cluster tell each other, beside what every session has (`wire`)."""
+"""The messages between a coordinator and the front ends of its cluster, beside those of every session (`wire`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from aioengine.transport import wire
 from aioengine.transport.wire import Number, WireMessage
 
 MAX_REASON_CHARS = 1_000
-"""Of a replica's last death: those of all are to fit into one message."""
+"""Most characters of a replica's reason: the reasons of all fit into one message."""
 
 ShortText = Annotated[str, Meta(max_length=64)]
 
@@ -44,7 +44,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     server_key: ShortText = ""
 
     def status(self, counts: Counts, *, num_moved: int) -> ReplicaStatus:
-        """With what it has to do, as far as ``counts`` tells."""
+        """Return the status, with the load that ``counts`` has of it."""
         place = counts.ranks.index(self.rank) if self.rank in counts.ranks else None
         return ReplicaStatus(
             rank=self.rank,
@@ -61,7 +61,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Counts(WireMessage, frozen=True, tag=32):
-    """What replicas have to do, for all front ends together: a column each, by rank.
+    """The replicas' load, of all front ends together: a column each, by rank.
 
     Raises:
         WireError: the columns are of several lengths.
@@ -80,7 +80,7 @@ class Counts(WireMessage, frozen=True, tag=32):
 
 
 class Membership(WireMessage, frozen=True, tag=31):
-    """All replicas; those that were told before and are not among them are gone."""
+    """All replicas; one that is missing here and was there before is gone."""
 
     members: Annotated[list[Member], Meta(max_length=MAX_REPLICAS)]
 
@@ -139,7 +139,7 @@ class AttachedToCluster(WireMessage, frozen=True, tag=30):
     config: dict[str, Any]
     """The replicas' `EngineConfig`, of a version that may have other settings."""
     options: dict[str, Any]
-    """Likewise their `ReplicaOptions`."""
+    """The replicas' `ReplicaOptions`, of a version that may have other settings."""
     members: Membership
     counts: Counts
     pair_path: Annotated[str, Meta(max_length=4096)] = ""

@@ -1,4 +1,4 @@
-"""What each replica of a host gets of it: a GPU of its own, or a share of the cores and of the memory."""
+"""Each replica's part of its machine: a GPU of its own, or a share of the cores and of the memory."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from aioengine.processes.threads import CGROUPS, OWN_CGROUP, processor_quota
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 NUM_THREADS = "OMP_NUM_THREADS"
-"""What torch, and with it the native kernels, take for the number of threads of a process."""
+"""Torch and the native kernels take the number of a process's threads from it."""
 
 Devices = tuple[int | str, ...]
 
 
 class HostShare(NamedTuple):
-    """What one replica gets.
+    """One replica's part of its machine.
 
     Attributes:
         visible_devices: its CUDA_VISIBLE_DEVICES; None: as in this process.
@@ -36,17 +36,17 @@ class HostShare(NamedTuple):
     memory: float = 1.0
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """What is added to a process's environment; a number of threads that is set there holds."""
+        """Variables to add to a process's environment; a number of threads that is set there holds."""
         return {NUM_THREADS: str(self.num_threads)} if self.num_threads and NUM_THREADS not in environ else {}
 
     def config(self, config: EngineConfig) -> EngineConfig:
-        """This replica's, of what is one for all."""
+        """The shared config with this replica's share of memory."""
         if self.memory == 1.0:
             return config
         return replace(config, memory_utilization=(config.memory_utilization or MOST_HOST_SHARE) * self.memory)
 
     def options(self, options: ProcessOptions) -> ProcessOptions:
-        """Those of this replica's process, of what is one for all."""
+        """The shared options with this replica's GPU."""
         return options if self.visible_devices is None else replace(options, visible_devices=self.visible_devices)
 
 
@@ -65,7 +65,7 @@ class HostSlots:
 
     @classmethod
     def find(cls, config: EngineConfig, options: ProcessOptions, num_local: int) -> HostSlots:
-        """Those of this host, which reads files.
+        """Find the shares of this host; reads files.
 
         Raises:
             ConfigError: as `find_devices`.
@@ -169,7 +169,7 @@ def _of_environment(value: str) -> Devices:
 
 
 def _of_files(folder: Path) -> Devices:
-    """Of NVIDIA's driver, a file for each."""
+    """The GPUs of NVIDIA's driver, which has a file for each."""
     try:
         names = os.listdir(folder)
     except OSError:

@@ -62,13 +62,13 @@ class ConnectedCluster:
         self._calls = ControlCalls(self._link)
         self._members: dict[int, m.Member] = {}
         self._opened: dict[int, Replica] = {}
-        """Those that this side has begun with."""
+        """The replicas that this side has begun with."""
         self._tried: dict[int, tuple[str, int]] = {}
         """Address and number of restarts of each replica, as it was connected to last."""
         self._busy: set[int] = set()
         """Ranks whose replicas are being drained here, or ended."""
         self._drained: set[int] = set()
-        """Ranks that drain, and of which the coordinator was told that nothing of ours is there."""
+        """Ranks that drain, and at which we have reported to have nothing."""
         self._tasks: anyio.abc.TaskGroup | None = None
 
     @property
@@ -151,7 +151,7 @@ class ConnectedCluster:
     # As a cluster
 
     def statuses(self) -> list[ReplicaStatus]:
-        """As their owner sees them: what they have to do is that of all front ends, what was moved this one's."""
+        """The replicas as their owner sees them: loads count all front ends, ``num_moved`` only this one."""
         replicas = self.core.replicas
         return [
             member.status(self._counts, num_moved=replicas[rank].num_moved if rank in replicas else 0)
@@ -169,7 +169,7 @@ class ConnectedCluster:
         self.core.check_accepting()
         return await self._calls.call(call)
 
-    # What the coordinator tells
+    # Messages of the coordinator
 
     async def _run(self) -> None:
         """Follow the members until this side ends, or the coordinator does; all requests hear that."""
@@ -184,7 +184,7 @@ class ConnectedCluster:
             self._calls.end_all(self._end_error)
 
     async def _hear(self) -> None:
-        """Wait for what the coordinator tells next, or its end, and act on that."""
+        """Wait for the coordinator's next messages, or its end, and act on them."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._watch_connection)
             messages = await self._link.channel.receive()

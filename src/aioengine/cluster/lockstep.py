@@ -5,12 +5,12 @@ work launches dummies. A wave begins at the rank that first has work, and ends a
 `REDUCE_EVERY` steps they begin an all-reduce of "is anything unfinished here?", and act upon its result that many steps
 later, so that none waits for it. Between waves all are idle.
 
-What is said of waves may be lost, come late, twice or in any order, since both sides keep the greatest they have heard
-and say it again: a rank tells its `RankWaves.report` when it starts a wave by itself, when it is rank 0 and ends one,
-and with each heartbeat; the coordinator answers each report of a rank that has missed a START_WAVE. Of steps and
-reductions none is ever lost alone: one that fails ends the group.
+Messages about waves may be lost, come late, twice or in any order, since both sides keep the greatest report and send
+it again. A rank sends its `RankWaves.report` when it starts a wave by itself, when it is rank 0 and ends one, and with
+each heartbeat; the coordinator answers each report of a rank that has missed a START_WAVE. A step or reduction that
+fails ends the group.
 
-After vLLM's DPEngineCoreProc and DPCoordinator (vllm/v1/engine), which reduce on the loop and tell each wave's start
+After vLLM's DPEngineCoreProc and DPCoordinator (vllm/v1/engine), which reduce on the loop and send each wave's start
 once.
 """
 
@@ -79,11 +79,11 @@ TRANSITIONS: dict[WavePhase, dict[WaveEvent, WavePhase]] = {
 
 
 class WaveDuty(enum.Enum):
-    """What a rank must do now, beside its steps."""
+    """An action that a rank owes now, beside its steps."""
 
     NOTHING = "nothing"
     REPORT = "report"
-    """Tell the coordinator `RankWaves.report`: it does not know it from another."""
+    """Send the coordinator `RankWaves.report`, which no other rank has sent."""
     REDUCE = "reduce"
     """Begin the all-reduce (max) of `RankWaves.has_work`; its result goes to `RankWaves.on_result`."""
 
@@ -113,7 +113,7 @@ class RankWaves:
         self._is_reducing = False
         """A reduction was begun and not acted upon."""
         self._result: bool | None = None
-        """Of that reduction, once it is there: whether a rank had work."""
+        """Whether a rank had work, once the reduction has its result."""
 
     @property
     def report(self) -> WaveReport:
@@ -195,9 +195,9 @@ class RankWaves:
 
 
 class WaveCoordinator:
-    """What is known of a group's waves in one place, and which ranks must hear of it.
+    """Knows the newest wave of a group, and which ranks must hear of it.
 
-    Without a history: one that begins anew learns all from the next reports.
+    It needs no history: the next reports have all.
 
     Attributes:
         known: the greatest report.
@@ -210,7 +210,7 @@ class WaveCoordinator:
         self._ranks = range(num_ranks)
 
     def on_report(self, rank: int, report: WaveReport) -> list[int]:
-        """A rank has told how far it is; returns the ranks that must hear START_WAVE of the wave in `known`."""
+        """A rank has reported how far it is; returns the ranks that must hear START_WAVE of the wave in `known`."""
         if self.is_over:
             return []
         if report > self.known:

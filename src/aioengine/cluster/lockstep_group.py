@@ -21,8 +21,8 @@ from aioengine.processes.worker_threads import run_abandonable
 logger = logging.getLogger("aioengine")
 
 GRACE_S = 2.0
-"""What has lost its group, or its device, waits so long to be ended from outside, where it is known which rank died
-first. Then it ends itself."""
+"""An engine that has lost its group, or its device, waits so long to be ended by its parent, which knows the rank that
+died first. Then it ends itself."""
 
 
 class LockstepBroken(Exception):

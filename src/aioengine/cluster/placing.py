@@ -1,4 +1,4 @@
-"""Which replica gets a sequence; and the *pending* sequences, which were accepted and are at no replica."""
+"""Gives sequences to replicas, and keeps the *pending* ones, which were accepted and are at no replica."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ MAX_SILENT_BEATS = 3
 """A replica that was not heard of for longer gets nothing while there are others."""
 
 LOOK_S = 0.1
-"""What waits for a replica is looked at so often, where no step of one tells that there is room."""
+"""Between two looks at the pending sequences, where no step of a replica makes room for them."""
 
 
 class HasReservation(Protocol):
-    """What tells a front end beside others which replicas only it uses: `Reservation`."""
+    """The replicas that a front end beside others has alone: `Reservation`."""
 
     def has(self, rank: int) -> bool:
         """Whether no other front end uses the replica of this rank."""
@@ -169,7 +169,7 @@ class Placing:
         return True
 
     def _isolated(self) -> list[Sequence]:
-        """Those pending that must be alone now, by their turn."""
+        """Pending sequences that must be isolated now, by their turn."""
         self._implicated = [sequence for sequence in self._implicated if sequence in self.pending]
         return sorted(filter(self.recovery.must_be_isolated, self._implicated), key=self._turn_of)
 
@@ -189,7 +189,7 @@ class Placing:
         loop.call_soon(loop.call_soon, release)
 
     async def watch(self) -> None:
-        """End what has waited too long while no replica serves; and look whether one takes it, where no step tells."""
+        """End sequences that have waited too long while no replica serves; now and then place the others."""
         timeout_s = self._options.recover_timeout_s
         while True:
             await self._has_pending.wait()

@@ -54,7 +54,7 @@ class ReplicaActor:
         self._has_news = asyncio.Event()
 
     async def introduce(self) -> Introduction:
-        """Say where this is."""
+        """Return where this is."""
         import ray
 
         node_id, ip = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()

@@ -1,6 +1,6 @@
 """Replicas as actors of a Ray cluster (https://docs.ray.io).
 
-Ray finds a replica its place, starts its process, and tells of its end; an actor's calls carry what a handshake's
+Ray finds a replica its place, starts its process, and reports its end; an actor's calls carry what a handshake's
 socket carries elsewhere. Requests and tokens never go through Ray: they have the engine's own connection, which is ipc
 where the actor runs beside this process, and tcp with keys where it does not. The actor makes its pair in memory, and
 so does this side for each replica; with further front ends there is one pair for all of them, in the cluster's folder.
@@ -43,10 +43,10 @@ from aioengine.transport.wire_errors import Fault, to_error
 logger = logging.getLogger("aioengine")
 
 PENDING_AFTER_S = 10.0
-"""Without a place for so long it is said what a replica waits for. An actor takes a second where there is room."""
+"""A replica without a place for so long is logged. An actor takes a second where there is room."""
 
 END_NEWS_S = 0.5
-"""For Ray to tell of an actor's end after its connection has; on one machine it takes 10 ms."""
+"""How long Ray may take to report an actor's end after its connection has ended; on one machine it takes 10 ms."""
 
 HEAD_TIMEOUT_S = 5.0
 
@@ -415,11 +415,11 @@ class InActor:
             raise EngineDead(f"{self._name} is gone: this process was disconnected from Ray")
         try:
             return getattr(actor, method).remote(*args)
-        except Exception as error:  # a bare one, where this process was connected anew and the actor is not known
+        except Exception as error:  # a bare one, where this process has connected again and the actor is not known
             raise EngineDead(f"{self._name} cannot be reached by Ray: {_reason(error)}") from error
 
     async def _answer(self, ref: Any) -> Any:
-        """What the actor answers.
+        """Return the actor's answer.
 
         Raises:
             EngineDead: it cannot be placed, or has died.
@@ -458,7 +458,7 @@ class InActor:
         reason = _reason(error) if error is not None else fault.message if fault is not None else "it was told to"
         self._end_news = f"{self._name} {how}: {reason}"
         self._has_ended.set()
-        if hasattr(self, "core") and not self._is_end_expected:  # last words come first
+        if hasattr(self, "core") and not self._is_end_expected:  # the final message comes first
             death = EngineDead(self._end_news, dump="" if fault is None else fault.dump)
             asyncio.get_running_loop().call_later(EXIT_NEWS_S, self.core.die, death)
 

@@ -1,4 +1,4 @@
-"""What becomes of the sequences of a replica that has died; pure.
+"""Decides how the sequences of a replica that has died go on; pure.
 
 A sequence goes on at another replica, from the tokens that were handed out. One that brings its replica down would
 bring down the next one, too, so that each sequence counts the deaths at which it was running since its newest token.

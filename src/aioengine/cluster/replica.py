@@ -62,7 +62,7 @@ class ReplicaState(enum.Enum):
     BACKING_OFF = "backing off"
     """It has died, and is to be started again."""
     FAILED = "failed"
-    """It could not be started too often, and is given up until it is told to start again."""
+    """Too many starts in a row have failed; it is given up until `Replica.restart`."""
     STOPPED = "stopped"
 
 
@@ -110,7 +110,7 @@ def stall_of(health: Health, timeout_s: float) -> str:
 
 
 class Shared(NamedTuple):
-    """What the replicas of a cluster have in common."""
+    """Shared by the replicas of a cluster."""
 
     conditions: Conditions
     user_code: UserCode
@@ -121,7 +121,7 @@ class Shared(NamedTuple):
 
 
 class Members(Protocol):
-    """What a replica tells its cluster."""
+    """The cluster, as its replicas use it."""
 
     def check(self, rank: int, core: ReplicaCore) -> None:
         """Raise ConfigError if an engine cannot stand in for the others."""
@@ -160,7 +160,7 @@ class Replica:
         num_restarts: starts after the first one.
         num_sent: sequences that were sent to it since its last report.
         num_moved: sequences that went on at another replica.
-        is_lent: it is another front end's alone, or about to end for its owner: it gets no sequences from here.
+        is_lent: whether another front end has it alone, or its owner is to end it: it gets no sequences from here.
     """
 
     def __init__(
@@ -197,15 +197,15 @@ class Replica:
             )
         )
         self._candidate: Candidate | None = None
-        self._told: SchedulerStats | None = None
+        self._last_stats: SchedulerStats | None = None
         self._counts = (0, 0)
-        """What the candidate was made of: the last report, sequences sent since, and those without a row."""
+        """Inputs of the candidate: sequences sent since the last report, and those without a row."""
         self._backend: ReplicaBackend | None = None
         self._is_open = False
         """Whether an engine is there that `_serve` can serve."""
         self._has_been_open = False
         self._next_state: ReplicaState | None = None
-        """What it was told to become."""
+        """The state that a call asks for."""
         self._scope = anyio.CancelScope()
         self._serving_since = math.nan
         self._num_failures = 0
@@ -232,9 +232,9 @@ class Replica:
         assert self.core is not None
         stats, num_unstarted = self.core.stats(), self.core.num_unstarted
         counts = (self.num_sent, num_unstarted)
-        if self._candidate is None or stats is not self._told or counts != self._counts:
+        if self._candidate is None or stats is not self._last_stats or counts != self._counts:
             waiting = stats.waiting + stats.blocked
-            self._told, self._counts = stats, counts
+            self._last_stats, self._counts = stats, counts
             self._candidate = Candidate(
                 rank=self.rank,
                 running=stats.running,
@@ -343,7 +343,7 @@ class Replica:
 
     async def stop(self) -> None:
         """End for good; wait until it is closed. What it still has is moved."""
-        self._tell_to_become(ReplicaState.STOPPED)
+        self._ask_to_become(ReplicaState.STOPPED)
         await self._shared.conditions.add(lambda: self.state is ReplicaState.STOPPED)
 
     async def restart(self) -> None:
@@ -354,7 +354,7 @@ class Replica:
         """
         if self.state is ReplicaState.STOPPED:
             raise EngineDead(f"replica {self.rank} was stopped")
-        self._tell_to_become(ReplicaState.STARTING)
+        self._ask_to_become(ReplicaState.STARTING)
         self.core = None
         await self.wait_until_serving()
 
@@ -373,7 +373,7 @@ class Replica:
         if self._backend is not None:
             self._backend.abandon()
 
-    def _tell_to_become(self, state: ReplicaState) -> None:
+    def _ask_to_become(self, state: ReplicaState) -> None:
         if self.is_serving:  # it died while it was drained, and is back
             assert self.core is not None
             self._become(ReplicaState.DRAINING)
@@ -397,7 +397,7 @@ class Replica:
         elif self.state is ReplicaState.STARTING:
             await (self._serve() if self._is_open else self._start())
         elif self.state is ReplicaState.FAILED:
-            await anyio.sleep_forever()  # until it is told to start again
+            await anyio.sleep_forever()  # until `restart`
         else:
             await self._serve()
 
@@ -444,7 +444,7 @@ class Replica:
                 failure = error
                 tasks.cancel_scope.cancel()
             else:
-                if core.death is None and self._next_state is None:  # else it was just told to end
+                if core.death is None and self._next_state is None:  # else it is to end
                     self._num_failures = 0
                     self._become(ReplicaState.SERVING)
 
@@ -463,7 +463,7 @@ class Replica:
         await self._end(is_dead=True)
 
     async def _watch(self, core: ReplicaCore) -> None:
-        """Kill it when it does not get on."""
+        """Kill it when it stalls."""
         timeout_s = self._options.stall_timeout_s
         while True:
             if not await sleep_on_time(timeout_s / 4, timeout_s / 4, self._clock):

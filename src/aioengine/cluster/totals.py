@@ -7,9 +7,9 @@ import msgspec
 from aioengine.metrics import StepRecord
 
 LOADS = ("running", "waiting", "blocked", "free_blocks", "num_blocks", "cached_blocks", "touched_blocks")
-"""Fields of `StepRecord` that say what is so now."""
+"""Fields of `StepRecord` with the load now."""
 COUNTERS = ("preemptions", "prefix_cache_queries", "prefix_cache_hits")
-"""Those that count since the engine's start."""
+"""Fields that count since the engine's start."""
 FIELDS = (*LOADS, *COUNTERS)
 
 
@@ -36,6 +36,6 @@ class StepTotals:
         return msgspec.structs.replace(record, **dict(zip(FIELDS, sums, strict=True)))
 
     def forget(self, rank: int) -> None:
-        """That engine has ended: its loads are gone, its counters have counted. Idempotent."""
+        """An engine has ended: take its loads off; its counters stay. Idempotent."""
         for place, value in enumerate(self._of_rank.pop(rank, ())[: len(LOADS)]):
             self._sums[place] -= value
