@@ -23,7 +23,7 @@ def aiohttp_routes(
     """The OpenAI-compatible API of an engine: ``app.add_routes(aiohttp_routes(engine, prefix="/ai"))``.
 
     The app may be another one's sub-app. Its own ``cleanup_ctx`` starts and closes the engine. The limit on bodies is
-    the config's: aiohttp's ``client_max_size`` has no say here.
+    the config's: aiohttp's ``client_max_size`` has no effect here.
 
     A client that leaves is noticed by the next write to it, and within 2 ms by a request that writes nothing; at once
     where the app runs with ``handler_cancellation=True``.
@@ -77,7 +77,7 @@ async def _say_nothing_yet(request: web.Request) -> None:
 
 
 class DisconnectWatcher:
-    """Tells when clients have left, for all requests of an app on one loop.
+    """Notices when clients have left, for all requests of an app on one loop.
 
     aiohttp cancels a handler for that if the app was run so; else only a write fails. So we look: at 256 connections in
     18 µs, and while any request is open that and waking up take 2% of a core. Every 5 ms it is 1%.
@@ -123,7 +123,7 @@ async def _until_taken(request: web.Request) -> None:
 
 
 class WholeResponse(web.Response):
-    """What aiohttp writes when the handler has returned it, so that the app's middlewares can still change it.
+    """A response that aiohttp writes when the handler has returned it: the app's middlewares can still change it.
 
     A client that does not take it in time is cut off, which no metric counts: the request is over by then.
     """

@@ -169,9 +169,11 @@ def read_chat(request: MessageRequest, max_messages: int) -> list[dict[str, Any]
     chat = ChatBuilder()
     if is_given(request.system):
         if is_text(request.system):
-            chat.say("system", read_text(request.system, "system"))
+            chat.add_message("system", read_text(request.system, "system"))
         else:
-            chat.say("system", joined_texts("system", read_items(request.system, TextPart, "system", max_messages)))
+            chat.add_message(
+                "system", joined_texts("system", read_items(request.system, TextPart, "system", max_messages))
+            )
     for place, message in enumerate(read_items(request.messages, Message, "messages", max_messages)):
         blocks = message.content
         blocks = [Block("text", text=blocks)] if isinstance(blocks, str) else blocks
@@ -200,22 +202,22 @@ def _add_blocks(chat: ChatBuilder, place: str, role: str, kind: str, blocks: Ite
     if kind == "text":
         text = "\n".join([block.text or "" for block in blocks])
         if role == "assistant":
-            chat.answer(text)
+            chat.add_answer(text)
         else:
-            chat.say(role, text)
+            chat.add_message(role, text)
     elif (kind, role) == ("thinking", "assistant"):
-        chat.think("\n".join([block.thinking or "" for block in blocks]))
+        chat.add_reasoning("\n".join([block.thinking or "" for block in blocks]))
     elif (kind, role) == ("tool_use", "assistant"):
         for block in blocks:
             if block.id is None or block.name is None:
                 raise invalid_value("messages", f"{place} has a tool_use block without an id or a name")
-            chat.call(block.id, block.name, _arguments_of(place, block.input))
+            chat.add_call(block.id, block.name, _arguments_of(place, block.input))
     elif (kind, role) == ("tool_result", "user"):
         for block in blocks:
             if block.tool_use_id is None:
                 raise invalid_value("messages", f"{place} has a tool_result block without a tool_use_id")
             text = joined_texts(place, block.content or "")
-            chat.result(block.tool_use_id, f"Error: {text}" if block.is_error else text)
+            chat.add_result(block.tool_use_id, f"Error: {text}" if block.is_error else text)
     else:
         raise unsupported("messages", f"has a block of type {shorten(kind)} ({place}, of the {role}); give texts")
 

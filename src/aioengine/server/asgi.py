@@ -1,6 +1,6 @@
 """The API as an ASGI app, to mount in a Starlette or FastAPI app or to serve alone; and help for routes of your own.
 
-A Starlette handler runs on when its client has left, and a ``StreamingResponse`` says 200 before the engine has been
+A Starlette handler runs on when its client has left, and a ``StreamingResponse`` answers 200 before the engine has been
 asked. With `while_connected` and `StreamResponse` a client that leaves aborts its request, one that stops reading is
 cut off, and an engine that has no room still makes a 503.
 """
@@ -39,7 +39,7 @@ def create_app(engine: Engine | Callable[[], Engine], config: ServerConfig | Non
     """The OpenAI-compatible API of an engine: ``app.mount("/ai", create_app(engine))``, or served alone.
 
     Mounted, the host app's lifespan starts and closes the engine, before or after this call. Until it begins to,
-    requests hear 503; while it starts the engine beside, they wait for that, and ``/health`` says 503 and STARTING.
+    requests hear 503; while it starts the engine beside, they wait for that, and ``/health`` is 503 with STARTING.
     Served alone, the app starts an engine that has not been started, and closes it at the end.
 
     Args:
@@ -237,7 +237,7 @@ class StreamResponse(responses.Response):
 
 
 async def _answer_error(request: Request, error: Exception) -> responses.Response:
-    """What the engine raised, as the API answers it."""
+    """The API's answer to an error that the engine raised."""
     response = api_error_of(error).response()
     return responses.Response(response.body, response.status, response.headers)
 

@@ -16,7 +16,7 @@ from aioengine.validation import Bytes, check_fields, shorten
 
 MIN_API_KEY_CHARS = 8
 BYTES_A_TOKEN = 32
-"""Of a body: a token id with its comma takes at most 9, a token's text rarely more than 24 when it is escaped."""
+"""Bytes of a body: a token id with its comma takes at most 9, a token's text rarely more than 24 when it is escaped."""
 LEAST_BODY_BYTES = 2**20
 
 
@@ -133,7 +133,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.__rich_repr__())})"
 
     def __rich_repr__(self) -> list[tuple[str, Any]]:
-        """What it is shown by: all but the keys, of which only the number is told."""
+        """All fields; of the keys only their number."""
         return list({**asdict(self), "api_keys": f"{len(self.api_keys)} hidden"}.items())
 
     def body_limit(self, max_model_len: int) -> int:
@@ -154,7 +154,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class HttpLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a connection may do, below the app; a bad value is a `ConfigError` that names the field."""
+    """Limits of a connection, below the app; a bad value is a `ConfigError` that names the field."""
 
     max_connections: Annotated[Count, Meta(description="connections at once; more are answered 503")] = 8192
     header_timeout_s: Annotated[

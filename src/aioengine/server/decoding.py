@@ -1,8 +1,8 @@
 """From an exchange to what is in its body, within a size and a time, and without holding the loop.
 
 A JSON parser makes an object of each value, under the GIL, a thousand in a tenth of a millisecond. So a large body is
-looked at before it is decoded, prompts, messages and token ids stay undecoded (`msgspec.Raw`) while the rest is read,
-and each of them has bounds of its own. What is wrong with any of it is an `ApiError` of status 400, which names the
+looked at before it is decoded. Prompts, messages and token ids stay undecoded (`msgspec.Raw`) while the rest is read,
+and have bounds of their own. What is wrong with any of it is an `ApiError` of status 400, which names the
 field where there is one.
 """
 
@@ -37,15 +37,15 @@ MAX_BODIES_AT_ONCE = 64
 """Bodies of the largest size that may be on their way in at once."""
 LINGER_S = 2.0
 MAX_LINGER_BYTES = 2**26
-"""What is still taken from a client whose body is refused: most read no answer before they have sent it all."""
+"""Bytes that are still taken from a client whose body is refused: most read no answer before they have sent it all."""
 SMALL_BODY_BYTES = 2**16
 """A body up to here is decoded in a millisecond whatever is in it."""
 LARGE_FIELDS = ("prompt", "messages", "input", "instructions", "system", "tokens", "tools", "functions")
 """They are decoded apart from the rest, or not at all."""
 MAX_FIELD_BYTES = 2**16
-"""Of all other fields together, without `allowed_token_ids`."""
+"""Bytes of all other fields together, without `allowed_token_ids`."""
 MAX_ALLOWED_IDS = 2**18
-"""Of `allowed_token_ids`: a large vocabulary, id by id."""
+"""Ids in `allowed_token_ids`: a large vocabulary, id by id."""
 IDS_A_TURN = 20_000
 """Token ids that are decoded, or encoded, between two turns for others: half a millisecond."""
 MAX_OTHER_TEXTS = 2**14
@@ -53,17 +53,17 @@ MAX_OTHER_TEXTS = 2**14
 TEXTS_A_MESSAGE = 32
 MAX_TOOL_BYTES = 2**20
 MAX_TOOL_VALUES = 2**14
-"""Of all tool calls in a chat: a value is decoded and copied in a microsecond, and a call has about ten."""
+"""Values of all tool calls in a chat: a value is decoded and copied in a microsecond, and a call has about ten."""
 MAX_TOLD_NAMES = 100
-"""Ignored fields that the log tells of: their names are the clients' choice."""
+"""Ignored fields that are logged: their names are the clients' choice."""
 MAX_TOLD_AT_ONCE = 4
-"""Of them in one request: looking for the name that was meant takes a millisecond each."""
+"""Ignored fields that are logged of one request: looking for the name that was meant takes a millisecond each."""
 MAX_NEUTRAL_BYTES = 64
-"""Of a refused field's value: one that asks for nothing is short, and a long one need not be decoded."""
+"""Bytes of a refused field's value: one that asks for nothing is short, and a long one need not be decoded."""
 
 
 class IgnoredFields:
-    """Tells in the log what requests have and is left out of them, once a name; or refuses what is not known.
+    """Logs fields of requests that are left out, once a name; or refuses those that are not known.
 
     Args:
         unknown: what to do with fields that are not known.
@@ -74,7 +74,7 @@ class IgnoredFields:
         self._told: set[str] = set()
 
     def check(self, fields: dict[str, msgspec.Raw], kind: type[Body]) -> None:
-        """Refuse fields that are not supported and would change the answer; tell of those that are left out."""
+        """Refuse fields that are not supported and would change the answer; log those that are left out."""
         self._check_unknown(fields, known_names(kind), "")
         if is_given(options := fields.get("stream_options", msgspec.Raw())):
             names = _decode(bytes(options), dict[str, msgspec.Raw], "stream_options")
@@ -99,7 +99,7 @@ class IgnoredFields:
                 )
 
     def _is_new(self, name: str) -> bool:
-        """Whether the log has not told of it, and still may; it then has."""
+        """Whether a field has not been logged, and still may be; it then counts as logged."""
         if name in self._told or len(self._told) >= MAX_TOLD_NAMES or len(name) > MAX_NAME_CHARS:
             return False
         self._told.add(name)
@@ -456,7 +456,7 @@ def _decode(data: bytes, kind: Any, name: str = "") -> Any:
 
 
 def _invalid_type(place: str, said: str) -> ApiError:
-    """What is needed at a place such as ``stop[...]`` is of another type; "": the whole body is."""
+    """A value of another type than is needed, at a place such as ``stop[...]``; "": the whole body."""
     name = re.split(r"[.\[]", place, maxsplit=1)[0]
     return ApiError(400, "invalid_type", f"{place or 'the request body'}: {said}", param=name or None)
 

@@ -1,6 +1,6 @@
 """Errors as clients of the OpenAI API read them: a status, and ``{"error": {"message", "type", "param", "code"}}``.
 
-What went wrong inside stays inside: an error of ours says no more than that it was one.
+What went wrong inside stays inside: of an internal error clients learn only that there was one.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ class ApiError(Exception):
 
 
 HINTS = {LENIENT: '"strict": false passes it over'}
-"""What errors' hints are over HTTP; others are for Python programs alone."""
+"""The hints of errors, as HTTP has them; others are for Python programs alone."""
 PARAM_NAMES = {"extra_args": "vllm_xargs", "num_sequences": "n"}
-"""What clients call parameters that only the engine knows by their names."""
+"""The clients' names of parameters of the engine."""
 
 
 def api_error_of(error: Exception, *, param_names: Mapping[str, str] | None = None) -> ApiError:
-    """What a client hears of ``error``.
+    """The error that a client gets for ``error``.
 
     Args:
         param_names: what the client calls the engine's parameters, where it has other names for them.

@@ -3,10 +3,10 @@
 uvicorn's public interface has no place for these promises, so that its protocol is extended here, and its versions are
 bounded in pyproject.toml to those that were tested:
 
-- limits (`HttpLimits`) of a head's time and size, of fields, trailers, URLs, connections and requests ahead of their
-  turn, each answered by an error body of the OpenAI API while the client can read one;
+- limits (`HttpLimits`) of a head's time and size, of URLs, connections and requests ahead of their turn; a client gets
+  an error body of the OpenAI API while it can read one;
 - a client that does not read is cut off: closing, as uvicorn does, waits until it has read all;
-- a drain that loses no accepted request, and says in each response that it is the connection's last;
+- a drain that loses no accepted request, and marks each response as its connection's last;
 - a disconnect is known at once to all requests of a connection, also behind one that runs;
 - no turn of the loop is long, however many requests come in it: pieces wait for later turns.
 
@@ -47,7 +47,7 @@ takes what it has not read yet."""
 MAX_LINGERING = 256
 """Refused connections that may linger; more are closed at once."""
 MAX_DISCARDED_BYTES = 2**20
-"""What a connection may send that is read no more, before it is cut."""
+"""Bytes that a connection may send that are read no more, before it is cut."""
 DRAIN_HEAD_S = 1.0
 """For a request to come whose connection, or first bytes, the server had accepted before it began to drain."""
 CLOSE_TIMEOUT_S = 10.0
@@ -57,7 +57,7 @@ PIECES_A_TURN = 32
 
 
 class SharedState(ServerState):
-    """What the connections of one server share: limits, and the queue of pieces that came in a turn without time left.
+    """Shared by the connections of one server: limits, and the queue of pieces that came in a turn without time left.
 
     Attributes:
         limits: for all of them.
@@ -146,14 +146,14 @@ class HttpProtocol(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._is_in_head = False
         self._head_bytes = 0
-        """Of what is neither body nor complete: a head, trailers, a chunk's extensions; without the piece that it began
-        in."""
+        """Bytes that are neither body nor complete: a head, trailers, a chunk's extensions; without the piece that this
+        began in."""
         self._num_fields = self._header_bytes = 0
-        """Of the headers and trailers that are complete."""
+        """Number and bytes of the headers and trailers that are complete."""
         self._num_deferred = 0
         """Pieces of this connection that are deferred. While there are any, no timer ends the connection."""
         self._is_discarding = False
-        """What still comes is counted and thrown away."""
+        """Bytes that still come are counted and thrown away."""
         self._discarded_bytes = 0
         self._closing_since: float | None = None
 
@@ -216,7 +216,7 @@ class HttpProtocol(HttpToolsProtocol):
                 self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        # uvicorn tells the newest request alone, which may stand behind the one that runs.
+        # uvicorn notifies the newest request alone, which may stand behind the one that runs.
         for cycle in self._cycles:
             if not cycle.response_complete:
                 cycle.disconnected = True
@@ -330,11 +330,11 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _make_last(self) -> None:
-        """The newest request is the connection's last one, and its response says so if it has not begun."""
+        """The newest request is the last one; its response has a header for that, if it has not begun."""
         if not self.cycle.keep_alive:
             return
         self.cycle.keep_alive = False
-        if not self.cycle.response_started:  # uvicorn says so by itself since 0.53 only
+        if not self.cycle.response_started:  # uvicorn adds the header by itself since 0.53 only
             self.cycle.default_headers = [*self.cycle.default_headers, (b"connection", b"close")]
 
     def _refuse(self, error: ApiError) -> None:

@@ -28,7 +28,7 @@ logger = logging.getLogger("aioengine")
 SPARE_FILES = 512
 """Files that a process needs beside its connections."""
 TURNS_TO_TAKE_IN = 5
-"""Of the loop, from a connection that the system holds to the app's first step: accepted, made, read, begun."""
+"""Turns of the loop from a connection that the system holds to the app's first step: accepted, made, read, begun."""
 TICK_S = 1.0
 """How often the server looks at the engine's health and at connections that are closing."""
 ABORT_GRACE_S = 2.0
@@ -69,7 +69,7 @@ async def serve(
 
     Draining: no client can come any more; what was accepted goes on, each response as its connection's last, for at
     most ``drain_timeout_s``. Then, or when it is asked again, the engine's requests are aborted, so that their clients
-    read to the end of a response that says so; those that have not after `ABORT_GRACE_S` are cut off. Cancelling ends
+    read to the end of an aborted response; those that have not after `ABORT_GRACE_S` are cut off. Cancelling ends
     all connections at once.
 
     Args:

@@ -154,7 +154,7 @@ class MetricFamily(NamedTuple):
 
 
 class ServerNumbers(msgspec.Struct, frozen=True):
-    """What one server of a port has counted, or all of them together.
+    """The numbers of one server of a port, or of all of them together.
 
     Attributes:
         families: those of HTTP and of the process; in a sum the engine's, too.

@@ -35,7 +35,7 @@ def _content_security_policy(html: bytes) -> str:
 
 
 def _hashes(html: bytes, tag: bytes) -> str:
-    """What stands between each ``<tag …>`` and its end, as CSP sources (W3C CSP 3, section 6.7.3.3)."""
+    """The texts between each ``<tag …>`` and its end, as CSP sources (W3C CSP 3, section 6.7.3.3)."""
     texts: list[bytes] = re.findall(rb"<%b\b[^>]*>(.*?)</%b>" % (tag, tag), html, re.DOTALL)
     return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'" for text in texts)
 

@@ -1,4 +1,4 @@
-"""What is known of one HTTP request: filled in while it is served, read at its end by metrics, span and log."""
+"""The record of one HTTP request: filled in while it is served, read at its end by metrics, span and log."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class RequestRecord(msgspec.Struct, kw_only=True, weakref=True):
 
     @property
     def id_headers(self) -> dict[str, str]:
-        """What tells a client the request's id; Anthropic's clients know it by another name."""
+        """Headers with the request's id; Anthropic's clients know it by another name."""
         names = ("x-request-id", "request-id") if self.path.startswith(MESSAGES) else ("x-request-id",)
         return dict.fromkeys(names, self.request_id)
 

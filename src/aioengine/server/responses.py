@@ -225,21 +225,21 @@ def _add_item(chat: ChatBuilder, place: str, item: InputItem) -> None:
             raise invalid_value("input", f"{place}.role: user, assistant, system or developer is needed")
         text = _text_of(f"{place}.content", item.content)
         if role == "assistant":
-            chat.answer(text)
+            chat.add_answer(text)
         else:
-            chat.say("system" if role == "developer" else role, text)
+            chat.add_message("system" if role == "developer" else role, text)
     elif kind == "reasoning":
         if text := _text_of(f"{place}.content", item.content or item.summary or ""):
-            chat.think(text)
+            chat.add_reasoning(text)
     elif kind in ("function_call", "custom_tool_call"):
         call_id, tool = _needed(place, "call_id", item.call_id), ClientTool(_needed(place, "name", item.name))
         if kind == "function_call":
             arguments = _needed(place, "arguments", item.arguments)
         else:
             arguments = arguments_of(_needed(place, "input", item.input))
-        chat.call(call_id, tool._replace(namespace=item.namespace).function, arguments)
+        chat.add_call(call_id, tool._replace(namespace=item.namespace).function, arguments)
     elif kind in ("function_call_output", "custom_tool_call_output"):
-        chat.result(_needed(place, "call_id", item.call_id), _text_of(f"{place}.output", item.output))
+        chat.add_result(_needed(place, "call_id", item.call_id), _text_of(f"{place}.output", item.output))
     else:
         raise unsupported(
             "input", f"has an item of type {shorten(kind)} ({place}); messages, reasoning and function calls are taken"
@@ -263,9 +263,9 @@ def with_instructions(request: ResponseRequest, messages: list[dict[str, Any]]) 
     if not is_given(request.instructions):
         return messages
     chat = ChatBuilder()
-    chat.say("system", read_text(request.instructions, "instructions"))
+    chat.add_message("system", read_text(request.instructions, "instructions"))
     if messages and messages[0]["role"] == "system":
-        chat.say("system", messages[0]["content"])
+        chat.add_message("system", messages[0]["content"])
         messages = messages[1:]
     return [*chat.messages, *messages]
 

@@ -1,4 +1,4 @@
-"""Which requests are let in: those that call the server by its name, and have one of its keys."""
+"""The check of requests: they call the server by its name, and have one of its keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from aioengine.server.errors import ApiError
 
 ASK_A_PERSON = {"www-authenticate": 'Basic realm="aioengine", charset="UTF-8"'}
-"""A browser then asks its user; for the page alone, which tells of the other paths' refusals itself."""
+"""A browser then asks its user; for the page alone, which shows the other paths' refusals itself."""
 ASK_A_PROGRAM = {"www-authenticate": "Bearer"}
 
 
@@ -59,14 +59,14 @@ def check_host(headers: Mapping[str, str], allowed: Sequence[str] | None) -> Non
 
 
 class ApiKeys:
-    """The keys that are accepted, compared in a time that tells nothing of them; with none, every request is let in.
+    """The keys that are accepted, compared in a time that does not depend on them; with none, every request is let in.
 
     A key comes as ``Authorization: Bearer KEY``, as the password of ``Authorization: Basic``, with any user's name, or
     as ``X-Api-Key``.
     """
 
     def __init__(self, keys: Sequence[str]) -> None:
-        # Hashed, so that all are of one length, and comparing tells nothing of that either.
+        # Hashed, so that all are of one length, and comparing does not depend on that either.
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     def check(self, headers: Mapping[str, str], *, is_page: bool = False) -> str:
@@ -83,7 +83,7 @@ class ApiKeys:
             return ""
         keys = (_key_of(headers.get("authorization", "")), headers.get("x-api-key", "").encode("latin-1", "replace"))
         given = [hashlib.sha256(key).digest() for key in keys]
-        # All of them, always: how long it takes does not tell which one it was.
+        # All of them, always: the time does not depend on which one it was.
         matches = [hmac.compare_digest(one, digest) for one in given for digest in self._digests]
         if True not in matches:
             message = "a valid API key is needed: send it as `Authorization: Bearer KEY`, or as `X-Api-Key: KEY`"

@@ -27,7 +27,7 @@ STEADY_S = 30.0
 MAX_FAILURES = 5
 """In a row: then the servers are given up."""
 END_GRACE_S = ABORT_GRACE_S + CONNECTIONS_END_S + 2 * TASKS_END_S + 5.0
-"""That a server has to end beyond its time for draining; then it is killed."""
+"""Time that a server has to end beyond its time for draining; then it is killed."""
 
 
 class ManagedServer(Protocol):
@@ -47,7 +47,7 @@ class ManagedServer(Protocol):
 
 
 class ApiServers:
-    """Keeps servers running until it is told to stop, or they cannot be kept (vLLM: `APIServerProcessManager`).
+    """Keeps servers running until it is asked to stop, or they cannot be kept (vLLM: `APIServerProcessManager`).
 
     Args:
         make: makes the server of an index, unstarted; called again for each start.

@@ -44,7 +44,7 @@ SUMS_TIMEOUT_S = 10.0
 
 
 def run_server(end: socket.socket) -> int:
-    """Serve as the other end of the socket says, until SIGTERM; the process's exit code."""
+    """Serve with the settings that come through the socket, until SIGTERM; the process's exit code."""
     settings = receive_settings(end)
     limit_spinning()  # of an engine in this process, before torch is imported
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # below that it logs its own steps
@@ -109,7 +109,7 @@ class ChildServer:
         self._stop = StopRequest()
 
     async def run(self) -> None:
-        """Serve until it is told to end.
+        """Serve until it is asked to end.
 
         Raises:
             AioEngineError: it cannot serve, or its engine has died.
