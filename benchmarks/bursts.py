@@ -1,6 +1,6 @@
 """How long do many requests at once hold the loop? The longest turn of the loop, by what they ask for.
 
-    python benchmarks/bursts.py [--only NAME ...] [--way in_process process] [--repeats 3] [--json FILE]
+    python benchmarks/bursts.py [--only NAME ...] [--way in_process process] [--repeats 3]
 
 A turn is what a loop runs between two looks at its selector; no other coroutine runs before its end. Each is measured
 by the wall's clock and by the CPU time of the loop's thread, which does not count what other processes of a busy
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import random
 import statistics
@@ -216,18 +215,14 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[*BURSTS, *STREAMED, "abort_all", "aclose"])
     parser.add_argument("--way", nargs="+", default=["in_process", "process"])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write the figures here too")
     args = parser.parse_args()
-    figures: dict[str, dict[str, list[Measured]]] = {}
     print(f"longest turn, ms (median of {args.repeats}){'wall':>10s}{'CPU':>8s}{'all, s':>8s}")
     with tempfile.TemporaryDirectory() as folder:
         for way in args.way:
-            figures[way] = asyncio.run(in_engine(way, args.only, args.repeats, Path(folder)))
-            for name, runs in figures[way].items():
+            figures = asyncio.run(in_engine(way, args.only, args.repeats, Path(folder)))
+            for name, runs in figures.items():
                 wall, cpu, took = (statistics.median(run[k] for run in runs) for k in range(3))
                 print(f"{way:12s}{name:20s}{wall:13.1f}{cpu:8.1f}{took:8.2f}  {runs[-1].outcomes}", flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=2))
 
 
 if __name__ == "__main__":

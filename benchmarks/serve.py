@@ -12,8 +12,7 @@ Latencies have the names that `vllm bench serve` gives them:
 
 - **TTFT, E2EL** run from when a request was to be sent to when its first text, and its last, was read: a generator that
   is late makes them longer. By how much it was late stands beside them.
-- **TPOT** is (last - first) / (tokens - 1) of a request. Tokens are what the usage block says; without one, an event is
-  a token.
+- **TPOT** is (last - first) / (tokens - 1) of a request. Tokens are those of the usage block, or else the events.
 - **ITL** is the time between two reads with text, whole, however many tokens came then; its percentiles are over gaps.
 - **Longest stall** is the longest of those of a request; its percentiles are over requests.
 - **Goodput** counts requests whose TTFT, TPOT and longest stall are within ``--slo-ttft-ms``, ``--slo-tpot-ms`` and

@@ -1,6 +1,6 @@
 """Days of mixed use in minutes: does the engine keep anything that it should have given back?
 
-    python benchmarks/soak.py [--num-requests 20000] [--seed 0] [--concurrency 64] [--max-in-flight 1] [--json FILE]
+    python benchmarks/soak.py [--num-requests 20000] [--seed 0] [--concurrency 64] [--max-in-flight 1]
 
 The bundled model runs in this process with a KV cache that is far too small, so that sequences are preempted all the
 time. Clients make requests of every kind (`soak_requests.py`), which are read, left, cancelled and aborted at random
@@ -86,7 +86,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """What the process holds while the engine has nothing to do, after ``num_requests``."""
+    """Memory, descriptors, threads and objects of the process, after ``num_requests``, while the engine is idle."""
 
     num_requests: int
     rss_mib: float
@@ -139,7 +139,7 @@ class Growth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """The JSON of a soak.
+    """The outcome of a soak.
 
     Attributes:
         outcomes: requests by how they ended for their callers.
@@ -167,7 +167,7 @@ class Report(msgspec.Struct, kw_only=True):
 
 
 class Reading:
-    """What a reader has been given, choice by choice."""
+    """The deltas that a reader has been given, choice by choice."""
 
     def __init__(self, wish: Wish, depth: int) -> None:
         limit = wish.streaming.get("max_unread_tokens")
@@ -536,14 +536,10 @@ def main() -> None:
     parser.add_argument("--max-in-flight", type=int, default=1)
     parser.add_argument("--num-threads", type=int, default=1, help="threads of one torch operation")
     parser.add_argument("--deadline-s", type=float, default=3600.0)
-    parser.add_argument("--json", type=Path, help="write the figures here too")
     args = vars(parser.parse_args())
-    file = args.pop("json")
     logging.getLogger("aioengine").setLevel(logging.CRITICAL + 1)  # some requests are made to fail, and are counted
     report = asyncio.run(Soak(Setting(**args)).run())
     print_report(report)
-    if file is not None:
-        file.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
     sys.exit(bool(report.violations))
 
 

@@ -1,4 +1,4 @@
-"""What the clients of a soak wish for: requests of every kind that there is, drawn by a seed."""
+"""The requests of a soak's clients, of every kind that there is, drawn by a seed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def favour_even_ids(logits: Any, rows: Any) -> None:
 
 
 def break_down(logits: Any, rows: Any) -> None:
-    """A logits processor with a bug: its request fails, and nobody else's."""
+    """A logits processor with a bug: its request fails alone."""
     raise ArithmeticError("a processor's own bug")
 
 

@@ -1,8 +1,8 @@
 """A device that does nothing but take its time, for `transport.py`: in this process, or in an engine's own.
 
-It shares a page of memory, the `Board`, with whoever measures: that says how long steps take and when the device is to
-die, and is told when each step has ended. A token's id says which step it came from, modulo `NUM_IDS`, so that whoever
-reads a token can tell how long ago its step ended: CLOCK_MONOTONIC is the same in all processes of a machine.
+It shares a page of memory, the `Board`, with the benchmark: it has the length of steps, and the time at
+which each ended. A token's id is the number of its step, modulo `NUM_IDS`, so that its reader finds how long ago the
+step ended: CLOCK_MONOTONIC is the same in all processes of a machine.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ import numpy as np
 
 from aioengine.config import EngineConfig
 from aioengine.core.control import Control, ExecuteDummyBatch
-from aioengine.core.executor_protocol import DeviceLost, PendingStep
+from aioengine.core.executor_protocol import PendingStep
 from aioengine.scheduler.plan import Purpose, StepPlan, StepResult, int32
 from aioengine.testing import FakeExecutor
 
 BOARD = "AIOENGINE_BENCH_BOARD"
-"""The environment variable that tells a child where its board is."""
+"""The environment variable that holds the path of a child's board."""
 
 FIRST_ID, NUM_IDS = 512, 1024
 """Tokens of the bundled model that are pieces of ordinary words."""
 
 MAX_MODEL_LEN = 8192
 NUM_BLOCKS = 70_000
-"""Of 16 tokens: no sequence of any run is preempted."""
+"""Blocks of 16 tokens: no sequence of any run is preempted."""
 
 
 class Board:
     """Numbers that two processes share: float64, each written by one side alone."""
 
-    _STEP_TIME, _WILL_DIE, _PID, _MADE_AT, _LOOP_CPU, _DIED_AT = range(6)
+    _STEP_TIME, _PID, _LOOP_CPU = range(3)
     _ENDS = 8
 
     def __init__(self, path: Path) -> None:
@@ -51,52 +51,30 @@ class Board:
         self.ended_at = self._values[self._ENDS :]
         """By a token's id less `FIRST_ID`, when its step ended, by time.monotonic."""
 
-    # What the one who measures says
+    # Written by the benchmark
 
     @property
     def step_time_s(self) -> float:
-        """Of each step that is launched from now on; 0: it has ended when it is launched."""
+        """Length of each step that is launched from now on; 0: it has ended when it is launched."""
         return self._values[self._STEP_TIME]
 
     @step_time_s.setter
     def step_time_s(self, value: float) -> None:
         self._values[self._STEP_TIME] = value
 
-    @property
-    def will_die(self) -> bool:
-        """Whether the device is lost at the end of the next step."""
-        return bool(self._values[self._WILL_DIE])
-
-    @will_die.setter
-    def will_die(self, value: bool) -> None:
-        self._values[self._WILL_DIE] = value
-
-    # What the device says
+    # Written by the device
 
     @property
     def pid(self) -> int:
         return int(self._values[self._PID])
 
     @property
-    def made_at(self) -> float:
-        """When the device was made, which is the first thing of a model's loading."""
-        return self._values[self._MADE_AT]
-
-    @property
     def loop_cpu_s(self) -> float:
         """CPU time of its loop's thread, when it was last asked for."""
         return self._values[self._LOOP_CPU]
 
-    @property
-    def died_at(self) -> float:
-        return self._values[self._DIED_AT]
-
     def note_made(self) -> None:
         self._values[self._PID] = os.getpid()
-        self._values[self._MADE_AT] = time.monotonic()
-
-    def note_death(self) -> None:
-        self._values[self._DIED_AT] = time.monotonic()
 
     def note_end(self, step: int) -> float:
         now = time.monotonic()
@@ -130,9 +108,6 @@ class StandInStep:
     async def finish(self) -> StepResult:
         if self._done is not None:
             await self._done
-        if self._board.will_die:
-            self._board.note_death()
-            raise DeviceLost("it was told to die")
         samples = self._plan.purposes == Purpose.SAMPLE
         num_tokens = int(samples.sum())
         offsets = np.arange(num_tokens + 1) if num_tokens == len(samples) else np.cumsum([0, *samples.tolist()])
@@ -170,5 +145,5 @@ class StandIn(FakeExecutor):
 
 
 def make(config: EngineConfig) -> StandIn:
-    """For ``ProcessOptions(executor="stand_in:make")``; its board is where the environment says."""
+    """For ``ProcessOptions(executor="stand_in:make")``; its board is at the path in the environment."""
     return StandIn(Board(Path(os.environ[BOARD])))

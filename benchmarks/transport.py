@@ -1,4 +1,4 @@
-"""What it costs to have the engine in a process of its own, beside the same engine in this one.
+"""The cost of an engine in a process of its own, beside the same engine in this one.
 
     python benchmarks/transport.py [--quick] [--only latency rate] [--loop uvloop] [--json FILE]
 
@@ -9,7 +9,7 @@ the time, and they take turns, so that a drifting machine hurts both alike. Toke
   the moment when its reader has the delta. What the token gains by crossing is the difference of the two engines' p50,
   or p99.
 - **rate**: steps that take no time. *core*: the sequences' listeners only count, so that the wire is alone with what
-  both engines do in any case; *generate*: nobody reads before the end; *streams*: a task reads each stream. *busy* is
+  both engines do in any case; *generate*: read at the end; *streams*: a task reads each stream. *busy* is
   CPU time of a loop's thread by wall time: the side near 1 is the limit.
 - **CPU** per token, in both of these: each side's whole process, ZMQ's threads included, by the CPU clock.
 

@@ -1,4 +1,4 @@
-"""What the engine reaches on this machine's CPU, beside the machine's limits, and beside other engines.
+"""The engine on this machine's CPU, beside the machine's limits, and beside other engines.
 
     python -m benchmarks.cpu [--model 0.6b|30m|demo|FOLDER] [--quantization int8] [--only W1,W3] [--rounds 3]
                              [--runners FOLDER --peer NAME=PYTHON[,MODEL] ...] [--json FILE]
@@ -61,7 +61,7 @@ DISTURBING_CORES = 0.1
 
 
 class Engine(msgspec.Struct, frozen=True):
-    """What is measured.
+    """An engine that is measured.
 
     Attributes:
         command: without the arguments of a runner's contract.
@@ -230,7 +230,7 @@ class Bench:
         print(f"round {number + 1}, {workload}, {engine.name}: {said}", file=sys.stderr, flush=True)
 
     def of(self, engine: str, workload: str) -> list[Figure]:
-        """Those that brought something, by round."""
+        """The figures that have no error, by round."""
         return [each for each in self.figures if (each.engine, each.workload) == (engine, workload) and not each.error]
 
     def bound(self, workload: str, limits: Limits) -> float:

@@ -52,7 +52,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """What became of a case for one capability; of a failed one ``error`` says why, and the figures are 0."""
+    """A case for one capability; a failed one has an ``error``, and figures of 0."""
 
     name: str
     kernel: str
@@ -218,7 +218,7 @@ def show(compiled: Compiled) -> str:
         line += f" {compiled.registers:9} {compiled.spilled_bytes:7} {compiled.shared_bytes / 1024:7.1f}"
         line += f"  {compiled.tensor_cores or '-':12} {compiled.seconds:7.2f}"
     lines = [each for each in compiled.fault().splitlines() if each.strip()]
-    # A compiler tells where first, and what last.
+    # A compiler names the place first, and the fault last.
     return line + (f"  FAILED: {' … '.join(dict.fromkeys((lines[0], lines[-1])))}" if lines else "")
 
 

@@ -1,4 +1,4 @@
-"""What is to be reached, row by row, and what became of a row."""
+"""The aims, row by row, and the results."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a row.
+    """The result of a row.
 
     Attributes:
         row: its key.
@@ -74,7 +74,7 @@ class KernelResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bounds(msgspec.Struct, frozen=True, kw_only=True):
-    """What the device can do, measured.
+    """Bounds of the device, measured.
 
     Attributes:
         copy_bytes_per_s: read and written together.

@@ -1,1 +1,1 @@
-"""What `benchmarks/serve.py` consists of: see there."""
+"""Parts of `benchmarks/serve.py`."""

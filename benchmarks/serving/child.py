@@ -1,8 +1,8 @@
 """A server in a process of its own, for `serve.py --self`: ``python -m serving.child bare|engine``.
 
-It takes a port of its own, prints its URL when it serves, and dies with its parent. **bare** is what streaming costs
-without an engine, the least that any server on uvicorn can need: a plain ASGI app that writes one JSON event a token,
-each made anew and written by itself, since all streams take turns.
+It takes a port of its own, prints its URL when it serves, and dies with its parent. **bare** shows the cost of
+streaming without an engine, the least that any server on uvicorn can need: a plain ASGI app that writes one JSON event
+a token, each encoded and written by itself, since all streams take turns.
 """
 
 from __future__ import annotations

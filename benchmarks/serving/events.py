@@ -92,7 +92,7 @@ class EventCounter:
 
 
 def _complete_events(data: bytes, *, is_cut: bool = False) -> list[bytes]:
-    """What follows ``data: ``, of each event that is there to its end; a cut one is not there from its beginning."""
+    """The data of each complete event; ``is_cut``: the first one lacks its beginning."""
     pieces = data.replace(b"\r\n", b"\n").split(b"\n\n")[1 if is_cut else 0 : -1]
     return [line[6:] for piece in pieces for line in piece.split(b"\n") if line.startswith(b"data: ")]
 

@@ -14,7 +14,7 @@ from aioengine.cli.load import Summary, summary_of
 from serving.load import Record, Run
 
 MAX_LATENESS_MS = 10.0
-"""Of a request in a hundred: a generator that sends later than that measures itself."""
+"""For a request in a hundred: a generator that sends later than that measures itself."""
 MAX_BUSY = 0.9
 """Share of a core: above it the generator is slow to read what came."""
 WIDTH = 150

@@ -28,7 +28,7 @@ a and are as at be big blue but by cat day dog fish fox from garden go good gree
 lake like little moon not of old on one red river sea she small snow sun that the they time to tree two was we wind with
 """
 WORDS = TEXT.split()
-"""Of a token or two in most vocabularies."""
+"""Each is a token or two in most vocabularies."""
 KEEPALIVE_S = 2.0
 """An idle connection is used again for so long: servers close theirs after 5 s and more, and a request that meets the
 closing is lost."""
