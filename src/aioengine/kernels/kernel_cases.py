@@ -279,13 +279,12 @@ def _decode_attention(i: Inputs) -> Iterator[Case]:
 
 
 def _kinds(i: Inputs, kv: PagedKV, context: int) -> Iterator[tuple[str, PagedKV]]:
-    """As most models attend; at odd sizes as others do, too."""
+    """As most models attend; at odd sizes by all that others have, too."""
     yield "", kv
     if i.sizes is ODD:
         heads = i.normal(i.sizes.heads, dtype=torch.float32)
-        yield ", window and soft cap", kv._replace(window=context // 2, soft_cap=20.0)
-        yield ", sinks", kv._replace(sinks=heads)
-        yield ", slopes", kv._replace(slopes=-heads.abs())
+        extras = kv._replace(window=context // 2, soft_cap=20.0, sinks=heads, slopes=-heads.abs())
+        yield ", window, soft cap, sinks, slopes", extras
 
 
 def _num_splits(i: Inputs, batch: int, context: int) -> int:

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from aioengine.errors import InternalError
+from aioengine.kernels.operations import PagedKV
 from aioengine.kernels.sample_rows import SAMPLE_WORDS
+from aioengine.kernels.torch.quantized import SCALE_BYTES, head_dim_of
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """What decoders compute in: the ``x`` of `aioengine.kernels.operations`."""
@@ -57,3 +59,80 @@ def check_logits(logits: Tensor) -> torch.device:
 
 def check_samples(samples: Tensor, device: torch.device) -> None:
     check_tensor("samples", samples, (None, SAMPLE_WORDS), torch.int32, device)
+
+
+def check_attention(name: str, q: Tensor, kv: PagedKV, out: Tensor, narrow: torch.dtype) -> None:
+    """Check the arguments of attention over a paged cache.
+
+    Args:
+        narrow: the dtype that a cache may have beside the queries'.
+    """
+    device, k_cache = q.device, kv.k_cache
+    check_tensor(f"{name}: q", q, (None, None, None), FLOATS, device)
+    num_heads, line = q.shape[1], q.shape[2] + (SCALE_BYTES if k_cache.dtype == narrow == torch.int8 else 0)
+    check_tensor(f"{name}: k_cache", k_cache, (None, None, None, line), (q.dtype, narrow), device)
+    check_tensor(f"{name}: v_cache", kv.v_cache, tuple(k_cache.shape), k_cache.dtype, device)
+    if not k_cache.shape[2] or num_heads % k_cache.shape[2]:
+        raise InternalError(f"{name}: {num_heads} query heads cannot share {k_cache.shape[2]} KV heads")
+    check_tensor(f"{name}: block_tables", kv.block_tables, (None, None), torch.int32, device)
+    check_tensor(f"{name}: out", out, tuple(q.shape), q.dtype, device)
+    if kv.window is not None and kv.window < 1:
+        raise InternalError(f"{name}: window is {kv.window}; a query sees itself at least")
+    for of_heads, numbers in (("sinks", kv.sinks), ("slopes", kv.slopes)):
+        if numbers is not None:
+            check_tensor(f"{name}: {of_heads}", numbers, (num_heads,), torch.float32, device)
+
+
+def check_rotation(
+    qkv: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    rope_table: Tensor | None,
+    qk_weight: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    narrow: torch.dtype,
+) -> tuple[int, int, int]:
+    """Check the arguments of `Operations.rotate_and_write`.
+
+    Args:
+        narrow: as in `check_attention`.
+    Returns:
+        heads of queries, and of keys; numbers of a head.
+    """
+    name, device = "rotate_and_write", qkv.device
+    check_tensor(f"{name}: qkv", qkv, (None, None), FLOATS, device)
+    check_tensor(f"{name}: k_cache", k_cache, (None,) * 4, (qkv.dtype, narrow), device)
+    check_tensor(f"{name}: v_cache", v_cache, tuple(k_cache.shape), k_cache.dtype, device)
+    (num_tokens, width), num_kv_heads, head_dim = qkv.shape, k_cache.shape[2], head_dim_of(k_cache)
+    if head_dim % 2 or head_dim < 1:
+        raise InternalError(f"{name}: heads of {head_dim} values; an even number can be done")
+    num_heads = width // head_dim - 2 * num_kv_heads
+    if width % head_dim or num_heads < 1:
+        raise InternalError(f"{name}: qkv is {width} wide, with {num_kv_heads} KV heads of {head_dim} values")
+    check_tensor(f"{name}: positions", positions, (num_tokens,), torch.int32, device)
+    check_tensor(f"{name}: slots", slots, (num_tokens,), torch.int32, device)
+    if rope_table is not None:
+        check_tensor(f"{name}: rope_table", rope_table, (None, 2 * head_dim), (qkv.dtype, torch.float32), device)
+    if qk_weight is not None:
+        check_tensor(f"{name}: qk_weight", qk_weight, (num_heads + num_kv_heads, head_dim), qkv.dtype, device)
+    return num_heads, num_kv_heads, head_dim
+
+
+def check_experts(x: Tensor, ids: Tensor, weights: Tensor, hidden: int, shared: Tensor | None) -> None:
+    """Check the arguments of `Operations.experts`, but for weights."""
+    name, device = "experts", x.device
+    check_tensor(f"{name}: ids", ids, (None, None), torch.int32, device)
+    num_tokens, num_chosen = ids.shape
+    check_tensor(f"{name}: x", x, (num_tokens, hidden), FLOATS, device)
+    check_tensor(f"{name}: weights", weights, (num_tokens, num_chosen + (shared is not None)), torch.float32, device)
+    if shared is not None:
+        check_tensor(f"{name}: shared", shared, (num_tokens, hidden), x.dtype, device)
+
+
+def check_norm(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
+    """Check the arguments of `Operations.rms_norm` and those like it."""
+    check_tensor("rms_norm: x", x, (None, None), FLOATS, x.device)
+    check_tensor("rms_norm: weight", weight, (x.shape[1],), x.dtype, x.device)
+    if residual is not None:
+        check_tensor("rms_norm: residual", residual, tuple(x.shape), x.dtype, x.device)

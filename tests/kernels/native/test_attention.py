@@ -308,7 +308,7 @@ def test_what_is_read_by_no_kernel_is_refused(teams: list[Team]) -> None:
     with pytest.raises(InternalError, match="heads of 514 are too large"):
         attend_decode(teams[0], case, decodes)
     case, decodes = decode_case(1, [5], head_dim=64)
-    with pytest.raises(InternalError, match="int8 cache of heads of 64"):
+    with pytest.raises(InternalError, match="k_cache has shape"):
         attend_decode(teams[0], replace(case, k_cache=case.k_cache.to(torch.int8)), decodes)
     case, tiles = prefill_case(1, [(0, 5)], dtype=BF16, head_dim=3)
     with pytest.raises(InternalError, match="heads of 3"):

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from aioengine.errors import InternalError
-from aioengine.kernels.launch_checks import FLOATS, check_tensor
+from aioengine.kernels.launch_checks import (
+    FLOATS,
+    check_attention,
+    check_experts,
+    check_norm,
+    check_rotation,
+    check_tensor,
+)
 from aioengine.kernels.native.attention_sizes import MAX_HEAD_DIM, MAX_HEADS, MAX_ROWS, MAX_STATES
 from aioengine.kernels.native.attention_sizes import PART as CONTEXT_PART
 from aioengine.kernels.native.coded_sizes import HAS_PAIRS, STEP_INPUTS
@@ -27,7 +34,7 @@ from aioengine.kernels.packed_weight import (
     row_blocks,
 )
 from aioengine.kernels.sample_rows import SampleFlag
-from aioengine.kernels.torch.quantized import dequantize, head_dim_of, int4_rows, pair_codes, quantize, split_codes
+from aioengine.kernels.torch.quantized import dequantize, int4_rows, pair_codes, quantize, split_codes
 
 HOST = torch.device("cpu")
 
@@ -161,10 +168,8 @@ class NativeOperations(Operations):
         offset: float,
         scale: float = 1.0,
     ) -> Tensor:
-        check_tensor("rms_norm: x", x, (None, None), FLOATS, HOST)
+        check_norm(x, weight, residual)
         num_rows, width = x.shape
-        check_tensor("rms_norm: weight", weight, (width,), x.dtype, HOST)
-        check_tensor("rms_norm: residual", residual, (num_rows, width), x.dtype, HOST)
         if out is None:
             out = self._buffer("normed", num_rows, width, x.dtype)
         rows_a_chunk = max(1, CHUNK // max(width, 1))
@@ -210,31 +215,15 @@ class NativeOperations(Operations):
         *,
         is_qk_norm_wide: bool = False,
     ) -> Tensor:
-        """
-        Raises:
-            InternalError: a cache that is neither of the dtype of ``qkv`` nor int8, or an int8 one of too large heads.
-        """
-        num_tokens, num_kv_heads, head_dim = len(qkv), k_cache.shape[2], head_dim_of(k_cache)
-        num_heads, is_int8 = qkv.shape[1] // head_dim - 2 * num_kv_heads, k_cache.dtype == torch.int8
-        if k_cache.dtype not in (qkv.dtype, torch.int8) or (is_int8 and head_dim > MAX_HEAD_DIM):
-            raise InternalError(
-                f"native kernels write no cache of {k_cache.dtype} from {qkv.dtype} heads of {head_dim}"
-            )
-        name = "rotate_and_write"
-        if head_dim % 2:
-            raise InternalError(f"{name}: heads of {head_dim} values; an even number can be done")
-        check_tensor(f"{name}: qkv", qkv, (num_tokens, (num_heads + 2 * num_kv_heads) * head_dim), FLOATS, HOST)
-        check_tensor(f"{name}: positions", positions, (num_tokens,), torch.int32, HOST)
-        check_tensor(f"{name}: slots", slots, (num_tokens,), torch.int32, HOST)
-        if rope_table is not None:
-            check_tensor(f"{name}: rope_table", rope_table, (None, 2 * head_dim), (qkv.dtype, torch.float32), HOST)
-        check_tensor(f"{name}: v_cache", v_cache, tuple(k_cache.shape), k_cache.dtype, HOST)
-        if qk_weight is not None:
-            check_tensor(f"{name}: qk_weight", qk_weight, (num_heads + num_kv_heads, head_dim), qkv.dtype, HOST)
+        arguments = qkv, positions, slots, rope_table, qk_weight, k_cache, v_cache
+        num_heads, num_kv_heads, head_dim = check_rotation(*arguments, torch.int8)
+        num_tokens, is_int8 = len(qkv), k_cache.dtype == torch.int8
+        if is_int8 and head_dim > MAX_HEAD_DIM:
+            raise InternalError(f"rotate_and_write: int8 heads of {head_dim}; {MAX_HEAD_DIM} can be done at most")
         q = self._buffer("q", num_tokens, num_heads * head_dim, qkv.dtype).view(-1, num_heads, head_dim)
         tokens_a_chunk = max(1, CHUNK // qkv.shape[1])
         self._team.launch(
-            f"{name}_{_name(qkv.dtype)}", -(-num_tokens // tokens_a_chunk),
+            f"rotate_and_write_{_name(qkv.dtype)}", -(-num_tokens // tokens_a_chunk),
             qkv, positions, slots, _or_0(rope_table), rope_table is not None and rope_table.dtype == torch.float32,
             _or_0(qk_weight), float_bits(eps), k_cache, v_cache, q,
             num_tokens, num_heads, num_kv_heads, head_dim, tokens_a_chunk,
@@ -348,14 +337,10 @@ class NativeOperations(Operations):
     ) -> Tensor:
         if "panels" not in of_layer.gate_up.layout or "panels" not in of_layer.down.layout:
             return super().experts(x, ids, weights, of_layer, shared)
-        hidden, num_experts, (num_tokens, num_chosen) = of_layer.hidden, of_layer.num_experts, ids.shape
-        name, num_pairs = "experts", num_tokens * num_chosen
-        check_tensor(f"{name}: x", x, (num_tokens, hidden), FLOATS, HOST)
-        check_tensor(f"{name}: ids", ids, (num_tokens, num_chosen), torch.int32, HOST)
-        num_weights = num_chosen + (shared is not None)
-        check_tensor(f"{name}: weights", weights, (num_tokens, num_weights), torch.float32, HOST)
-        if shared is not None:
-            check_tensor(f"{name}: shared", shared, (num_tokens, hidden), x.dtype, HOST)
+        hidden, num_experts = of_layer.hidden, of_layer.num_experts
+        check_experts(x, ids, weights, hidden, shared)
+        num_tokens, num_chosen = ids.shape
+        num_pairs = num_tokens * num_chosen
         ends, pair_of_row, row_of_pair = (
             self._buffer(role, length, 1, torch.int32)
             for role, length in (("ends", num_experts), ("pair_of_row", num_pairs), ("row_of_pair", num_pairs))
@@ -583,22 +568,10 @@ def _state_size(head_dim: int) -> int:
 
 
 def _check_attention(name: str, q: Tensor, kv: PagedKV, out: Tensor) -> None:
-    check_tensor(f"{name}: q", q, (None,) * 3, q.dtype, HOST)
-    (_, num_heads, head_dim), k_cache = q.shape, kv.k_cache
-    is_odd = q.dtype == torch.bfloat16 and head_dim % 2
-    if k_cache.dtype not in (q.dtype, torch.int8) or head_dim_of(k_cache) != head_dim or is_odd:
-        raise InternalError(f"native attention of {q.dtype} reads no {k_cache.dtype} cache of heads of {head_dim}")
-    if head_dim > MAX_HEAD_DIM:
-        raise InternalError(f"{name}: heads of {head_dim} are too large")
-    check_tensor(f"{name}: k_cache", k_cache, (None,) * 4, k_cache.dtype, HOST)
-    check_tensor(f"{name}: v_cache", kv.v_cache, tuple(k_cache.shape), k_cache.dtype, HOST)
-    check_tensor(f"{name}: block_tables", kv.block_tables, (None, None), torch.int32, HOST)
-    check_tensor(f"{name}: out", out, tuple(q.shape), q.dtype, HOST)
-    if num_heads % k_cache.shape[2]:
-        raise InternalError(f"{name}: {num_heads} query heads cannot share {k_cache.shape[2]} KV heads")
-    for of_heads, numbers in (("sinks", kv.sinks), ("slopes", kv.slopes)):
-        if numbers is not None:
-            check_tensor(f"{name}: {of_heads}", numbers, (num_heads,), torch.float32, HOST)
+    check_attention(name, q, kv, out, torch.int8)
+    head_dim = q.shape[2]
+    if head_dim > MAX_HEAD_DIM or (q.dtype == torch.bfloat16 and head_dim % 2):
+        raise InternalError(f"{name}: heads of {head_dim} are too large, or odd in bfloat16")
 
 
 def _or_0(tensor: Tensor | None) -> Tensor | int:

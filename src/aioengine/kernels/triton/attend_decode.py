@@ -26,7 +26,7 @@ from torch import Tensor
 
 from aioengine.errors import InternalError
 from aioengine.kernels.attention.launch_choices import DECODE, DECODE_IN_SPLITS, AttentionShape, LaunchChoice, choice_of
-from aioengine.kernels.launch_checks import FLOATS, check_tensor
+from aioengine.kernels.launch_checks import check_attention, check_tensor
 from aioengine.kernels.operations import Operations, PagedKV
 from aioengine.kernels.triton import replaces
 
@@ -269,23 +269,11 @@ def check_paged(name: str, q: Tensor, kv: PagedKV, out: Tensor) -> None:
     Raises:
         InternalError: says what is wrong.
     """
-    k_cache, v_cache, block_tables, _, window, _, sinks, slopes = kv
-    check_tensor(f"{name}: q", q, (None, None, None), FLOATS, q.device)
-    num_heads, head_dim = q.shape[1:]
+    head_dim = q.shape[-1]
     if head_dim not in HEAD_DIMS:
         raise InternalError(f"{name}: heads of {head_dim}; {HEAD_DIMS[0]} to {HEAD_DIMS[-1]} in steps of 8 can be done")
-    check_tensor(f"{name}: k_cache", k_cache, (None, None, None, head_dim), (q.dtype, torch.float8_e4m3fn), q.device)
-    check_tensor(f"{name}: v_cache", v_cache, tuple(k_cache.shape), k_cache.dtype, q.device)
-    if not k_cache.shape[2] or num_heads % k_cache.shape[2]:
-        raise InternalError(f"{name}: {num_heads} query heads cannot share {k_cache.shape[2]} KV heads")
-    check_tensor(f"{name}: block_tables", block_tables, (None, None), torch.int32, q.device)
-    check_tensor(f"{name}: out", out, tuple(q.shape), q.dtype, q.device)
-    if window is not None and window < 1:
-        raise InternalError(f"{name}: window is {window}; a query sees itself at least")
-    for of_heads, numbers in (("sinks", sinks), ("slopes", slopes)):
-        if numbers is not None:
-            check_tensor(f"{name}: {of_heads}", numbers, (num_heads,), torch.float32, q.device)
-    if k_cache.dtype == torch.float8_e4m3fn and (capability := _capability(q.device)) < _FLOAT8_CAPABILITY:
+    check_attention(name, q, kv, out, torch.float8_e4m3fn)
+    if kv.k_cache.dtype == torch.float8_e4m3fn and (capability := _capability(q.device)) < _FLOAT8_CAPABILITY:
         raise InternalError(
             f"{name}: the caches are float8_e4m3fn, which a GPU of {capability} cannot read; 8.9 and up can"
         )

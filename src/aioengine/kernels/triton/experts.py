@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aioengine.kernels.launch_checks import FLOATS, check_tensor
+from aioengine.kernels.launch_checks import check_experts, check_tensor
 from aioengine.kernels.operations import ExpertWeights, Operations
 from aioengine.kernels.packed_weight import PackedWeight, in_panels
 from aioengine.kernels.triton import replaces
@@ -154,13 +154,9 @@ def _combine_experts_kernel(
 
 @replaces(Operations.experts)
 def experts(x: Tensor, ids: Tensor, weights: Tensor, of_layer: ExpertWeights, shared: Tensor | None = None) -> Tensor:
-    device, hidden = x.device, of_layer.hidden
-    check_tensor("experts: ids", ids, (None, None), torch.int32, device)
+    hidden = of_layer.hidden
+    check_experts(x, ids, weights, hidden, shared)
     num_tokens, num_chosen = ids.shape
-    check_tensor("experts: x", x, (num_tokens, hidden), FLOATS, device)
-    check_tensor("experts: weights", weights, (num_tokens, num_chosen + (shared is not None)), torch.float32, device)
-    if shared is not None:
-        check_tensor("experts: shared", shared, (num_tokens, hidden), x.dtype, device)
     out = torch.empty_like(x)
     if not num_tokens:
         return out

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.errors import InternalError
-from aioengine.kernels.launch_checks import FLOATS, check_tensor
+from aioengine.kernels.launch_checks import check_norm
 from aioengine.kernels.operations import Operations
 from aioengine.kernels.triton import replaces
 
@@ -83,13 +83,10 @@ def rms_norm_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset
 def _launch(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float, scale: float, *, is_added: bool
 ) -> Tensor:
-    check_tensor("rms_norm: x", x, (None, None), FLOATS, x.device)
+    check_norm(x, weight, residual)
     width = x.shape[1]
-    check_tensor("rms_norm: weight", weight, (width,), x.dtype, x.device)
     if not 0 < width <= MAX_WIDTH:
         raise InternalError(f"rms_norm: rows of {width} values; 1 to {MAX_WIDTH} can be done")
-    if residual is not None:
-        check_tensor("rms_norm: residual", residual, tuple(x.shape), x.dtype, x.device)
     out = residual if is_added and residual is not None else torch.empty_like(x)
     if len(x):
         _rms_norm_kernel[(len(x),)](

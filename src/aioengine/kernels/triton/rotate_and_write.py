@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.errors import InternalError
-from aioengine.kernels.launch_checks import FLOATS, check_tensor
+from aioengine.kernels.launch_checks import check_rotation
 from aioengine.kernels.operations import Operations
 from aioengine.kernels.triton import replaces
 
@@ -154,23 +154,11 @@ def rotate_and_write(
     *,
     is_qk_norm_wide: bool = False,
 ) -> Tensor:
-    name, device = "rotate_and_write", qkv.device
-    check_tensor(f"{name}: qkv", qkv, (None, None), FLOATS, device)
-    check_tensor(f"{name}: k_cache", k_cache, (None,) * 4, (qkv.dtype, torch.float8_e4m3fn), device)
-    check_tensor(f"{name}: v_cache", v_cache, tuple(k_cache.shape), k_cache.dtype, device)
-    num_tokens, width = qkv.shape
-    num_kv_heads, head_dim = k_cache.shape[2:]
-    if head_dim % 2 or not 0 < head_dim <= MAX_HEAD_DIM:
-        raise InternalError(f"{name}: heads of {head_dim} values; an even number of 2 to {MAX_HEAD_DIM} can be done")
-    num_heads = width // head_dim - 2 * num_kv_heads
-    if width % head_dim or num_heads < 1:
-        raise InternalError(f"{name}: qkv is {width} wide, with {num_kv_heads} KV heads of {head_dim} values")
-    check_tensor(f"{name}: positions", positions, (num_tokens,), torch.int32, device)
-    check_tensor(f"{name}: slots", slots, (num_tokens,), torch.int32, device)
-    if rope_table is not None:
-        check_tensor(f"{name}: rope_table", rope_table, (None, 2 * head_dim), (qkv.dtype, torch.float32), device)
-    if qk_weight is not None:
-        check_tensor(f"{name}: qk_weight", qk_weight, (num_heads + num_kv_heads, head_dim), qkv.dtype, device)
+    arguments = qkv, positions, slots, rope_table, qk_weight, k_cache, v_cache
+    num_heads, num_kv_heads, head_dim = check_rotation(*arguments, torch.float8_e4m3fn)
+    if head_dim > MAX_HEAD_DIM:
+        raise InternalError(f"rotate_and_write: heads of {head_dim} values; {MAX_HEAD_DIM} can be done at most")
+    num_tokens = len(qkv)
     q = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if num_tokens:
         constants = _constants(num_heads, num_kv_heads, head_dim)
