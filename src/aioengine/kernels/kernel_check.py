@@ -287,8 +287,8 @@ def _write(message: CheckBegan | CheckEnded) -> None:
 def _check_case(case: Case, operations: Operations, device: torch.device, bytes_per_s: float) -> Checked:
     checked = Checked(operation=case.operation, size=case.size)
     try:
-        expected = _results(case, plain_torch)
-        error = difference(_results(case, operations), expected)
+        expected = results_of(case, plain_torch)
+        error = difference(results_of(case, operations), expected)
         if math.isfinite(bytes_per_s):
             kernel_s, plain_s = (_median_s(case, each, device) for each in (operations, plain_torch))
             bytes_s = case.num_bytes / bytes_per_s
@@ -305,7 +305,7 @@ def _median_s(case: Case, operations: Operations, device: torch.device) -> float
     return times[len(times) // 2]
 
 
-def _results(case: Case, operations: Operations) -> list[Tensor]:
+def results_of(case: Case, operations: Operations) -> list[Tensor]:
     """What a call returns, and its arguments as it leaves them; not weights, of which each has a layout of its own."""
     call, arguments = case.prepare(operations)
     returned = call()

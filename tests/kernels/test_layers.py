@@ -1,25 +1,154 @@
-"""Norm, rotation and cache write in one pass, against the oracle; and the oracle against transformers."""
+"""Norms, activations, and rotation with the cache write: kernels against plain torch, and that against formulas."""
 
-from typing import Any
+import math
+from typing import Any, get_args
 
 import pytest
 import torch
 from kernels import harness
-from kernels.harness import DEVICE, FLOAT8, TOLERANCES, make_conversions_right, quiet_numpy
+from kernels.harness import (
+    ALL,
+    COMPILED,
+    DEVICE,
+    FLOAT8,
+    TOLERANCES,
+    make_conversions_right,
+    normal,
+    quiet_numpy,
+    triton,
+)
 from nightly import few, nightly
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from aioengine.kernels.operations import Activation
 from aioengine.kernels.operations import plain_torch as reference
-from aioengine.kernels.triton.rotate_and_write import rotate_and_write
+from aioengine.kernels.triton.gated_activation import BLOCK, FEW_ROWS, FEW_ROWS_BLOCK
+from aioengine.kernels.triton.rms_norm import MAX_WIDTH, num_warps
 
 pytestmark = quiet_numpy
 POISON = 0x7F
 """In each byte: NaN in float8 and bfloat16 caches, and a number that nothing computes in the others."""
 
+DTYPES = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+WIDTHS = pytest.mark.parametrize("width", [1, 7, 64, 123, 1024, *nightly(9000)])
+NUM_ROWS = pytest.mark.parametrize("num_rows", [1, 7, *nightly(123)])
+ACTIVATIONS = pytest.mark.parametrize("activation", get_args(Activation))
+
 
 @pytest.fixture(autouse=True)
 def right_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
     make_conversions_right(monkeypatch)
+
+
+# Norms
+
+
+@COMPILED
+@DTYPES
+@WIDTHS
+@NUM_ROWS
+def test_norms_each_row_and_what_is_added_to_a_residual(
+    ops: Any, num_rows: int, width: int, dtype: torch.dtype
+) -> None:
+    if width > MAX_WIDTH and ops is triton:
+        return
+    x, residual = (normal(num_rows, width, dtype=dtype, seed=num_rows + n, scale=3.0) for n in (1, 2))
+    weight, before = normal(width, dtype=dtype, seed=3), x.clone()
+    for offset in (0.0, 1.0):
+        assert_close(ops.rms_norm(x, weight, 1e-5, offset), reference.rms_norm(x, weight, 1e-5, offset))
+    for scale in (1.0, 0.22):
+        total, expected = residual.clone(), residual.clone()
+        made = ops.add_rms_norm(x, total, weight, 1e-6, 1.0, scale)
+        reference.add_rms_norm(x, expected, weight, 1e-6, 1.0, scale)
+        assert_close(total, expected)
+        assert_close(made, reference.rms_norm(total, weight, 1e-6, 1.0))
+    total, expected = residual.clone(), residual.clone()
+    ops.rms_norm_add(x, total, weight, 1e-6, 1.0)
+    reference.rms_norm_add(x, expected, weight, 1e-6, 1.0)
+    assert_close(total, expected)
+    assert torch.equal(x, before)
+
+
+@DTYPES
+def test_the_plain_norm_is_torchs_own(dtype: torch.dtype) -> None:
+    x, weight = normal(5, 96, dtype=dtype, seed=0), normal(96, dtype=dtype, seed=1)
+    exact = torch.nn.functional.rms_norm(x.double(), (96,), weight.double(), 1e-2)
+    assert_close(reference.rms_norm(x, weight, 1e-2), exact.to(dtype))
+    residual = normal(5, 96, dtype=dtype, seed=2)
+    total = x + residual
+    normed = reference.add_rms_norm(x, residual, weight, 1e-2)
+    assert torch.equal(residual, total)
+    assert_close(normed, torch.nn.functional.rms_norm(total.double(), (96,), weight.double(), 1e-2).to(dtype))
+    reference.rms_norm_add(x, total, weight, 1e-2, 1.0)
+    exact = torch.nn.functional.rms_norm(x.double(), (96,), weight.double() + 1, 1e-2)
+    harness.assert_close(total, (residual.double() + exact).to(dtype), factor=2)
+
+
+@COMPILED
+def test_rows_lie_apart(ops: Any) -> None:
+    """A row of NaN or of infinities is its own affair; a row of zeros gives zeros."""
+    x = normal(4, 33, seed=0)
+    x[1], x[2, 5], x[3] = torch.nan, torch.inf, 0.0
+    weight = normal(33, seed=1)
+    computed = ops.rms_norm(x, weight, 1e-6)
+    assert_close(computed[:1], reference.rms_norm(x[:1], weight, 1e-6))
+    assert computed[1].isnan().all()
+    assert computed[2, 5].isnan()
+    assert not computed[3].any()
+
+
+def test_a_thread_holds_no_more_than_it_has_registers_for() -> None:
+    assert [num_warps(width) for width in (64, 1024, 2048, 4096, 5120, 8192)] == [4, 4, 4, 8, 16, 16]
+    assert MAX_WIDTH // (32 * num_warps(MAX_WIDTH)) <= 64
+
+
+# Activations
+
+
+@COMPILED
+@DTYPES
+@pytest.mark.parametrize("width", [1, FEW_ROWS_BLOCK + 1, *nightly(7, 123, FEW_ROWS_BLOCK, 9000)])
+@ACTIVATIONS
+def test_activates_the_gate_and_multiplies(ops: Any, width: int, dtype: torch.dtype, activation: Activation) -> None:
+    gate_up = normal(7, 2 * width, dtype=dtype, seed=width, scale=4.0)
+    before = gate_up.clone()
+    computed = ops.gated_activation(gate_up, activation)
+    assert computed.is_contiguous()
+    assert torch.equal(gate_up, before)
+    assert_close(computed, reference.gated_activation(gate_up, activation))
+
+
+@pytest.mark.parametrize("width", [5, BLOCK + 3])
+def test_many_rows_go_in_larger_parts(width: int) -> None:
+    gate_up = normal(FEW_ROWS + 1, 2 * width, scale=4.0)
+    assert_close(triton.gated_activation(gate_up), reference.gated_activation(gate_up))
+
+
+def test_plain_activations_are_the_formulas() -> None:
+    gate_up = normal(3, 100, seed=1, scale=4.0)
+    gate, up = gate_up.double().split(50, dim=1)
+    assert_close(reference.gated_activation(gate_up), (gate / (1 + torch.exp(-gate)) * up).float())
+    tanh = torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))
+    assert_close(reference.gated_activation(gate_up, "gelu_tanh"), (gate / 2 * (1 + tanh) * up).float())
+    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+    in_turn = torch.stack(gate_up.split(50, dim=1), dim=-1).flatten(1)
+    expected = gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
+    assert_close(reference.gated_activation(in_turn, "clamped_silu"), expected.float())
+
+
+@ALL
+@ACTIVATIONS
+def test_large_gates_neither_overflow_nor_spread(ops: Any, activation: Activation) -> None:
+    gate = torch.tensor([-1e38, -1e4, -100.0, 0.0, 100.0, 1e4, torch.inf, torch.nan])
+    gate_up = torch.cat((gate, torch.ones(8)))
+    expected = torch.tensor([0.0, 0.0, 0.0, 0.0, 100.0, 1e4, torch.inf, torch.nan])
+    if activation == "clamped_silu":
+        gate_up, expected = torch.stack((gate, torch.ones(8)), dim=1).flatten(), expected.clamp(max=7.0) * 2.0
+    computed = ops.gated_activation(gate_up[None].to(DEVICE), activation)[0].cpu()
+    torch.testing.assert_close(computed, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+# Rotation, with norm and cache write
 
 
 class Case:
@@ -56,18 +185,18 @@ class Case:
         table = rope_table(max_positions, head_dim).to(DEVICE, table_dtype or dtype)
         self.rope_table = table if has_table else None
         self.qk_weight = random(num_qk, head_dim) if has_norm else None
-        self.shape = (num_blocks, block_size, num_kv_heads, head_dim)
+        self.shape = (num_blocks, block_size, num_kv_heads, head_dim + 4 * (cache_dtype == torch.int8))
         self.cache_dtype = cache_dtype or dtype
 
     def run(self, operation: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         caches = [poisoned(self.shape, self.cache_dtype) for _ in range(2)]
         q = operation(self.qkv, self.positions, self.slots, self.rope_table, self.qk_weight, 1e-6, *caches, **self.norm)
-        return q, *caches
+        return q.clone(), *caches
 
-    def check(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Compare the kernel with the oracle; what the kernel gave."""
+    def check(self, ops: Any = triton) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Compare a kernel with plain torch; what the kernel gave."""
         before = self.qkv.clone()
-        computed, expected = self.run(rotate_and_write), self.run(reference.rotate_and_write)
+        computed, expected = self.run(ops.rotate_and_write), self.run(reference.rotate_and_write)
         assert torch.equal(as_bytes(self.qkv), as_bytes(before))
         assert computed[0].shape == expected[0].shape
         for ours, theirs in zip(computed, expected, strict=True):
@@ -88,7 +217,7 @@ def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 def assert_close(computed: torch.Tensor, expected: torch.Tensor) -> None:
     assert computed.dtype == expected.dtype
     if expected.dtype != FLOAT8:
-        harness.assert_close(computed, expected)
+        harness.assert_close(computed, expected, factor=2)
         return
     # Neighbours, where float32's last bit decides about the rounding. But for the sign, order is that of the bytes.
     ours, theirs = as_bytes(computed).int(), as_bytes(expected).int()
@@ -113,10 +242,11 @@ SIZES: list[dict[str, Any]] = [
 ]
 
 
+@COMPILED
 @pytest.mark.parametrize("has_norm", [*nightly(False), True])
 @pytest.mark.parametrize("sizes", few(SIZES[::3], of=SIZES), ids=str)
-def test_rotates_and_writes_each_token(sizes: dict[str, Any], has_norm: bool) -> None:
-    Case(**sizes, has_norm=has_norm).check()
+def test_rotates_and_writes_each_token(ops: Any, sizes: dict[str, Any], has_norm: bool) -> None:
+    Case(**sizes, has_norm=has_norm).check(ops)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -160,7 +290,7 @@ def test_padding_writes_nowhere_and_other_slots_stay_as_they_are(cache_dtype: to
 
 @pytest.mark.parametrize("has_norm", [False, True])
 @pytest.mark.parametrize("has_table", [False, True])
-def test_the_oracle_is_what_transformers_does(has_table: bool, has_norm: bool) -> None:
+def test_the_plain_rotation_is_what_transformers_does(has_table: bool, has_norm: bool) -> None:
     case = Case(num_tokens=9, has_norm=has_norm, has_table=has_table)
     q, k_cache, v_cache = case.run(reference.rotate_and_write)
     heads = case.qkv.view(9, 8, 16)
