@@ -134,7 +134,7 @@ class StandIn(FakeExecutor):
         self._board = board
         board.note_made()
 
-    def launch(self, plan: StepPlan) -> PendingStep:  # type: ignore[override]  # no one calls what its steps have more
+    def launch(self, plan: StepPlan) -> PendingStep[StepResult]:  # type: ignore[override]  # no one calls what its steps have more
         return StandInStep(self._board, plan)
 
     async def perform(self, call: Control) -> Any:

@@ -449,7 +449,7 @@ class ExecutorContract(abc.ABC):
         assert len({tuple(tokens) for tokens in expected}) > 1
         writer.add(0, prompt, **DRAWN, num_choices=num_choices)
         brought: list[list[int]] = [[] for _ in range(num_choices)]
-        in_flight: list[tuple[StepPlan, PendingStep]] = []
+        in_flight: list[tuple[StepPlan, PendingStep[StepResult]]] = []
         while min(map(len, brought)) < num_tokens:
             plan = writer.plan()
             in_flight.append((plan, opened.executor.launch(plan)))
@@ -537,7 +537,7 @@ class ExecutorContract(abc.ABC):
 
     async def run_all(self, opened: Opened, plans: list[StepPlan]) -> list[StepResult]:
         """Run plans with as many in flight as may be."""
-        steps: list[PendingStep] = []
+        steps: list[PendingStep[StepResult]] = []
         results = []
         for plan in plans:
             if len(steps) - len(results) == opened.executor.info.max_in_flight:

@@ -29,7 +29,7 @@ from aioengine.core.executor_protocol import DeviceLost, PendingStep
 from aioengine.errors import InternalError, InvalidRequest
 from aioengine.executor.torch_executor import TorchExecutor
 from aioengine.models.folder import ModelFolder
-from aioengine.scheduler.plan import StepPlan
+from aioengine.scheduler.plan import StepPlan, StepResult
 from doubles.fake_accelerator import FakeAccelerator
 
 DEPTHS = (1, 2, 4)
@@ -86,7 +86,7 @@ async def test_random_plans_bring_what_they_bring_on_the_cpu(folder: Path, seed:
         cpu._device.runner._batch.handles = executor.handles
         failing = let_steps_fail(executor)
         plans = RandomPlans(rng, writer, vocab=VOCAB_SIZE, max_rows=6, max_len=128)
-        in_flight: list[tuple[StepPlan, PendingStep, Any]] = []
+        in_flight: list[tuple[StepPlan, PendingStep[StepResult], Any]] = []
         for number in range(75):
             plan = plans.next()
             if rng.random() < 0.05:
@@ -353,7 +353,7 @@ async def test_a_steady_step_is_an_upload_a_graph_and_a_copy_and_allocates_nothi
                 row, prompt_of(3 + row, salt=row), temperature=0.9, seed=row, top_p=0.9, repetition_penalty=1.2,
                 frequency_penalty=0.3, stop_ids=(5, 6), min_tokens=240, logprobs=5, bad_words=((7,), (8, 9)),
             )  # fmt: skip
-        in_flight: list[tuple[StepPlan, PendingStep]] = []
+        in_flight: list[tuple[StepPlan, PendingStep[StepResult]]] = []
         for number in range(num_warm + num_steps):
             if number == num_warm:
                 launches.clear()

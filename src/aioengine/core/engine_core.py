@@ -20,7 +20,7 @@ import msgspec
 
 from aioengine.config import EngineConfig
 from aioengine.core import control as c
-from aioengine.core.executor_protocol import DeviceLost, Executor, ExecutorInfo, PendingDummy, PendingStep
+from aioengine.core.executor_protocol import DeviceLost, Executor, ExecutorInfo, PendingStep
 from aioengine.core.grammars import Grammars
 from aioengine.core.health import Beat, Health, dead, judge
 from aioengine.core.listener import Conditions, Endings, Listener, SampledLogprobs
@@ -43,7 +43,7 @@ from aioengine.outputs import FinishReason
 from aioengine.scheduler.budget import Budget
 from aioengine.scheduler.handles import GrammarHandle
 from aioengine.scheduler.kv_manager import KVManager
-from aioengine.scheduler.plan import Float32, Int32, NothingAllowed, StepPlan
+from aioengine.scheduler.plan import Float32, Int32, NothingAllowed, StepPlan, StepResult
 from aioengine.scheduler.policy import Incoming, Policy, make_policy, order_of
 from aioengine.scheduler.scheduler import Scheduler, SchedulerStats
 from aioengine.scheduler.sequence import Reason, Request, Sequence, make_choices, resume_choice
@@ -74,7 +74,7 @@ class InFlight(NamedTuple):
 
     plan: StepPlan | None
     """None: of a dummy."""
-    pending: PendingStep | PendingDummy
+    pending: PendingStep[StepResult] | PendingStep[None]
     launched_at: float
 
 

@@ -14,6 +14,7 @@ from aioengine.scheduler.kv_groups import most_blocks
 from aioengine.scheduler.plan import StepPlan, StepResult
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 class DeviceLost(Exception):
@@ -61,14 +62,14 @@ class ExecutorStats(msgspec.Struct, kw_only=True):
     num_sampled_tokens: int = 0
 
 
-class PendingStep(Protocol):
-    """A launched step."""
+class PendingStep(Protocol[T_co]):
+    """A launched step, with a `StepResult`, or a dummy, with None."""
 
     @property
     def is_done(self) -> bool:
         """Whether `finish` would return at once."""
 
-    async def finish(self) -> StepResult:
+    async def finish(self) -> T_co:
         """Wait for the step's result; to be called once, and for steps in the order of their launch.
 
         Cancelling stops the wait, not the device: the step still completes, and its blocks stay in use until then.
@@ -79,16 +80,6 @@ class PendingStep(Protocol):
                 and later plans may be launched; rows that depend on its tokens bring meaningless ones. What fails one
                 row alone is in ``StepResult.failures``.
         """
-
-
-class PendingDummy(Protocol):
-    """A launched step of nothing."""
-
-    @property
-    def is_done(self) -> bool: ...
-
-    async def finish(self) -> None:
-        """As `PendingStep.finish`."""
 
 
 class Executor(Protocol):
@@ -104,10 +95,10 @@ class Executor(Protocol):
     def handles(self) -> Handles:
         """The grammars and logits processors of plans; the core fills it."""
 
-    def launch(self, plan: StepPlan) -> PendingStep:
+    def launch(self, plan: StepPlan) -> PendingStep[StepResult]:
         """Queue a step without waiting, behind those launched before; at most ``info.max_in_flight`` are unfinished."""
 
-    def launch_dummy(self) -> PendingDummy:
+    def launch_dummy(self) -> PendingStep[None]:
         """As `launch`, of no plan: one token of no request, as `ExecuteDummyBatch` has it.
 
         It is a step like any other to those that compute together with this one, and is unfinished like that.

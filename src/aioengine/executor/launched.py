@@ -18,7 +18,7 @@ from aioengine.executor.batch import Step, spans
 from aioengine.executor.completion_thread import DeferredResult
 from aioengine.executor.step_words import ExtraWords, FixedWords, num_fixed_words
 from aioengine.kernels.sample_rows import Status
-from aioengine.sampler.outputs import DeviceOutputs
+from aioengine.sampler.outputs import DeviceOutputs, Scored
 from aioengine.scheduler.plan import NothingAllowed, PromptLogprobs, RowFailure, StepLogprobs, StepResult, int32
 from aioengine.structured.rows import GrammarRows
 
@@ -225,14 +225,8 @@ def _step_logprobs(step: Step, out: DeviceOutputs[NDArray[Any]], is_good: NDArra
     samples = np.flatnonzero(step.wants_logprobs & is_good)
     if not len(samples):
         return None
-    scored = out.sampled
-    result = StepLogprobs(
-        index=(np.cumsum(is_good) - 1)[samples].astype(np.int32),
-        logprobs=scored.logprobs[samples],
-        ranks=scored.ranks[samples],
-        top_ids=scored.top_ids[samples],
-        top_logprobs=scored.top_logprobs[samples],
-    )
+    index = (np.cumsum(is_good) - 1)[samples].astype(np.int32)
+    result = StepLogprobs(index=index, **_scores(out.sampled, samples))
     if step.extra_counts is None or step.extra_ids is None:
         return result
     extra = out.extra
@@ -252,12 +246,9 @@ def _prompt_logprobs(step: Step, out: DeviceOutputs[NDArray[Any]]) -> PromptLogp
     if step.prompt_tokens is None:
         return None
     index, positions = step.prompt_tokens
-    scored = out.prompt
-    return PromptLogprobs(
-        index=index,
-        positions=positions,
-        logprobs=scored.logprobs,
-        ranks=scored.ranks,
-        top_ids=scored.top_ids,
-        top_logprobs=scored.top_logprobs,
-    )
+    return PromptLogprobs(index=index, positions=positions, **_scores(out.prompt, slice(None)))
+
+
+def _scores(scored: Scored[NDArray[Any]], at: Any) -> dict[str, NDArray[Any]]:
+    """The columns that `StepLogprobs` and `PromptLogprobs` have in common, of some of the lines."""
+    return {name: getattr(scored, name)[at] for name in ("logprobs", "ranks", "top_ids", "top_logprobs")}
