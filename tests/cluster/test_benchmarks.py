@@ -11,12 +11,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SMALL = {
     "cluster": {"NUM_REPLICAS": (1, 2), "ROWS": (1, 8), "REPEATS": 1},
-    "coordinator": {"NUM_REPLICAS": (2,), "REPEATS": 2},
     "lockstep": {"NUM_STEPS": 10, "NUM_WAVES": 2, "REPEATS": 1},
 }
 ROWS = {
     "cluster": ["| 1 | ", "| 2 | ", "| 8 | ", "fitted: "],
-    "coordinator": ["| 2 | "],
     "lockstep": ["seam: ", "reduction of 3: ", "first token, lockstep"],
 }
 RUN = """

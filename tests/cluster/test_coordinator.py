@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import AsyncIterator
 from typing import Any
 
 import anyio
 import msgspec
 import pytest
-from nightly import nightly
 from transport.siege import Peer
-from transport.wire_samples import BEAT
 from waiting import Tasks, turns, until
 
 from aioengine.cluster import coordinator as coordinator_module
@@ -394,95 +391,3 @@ class TestOneThatDoesNotRead:
             assert counts_of(99, 99) not in stopped.news
             stopped.say(wire.Acknowledge(stopped.reader.due - 1))
             await stopped.hears(counts_of(99, 99))
-
-    async def test_is_cut_off_when_it_leaves_too_much(self, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(Coordinator, "max_unread", 40)
-        async with served(address) as here:
-            stopped, other = await here.attach(), await here.attach()
-            async with reading(other):
-                for number in range(60):
-                    here.cluster.change(0, num_restarts=number + 1)
-                    here.coordinator.announce()
-                    await until(lambda: m.Membership(here.cluster.there) in other.news)
-                await until(lambda: here.num_attached == 1)
-            assert "unread" in (await stopped.hears_the_end()).message
-            await other.is_answered()
-
-
-def strange_frames(seed: int) -> list[list[bytes]]:
-    """What is no message, or none that has a place in a session."""
-    rng = random.Random(seed)
-    valid = wire.Writer().write(wire.CallControl(1, wire.pack_control(m.Scale(5))))
-    bodies: list[wire.WireMessage] = [
-        wire.Attach(wire.PROTOCOL_VERSION),
-        m.Membership([]),
-        wire.Beating(BEAT),
-        wire.AddRequest(1, msgspec.Raw(b"\xc0")),
-    ]
-    writer = wire.Writer()
-    writer.number = 1
-    frames = [[writer.write(body)] for body in bodies[1:]]
-    frames += [[], [b""], [valid, valid], [valid[:-3]], [valid + b"\xc0"], [b"\xc1" * 50], [b"x" * 100_000]]
-    for _ in range(200):
-        broken = bytearray(valid)
-        for _ in range(rng.randint(1, 4)):
-            broken[rng.randrange(3, len(broken))] = rng.randrange(256)
-        frames.append([bytes(broken[: rng.randint(1, len(broken))])])
-    return frames
-
-
-class TestHostile:
-    @pytest.mark.parametrize("seed", [1, *nightly(2, 3)])
-    async def test_what_is_no_message_is_refused_and_changes_nothing(self, address: str, seed: int) -> None:
-        """Neither of one that is attached, nor of one that is not."""
-        async with served(address) as here:
-            good, stranger = await here.attach(), here.new()
-            members, before = here.cluster.members(), here.num_refused
-            for frames in strange_frames(seed):
-                stranger.say_raw(frames or [b""])
-                good.say_raw(frames or [b""])
-            await good.is_answered()
-            assert here.num_attached == 1
-            assert here.cluster.members() == members
-            assert here.num_refused > before
-            await stranger.attach_to_cluster()
-            await stranger.is_answered()
-
-    async def test_replayed_messages_are_refused_and_lost_ones_end_the_session(self, address: str) -> None:
-        async with served(address) as here:
-            front_end = await here.attach()
-            frame = [front_end.writer.write(wire.CallControl(99, wire.pack_control(m.Scale(4))))]
-            for _ in range(5):
-                front_end.say_raw(frame)
-            await front_end.read_until(lambda: 99 in front_end.returned)
-            await front_end.is_answered()
-            assert here.cluster.asked == ["scale 4", "restart"]
-            assert here.coordinator.num_refused["out of turn"] == 4
-            front_end.writer.number += 1
-            front_end.say(m.Drained(0))
-            assert "lost" in (await front_end.hears_the_end()).message
-            assert here.num_attached == 0
-
-    async def test_another_version_is_refused(self, address: str) -> None:
-        async with served(address) as here:
-            front_end = here.new()
-            front_end.say(wire.Attach(wire.PROTOCOL_VERSION + 1))
-            assert isinstance(await front_end.answer(), wire.Refused)
-            await (await here.attach()).is_answered()
-
-    async def test_calls_are_bounded(self, address: str) -> None:
-        async with served(address) as here:
-            began = anyio.Semaphore(0)
-            ends = anyio.Event()
-
-            async def scale(replicas: int) -> None:
-                began.release()
-                await ends.wait()
-
-            here.cluster.scale = scale  # type: ignore[method-assign]
-            front_end = await here.attach()
-            numbers = [front_end.ask(m.Scale(2)) for _ in range(70)]
-            await front_end.read_until(lambda: len(front_end.returned) == 6)
-            assert all(each.fault is not None for each in front_end.returned.values())
-            ends.set()
-            await front_end.read_until(lambda: len(front_end.returned) == len(numbers))
