@@ -28,7 +28,7 @@ from aioengine.models.decoder_config import DecoderConfig
 from aioengine.models.folder import ModelFolder, has_weights
 from aioengine.models.formats.catalogue import is_quantised, read_catalogue
 from aioengine.models.formats.stored import Files, Stored
-from aioengine.models.implementations import choose_path, parameter_shapes, read_model_config
+from aioengine.models.implementations import choose_path, read_model_config
 from aioengine.models.loader import coded_parameters, match, states_dtype
 from aioengine.models.model import ModelConfig
 from aioengine.scheduler.kv_groups import KVGroups, kv_groups, most_blocks
@@ -148,6 +148,8 @@ def read_model_info(config: EngineConfig, *, memory_bytes: int | None = None) ->
             _put_codes(decoder, used, coded_parameters(used, tensors, config.quantization))
             weight_bytes = kept_bytes(decoder, is_host=is_host)
     else:
+        from aioengine.models.transformers.transformers_config import parameter_shapes
+
         shapes = shapes or parameter_shapes(model)
         weight_bytes = sum(map(math.prod, shapes.values())) * model.dtype.itemsize
     if memory_bytes is None:

@@ -177,11 +177,3 @@ def _loader_of(config: ModelConfig) -> Any:
     from aioengine.models.transformers import transformers_loader
 
     return transformers_loader
-
-
-def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of the parameters of a model that transformers' code computes, without its files."""
-    from aioengine.models.transformers import transformers_config
-
-    assert isinstance(config, transformers_config.TransformersConfig)
-    return transformers_config.parameter_shapes(config)

@@ -76,8 +76,9 @@ def _read(folder: ModelFolder, config: EngineConfig) -> TransformersConfig:
     )
 
 
-def parameter_shapes(config: TransformersConfig) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of a model's parameters without its files: names as transformers has them in memory, a tied one once."""
+    assert isinstance(config, TransformersConfig)
     theirs = read_their_config(config.folder, config.trust_remote_code)
     model = make_on_meta(theirs, config.trust_remote_code, PROBED)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
