@@ -43,6 +43,7 @@ from aioengine.models.folder import DEMO_MODEL
 from aioengine.outputs import TokenLogprobs
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.budget import Budget
+from aioengine.scheduler.cache_layout import CacheGroup, CacheLayout
 from aioengine.scheduler.kv_manager import KVManager
 from aioengine.scheduler.plan import Purpose, StepPlan, StepResult, int32
 from aioengine.scheduler.scheduler import Scheduler
@@ -137,15 +138,17 @@ class Workload:
         self, num_running: int, num_steps: int, depth: int, churn: float, windows: tuple[int | None, ...] = (None,)
     ) -> None:
         tokens_each = PROMPT_TOKENS + 32 if churn else PROMPT_TOKENS + num_steps
+        layout = CacheLayout(groups=tuple(CacheGroup(layers=(n,), reach=window) for n, window in enumerate(windows)))
         num_blocks = 2 * num_running * (tokens_each // BLOCK_SIZE + 1)
         longest = (PROMPT_TOKENS + MAX_NEW_TOKENS) // BLOCK_SIZE + 1
         self.scheduler = Scheduler(
             KVManager(
-                len(windows) * max(num_blocks, longest),
+                (len(windows) * max(num_blocks, longest),),
                 BLOCK_SIZE,
                 enable_prefix_caching=True,
-                windows=windows,
-                max_tokens_in_flight=depth * MAX_BATCHED_TOKENS,
+                layout=layout,
+                max_in_flight=depth,
+                max_step_tokens=MAX_BATCHED_TOKENS,
             ),
             max_num_seqs=num_running,
             budget=Budget(MAX_BATCHED_TOKENS, MAX_BATCHED_TOKENS),

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
 from aioengine.scheduler.block_pool import BlockPool
-from aioengine.scheduler.kv_groups import most_blocks
 from aioengine.scheduler.kv_manager import KVManager
 from aioengine.scheduler.prefix_cache import PrefixCache
 from aioengine.scheduler.row_table import RowTable
@@ -82,7 +81,8 @@ def check_kv(kv: KVManager, live: Iterable[Sequence]) -> None:
     for sequence in live:
         check_tables(kv, sequence)
     owned = Counter(b for sequence in live for block_ids in sequence.block_ids for b in block_ids if b >= 0)
-    check_pool(kv.pool, owned, kv.cache.hashes)
+    for pool in kv.pools:
+        check_pool(pool, owned, kv.cache.hashes)
     check_cache(kv.cache)
     owners = {id(sequence): sequence for sequence in live}
     for block_hash, owner_object in kv.cache.pending.items():
@@ -90,8 +90,8 @@ def check_kv(kv: KVManager, live: Iterable[Sequence]) -> None:
         assert owner is not None, "a PENDING block has no live owner"
         index = owner.num_ready_blocks
         assert owner.block_hashes[index] == block_hash, "a PENDING block is not the next of its owner"
-        for block_ids, window in zip(owner.block_ids, kv.windows, strict=True):
-            assert index < len(block_ids) or window is not None, "a PENDING block is not held by its owner"
+        for block_ids, group in zip(owner.block_ids, kv.layout.groups, strict=True):
+            assert index < len(block_ids) or group.reach is not None, "a PENDING block is not held by its owner"
     waiting = [sequence for sequence in live if sequence.reasons & Reason.PENDING_PREFIX]
     listed = [id(waiter) for waiters in kv.cache.waiters.values() for waiter in waiters]
     assert len(set(listed)) == len(listed), "a sequence waits for two prefixes"
@@ -100,23 +100,30 @@ def check_kv(kv: KVManager, live: Iterable[Sequence]) -> None:
 
 def check_tables(kv: KVManager, sequence: Sequence) -> None:
     """A sequence holds blocks in all groups or in none, and in each of them those that its window has not passed."""
-    assert len(sequence.block_ids) == len(sequence.num_passed_blocks) == (len(kv.windows) if sequence.block_ids else 0)
-    most = most_blocks(kv.windows, sequence.limit - 1, kv.block_size, kv.max_tokens_in_flight)
-    for block_ids, passed, most_held in zip(sequence.block_ids, sequence.num_passed_blocks, most, strict=False):
+    groups = kv.layout.groups
+    assert len(sequence.block_ids) == len(sequence.num_passed_blocks) == (len(groups) if sequence.block_ids else 0)
+    num_blocks = kv.blocks_for(sequence.limit - 1)
+    for group, block_ids, passed, most in zip(
+        groups, sequence.block_ids, sequence.num_passed_blocks, kv._most_held, strict=False
+    ):
+        held = [block_id for block_id in block_ids if block_id >= 0]
         assert all(block_id == -1 for block_id in block_ids[:passed])
-        assert all(block_id >= 0 for block_id in block_ids[passed:])
-        assert len(block_ids) - passed <= most_held, "a sequence holds more than it may ever need"
+        assert len(held) == len(block_ids) - passed or group.is_state
+        assert len(held) <= min(num_blocks, most), "a sequence holds more than it may ever need"
+        assert all(block_id in kv.pools[group.pool].block_ids for block_id in held)
+        assert not group.is_state or not block_ids or block_ids[-1] >= 0, "the newest state has a block"
 
 
 def check_pool(pool: BlockPool, owned: dict[int, int], hashes: Items[object]) -> None:
     """Compare the counts with ``owned``, {block id: references}, and the free blocks with their hashes."""
     free = [*pool._blank, *pool._cached]
     assert len(free) == len(set(free)), f"blocks free twice: {sorted(free)}"
-    for block_id, count in enumerate(pool.references):
+    for block_id in pool.block_ids:
+        count = pool.references[block_id]
         assert count == owned.get(block_id, 0), (
             f"block {block_id} is counted {count} times and owned {owned.get(block_id, 0)} times"
         )
-    lost = set(range(pool.num_blocks)) ^ set(free) ^ {b for b, count in enumerate(pool.references) if count}
+    lost = set(pool.block_ids) ^ set(free) ^ {b for b in pool.block_ids if pool.references[b]}
     assert not lost, f"blocks neither free nor owned, or both: {sorted(lost)}"
     assert all(hashes[b] is not None for b in pool._cached), "a block without a hash is kept like a cached one"
     assert all(hashes[b] is None for b in pool._blank), "a cached block is allocated like a blank one"

@@ -3,11 +3,15 @@
 from typing import Any
 
 import pytest
+from layouts import layout_of
 
 from aioengine.cluster.agreement import SAME_CONFIG, SAME_OFFER, check_agreement, combine, is_same_model
 from aioengine.config import EngineConfig
 from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.errors import ConfigError
+from aioengine.scheduler.cache_layout import FULL_ATTENTION
+
+LAYOUT = layout_of(None, 8)
 
 
 def info(**fields: Any) -> ExecutorInfo:
@@ -40,7 +44,7 @@ def test_blocks_and_bytes_are_summed_and_the_rest_is_the_first_one_s() -> None:
         ({"block_size": 32}, {}, "block_size is 32 there, and 16 at the others"),
         ({"max_model_len": 128}, {}, "max_model_len is 128 there, and 64 at the others"),
         ({"dtype": "bfloat16"}, {}, "dtype is 'bfloat16' there, and 'float32' at the others"),
-        ({"windows": (None, 8)}, {}, "windows is (None, 8) there, and (None,) at the others"),
+        ({"layout": LAYOUT}, {}, f"layout is {LAYOUT} there, and {FULL_ATTENTION} at the others"),
         ({}, {"model": "another/model"}, "model is 'another/model' there, and None at the others"),
         ({}, {"revision": "v2"}, "revision is 'v2' there, and None at the others"),
         ({}, {"quantization": "int8"}, "quantization is 'int8' there, and None at the others"),

@@ -87,7 +87,9 @@ class FakeExecutor(public.FakeExecutor):
         self._is_discarded = False
         self._blocks: dict[int, list[list[int]]] = {}
         """By row, the block table of each group."""
-        self._kv = np.full((self.info.num_blocks, self.info.block_size), -1, np.int64)
+        self._kv = np.full((sum(self.info.pool_blocks), self.info.block_size), -1, np.int64)
+        self._states: dict[int, list[int]] = {}
+        """By block, the tokens whose state it holds."""
         self._row_failures: dict[tuple[int, int], Exception] = {}
         self._profile: list[FakeStep] | None = None
         self._max_profiled_steps = 0
@@ -141,6 +143,7 @@ class FakeExecutor(public.FakeExecutor):
             case Sleep():
                 self._is_discarded = self._is_discarded or call.level == 2
                 self._kv[:] = -1
+                self._states.clear()
                 self._asleep = frozenset(("weights", "kv_cache"))
             case WakeUp():
                 self._asleep -= set(call.tags)
@@ -189,7 +192,7 @@ class FakeExecutor(public.FakeExecutor):
         self._kv[copied_to] = self._kv[copied_from]
         for added in plan.added:
             assert added.row not in self._blocks, f"row {added.row} is taken"
-            assert len(added.block_ids) == len(self.info.windows), "a row has a table for each group"
+            assert len(added.block_ids) == len(self.info.layout.groups), "a row has a table for each group"
             self._blocks[added.row] = [block_ids.tolist() for block_ids in added.block_ids]
         grown = (plan.grown_rows, plan.grown_groups, plan.grown_blocks)
         for row, group, block_id in zip(*(column.tolist() for column in grown), strict=True):
@@ -214,20 +217,33 @@ class FakeExecutor(public.FakeExecutor):
         tokens = work.row.tokens
         assert work.end > work.start, "a row computes at least one token"
         assert work.end <= len(tokens), "a token is computed before it is known"
+        groups, size = self.info.layout.groups, self.info.block_size
         positions = np.arange(work.start, work.end)
-        for group, block_ids in enumerate(self._blocks[work.number]):
-            assert work.end <= len(block_ids) * self.info.block_size, "a token has no block to go to"
-            kv = np.array(tokens[work.start : work.end]) * len(self.info.windows) + group
+        for number, block_ids in enumerate(self._blocks[work.number]):
+            assert work.end <= len(block_ids) * size, "a token has no block to go to"
+            if groups[number].is_state:
+                before = self._states.get(block_ids[(work.start - 1) // size], []) if work.start else []
+                for end in {work.end, max((work.end - 1) // size * size, work.start)} - {work.start}:
+                    place = (end - 1) // size
+                    assert block_ids[place] >= 0, "a state has no block to go to"
+                    self._states[block_ids[place]] = before + tokens[work.start : end]
+                continue
+            kv = np.array(tokens[work.start : work.end]) * len(groups) + number
             self._kv[self._places(block_ids, positions)] = kv
 
     def _read(self, work: RowWork) -> list[int]:
         """A row's tokens up to the end of what is computed, each as the KV has it that a group reads in this step."""
         read = np.array(work.row.tokens[: work.end])
-        for group, (block_ids, window) in enumerate(zip(self._blocks[work.number], self.info.windows, strict=True)):
-            first = 0 if window is None else max(work.start + 1 - window, 0)
+        groups = self.info.layout.groups
+        for number, (block_ids, group) in enumerate(zip(self._blocks[work.number], groups, strict=True)):
+            if group.is_state:
+                state = self._states[block_ids[(work.end - 1) // self.info.block_size]]
+                read = read if state == read.tolist() else np.full_like(read, -1)
+                continue
+            first = 0 if group.reach is None else max(work.start + 1 - group.reach, 0)
             seen = np.arange(first, work.end)
-            tokens, of_group = np.divmod(self._kv[self._places(block_ids, seen)], len(self.info.windows))
-            tokens[of_group != group] = -1
+            tokens, of_group = np.divmod(self._kv[self._places(block_ids, seen)], len(groups))
+            tokens[of_group != number] = -1
             is_wrong = tokens != read[first:]
             read[seen[is_wrong]] = tokens[is_wrong]
         return list(map(int, read))

@@ -18,7 +18,7 @@ from aioengine import Engine
 from aioengine.config import EngineConfig
 from aioengine.models.folder import ModelFolder
 from aioengine.models.implementations import read_model_config
-from aioengine.scheduler.kv_groups import kv_groups, most_blocks
+from aioengine.scheduler.cache_layout import make_layout
 from doubles.fake_accelerator import FakeAccelerator
 
 DEPTH, BUDGET, BLOCK_SIZE = 2, 24, 4
@@ -29,9 +29,9 @@ LENGTHS = (1, 7, 23, 40, 66, 90, 90, 90)
 
 def tight_cache(folder: Path) -> int:
     """Bytes for a little more than the longest sequence alone."""
-    windows = kv_groups(read_model_config(ModelFolder.read(folder), EngineConfig()).windows).windows
-    num_blocks = 1.2 * sum(most_blocks(windows, MAX_MODEL_LEN, BLOCK_SIZE, DEPTH * BUDGET))
-    return int(num_blocks * BLOCK_SIZE * bytes_a_token(folder) / len(windows))
+    layout = make_layout(read_model_config(ModelFolder.read(folder), EngineConfig()).caches)
+    most = layout.most_held(MAX_MODEL_LEN, BLOCK_SIZE, max_in_flight=DEPTH, max_step_tokens=BUDGET)
+    return int(1.2 * sum(most) * BLOCK_SIZE * bytes_a_token(folder) / len(most))
 
 
 @pytest.mark.nightly
@@ -64,7 +64,7 @@ async def test_a_storm_on_a_late_device_brings_the_tokens_of_transformers(family
                     group.create_task(check(engine, prompt, token_ids))
         stats = core.stats()
         # Where all layers have windows a sequence grows into what it gives up.
-        assert stats.preemptions > 0 or None not in core.scheduler.kv.windows
+        assert stats.preemptions > 0 or core.scheduler.kv.layout.groups[0].reach is not None
         assert stats.prefix_cache_hits > 0
         assert stats.free_blocks == stats.num_blocks
         check_integrity(core.scheduler)

@@ -16,11 +16,11 @@ from checkpoints import make_checkpoint
 from equality.conftest import MAX_MODEL_LEN, SEED, Oracle, bytes_a_token, random_ids, starting
 from executor.late_device import start_late
 from integrity import check_integrity
+from layouts import layout_of
 from nightly import nightly
 
 from aioengine import Engine
 from aioengine.metrics import RequestMetrics, StepRecord
-from aioengine.scheduler.kv_groups import most_blocks
 from aioengine.scheduler.scheduler import Scheduler
 from doubles.fake_accelerator import FakeAccelerator
 
@@ -56,7 +56,7 @@ class Held:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self.most = [0] * len(scheduler.kv.windows)
+        self.most = [0] * len(scheduler.kv.layout.groups)
 
     def on_step(self, record: StepRecord) -> None:
         for sequence in self._scheduler.sequences():
@@ -81,7 +81,7 @@ async def serving(folder: Path, device: str, depth: int, **fields: Any) -> Async
         engine.add_observer(held)
         yield engine, held
         check_integrity(scheduler)
-        assert scheduler.kv.pool.num_free == scheduler.kv.pool.num_blocks
+        assert scheduler.kv.pools[0].num_free == scheduler.kv.pools[0].num_blocks
 
 
 async def check(engine: Engine, case: Case) -> None:
@@ -95,7 +95,8 @@ async def test_prompts_of_many_windows_in_a_pool_that_is_tight(
     checkpoint: Any, family: str, device: str, depth: int
 ) -> None:
     folder, cases = checkpoint(family)
-    most = most_blocks(WINDOWS[family], MAX_MODEL_LEN, BLOCK_SIZE, depth * BUDGET)
+    layout = layout_of(*WINDOWS[family])
+    most = layout.most_held(MAX_MODEL_LEN, BLOCK_SIZE, max_in_flight=depth, max_step_tokens=BUDGET)
     bytes_of_token = await asyncio.to_thread(bytes_a_token, folder)
     kv_bytes = int(1.2 * sum(most) * BLOCK_SIZE * bytes_of_token / len(most))
     async with serving(folder, device, depth, kv_cache_memory_bytes=kv_bytes) as (engine, held):

@@ -59,7 +59,9 @@ class PlanWriter:
     @classmethod
     def of(cls, info: ExecutorInfo, seed: int = 0, **fields: Any) -> PlanWriter:
         """For such an executor."""
-        return cls(info.num_blocks, info.block_size, seed, windows=info.windows, **fields)
+        return cls(
+            info.num_blocks, info.block_size, seed, windows=tuple(group.reach for group in info.layout.groups), **fields
+        )
 
     def __post_init__(self) -> None:
         self._free = list(range(self.num_blocks))

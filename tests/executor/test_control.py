@@ -463,7 +463,7 @@ async def test_a_sleep_gives_the_memory_back(tmp_path: Path, dtype: str, num_lay
         attention = executor._device.runner._attention
         assert attention is not None
         with torch.inference_mode():
-            attention.cache.fill_(1.0)
+            attention.caches[0].fill_(1.0)
         del attention
         await executor.perform(ExecuteDummyBatch())
         info = executor.info

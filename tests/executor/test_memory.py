@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from layouts import layout_of
+from msgspec.structs import replace
 
 from aioengine.config import EngineConfig
 from aioengine.errors import ConfigError
@@ -24,17 +26,20 @@ def blocks(
     max_in_flight: int = 1,
     **fields: Any,
 ) -> int:
+    layout = layout_of(*windows)
+    [pool] = layout.pools
+    layout = replace(layout, pools=(replace(pool, block_bytes=bytes_per_block),))
     config = EngineConfig(**{"block_size": 16, **fields})
     memory = DeviceMemory(total=available_bytes, free=available_bytes, allocated=0)
-    return num_kv_blocks(
+    [num_blocks] = num_kv_blocks(
         config,
+        layout,
         max_model_len=max_model_len,
-        bytes_per_block=bytes_per_block,
         memory=memory,
         peak_bytes=None,
-        windows=windows,
         max_in_flight=max_in_flight,
     )
+    return num_blocks
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ def kept_bytes(runner: Any, sizes: range) -> int:
     programs = [program for key, program in runner.graphs._graphs.items() if key.size in sizes]
     assert len(programs) == len(START_FEATURES) * len(sizes)
     kept = {storage.data_ptr(): storage.nbytes() for program in programs for storage in program._kept}
-    for own in (*runner._decoder.parameters(), runner._attention.cache):
+    for own in (*runner._decoder.parameters(), *runner._attention.caches):
         kept.pop(own.untyped_storage().data_ptr(), None)
     return sum(kept.values())
 

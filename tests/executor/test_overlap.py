@@ -433,7 +433,7 @@ async def test_nothing_of_it_is_alive_after_it_is_closed(folder: Path, ends: str
     executor = await start_late(folder, accelerator, max_in_flight=2, cuda_graphs=graphs)
     writer = PlanWriter.of(executor.info, handles=executor.handles)
     runner = runner_of(executor)
-    alive = [weakref.ref(thing) for thing in (runner, runner._history, runner._attention.cache, runner._sampler)]
+    alive = [weakref.ref(thing) for thing in (runner, runner._history, runner._attention.caches[0], runner._sampler)]
     alive += [weakref.ref(thing) for thing in (runner._decoder, runner._out, runner._staging[0])]
     alive += [weakref.ref(parameter) for parameter in runner._decoder.parameters()]
     del runner

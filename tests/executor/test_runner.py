@@ -28,7 +28,7 @@ def start(decoder: Decoder, accelerator: HostAccelerator | None = None) -> Any:
     accelerator.operations = as_launches(operations)
     runner: Any
     runner, _ = make_runner(accelerator, decoder, config, ExecutorStats(), lambda *_: None)
-    runner._attention.cache.fill_(torch.nan)
+    runner._attention.caches[0].fill_(torch.nan)
     return runner
 
 

@@ -148,7 +148,7 @@ async def test_it_says_what_the_config_and_the_model_make_of_it(model: Model) ->
     info = executor.info
     assert info.num_blocks == 10**5 // bytes_per_block == 97
     assert info.kv_cache_bytes == 97 * bytes_per_block
-    assert info.windows == (None, 5)
+    assert [group.reach for group in info.layout.groups] == [None, 5]
     assert (info.block_size, info.max_model_len, info.vocab_size) == (4, 64, 97)
     assert (info.max_in_flight, info.device, info.dtype) == (1, "cpu", "float32")
     assert info.weight_bytes > 0

@@ -27,14 +27,14 @@ from aioengine.kernels.attention.launch_choices import (
     candidates,
     choice_of,
 )
-from aioengine.kernels.attention.paged import KVCacheShape
 from aioengine.kernels.operations import Operations
 from aioengine.kernels.operations import plain_torch as reference
 from doubles.fake_accelerator import FakeAccelerator
 
 CPU = torch.device("cpu")
 MODEL: Any = tiny_config(head_dim=128, max_model_len=8192, dtype=torch.bfloat16)
-CACHE = KVCacheShape(num_layers=2, block_size=16, num_kv_heads=2, head_dim=128, dtype=torch.bfloat16)
+CACHE = torch.bfloat16, 16
+"""Dtype and tokens of its blocks."""
 SHAPE = AttentionShape(128, 2, 2, 2, 2, 16)
 CANDIDATES = {kernel: candidates(kernel, SHAPE, 90) for kernel in ATTENTION_KERNELS}
 DEFAULTS = {kernel: found[0] for kernel, found in CANDIDATES.items()}
@@ -89,7 +89,7 @@ class TimedGpu(FakeAccelerator):
         return self.script(*self._last)
 
     def tune(self, model: Any = MODEL, deadline_s: float = 1e9) -> None:
-        tune_attention(self, model, CACHE, deadline_s=deadline_s, clock=lambda: self.now)
+        tune_attention(self, model, *CACHE, deadline_s=deadline_s, clock=lambda: self.now)
 
 
 def chosen() -> dict[str, LaunchChoice]:
@@ -154,7 +154,7 @@ def test_what_cannot_be_measured_is_as_by_default(
 
 def test_operations_with_nothing_to_choose_leave_the_gpu_alone() -> None:
     gpu = FakeAccelerator()
-    tune_attention(gpu, MODEL, CACHE)
+    tune_attention(gpu, MODEL, *CACHE)
     assert (gpu.num_enqueued, gpu.num_releases) == (0, 0)
 
 

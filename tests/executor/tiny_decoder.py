@@ -10,6 +10,7 @@ from aioengine.kernels.operations import plain_torch as operations
 from aioengine.models.decoder import Decoder
 from aioengine.models.decoder_config import DecoderConfig
 from aioengine.models.rope import Rope
+from aioengine.scheduler.cache_layout import attention_specs
 
 VOCAB_SIZE = 97
 
@@ -22,6 +23,8 @@ def tiny_config(**fields: Any) -> DecoderConfig:
         "tie_word_embeddings": False, "windows": (None, 5, None),
     }  # fmt: skip
     defaults |= fields
+    heads = defaults["num_kv_heads"], defaults["head_dim"]
+    defaults["caches"] = attention_specs(defaults.pop("windows"), *heads)
     rope = Rope((1.0, 0.3, 0.1, 0.03))
     defaults.setdefault("attention_scale", defaults["head_dim"] ** -0.5)
     return DecoderConfig(**{"ropes": (rope,) * defaults["num_layers"], **defaults})

@@ -11,9 +11,10 @@ from kernels.paged_cases import assert_close, paged_case
 from nightly import few, nightly
 from torch import Tensor
 
-from aioengine.kernels.attention.paged import KVCacheShape, PagedAttention
+from aioengine.executor.paged_attention import PagedAttention
 from aioengine.kernels.operations import LayerAttention, PagedKV
 from aioengine.kernels.operations import plain_torch as reference
+from aioengine.scheduler.cache_layout import AttentionSpec, CacheLayout, StateSpec, attention_specs, make_layout
 
 pytestmark = quiet_numpy
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 2, 16, 4
@@ -53,24 +54,23 @@ class Case:
         row_of_token = torch.arange(len(rows)).repeat_interleave(torch.tensor(counts)).to(DEVICE)
         blocks = case.block_tables[row_of_token, positions // BLOCK_SIZE].long()
         slots = blocks * BLOCK_SIZE + positions % BLOCK_SIZE
-        shape = KVCacheShape(
-            num_layers=2 // num_groups, block_size=BLOCK_SIZE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=dtype
-        )
+        layout = make_layout(attention_specs((None, None) if num_groups == 1 else (None, 5), KV_HEADS, HEAD_DIM))
         self.attention = PagedAttention(
             ops,
-            shape,
-            num_groups * len(case.k_cache),
+            layout,
+            (num_groups * len(case.k_cache),),
+            block_size=BLOCK_SIZE,
+            dtype=dtype,
             block_tables=torch.stack([case.block_tables + group * len(case.k_cache) for group in range(num_groups)]),
-            places=((0, 0), (num_groups - 1, 2 - num_groups)),
             num_multiprocessors=100,
         )
         table = torch.cat((torch.ones(201, HEAD_DIM), torch.zeros(201, HEAD_DIM)), dim=1)
         self.rope_table = table.to(DEVICE, dtype)
         self.full = torch.stack((case.k_cache, case.v_cache)).repeat(2 // num_groups, num_groups, 1, 1, 1)
-        self.attention.cache.copy_(self.full)
+        self.attention.caches[0].copy_(self.full)
         k, v = (cache.view(-1, KV_HEADS, HEAD_DIM)[slots] for cache in (case.k_cache, case.v_cache))
         slots = torch.stack([slots + group * len(case.k_cache) * BLOCK_SIZE for group in range(num_groups)])
-        for cache in self.attention.cache:
+        for cache in self.attention.caches[0]:
             cache.view(-1, KV_HEADS, HEAD_DIM)[slots] = torch.nan
         self.qkv = torch.cat((case.q, k, v), dim=1).flatten(1)
         self.case = case
@@ -112,7 +112,7 @@ def test_a_step_is_the_oracles_in_layers_of_any_window_and_leaves_its_keys_in_th
     step = case.attention.begin(**case.step)
     for index, window in enumerate((None, 5)):
         assert_close(step.attend(case.qkv.clone(), case.layer(index, window)), case.oracle(window))
-    assert_same(case.attention.cache, case.full)
+    assert_same(case.attention.caches[0], case.full)
 
 
 @BOTH
@@ -120,26 +120,53 @@ def test_a_step_is_the_oracles_in_layers_of_any_window_and_leaves_its_keys_in_th
 def test_copied_blocks_are_their_sources_in_every_layer_and_the_others_stay(
     ops: ModuleType, dtype: torch.dtype
 ) -> None:
-    shape = KVCacheShape(num_layers=3, block_size=4, num_kv_heads=2, head_dim=8, dtype=dtype)
-    attention = PagedAttention(ops, shape, 8, block_tables=int32([[[0]]]), places=((0, 0),), num_multiprocessors=1)
-    attention.cache.copy_(torch.randn(attention.cache.shape, generator=torch.Generator().manual_seed(0)))
-    before = attention.cache.clone()
+    layout = make_layout(attention_specs((None,) * 3, 2, 8))
+    attention = paged_attention(ops, layout, (8,), dtype)
+    [cache] = attention.caches
+    cache.copy_(torch.randn(cache.shape, generator=torch.Generator().manual_seed(0)))
+    before = cache.clone()
     attention.copy_blocks(int32([5, 2, 5, -1, 0]), int32([1, 7, 3, 6, 4]))
-    assert torch.equal(attention.cache, before[:, [0, 5, 2, 5, 0, 5, 6, 2]])
+    assert torch.equal(cache, before[:, [0, 5, 2, 5, 0, 5, 6, 2]])
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux") or DEVICE != "cpu", reason="reads /proc")
 def test_a_fresh_cache_is_zeros_in_memory_that_nothing_has_touched() -> None:
-    shape = KVCacheShape(num_layers=2, block_size=16, num_kv_heads=8, head_dim=64, dtype=torch.bfloat16)
-    assert shape.bytes_per_block == 2 * 2 * 16 * 8 * 64 * 2
+    layout = make_layout(attention_specs((None, None), 8, 64), 16, element_bytes=2)
+    [pool] = layout.pools
+    assert pool.block_bytes == 2 * 2 * 16 * 8 * 64 * 2
     resident = resident_bytes()
-    attention = PagedAttention(
-        reference, shape, 2**14, block_tables=int32([[[0]]]), places=((0, 0),), num_multiprocessors=1
-    )
-    assert attention.cache.nbytes == 2**14 * shape.bytes_per_block > 10**9
+    [cache] = paged_attention(reference, layout, (2**14,), torch.bfloat16, block_size=16).caches
+    assert cache.nbytes == 2**14 * pool.block_bytes > 10**9
     assert resident_bytes() - resident < 10**7
-    assert attention.cache.shape == (4, 2**14, 16, 8, 64)
-    assert not attention.cache[3, -1].any()
+    assert cache.shape == (4, 2**14, 16, 8, 64)
+    assert not cache[3, -1].any()
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_layers_of_other_sizes_and_states_have_caches_of_their_own(ops: ModuleType, dtype: torch.dtype) -> None:
+    latent = AttentionSpec(num_kv_heads=1, key_size=24, value_size=16)
+    layout = make_layout([latent, AttentionSpec(num_kv_heads=2, key_size=8, value_size=8), StateSpec(num_bytes=100)])
+    attention = paged_attention(ops, layout, (5, 4, 3), dtype)
+    keys, values, heads, states = attention.caches
+    assert (keys.shape, values.shape, heads.shape) == ((1, 5, 4, 1, 24), (1, 5, 4, 1, 16), (2, 4, 4, 2, 8))
+    assert (states.shape, states.dtype) == ((1, 3, 100), torch.uint8)
+    assert [group for group, _, _ in attention.layers] == [0, 1, 2]
+    assert attention.first_blocks is not None
+    assert attention.first_blocks.tolist() == [0, 5, 9]
+    for cache in attention.caches:
+        cache.copy_(torch.arange(len(cache[0])).view(1, -1, *[1] * (cache.dim() - 2)).expand_as(cache))
+    attention.copy_blocks(int32([4, 5]), int32([1, 8]))
+    for cache, ids in ((keys, [0, 4, 2, 3, 4]), (values, [0, 4, 2, 3, 4]), (heads, [0, 1, 2, 0]), (states, [0, 1, 2])):
+        assert cache.flatten(2).float().mean((0, 2)).tolist() == ids
+
+
+def paged_attention(
+    ops: Any, layout: CacheLayout, num_blocks: tuple[int, ...], dtype: torch.dtype, block_size: int = 4
+) -> PagedAttention:
+    return PagedAttention(
+        ops, layout, num_blocks, block_size=block_size, dtype=dtype, block_tables=int32([[[0]]]), num_multiprocessors=1
+    )
 
 
 def resident_bytes() -> int:

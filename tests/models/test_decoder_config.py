@@ -26,6 +26,7 @@ from aioengine.models.decoder_config import (
 from aioengine.models.families import ARCHITECTURES, Family
 from aioengine.models.folder import ModelFolder
 from aioengine.models.rope import Rope
+from aioengine.scheduler.cache_layout import attention_specs
 from tests.checkpoints import LLAMA3_ROPE, READ_HERE, YARN_ROPE
 
 Checkpoint = Callable[..., Path]
@@ -75,7 +76,7 @@ def test_all_fields_of_a_plain_config(config_with: ConfigWith) -> None:
         mlp_bias=False,
         qk_norm="heads",
         tie_word_embeddings=True,
-        windows=(None, None, None),
+        caches=attention_specs((None, None, None), 2, 32),
         ropes=(Rope(inv_freq),) * 3,
         attention_scale=32**-0.5,
     )

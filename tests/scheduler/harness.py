@@ -12,6 +12,7 @@ from integrity import check_integrity
 
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.budget import Budget
+from aioengine.scheduler.cache_layout import FULL_ATTENTION, CacheLayout
 from aioengine.scheduler.handles import GrammarHandle
 from aioengine.scheduler.kv_manager import KVManager
 from aioengine.scheduler.plan import Float32, Purpose, StepPlan, StepResult, int32
@@ -46,25 +47,28 @@ class Core:
         vocab_size: int = VOCAB,
         sampler: Sampler | None = None,
         policy: Policy | None = None,
-        windows: tuple[int | None, ...] = (None,),
+        layout: CacheLayout = FULL_ATTENTION,
+        more_blocks: tuple[int, ...] = (),
         max_model_len: int | None = None,
     ) -> None:
         self.executor = FakeExecutor(
             num_blocks=num_blocks,
             block_size=block_size,
             max_model_len=max_model_len or num_blocks * block_size,
-            windows=windows,
+            layout=layout,
+            more_blocks=more_blocks,
             vocab_size=vocab_size,
             max_in_flight=depth,
             sampler=sampler,
             is_manual=True,
         )
         self.kv = KVManager(
-            num_blocks,
+            (num_blocks, *more_blocks),
             block_size,
             enable_prefix_caching=caching,
-            windows=windows,
-            max_tokens_in_flight=depth * max_num_batched_tokens,
+            layout=layout,
+            max_in_flight=depth,
+            max_step_tokens=max_num_batched_tokens,
         )
         self.scheduler = Scheduler(
             self.kv,

@@ -13,7 +13,7 @@ from aioengine.scheduler.block_pool import BlockPool
 
 
 def test_the_check_sees_what_does_not_add_up() -> None:
-    pool = BlockPool(8, on_evict=lambda block_ids: None)
+    pool = BlockPool(range(8), on_evict=lambda block_ids: None)
     hashes: list[object] = [None] * 8
 
     def check(*owned: int) -> None:
@@ -39,7 +39,7 @@ def test_the_check_sees_what_does_not_add_up() -> None:
 
 @given(st.integers(1, 30), st.lists(st.tuples(st.booleans(), st.integers(1, 8), st.booleans()), max_size=60))
 def test_blocks_that_were_never_allocated_are_counted(num_blocks: int, steps: list[tuple[bool, int, bool]]) -> None:
-    pool = BlockPool(num_blocks, lambda evicted: None)
+    pool = BlockPool(range(num_blocks), lambda evicted: None)
     held: list[list[int]] = []
     touched: set[int] = set()
     for allocates, count, is_cached in steps:

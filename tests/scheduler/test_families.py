@@ -34,7 +34,7 @@ def test_the_prompt_is_computed_once_and_each_token_but_the_last_ones(
     assert len({tuple(sequence.output_ids) for sequence in family}) == num_choices, "each draws its own"
     num_outputs = sum(len(sequence.output_ids) for sequence in family)
     assert core.num_computed_tokens == length + num_outputs - num_choices
-    assert core.kv.pool.num_free == core.kv.pool.num_blocks
+    assert core.kv.pools[0].num_free == core.kv.pools[0].num_blocks
 
 
 @pytest.mark.parametrize(("length", "num_copies"), [(8, 0), (9, 3), (11, 3)])
@@ -42,7 +42,9 @@ def test_only_a_partial_block_is_copied_once_for_each_child(length: int, num_cop
     core = Core(block_size=4)
     core.add(range(100, 100 + length), n=4, max_tokens=3, ignore_eos=True)
     core.step()
-    assert core.kv.pool.num_free == core.kv.pool.num_blocks - 3 + (length == 8), "the prompt's blocks are there once"
+    assert core.kv.pools[0].num_free == core.kv.pools[0].num_blocks - 3 + (length == 8), (
+        "the prompt's blocks are there once"
+    )
     core.run()
     copied = [plan.copied_to.tolist() for plan in core.executor.plans]
     assert sum(map(len, copied)) == num_copies

@@ -396,7 +396,7 @@ def test_the_least_recently_used_prefix_goes_first_and_its_tail_before_its_head(
     core.run()
     hits = []
     for first in (300, 200, 100):
-        check_pool(core.kv.pool, {}, core.kv.cache.hashes)
+        check_pool(core.kv.pools[0], {}, core.kv.cache.hashes)
         sequence = core.add(prompt(13, first), max_tokens=1)
         hits.append(core.kv.lookup(sequence).num_blocks)
         core.scheduler.finish(sequence, "abort")
@@ -647,8 +647,8 @@ def corrupt(name: str, change: Callable[[Any], Any]) -> Callable[[Scheduler], No
         corrupt("scheduled", lambda column: column + 1),
         corrupt("capacity", lambda column: np.zeros_like(column)),
         lambda scheduler: scheduler.table.running[0].block_ids[0].pop(),
-        lambda scheduler: scheduler.kv.pool.allocate(1),
-        lambda scheduler: scheduler.kv.pool.release(
+        lambda scheduler: scheduler.kv.pools[0].allocate(1),
+        lambda scheduler: scheduler.kv.pools[0].release(
             scheduler.table.running[0].block_ids[0][:1], scheduler.kv.cache.hashes
         ),
         lambda scheduler: scheduler.kv.cache.pending.update({b"x": None}),

@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from integrity import check_integrity
+from layouts import STATE, layout_of
 from scheduler.harness import EOS, Core, expected_output
 
-from aioengine.scheduler.kv_groups import most_blocks
 from aioengine.scheduler.plan import Float32, StepPlan
 from aioengine.scheduler.policy import ByPriority, Fair, Policy
 from aioengine.scheduler.scheduler import Scheduler
@@ -66,7 +66,12 @@ class CoreMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         budget=st.sampled_from([0, 0, 1, 2, 4, 8, 30]),
         max_mixed_prefill_tokens=st.integers(1, 30),
-        windows=st.sampled_from([(None,), (None,), (None, 5), (None, None, 3, 3), (6,), (9, 4, 1), (None, 17)]),
+        kinds=st.sampled_from(
+            [
+                *((None,), (None,), (None, 5), (None, None, 3, 3), (6,), (9, 4, 1), (None, 17)),
+                *((None, STATE), (None, 5, STATE, STATE), (STATE,)),
+            ]
+        ),
     )
     def start(
         self,
@@ -78,15 +83,20 @@ class CoreMachine(RuleBasedStateMachine):
         max_num_seqs: int,
         budget: int,
         max_mixed_prefill_tokens: int,
-        windows: tuple[int | None, ...],
+        kinds: tuple[int | str | None, ...],
     ) -> None:
+        layout = layout_of(*kinds)
         max_num_batched_tokens = max_num_seqs + budget
+        held = layout.most_held_by_pool(
+            num_tokens, block_size, max_in_flight=depth, max_step_tokens=max_num_batched_tokens
+        )
+        num_blocks, *more_blocks = [num_more_blocks + most for most in held]
         self.core = Core(
-            num_blocks=num_more_blocks
-            + sum(most_blocks(windows, num_tokens, block_size, depth * max_num_batched_tokens)),
+            num_blocks=num_blocks,
+            more_blocks=tuple(more_blocks),
             block_size=block_size,
             max_model_len=num_tokens,
-            windows=windows,
+            layout=layout,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_mixed_prefill_tokens=max_mixed_prefill_tokens,
@@ -176,7 +186,7 @@ class CoreMachine(RuleBasedStateMachine):
     def the_rows_are_what_the_deltas_add_up_to(self) -> None:
         if self.core.launched:
             return
-        fresh = FakeExecutor(windows=self.core.kv.windows)
+        fresh = FakeExecutor(layout=self.core.kv.layout, more_blocks=self.core.executor.info.more_blocks)
         fresh.handles = self.core.executor.handles
         occupants = [sequence for sequence in self.core.scheduler.table.occupants if sequence is not None]
         fresh.apply(StepPlan(step=0, added=tuple(sequence.introduce() for sequence in occupants)))
@@ -185,8 +195,7 @@ class CoreMachine(RuleBasedStateMachine):
         for number, (tokens, tables) in fresh.rows().items():
             assert held_now[number][0] == tokens
             for block_ids, of_device in zip(tables, held_now[number][1], strict=True):
-                passed = block_ids.count(-1)
-                assert block_ids == [-1] * passed + of_device[passed:]
+                assert block_ids == [b if block_ids[place] >= 0 else -1 for place, b in enumerate(of_device)]
         leaving = held.keys() - fresh.rows().keys()
         assert leaving == set(self.core.scheduler.table._removed), "the next plan removes what has no row any more"
 
@@ -208,7 +217,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.core.run()
         assert not scheduler.sequences()
         assert scheduler.num_unstarted == 0
-        assert self.core.kv.pool.num_free == self.core.kv.pool.num_blocks
+        assert all(pool.num_free == pool.num_blocks for pool in self.core.kv.pools)
         for sequence in self.core.sequences:
             if sequence.request.product == "vector":
                 check_vector(sequence, self.core.vectors.get(sequence))
@@ -222,7 +231,8 @@ def copy_of(scheduler: Scheduler) -> Scheduler:
     shared = [part for sequence in of_all for part in (sequence.request, sequence.sampling, sequence.prompt)]
     copied = copy.deepcopy(scheduler, {id(part): part for part in shared})
     copied.kv.cache.on_wake = lambda sequence: copied.unblock(sequence, Reason.PENDING_PREFIX)
-    copied.kv.pool._on_evict = copied.kv.cache.evict
+    for pool in copied.kv.pools:
+        pool._on_evict = copied.kv.cache.evict
     return copied
 
 

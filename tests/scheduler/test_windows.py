@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from layouts import layout_of
 from scheduler.harness import Core, expected_output
 
-from aioengine.scheduler.kv_groups import kv_groups, most_blocks
+from aioengine.scheduler.cache_layout import CacheLayout, attention_specs, make_layout
 from aioengine.scheduler.sequence import Reason
 
-GEMMA = kv_groups(tuple(None if layer % 6 == 5 else 64 for layer in range(26)))
+GEMMA = make_layout(attention_specs((None if layer % 6 == 5 else 64 for layer in range(26)), 1, 1))
 """As Gemma 3 1B has its layers, with a window of 64."""
 
 
@@ -19,15 +20,15 @@ def check_outputs(core: Core) -> None:
 
 @pytest.mark.parametrize("depth", [1, 3])
 def test_what_a_group_holds_of_a_sequence_does_not_grow_behind_its_window(depth: int) -> None:
-    windows, budget = (None, 10, 3), 16
-    most = most_blocks(windows, 400, 4, depth * budget)
-    core = Core(num_blocks=sum(most), max_model_len=400, windows=windows, depth=depth, max_num_batched_tokens=budget)
+    layout, budget = layout_of(None, 10, 3), 16
+    most = layout.most_held(400, 4, max_in_flight=depth, max_step_tokens=budget)
+    core = Core(num_blocks=sum(most), max_model_len=400, layout=layout, depth=depth, max_num_batched_tokens=budget)
     sequence = core.add(range(200), max_tokens=200, ignore_eos=True)
-    decoding = most_blocks(windows, 400, 4, depth)
+    decoding = layout.most_held(400, 4, max_in_flight=depth)
     core.launch()
     while not sequence.has_ended:
         computed = int(core.scheduler.table.computed[sequence.row])
-        for group, window in enumerate(windows):
+        for group, window in enumerate((None, 10, 3)):
             num_held = len(sequence.block_ids[group]) - sequence.num_passed_blocks[group]
             if window is not None:
                 assert sequence.num_passed_blocks[group] == max(computed + 1 - window, 0) // 4
@@ -37,9 +38,9 @@ def test_what_a_group_holds_of_a_sequence_does_not_grow_behind_its_window(depth:
     check_outputs(core)
 
 
-def most_running(windows: tuple[int | None, ...], num_blocks: int) -> int:
+def most_running(layout: CacheLayout, num_blocks: int) -> int:
     """How many of 40 sequences of 512 tokens run when the first one ends."""
-    core = Core(num_blocks=num_blocks, block_size=16, max_model_len=512, windows=windows, max_num_seqs=40)
+    core = Core(num_blocks=num_blocks, block_size=16, max_model_len=512, layout=layout, max_num_seqs=40)
     for nth in range(40):
         core.add(range(nth, nth + 412), max_tokens=100, ignore_eos=True)
     while not core.sequences[0].has_ended:
@@ -50,14 +51,14 @@ def most_running(windows: tuple[int | None, ...], num_blocks: int) -> int:
 
 def test_the_same_memory_holds_three_times_as_many_sequences_of_eight_windows() -> None:
     num_layers = 26 * 130  # of blocks: four sequences of full length, and what is kept back
-    one_kind = most_running((None,), num_layers // 26)
+    one_kind = most_running(layout_of(None), num_layers // 26)
     assert one_kind == 4
-    assert most_running(GEMMA.windows, num_layers // GEMMA.layers_a_group) >= 3 * one_kind
+    assert most_running(GEMMA, num_layers // GEMMA.pools[0].layers_a_group) >= 3 * one_kind
 
 
 def test_a_prefix_is_found_whose_beginning_the_windows_have_given_to_others() -> None:
     """All of a prompt but its last block, though the group with a window has lost the first ones."""
-    core = Core(num_blocks=50 + 4 + 40, max_model_len=220, windows=(None, 12), max_num_batched_tokens=16)
+    core = Core(num_blocks=50 + 4 + 40, max_model_len=220, layout=layout_of(None, 12), max_num_batched_tokens=16)
     core.add(range(200), max_tokens=4, ignore_eos=True)
     core.run()
     core.add(range(300, 340), max_tokens=4, ignore_eos=True)  # takes what was free first
@@ -73,13 +74,13 @@ def test_a_prefix_is_found_whose_beginning_the_windows_have_given_to_others() ->
 
 
 def test_a_lost_block_of_a_window_moves_the_hit_before_it() -> None:
-    core = Core(num_blocks=128, max_model_len=220, windows=(None, 9), max_num_batched_tokens=16)
+    core = Core(num_blocks=128, max_model_len=220, layout=layout_of(None, 9), max_num_batched_tokens=16)
     first = core.add(range(100), max_tokens=4, ignore_eos=True)
     core.run()
     lost = core.kv.cache.ready[1][first.block_hashes[20]]
     core.kv.cache.evict([lost])
-    core.kv.pool._cached.pop(lost)
-    core.kv.pool._blank.append(lost)
+    core.kv.pools[0]._cached.pop(lost)
+    core.kv.pools[0]._blank.append(lost)
     lengths = (80, 84, 88, 92)
     again = [core.add([*range(length), 999], reason=Reason.PAUSED) for length in lengths]
     hits = [4 * core.kv.lookup(sequence).num_blocks for sequence in again]

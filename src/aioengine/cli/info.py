@@ -83,6 +83,9 @@ def _show(found: ModelInfo) -> None:
         "weights": weights,
     }
     for group in found.kv_groups:
+        if group.state_bytes:
+            facts[f"state of {group.num_layers} layers"] = f"{group.state_bytes:,} bytes a sequence"
+            continue
         seen = "all tokens" if group.window is None else f"the last {group.window:,} tokens"
         facts[f"KV of {group.num_layers} layers"] = f"{group.bytes_per_token:,} bytes a token, of {seen}"
     if found.kv_cache_bytes is not None:

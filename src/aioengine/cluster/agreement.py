@@ -10,7 +10,7 @@ from aioengine.config import EngineConfig
 from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.errors import ConfigError
 
-SAME_OFFER = ("vocab_size", "block_size", "max_model_len", "dtype", "windows")
+SAME_OFFER = ("vocab_size", "block_size", "max_model_len", "dtype", "layout")
 """Fields of `ExecutorInfo` without which a request cannot go on at another replica, or would go on otherwise."""
 
 SAME_CONFIG = (
@@ -49,6 +49,7 @@ def combine(infos: Sequence[ExecutorInfo]) -> ExecutorInfo:
     return msgspec.structs.replace(
         infos[0],
         num_blocks=sum(info.num_blocks for info in infos),
+        more_blocks=tuple(map(sum, zip(*(info.more_blocks for info in infos), strict=True))),
         kv_cache_bytes=sum(info.kv_cache_bytes for info in infos),
         weight_bytes=sum(info.weight_bytes for info in infos),
         device=", ".join(dict.fromkeys(info.device for info in infos)),

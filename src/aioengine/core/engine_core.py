@@ -118,11 +118,12 @@ class EngineCore:
         self.config = config
         self.eos_token_ids = eos_token_ids
         self.kv = KVManager(
-            info.num_blocks,
+            info.pool_blocks,
             info.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
-            windows=info.windows,
-            max_tokens_in_flight=info.max_in_flight * config.max_num_batched_tokens,
+            layout=info.layout,
+            max_in_flight=info.max_in_flight,
+            max_step_tokens=config.max_num_batched_tokens,
         )
         self.scheduler = Scheduler(
             self.kv,
@@ -681,7 +682,7 @@ class EngineCore:
             waiting=self.scheduler.num_without_row,
             is_sleeping=self.is_sleeping,
             is_paused="pause" in self._holds,
-            free_blocks=self.kv.pool.num_free,
+            free_blocks=self.kv.tightest_pool.num_free,
             blocked=len(self.scheduler.blocked),
             wave=self.lockstep.wave if self.lockstep is not None else -1,
             is_wave_running=self.lockstep is not None and self.lockstep.is_running,

@@ -9,8 +9,8 @@ import msgspec
 
 from aioengine.core.control import Control
 from aioengine.errors import InvalidRequest
+from aioengine.scheduler.cache_layout import FULL_ATTENTION, CacheLayout
 from aioengine.scheduler.handles import Handles
-from aioengine.scheduler.kv_groups import most_blocks
 from aioengine.scheduler.plan import StepPlan, StepResult
 
 T = TypeVar("T")
@@ -25,7 +25,8 @@ class ExecutorInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes and properties of a started executor.
 
     Attributes:
-        num_blocks: KV blocks, ids 0 up to this.
+        num_blocks: blocks of the layout's first pool, ids 0 up to this. more_blocks: of its other pools; their ids
+            follow.
         block_size: tokens in a block.
         max_model_len: most tokens in one sequence.
         vocab_size: token ids that the model takes are below this.
@@ -33,7 +34,7 @@ class ExecutorInfo(msgspec.Struct, frozen=True, kw_only=True):
         max_mixed_prefill_tokens: most tokens of prompts in a step in which rows decode; None: as many as it takes.
         kv_cache_bytes, weight_bytes: of all KV blocks, and of the parameters.
         device, dtype: such as "cpu" and "bfloat16".
-        windows: of each group of layers that has blocks of its own, how many of the last tokens it sees; None: all.
+        layout: what the model's layers keep of a sequence, and in which blocks.
     """
 
     num_blocks: int
@@ -46,12 +47,19 @@ class ExecutorInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int = 0
     device: str = "cpu"
     dtype: str = "float32"
-    windows: tuple[int | None, ...] = (None,)
+    layout: CacheLayout = FULL_ATTENTION
+    more_blocks: tuple[int, ...] = ()
 
-    def blocks_for(self, num_tokens: int, max_num_batched_tokens: int) -> int:
-        """Most blocks that a sequence holds on its way to so many tokens with KV, by the most tokens of a step."""
-        in_flight = self.max_in_flight * max_num_batched_tokens
-        return sum(most_blocks(self.windows, num_tokens, self.block_size, in_flight))
+    @property
+    def pool_blocks(self) -> tuple[int, ...]:
+        """Blocks of each pool."""
+        return self.num_blocks, *self.more_blocks
+
+    def most_held(self, num_tokens: int, max_num_batched_tokens: int) -> list[int]:
+        """By pool, the most blocks that a sequence holds on its way to so many tokens with KV."""
+        return self.layout.most_held_by_pool(
+            num_tokens, self.block_size, max_in_flight=self.max_in_flight, max_step_tokens=max_num_batched_tokens
+        )
 
 
 class ExecutorStats(msgspec.Struct, kw_only=True):

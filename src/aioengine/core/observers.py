@@ -109,7 +109,7 @@ def make_record(
     scheduler: Scheduler, plan: StepPlan, result: StepResult, output: StepOutput, *, launched_at: float, now: float
 ) -> StepRecord:
     """Make the record of a step that has just been applied."""
-    kv = scheduler.kv
+    kv, pool = scheduler.kv, scheduler.kv.tightest_pool
     return StepRecord(
         step=plan.step,
         num_tokens=int(plan.num_tokens.sum()),
@@ -122,14 +122,14 @@ def make_record(
         times_to_first_token_s=[now - sequence.arrived_at for sequence in output.first],
         running=scheduler.num_running,
         waiting=scheduler.num_without_row,
-        free_blocks=kv.pool.num_free,
-        num_blocks=kv.pool.num_blocks,
+        free_blocks=pool.num_free,
+        num_blocks=pool.num_blocks,
         preemptions=scheduler.preemption.num_preemptions,
         prefix_cache_queries=kv.num_queried_tokens,
         prefix_cache_hits=kv.num_hit_tokens,
         blocked=len(scheduler.blocked),
-        cached_blocks=kv.pool.num_cached,
-        touched_blocks=kv.pool.num_touched,
+        cached_blocks=pool.num_cached,
+        touched_blocks=pool.num_touched,
     )
 
 

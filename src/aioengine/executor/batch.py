@@ -172,6 +172,10 @@ class Batch:
         tile: the most query tokens of an attention tile.
         num_groups: of layers, each with block tables of its own: group · max_num_seqs + row is the number of one.
         hidden_size: numbers of a vector.
+
+    Attributes:
+        first_blocks: int32 [num_groups], the id of the first block in the group's pool, from which the device counts;
+            None: all groups share one pool.
     """
 
     def __init__(
@@ -192,6 +196,7 @@ class Batch:
         self.tile = tile
         self.handles = Handles()
         self.rules = RuleTable(vocab_size)
+        self.first_blocks: Int32 | None = None
         self._num_blocks = np.zeros(self._num_tables, np.int32)
         """By number of block table."""
         self._words = np.zeros((max_num_seqs, SAMPLE_WORDS), np.int32)
@@ -243,7 +248,7 @@ class Batch:
                 self._grow_much(plan, blocks)
             deltas.blocks = blocks.end()
         if 0 < num_grown <= self._num_tables:
-            self._grow(self._grown_tables(plan), plan.grown_blocks, fixed)
+            self._grow(self._grown_tables(plan), self._grown_blocks(plan), fixed)
         if self.rules.is_changed:
             deltas.rules = extra.add(self.rules.words())
         return deltas
@@ -267,7 +272,10 @@ class Batch:
             for group, block_ids in enumerate(row.block_ids):
                 table = group * self._max_num_seqs + row.row
                 self._num_blocks[table] = len(block_ids)
-                blocks.add(table, 0, np.maximum(block_ids, 0))  # a window has passed the others: none is read
+                # The others were passed by a window, or hold no state: none is read.
+                if self.first_blocks is not None:
+                    block_ids = block_ids - self.first_blocks[group]
+                blocks.add(table, 0, np.maximum(block_ids, 0))
             tokens.add(row.row, 0, row.token_ids)
             try:
                 self._describe(row, masks)
@@ -339,6 +347,13 @@ class Batch:
         tables: Int32 = plan.grown_groups * np.int32(self._max_num_seqs) + plan.grown_rows
         return tables
 
+    def _grown_blocks(self, plan: StepPlan) -> Int32:
+        """The blocks that tables get, as the device counts them."""
+        if self.first_blocks is None:
+            return plan.grown_blocks
+        blocks: Int32 = np.maximum(plan.grown_blocks - self.first_blocks[plan.grown_groups], 0)
+        return blocks
+
     def _grow(self, tables: Int32, block_ids: Int32, fixed: FixedWords[NDArray[Any]]) -> None:
         """Append ``block_ids[i]`` to the block table ``tables[i]``; one may stand there several times."""
         count = len(tables)
@@ -358,7 +373,7 @@ class Batch:
         tables = self._grown_tables(plan)
         order = np.argsort(tables, kind="stable")
         each, firsts = np.unique(tables[order], return_index=True)
-        for table, block_ids in zip(each.tolist(), np.split(plan.grown_blocks[order], firsts[1:]), strict=True):
+        for table, block_ids in zip(each.tolist(), np.split(self._grown_blocks(plan)[order], firsts[1:]), strict=True):
             blocks.add(table, int(self._num_blocks[table]), block_ids)
             self._num_blocks[table] += len(block_ids)
 

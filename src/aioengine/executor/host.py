@@ -17,7 +17,7 @@ from torch import Tensor
 from aioengine.errors import InternalError
 from aioengine.executor.accelerator import DeviceEvent, DeviceMemory, Graph, HostWords, Ts, Work
 from aioengine.executor.memory import available_memory
-from aioengine.kernels.attention.paged import PROGRAMS_PER_MULTIPROCESSOR
+from aioengine.kernels.attention.splits import PROGRAMS_PER_MULTIPROCESSOR
 from aioengine.kernels.native.compilation import Compilation
 from aioengine.kernels.native.native_operations import NativeOperations
 from aioengine.kernels.native.team import Team

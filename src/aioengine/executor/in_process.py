@@ -147,10 +147,11 @@ def _log_dump(written: AsyncioFuture[Path]) -> None:
 
 def _check_room(info: ExecutorInfo, config: EngineConfig) -> None:
     """Refuse a KV cache in which the longest sequence would wait for ever; its last token is never computed."""
-    num_needed = info.blocks_for(info.max_model_len - 1, config.max_num_batched_tokens)
-    if info.num_blocks < num_needed:
-        raise ConfigError(
-            f"the KV cache has {info.num_blocks} blocks of {info.block_size} tokens, and one sequence of "
-            f"max_model_len={info.max_model_len} may need {num_needed}: lower max_model_len, or give the cache more "
-            "memory (kv_cache_memory_bytes, memory_utilization)"
-        )
+    needed = info.most_held(info.max_model_len - 1, config.max_num_batched_tokens)
+    for num_blocks, num_needed in zip(info.pool_blocks, needed, strict=True):
+        if num_blocks < num_needed:
+            raise ConfigError(
+                f"the KV cache has {num_blocks} blocks of {info.block_size} tokens, and one sequence of "
+                f"max_model_len={info.max_model_len} may need {num_needed}: lower max_model_len, or give the cache "
+                "more memory (kv_cache_memory_bytes, memory_utilization)"
+            )

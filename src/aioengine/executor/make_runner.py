@@ -16,12 +16,11 @@ from aioengine.executor.accelerator import Accelerator
 from aioengine.executor.graphs import GRAPH_BYTES, default_sizes
 from aioengine.executor.host import chunk_tokens
 from aioengine.executor.memory import num_kv_blocks
+from aioengine.executor.paged_attention import PagedAttention, layout_of
 from aioengine.executor.runner import START_FEATURES, Runner
 from aioengine.executor.tune import tune_attention
-from aioengine.kernels.attention.paged import KVCacheShape, PagedAttention
-from aioengine.models.model import Model, ModelConfig
+from aioengine.models.model import Model
 from aioengine.processes.progress import OnProgress
-from aioengine.scheduler.kv_groups import KVGroups, kv_groups
 
 logger = logging.getLogger("aioengine")
 
@@ -50,20 +49,21 @@ def make_runner(
         ConfigError: the KV cache is too small, there is no room for it, or the device cannot hold it in fp8 or int8.
     """
     model = decoder.config
-    groups, of_cache = kv_groups(model.windows), cache_dtype(config, model.dtype, is_host=accelerator.is_host)
+    of_cache = cache_dtype(config, model.dtype, is_host=accelerator.is_host)
     _check_capability(accelerator, of_cache)
-    shape = cache_shape(model, groups, config.block_size, of_cache)
+    layout = layout_of(model.caches, config.block_size, of_cache)
     if config.tune_kernels:
-        tune_attention(accelerator, model, shape)
-    num_blocks = 0
+        tune_attention(accelerator, model, of_cache, config.block_size)
+    num_blocks = [0] * len(layout.pools)
 
     def make_attention(block_tables: Tensor) -> PagedAttention:
         return PagedAttention(
             accelerator.operations,
-            shape,
+            layout,
             num_blocks,
+            block_size=config.block_size,
+            dtype=of_cache,
             block_tables=block_tables,
-            places=groups.places,
             num_multiprocessors=accelerator.num_multiprocessors,
         )
 
@@ -76,23 +76,22 @@ def make_runner(
         max_num_seqs=config.max_num_seqs,
         block_size=config.block_size,
         max_in_flight=max_in_flight,
-        num_groups=len(groups.windows),
+        num_groups=len(layout.groups),
         graph_sizes=_graph_sizes(accelerator, decoder, config),
     )
     peak_bytes = _peak_bytes(runner, accelerator, config)
     with _reserving:  # of two engines that start at once, the second sees the memory that the first takes
         num_blocks = num_kv_blocks(
             config,
+            layout,
             max_model_len=model.max_model_len,
-            bytes_per_block=shape.bytes_per_block,
             memory=accelerator.memory(),
             peak_bytes=peak_bytes,
-            windows=groups.windows,
             max_in_flight=max_in_flight,
         )
         problem = make_cache(runner)
     if problem:
-        told = f"{config.model or 'demo'}: there is no room for a KV cache of {num_blocks:,} blocks: {problem}"
+        told = f"{config.model or 'demo'}: there is no room for a KV cache of {sum(num_blocks):,} blocks: {problem}"
         raise ConfigError(f"{told}; give a smaller kv_cache_memory_bytes or max_model_len")
     if not accelerator.is_host:
         started = time.monotonic()
@@ -102,17 +101,18 @@ def make_runner(
         )
         logger.info("%d CUDA graphs captured, in %.1f s", len(runner.graphs), time.monotonic() - started)
     info = ExecutorInfo(
-        num_blocks=num_blocks,
+        num_blocks=num_blocks[0],
         block_size=config.block_size,
         max_model_len=model.max_model_len,
         vocab_size=model.vocab_size,
         max_in_flight=max_in_flight,
         max_mixed_prefill_tokens=chunk_tokens(decoder.weight_bytes, model.dtype) if accelerator.is_host else None,
-        kv_cache_bytes=num_blocks * shape.bytes_per_block,
+        kv_cache_bytes=layout.count_bytes(num_blocks),
         weight_bytes=decoder.weight_bytes,
         device=accelerator.name,
         dtype=str(model.dtype).removeprefix("torch."),
-        windows=groups.windows,
+        layout=layout,
+        more_blocks=tuple(num_blocks[1:]),
     )
     return runner, info
 
@@ -134,17 +134,6 @@ def _peak_bytes(runner: Runner, accelerator: Accelerator, config: EngineConfig) 
         peak_bytes += accelerator.peak_of(runner.profile_run, sizes[-1], sizes[-1])
         peak_bytes += GRAPH_BYTES * len(START_FEATURES) * len(sizes)
     return peak_bytes
-
-
-def cache_shape(model: ModelConfig, groups: KVGroups, block_size: int, dtype: torch.dtype) -> KVCacheShape:
-    """The shape of a KV block, which any of the groups may take."""
-    return KVCacheShape(
-        num_layers=groups.layers_a_group,
-        block_size=block_size,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        dtype=dtype,
-    )
 
 
 def cache_dtype(config: EngineConfig, dtype: torch.dtype, *, is_host: bool) -> torch.dtype:

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from aioengine.config import MODEST_HOST_SHARE, MOST_HOST_SHARE, EngineConfig
 from aioengine.errors import ConfigError
 from aioengine.executor.accelerator import DeviceMemory
-from aioengine.scheduler.kv_groups import most_blocks
+from aioengine.scheduler.cache_layout import CacheLayout
 
 logger = logging.getLogger("aioengine")
 
@@ -23,15 +23,14 @@ FALLBACK_MEMORY_BYTES = 8 * 2**30
 
 def num_kv_blocks(
     config: EngineConfig,
+    layout: CacheLayout,
     *,
     max_model_len: int,
-    bytes_per_block: int,
     memory: DeviceMemory,
     peak_bytes: int | None,
-    windows: tuple[int | None, ...] = (None,),
     max_in_flight: int = 1,
-) -> int:
-    """Blocks of the KV cache: as many as the config grants, but no more than its sequences could use.
+) -> list[int]:
+    """Blocks of each pool of the cache: as many as the config grants, but no more than its sequences could use.
 
     On a CPU ``memory_utilization`` is a share of what the host has free, by its control groups, too, and less what
     other engines of this process have reserved and not written yet. Absent it is a tenth, or what one sequence of
@@ -40,48 +39,52 @@ def num_kv_blocks(
     part of the cache.
 
     Args:
-        bytes_per_block: of keys and values, in all layers of a group.
         memory: with the weights loaded.
         peak_bytes: what the largest steps take on a GPU, and their graphs; None: it is the host.
-        windows: of each group of layers (`aioengine.scheduler.kv_groups`).
         max_in_flight: steps.
     Raises:
         ConfigError: not even one sequence of ``max_model_len`` tokens fits, or more is asked for than is free.
     """
     available_bytes = max(0, memory.free - (peak_bytes or 0))
+    held = held_by_sequence(config, layout, max_model_len, max_in_flight)
+    needed_bytes = layout.count_bytes(held)
+    granted_bytes, source = granted_kv_bytes(config, memory, peak_bytes, needed_bytes)
+    if granted_bytes < needed_bytes:
 
-    def blocks_for(num_tokens: int) -> int:
-        in_flight = max_in_flight * config.max_num_batched_tokens
-        return sum(most_blocks(windows, num_tokens, config.block_size, in_flight))
+        def bytes_for(num_tokens: int) -> int:
+            return layout.count_bytes(held_by_sequence(config, layout, num_tokens, max_in_flight))
 
-    blocks_a_sequence = blocks_for(max_model_len)
-    granted_bytes, source = granted_kv_bytes(config, memory, peak_bytes, blocks_a_sequence * bytes_per_block)
-    num_blocks = granted_bytes // bytes_per_block
-    if num_blocks < blocks_a_sequence:
-        fitting = bisect_right(range(max_model_len), num_blocks, key=blocks_for) - 1
+        fitting = bisect_right(range(max_model_len), granted_bytes, key=bytes_for) - 1
         remedy = f"set max_model_len to {fitting} at most, or grant more" if fitting > 1 else "grant more"
-        if any(window is not None for window in windows):
+        if any(group.reach is not None for group in layout.groups):
             remedy += ", or lower max_num_batched_tokens, since a step's tokens are held beside the windows"
         raise ConfigError(
-            f"a sequence of max_model_len={max_model_len} tokens needs {blocks_a_sequence * bytes_per_block} bytes of "
-            f"KV cache; {source} grants {granted_bytes}: {remedy}"
+            f"a sequence of max_model_len={max_model_len} tokens needs {needed_bytes} bytes of KV cache; {source} "
+            f"grants {granted_bytes}: {remedy}"
         )
-    most_blocks_used = config.max_num_seqs * blocks_a_sequence
-    if config.kv_cache_memory_bytes is not None and num_blocks > most_blocks_used:
+    most_bytes = config.max_num_seqs * needed_bytes
+    if config.kv_cache_memory_bytes is not None and granted_bytes > most_bytes:
         logger.info(
             "of kv_cache_memory_bytes=%d %d are taken: max_num_seqs=%d sequences of %d tokens use no more",
             config.kv_cache_memory_bytes,
-            most_blocks_used * bytes_per_block,
+            most_bytes,
             config.max_num_seqs,
             max_model_len,
         )
-    num_blocks = min(num_blocks, most_blocks_used)
-    if num_blocks * bytes_per_block > available_bytes:
+    num_blocks = layout.share_bytes(granted_bytes, held, config.max_num_seqs)
+    if layout.count_bytes(num_blocks) > available_bytes:
         raise ConfigError(
             f"kv_cache_memory_bytes={config.kv_cache_memory_bytes} is more than the {available_bytes} bytes that are "
             "free; lower it, or lower max_num_seqs or max_model_len"
         )
     return num_blocks
+
+
+def held_by_sequence(config: EngineConfig, layout: CacheLayout, num_tokens: int, max_in_flight: int) -> list[int]:
+    """By pool, the most blocks that a sequence holds on its way to so many tokens."""
+    return layout.most_held_by_pool(
+        num_tokens, config.block_size, max_in_flight=max_in_flight, max_step_tokens=config.max_num_batched_tokens
+    )
 
 
 def granted_kv_bytes(

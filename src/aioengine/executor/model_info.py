@@ -17,8 +17,9 @@ from aioengine.config import EngineConfig
 from aioengine.errors import ConfigError
 from aioengine.executor.accelerator import DeviceMemory
 from aioengine.executor.cuda import find_cuda
-from aioengine.executor.make_runner import DEVICE_MAX_IN_FLIGHT, HOST_MAX_IN_FLIGHT, cache_dtype, cache_shape
-from aioengine.executor.memory import available_memory, granted_kv_bytes, num_kv_blocks
+from aioengine.executor.make_runner import DEVICE_MAX_IN_FLIGHT, HOST_MAX_IN_FLIGHT, cache_dtype
+from aioengine.executor.memory import available_memory, granted_kv_bytes, held_by_sequence, num_kv_blocks
+from aioengine.executor.paged_attention import layout_of
 from aioengine.kernels.native import native_operations as native
 from aioengine.kernels.operations import Operations, plain_torch
 from aioengine.kernels.packed_weight import PANEL, CodedWeight, PackedWeight, Quantization
@@ -31,7 +32,7 @@ from aioengine.models.formats.stored import Files, Stored
 from aioengine.models.implementations import choose_path, read_model_config
 from aioengine.models.loader import coded_parameters, match, states_dtype
 from aioengine.models.model import ModelConfig
-from aioengine.scheduler.kv_groups import KVGroups, kv_groups, most_blocks
+from aioengine.scheduler.cache_layout import CacheLayout
 
 OF_EXPERTS = ".experts."
 """In the names of tensors of which a token uses a share: the expert that all tokens share is called otherwise."""
@@ -55,16 +56,18 @@ class FormatInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KVGroupInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Layers of one window, whose keys and values are kept for so many tokens.
+    """Layers of one window, whose keys and values are kept for so many tokens; or layers that keep a state.
 
     Attributes:
         window: the most tokens of a sequence that they see; None: all.
         bytes_per_token: of all of them, for each token that is kept.
+        state_bytes: of their states, for each sequence; 0: they keep none.
     """
 
     window: int | None
     num_layers: int
     bytes_per_token: int
+    state_bytes: int = 0
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,38 +157,38 @@ def read_model_info(config: EngineConfig, *, memory_bytes: int | None = None) ->
         weight_bytes = sum(map(math.prod, shapes.values())) * model.dtype.itemsize
     if memory_bytes is None:
         memory_bytes = available_memory() if is_host else _gpu_memory(config)
-    groups, of_cache = kv_groups(model.windows), cache_dtype(config, model.dtype, is_host=is_host)
-    cache = cache_shape(model, groups, config.block_size, of_cache)
+    of_cache = cache_dtype(config, model.dtype, is_host=is_host)
+    layout = layout_of(model.caches, config.block_size, of_cache)
     in_flight = config.max_in_flight or (HOST_MAX_IN_FLIGHT if is_host else DEVICE_MAX_IN_FLIGHT)
 
-    def blocks_for(num_tokens: int) -> int:
-        most_in_flight = in_flight * config.max_num_batched_tokens
-        return sum(most_blocks(groups.windows, num_tokens, config.block_size, most_in_flight))
+    def held_at(num_tokens: int) -> list[int]:
+        return held_by_sequence(config, layout, num_tokens, in_flight)
 
-    kv_bytes = num_blocks = longest = None
+    def count_fitting(num_tokens: int) -> int:
+        held = held_at(num_tokens)
+        return min(count // most for count, most in zip(num_blocks, held, strict=True) if most)
+
+    kv_bytes = longest = None
+    num_blocks: list[int] = []
     fits, problem = [], ""
     least = sum(map(math.prod, shapes.values())) // MOST_A_BYTE if weight_bytes is None else weight_bytes
     if least > memory_bytes:
         problem = f"the weights take {least} bytes{' or more' if weight_bytes is None else ''}"
     if weight_bytes is not None:
         memory = DeviceMemory(memory_bytes, max(0, memory_bytes - weight_bytes), weight_bytes)
-        sequence_bytes = blocks_for(model.max_model_len) * cache.bytes_per_block
-        kv_bytes, _ = granted_kv_bytes(config, memory, None if is_host else 0, sequence_bytes)
-        num_blocks = min(kv_bytes // cache.bytes_per_block, config.max_num_seqs * blocks_for(model.max_model_len))
-        kv_bytes = num_blocks * cache.bytes_per_block
-        longest = bisect_right(range(model.max_model_len + 1), num_blocks, key=blocks_for) - 1
-        fits = [
-            Fit(num_tokens=length, num_sequences=num_blocks // blocks_for(length))
-            for length in _lengths(model.max_model_len)
-        ]
+        held = held_at(model.max_model_len)
+        granted, _ = granted_kv_bytes(config, memory, None if is_host else 0, layout.count_bytes(held))
+        num_blocks = layout.share_bytes(granted, held, config.max_num_seqs)
+        kv_bytes = layout.count_bytes(num_blocks)
+        longest = bisect_right(range(1, model.max_model_len + 1), False, key=lambda length: not count_fitting(length))
+        fits = [Fit(num_tokens=length, num_sequences=count_fitting(length)) for length in _lengths(model.max_model_len)]
         try:
             num_kv_blocks(
                 config,
+                layout,
                 max_model_len=model.max_model_len,
-                bytes_per_block=cache.bytes_per_block,
                 memory=memory,
                 peak_bytes=None if is_host else 0,
-                windows=groups.windows,
                 max_in_flight=in_flight,
             )
         except ConfigError as error:
@@ -205,12 +208,12 @@ def read_model_info(config: EngineConfig, *, memory_bytes: int | None = None) ->
         formats=_formats(used.values()),
         weight_bytes=weight_bytes,
         kv_cache_dtype=_name(of_cache),
-        kv_groups=_kv_groups(groups, cache.bytes_per_block // config.block_size),
+        kv_groups=_kv_groups(layout, config.block_size),
         block_size=config.block_size,
         device="cpu" if is_host else "cuda",
         memory_bytes=memory_bytes,
         kv_cache_bytes=kv_bytes,
-        num_kv_blocks=num_blocks,
+        num_kv_blocks=num_blocks[0] if num_blocks else None,
         longest=longest,
         fits=fits,
         problem=problem,
@@ -336,15 +339,18 @@ def _formats(tensors: Iterable[Stored]) -> list[FormatInfo]:
     return [FormatInfo(format=name, num_tensors=len(sizes), file_bytes=sum(sizes)) for name, sizes in of_format.items()]
 
 
-def _kv_groups(groups: KVGroups, bytes_per_token: int) -> list[KVGroupInfo]:
-    """Groups of one window together."""
-    found: dict[int | None, KVGroupInfo] = {}
-    for window, layers in zip(groups.windows, groups.layers, strict=True):
-        before = found.get(window, KVGroupInfo(window=window, num_layers=0, bytes_per_token=0))
-        found[window] = KVGroupInfo(
-            window=window,
-            num_layers=before.num_layers + len(layers),
-            bytes_per_token=before.bytes_per_token + bytes_per_token,
+def _kv_groups(layout: CacheLayout, block_size: int) -> list[KVGroupInfo]:
+    """Groups of one kind together."""
+    found: dict[tuple[bool, int | None], KVGroupInfo] = {}
+    for group in layout.groups:
+        pool = layout.pools[group.pool]
+        kind = group.is_state, group.reach
+        before = found.get(kind, KVGroupInfo(window=None, num_layers=0, bytes_per_token=0))
+        found[kind] = KVGroupInfo(
+            window=None if group.is_state else group.reach,
+            num_layers=before.num_layers + len(group.layers),
+            bytes_per_token=before.bytes_per_token + (0 if group.is_state else pool.block_bytes // block_size),
+            state_bytes=before.state_bytes + (pool.block_bytes if group.is_state else 0),
         )
     return list(found.values())
 

@@ -20,8 +20,8 @@ from aioengine.executor.accelerator import Accelerator, DeviceEvent, Work
 from aioengine.executor.batch import NUM_TOP_SIZES, Batch, Deltas, Step
 from aioengine.executor.graphs import DecodeGraphs, GraphKey
 from aioengine.executor.launched import LaunchedStep, PinnedBuffers
+from aioengine.executor.paged_attention import PagedAttention
 from aioengine.executor.step_words import ExtraWords, FixedWords, num_fixed_words
-from aioengine.kernels.attention.paged import PagedAttention
 from aioengine.kernels.operations import Operations
 from aioengine.kernels.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow, param_of
 from aioengine.kernels.torch.draws import chunks
@@ -168,6 +168,7 @@ class Runner:
         """Have a KV cache, empty if there was none."""
         if self._attention is None:
             self._attention = self._make_attention(self._block_tables)
+            self._batch.first_blocks = self._attention.first_blocks
             self._attention.operations = self._operations
             self._capture_all()
 

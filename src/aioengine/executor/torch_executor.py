@@ -176,7 +176,8 @@ class Device:
         assert decoder is not None
         self.runner, info = make_runner(accelerator, decoder, config, stats, report)
         self._num_layers = decoder.config.num_layers
-        self._kv_bytes_per_token = len(info.windows) * info.kv_cache_bytes // (info.num_blocks * info.block_size)
+        block_bytes = sum(info.layout.pools[group.pool].block_bytes for group in info.layout.groups)
+        self._kv_bytes_per_token = block_bytes // info.block_size
         self._weight_bytes = info.weight_bytes
         if (
             accelerator.is_host

@@ -10,7 +10,6 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from aioengine.kernels.attention.launch_choices import (
     candidates,
     trying,
 )
-from aioengine.kernels.attention.paged import KVCacheShape, choose_num_splits
+from aioengine.kernels.attention.splits import choose_num_splits
 from aioengine.kernels.operations import PagedKV
 from aioengine.models.model import ModelConfig
 
@@ -47,7 +46,8 @@ ROWS_AND_LENGTH = {DECODE: (64, 1024), DECODE_IN_SPLITS: (1, 4096), PREFILL: (1,
 def tune_attention(
     accelerator: Accelerator,
     model: ModelConfig,
-    cache: KVCacheShape,
+    cache_dtype: torch.dtype,
+    block_size: int,
     *,
     deadline_s: float = DEADLINE_S,
     clock: Callable[[], float] = time.monotonic,
@@ -68,15 +68,15 @@ def tune_attention(
             group=model.num_heads // model.num_kv_heads,
             num_kv_heads=model.num_kv_heads,
             element_size=model.dtype.itemsize,
-            cache_element_size=cache.dtype.itemsize,
-            block_size=cache.block_size,
+            cache_element_size=cache_dtype.itemsize,
+            block_size=block_size,
         )
         rehearsal = None
         for kernel in ATTENTION_KERNELS:
             found = candidates(kernel, shape, accelerator.capability)
             key = kernel, accelerator.device.index, shape
             if key not in TUNED and len(found) > 1:
-                rehearsal = rehearsal or Rehearsal(accelerator, model, cache)
+                rehearsal = rehearsal or Rehearsal(accelerator, model, cache_dtype, block_size)
                 TUNED[key] = _fastest(rehearsal, kernel, found, began + deadline_s, clock)
         if rehearsal is not None:
             del rehearsal
@@ -107,16 +107,16 @@ class Rehearsal:
     The cache has `MAX_CACHE_BYTES`, or less where less is free; contexts are shorter then, or rows fewer.
     """
 
-    def __init__(self, accelerator: Accelerator, model: ModelConfig, cache: KVCacheShape) -> None:
+    def __init__(self, accelerator: Accelerator, model: ModelConfig, cache_dtype: torch.dtype, block_size: int) -> None:
         self._accelerator = accelerator
         self._model = model
         num_bytes = min(MAX_CACHE_BYTES, accelerator.memory().free // FREE_SHARE)
-        self._num_blocks = num_bytes // replace(cache, num_layers=1).bytes_per_block
+        block = block_size, model.num_kv_heads, model.head_dim
+        self._num_blocks = num_bytes // (2 * math.prod(block) * cache_dtype.itemsize)
         if not self._num_blocks:
             raise RuntimeError(f"{num_bytes} bytes are too few for a block of keys and values")
-        self._block_size = cache.block_size
-        size = (2, self._num_blocks, cache.block_size, cache.num_kv_heads, cache.head_dim)
-        self._caches = torch.empty(size, dtype=cache.dtype, device=accelerator.device)
+        self._block_size = block_size
+        self._caches = torch.empty(2, self._num_blocks, *block, dtype=cache_dtype, device=accelerator.device)
         # In a cache in use a row's blocks lie anywhere.
         blocks = torch.randperm(self._num_blocks, generator=torch.Generator().manual_seed(0), dtype=torch.int32)
         self._blocks = blocks.to(accelerator.device)

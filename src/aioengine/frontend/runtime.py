@@ -480,7 +480,8 @@ class Runtime:
     def describe(self) -> str:
         """One line about the model, its weights and its KV cache, for a person."""
         info = self.info
-        num_fitting = info.num_blocks / info.blocks_for(info.max_model_len, self.config.max_num_batched_tokens)
+        held = info.most_held(info.max_model_len, self.config.max_num_batched_tokens)
+        num_fitting = min(count / most for count, most in zip(info.pool_blocks, held, strict=True))
         return (
             f"{self.files.path.name} on {info.device} in {info.dtype}: weights {info.weight_bytes / 2**20:,.0f} MiB; "
             f"KV cache {info.kv_cache_bytes / 2**20:,.0f} MiB = {info.num_blocks:,} blocks of {info.block_size} tokens "

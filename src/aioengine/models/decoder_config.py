@@ -21,6 +21,7 @@ from aioengine.models.folder import MAX_LABELS, ModelFolder, is_gguf
 from aioengine.models.model import ModelConfig, limit_length
 from aioengine.models.rope import ROPE_TYPES, Lengths, Rope, RopeParameters, head_order, read_rope, rotated_size
 from aioengine.models.transformers.quiet import quiet_transformers
+from aioengine.scheduler.cache_layout import attention_specs
 from aioengine.validation import shorten
 
 MAX_POSITIONS = 2**24
@@ -242,7 +243,7 @@ def _read(folder: ModelFolder, dtype: str, max_model_len: int | None) -> Decoder
         mlp_bias=_flag(family.mlp_bias, fields),
         qk_norm=family.qk_norm,
         tie_word_embeddings=fields.tie_word_embeddings,
-        windows=_windows(family, fields),
+        caches=attention_specs(_windows(family, fields), num_kv_heads, head_dim),
         ropes=ropes,
         head_order=order,
         attention_scale=(fields.query_pre_attn_scalar or head_dim) ** -0.5 if scale is None else scale,

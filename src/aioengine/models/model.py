@@ -12,6 +12,7 @@ from torch import Tensor
 from aioengine.errors import ConfigError, InternalError
 from aioengine.kernels.operations import LayerAttention, Operations
 from aioengine.kernels.packed_weight import Quantization
+from aioengine.scheduler.cache_layout import AttentionSpec, CacheSpec, StateSpec
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,8 +22,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         num_heads, num_kv_heads, head_dim: of the attention; ``num_heads`` is a multiple of ``num_kv_heads``.
         max_model_len: most tokens in a sequence: what the model was made for, or less where the engine says so.
         dtype: of the parameters and of what flows between them.
-        windows: for each layer how many of the last keys a token sees, itself included; None for all, which a window
-            of ``max_model_len`` or more becomes.
+        caches: what each layer keeps of a sequence, by the index that it has in the cache; a window of
+            ``max_model_len`` or more becomes None.
     """
 
     architecture: str
@@ -34,11 +35,42 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     max_model_len: int
     dtype: torch.dtype
-    windows: tuple[int | None, ...]
+    caches: tuple[CacheSpec, ...]
 
     def __post_init__(self) -> None:
-        windows = tuple(w if w is not None and w < self.max_model_len else None for w in self.windows)
-        msgspec.structs.force_setattr(self, "windows", windows)
+        caches = tuple(
+            msgspec.structs.replace(spec, window=None)
+            if isinstance(spec, AttentionSpec) and (spec.window or 0) >= self.max_model_len
+            else spec
+            for spec in self.caches
+        )
+        msgspec.structs.force_setattr(self, "caches", caches)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """For each layer how many of the last keys a token sees, itself included; None for all."""
+        return tuple(spec.window if isinstance(spec, AttentionSpec) else None for spec in self.caches)
+
+
+class StateRows(NamedTuple):
+    """Where the states of a step's rows are, in the blocks of a layer. A tensor each, int32 [rows].
+
+    A layer reads the state before each row's first token, and writes those at the boundary and after the last token.
+
+    Attributes:
+        first_tokens: index in the step of each row's first token. num_tokens: how many follow, that one included.
+        before: the block with the state before the first token; -1: there is none, and the row starts with nothing.
+        num_to_boundary: tokens up to the block of the last token, where the row crosses into it; 0: it begins in there.
+        at_boundary: the block for the state after those; -1: none.
+        after: the block for the state after the last token, often the same as ``before``; -1: the row is padding.
+    """
+
+    first_tokens: Tensor
+    num_tokens: Tensor
+    before: Tensor
+    num_to_boundary: Tensor
+    at_boundary: Tensor
+    after: Tensor
 
 
 def limit_length(stated: int, max_model_len: int | None) -> int:
@@ -104,6 +136,16 @@ class StepContext(Protocol):
         """
         ...
 
+    def find_states(self, index: int) -> tuple[Tensor, StateRows]:
+        """Find the states of a layer whose spec is a `StateSpec`.
+
+        Args:
+            index: of the layer in ``ModelConfig.caches``.
+        Returns:
+            uint8 [blocks, num_bytes], to be read and written by the layer; and which of them.
+        """
+        ...
+
 
 class EmptyStep:
     """A `StepContext` of tokens that belong to no row, and see no keys.
@@ -118,14 +160,28 @@ class EmptyStep:
     def __init__(self, config: ModelConfig, positions: Tensor, num_rows: int = 0) -> None:
         self.positions = positions
         self._num_rows = num_rows
-        self._size = config.num_heads * config.head_dim
+        self._config = config
 
     @property
     def rows(self) -> Tensor:
         return torch.full_like(self.positions, self._num_rows)
 
     def attend(self, qkv: Tensor, layer: LayerAttention) -> Tensor:
-        return qkv.new_zeros(len(qkv), self._size)
+        return qkv.new_zeros(len(qkv), self._config.num_heads * self._config.head_dim)
+
+    def find_states(self, index: int) -> tuple[Tensor, StateRows]:
+        spec = self._config.caches[index]
+        assert isinstance(spec, StateSpec)
+        states = torch.empty(0, spec.num_bytes, dtype=torch.uint8, device=self.positions.device)
+        none = self.positions.new_full((1,), -1)
+        return states, StateRows(
+            first_tokens=none + 1,
+            num_tokens=none + 1 + len(self.positions),
+            before=none,
+            num_to_boundary=none + 1,
+            at_boundary=none,
+            after=none,
+        )
 
 
 class ChosenTokens:
@@ -151,6 +207,9 @@ class ChosenTokens:
 
     def attend(self, qkv: Tensor, layer: LayerAttention) -> Tensor:
         raise InternalError("a product behind the last layer has asked for attention")
+
+    def find_states(self, index: int) -> tuple[Tensor, StateRows]:
+        raise InternalError("a product behind the last layer has asked for states")
 
 
 class Model(Protocol):

@@ -12,14 +12,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 
 class BlockPool:
-    """Reference counts of ``num_blocks`` blocks; ``on_evict`` is called with cached ones before they are allocated."""
+    """Reference counts of the blocks with these ids.
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[list[int]], None]) -> None:
-        self.num_blocks = num_blocks
-        self.references = [0] * num_blocks
+    Args:
+        on_evict: called with cached blocks before they are allocated.
+
+    Attributes:
+        references: by block id.
+    """
+
+    def __init__(self, block_ids: range, on_evict: Callable[[list[int]], None]) -> None:
+        self.block_ids = block_ids
+        self.num_blocks = len(block_ids)
+        self.references = [0] * block_ids.stop
         self._on_evict = on_evict
-        self._blank = list(range(num_blocks - 1, -1, -1))
-        self._num_untouched = num_blocks
+        self._blank = list(reversed(block_ids))
+        self._num_untouched = self.num_blocks
         self._cached: OrderedDict[int, None] = OrderedDict()
 
     @property
@@ -66,7 +74,7 @@ class BlockPool:
         Later ids are freed first, so that the tail of a prefix is evicted before its head.
 
         Args:
-            hashes: [num_blocks], the hash of the prefix that each block holds; None for no prefix.
+            hashes: by block id, the hash of the prefix that each block holds; None for no prefix.
         """
         references = self.references
         for block_id in reversed(block_ids):

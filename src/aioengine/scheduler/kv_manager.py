@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
-from itertools import chain, zip_longest
+from itertools import accumulate, chain, groupby, pairwise, zip_longest
 
 import msgspec
+import numpy as np
 
 from aioengine.scheduler.block_pool import BlockPool
-from aioengine.scheduler.kv_groups import most_blocks
+from aioengine.scheduler.cache_layout import BLOCKS_A_STEP, FULL_ATTENTION, CacheLayout
 from aioengine.scheduler.prefix_cache import PrefixCache, hash_block
+from aioengine.scheduler.row_table import Rows
 from aioengine.scheduler.sequence import Sequence
 
 
@@ -41,48 +43,82 @@ class KVManager:
     Without prefix caching no block is hashed.
 
     A sequence has a block table for each group of layers; their n-th blocks are of the same tokens. In a group with a
-    window it gives up what no later token sees, and takes no more ahead than it needs in place of that.
+    window it gives up what no later token sees, and takes no more ahead than it needs in place of that. In a group of
+    states it takes the last two blocks of those that a step crosses.
 
     Args:
-        windows: of each group, how many of the last tokens its layers see; None: all (`aioengine.scheduler.kv_groups`).
-        max_tokens_in_flight: of a sequence, in all steps that are launched and not applied.
+        num_blocks: of each pool of the layout.
+        max_in_flight: steps that are launched and not applied, each of ``max_step_tokens`` tokens at the most.
+
+    Attributes:
+        pools: ids of blocks are unique among all of them.
     """
 
     def __init__(
         self,
-        num_blocks: int,
+        num_blocks: Iterable[int],
         block_size: int,
         *,
         enable_prefix_caching: bool,
-        windows: tuple[int | None, ...] = (None,),
-        max_tokens_in_flight: int = 1,
+        layout: CacheLayout = FULL_ATTENTION,
+        max_in_flight: int = 1,
+        max_step_tokens: int = 1,
     ) -> None:
+        self.layout = layout
         self.block_size = block_size
         self.is_caching = enable_prefix_caching
-        self.windows = windows
-        self.max_tokens_in_flight = max_tokens_in_flight
-        self._distinct = {window for window in windows if window is not None}
-        self.has_windows = bool(self._distinct)
-        self._none_passed = (0,) * len(windows)
-        self._most_held = most_blocks(windows, 2**31, block_size, max_tokens_in_flight)
-        seen = [None if window is None else self.blocks_for(window - 1) for window in windows]
-        self.cache = PrefixCache(num_blocks, seen)
-        self.pool = BlockPool(num_blocks, self.cache.evict)
+        self.has_windows = any(group.reach is not None for group in layout.groups)
+        self._groups = layout.groups
+        self._has_states = layout.has_states
+        self._reaches = {group.reach for group in layout.groups if group.reach is not None}
+        self._none_passed = (0,) * len(layout.groups)
+        self._most_held = layout.most_held(
+            2**31, block_size, max_in_flight=max_in_flight, max_step_tokens=max_step_tokens
+        )
+        seen = [None if group.reach is None else self.blocks_for(group.reach - 1) for group in layout.groups]
+        firsts = [0, *accumulate(num_blocks)]
+        self.cache = PrefixCache(firsts[-1], seen)
+        self.pools = [BlockPool(range(*span), self.cache.evict) for span in pairwise(firsts)]
+        assert len(self.pools) == len(layout.pools), "each pool has its number of blocks"
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self._copies: list[tuple[int, int]] = []
         """(from, to) block ids; the first has a reference for the copy until `take_copies`."""
 
+    @property
+    def tightest_pool(self) -> BlockPool:
+        """The pool with the smallest share of free blocks."""
+        if len(self.pools) == 1:
+            return self.pools[0]
+        return min(self.pools, key=lambda pool: pool.num_free / max(pool.num_blocks, 1))
+
     def blocks_for(self, num_tokens: int) -> int:
         """In one group."""
         return -(-num_tokens // self.block_size)
 
-    def most_blocks(self, num_tokens: int) -> int:
-        """In all groups, of a sequence that comes to have KV of so many tokens."""
+    def fits_alone(self, num_tokens: int) -> bool:
+        """Whether a sequence can come to so many computed tokens when it has all blocks."""
         num_blocks = -(-num_tokens // self.block_size)
-        if not self.has_windows:
-            return num_blocks * len(self.windows)
-        return sum(min(num_blocks, most) for most in self._most_held)
+        most = self.layout.sum_by_pool(min(num_blocks, most) for most in self._most_held)
+        return all(count <= pool.num_blocks for count, pool in zip(most, self.pools, strict=True))
+
+    def count_growth(self, growing: list[Rows]) -> list[int]:
+        """Blocks that rows need, by pool.
+
+        Args:
+            growing: by group, as `out_of_blocks` gives them.
+        """
+        counts = list(map(len, growing))
+        if len(self.pools) == 1 and not self._has_states:
+            return [sum(counts)]
+        for number, group in enumerate(self._groups):
+            if group.is_state and counts[number]:
+                counts[number] = int(np.minimum(np.unique(growing[number], return_counts=True)[1], BLOCKS_A_STEP).sum())
+        return self.layout.sum_by_pool(counts)
+
+    def has_free(self, counts: list[int]) -> bool:
+        """Whether so many blocks are free, given by pool."""
+        return all(count <= pool.num_free for count, pool in zip(counts, self.pools, strict=True))
 
     def lookup(self, sequence: Sequence) -> PrefixMatch:
         """The cached beginning of a sequence; empty for one that holds blocks, since it has begun already.
@@ -105,8 +141,10 @@ class KVManager:
         missing = [num_blocks - len(held[0])] * len(held)
         if self.has_windows:  # no more than is ever held at once
             passed = sequence.num_passed_blocks or self._num_passed_blocks(len(held[0]) * self.block_size)
-            for group, most in enumerate(self._most_held):
-                missing[group] = max(min(num_blocks, passed[group] + most) - len(held[group]), 0)
+            for number, group in enumerate(self._groups):
+                missing[number] = max(min(num_blocks, passed[number] + self._most_held[number]) - len(held[number]), 0)
+                if group.is_state:
+                    missing[number] = min(missing[number], BLOCKS_A_STEP)
         if sequence.shares_last_block:
             missing = [count + 1 for count in missing]
         return PrefixMatch(block_ids, pending, missing)
@@ -115,36 +153,51 @@ class KVManager:
         """Of each group, the first blocks that no token sees which is computed after so many."""
         if not self.has_windows:
             return self._none_passed
+        size = self.block_size
         passed: dict[int | None, int] = {
-            window: max(num_computed_tokens + 1 - window, 0) // self.block_size for window in self._distinct
+            reach: max(num_computed_tokens + 1 - reach, 0) // size for reach in self._reaches
         }
-        return tuple([passed.get(window, 0) for window in self.windows])
+        return tuple([passed.get(group.reach, 0) for group in self._groups])
 
-    def can_admit(self, match: PrefixMatch, reserve: int, victims: Collection[Sequence] = ()) -> bool:
+    def can_admit(self, match: PrefixMatch, reserve: list[int] | None, victims: Collection[Sequence] = ()) -> bool:
         """Whether all known tokens fit with ``reserve`` blocks left: a prompt half admitted would only be preempted.
 
         Args:
+            reserve: by pool; None: none.
             victims: count as if they had given up their blocks; those that others hold, too, are not free then.
         """
-        shared = _held(match.block_ids)
-        num_lacking = sum(match.missing) + reserve + self.pool.num_unused(shared) - self.pool.num_free
-        if num_lacking <= 0 or num_lacking > sum(victim.num_blocks for victim in victims):
-            return num_lacking <= 0
-        given_up = Counter(chain.from_iterable(_held(victim.block_ids) for victim in victims))  # 0.1 µs a block
-        for block_id in shared:
-            given_up.pop(block_id, None)
-        return num_lacking <= self.pool.num_freed(given_up)
+        missing = self.layout.sum_by_pool(match.missing) if len(self.pools) > 1 else [sum(match.missing)]
+        for number, (pool, shared) in enumerate(self._held_by_pool(match.block_ids)):
+            num_lacking = missing[number] + pool.num_unused(shared) - pool.num_free
+            if reserve is not None:
+                num_lacking += reserve[number]
+            if num_lacking <= 0:
+                continue
+            if num_lacking > sum(victim.num_blocks for victim in victims):
+                return False
+            given_up: Counter[int] = Counter()  # 0.1 µs a block
+            for victim in victims:
+                given_up.update(self._held_by_pool(victim.block_ids)[number][1])
+            for block_id in shared:
+                given_up.pop(block_id, None)
+            if num_lacking > pool.num_freed(given_up):
+                return False
+        return True
 
-    def admit(self, sequence: Sequence, match: PrefixMatch) -> None:
+    def admit(self, sequence: Sequence, match: PrefixMatch, num_left: int) -> None:
         """Give a sequence blocks for all its known tokens, and mark the one that it is going to fill next PENDING.
 
         In a group with a window it gets no more than it will hold at once; it grows by the others when it gives up as
-        many.
+        many. In a group of states it gets those of its next step.
+
+        Args:
+            num_left: the most tokens that it computes in that step.
         """
         if not sequence.block_ids:
             num_blocks = len(match.block_ids[0])
             if num_blocks:
-                self.pool.retain(_held(match.block_ids))
+                for pool, shared in self._held_by_pool(match.block_ids):
+                    pool.retain(shared)
             sequence.block_ids = match.block_ids
             sequence.num_ready_blocks = num_blocks
             sequence.num_computed_tokens = num_blocks * self.block_size
@@ -153,8 +206,13 @@ class KVManager:
             self.num_hit_tokens += sequence.num_computed_tokens
             if not sequence.has_run:
                 sequence.num_cached_tokens = sequence.num_computed_tokens
-        for group, block_ids in enumerate(sequence.block_ids):
-            missing = self.pool.allocate(match.missing[group])
+        for number, block_ids in enumerate(sequence.block_ids):
+            group = self._groups[number]
+            if group.is_state:
+                end = min(sequence.num_computed_tokens + num_left, sequence.num_tokens)
+                block_ids += self._take_states(self.pools[group.pool], self.blocks_for(end) - len(block_ids))
+                continue
+            missing = self.pools[group.pool].allocate(match.missing[number])
             if sequence.shares_last_block:
                 [copy] = missing  # it knows one token more than its prompt, for which there is room in the last block
                 self._copies.append((block_ids.pop(), copy))
@@ -170,13 +228,19 @@ class KVManager:
 
         It takes a reference to each, the partial last one included: other sequences may write to its positions behind
         the prompt, and to no others. What the child computes goes to a copy, which it gets when it is admitted.
+
+        Where layers keep states, the parent goes on in its last block. So the child begins at the last block boundary
+        of the prompt, and computes the tokens behind that again; it holds nothing if there is no such boundary.
         """
-        num_tokens = len(parent.prompt)
-        num_full = num_tokens // self.block_size
+        num_full = len(parent.prompt) // self.block_size
+        num_tokens = num_full * self.block_size if self._has_states else len(parent.prompt)
         num_blocks = self.blocks_for(num_tokens)
+        if not num_blocks:
+            return
         child.block_ids = [block_ids[:num_blocks] for block_ids in parent.block_ids]
         child.num_passed_blocks = parent.num_passed_blocks
-        self.pool.retain(_held(child.block_ids))
+        for pool, shared in self._held_by_pool(child.block_ids):
+            pool.retain(shared)
         child.shares_last_block = num_blocks > num_full
         child.block_hashes = parent.block_hashes[:num_full]
         child.num_ready_blocks = num_full if self.is_caching else 0
@@ -188,31 +252,47 @@ class KVManager:
         copies = self._copies
         if copies:
             self._copies = []
-            self.pool.release([source for source, _ in copies], self.cache.hashes)
+            sources = [source for source, _ in copies]
+            for pool in self.pools:
+                pool.release([block_id for block_id in sources if block_id in pool.block_ids], self.cache.hashes)
         return copies
 
-    def grow(self, group: int, sequences: list[Sequence]) -> list[int]:
-        """One more block in a group for each; the caller has checked that there are as many."""
-        block_ids = self.pool.allocate(len(sequences))
+    def grow(self, number: int, sequences: list[Sequence]) -> list[int]:
+        """One more block in a group for each, one may stand there several times in a row; the caller has checked that
+        there are as many."""
+        group = self._groups[number]
+        pool = self.pools[group.pool]
+        if group.is_state:
+            block_ids = []
+            for _, run in groupby(sequences):
+                block_ids += self._take_states(pool, len(list(run)))
+        else:
+            block_ids = pool.allocate(len(sequences))
         for sequence, block_id in zip(sequences, block_ids, strict=True):
-            sequence.block_ids[group].append(block_id)
+            sequence.block_ids[number].append(block_id)
         return block_ids
+
+    def _take_states(self, pool: BlockPool, count: int) -> list[int]:
+        """The next ``count`` blocks of a table of states, crossed in one step: -1 where the step writes no state."""
+        num_kept = min(max(count, 0), BLOCKS_A_STEP)
+        return [-1] * (count - num_kept) + pool.allocate(num_kept)
 
     def give_up_passed(self, sequence: Sequence, num_computed_tokens: int) -> int:
         """Give up the blocks that its later tokens do not see; returns at how many computed tokens there are more.
 
         Steps in flight, which may read what a new owner is going to write, come before that on the device.
         """
+        size = self.block_size
+        if sequence.children and self._has_states:  # they begin at that boundary
+            num_computed_tokens = min(num_computed_tokens, len(sequence.prompt) // size * size)
         num_passed = self._num_passed_blocks(num_computed_tokens)
         given_up = []
         for block_ids, before, passed in zip(sequence.block_ids, sequence.num_passed_blocks, num_passed, strict=True):
-            for place in range(before, passed):
-                given_up.append(block_ids[place])
-                block_ids[place] = -1
-        self.pool.release(given_up, self.cache.hashes)
+            given_up.append(block_ids[before:passed])
+            block_ids[before:passed] = [-1] * (passed - before)
+        self._release(given_up)
         sequence.num_passed_blocks = num_passed
-        size = self.block_size
-        return min((max(num_computed_tokens + 1 - w, 0) // size + 1) * size + w - 1 for w in self._distinct)
+        return min((max(num_computed_tokens + 1 - w, 0) // size + 1) * size + w - 1 for w in self._reaches)
 
     def mark_ready(self, sequence: Sequence, num_computed_tokens: int) -> None:
         """Hash the full blocks of these tokens, at least one more than before, and let other sequences share them."""
@@ -222,8 +302,12 @@ class KVManager:
             return
         hashes = self._hash_blocks(sequence, full)
         filled = hashes[before:full]
-        for group, block_ids in enumerate(sequence.block_ids):
-            self.cache.mark_ready(group, filled, block_ids[before:full])
+        for number, block_ids in enumerate(sequence.block_ids):
+            ready = block_ids[before:full]
+            if self._groups[number].is_state:  # of a block that the step passed over the state is one in its midst
+                num_passed = (num_computed_tokens - 1) // self.block_size - 1 - before
+                ready[: max(num_passed, 0)] = [-1] * min(max(num_passed, 0), len(ready))
+            self.cache.mark_ready(number, filled, ready)
         sequence.num_ready_blocks = full
         if len(hashes) > full:
             self.cache.mark_pending(hashes[full], sequence)
@@ -236,7 +320,8 @@ class KVManager:
     def release(self, sequence: Sequence) -> None:
         """Give up all its blocks."""
         self.cancel_pending(sequence)
-        self.pool.release(_held(sequence.block_ids), self.cache.hashes)
+        if sequence.block_ids:
+            self._release(sequence.block_ids)
         sequence.block_ids = []
         sequence.num_passed_blocks = ()
         sequence.num_ready_blocks = 0
@@ -256,8 +341,22 @@ class KVManager:
                 sequence.is_cacheable = False
         num_forgotten = len(self.cache.hashes) - self.cache.hashes.count(None)
         self.cache.forget()
-        self.pool.forget_cached()
+        for pool in self.pools:
+            pool.forget_cached()
         return num_forgotten
+
+    def _held_by_pool(self, block_ids: list[list[int]]) -> list[tuple[BlockPool, list[int]]]:
+        """Each pool, with those of its blocks that are in these tables of all groups."""
+        if len(self.pools) == 1:
+            return [(self.pools[0], _held(block_ids))]
+        tables: list[list[list[int]]] = [[] for _ in self.pools]
+        for group, table in zip(self._groups, block_ids, strict=True):
+            tables[group.pool].append(table)
+        return [(pool, _held(of_pool)) for pool, of_pool in zip(self.pools, tables, strict=True)]
+
+    def _release(self, block_ids: list[list[int]]) -> None:
+        for pool, held in self._held_by_pool(block_ids):
+            pool.release(held, self.cache.hashes)
 
     def _hash_blocks(self, sequence: Sequence, count: int) -> list[bytes]:
         """The hashes of at least its first ``count`` blocks, which are full of known tokens."""
@@ -274,7 +373,7 @@ class KVManager:
 
 def _held(block_ids: list[list[int]]) -> list[int]:
     """The blocks of some tables in the order of their places, so that all groups lose the end of a prefix first."""
-    if len(block_ids) == 1 and (not block_ids[0] or block_ids[0][0] >= 0):
+    if len(block_ids) == 1 and -1 not in block_ids[0]:
         return block_ids[0]
     in_order = chain.from_iterable(zip_longest(*block_ids, fillvalue=-1))
     return [block_id for block_id in in_order if block_id >= 0]

@@ -23,8 +23,8 @@ class Preemption:
     Attributes:
         leaving: blocked sequences that keep a row until their steps in flight are applied.
         parked: sequences that hold blocks without a row, blocked or not; by order.
-        reserve: blocks that are kept back from newcomers while others run: a prompt half admitted would only be
-            preempted again.
+        reserve: by pool, blocks that are kept back from newcomers while others run: a prompt half admitted would only
+            be preempted again.
         num_preemptions: since the start.
     """
 
@@ -37,7 +37,7 @@ class Preemption:
         self._blocked = blocked
         self.leaving: list[Sequence] = []
         self.parked: dict[int, Sequence] = {}
-        self.reserve = max(1, kv.pool.num_blocks // 100)
+        self.reserve = [max(1, pool.num_blocks // 100) for pool in kv.pools]
         self.num_preemptions = 0
 
     def enqueue(self, sequence: Sequence) -> None:

@@ -6,7 +6,8 @@ hash is known: a second request with the same prefix waits for it instead of com
 owner leaves. One PENDING block per owner is enough: a request that shares a later block shares this one, too.
 
 Each group of layers has a block of its own for the same tokens, and loses it apart from the others. A prefix can be
-used if the next token finds all that it sees: all blocks of groups without a window, and the last ones of the others.
+used if the next token finds all that it needs: all blocks of groups that attend to all tokens, and the last ones of
+the others, which is one block of a state.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import struct
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from hashlib import blake2b
-from operator import itemgetter
 from typing import Any
 
 import msgspec
@@ -88,8 +88,8 @@ class PrefixCache:
     """Blocks by the hashes of the prefixes that they hold. It holds no references: blocks in use and free ones alike.
 
     Args:
-        num_seen: of each group, how many blocks before the end of a prefix of whole blocks the next token sees; None:
-            all. Those come first.
+        num_seen: for each group, how many blocks before the end of a prefix of whole blocks the next token needs;
+            None: all. Those groups come first.
 
     Attributes:
         ready: by group, {hash: block id} of the blocks that are computed.
@@ -104,6 +104,9 @@ class PrefixCache:
         self._full = [of_group for of_group, seen in groups if seen is None]
         self._sliding = [(of_group, seen) for of_group, seen in groups if seen is not None]
         assert None not in num_seen[len(self._full) :], "groups that see all come first"
+        seeing = [one for one in self._sliding if one[1]]
+        self._limiting = seeing or ([] if self._full else self._sliding[:1])
+        """The groups with windows that limit a match: with a window of one token, nothing is needed before the next."""
         self.hashes: list[bytes | None] = [None] * num_blocks
         self._ready_in = [self.ready[0]] * num_blocks
         """Of each READY block, the one of `ready` that has it."""
@@ -143,14 +146,12 @@ class PrefixCache:
 
         From the right, as most hits are whole: a prefix that is longer than a lost block sees it or has passed it.
         """
-        if not self._full:
-            widest, _ = max(self._sliding, key=itemgetter(1))
-            end = next((place + 1 for place in range(end - 1, -1, -1) if hashes[place] in widest), 0)
         before = -1
         while end != before:
             before = end
-            for of_group, seen in self._sliding:
-                places = range(end - 1, max(end - seen, 0) - 1, -1)
+            for of_group, seen in self._limiting:
+                end = next((place + 1 for place in range(end - 1, -1, -1) if hashes[place] in of_group), 0)
+                places = range(end - 2, max(end - seen, 0) - 1, -1)
                 end = next((place for place in places if hashes[place] not in of_group), end)
         return end
 
@@ -170,13 +171,18 @@ class PrefixCache:
         """These blocks are computed: READY, but for those whose hash another READY block of the group has.
 
         To be called for all groups before the next `match`: a hash that is READY in one is PENDING no more.
+
+        Args:
+            block_ids: -1 where the group keeps nothing of the block.
         """
         ready = self.ready[group]
         for place, block_hash in enumerate(hashes):
             if block_hash not in ready:
-                block_id = ready[block_hash] = block_ids[place]
-                self.hashes[block_id] = block_hash
-                self._ready_in[block_id] = ready
+                block_id = block_ids[place]
+                if block_id >= 0:
+                    ready[block_hash] = block_id
+                    self.hashes[block_id] = block_hash
+                    self._ready_in[block_id] = ready
                 if self.pending.pop(block_hash, None) is not None:
                     self._wake(block_hash)
 

@@ -67,7 +67,7 @@ class Scheduler:
     ) -> None:
         assert budget.max_tokens >= max_num_seqs, "each row needs a token a step"
         self.kv = kv
-        self.table = RowTable(max_num_seqs, kv.block_size, len(kv.windows))
+        self.table = RowTable(max_num_seqs, kv.block_size, len(kv.layout.groups))
         self.budget = budget
         self.eos_token_ids = frozenset(eos_token_ids)
         self.policy = policy or ByPriority()
@@ -97,7 +97,7 @@ class Scheduler:
         Args:
             order: absent: the policy is asked for it.
         """
-        assert self.kv.most_blocks(sequence.limit - 1) <= self.kv.pool.num_blocks, f"{sequence} could never end"
+        assert self.kv.fits_alone(sequence.limit - 1), f"{sequence} could never end"
         order = order or order_of(self.policy, Incoming.of(sequence.request))
         self._num_forks += bool(sequence.children)
         for member in (sequence, *sequence.children):
@@ -177,10 +177,10 @@ class Scheduler:
         self.preemption.park_blocked()
         claim = self.preemption.yield_to_higher()
         while True:
-            work, growing, is_tight = self._share(claim)
+            work, growing, num_growing, is_tight = self._share(claim)
             admitted: list[Sequence] = []
             if self.waiting and not (is_tight and len(work.rows)):
-                admitted = self._admit(work.num_left, sum(map(len, growing)), now)
+                admitted = self._admit(work.num_left, num_growing, now)
             if admitted or claim is None:
                 break
             claim = None  # nothing came to take it: the tokens are for those that run
@@ -289,12 +289,13 @@ class Scheduler:
         return [*self.table.running, *self.preemption.leaving, *self.waiting, *self.blocked.values()]
 
     def stats(self) -> SchedulerStats:
+        pool = self.kv.tightest_pool
         return SchedulerStats(
             running=self.num_running,
             waiting=len(self.waiting),
             blocked=len(self.blocked),
-            free_blocks=self.kv.pool.num_free,
-            num_blocks=self.kv.pool.num_blocks,
+            free_blocks=pool.num_free,
+            num_blocks=pool.num_blocks,
             preemptions=self.preemption.num_preemptions,
             prefix_cache_queries=self.kv.num_queried_tokens,
             prefix_cache_hits=self.kv.num_hit_tokens,
@@ -303,28 +304,31 @@ class Scheduler:
 
     # Sharing out a step
 
-    def _share(self, claim: Claim | None) -> tuple[Work, list[Rows], bool]:
+    def _share(self, claim: Claim | None) -> tuple[Work, list[Rows], list[int], bool]:
         """Share the budget among the rows, and preempt until there are blocks for what they compute.
 
         Returns:
-            the step so far; by group, the rows that need a block more; whether any sequence was preempted.
+            the step so far; by group, the rows that need a block more; by pool, how many blocks these are; whether any
+            sequence was preempted.
         """
         is_tight = False
         while True:
             work = share_budget(self.table, self.budget, claim)
             growing = out_of_blocks(self.table, work)
-            if sum(map(len, growing)) <= self.kv.pool.num_free:
-                return work, growing, is_tight
+            num_growing = self.kv.count_growth(growing)
+            if self.kv.has_free(num_growing):
+                return work, growing, num_growing, is_tight
             is_tight = True
             self.preemption.preempt(self.preemption.victim())
 
-    def _admit(self, num_left: int, num_growing: int, now: float) -> list[Sequence]:
+    def _admit(self, num_left: int, num_growing: list[int], now: float) -> list[Sequence]:
         """Take sequences from the queue while rows, blocks and tokens last; the first that does not fit ends it.
 
         Args:
-            num_growing: blocks that are kept for the rows.
+            num_growing: by pool, blocks that are kept for the rows.
         """
         admitted: list[Sequence] = []
+        reserve = [sum(counts) for counts in zip(num_growing, self.preemption.reserve, strict=True)]
         while num_left > 0 and self.table.free_rows and (sequence := self.waiting.peek()) is not None:
             match = self.kv.lookup(sequence)
             if match.pending is not None:
@@ -332,14 +336,14 @@ class Scheduler:
                 self.block(sequence, Reason.PENDING_PREFIX)
                 continue
             is_alone = not (admitted or self.table.running)
-            if not self.kv.can_admit(match, 0 if is_alone else num_growing + self.preemption.reserve):
+            if not self.kv.can_admit(match, None if is_alone else reserve):
                 victim = self.preemption.victim_for(sequence, is_alone=is_alone)
                 if victim is None:
                     break
                 self.preemption.preempt(victim)
                 continue
             self.waiting.pop()
-            self.kv.admit(sequence, match)
+            self.kv.admit(sequence, match, num_left)
             self.preemption.parked.pop(sequence.order, None)
             if not sequence.has_run:
                 sequence.has_run = True
@@ -406,7 +410,8 @@ class Scheduler:
                 if child.has_ended:
                     continue
                 self.kv.fork(parent, child)
-                self.preemption.parked[child.order] = child
+                if child.block_ids:
+                    self.preemption.parked[child.order] = child
                 born.append(child)
                 born_indices.append(int(indices[index]) + nth)
                 token_id = int(result.token_ids[born_indices[-1]])

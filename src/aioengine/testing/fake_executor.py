@@ -19,6 +19,7 @@ from aioengine.core.worker_functions import Worker, registered
 from aioengine.errors import InvalidRequest
 from aioengine.models.folder import ModelFolder
 from aioengine.processes.turns import running_loop
+from aioengine.scheduler.cache_layout import FULL_ATTENTION, CacheLayout
 from aioengine.scheduler.handles import Handles
 from aioengine.scheduler.plan import (
     Float32,
@@ -152,7 +153,7 @@ class FakeExecutor:
     called with its model get the executor itself, and run on the loop.
 
     Args:
-        num_blocks, block_size, max_model_len, max_in_flight, windows: as in `ExecutorInfo`.
+        num_blocks, block_size, max_model_len, max_in_flight, layout, more_blocks: as in `ExecutorInfo`.
         vocab_size: as in `ExecutorInfo`; absent: the model's.
         answers: answers in place of hashes: a text, an error, or a tuple of a text and the error that cuts it, for each
             request in their order; the last one serves all further requests. Or a function from the text of a prompt to
@@ -179,7 +180,8 @@ class FakeExecutor:
         answers: Sequence[Answer] | Callable[[str], Answer] | None = None,
         sampler: Sampler | None = None,
         step_time_s: float = 0.0,
-        windows: tuple[int | None, ...] = (None,),
+        layout: CacheLayout = FULL_ATTENTION,
+        more_blocks: tuple[int, ...] = (),
     ) -> None:
         self.info = ExecutorInfo(
             num_blocks=num_blocks,
@@ -188,7 +190,8 @@ class FakeExecutor:
             vocab_size=vocab_size or 1,
             max_in_flight=max_in_flight,
             device="fake",
-            windows=windows,
+            layout=layout,
+            more_blocks=more_blocks,
         )
         self.stats = ExecutorStats()
         self.handles = Handles()

@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from aioengine.errors import ModelLoadError
 from aioengine.models.decoder_config import MAX_SHOWN_CHARS
 from aioengine.models.transformers.quiet import quiet_transformers
+from aioengine.scheduler.cache_layout import CacheSpec, attention_specs
 
 PROBED = "aioengine_probed"
 """The name of an implementation of attention that calls a module's `_Probe`, for which transformers makes masks."""
@@ -63,7 +64,7 @@ class Probed(NamedTuple):
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    windows: tuple[int | None, ...]
+    caches: tuple[CacheSpec, ...]
     attention: tuple[str, ...]
     body: str
 
@@ -110,9 +111,10 @@ def probe_model(folder: Path, trust_remote_code: bool, num_positions: int) -> Pr
     _check_layers(layers, num_layers, architecture)
     name_of = {module: name for name, module in model.named_modules()}
     attention = tuple(name_of[module] for module in probe.attention)
-    windows, head_dim = tuple(layer.window for layer in layers), max(layers[0].key_dim, layers[0].value_dim)
+    head_dim, num_kv_heads = max(layers[0].key_dim, layers[0].value_dim), layers[0].num_kv_heads
+    caches = attention_specs((layer.window for layer in layers), num_kv_heads, head_dim)
     return Probed(
-        logits.shape[-1], calls.hidden_size, num_layers, *layers[0][:2], head_dim, windows, attention, calls.outer[0]
+        logits.shape[-1], calls.hidden_size, num_layers, *layers[0][:2], head_dim, caches, attention, calls.outer[0]
     )
 
 
