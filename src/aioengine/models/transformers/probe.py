@@ -18,8 +18,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from aioengine.errors import ModelLoadError
 from aioengine.models.decoder_config import MAX_SHOWN_CHARS
+from aioengine.models.model import Caches, attention_caches
 from aioengine.models.transformers.quiet import quiet_transformers
-from aioengine.scheduler.cache_layout import CacheSpec, attention_specs
 
 PROBED = "aioengine_probed"
 """The name of an implementation of attention that calls a module's `_Probe`, for which transformers makes masks."""
@@ -64,7 +64,7 @@ class Probed(NamedTuple):
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    caches: tuple[CacheSpec, ...]
+    caches: Caches
     attention: tuple[str, ...]
     body: str
 
@@ -112,7 +112,7 @@ def probe_model(folder: Path, trust_remote_code: bool, num_positions: int) -> Pr
     name_of = {module: name for name, module in model.named_modules()}
     attention = tuple(name_of[module] for module in probe.attention)
     head_dim, num_kv_heads = max(layers[0].key_dim, layers[0].value_dim), layers[0].num_kv_heads
-    caches = attention_specs((layer.window for layer in layers), num_kv_heads, head_dim)
+    caches = attention_caches((layer.window for layer in layers), num_kv_heads, head_dim)
     return Probed(
         logits.shape[-1], calls.hidden_size, num_layers, *layers[0][:2], head_dim, caches, attention, calls.outer[0]
     )
