@@ -26,7 +26,7 @@ IN_FLIGHT = 2
 def lines() -> Iterator[str]:
     """The request's way through the scheduler, a line an event and a line for the columns of its row after it."""
     scheduler = Scheduler(
-        KVManager(6, BLOCK_SIZE, enable_prefix_caching=True),
+        KVManager((6,), BLOCK_SIZE, enable_prefix_caching=True),
         max_num_seqs=2,
         budget=Budget(8, 8),
         eos_token_ids=(EOS,),

@@ -18,10 +18,9 @@ from aioengine.kernels.operations import Activation
 from aioengine.models.experts import ExpertsConfig
 from aioengine.models.families import ARCHITECTURES, Family, QkNorm, native_architecture, text_config
 from aioengine.models.folder import MAX_LABELS, ModelFolder, is_gguf
-from aioengine.models.model import ModelConfig, limit_length
+from aioengine.models.model import ModelConfig, attention_caches, limit_length
 from aioengine.models.rope import ROPE_TYPES, Lengths, Rope, RopeParameters, head_order, read_rope, rotated_size
 from aioengine.models.transformers.quiet import quiet_transformers
-from aioengine.scheduler.cache_layout import attention_specs
 from aioengine.validation import shorten
 
 MAX_POSITIONS = 2**24
@@ -243,7 +242,7 @@ def _read(folder: ModelFolder, dtype: str, max_model_len: int | None) -> Decoder
         mlp_bias=_flag(family.mlp_bias, fields),
         qk_norm=family.qk_norm,
         tie_word_embeddings=fields.tie_word_embeddings,
-        caches=attention_specs(_windows(family, fields), num_kv_heads, head_dim),
+        caches=attention_caches(_windows(family, fields), num_kv_heads, head_dim),
         ropes=ropes,
         head_order=order,
         attention_scale=(fields.query_pre_attn_scalar or head_dim) ** -0.5 if scale is None else scale,

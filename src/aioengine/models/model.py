@@ -12,7 +12,12 @@ from torch import Tensor
 from aioengine.errors import ConfigError, InternalError
 from aioengine.kernels.operations import LayerAttention, Operations
 from aioengine.kernels.packed_weight import Quantization
-from aioengine.scheduler.cache_layout import AttentionSpec, CacheSpec, StateSpec
+from aioengine.scheduler.cache_layout import AttentionSpec, CacheSpec, StateSpec, attention_specs
+
+Caches = tuple[CacheSpec, ...]
+"""What each layer keeps of a sequence."""
+
+attention_caches = attention_specs
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +40,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     max_model_len: int
     dtype: torch.dtype
-    caches: tuple[CacheSpec, ...]
+    caches: Caches
 
     def __post_init__(self) -> None:
         caches = tuple(
