@@ -1,6 +1,6 @@
 """The cost of an engine in a process of its own, beside the same engine in this one.
 
-    python benchmarks/transport.py [--quick] [--only latency rate] [--loop uvloop] [--json FILE]
+    python benchmarks/transport.py [--only latency rate] [--loop uvloop] [--json FILE]
 
 The device is a stand-in (`stand_in.py`), so that nothing is measured but the host. An engine of each kind is there all
 the time, and they take turns, so that a drifting machine hurts both alike. Tokens become text, on the caller's side.
@@ -323,7 +323,6 @@ async def measure_all(args: argparse.Namespace) -> Figures:
                 figures.latency = await measure_latency([here, child], args)
             if "rate" in args.only:
                 figures.rate = await measure_rate([here, child], args)
-    figures.about["load_after"] = os.getloadavg()
     return figures
 
 
@@ -386,11 +385,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="of one run of the latency")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--loop", choices=["asyncio", "uvloop"], default="asyncio", help="of the caller")
-    parser.add_argument("--quick", action="store_true", help="two short repeats of everything, to see that it works")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     args = parser.parse_args()
-    if args.quick:
-        args.repeats, args.seconds, args.rate_tokens = 2, 0.5, 64_000
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
     )
