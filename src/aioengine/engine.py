@@ -354,7 +354,7 @@ class Engine(NotCopied, NotYet):
 
         For programs and libraries that take an ``openai.AsyncOpenAI``. Cancelling the task of a request or closing its
         stream aborts it; closing the client aborts its requests; closing the engine ends them with an error. The client
-        need not be closed. ``model`` may be left out.
+        need not be closed. ``model=""`` is the model that the engine has.
 
         Args:
             options: of ``AsyncOpenAI`` (``timeout``, ``max_retries``, …), and ``config``: a

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Self
 
 from aioengine.blocking.llm import LLM
@@ -36,13 +35,13 @@ def async_client(engine: Engine, *, config: ServerConfig | None = None, **option
     """As `Engine.openai_client`."""
     transport = AsyncTransport(InProcessApi(engine, config))
     http_client = openai.DefaultAsyncHttpxClient(transport=transport)
-    return AsyncEngineOpenAI(**_checked(options), base_url=BASE_URL, http_client=http_client)
+    return openai.AsyncOpenAI(**_checked(options), base_url=BASE_URL, http_client=http_client)
 
 
 def blocking_client(llm: LLM, *, config: ServerConfig | None = None, **options: Any) -> openai.OpenAI:
     """As `LLM.openai_client`."""
     http_client = openai.DefaultHttpxClient(transport=Transport(llm, InProcessApi(llm._host.engine, config)))
-    return EngineOpenAI(**_checked(options), base_url=BASE_URL, http_client=http_client)
+    return openai.OpenAI(**_checked(options), base_url=BASE_URL, http_client=http_client)
 
 
 def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,47 +50,6 @@ def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
         if options.get(name) is not None:
             raise ConfigError(f"{name}: this client speaks to the engine that has made it; leave {name} out")
     return {"api_key": "in-process", **options}
-
-
-# With a model's name that may be left out
-
-
-class _OneModel:
-    """A client of one model; a base beside openai's."""
-
-    @functools.cached_property
-    def chat(self) -> Any:
-        chat = super().chat  # type: ignore[misc]
-        _default_model(chat.completions)
-        return chat
-
-    @functools.cached_property
-    def completions(self) -> Any:
-        return _default_model(super().completions)  # type: ignore[misc]
-
-
-class AsyncEngineOpenAI(_OneModel, openai.AsyncOpenAI):
-    """An ``AsyncOpenAI`` of one model."""
-
-
-class EngineOpenAI(_OneModel, openai.OpenAI):
-    """An ``OpenAI`` of one model."""
-
-
-def _default_model(resource: Any) -> Any:
-    """Let a resource's calls leave out ``model``: the API takes no name for the one that it serves."""
-    for name in ("create", "parse", "stream"):
-        if hasattr(resource, name):
-            setattr(resource, name, _with_model(getattr(resource, name)))
-    return resource
-
-
-def _with_model(call: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(call)
-    def call_with_model(*args: Any, model: str = "", **kwargs: Any) -> Any:
-        return call(*args, model=model, **kwargs)
-
-    return call_with_model
 
 
 # For tasks on the engine's loop
