@@ -119,7 +119,7 @@ class Call:
 
     @property
     def operation(self) -> str:
-        """What it asks for, as gen_ai's semantic conventions name it."""
+        """The operation, as gen_ai's semantic conventions name it."""
         return "chat" if is_chat(self.prompt) else "text_completion"
 
     @property

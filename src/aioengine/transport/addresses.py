@@ -78,7 +78,7 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
 def check_bind(address: str, *, has_keys: bool) -> Address:
     """The address to bind to. For ipc its folder exists afterwards, and no stale socket lies in the way.
 
-    Two servers that start on one path in the same instant are not told apart: the later one may get it.
+    Two servers that start on one path in the same instant are not distinguished: the later one may get it.
 
     Raises:
         ConfigError: it cannot be had, is in use, or would be open to others than its owner and those with keys.
@@ -313,7 +313,7 @@ def _make_locked_folder() -> tuple[str, int]:
         if not is_short or not os.path.isabs(parent):
             continue
         try:
-            # It takes its name when it is locked: until then no sweep could tell it from an abandoned one.
+            # It takes its name when it is locked: until then a sweep would take it for an abandoned one.
             unnamed = tempfile.mkdtemp(prefix=f".{_FOLDER_PREFIX}", dir=parent)
             folder = f"{parent}/{os.path.basename(unnamed)[1:]}"
             try:

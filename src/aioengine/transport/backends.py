@@ -102,7 +102,7 @@ class Connected:
 
 
 def known_fields(kind: type[msgspec.Struct], fields: dict[str, Any]) -> dict[str, Any]:
-    """What another process has told of its options, which may be of a version that has others."""
+    """The options that this version knows of those that another process has sent."""
     return {name: value for name, value in fields.items() if name in kind.__struct_fields__}
 
 

@@ -1,7 +1,7 @@
 """ZMQ sockets on an event loop: one owner each, never blocking, drained in batches with a turn for the loop between.
 
 ZMQ's own asyncio sockets do not yield while messages are ready, so that a full socket starves the loop. Its file
-descriptor tells of changes, not of states: a send may take the news of a message that has come. A `Channel`
+descriptor signals changes, not states: a send may consume the signal of a message that has come. A `Channel`
 looks at the socket's state after each send and before each wait.
 """
 
@@ -48,7 +48,7 @@ Context = zmq.Context[zmq.Socket[bytes]]
 
 
 def make_context() -> Context:
-    """A context whose sockets drop what is unsent when they are closed, unless they are told otherwise.
+    """A context whose sockets drop what is unsent when they are closed, unless closing gives them time.
 
     Raises:
         ConfigError: there is no file descriptor for it.
@@ -213,7 +213,7 @@ class Channel:
 
 
 class Monitor:
-    """What becomes of a socket's connections.
+    """Watches a socket's connections.
 
     Args:
         on_end: called with the file descriptor of each connection that has ended.
@@ -252,8 +252,8 @@ class Monitor:
     def close(self) -> None:
         """Idempotent; to be called before the watched socket is closed."""
         if not self._channel.socket.closed:
-            # In this order: ZMQ's thread tells its news under a lock that the first call needs, and without a receiver
-            # it would wait for ever, and this loop for it.
+            # In this order: ZMQ's thread sends its events under a lock that the first call needs. Without a receiver it
+            # would wait for ever, and this loop for it.
             if not self._watched.closed:
                 self._watched.disable_monitor()
             self._channel.close()

@@ -1,7 +1,7 @@
 """An engine as a child process: ``python -m aioengine.transport.child``, started by `InChild`.
 
 It is bound to its parent before anything slow begins: this module imports nothing but a little of the standard library,
-and `main` the rest. The handshake says what the engine is to do. The command line has only the parent's address, and
+and `main` the rest. The handshake brings the model to serve. The command line has only the parent's address, and
 the environment has the token, which others must not see.
 """
 

@@ -47,7 +47,7 @@ MIN_SILENCE_S = 15.0
 """An engine that starts sends a message each second, and less often while an import or another program holds it up."""
 
 EXIT_NEWS_S = 0.05
-"""The end of a connection and that of a process are told apart if the second is known so soon after the first."""
+"""The end of a connection and that of a process are distinguished if the second is known so soon after the first."""
 
 
 class InChild:
@@ -167,7 +167,9 @@ class InChild:
         def on_change() -> None:
             nonlocal loaded
             silence.deadline = anyio.current_time() + silence_s
-            if on_progress is not None and loaded != machine.loaded:  # else it only says that it lives
+            if (
+                on_progress is not None and loaded != machine.loaded
+            ):  # else the message only shows that the process lives
                 on_progress(*(loaded := machine.loaded))
 
         assert self._handshake is not None, "find_model comes first"
@@ -179,7 +181,7 @@ class InChild:
         self._served_at = machine.ready.address
 
     def _make_init(self) -> Init:
-        """What the process is told when it has said HELLO.
+        """The answer to the process's HELLO.
 
         No other process is to connect, and should this one be killed while the model loads, no file is to be left: the
         folder goes. The engine serves in one of its own, whose name is known when it is there.
@@ -226,7 +228,7 @@ class InChild:
             self._exits.append(self._child.describe_exit())
             self._handshake.wake()
             if hasattr(self, "core"):
-                # Its connection may not tell, as when something that it has started holds that open. Its final message
+                # Its connection may stay open, as when something that it has started holds that. Its final message
                 # comes first.
                 death = EngineDead(self._exits[0])
                 asyncio.get_running_loop().call_later(EXIT_NEWS_S, self.core.die, death)

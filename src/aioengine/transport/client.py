@@ -211,7 +211,7 @@ class RemoteCore:
         return result
 
     def start_wave(self, wave: int) -> None:
-        """Tell an engine in lockstep that its group computes; lost if it has ended."""
+        """Notify an engine in lockstep that its group computes; lost if the engine has ended."""
         if not self.is_stopped:
             self._calls.send(StartWave(wave))
 
@@ -262,7 +262,7 @@ class RemoteCore:
                 self._cluster.on_death(self._mirrors.let_go())
                 self._on_capacity()
             self._end_all(self.copy_death)
-            if self._cluster is None:  # else that says it, with what becomes of the sequences
+            if self._cluster is None:  # else the cluster logs it, with the fate of the sequences
                 logger.error("%s", death)  # last: a filter of the program's may raise, and nothing may wait for that
 
     # The loop
@@ -303,7 +303,7 @@ class RemoteCore:
         self._link.channel.wake()  # what came before the end is read first
 
     async def _watch_beats(self) -> None:
-        """Note how far this loop has listened; an engine that is far is dead when it has said nothing for long."""
+        """Note how far this loop has listened; a far engine is dead when it has sent nothing for long."""
         interval_s, timeout_s = self.config.heartbeat_interval_s, self.config.heartbeat_timeout_s
         while True:
             if not await sleep_on_time(interval_s, timeout_s / 2, self.clock):
@@ -356,7 +356,9 @@ class RemoteCore:
     async def _on_outputs(self, body: wire.StepOutputsMessage) -> None:
         await self._mirrors.take(body, self.clock())
         death = self._mirrors.take_ends(body)
-        if death is not None:  # its last words follow; a listener that hears of the end finds it so here already
+        if (
+            death is not None
+        ):  # its final message follows; a listener that is notified of the end finds the core dead already
             self.die(death)
         if self._endings:
             self._endings.report_some()

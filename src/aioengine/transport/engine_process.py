@@ -130,7 +130,7 @@ async def serve_init(
     try:
         on_progress = starting.enter_context(_sending_progress(report))
         for plugin in init.plugins:
-            await worker.run(_import, None, plugin)  # which may take long, and this process be told to end meanwhile
+            await worker.run(_import, None, plugin)  # which may take long, and this process may have to end meanwhile
         executor: Executor | None = None
         if init.executor is not None:
             of_group = () if init.lockstep is None else (init.lockstep,)
@@ -227,7 +227,7 @@ class Parent:
         self._writer = Writer()
 
     async def greet(self) -> Init:
-        """Say HELLO, and wait for the answer.
+        """Send HELLO, and wait for the answer.
 
         Raises:
             EngineDead: the parent turned this engine away, or did not answer in time.

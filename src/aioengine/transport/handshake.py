@@ -1,8 +1,8 @@
 """Starting an engine in a process of its own: HELLO → INIT → READY, as a pure machine and its driver.
 
-The engine says HELLO to the process that started it, and INIT tells it what to serve and where. It reports LOADING
-while it loads the model, then READY with what it offers, or FAILING with the reason. An engine that serves at an
-address has another handshake, `wire.Attach` and `wire.Attached`; what it offers is in the second.
+The engine sends HELLO to the process that started it, which answers by INIT: the model to serve, and the address. The
+engine reports LOADING while it loads the model, then READY with what it offers, or FAILING with the reason. An engine
+that serves at an address has another handshake, `wire.Attach` and `wire.Attached`; what it offers is in the second.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FINAL_MESSAGE_S = 0.1
 """How long to wait for a message that was sent before its sender's end."""
 
 HELLO_TIMEOUT_S = 60.0
-"""How long a process may take to start Python and say HELLO; it imports no torch before that."""
+"""How long a process may take to start Python and send HELLO; it imports no torch before that."""
 
 
 # From an engine
@@ -91,7 +91,7 @@ ToEngine = Init | TurnedAway
 class HandshakeState(enum.Enum):
     NEW = "new"
     CONNECTED = "connected"
-    """It has said HELLO, and was sent INIT."""
+    """It has sent HELLO, and was sent INIT."""
     READY = "ready"
     FAILED = "failed"
 
@@ -138,7 +138,7 @@ class Welcome:
         self._ready_by = now + start_timeout_s
         self._start_timeout_s = start_timeout_s
         self._peer: bytes | None = None
-        """The engine's routing id, once it has said HELLO, and the reader of its messages."""
+        """The engine's routing id, once it has sent HELLO, and the reader of its messages."""
         self._reader: Reader[FromEngine] = Reader(FromEngine)
 
     @property

@@ -83,7 +83,7 @@ class Link:
         self.channel.send([self._writer.write(body)])
 
     async def aclose(self) -> None:
-        """Say farewell and close; idempotent."""
+        """Send a farewell and close; idempotent."""
         if self._context is None or self._context.closed:
             return
         linger_s = 0.0
@@ -108,7 +108,7 @@ class Link:
     def _connect(self, context: Context, where: Address, keys: ClientKeys | None) -> None:
         socket = make_dealer(context, where, keys)
         # Never, that is. With -1 ZMQ lets go of a connection that was cut together with what has come by it and was not
-        # read yet, last words above all.
+        # read yet, the final message above all.
         socket.reconnect_ivl = NEVER_MS
         self.monitor = Monitor(socket)
         self.channel = Channel(socket)
@@ -211,7 +211,7 @@ class ControlCalls:
 
 
 def death_of(fault: Fault) -> EngineDead:
-    """What an engine's end is for those on this side: they have not closed it."""
+    """The error for this side when an engine has ended: this side has not closed it."""
     error = to_error(fault)
     if isinstance(error, EngineDead):
         return error

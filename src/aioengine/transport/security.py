@@ -1,4 +1,4 @@
-"""Which peers may connect: CURVE keys in files (RFC 26), and the decision at each connection (ZAP, RFC 27).
+"""The peers that may connect: CURVE keys in files (RFC 26), and the decision at each connection (ZAP, RFC 27).
 
 The keys of an engine are a folder, made by `aioengine keys`::
 
@@ -39,7 +39,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 
 
 class KeyPair(msgspec.Struct, frozen=True, kw_only=True):
-    """A CURVE key pair, each 40 characters of Z85 (RFC 32). Its repr does not tell the secret."""
+    """A CURVE key pair, each 40 characters of Z85 (RFC 32). Its repr hides the secret."""
 
     public: bytes
     secret: bytes
@@ -73,7 +73,7 @@ class KeyPair(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerKeys(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server needs.
+    """The keys of a server.
 
     Attributes:
         clients: the public keys of the clients that may connect, by name, each 32 bytes, as ZAP shows them.
@@ -84,7 +84,7 @@ class ServerKeys(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def admitting(cls, pair: KeyPair, name: str, public: bytes) -> Self:
-        """Of a server for one client, whose public key has 40 characters."""
+        """The keys of a server for one client, whose public key has 40 characters."""
         return cls(pair=pair, clients={name: z85.decode(public)})
 
     @classmethod
@@ -140,7 +140,7 @@ class ServerKeys(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClientKeys(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client needs: the server's public key (40 characters) and its own pair."""
+    """The keys of a client: the server's public key (40 characters) and its own pair."""
 
     server: bytes
     pair: KeyPair
@@ -200,7 +200,7 @@ def shared_pair(path: str | os.PathLike[str]) -> KeyPair:
     """
     path = Path(path)
     try:
-        # Without its parents: what a late thread made anew after all was removed would stay.
+        # Without its parents: a late thread must not make them again after all was removed.
         _make_private(path.parent, parents=False)
         with tempfile.TemporaryDirectory(dir=path.parent) as fresh:
             if not path.exists():
@@ -218,7 +218,7 @@ def _certificate(public: str) -> str:
 
 
 def _files(folder: Path, name: str) -> tuple[Path, Path]:
-    """Of a pair: with the secret, and without it."""
+    """The two files of a pair: with the secret, and without it."""
     return folder / f"{name}{SECRET}", folder / f"{name}{PUBLIC}"
 
 

@@ -1,8 +1,8 @@
 """`EngineServer`: an engine core that other processes use.
 
-Front ends reach it at one address, a ROUTER socket. The server runs the core, follows each sequence for the front end
-that asked for it, and ends what a front end has running when that goes, stops reading, or speaks out of turn. Nothing
-here ever waits for a front end.
+Front ends reach it at one address, a ROUTER socket. The server runs the core and follows each sequence for its front
+end. It ends the requests of a front end that goes, stops reading, or sends messages out of turn. Nothing here ever
+waits for a front end.
 """
 
 from __future__ import annotations

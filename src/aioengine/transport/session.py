@@ -90,7 +90,7 @@ class Session(PeerSession):
     # Its requests
 
     async def add_request(self, body: wire.AddRequest) -> None:
-        """Hand a request to the core. A bad one fails, for the front end to hear, and nothing else does."""
+        """Hand a request to the core. A bad one fails, which the front end is sent, and nothing else does."""
         core = self.core
         numbers = range(body.number, body.number + 1)
         try:

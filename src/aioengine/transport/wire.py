@@ -1,4 +1,4 @@
-"""What goes over the wire: a closed set of messages in msgpack, a frame each.
+"""The messages of the wire: a closed set in msgpack, a frame each.
 
 A message is an `Envelope`: a number that counts the messages of one direction of one session, and the body, a tagged
 array. Prompts and pieces of tensors are bytes in it, which are copied and not parsed.
@@ -38,7 +38,7 @@ MAX_FINISHED = 65_536
 """Sequences that one message may end: more than any request has choices."""
 
 MAX_BYTES = 16 * 2**20
-"""Of a message. The largest is a request with every list at its limit, or a result of `collective_rpc`."""
+"""Most bytes of a message. The largest is a request with every list at its limit, or a result of `collective_rpc`."""
 
 INT32, FLOAT32, FLOAT64 = np.dtype("<i4"), np.dtype("<f4"), np.dtype("<f8")
 
@@ -95,7 +95,7 @@ class Finish(WireMessage, frozen=True, tag=3):
 
 
 class Allow(WireMessage, frozen=True, tag=4):
-    """Of this sequence so many output tokens may be computed for now; -1: all."""
+    """So many output tokens of a sequence may be computed for now; -1: all."""
 
     number: int
     num_allowed: int
@@ -236,7 +236,7 @@ class StepOutputsMessage(WireMessage, frozen=True, tag=3):
 
 
 class Returned(WireMessage, frozen=True, tag=4):
-    """What a control call brought."""
+    """The result of a control call, or its error."""
 
     call_id: int
     result: Any = None
@@ -250,7 +250,7 @@ class Beating(WireMessage, frozen=True, tag=5):
 
 
 class Shutdown(WireMessage, frozen=True, tag=6):
-    """The engine's last words to a front end: it is closed, or cut this front end off, or has died."""
+    """The engine's final message to a front end: it is closed, or cut this front end off, or has died."""
 
     fault: Fault
 
@@ -335,7 +335,7 @@ class Envelope(msgspec.Struct, Generic[Body], frozen=True, array_like=True, gc=F
 
 
 class TooLarge(InvalidRequest):
-    """What a message would hold is more than a message may."""
+    """The contents of a message are more than one may have."""
 
     def __init__(self, num_bytes: int) -> None:
         super().__init__(f"{num_bytes:,} bytes cannot be sent to another process at once; {MAX_BYTES:,} can")
@@ -346,7 +346,7 @@ class Writer:
 
     def __init__(self) -> None:
         self.number = 0
-        """Of the next message."""
+        """The number of the next message."""
 
     def write(self, body: WireMessage) -> bytes:
         """The frame of a message.

@@ -58,7 +58,7 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "NoTokenLeft": ("dump",),
     "EngineDead": ("dump",),
 }
-"""What aioengine's own errors are made of beside their messages."""
+"""The fields of aioengine's own errors beside their messages."""
 
 
 def to_fault(error: BaseException) -> Fault:
@@ -82,18 +82,18 @@ def to_fault(error: BaseException) -> Fault:
 
 
 def _text_of(error: BaseException) -> str:
-    # A KeyError shows its key by repr, and will do so again when it is made anew.
+    # A KeyError shows its key by repr, and will do so when it is made again.
     is_key = type(error) is KeyError and len(error.args) == 1 and isinstance(error.args[0], str)
     return cut(error.args[0] if is_key else errors.text_of(error), MAX_MESSAGE_CHARS)
 
 
 def cut(text: str, max_chars: int) -> str:
-    """What of a text can be sent: file names may hold what has no UTF-8 form."""
+    """The part of a text that can be sent: file names may hold what has no UTF-8 form."""
     return text[:max_chars].encode(errors="replace").decode()
 
 
 def to_error(fault: Fault) -> Exception:
-    """The error that a message stands for, made anew; of an unknown type an `InternalError`."""
+    """Make the error that a message stands for; of an unknown type an `InternalError`."""
     if fault.kind in PLAIN:
         return PLAIN[fault.kind](fault.message)
     if fault.kind in _OS_ERRORS:
