@@ -89,7 +89,7 @@ class EngineCore:
         eos_token_ids: the model's.
         on_capacity: called when a waiting sequence has begun to run or has ended.
         write_dump: begins to keep the report of a failed step, and returns at once.
-        clock: seconds; the one by which the executor tells when a step has ended.
+        clock: seconds; the executor's, for the ends of steps.
     Attributes:
         lockstep: the group that it is in; None: it steps alone.
         publish_slice: tokens that are handed out before the loop gets its turn.
@@ -196,7 +196,7 @@ class EngineCore:
     async def run(self) -> None:
         """Run steps until cancelled, or until the device or this code breaks.
 
-        On the way out every sequence that has not ended hears `EngineClosed`, or `EngineDead` with the cause.
+        On the way out every sequence that has not ended gets `EngineClosed`, or `EngineDead` with the cause.
         Cancelling stops the loop; the launched steps still complete on the device.
         """
         await self._endings.report_after(self._run(), lambda: self._end_all(closed_early), self._die_of)
@@ -453,7 +453,7 @@ class EngineCore:
             self._is_changed.set()
 
     def _release(self, sequence: Sequence) -> Listener:
-        """Forget a sequence that has ended; returns its listener, which is to hear the end and nothing more."""
+        """Forget a sequence that has ended; returns its listener, which is to get the end and nothing else."""
         del self._live[sequence.order]
         listener: Listener = sequence.listener
         sequence.listener = None  # launched steps hold the sequence, and must not hold the caller's side of it
@@ -762,12 +762,14 @@ class EngineCore:
                 "config": msgspec.structs.asdict(self.config),
             }
             return json.dumps(report, indent=2, default=str)
-        except Exception:  # what broke may be what is described; the requests must hear of it all the same
+        except (
+            Exception
+        ):  # the broken part may be what is described; requests must get their ends
             logger.exception("the failure cannot be described")
             return ""
 
     def _end_all(self, error: Callable[[], AioEngineError]) -> None:
-        """Let each listener hear an end. A scheduler or a listener that is broken keeps it from no other listener."""
+        """Report an end to each listener. A broken scheduler or listener keeps it from no other listener."""
         self.is_stopped = True
         self.user_code.keep()
         is_more = True

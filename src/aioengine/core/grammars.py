@@ -126,7 +126,7 @@ class Grammars:
         constraint = handle.constraint
         assert constraint is not None, "there is nothing to compile"
 
-        def tell(compiled: CompiledGrammar | AioEngineError) -> None:
+        def report(compiled: CompiledGrammar | AioEngineError) -> None:
             on_compiled(compiled if isinstance(compiled, AioEngineError) else self._with_thinking(handle, compiled))
 
         key = constraint.content
@@ -140,16 +140,16 @@ class Grammars:
                 self._forget_unwanted()
                 queue = lane.queues.setdefault(tenant, {})
             if len(queue) >= MAX_QUEUED and key not in queue:
-                asyncio.get_running_loop().call_soon(tell, _overloaded())
+                asyncio.get_running_loop().call_soon(report, _overloaded())
                 return
             queue[key] = constraint  # also if another tenant waits for it: that tenant's turn may come later
             asyncio.get_running_loop().call_soon(self._compile_next, lane)
-        self._waiting.setdefault(key, []).append((tell, is_wanted))
+        self._waiting.setdefault(key, []).append((report, is_wanted))
 
     def _forget_unwanted(self) -> None:
         """Drop requests that have ended, and constraints that none waits for: a lane may be blocked for seconds."""
         for key, waiting in list(self._waiting.items()):
-            waiting[:] = [(tell, is_wanted) for tell, is_wanted in waiting if is_wanted()]
+            waiting[:] = [(report, is_wanted) for report, is_wanted in waiting if is_wanted()]
             if not waiting and key not in self._compiling:
                 del self._waiting[key]
         for lane in (self._small, self._tried):
@@ -184,14 +184,14 @@ class Grammars:
                 constraint = queue.pop(key)
                 if key in self._compiling:
                     continue
-                wanted = [tell for tell, is_wanted in self._waiting.get(key, ()) if is_wanted()]
+                wanted = [report for report, is_wanted in self._waiting.get(key, ()) if is_wanted()]
                 if wanted and not is_refused:
                     lane.queues.move_to_end(tenant)
                     self._compile(lane, tenant, key, constraint)
                     continue
                 self._waiting.pop(key, None)
-                for tell in wanted:
-                    tell(_overloaded())
+                for report in wanted:
+                    report(_overloaded())
             if not queue:
                 lane.queues.pop(tenant, None)
 
@@ -228,8 +228,8 @@ class Grammars:
             is_given_up = True
             lane.given_up[tenant] += 1
             outside.close()
-            told = f"structured: it takes more than {COMPILE_TIMEOUT_S:g} s to compile; give a simpler one"
-            self._end(key, InvalidRequest(told, param="structured"))
+            message = f"structured: it takes more than {COMPILE_TIMEOUT_S:g} s to compile; give a simpler one"
+            self._end(key, InvalidRequest(message, param="structured"))
             give_way()
             self._compile_next(lane)
 
@@ -265,8 +265,8 @@ class Grammars:
     def _end(self, key: bytes, compiled: CompiledGrammar | AioEngineError) -> None:
         """Call all callbacks that wait for a constraint."""
         self._compiling.discard(key)
-        for tell, _ in self._waiting.pop(key, ()):
-            tell(compiled)
+        for report, _ in self._waiting.pop(key, ()):
+            report(compiled)
 
     def _remember(self, key: bytes, compiled: GuidanceGrammar) -> None:
         """Cache a grammar as the most recently used, and drop the least recently used ones beyond the limits."""

@@ -24,7 +24,7 @@ class Beat(msgspec.Struct, frozen=True, array_like=True):
         running, waiting: sequences of all front ends.
         is_sleeping: whether `Engine.sleep` has taken something that is not back yet.
         num_refused: frames of the wire that were refused as malformed or foreign; 0 in process.
-        free_blocks: of the KV cache; -1 from an engine that does not say.
+        free_blocks: of the KV cache; -1: unknown.
         is_paused: whether it is held by `Engine.pause`.
         blocked: those of ``waiting`` that wait for something else than a row and blocks.
         call, call_age_s: what the device was asked for longest beside steps and has not answered, such as

@@ -30,7 +30,7 @@ class Lockstep(Protocol):
         grace_s: a core whose step has failed waits so long before it ends: where another engine's death is the cause,
             it is ended from outside, where that is known.
         on_news: called on the loop when `may_launch` or `is_running` may be another.
-        on_report: called on the loop when the group is to hear ``wave`` and ``is_running``, which each beat has.
+        on_report: called on the loop when the group needs ``wave`` and ``is_running``, which each beat has.
     """
 
     grace_s: float

@@ -41,8 +41,8 @@ def make_processors(known: Mapping[str, MakeProcessor], extra_args: Mapping[str,
             if not (processor is None or callable(processor)):
                 raise TypeError(f"it made a {type(processor).__name__}, which cannot be called")
         except Exception as error:  # code of the user's own may raise anything
-            told = f"extra_args: the logits processor {name} cannot be made: {type(error).__name__}: {error}"
-            raise InvalidRequest(told, param="extra_args") from error
+            message = f"extra_args: the logits processor {name} cannot be made: {type(error).__name__}: {error}"
+            raise InvalidRequest(message, param="extra_args") from error
         if processor is not None:
             processors.append(processor)
     return tuple(processors)

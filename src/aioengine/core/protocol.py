@@ -73,7 +73,7 @@ class Core(Protocol):
         """Raise EngineDead or EngineClosed where `add` would."""
 
     def add(self, sequence: Sequence, listeners: Iterable[Listener], *, arrived_at: float | None = None) -> None:
-        """Accept a sequence and its children: from now on each one's listener hears of one end or one error.
+        """Accept a sequence and its children: from now on each one's listener gets one end or one error.
 
         Args:
             listeners: the sequence's, then those of its children.
@@ -83,7 +83,7 @@ class Core(Protocol):
         """
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """End a sequence now (abort, stop string); idempotent. Its listener hears the end before this returns.
+        """End a sequence now (abort, stop string); idempotent. Its listener gets the end before this returns.
 
         It is in no later plan. Its blocks are free at once for plans launched from now on, which the device runs after
         those in flight. Children that were to begin with what it computes end with it.
@@ -92,7 +92,7 @@ class Core(Protocol):
     def abort_all(self) -> None:
         """End all sequences that were added here, with what they have: they are in no later plan.
 
-        Their listeners hear of it in this turn of the loop and the next ones, or from `finish` before that.
+        Their listeners get the ends in this turn of the loop and the next ones, or from `finish` before that.
         """
 
     def block(self, sequence: Sequence) -> None:
@@ -134,7 +134,7 @@ class Core(Protocol):
         """A copy of a dead engine's error, one for each request: a shared one would collect all tracebacks."""
 
     async def run(self) -> None:
-        """Serve until cancelled, or until the engine breaks; every sequence has heard its end then."""
+        """Serve until cancelled, or until the engine breaks; every sequence has got its end then."""
 
 
 class InFlightSequence(NamedTuple):

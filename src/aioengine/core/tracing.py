@@ -46,9 +46,9 @@ def end_span(span: Span, attributes: Mapping[str, Any], error: BaseException | N
     span.set_attributes(attributes)
     if error is not None:
         kind = type(error).__qualname__
-        told = str(error)[:MAX_TEXT_CHARS] if isinstance(error, AioEngineError) else ""
+        message = str(error)[:MAX_TEXT_CHARS] if isinstance(error, AioEngineError) else ""
         span.set_attribute("error.type", kind)
-        span.set_status(Status(StatusCode.ERROR, told or kind))
+        span.set_status(Status(StatusCode.ERROR, message or kind))
     span.end()
 
 
@@ -65,7 +65,7 @@ def gen_ai_attributes(
 
     Where there are two names for one thing, one is vLLM's, or that of conventions before 1.27, which vLLM still has.
     """
-    told: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         "gen_ai.request.id": request_id,
         "gen_ai.response.finish_reasons": finish_reasons or None,
         "gen_ai.usage.num_sequences": len(finish_reasons) or None,
@@ -82,7 +82,7 @@ def gen_ai_attributes(
         "gen_ai.request.choice.count": asked.n,
     }
     if metrics is not None:
-        told |= {
+        attributes |= {
             "gen_ai.usage.input_tokens": metrics.num_prompt_tokens,
             "gen_ai.usage.prompt_tokens": metrics.num_prompt_tokens,
             "gen_ai.usage.output_tokens": metrics.num_generation_tokens,
@@ -97,6 +97,6 @@ def gen_ai_attributes(
         }
     return {
         name: value[:MAX_TEXT_CHARS] if isinstance(value, str) else value
-        for name, value in told.items()
+        for name, value in attributes.items()
         if value is not None
     }

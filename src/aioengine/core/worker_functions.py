@@ -57,8 +57,8 @@ def worker_function(name: Any = None) -> Any:
     requests wait for. Over a wire its arguments and its result are what msgpack can carry.
 
     Raises:
-        ConfigError: another function has that name. One that is defined anew, in a notebook's cell or by a module that
-            is loaded again, takes the old one's place.
+        ConfigError: another function has that name. One that is defined again, in a notebook's cell or by a module
+            that is loaded again, replaces it.
     """
     if callable(name):
         return _register(name, None)

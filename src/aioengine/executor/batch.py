@@ -626,6 +626,6 @@ class Batch:
             tokens = int32(self._known[row][: int(plan.starts[index] + plan.num_tokens[index])])
             # Also of one choice alone, which has moved here before its first token: it was drawn for all of them there.
             choice = int(self._choice[row]) if len(tokens) > num_prompt else 0
-            told = LogitsRow(tokens[:num_prompt], tokens[num_prompt:], choice)
-            found.append(ProcessedRow(logits_row, *self._processed[row], told))
+            given = LogitsRow(tokens[:num_prompt], tokens[num_prompt:], choice)
+            found.append(ProcessedRow(logits_row, *self._processed[row], given))
         return found

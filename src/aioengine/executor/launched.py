@@ -114,8 +114,8 @@ class LaunchedStep(DeferredResult[StepResult]):
                 known.append(token_ids[sample])
             if self.step.grammars:
                 good = [one for one in self.step.grammars if out.status[one.sample] == SAMPLED]
-                told = self._grammar_rows.learn([(one.row, one.position, token_ids[one.sample]) for one in good])
-                self._forced = {one.sample: forced for one, forced in zip(good, told, strict=True) if forced}
+                all_forced = self._grammar_rows.learn([(one.row, one.position, token_ids[one.sample]) for one in good])
+                self._forced = {one.sample: forced for one, forced in zip(good, all_forced, strict=True) if forced}
             self._is_learned = True
 
     def wait(self) -> StepResult:

@@ -19,7 +19,7 @@ class ProcessedRow(NamedTuple):
 
     Attributes:
         allowed_ids: int64 [any], the only tokens that its processors are to find above -inf; None: all.
-        row: what they are told of it; the arrays are not to change later, since a processor may keep them.
+        row: given to the processors; the arrays are not to change later, since a processor may keep them.
     """
 
     logits_row: int

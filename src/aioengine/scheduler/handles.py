@@ -109,5 +109,5 @@ class Handles:
         try:
             return tuple(self._processors[handle] for handle in handles)
         except KeyError:
-            told = "logits_processors are functions, and the device is in another process"
-            raise InvalidRequest(told, param="logits_processors") from None
+            message = "logits_processors are functions, and the device is in another process"
+            raise InvalidRequest(message, param="logits_processors") from None

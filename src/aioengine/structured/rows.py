@@ -70,7 +70,7 @@ class GrammarRow:
         self._jumps = jumps and is_forcing
         self._forced: list[int] = []
         """The last tokens up to ``num_tokens``, if they were forced."""
-        self._num_told = num_prompt_tokens
+        self._num_returned = num_prompt_tokens
         """Tokens that the caller has given or that were returned to it."""
 
     @property
@@ -80,7 +80,7 @@ class GrammarRow:
 
     def takes(self, position: int) -> bool:
         """Note that the device has sampled the token at this position; return whether the matcher must consume it."""
-        self._num_told = max(self._num_told, position + 1)
+        self._num_returned = max(self._num_returned, position + 1)
         if position != self.num_tokens:  # behind it: a step before has failed, and the row with it
             return False
         self.num_tokens = position + 1
@@ -104,15 +104,15 @@ class GrammarRow:
         if self.num_tokens < self._late_until:
             keep_going(mask, self._late_ids)
 
-    def tell(self) -> list[int]:
+    def take_forced(self) -> list[int]:
         """The forced tokens that were not returned to the caller before, if the row jumps over them."""
-        if not self._jumps or self._num_told >= self.num_tokens:
+        if not self._jumps or self._num_returned >= self.num_tokens:
             return []
-        forced = self._forced[self._num_told - self.num_tokens :]
+        forced = self._forced[self._num_returned - self.num_tokens :]
         if len(forced) < MIN_JUMP and forced[-1] not in self.matcher.ending_ids:
             return []
-        self.unsent.append((self._num_told, forced))
-        self._num_told = self.num_tokens
+        self.unsent.append((self._num_returned, forced))
+        self._num_returned = self.num_tokens
         return forced
 
     def forced_at(self, position: int) -> int:
@@ -164,7 +164,7 @@ class GrammarRows:
                 matchers = [row.matcher for row in rows]
                 matchers[0].consume_all(matchers, [news[row] for row in rows])
             self._mask(list(news))
-            return [row.tell() for row, _, _ in sampled]
+            return [row.take_forced() for row, _, _ in sampled]
 
     def fill(self, wanted: Sequence[tuple[GrammarRow, int]], masks: Mask) -> None:
         """Write the mask of each (row, position), ``wanted[i]``, into ``masks[i]``.

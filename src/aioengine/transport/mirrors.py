@@ -28,7 +28,7 @@ class Mirrors:
     """The sequences of one engine that have not ended here.
 
     Args:
-        endings: hears of the ends that the engine brings.
+        endings: gets the ends that the engine brings.
         on_capacity: called when a sequence takes of ``max_waiting`` no more.
     Attributes:
         live: by the numbers that the engine knows them by, which are their orders.
@@ -56,7 +56,7 @@ class Mirrors:
         self.next_number += 1
 
     def end(self, sequence: Sequence, finish_reason: FinishReason, stop_reason: int | str | None = None) -> Listener:
-        """It has ended, by its caller; returns the listener, which is to hear that."""
+        """End a sequence for its caller; returns the listener, which is to get the end."""
         sequence.finish_reason, sequence.stop_reason = finish_reason, stop_reason
         return self._release(sequence)
 
@@ -158,8 +158,8 @@ class Mirrors:
             if isinstance(error, EngineClosed | EngineDead):
                 death = death or death_of(fault)
             else:
-                told = error if isinstance(error, AioEngineError) else death_of(fault)
-                self._endings.add_end(sequence.order, self._release(sequence), told)
+                failure = error if isinstance(error, AioEngineError) else death_of(fault)
+                self._endings.add_end(sequence.order, self._release(sequence), failure)
         return death
 
     def _with_sequences(self, updates: Iterable[Update]) -> Iterator[tuple[Update, Sequence]]:
@@ -167,7 +167,7 @@ class Mirrors:
         return ((each, sequence) for each in updates if (sequence := self.live.get(each.number)) is not None)
 
     def _release(self, sequence: Sequence) -> Listener:
-        """Its listener, which hears its end now and nothing more."""
+        """Forget a sequence; returns its listener, which gets the end now and nothing else."""
         del self.live[sequence.order]
         listener: Listener = sequence.listener
         sequence.listener = None

@@ -90,7 +90,7 @@ class Session(PeerSession):
     # Its requests
 
     async def add_request(self, body: wire.AddRequest) -> None:
-        """Hand a request to the core. A bad one fails, which the front end is sent, and nothing else does."""
+        """Hand a request to the core. A bad one fails alone, and the front end gets its error."""
         core = self.core
         numbers = range(body.number, body.number + 1)
         try:
@@ -309,8 +309,8 @@ def check_request(request: Request, info: ExecutorInfo) -> None:
     if not len(prompt) or not _are_tokens(prompt, vocab_size):
         raise invalid("prompt", f"the prompt needs token ids, from 0 to {vocab_size - 1}")
     if not len(prompt) < request.max_total_tokens <= info.max_model_len:
-        told = f"more than the prompt's {len(prompt)} and at most {info.max_model_len} are needed"
-        raise invalid("max_tokens", f"max_total_tokens={request.max_total_tokens}: {told}")
+        message = f"more than the prompt's {len(prompt)} and at most {info.max_model_len} are needed"
+        raise invalid("max_tokens", f"max_total_tokens={request.max_total_tokens}: {message}")
     if request.product == "vector" and request.params.num_sequences > 1:
         raise invalid("n", "a vector is of one choice")
     num_bad = sum(map(len, request.bad_words))
