@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -64,9 +63,7 @@ class FarExecutor:
 
     async def start(self, config: EngineConfig) -> None:
         pipe = asyncio.subprocess.PIPE
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, __file__, stdin=pipe, stdout=pipe, env={**os.environ, "AIOENGINE_USAGE": ""}
-        )
+        self._process = await asyncio.create_subprocess_exec(sys.executable, __file__, stdin=pipe, stdout=pipe)
         self._write(msgspec.msgpack.encode(config))
         self.info = msgspec.msgpack.decode(await self.read(), type=ExecutorInfo)
 

@@ -762,9 +762,7 @@ class EngineCore:
                 "config": msgspec.structs.asdict(self.config),
             }
             return json.dumps(report, indent=2, default=str)
-        except (
-            Exception
-        ):  # the broken part may be what is described; requests must get their ends
+        except Exception:  # the broken part may be what is described; requests must get their ends
             logger.exception("the failure cannot be described")
             return ""
 
