@@ -20,6 +20,7 @@ from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.plan import RowSampling
 from aioengine.testing import FakeExecutor
 from aioengine.text.tokenizer import Tokenizer
+from aioengine.tool_calls.calls import ToolCall
 
 # Commands
 
@@ -101,6 +102,8 @@ def test_each_setting_is_shown_set_and_taken_back(name: str) -> None:
         ("/wizard", "there is no command /wizard; /help lists them"),
         ("/", "there is no command /; /help lists them"),
         ("/save", "needs the name of a file"),
+        ("/load", "needs the name of a file"),
+        ("/load /no/where", "there is no file"),
     ],
 )
 def test_what_is_wrong_is_one_clear_line_and_changes_nothing(line: str, says: str) -> None:
@@ -128,6 +131,31 @@ def test_saving_writes_the_messages_as_json_and_leaves_files_that_exist_alone(tm
     assert conversation.take_line(f"/save {path}") == f"{path} exists and is left as it is: give another name"
     assert json.loads(path.read_text()) == saved
     assert str(conversation.take_line(f"/save {tmp_path}/no/where")).startswith("not saved: ")
+
+
+def test_a_saved_conversation_is_loaded_and_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "chat.json"
+    saved = Conversation(system="Be brief.")
+    saved.take_line("What is 8 + 7?")
+    saved.add_calls("I add.", [ToolCall(id="1", name="add", arguments='{"a": 8}')])
+    saved.add_result(ToolCall(id="1", name="add", arguments='{"a": 8}'), "15")
+    saved.add_answer("15", TurnEnd.MAX_TOKENS)
+    saved.take_line(f"/save {path}")
+    conversation = Conversation()
+    conversation.take_line("Another one")
+    assert conversation.take_line(f"/load {path}") == f"5 messages loaded from {path}"
+    assert conversation.messages == saved.messages
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[1]", '[{"role": "user"}]', '[{"role": "fox", "content": ""}]', "[" * 99999]
+)
+def test_a_file_that_holds_no_conversation_changes_nothing(text: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.json").write_text(text)
+    conversation = Conversation(system="Be brief.")
+    conversation.take_line("Hi")
+    assert str(conversation.take_line(f"/load {tmp_path}/bad.json")).startswith("not loaded: ")
+    assert [message["content"] for message in conversation.messages] == ["Be brief.", "Hi"]
 
 
 def test_help_names_every_command_and_exit_leaves() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Required, TypedDict
 
 import msgspec
 
@@ -22,6 +22,7 @@ HELP = f"""\
 /system TEXT       set the system message; without TEXT: take it away
 /reset             forget the conversation; the system message and the settings stay
 /save FILE         write the conversation as JSON, to a new file
+/load FILE         go on with a conversation that /save wrote, in place of this one
 /temperature X     likewise {", ".join(f"/{name}" for name in KNOBS if name != "temperature")};
                    without a value: show it; "default": the model's
 /help              this list
@@ -33,6 +34,17 @@ Ctrl-C stops an answer that is being written."""
 Message = dict[str, Any]
 """"role", "content", what calls and their results have, and of an answer that did not end by itself "cut", as it is
 saved."""
+
+
+class SavedMessage(TypedDict, total=False):
+    """A message in a file of ``/save``; other fields are left out when the file is read."""
+
+    role: Required[Literal["system", "user", "assistant", "tool"]]
+    content: Required[str]
+    cut: bool
+    tool_calls: list[dict[str, Any]]
+    tool_call_id: str
+    name: str
 
 
 class Todo(enum.Enum):
@@ -171,6 +183,23 @@ class Conversation:
             return f"not saved: {error}"
         return f"{_messages(len(self.messages))} saved in {path}"
 
+    def _load(self, name: str) -> str:
+        if not name:
+            return "/load needs the name of a file that /save wrote"
+        path = Path(name).expanduser()
+        if not path.is_file():
+            return f"not loaded: there is no file {path}"
+        try:
+            messages: list[Message] = msgspec.json.decode(path.read_bytes(), type=list[SavedMessage])
+        except OSError as error:
+            return f"not loaded: {error}"
+        except msgspec.MsgspecError as error:
+            return f"not loaded: {path} holds no conversation of /save: {error}"
+        has_system = bool(messages) and messages[0]["role"] == "system"
+        self._system = messages.pop(0)["content"] if has_system else None
+        self._turns = messages
+        return f"{_messages(len(self.messages))} loaded from {path}"
+
 
 def _messages(count: int) -> str:
     return f"{count} message{'' if count == 1 else 's'}"
@@ -180,6 +209,7 @@ _COMMANDS: dict[str, Callable[[Conversation, str], Todo | str]] = {
     "system": Conversation._set_system,
     "reset": Conversation._reset,
     "save": Conversation._save,
+    "load": Conversation._load,
     "help": lambda conversation, _: HELP,
     "exit": lambda conversation, _: Todo.LEAVE,
     "quit": lambda conversation, _: Todo.LEAVE,
