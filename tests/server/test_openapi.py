@@ -1,4 +1,4 @@
-"""``/openapi.json``: what is there is there, with the fields that bodies are decoded into."""
+"""``/openapi.json`` and ``/docs``: what is there is there, with the fields that bodies are decoded into."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from jsonschema import Draft202012Validator
 from server.conftest import Adapter, both_adapters, serving_fake
 
 from aioengine.server import ServerConfig
+from aioengine.server.openapi import make_document, make_page
 from aioengine.server.schema import ChatRequest, Generation
 
 
@@ -53,3 +54,21 @@ async def test_the_document_is_valid() -> None:
         assert document["servers"] == [{"url": config.root_path or "."}]
         assert ("security" in document["paths"]["/v1/models"]["get"]) == bool(config.api_keys)
         assert "security" not in document["paths"]["/health"]["get"]
+
+
+async def test_the_page_fetches_nothing_and_keys_are_asked_for() -> None:
+    async with serving_fake("starlette", ServerConfig(api_keys=("first-key",))) as (*_, http):
+        assert (await http.get("/openapi.json")).status_code == 401
+        refused = await http.get("/docs")
+        assert (refused.status_code, refused.headers["www-authenticate"][:5]) == (401, "Basic")
+        page = await http.get("/docs", auth=("me", "first-key"))
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert "<code>POST /v1/chat/completions</code>" in page.text
+    assert "&quot;max_completion_tokens&quot;" in page.text
+    assert not re.search(r"<script|src=|https?://", page.text)
+
+
+def test_a_path_is_text_in_the_page() -> None:
+    document = make_document([("GET", "/<b>", None)], ServerConfig())
+    assert b"<b>" not in make_page(document).body

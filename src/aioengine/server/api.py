@@ -56,7 +56,7 @@ from aioengine.server.metrics import (
     read_families,
     read_process,
 )
-from aioengine.server.openapi import make_document
+from aioengine.server.openapi import make_document, make_page
 from aioengine.server.page import PAGE
 from aioengine.server.record import MESSAGES, RequestRecord
 from aioengine.server.responses import ResponseRequest
@@ -231,6 +231,7 @@ class Api:
             Route("GET", "/version", self._version),
             Route("GET", "/load", self._load),
             Route("GET", "/openapi.json", self._document),
+            Route("GET", "/docs", self._docs),
             Route("GET", "/", self._page),
         )
         self._routes: dict[str, dict[str, Route]] = {}
@@ -340,7 +341,7 @@ class Api:
         try:
             if exchange.path not in OPEN_PATHS:
                 check_host(exchange.headers, self.config.allowed_hosts)
-                key = self._keys.check(exchange.headers, is_page=exchange.path == "/")
+                key = self._keys.check(exchange.headers, is_page=exchange.path in ("/", "/docs"))
                 record.owner = f"{key} {exchange.headers.get((self.config.tenant_header or '').lower(), '')}"
             route = (routes or {}).get("GET" if exchange.method == "HEAD" else exchange.method)
             if routes is None or (route is None and instead_of(exchange.path)):
@@ -579,6 +580,9 @@ class Api:
 
     async def _document(self, exchange: Exchange, record: RequestRecord) -> Response:
         return _json(self._openapi)
+
+    async def _docs(self, exchange: Exchange, record: RequestRecord) -> Response:
+        return make_page(self._openapi)
 
     async def _page(self, exchange: Exchange, record: RequestRecord) -> Response:
         return PAGE

@@ -1,7 +1,8 @@
-"""The API as an OpenAPI 3.1 document, made of its routes and the structs of their bodies."""
+"""The API as an OpenAPI 3.1 document, made of its routes and the structs of their bodies; and as a page for people."""
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -10,7 +11,9 @@ import msgspec
 
 import aioengine
 from aioengine.server.config import ServerConfig
+from aioengine.server.exchange import Response
 from aioengine.server.metrics import OPEN_PATHS
+from aioengine.server.page import page_of
 from aioengine.server.schema import Body, integer_fields
 
 REF = "#/components/schemas/"
@@ -83,3 +86,18 @@ def _shown(body: type[Body]) -> type[msgspec.Struct]:
     # Of several needed ones one is to be given.
     fields = [(name, kind) if [name] == needed else (name, kind, None) for name, kind in types.items()]
     return msgspec.defstruct(body.__name__, fields, kw_only=True)
+
+
+def make_page(document: dict[str, Any]) -> Response:
+    """The document for people: each path, and the schema of its body; it has no script."""
+    parts = [f"<h1>aioengine {document['info']['version']}</h1><p><a href=openapi.json>openapi.json</a></p>"]
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            parts.append(f"<details><summary><code>{method.upper()} {html.escape(path)}</code></summary>")
+            for media in operation.get("requestBody", {"content": {}})["content"].values():
+                schema = document["components"]["schemas"][media["schema"]["$ref"].removeprefix(REF)]
+                shown = msgspec.json.format(msgspec.json.encode(schema), indent=1).decode()
+                parts.append(f"<pre>{html.escape(shown)}</pre>")
+            parts.append("</details>")
+    head = '<!doctype html><html lang="en"><meta charset="utf-8"><title>aioengine</title><style>'
+    return page_of(f"{head}body{{font:16px sans-serif;margin:2em}}</style>{''.join(parts)}".encode())

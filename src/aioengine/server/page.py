@@ -40,18 +40,19 @@ def _hashes(html: bytes, tag: bytes) -> str:
     return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'" for text in texts)
 
 
-# A browser hashes the text after it has made its line ends \n, as a checkout elsewhere may not have them.
-_HTML = (resources.files("aioengine.server") / "page.html").read_bytes().replace(b"\r\n", b"\n")
-
-PAGE = Response(
-    200,
-    _HTML,
-    {
+def page_of(html: bytes) -> Response:
+    """A page, with the headers that keep everything else out of it."""
+    headers = {
         "content-type": "text/html; charset=utf-8",
-        "content-security-policy": _content_security_policy(_HTML),
+        "content-security-policy": _content_security_policy(html),
         "x-content-type-options": "nosniff",
         "referrer-policy": "no-referrer",
         "cache-control": "no-cache",
-    },
-)
-"""The page, with the headers that keep everything else out of it."""
+    }
+    return Response(200, html, headers)
+
+
+# A browser hashes the text after it has made its line ends \n, as a checkout elsewhere may not have them.
+_HTML = (resources.files("aioengine.server") / "page.html").read_bytes().replace(b"\r\n", b"\n")
+
+PAGE = page_of(_HTML)
