@@ -154,7 +154,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     log_stats_interval_s: Annotated[
         float, Meta(ge=0.0, le=86400.0, description="seconds between two log lines about the load; 0: none")
     ] = 10.0
-    show_progress: Annotated[bool, Meta(description="show a bar while loading; absent: on a terminal")] | None = None
+    show_progress: (
+        Annotated[bool, Meta(description="show a bar while loading, in a notebook, too; absent: on a terminal")] | None
+    ) = None
     dump_dir: Annotated[str, Meta(description="folder for the reports of failed steps; absent: no files")] | None = None
 
     def __post_init__(self) -> None:

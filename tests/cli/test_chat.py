@@ -158,6 +158,15 @@ def test_a_file_that_holds_no_conversation_changes_nothing(text: str, tmp_path: 
     assert [message["content"] for message in conversation.messages] == ["Be brief.", "Hi"]
 
 
+def test_the_last_question_is_asked_again_without_its_answer() -> None:
+    conversation = Conversation()
+    for text in ("One", "Two"):
+        conversation.take_line(text)
+        conversation.add_answer(f"{text}!", TurnEnd.WHOLE)
+    assert conversation.take_line("/retry") is Todo.ASK
+    assert [message["content"] for message in conversation.prompt()] == ["One", "One!", "Two"]
+
+
 def test_help_names_every_command_and_exit_leaves() -> None:
     conversation = Conversation()
     assert conversation.take_line("/help") == HELP

@@ -21,6 +21,7 @@ KNOBS: dict[str, type[int] | type[float]] = {
 HELP = f"""\
 /system TEXT       set the system message; without TEXT: take it away
 /reset             forget the conversation; the system message and the settings stay
+/retry             ask the last question again, and forget its answer
 /save FILE         write the conversation as JSON, to a new file
 /load FILE         go on with a conversation that /save wrote, in place of this one
 /temperature X     likewise {", ".join(f"/{name}" for name in KNOBS if name != "temperature")};
@@ -200,6 +201,13 @@ class Conversation:
         self._turns = messages
         return f"{_messages(len(self.messages))} loaded from {path}"
 
+    def _retry(self, _: str) -> Todo | str:
+        questions = [at for at, message in enumerate(self._turns) if message["role"] == "user"]
+        if not questions:
+            return "there is no question to ask again"
+        del self._turns[questions[-1] + 1 :]
+        return Todo.ASK
+
 
 def _messages(count: int) -> str:
     return f"{count} message{'' if count == 1 else 's'}"
@@ -210,6 +218,7 @@ _COMMANDS: dict[str, Callable[[Conversation, str], Todo | str]] = {
     "reset": Conversation._reset,
     "save": Conversation._save,
     "load": Conversation._load,
+    "retry": Conversation._retry,
     "help": lambda conversation, _: HELP,
     "exit": lambda conversation, _: Todo.LEAVE,
     "quit": lambda conversation, _: Todo.LEAVE,
