@@ -307,31 +307,6 @@ def test_the_bar_is_refreshed_while_they_run_and_ends_as_it_was(
     assert "0/3" in capsys.readouterr().err
 
 
-def test_several_threads_show_a_bar_each_and_none_on_a_terminal_by_themselves(
-    open_llm: Open, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    llm = open_llm()
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: llm.generate([IDS] * 3, max_tokens=2, show_progress=True), range(4)))
-        assert capsys.readouterr().err.count("3/3") == 4
-        monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-        list(pool.map(lambda _: llm.generate([IDS] * 3, max_tokens=2), range(4)))
-    assert capsys.readouterr().err == ""
-
-
-def test_use_tqdm_says_no_as_well(open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(bar: Progress) -> None:
-        raise AssertionError("a bar was shown")
-
-    monkeypatch.setattr(Progress, "start", refuse)
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    llm = open_llm(show_progress=False)
-    for silent in ({"use_tqdm": False}, {"show_progress": False}):
-        llm.generate(IDS, max_tokens=2, **silent)
-    with pytest.raises(AssertionError):
-        llm.generate(IDS, max_tokens=2)
-
-
 # The real model
 
 

@@ -114,18 +114,6 @@ async def test_an_error_is_that_of_the_thread_that_asked_also_beside_a_loop(open
     await asyncio.to_thread(llm.close)
 
 
-def test_closing_ends_the_calls_of_other_threads(patient_device: Any) -> None:
-    llm = LLM(executor=patient_device)
-    is_running = threading.Event()
-    patient_device.on_sample = is_running.set
-    with ThreadPoolExecutor(4) as pool:
-        calls = [pool.submit(llm.generate, [IDS] * 3, max_tokens=ENDLESS) for _ in range(4)]
-        is_running.wait()
-        llm.close()
-        assert [type(call.exception()) for call in calls] == [EngineClosed] * 4
-    assert not loop_threads()
-
-
 @pytest.mark.parametrize("seed", seeds(10))
 def test_a_call_that_races_with_the_end_brings_its_outcome(device_type: Any, seed: int) -> None:
     llm = LLM(executor=device_type())

@@ -10,9 +10,8 @@ from typing import Any
 
 import psutil
 import pytest
-from contract import fakes
 
-from aioengine import LLM, EngineConfig, EngineDead, InvalidRequest, LLMEngine, ProcessOptions, SamplingParams
+from aioengine import EngineDead, LLMEngine, ProcessOptions, SamplingParams
 
 TESTS = Path(__file__).parents[1]
 CHILD = ProcessOptions(executor="contract.fakes:make_slow", plugins=("contract.fakes",))
@@ -29,31 +28,6 @@ def run_to_the_end(engine: LLMEngine) -> list[Any]:
     while engine.has_unfinished_requests():
         outputs += engine.step()
     return outputs
-
-
-def test_outputs_are_those_of_this_process() -> None:
-    params = SamplingParams(max_tokens=20, seed=7)
-    with LLM(process=CHILD) as there, LLM(executor=fakes.make(EngineConfig())) as here:
-        told, expected = there.generate(PROMPTS, params), here.generate(PROMPTS, params)
-    assert [output.outputs[0].token_ids for output in told] == [output.outputs[0].token_ids for output in expected]
-
-
-def test_steps_bring_all_that_was_asked_and_control_calls_are_the_engines() -> None:
-    with LLMEngine(process=CHILD) as engine:
-        for number, prompt in enumerate(PROMPTS):
-            engine.add_request(str(number), prompt, SamplingParams(max_tokens=10, n=2, seed=number))
-        finished = {output.request_id: output for output in run_to_the_end(engine) if output.finished}
-        assert sorted(finished) == sorted(map(str, range(len(PROMPTS))))
-        assert all(len(choice.token_ids) == 10 for output in finished.values() for choice in output.outputs)
-        engine.sleep(1)
-        assert engine.is_sleeping()
-        engine.wake_up()
-        assert not engine.is_sleeping()
-        assert engine.check_health().status == "ALIVE"
-        assert engine.reset_prefix_cache()
-        assert any(metric.name == "generation_tokens" for metric in engine.get_metrics())
-        with pytest.raises(InvalidRequest, match="cannot travel"):
-            engine.apply_model(lambda model: None)
 
 
 def test_this_process_loads_no_torch() -> None:

@@ -43,17 +43,6 @@ def let_choices_say(served: Any, prompt: list[int], texts: dict[int, list[int]])
 # What comes, and what it costs
 
 
-@pytest.mark.virtual_clock(seeds=1)
-async def test_greedy_choices_are_computed_once_and_repeated(serve: Any, depth: int) -> None:
-    async with serve(depth=depth, block_size=BLOCK_SIZE) as served:
-        output = await served.engine.generate(PROMPT, n=3, temperature=0.0, seed=3, max_tokens=6, logprobs=1)
-        assert tokens_of(output) == [continuation(PROMPT, 6, seed=3)] * 3
-        assert served.executor.stats.num_computed_tokens == len(PROMPT) + 6 - 1
-        assert [completion.index for completion in output.outputs] == [0, 1, 2]
-        assert len({completion.text for completion in output.outputs}) == 1
-        assert all(len(completion.logprobs) == 6 for completion in output.outputs)
-
-
 @pytest.mark.virtual_clock
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 async def test_a_stream_interleaves_the_choices_and_ends_each_once(serve: Any, depth: int, temperature: float) -> None:

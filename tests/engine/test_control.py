@@ -54,29 +54,6 @@ async def is_still(served: Any) -> bool:
 
 
 @pytest.mark.virtual_clock(seeds=1)
-async def test_a_drain_serves_all_that_came_before_and_refuses_the_others(serve: Any, tasks: Any, depth: int) -> None:
-    async with serve(depth=depth, config={"max_waiting": 1, "max_num_seqs": 1}) as served:
-        started = start(served, tasks, 4)
-        await asyncio.sleep(0.035)
-        assert served.runtime.admission._waiting, "some wait for a place"
-        draining = tasks.start(served.engine.drain())
-        await served.turn()
-        for refused in (served.engine.generate(PROMPT), served.engine.generate(PROMPT, on_full="raise")):
-            with pytest.raises(EngineClosed, match="draining"):
-                await refused
-        with pytest.raises(EngineClosed, match="draining"):
-            served.engine.check_accepting()
-        await draining
-        assert all(task.done() for task in started)
-        assert reasons(await tasks.end(*started)) == ["length"] * 4
-        with pytest.raises(EngineClosed, match="draining"):
-            await served.engine.generate(PROMPT)
-        assert await is_still(served)
-        await served.engine.resume()
-        assert (await served.engine.generate(PROMPT, max_tokens=2)).finished
-
-
-@pytest.mark.virtual_clock(seeds=1)
 async def test_a_drain_that_is_given_up_goes_on_without_its_caller(serve: Any, tasks: Any, depth: int) -> None:
     async with serve(depth=depth) as served:
         started = start(served, tasks, 2)

@@ -152,48 +152,6 @@ async def test_a_dump_folder_that_cannot_be_written_hides_nothing(serve: Any, tm
 
 
 @pytest.mark.virtual_clock
-async def test_a_lost_device_is_heard_once_by_all_in_flight_and_by_later_ones(
-    serve: Any, tasks: Any, depth: int
-) -> None:
-    config = {"max_waiting": 2, "max_num_seqs": 3}
-    async with serve(depth=depth, config=config) as served:
-        cause = MemoryError("the device is on fire")
-        loss = DeviceLost("lost")
-        loss.__cause__ = cause
-        served.executor.make_step_fail(6, loss)
-        text = "fox " * 300
-        unentered = served.engine.stream([5])
-        started = [tasks.start(served.engine.generate([10 + i] * 20, seed=i, max_tokens=50)) for i in range(8)]
-        started.append(tasks.start(served.engine.generate(text, max_tokens=50)))
-        outcomes = await tasks.end(*started)
-
-        for outcome in outcomes[:8]:
-            assert isinstance(outcome, EngineDead), outcome
-            assert "on fire" in str(outcome)
-            assert outcome.__cause__ is loss
-            assert json.loads(outcome.dump)["plan"]["step"] == 6
-        assert len({id(outcome) for outcome in outcomes}) == 9
-        assert "dead" in repr(served.engine)
-        await served.until(lambda: not served.runtime.is_open)
-        for later in (lambda: served.engine.stream([5]), lambda: served.engine.info):
-            with pytest.raises(EngineDead, match="on fire"):
-                later()
-        with pytest.raises(EngineDead, match="on fire"):
-            await served.engine.generate([5])
-        with pytest.raises(EngineDead, match="on fire"):
-            async with unentered:
-                raise AssertionError("entered")
-        served.engine.abort("anything")
-        await served.engine.aclose()
-        assert served.executor.is_closed
-        assert "dead" in repr(served.engine)
-        assert not served.runtime.admission.requests
-
-    async with serve(depth=depth) as served:
-        assert (await served.engine.generate([5], max_tokens=2)).finished
-
-
-@pytest.mark.virtual_clock
 @pytest.mark.parametrize("end", [EngineDead, EngineClosed])
 async def test_a_reader_gets_what_had_arrived_before_the_end_first(
     serve: Any, depth: int, end: type[Exception]

@@ -52,33 +52,6 @@ def watch(served: Any, look: Callable[[], None]) -> Iterator[None]:
 
 
 @pytest.mark.virtual_clock(seeds=1)
-@pytest.mark.parametrize("limit", [1, 2, 5, 30])
-async def test_a_stalled_reader_is_not_computed_for_and_gets_the_same_later(serve: Any, depth: int, limit: int) -> None:
-    async with serve(depth=depth, block_size=4) as served:
-        stream = served.engine.stream(PROMPT, seed=3, max_tokens=60, max_unread_tokens=limit)
-        deltas = []
-
-        def is_within_bounds() -> None:
-            assert num_computed(stream)[0] <= len(as_ids(deltas)) + limit + depth
-
-        async with stream:
-            with watch(served, is_within_bounds):
-                while not deltas or deltas[-1].finish_reason is None:
-                    await asyncio.sleep(LONG_S)
-                    num_plans = len(served.executor.plans)
-                    is_within_bounds()
-                    assert num_computed(stream)[0] >= min(60, len(as_ids(deltas)) + limit)
-                    await asyncio.sleep(LONG_S)
-                    assert len(served.executor.plans) == num_plans, "nothing is computed that nobody reads"
-                    deltas.append(await anext(stream))
-
-        assert as_ids(deltas) == continuation(PROMPT, 60, seed=3)
-        assert "".join(delta.text for delta in deltas) == stream.result.text
-        assert deltas[-1].finish_reason == "length"
-        assert served.executor.stats.num_computed_tokens == len(PROMPT) + 60 - 1, "nothing is computed twice"
-
-
-@pytest.mark.virtual_clock(seeds=1)
 async def test_a_reader_that_keeps_up_does_not_notice_a_limit(serve: Any, depth: int) -> None:
     async with serve(depth=depth) as served:
         started_at = asyncio.get_running_loop().time()

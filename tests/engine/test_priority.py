@@ -37,27 +37,6 @@ async def assert_all_are_whole(started: list[asyncio.Task[Any]], count: int = 5)
 # Order
 
 
-@pytest.mark.virtual_clock(seeds=1)
-@pytest.mark.parametrize("max_waiting", [1, 2, 100], ids=["at the admission", "at both", "in the queue"])
-async def test_smaller_numbers_go_first_and_equal_ones_in_turn(
-    serve: Any, tasks: Any, depth: int, max_waiting: int
-) -> None:
-    """The first is ahead of all and runs meanwhile. A place that is taken stays taken: so many come out of turn."""
-    async with serve(depth=depth, config={**ONE_ROW, "max_waiting": max_waiting}) as served:
-        priorities = [-9, 3, 1, 2, 1, 3, -1, 2]
-        started = await start(served, tasks, priorities, max_tokens=9)
-        await assert_all_are_whole(started, 9)
-        order = served.first_runs()
-        assert order[0] == 0
-        if max_waiting == 100:
-            assert order[1:] == [6, 2, 4, 3, 7, 1, 5]
-        else:
-            # Those who had a place when the better ones came run when their turn has come among those with places.
-            late = [seed for seed in order[1:] if seed > max_waiting]
-            assert late == sorted(late, key=lambda seed: (priorities[seed], seed))
-            assert order[1] == (1 if max_waiting == 1 else 2)
-
-
 # Giving way
 
 
