@@ -54,7 +54,7 @@ def run_server(end: socket.socket) -> int:
     ):
         allow_files(settings.limits.max_connections + SPARE_FILES)
         try:
-            uvloop.run(ChildServer(settings, end).run())
+            uvloop.run(_run(settings, end))
         except AioEngineError as error:
             # For the process above, which reads this process's stderr for its final message and shows it.
             os.write(sys.stderr.fileno(), f"ERROR aioengine: {type(error).__name__}: {error}\n".encode())
@@ -96,95 +96,86 @@ class SiblingServers:
                     waiter.set_result(message.numbers)
 
 
-class ChildServer:
-    """One of several HTTP servers.
+async def _run(settings: ServerSettings, end: socket.socket) -> None:
+    """Serve until it is asked to end.
 
-    Args:
-        end: of the socket to the process above.
+    Raises:
+        AioEngineError: it cannot serve, or its engine has died.
     """
+    stop = StopRequest()
+    descriptors = settings.shares[settings.index % len(settings.shares)]
+    with (
+        asked_by_signals(lambda _: stop.ask()),
+        HttpListener.inherited(settings.where, descriptors) as listener,
+    ):
+        engine: Engine | None = None
+        with anyio.CancelScope() as starting:
+            stop.on_asked = starting.cancel
+            if not stop.num_asked:
+                engine = await _start_engine(settings)
+        if engine is not None:
+            async with engine:
+                await _serve(settings, engine, listener, await ServerChannel.open(end), stop)
 
-    def __init__(self, settings: ServerSettings, end: socket.socket) -> None:
-        self._settings = settings
-        self._end = end
-        self._stop = StopRequest()
 
-    async def run(self) -> None:
-        """Serve until it is asked to end.
+async def _start_engine(settings: ServerSettings) -> Engine:
+    if settings.engine_address is None:
+        return await Engine.start(**asdict(settings.engine_config or EngineConfig()))
+    return await Engine.connect(
+        settings.engine_address,
+        model=settings.engine_model,
+        keys=settings.engine_keys,
+        client=settings.engine_client,
+    )
 
-        Raises:
-            AioEngineError: it cannot serve, or its engine has died.
-        """
-        settings = self._settings
-        descriptors = settings.shares[settings.index % len(settings.shares)]
-        with (
-            asked_by_signals(lambda _: self._stop.ask()),
-            HttpListener.inherited(settings.where, descriptors) as listener,
-        ):
-            engine: Engine | None = None
-            with anyio.CancelScope() as starting:
-                self._stop.on_asked = starting.cancel
-                if not self._stop.num_asked:
-                    engine = await self._start_engine()
-            if engine is not None:
-                async with engine:
-                    await self._serve(engine, listener)
 
-    async def _start_engine(self) -> Engine:
-        settings = self._settings
-        if settings.engine_address is None:
-            return await Engine.start(**asdict(settings.engine_config or EngineConfig()))
-        return await Engine.connect(
-            settings.engine_address,
-            model=settings.engine_model,
-            keys=settings.engine_keys,
-            client=settings.engine_client,
-        )
+async def _serve(
+    settings: ServerSettings, engine: Engine, listener: HttpListener, channel: ServerChannel, stop: StopRequest
+) -> None:
+    app = create_app(engine, settings.config)
+    api: Api = app.state.api
+    siblings = SiblingServers(channel, settings.num_servers)
+    if settings.engine_address is not None:
+        api.enter_group(siblings)
+    failure: AioEngineError | None = None
 
-    async def _serve(self, engine: Engine, listener: HttpListener) -> None:
-        app = create_app(engine, self._settings.config)
-        api: Api = app.state.api
-        channel = await ServerChannel.open(self._end)
-        siblings = SiblingServers(channel, self._settings.num_servers)
-        if self._settings.engine_address is not None:
-            api.enter_group(siblings)
-        failure: AioEngineError | None = None
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(siblings.run, api)
-            tasks.start_soon(self._count, api, channel)
-            prepare_interpreter()
-            try:
-                await serve(
-                    app,
-                    engine=engine,
-                    listener=listener,
-                    stop=self._stop,
-                    drain_timeout_s=self._settings.drain_timeout_s,
-                    limits=self._settings.limits,
-                    on_serving=lambda _: channel.send(Serving(api.models.names[0])),
-                    on_drain=lambda: self._on_drain(api, listener),
-                )
-            except AioEngineError as error:  # a group of tasks would wrap it
-                failure = error
-            channel.send(Counted(await api.own_numbers()))
-            await channel.flush()
-            tasks.cancel_scope.cancel()
-        channel.close()
-        if failure is not None:
-            raise failure
-
-    def _on_drain(self, api: Api, listener: HttpListener) -> None:
+    def on_drain() -> None:
         """Have no socket go on accepting clients because this process holds it."""
         api.drain()
-        shares, own = self._settings.shares, self._settings.index % len(self._settings.shares)
-        if self._stop.num_asked or len(shares) == 1:
-            listener.refuse()  # else, as the engine has died, others accept there until this server is back
-        for index, share in enumerate(shares):
-            if index != own:
+        if stop.num_asked or len(settings.shares) == 1:
+            listener.refuse()  # else, as the engine has died, clients wait until this server is back
+        for index, share in enumerate(settings.shares):
+            if index != settings.index % len(settings.shares):
                 for each in share:
                     os.close(each)
 
-    async def _count(self, api: Api, channel: ServerChannel) -> None:
-        """Send the numbers, now and then."""
-        while True:
-            await anyio.sleep(COUNTED_EVERY_S)
-            channel.send(Counted(await api.own_numbers()))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(siblings.run, api)
+        tasks.start_soon(_send_numbers, api, channel)
+        prepare_interpreter()
+        try:
+            await serve(
+                app,
+                engine=engine,
+                listener=listener,
+                stop=stop,
+                drain_timeout_s=settings.drain_timeout_s,
+                limits=settings.limits,
+                on_serving=lambda _: channel.send(Serving(api.models.names[0])),
+                on_drain=on_drain,
+            )
+        except AioEngineError as error:  # a group of tasks would wrap it
+            failure = error
+        channel.send(Counted(await api.own_numbers()))
+        await channel.flush()
+        tasks.cancel_scope.cancel()
+    channel.close()
+    if failure is not None:
+        raise failure
+
+
+async def _send_numbers(api: Api, channel: ServerChannel) -> None:
+    """Send the numbers, now and then."""
+    while True:
+        await anyio.sleep(COUNTED_EVERY_S)
+        channel.send(Counted(await api.own_numbers()))
