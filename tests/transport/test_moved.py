@@ -258,26 +258,26 @@ class TestMirrors:
         sequence = make_choices(request)
         choices = [sequence, *sequence.children]
         for choice in choices:
-            mirrors.add(choice, Heard())
+            mirrors.add_sequence(choice, Heard())
         return choices
 
     async def test_choices_without_a_token_go_together(self) -> None:
         mirrors, _ = self.make()
         first, *others = self.add(mirrors, 3)
-        await mirrors.take(wire.StepOutputsMessage(started=[wire.Started(0, 0)]), 1.0)
-        assert mirrors.let_go() == [InFlightSequence(first, was_running=True)]
+        await mirrors.take_outputs(wire.StepOutputsMessage(started=[wire.Started(0, 0)]), 1.0)
+        assert mirrors.release_all() == [InFlightSequence(first, was_running=True)]
         assert first.children == tuple(others)
 
     async def test_choices_go_each_for_itself_once_one_has_a_token(self) -> None:
         mirrors, _ = self.make()
         choices = self.add(mirrors, 3)
-        await mirrors.take(
+        await mirrors.take_outputs(
             wire.StepOutputsMessage(
                 numbers=[0], token_ids=[9], started=[wire.Started(0, 0)], first=[wire.First(0, 0.5)]
             ),
             1.0,
         )
-        assert mirrors.let_go() == [
+        assert mirrors.release_all() == [
             InFlightSequence(choices[0], True),
             InFlightSequence(choices[1], False),
             InFlightSequence(choices[2], False),
@@ -287,8 +287,8 @@ class TestMirrors:
     def test_choices_go_each_for_itself_when_one_has_ended(self) -> None:
         mirrors, _ = self.make()
         choices = self.add(mirrors, 3)
-        mirrors.end(choices[1], "abort")
-        assert [each.sequence for each in mirrors.let_go()] == [choices[0], choices[2]]
+        mirrors.end_sequence(choices[1], "abort")
+        assert [each.sequence for each in mirrors.release_all()] == [choices[0], choices[2]]
         assert not choices[0].children
 
     async def test_tokens_that_are_handed_out_later_are_not(self) -> None:
@@ -298,9 +298,9 @@ class TestMirrors:
         listener = sequence.listener
         body = wire.StepOutputsMessage(numbers=[0] * 100, token_ids=[*range(100)])
         async with Tasks() as tasks:
-            taking = tasks.start(mirrors.take(body, 1.0))
+            taking = tasks.start(mirrors.take_outputs(body, 1.0))
             await until(lambda: listener.token_ids)
-            in_flight = mirrors.let_go()
+            in_flight = mirrors.release_all()
             await taking
         num_tokens = len(sequence.output_ids)
         assert 0 < num_tokens < 100
@@ -313,8 +313,8 @@ class TestMirrors:
         (sequence,) = self.add(mirrors)
         listener = sequence.listener
         body = wire.StepOutputsMessage(numbers=[0], token_ids=[9], ended=[wire.Ended(0, "stop", 9, 0)])
-        await mirrors.take(body, 1.0)
-        assert mirrors.let_go() == []
+        await mirrors.take_outputs(body, 1.0)
+        assert mirrors.release_all() == []
         await endings.report_all()
         assert listener.ends == [None]
         assert (sequence.finish_reason, sequence.stop_reason) == ("stop", 9)
@@ -334,12 +334,12 @@ class TestMirrors:
         (sequence,) = self.add(mirrors)
         started, ended = wire.Started(0, 16), wire.Ended(0, "length", None, num_preemptions=2)
         first = wire.StepOutputsMessage(numbers=[0], token_ids=[9], started=[started], first=[wire.First(0, 0.25)])
-        await mirrors.take(first, 5.0)
+        await mirrors.take_outputs(first, 5.0)
         sequence.num_preemptions = 1
-        mirrors.let_go()
-        mirrors.add(sequence, Heard())
+        mirrors.release_all()
+        mirrors.add_sequence(sequence, Heard())
         again = wire.StepOutputsMessage(numbers=[1], token_ids=[8], started=[wire.Started(1, 0)])
-        await mirrors.take(again, 7.0)
+        await mirrors.take_outputs(again, 7.0)
         mirrors.take_ends(wire.StepOutputsMessage(ended=[msgspec.structs.replace(ended, number=1)]))
         assert (sequence.admitted_at, sequence.first_token_at, sequence.last_token_at) == (4.75, 5.0, 7.0)
         assert (sequence.num_cached_tokens, sequence.num_preemptions, sequence.output_ids) == (16, 3, [9, 8])

@@ -149,7 +149,7 @@ class RemoteCore:
             )
         )
         for member, listener in choices:  # what could not be sent is not waited for
-            self._mirrors.add(member, listener)
+            self._mirrors.add_sequence(member, listener)
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         live = self._mirrors.live
@@ -159,7 +159,7 @@ class RemoteCore:
         choices = [member for member in (sequence, *sequence.children) if member.order in live]
         self._link.send(wire.Finish([member.order for member in choices], reason))
         for member in choices:
-            self._mirrors.end(member, reason, stop_reason).on_end()
+            self._mirrors.end_sequence(member, reason, stop_reason).on_end()
         self._conditions.check()
 
     def abort_all(self) -> None:
@@ -167,7 +167,7 @@ class RemoteCore:
         if not self.is_stopped:
             self._send_aborts()
             for sequence in list(self._mirrors.live.values()):
-                self._endings.add_end(sequence.order, self._mirrors.end(sequence, "abort"))
+                self._endings.add_end(sequence.order, self._mirrors.end_sequence(sequence, "abort"))
             self._endings.report_some()
 
     def take_back(self) -> list[InFlightSequence]:
@@ -175,7 +175,7 @@ class RemoteCore:
         if self.is_stopped:
             return []
         self._send_aborts()
-        in_flight = self._mirrors.let_go()
+        in_flight = self._mirrors.release_all()
         if self._endings:  # soon: conditions are checked then, and the caller has put the in_flight somewhere
             asyncio.get_running_loop().call_soon(self._endings.report_some)
         return in_flight
@@ -259,7 +259,7 @@ class RemoteCore:
             self._over.set()
             if self._cluster is not None:
                 # Before conditions are checked: what is without a core has somewhere to be then.
-                self._cluster.on_death(self._mirrors.let_go())
+                self._cluster.on_death(self._mirrors.release_all())
                 self._on_capacity()
             self._end_all(self.copy_death)
             if self._cluster is None:  # else the cluster logs it, with the fate of the sequences
@@ -354,7 +354,7 @@ class RemoteCore:
     # What sequences bring
 
     async def _on_outputs(self, body: wire.StepOutputsMessage) -> None:
-        await self._mirrors.take(body, self.clock())
+        await self._mirrors.take_outputs(body, self.clock())
         death = self._mirrors.take_ends(body)
         if (
             death is not None

@@ -45,8 +45,8 @@ class Mirrors:
         self._endings = endings
         self._on_capacity = on_capacity
 
-    def add(self, sequence: Sequence, listener: Listener) -> None:
-        """The engine has it as ``next_number``."""
+    def add_sequence(self, sequence: Sequence, listener: Listener) -> None:
+        """Add a sequence, which the engine has as ``next_number``."""
         number = sequence.order = self.next_number
         sequence.listener = listener
         self.live[number] = sequence
@@ -55,18 +55,20 @@ class Mirrors:
             self.unstarted.add(number)
         self.next_number += 1
 
-    def end(self, sequence: Sequence, finish_reason: FinishReason, stop_reason: int | str | None = None) -> Listener:
+    def end_sequence(
+        self, sequence: Sequence, finish_reason: FinishReason, stop_reason: int | str | None = None
+    ) -> Listener:
         """End a sequence for its caller; returns the listener, which is to get the end."""
         sequence.finish_reason, sequence.stop_reason = finish_reason, stop_reason
         return self._release(sequence)
 
     def fail_all(self, error: Callable[[], AioEngineError]) -> None:
-        """All end by an error each, which `Endings` is to report."""
+        """End all sequences by an error each, which `Endings` is to report."""
         for sequence in list(self.live.values()):
             self._endings.add_end(sequence.order, self._release(sequence), error())
 
-    def let_go(self) -> list[InFlightSequence]:
-        """Forget all, without a word to their listeners, but for those that have ended meanwhile."""
+    def release_all(self) -> list[InFlightSequence]:
+        """Release all sequences, to go on elsewhere. The ends of those that have ended are reported; nothing else is."""
         for sequence in list(self.live.values()):
             if sequence.finish_reason is not None:  # its last token is handed out, and its end was next
                 self._endings.add_end(sequence.order, self._release(sequence))
@@ -87,10 +89,10 @@ class Mirrors:
 
     # What the engine brings
 
-    async def take(self, body: wire.StepOutputsMessage, now: float) -> None:
+    async def take_outputs(self, body: wire.StepOutputsMessage, now: float) -> None:
         """Take in all updates but ends, with turns for the loop.
 
-        What comes of a sequence from a second engine changes none of its times: to its caller it has begun before.
+        Outputs of a second engine change none of a sequence's times: to its caller it has begun before.
         """
         for started, sequence in self._with_sequences(body.started):
             if not sequence.has_run:
