@@ -68,7 +68,7 @@ class Mirrors:
             self._endings.add_end(sequence.order, self._release(sequence), error())
 
     def release_all(self) -> list[InFlightSequence]:
-        """Release all sequences, to go on elsewhere. The ends of those that have ended are reported; nothing else is."""
+        """Release all sequences, to go on elsewhere. Only the ends of those that have ended are reported."""
         for sequence in list(self.live.values()):
             if sequence.finish_reason is not None:  # its last token is handed out, and its end was next
                 self._endings.add_end(sequence.order, self._release(sequence))
