@@ -1,4 +1,4 @@
-"""What well-known clients send, as they send it: the answer's message back in their own shape, tools, hints, gzip."""
+"""What well-known clients send, as they send it: the answer's message back in their own shape, tools, hints."""
 
 from __future__ import annotations
 
