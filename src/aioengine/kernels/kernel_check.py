@@ -42,13 +42,13 @@ TOLERANCES = {
 KV caches; other integers are equal."""
 
 DEADLINE_S = 60.0
-"""Of all cases of an operation, compiling them included; and of the child's imports."""
+"""Longest time of all cases of an operation, compiling included; also of the child's imports."""
 
 REPETITIONS = 7
 
 
 class CheckWork(msgspec.Struct, frozen=True, kw_only=True):
-    """What a child checks.
+    """Work of a child.
 
     Attributes:
         device: such as "cuda:0"; on "cpu" native kernels, unless there are ``modules``.
@@ -68,7 +68,7 @@ class CheckWork(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Checked(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a case.
+    """Result of a case.
 
     Attributes:
         error: as `TOLERANCES` count it; None: it brought no result.
@@ -86,7 +86,7 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckBegan(msgspec.Struct, frozen=True, tag=True):
-    """A child begins the cases of an operation; the last one has the name "", and says that all are done."""
+    """A child begins the cases of an operation; the last message has the name "": all are done."""
 
     operation: str
 
@@ -157,7 +157,7 @@ def _run_child(work: CheckWork, deadline_s: float, done: list[str]) -> Generator
 
 
 def _messages(child: subprocess.Popen[bytes], deadline_s: float) -> Iterator[CheckBegan | CheckEnded]:
-    """What a child writes, until its end.
+    """Yield the messages of a child until its end.
 
     Raises:
         TimeoutError: it took longer than the deadline for an operation.
@@ -181,7 +181,7 @@ def _messages(child: subprocess.Popen[bytes], deadline_s: float) -> Iterator[Che
 def find_faulty(device: torch.device, dtype: torch.dtype, *, deadline_s: float = DEADLINE_S, **fields: Any) -> set[str]:
     """Operations whose Triton kernels must not be used on a device; checks them where no earlier start has.
 
-    A warning names those that are found, at each start. Where kernels cannot be checked a warning says so, and all are
+    A warning names those that are found, at each start. If kernels cannot be checked, a warning is logged and all are
     used.
 
     Args:
@@ -212,7 +212,7 @@ def find_faulty(device: torch.device, dtype: torch.dtype, *, deadline_s: float =
 
 
 def _key(device: torch.device, work: CheckWork) -> str:
-    """Of all that a kernel's result may depend on."""
+    """Return a digest of all that a kernel's result may depend on."""
     key = hashlib.blake2b(digest_size=16)
     here = Path(__file__).parent
     for source in (*sorted((here / "triton").glob("*.py")), here / "kernel_cases.py", here / "operations.py"):
@@ -239,7 +239,7 @@ check(sys.argv[2])
 
 
 def check(encoded: str) -> None:
-    """Check what a `CheckWork` says, and write to stdout what becomes of it."""
+    """Do a `CheckWork`, given as JSON, and write messages to stdout."""
     work = msgspec.json.decode(encoded, type=CheckWork)
     device = torch.device(work.device)
     dtype: torch.dtype = getattr(torch, work.dtype)
@@ -306,7 +306,7 @@ def _median_s(case: Case, operations: Operations, device: torch.device) -> float
 
 
 def results_of(case: Case, operations: Operations) -> list[Tensor]:
-    """What a call returns, and its arguments as it leaves them; not weights, of which each has a layout of its own."""
+    """Return the results of a call, and its arguments as it leaves them; not weights, whose layouts differ."""
     call, arguments = case.prepare(operations)
     returned = call()
     return [leaf.clone() for leaf in tree_leaves((returned, arguments)) if isinstance(leaf, Tensor)]

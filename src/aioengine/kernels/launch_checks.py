@@ -1,4 +1,4 @@
-"""What launchers check of their tensors: a kernel works on bare addresses, and believes what it is told."""
+"""Checks of tensors that launchers make, since a kernel reads and writes bare addresses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from aioengine.kernels.sample_rows import SAMPLE_WORDS
 from aioengine.kernels.torch.quantized import SCALE_BYTES, head_dim_of
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""What decoders compute in: the ``x`` of `aioengine.kernels.operations`."""
+"""Dtypes that decoders compute in: the ``x`` of `aioengine.kernels.operations`."""
 
 
 def check_tensor(

@@ -5,8 +5,8 @@ tested against. A kernel replaces one operation of a device's set: `aioengine.ke
 `aioengine.kernels.native.native_operations` on a CPU.
 
 Shapes are those of one step: T tokens, h query heads, g KV heads, d head size, n rows of logits, s samples (tokens to
-be sampled), V vocabulary. Unless a docstring says otherwise tensors are contiguous, on one device, and ``x`` stands for
-float32, bfloat16 or float16. The launchers of kernels raise InternalError where tensors do not fit each other.
+be sampled), V vocabulary. Unless noted, tensors are contiguous and on one device, and ``x`` stands for float32,
+bfloat16 or float16. The launchers of kernels raise InternalError where tensors do not fit each other.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Operations:
 
         Not quantised, the result is in the memory of ``weight``: either ``weight`` itself, so that later changes of it
         count, or its bytes in another order. Quantised, it has memory of its own, and is made block by block. Codes
-        stay at their width where `linear` reads them; else the result is dense, which `PackedWeight.coding` tells.
+        stay at their width where `linear` reads them; else the result is dense, and `PackedWeight.coding` is None.
 
         Args:
             weight: [out_features, in_features], x; to be quantised it may also be the rows of another packed weight.
@@ -199,7 +199,7 @@ class Operations:
         return UnpackedRows(packed, unpack_quantized).whole() if rows is None else unpack_quantized(packed, rows)
 
     def unpack_codes(self, packed: PackedWeight) -> CodedRows:
-        """What `pack` made of codes, as codes again, exactly; for weights that have a ``coding``."""
+        """Return the codes that `pack` was given, exactly; for weights that have a ``coding``."""
         assert packed.scales is not None
         assert packed.coding is not None
         has_offsets, device = len(packed.scales) == 2, packed.values.device
@@ -305,7 +305,7 @@ class Operations:
             weights: float32 [T, k], or [T, k + 1], the last the sigmoid of the shared expert's logit.
         """
         of_experts, of_shared = logits[:, :num_experts], logits[:, num_experts:]
-        ordered, ids = of_experts.sort(dim=1, descending=True, stable=True)  # `topk` does not say which of equal ones
+        ordered, ids = of_experts.sort(dim=1, descending=True, stable=True)  # `topk` chooses any of equal ones
         chosen, ids = ordered[:, :num_chosen], ids[:, :num_chosen]
         weights = chosen.softmax(1) if is_normalised else of_experts.softmax(1).gather(1, ids)
         return ids.int(), torch.cat((weights, of_shared.sigmoid()), dim=1)
@@ -492,7 +492,7 @@ class Operations:
     def gather_tokens(
         self, rows: Tensor, history: Tensor, block_tables: Tensor, block_size: int, num_tokens: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What each token of a step is, where it stands, and where its KV goes.
+        """Look up the ids of a step's tokens, their positions, and the slots of their keys and values.
 
         Args:
             rows: int32 [b, 4]: row, position of its first token, index of that in the step, number of tokens. Row -1
@@ -724,7 +724,7 @@ class Operations:
 
 
 NAMES = [name for name in vars(Operations) if not name.startswith(("_", "is_", "has_"))]
-"""Of all operations."""
+"""Names of all operations."""
 
 plain_torch = Operations()
 

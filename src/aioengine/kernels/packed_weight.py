@@ -141,7 +141,7 @@ def scale_groups(values: Tensor, scales: Tensor, offsets: Tensor | None, group: 
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """What codes stand for, before scales and offsets.
+    """The values of codes, before scales and offsets.
 
     Attributes:
         bits, table, group: as in `CodedWeight`.
@@ -180,7 +180,7 @@ class CodedRows:
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """What `Operations.pack` makes, and only the operations of the same implementation can read.
+    """A weight as `Operations.pack` makes it, which only the operations of the same implementation can read.
 
     Attributes:
         values: in any shape and dtype.
@@ -250,7 +250,7 @@ class UnpackedRows:
 
 
 def row_blocks(shape: tuple[int, ...]) -> Iterator[slice]:
-    """Of [rows, columns], in order: whole panels but for the last, of about `BLOCK_NUMBERS`."""
+    """Cut [rows, columns] into blocks of whole panels (but for the last), of about `BLOCK_NUMBERS` numbers."""
     num_rows, num_columns = shape
     size = max(PANEL, BLOCK_NUMBERS // num_columns // PANEL * PANEL)
     return (slice(first, min(first + size, num_rows)) for first in range(0, num_rows, size))

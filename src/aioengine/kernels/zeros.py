@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 _mappings: dict[int, int] = {}
-"""Of those that live the bytes, by their addresses."""
+"""Bytes of living mappings, by their addresses."""
 
 
 def lazy_zeros(*size: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -20,12 +20,12 @@ DECODE, DECODE_IN_SPLITS, PREFILL = "attend_decode", "attend_decode, in splits",
 ATTENTION_KERNELS = (DECODE, DECODE_IN_SPLITS, PREFILL)
 
 PREFILL_ROWS = 128
-"""Of a tile of `Operations.attend_prefill`, query tokens times heads: no choice has more in a program, and programs of
+"""Query tokens times heads in a tile of `Operations.attend_prefill`: no choice has more in a program, and programs of
 fewer share a tile. So tiles that are packed already stay right whatever is chosen."""
 
 
 class AttentionShape(NamedTuple):
-    """What the best choice depends on, beside the GPU.
+    """Sizes that the best choice depends on, beside the GPU.
 
     Attributes:
         group: query heads that share a KV head.
@@ -158,7 +158,7 @@ def _prefill_candidates(
 
 
 def _choices(names: tuple[str, ...], rows: Sequence[tuple[int, ...]]) -> tuple[LaunchChoice, ...]:
-    """Of the constants, then warps and stages."""
+    """Make choices of rows: constants, then warps and stages."""
     return tuple(
         LaunchChoice(num_warps=row[-2], num_stages=row[-1], constants=tuple(zip(names, row[:-2], strict=True)))
         for row in rows

@@ -26,7 +26,7 @@ from aioengine.kernels.native.parts import ALL_PARTS, COMMON
 logger = logging.getLogger("aioengine")
 
 MESSAGE_BYTES, MESSAGE_LINES = 4000, 10
-"""The most that is said of what a child has written before it failed."""
+"""Most of a failed child's output that is logged."""
 
 HEAD_START_S = 5.0
 """How long a compiler leaves the cores to an engine that starts, once it has its modules, unless `begin` comes before.

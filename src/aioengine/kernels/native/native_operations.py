@@ -49,7 +49,7 @@ CHUNK = 8192
 
 CHUNKS_A_THREAD = 4
 SHARES_A_THREAD = 32
-"""Of a grouped product: the last shares, which end at different times, are a small part of it."""
+"""Shares of a grouped product: the last ones, which end at different times, are a small part of it."""
 
 HEADS_A_CHUNK = 8
 NO_WINDOW = 1 << 40
@@ -661,7 +661,7 @@ def step_of(group: int, num_inputs: int) -> int:
 
 
 def dtype_word(dtype: torch.dtype) -> int:
-    """A dtype as kernels are told it."""
+    """The number of a dtype in a kernel's arguments."""
     return DTYPES.index(_name(dtype))
 
 

@@ -28,7 +28,7 @@ READ = (
     *(torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn),
     *(torch.int32, torch.int8, torch.uint8),
 )
-"""What kernels read; int64 and float64 would be taken for twice as many numbers of half the size."""
+"""Dtypes that kernels read; int64 and float64 would be taken for twice as many numbers of half the size."""
 
 UNINITIALISED = (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty)
 
@@ -151,13 +151,13 @@ class Team:
 
 
 def _serve(serve: Callable[..., None], address: int, thread: int, *_used: object) -> None:
-    """What a helper does: it holds what it uses, the code and the words, though its team may be dropped unclosed."""
+    """Run a helper thread. It holds what it uses, the code and the words, though its team may be dropped unclosed."""
     results = ctypes.addressof(_ROOM_FOR_RESULTS)
     serve(results, results + 8, address, thread)
 
 
 class _Captured(NamedTuple):
-    """What is launched while work is captured: kernels, chunks, arguments; and memory that must stay, by address."""
+    """Launches of captured work: kernels, chunks, arguments; and memory that must stay, by address."""
 
     records: list[tuple[str, int, list[int]]]
     kept: dict[int, UntypedStorage]

@@ -22,7 +22,7 @@ BLOCK = 64
 """Logits that are looked at together if the highest of them has a chance."""
 
 FEW = 128
-"""Of so many of the likeliest tokens the mass is summed first, for top-p."""
+"""Likeliest tokens whose mass is summed first, for top-p."""
 
 CHUNK_ELEMENTS = 2**20
 """Logits of the rows that are worked on together: bounds the temporaries to a few MB each."""

@@ -31,7 +31,7 @@ INT4_GROUP = 64
 """Inputs that share a scale; the last group of a row may be shorter."""
 
 SCALE_BYTES = 4
-"""Behind each head's key or value in an int8 KV cache: its scale."""
+"""Size of the scale behind each head's key or value in an int8 KV cache."""
 
 HAS_PRODUCTS = {
     torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
@@ -82,7 +82,7 @@ def _room_for_scales(weight: Tensor | UnpackedRows, quantization: Quantization) 
 
 
 def dequantize(values: Tensor, scales: Tensor) -> Tensor:
-    """What `quantize` rounded to.
+    """The values that `quantize` rounded to.
 
     Returns:
         float32 [out_features, in_features], exact.
@@ -106,7 +106,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_lines(x: Tensor) -> Tensor:
-    """What an int8 KV cache keeps of keys or values: each head's, as `quantize_rows` rounds it, before its scale.
+    """Lines of an int8 KV cache for keys or values: each head's, as `quantize_rows` rounds it, before its scale.
 
     Args:
         x: [any, head_dim].
@@ -118,7 +118,7 @@ def quantize_lines(x: Tensor) -> Tensor:
 
 
 def read_lines(cached: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of whatever a KV cache keeps the numbers.
+    """Read the numbers of a KV cache of any dtype.
 
     Args:
         cached: [..., head_dim], or int8 [..., head_dim + SCALE_BYTES].

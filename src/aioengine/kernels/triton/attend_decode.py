@@ -280,5 +280,5 @@ def check_paged(name: str, q: Tensor, kv: PagedKV, out: Tensor) -> None:
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
-    """Of a GPU; the interpreter can do everything."""
+    """The capability of a GPU; the interpreter can do everything."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (99, 0)

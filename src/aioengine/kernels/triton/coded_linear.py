@@ -32,12 +32,12 @@ FEW_ROWS = 16
 MOST_STEP, MOST_STEP_FLOAT32, LEAST_STEP = 128, 32, 16
 """Inputs of a step. Products of float32 are not the tensor cores': all of a step's are in registers."""
 LINEAR, TABLE, FLOAT8 = (tl.constexpr(kind) for kind in range(3))
-"""What codes stand for: themselves, less half of their number; what a table says; the number of those bits."""
+"""Values of codes: themselves, less half of their number; a table's entries; the number with those bits."""
 
 
 @triton.jit
 def decode(codes, table_ptr, dtype: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr):
-    """What codes stand for, before scales."""
+    """The values of codes, before scales."""
     if KIND == LINEAR:
         return (codes.to(tl.int32) - (1 << (BITS - 1))).to(tl.float32).to(dtype)
     if KIND == TABLE:
@@ -183,7 +183,7 @@ def step_constants(packed: PackedWeight, step: int) -> dict[str, int]:
 
 
 def table_of(packed: PackedWeight) -> Tensor:
-    """What `decode` may look into."""
+    """The table that `decode` reads."""
     assert packed.coding is not None
     return packed.values if packed.coding.table is None else packed.coding.table
 

@@ -55,7 +55,7 @@ PROGRAMS = 8192
 work: rows are split no further than that. A piece each is 250 programs for a row of 128,000."""
 
 MAX_PARTS = 512
-"""Of a row: what the second launch puts together in registers."""
+"""Most parts of a row, which the second launch joins in registers."""
 
 JOIN_WARPS = 4
 

@@ -32,7 +32,7 @@ def mix64(x):
 
 @triton.jit
 def noise_keys(seed_low, seed_high, choice, position):
-    """What a sample's noise depends on, mixed: two uint32, of four int32."""
+    """Mix all that a sample's noise depends on: two uint32, of four int32."""
     seed = (seed_high.to(tl.uint32).to(tl.uint64) << 32) | seed_low.to(tl.uint32).to(tl.uint64)
     key = mix64(seed)
     key = mix64(key ^ choice.to(tl.int64).to(tl.uint64))
@@ -66,7 +66,7 @@ def gumbel(u):
 
 @triton.jit
 def gumbel_bound(u):
-    """What `gumbel` does not exceed, for 4 operations instead of 50: -log(1 - u), by a float's bits for its logarithm.
+    """An upper bound of `gumbel`, for 4 operations instead of 50: -log(1 - u), by a float's bits for its logarithm.
 
     -log(u) ≥ 1 - u; and the bits of a float are, but for scale and offset, a line below its log2 that meets it at each
     power of two. At most 0.06 above -log(1 - u), which is what counts where the noise is high. Rounding apart: allow

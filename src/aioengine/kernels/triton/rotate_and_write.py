@@ -1,4 +1,4 @@
-"""What lies between the product that gives queries, keys and values and the attention to them, in one pass.
+"""Norm, rotation and cache write, between the product that gives queries, keys and values and attention, in one pass.
 
 For each head's query and key: x / √(mean(x²) + ε) · (w + offset), where the model has such a norm, of each head or of
 all heads as one; then, where the layer rotates, with the halves a and b of that, (a · cos - b · sin, b · cos + a · sin)
@@ -28,7 +28,7 @@ from aioengine.kernels.operations import Operations
 from aioengine.kernels.triton import replaces
 
 MAX_FLOAT8 = tl.constexpr(448.0)
-"""Of e4m3fn."""
+"""The largest number of e4m3fn."""
 
 MAX_HEAD_DIM = 1 << 11
 NUM_WARPS = 4

@@ -38,7 +38,7 @@ ROUNDS = (8, 32)
 when it is first used: OpenAI's API admits 20 tokens, most ask for 5 or fewer."""
 
 ELEMENTS_A_THREAD = 16
-"""Of int64, of the blocks' maxima and of the tokens of those chosen: 32 registers for each of the two."""
+"""int64 elements of the blocks' maxima and of the tokens of those chosen: 32 registers for each of the two."""
 
 
 _NONE = tl.constexpr(-(2**63))
