@@ -246,7 +246,7 @@ async def test_further_front_ends_reach_replicas_of_both_nodes_and_those_that_co
 
 def addresses_in_folder(engine: Engine) -> list[str]:
     """Of the sockets in the folder of an engine's cluster."""
-    folder = Path(engine._runtime.backend._sharing.folder)
+    folder = Path(engine._runtime.backend._folder.path)
     return [f"ipc://{path}" for path in folder.iterdir() if path.is_socket()]
 
 
