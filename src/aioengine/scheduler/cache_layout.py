@@ -90,10 +90,6 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
     is_state: bool = False
     pool: int = 0
 
-    def num_passed(self, num_computed_tokens: int, block_size: int) -> int:
-        """First blocks that no token needs which is computed after so many tokens."""
-        return 0 if self.reach is None else max(num_computed_tokens + 1 - self.reach, 0) // block_size
-
 
 class CachePool(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks of one size.

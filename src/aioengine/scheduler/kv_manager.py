@@ -80,6 +80,8 @@ class KVManager:
         self.cache = PrefixCache(firsts[-1], seen)
         self.pools = [BlockPool(range(*span), self.cache.evict) for span in pairwise(firsts)]
         assert len(self.pools) == len(layout.pools), "each pool has its number of blocks"
+        self._has_one_pool = len(self.pools) == 1
+        self._is_plain = self._has_one_pool and not self._has_states
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self._copies: list[tuple[int, int]] = []
@@ -88,7 +90,7 @@ class KVManager:
     @property
     def tightest_pool(self) -> BlockPool:
         """The pool with the smallest share of free blocks."""
-        if len(self.pools) == 1:
+        if self._has_one_pool:
             return self.pools[0]
         return min(self.pools, key=lambda pool: pool.num_free / max(pool.num_blocks, 1))
 
@@ -102,23 +104,22 @@ class KVManager:
         most = self.layout.sum_by_pool(min(num_blocks, most) for most in self._most_held)
         return all(count <= pool.num_blocks for count, pool in zip(most, self.pools, strict=True))
 
-    def count_growth(self, growing: list[Rows]) -> list[int]:
-        """Blocks that rows need, by pool.
+    def count_growth(self, growing: list[Rows]) -> list[int] | None:
+        """Count the blocks that rows need, by pool; None: so many are not free.
 
         Args:
             growing: by group, as `out_of_blocks` gives them.
         """
+        if self._is_plain:
+            count = sum(map(len, growing))
+            return [count] if count <= self.pools[0].num_free else None
         counts = list(map(len, growing))
-        if len(self.pools) == 1 and not self._has_states:
-            return [sum(counts)]
         for number, group in enumerate(self._groups):
             if group.is_state and counts[number]:
                 counts[number] = int(np.minimum(np.unique(growing[number], return_counts=True)[1], BLOCKS_A_STEP).sum())
-        return self.layout.sum_by_pool(counts)
-
-    def has_free(self, counts: list[int]) -> bool:
-        """Whether so many blocks are free, given by pool."""
-        return all(count <= pool.num_free for count, pool in zip(counts, self.pools, strict=True))
+        counts = self.layout.sum_by_pool(counts)
+        is_free = all(count <= pool.num_free for count, pool in zip(counts, self.pools, strict=True))
+        return counts if is_free else None
 
     def lookup(self, sequence: Sequence) -> PrefixMatch:
         """The cached beginning of a sequence; empty for one that holds blocks, since it has begun already.
@@ -166,7 +167,7 @@ class KVManager:
             reserve: by pool; None: none.
             victims: count as if they had given up their blocks; those that others hold, too, are not free then.
         """
-        missing = self.layout.sum_by_pool(match.missing) if len(self.pools) > 1 else [sum(match.missing)]
+        missing = [sum(match.missing)] if self._has_one_pool else self.layout.sum_by_pool(match.missing)
         for number, (pool, shared) in enumerate(self._held_by_pool(match.block_ids)):
             num_lacking = missing[number] + pool.num_unused(shared) - pool.num_free
             if reserve is not None:
@@ -347,7 +348,7 @@ class KVManager:
 
     def _held_by_pool(self, block_ids: list[list[int]]) -> list[tuple[BlockPool, list[int]]]:
         """Each pool, with those of its blocks that are in these tables of all groups."""
-        if len(self.pools) == 1:
+        if self._has_one_pool:
             return [(self.pools[0], _held(block_ids))]
         tables: list[list[list[int]]] = [[] for _ in self.pools]
         for group, table in zip(self._groups, block_ids, strict=True):

@@ -316,7 +316,7 @@ class Scheduler:
             work = share_budget(self.table, self.budget, claim)
             growing = out_of_blocks(self.table, work)
             num_growing = self.kv.count_growth(growing)
-            if self.kv.has_free(num_growing):
+            if num_growing is not None:
                 return work, growing, num_growing, is_tight
             is_tight = True
             self.preemption.preempt(self.preemption.victim())
