@@ -5,9 +5,9 @@
 
 Phases of a step, each timed apart:
 
-- **intake**: make a `Sequence` for each new request and `Scheduler.add` it (churn only)
-- **schedule**: `Scheduler.schedule`, the plan with its deltas; prompts of new sequences are hashed here
-- **apply**: `Scheduler.apply`: append tokens, check stops, hash the blocks that were filled
+- **intake**: make a `Sequence` for each new request and `Scheduler.add_sequence` it (churn only)
+- **schedule**: `Scheduler.schedule_step`, the plan with its deltas; prompts of new sequences are hashed here
+- **apply**: `Scheduler.apply_result`: append tokens, check stops, hash the blocks that were filled
 - **observe**: one `StepRecord` for the metrics that every engine keeps
 - **publish**, not part of the sums: each token to its `Completion`, which makes text of it and keeps it for its reader
 
@@ -182,10 +182,10 @@ class Workload:
         for request in self._arriving:
             sequence = make_choices(request, eos_token_ids=EOS)
             sequence.listener = Completion(sequence, self._reader, make_detokenizer(self._table), PLAIN)  # type: ignore[arg-type]
-            self.scheduler.add(sequence)
+            self.scheduler.add_sequence(sequence)
 
     def schedule(self) -> None:
-        plan = self.scheduler.schedule(time.monotonic())
+        plan = self.scheduler.schedule_step(time.monotonic())
         if plan is not None:
             self._launched.append(plan)
 
@@ -199,7 +199,7 @@ class Workload:
 
     def apply(self) -> None:
         if self._landing is not None:
-            self.output = self.scheduler.apply(*self._landing, time.monotonic())
+            self.output = self.scheduler.apply_result(*self._landing, time.monotonic())
 
     def observe(self) -> None:
         if self._landing is not None and self.output is not None:

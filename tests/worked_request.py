@@ -36,11 +36,11 @@ def lines() -> Iterator[str]:
         request_id="0", prompt_token_ids=PROMPT, params=params, seed=1, max_total_tokens=len(PROMPT) + MAX_TOKENS
     )
     sequence = make_choices(request)
-    scheduler.add(sequence)
+    scheduler.add_sequence(sequence)
     yield f"add         prompt {PROMPT}, at most {MAX_TOKENS} tokens more, EOS {EOS}, blocks of {BLOCK_SIZE}"
     launched: deque[StepPlan] = deque()
     while True:
-        while len(launched) < IN_FLIGHT and (plan := scheduler.schedule()) is not None:
+        while len(launched) < IN_FLIGHT and (plan := scheduler.schedule_step()) is not None:
             launched.append(plan)
             yield from describe(plan)
             yield columns(scheduler, sequence)
@@ -49,7 +49,7 @@ def lines() -> Iterator[str]:
         plan = launched.popleft()
         token_ids = SAMPLED[plan.step : plan.step + 1]
         result = StepResult(step=plan.step, offsets=int32([0, 1]), token_ids=token_ids)
-        output = scheduler.apply(plan, result)
+        output = scheduler.apply_result(plan, result)
         dropped = "" if output.sequences else ", dropped: the row has another epoch"
         yield f"apply {plan.step}     token_ids {token_ids}{dropped}"
         yield columns(scheduler, sequence)

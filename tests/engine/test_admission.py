@@ -50,14 +50,14 @@ async def test_the_bound_holds_whoever_comes_and_goes(serve: Any, tasks: Any, de
     most = 0
 
     async with serve(depth=depth, config=config) as served:
-        scheduler_add = served.core.scheduler.add
+        scheduler_add = served.core.scheduler.add_sequence
 
         def add(*args: Any, **options: Any) -> None:
             nonlocal most
             scheduler_add(*args, **options)
             most = max(most, served.core.scheduler.num_unstarted)
 
-        served.core.scheduler.add = add
+        served.core.scheduler.add_sequence = add
 
         async def one(number: int) -> Any:
             await asyncio.sleep(rng.random() * 0.1)

@@ -175,8 +175,11 @@ async def test_a_reader_gets_what_had_arrived_before_the_end_first(
 
 
 BROKEN_PLACES = [
-    *(f"scheduler.{name}" for name in ("schedule", "apply", "fail", "finish", "stats", "sequences")),
-    "kv.admit",
+    *(
+        f"scheduler.{name}"
+        for name in ("schedule_step", "apply_result", "fail_step", "finish_sequence", "stats", "sequences")
+    ),
+    "kv.admit_sequence",
     "executor.launch",
     "_publish_slice",
 ]
@@ -191,12 +194,12 @@ async def test_a_bug_is_a_dead_engine_that_all_hear_of(serve: Any, tasks: Any, d
     async with serve(depth=depth, config={"max_num_seqs": 2, "max_waiting": 2}) as served:
         started = [tasks.start(served.engine.generate([10 + i] * 20, seed=i, max_tokens=90)) for i in range(6)]
         *owners, name = place.split(".")
-        if name != "admit":  # one that is being admitted is in no place of the scheduler's
+        if name != "admit_sequence":  # one that is being admitted is in no place of the scheduler's
             await served.until(lambda: len(served.executor.plans) > 3)
         setattr(getattr(served.core, owners[0]) if owners else served.core, name, broken)
-        if name == "fail":
+        if name == "fail_step":
             served.executor.make_step_fail(len(served.executor.plans), upside_down())
-        elif name in ("finish", "stats", "sequences"):
+        elif name in ("finish_sequence", "stats", "sequences"):
             served.executor.make_step_fail(len(served.executor.plans), DeviceLost("lost"))
         outcomes = await tasks.end(*started)
         assert [type(outcome) for outcome in outcomes] == [EngineDead] * 6
@@ -233,8 +236,8 @@ async def test_a_scheduler_that_makes_no_step_of_its_work_is_noticed(
     serve: Any, tasks: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serve() as served:
-        schedule = served.core.scheduler.schedule
-        monkeypatch.setattr(served.core.scheduler, "schedule", lambda now: None)
+        schedule = served.core.scheduler.schedule_step
+        monkeypatch.setattr(served.core.scheduler, "schedule_step", lambda now: None)
         stuck = [tasks.start(served.engine.generate(SECRET_IDS, max_tokens=3, seed=seed)) for seed in range(2)]
         await served.until(lambda: len(served.core.scheduler.waiting) == 2)
         await asyncio.sleep(1)
@@ -247,7 +250,7 @@ async def test_a_scheduler_that_makes_no_step_of_its_work_is_noticed(
         [logged] = [record.getMessage() for record in caplog.records if "makes no step" in record.getMessage()]
         assert f"tokens={len(SECRET_IDS)}+0" in logged, "what it has to schedule"
         assert str(SECRET_IDS[0]) not in logged
-        monkeypatch.setattr(served.core.scheduler, "schedule", schedule)
+        monkeypatch.setattr(served.core.scheduler, "schedule_step", schedule)
         await served.engine.generate([1, 2], max_tokens=1)
         assert served.engine.health().status == "ALIVE"
         await tasks.end(*stuck)
@@ -290,7 +293,7 @@ async def test_nobody_waits_for_ever_where_ending_everyone_is_what_broke(
             started = [tasks.start(served.engine.generate([1, 2, 3], max_tokens=9, seed=seed)) for seed in range(3)]
             await served.until(lambda: served.core.stats().running)
             monkeypatch.setattr(served.core, "_end_all", broken)
-            monkeypatch.setattr(served.core.scheduler, "apply", broken)
+            monkeypatch.setattr(served.core.scheduler, "apply_result", broken)
             served.complete_all()
             outcomes = await tasks.end(*started)
             assert {type(outcome) for outcome in outcomes} == {EngineDead}

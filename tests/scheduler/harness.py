@@ -128,14 +128,14 @@ class Core:
         if choice is not None and product == "tokens":
             due, *_ = expected_output((sequence, *sequence.children)[choice], vocab_size=self.executor.info.vocab_size)
             sequence = resume_choice(sequence, choice, due[: min(num_given, len(due) - 1)])
-        self.scheduler.add(sequence, reason)
+        self.scheduler.add_sequence(sequence, reason)
         self.sequences += [sequence, *sequence.children]
         return sequence
 
     def launch(self) -> StepPlan | None:
         """Schedule and launch one step, if there is one."""
         assert len(self.launched) < self.depth
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule_step()
         if plan is not None:
             self._check_plan(plan)
             self.launched.append((plan, self.executor.launch(plan)))
@@ -155,10 +155,10 @@ class Core:
         try:
             result = wait_for(step)
         except Exception:
-            self.scheduler.fail(plan)
+            self.scheduler.fail_step(plan)
             check_integrity(self.scheduler)
             return None
-        output = self.scheduler.apply(plan, result)
+        output = self.scheduler.apply_result(plan, result)
         self.outputs.append(output)
         self.vectors.update(output.vectors)
         check_integrity(self.scheduler)

@@ -79,7 +79,7 @@ def test_ending_the_first_before_the_fork_ends_all_of_them() -> None:
     core = Core(max_num_batched_tokens=8)
     family = family_of(core, core.add(range(100, 120), n=3))
     core.step()
-    core.scheduler.finish(family[0], "abort")
+    core.scheduler.finish_sequence(family[0], "abort")
     check_integrity(core.scheduler)
     assert [sequence.finish_reason for sequence in family] == ["abort"] * 3
     assert core.launch() is None
@@ -95,10 +95,10 @@ def test_a_failure_before_the_fork_is_everybodys_and_after_it_ones_own(breaks: s
     assert [sequence.finish_reason for sequence in early] == ["error"] * 3
     late = family_of(core, core.add(range(100, 110), n=3, max_tokens=5, ignore_eos=True))
     core.step()
-    core.scheduler.block(late[1], Reason.BACKPRESSURE)
+    core.scheduler.block_sequence(late[1], Reason.BACKPRESSURE)
     break_next(core, breaks, late[0].row)
     core.step()
-    core.scheduler.unblock(late[1], Reason.BACKPRESSURE)
+    core.scheduler.unblock_sequence(late[1], Reason.BACKPRESSURE)
     core.run()
     assert late[0].finish_reason == "error"
     assert_each_runs_alone_alike(late[1:2])
@@ -126,7 +126,7 @@ def test_a_parent_that_is_preempted_before_its_first_token_still_has_a_family() 
     elder = core.add(range(300, 312), max_tokens=12, ignore_eos=True)
     family = family_of(core, core.add(range(100, 112), n=3, max_tokens=4, ignore_eos=True))
     core.launch()
-    core.scheduler.preemption.preempt(family[0])
+    core.scheduler.preemption.preempt_sequence(family[0])
     core.land()
     assert family[0].output_ids == []
     core.run()
@@ -194,12 +194,12 @@ def test_a_prompt_is_scored_again_only_if_it_was_not_finished() -> None:
     core = Core(max_num_batched_tokens=8)
     asking = core.add(range(100, 120), max_tokens=6, ignore_eos=True, prompt_logprobs=0)
     core.step()
-    core.scheduler.preemption.preempt(asking)
+    core.scheduler.preemption.preempt_sequence(asking)
     while not asking.output_ids:
         core.step()
     num_scored = sum(len(piece.positions) for output in core.outputs for _, piece in output.prompt_logprobs)
     assert num_scored == 8 + 19
-    core.scheduler.preemption.preempt(asking)
+    core.scheduler.preemption.preempt_sequence(asking)
     core.run()
     assert num_scored == sum(len(p.positions) for output in core.outputs for _, p in output.prompt_logprobs)
     assert_each_runs_alone_alike([asking])
@@ -233,12 +233,12 @@ def test_times_are_noted_as_they_are_told() -> None:
     sequence = core.add(range(100, 110), max_tokens=4, ignore_eos=True)
     gaps = []
     for now in (1.0, 2.0, 4.0, 8.0):
-        plan = core.scheduler.schedule(now)
+        plan = core.scheduler.schedule_step(now)
         assert plan is not None
         step = core.executor.launch(plan)
         step.complete()
         core.executor.unfinished.remove(step)
-        output = core.scheduler.apply(plan, step._outcome, now + 0.5)  # type: ignore[arg-type]
+        output = core.scheduler.apply_result(plan, step._outcome, now + 0.5)  # type: ignore[arg-type]
         gaps.append(output.gaps_s.tolist())
     assert (sequence.admitted_at, sequence.first_token_at, sequence.last_token_at) == (1.0, 1.5, 8.5)
     assert gaps == [[], [1.0], [2.0], [4.0]]
@@ -249,7 +249,7 @@ def test_a_child_that_must_compute_the_prompt_again_does_not_score_it_again() ->
     family = family_of(core, core.add(range(100, 110), n=4, max_tokens=10, ignore_eos=True, prompt_logprobs=1))
     core.step()
     core.step()
-    core.scheduler.preemption.preempt(family[2])
+    core.scheduler.preemption.preempt_sequence(family[2])
     core.run()
     lines = [piece for output in core.outputs for _, piece in output.prompt_logprobs]
     assert sum(len(piece.positions) for piece in lines) == 9

@@ -225,10 +225,10 @@ def test_a_sequence_that_leaves_its_queue_and_comes_back_is_found() -> None:
     (held,) = load.offer("b", reason=Reason.PAUSED)
     load.step(3)
     for _ in range(100):
-        load.core.scheduler.unblock(held, Reason.PAUSED)
-        load.core.scheduler.block(held, Reason.PAUSED)
+        load.core.scheduler.unblock_sequence(held, Reason.PAUSED)
+        load.core.scheduler.block_sequence(held, Reason.PAUSED)
     assert len(load.core.scheduler.waiting._heap) <= 2 * 2 + 17  # type: ignore[union-attr]
-    load.core.scheduler.unblock(held, Reason.PAUSED)
+    load.core.scheduler.unblock_sequence(held, Reason.PAUSED)
     load.core.run()
     assert held.has_ended
 

@@ -59,10 +59,10 @@ def test_a_prompt_may_be_a_view_with_strides() -> None:
 def test_a_match_ends_at_the_first_hash_that_is_unknown() -> None:
     cache = PrefixCache(8)
     cache.mark_ready(0, [A, C], [3, 5])
-    assert cache.match([A, B, C]) == ([[3]], None)
-    assert cache.match([B, C]) == ([[]], None)
-    assert cache.match([A, C]) == ([[3, 5]], None)
-    assert cache.match([]) == ([[]], None)
+    assert cache.match_prefix([A, B, C]) == ([[3]], None)
+    assert cache.match_prefix([B, C]) == ([[]], None)
+    assert cache.match_prefix([A, C]) == ([[3, 5]], None)
+    assert cache.match_prefix([]) == ([[]], None)
 
 
 def mark_ready(cache: PrefixCache, hashes: list[bytes], block_ids: Iterable[Items[int]]) -> None:
@@ -82,7 +82,7 @@ def test_a_match_is_the_longest_prefix_of_which_each_group_has_all_that_is_seen(
     cache = PrefixCache(len(HASHES) * len(num_seen), num_seen)
     tables = [range(len(HASHES) * group, len(HASHES) * (group + 1)) for group in range(len(num_seen))]
     mark_ready(cache, HASHES, tables)
-    cache.evict(lost := data.draw(st.sets(st.sampled_from(range(len(HASHES) * len(num_seen))), max_size=12)))
+    cache.evict_blocks(lost := data.draw(st.sets(st.sampled_from(range(len(HASHES) * len(num_seen))), max_size=12)))
     check_cache(cache)
     firsts = {end: [0 if seen is None else max(end - seen, 0) for seen in num_seen] for end in range(len(HASHES) + 1)}
 
@@ -92,12 +92,12 @@ def test_a_match_is_the_longest_prefix_of_which_each_group_has_all_that_is_seen(
         is_known = None in num_seen or not end or HASHES[end - 1] in widest
         return is_known and not seen & lost
 
-    matched, _ = cache.match(HASHES)
+    matched, _ = cache.match_prefix(HASHES)
     end = max(filter(is_usable, firsts))
     for block_ids, table, first in zip(matched, tables, firsts[end], strict=True):
         assert block_ids == [-1] * first + list(table[first:end])
     mark_ready(cache, HASHES, tables)
-    assert [block_ids[-1:] for block_ids in cache.match(HASHES)[0]] == [
+    assert [block_ids[-1:] for block_ids in cache.match_prefix(HASHES)[0]] == [
         [-1 if seen == 0 else table[-1]] for table, seen in zip(tables, num_seen, strict=True)
     ]
 
@@ -105,12 +105,12 @@ def test_a_match_is_the_longest_prefix_of_which_each_group_has_all_that_is_seen(
 def test_a_hash_that_one_group_has_lost_is_pending_until_all_have_it() -> None:
     cache = PrefixCache(8, [None, 1])
     mark_ready(cache, [A, B], [[0, 1], [2, 3]])
-    cache.evict([3])
+    cache.evict_blocks([3])
     cache.mark_pending(A, owner := object())
     cache.mark_pending(B, owner)
-    assert cache.match([A, B]) == ([[0], [2]], B)
+    assert cache.match_prefix([A, B]) == ([[0], [2]], B)
     mark_ready(cache, [B], [[5], [6]])
-    assert cache.match([A, B]) == ([[0, 1], [-1, 6]], None)
+    assert cache.match_prefix([A, B]) == ([[0, 1], [-1, 6]], None)
     assert cache.hashes[5] is None, "the first block of a group with a hash keeps it"
 
 
@@ -118,18 +118,18 @@ def test_a_pending_hash_ends_a_match_and_is_returned() -> None:
     cache = PrefixCache(8)
     cache.mark_ready(0, [A], [3])
     cache.mark_pending(B, owner := object())
-    assert cache.match([A, B, C]) == ([[3]], B)
+    assert cache.match_prefix([A, B, C]) == ([[3]], B)
     cache.mark_ready(0, [B], [4])
-    assert cache.match([A, B, C]) == ([[3, 4]], None)
+    assert cache.match_prefix([A, B, C]) == ([[3, 4]], None)
     cache.cancel_pending(B, owner)
-    assert cache.match([A, B, C]) == ([[3, 4]], None), "what is computed stays, whichever owner leaves"
+    assert cache.match_prefix([A, B, C]) == ([[3, 4]], None), "what is computed stays, whichever owner leaves"
 
 
 def test_the_first_block_with_a_hash_keeps_it() -> None:
     cache = PrefixCache(8)
     cache.mark_ready(0, [A], [3])
     cache.mark_ready(0, [A], [4])
-    assert cache.match([A]) == ([[3]], None)
+    assert cache.match_prefix([A]) == ([[3]], None)
     assert cache.hashes[4] is None
 
 
@@ -139,9 +139,9 @@ def test_the_first_to_mark_a_hash_pending_is_the_owner() -> None:
     cache.mark_pending(A, first)
     cache.mark_pending(A, second)
     cache.cancel_pending(A, second)
-    assert cache.match([A]) == ([[]], A)
+    assert cache.match_prefix([A]) == ([[]], A)
     cache.cancel_pending(A, first)
-    assert cache.match([A]) == ([[]], None)
+    assert cache.match_prefix([A]) == ([[]], None)
 
 
 @pytest.mark.parametrize("is_computed", [True, False])
@@ -150,9 +150,9 @@ def test_waiters_are_woken_once_when_the_hash_is_ready_or_gone(is_computed: bool
     cache.on_wake = woken.append
     cache.mark_pending(A, owner := object())
     cache.mark_pending(B, owner)
-    cache.wait(A, "first")
-    cache.wait(A, "second")
-    cache.wait(B, "third")
+    cache.wait_for(A, "first")
+    cache.wait_for(A, "second")
+    cache.wait_for(B, "third")
     if is_computed:
         cache.mark_ready(0, [A], [3])
     else:

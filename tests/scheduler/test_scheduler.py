@@ -141,8 +141,8 @@ def test_beside_decodes_prefills_get_no_more_than_a_chunk() -> None:
     assert num_tokens_of(core.launch(), long, first, second) == [1, 3, 2]
     core.land()
     assert num_tokens_of(core.launch(), long, first, second) == [1, 1, 5]
-    core.scheduler.finish(long, "abort")
-    core.scheduler.finish(first, "abort")
+    core.scheduler.finish_sequence(long, "abort")
+    core.scheduler.finish_sequence(first, "abort")
     core.land()
     assert num_tokens_of(core.launch(), second) == [1]
 
@@ -152,11 +152,11 @@ def test_prefills_that_run_already_are_cut_down_in_order_when_the_budget_is_shor
     blocked = [core.add(prompt(9, first)) for first in (300, 400)]
     core.launch()
     for sequence in blocked:
-        core.scheduler.block(sequence, Reason.BACKPRESSURE)
+        core.scheduler.block_sequence(sequence, Reason.BACKPRESSURE)
     core.land()
     late = core.add(prompt(15, 600))
     assert num_tokens_of(core.launch(), late) == [10]
-    core.scheduler.unblock(blocked[1], Reason.BACKPRESSURE)
+    core.scheduler.unblock_sequence(blocked[1], Reason.BACKPRESSURE)
     core.land()
     assert num_tokens_of(core.launch(), late, blocked[1]) == [5, 5], "the older one was the later one to come back"
     core.land()
@@ -171,7 +171,7 @@ def test_a_late_result_matches_no_sequence_though_its_row_has_a_new_occupant() -
     gone = core.add(prompt(5), ignore_eos=True)
     core.launch()
     row = gone.row
-    assert core.scheduler.finish(gone, "abort")
+    assert core.scheduler.finish_sequence(gone, "abort")
     here = core.add(prompt(6, 300))
     plan = core.launch()
     assert plan is not None
@@ -192,7 +192,7 @@ def test_log_probabilities_stay_with_their_tokens_when_others_drop_out() -> None
         for i, logprobs in enumerate([1, 0, None, 2])
     )
     core.launch()
-    core.scheduler.finish(gone, "abort")
+    core.scheduler.finish_sequence(gone, "abort")
     output = core.land()
     assert output is not None
     assert output.sequences == [asking, quiet, last]
@@ -246,13 +246,13 @@ def test_others_pass_one_who_waits_for_a_prefix() -> None:
 
 
 def abort(core: Core, owner: Sequence) -> None:
-    core.scheduler.finish(owner, "abort")
+    core.scheduler.finish_sequence(owner, "abort")
     core.land()
 
 
 def preempt(core: Core, owner: Sequence) -> None:
-    core.scheduler.preemption.preempt(owner)
-    core.scheduler.block(owner, Reason.BACKPRESSURE)
+    core.scheduler.preemption.preempt_sequence(owner)
+    core.scheduler.block_sequence(owner, Reason.BACKPRESSURE)
     core.land()
 
 
@@ -283,13 +283,13 @@ def test_nobody_waits_for_an_owner_that_is_parked_half_way() -> None:
     core = Core(max_num_batched_tokens=8)
     owner, follower = core.add(prompt(25)), core.add(prompt(26))
     core.launch()
-    core.scheduler.block(owner, Reason.BACKPRESSURE)
+    core.scheduler.block_sequence(owner, Reason.BACKPRESSURE)
     core.land()
     core.launch()
     assert follower.row >= 0
     assert follower.num_cached_tokens == 8, "what the owner has computed is used"
     core.land()
-    core.scheduler.unblock(owner, Reason.BACKPRESSURE)
+    core.scheduler.unblock_sequence(owner, Reason.BACKPRESSURE)
     core.run()
     assert_runs_alone_alike(core, owner, follower)
     assert owner.num_cached_tokens == 0
@@ -364,7 +364,7 @@ def test_a_preempted_sequence_finds_its_own_prefix_again() -> None:
             break
         core.land()
     assert younger.num_tokens == 21, "20 computed in five blocks each"
-    core.scheduler.finish(elder, "abort")
+    core.scheduler.finish_sequence(elder, "abort")
     core.land()
     assert num_tokens_of(core.launch(), younger) == [5], "of its five blocks the elder one took one, the last"
     core.run()
@@ -398,8 +398,8 @@ def test_the_least_recently_used_prefix_goes_first_and_its_tail_before_its_head(
     for first in (300, 200, 100):
         check_pool(core.kv.pools[0], {}, core.kv.cache.hashes)
         sequence = core.add(prompt(13, first), max_tokens=1)
-        hits.append(core.kv.lookup(sequence).num_blocks)
-        core.scheduler.finish(sequence, "abort")
+        hits.append(core.kv.find_prefix(sequence).num_blocks)
+        core.scheduler.finish_sequence(sequence, "abort")
     assert hits == [3, 1, 3], "200 was used longest ago, and lost its tail"
 
 
@@ -428,8 +428,8 @@ def test_a_blocked_sequence_leaves_its_row_and_keeps_its_blocks() -> None:
     core = Core(depth=2, max_num_seqs=1)
     slow = core.add(prompt(9), max_tokens=20, ignore_eos=True)
     core.launch_all()
-    core.scheduler.block(slow, Reason.BACKPRESSURE)
-    assert core.scheduler.schedule() is None
+    core.scheduler.block_sequence(slow, Reason.BACKPRESSURE)
+    assert core.scheduler.schedule_step() is None
     core.land()
     core.land()
     assert len(slow.output_ids) == 2, "what was in flight still counts"
@@ -439,7 +439,7 @@ def test_a_blocked_sequence_leaves_its_row_and_keeps_its_blocks() -> None:
     assert slow.num_blocks == 3
     assert other.row >= 0
     assert core.scheduler.stats().blocked == 1
-    core.scheduler.unblock(slow, Reason.BACKPRESSURE)
+    core.scheduler.unblock_sequence(slow, Reason.BACKPRESSURE)
     core.run()
     assert_runs_alone_alike(core, slow, other)
     assert core.num_computed_tokens == 9 + 19 + 5 + len(other.output_ids) - 1, "nothing of it is computed again"
@@ -449,13 +449,13 @@ def test_a_blocked_sequence_is_preempted_before_any_that_runs() -> None:
     core = Core(num_blocks=10, sampler=sample_nothing_special)
     elder, younger = core.add(prompt(16), max_tokens=20), core.add(prompt(8, 300), max_tokens=20)
     core.step()
-    core.scheduler.block(elder, Reason.BACKPRESSURE)
+    core.scheduler.block_sequence(elder, Reason.BACKPRESSURE)
     while not core.scheduler.preemption.num_preemptions:
         core.step()
     assert elder.block_ids == []
     assert elder in core.scheduler.blocked.values()
     assert younger.row >= 0
-    core.scheduler.unblock(elder, Reason.BACKPRESSURE)
+    core.scheduler.unblock_sequence(elder, Reason.BACKPRESSURE)
     core.run()
     assert elder.output_ids == [500 + n for n in range(16, 36)]
     assert younger.output_ids == [500 + n for n in range(8, 28)]
@@ -466,12 +466,12 @@ def test_a_blocked_sequence_is_preempted_even_while_it_is_in_flight() -> None:
     elder, younger = (core.add(prompt(8, first), max_tokens=12, ignore_eos=True) for first in (100, 300))
     while (plan := core.launch()) is None or plan.starts.tolist() != [11, 11]:
         core.land()
-    core.scheduler.block(elder, Reason.BACKPRESSURE)
+    core.scheduler.block_sequence(elder, Reason.BACKPRESSURE)
     if len(core.launched) == core.depth:
         core.land()
     assert num_tokens_of(core.launch(), younger) == [1]
     assert elder.block_ids == []
-    core.scheduler.unblock(elder, Reason.BACKPRESSURE)
+    core.scheduler.unblock_sequence(elder, Reason.BACKPRESSURE)
     core.run()
     assert_runs_alone_alike(core, elder, younger)
 
@@ -481,9 +481,9 @@ def test_one_that_waits_with_blocks_is_not_preempted_for_itself() -> None:
     core.add(prompt(16), max_tokens=4, ignore_eos=True)
     parked = core.add(prompt(8, 300), ignore_eos=True)
     core.step()
-    core.scheduler.block(parked, Reason.BACKPRESSURE)
+    core.scheduler.block_sequence(parked, Reason.BACKPRESSURE)
     core.step()
-    core.scheduler.unblock(parked, Reason.BACKPRESSURE)
+    core.scheduler.unblock_sequence(parked, Reason.BACKPRESSURE)
     core.launch()
     assert parked.row == -1, "a block is free, and that is in reserve"
     core.land()
@@ -496,7 +496,7 @@ def test_a_blocked_sequence_makes_room_for_the_head_of_the_queue() -> None:
     core = Core(num_blocks=10)
     slow = core.add(prompt(20), ignore_eos=True)
     core.step()
-    core.scheduler.block(slow, Reason.BACKPRESSURE)
+    core.scheduler.block_sequence(slow, Reason.BACKPRESSURE)
     head = core.add(prompt(30, 300), ignore_eos=True)
     core.launch()
     assert head.row >= 0
@@ -510,12 +510,12 @@ def test_blocks_of_one_who_waits_for_a_row_are_not_out_of_reach(is_elder_parked:
     elder = core.add(prompt(12), max_tokens=25, ignore_eos=True, reason=Reason.PAUSED)
     younger = core.add(prompt(12, 300), max_tokens=25, ignore_eos=True, reason=Reason.PAUSED)
     parked, running = (elder, younger) if is_elder_parked else (younger, elder)
-    core.scheduler.unblock(parked, Reason.PAUSED)
+    core.scheduler.unblock_sequence(parked, Reason.PAUSED)
     core.step()
-    core.scheduler.block(parked, Reason.BACKPRESSURE)
-    core.scheduler.unblock(running, Reason.PAUSED)
+    core.scheduler.block_sequence(parked, Reason.BACKPRESSURE)
+    core.scheduler.unblock_sequence(running, Reason.PAUSED)
     core.step()
-    core.scheduler.unblock(parked, Reason.BACKPRESSURE)
+    core.scheduler.unblock_sequence(parked, Reason.BACKPRESSURE)
     assert parked.block_ids
     core.run()
     assert_runs_alone_alike(core, parked, running)
@@ -528,13 +528,13 @@ def test_what_gives_way_to_a_higher_priority_gives_enough() -> None:
     core = Core(num_blocks=20, max_num_batched_tokens=8, caching=False, sampler=sample_nothing_special)
     slow = core.add(prompt(8), max_tokens=20)
     core.step()
-    core.scheduler.block(slow, Reason.BACKPRESSURE)
+    core.scheduler.block_sequence(slow, Reason.BACKPRESSURE)
     low = core.add(prompt(50, 300), priority=5)
     core.step()
     head = core.add(prompt(40, 600))
     assert num_tokens_of(core.launch(), head) == [8]
     assert (slow.num_blocks, low.num_blocks) == (0, 0)
-    core.scheduler.unblock(slow, Reason.BACKPRESSURE)
+    core.scheduler.unblock_sequence(slow, Reason.BACKPRESSURE)
     core.run()
     assert all(sequence.has_ended for sequence in core.sequences)
 
@@ -560,10 +560,10 @@ def test_one_that_waits_with_blocks_makes_lower_priorities_give_way() -> None:
     high = core.add(prompt(24), max_tokens=20)
     for _ in range(3):
         core.step()
-    core.scheduler.block(high, Reason.BACKPRESSURE)
+    core.scheduler.block_sequence(high, Reason.BACKPRESSURE)
     low = core.add(prompt(50, 300), priority=5)
     core.step()
-    core.scheduler.unblock(high, Reason.BACKPRESSURE)
+    core.scheduler.unblock_sequence(high, Reason.BACKPRESSURE)
     assert num_tokens_of(core.launch(), high) == [1]
     core.run()
     assert core.num_computed_of(high) == 24 + 19, "nothing of it is computed again"

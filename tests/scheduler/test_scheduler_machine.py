@@ -135,18 +135,20 @@ class CoreMachine(RuleBasedStateMachine):
     def finish(self, data: st.DataObject, reason: Any) -> None:
         sequence = data.draw(st.sampled_from(self.core.sequences))
         was_finished = sequence.has_ended
-        assert self.core.scheduler.finish(sequence, reason) is not was_finished
+        assert self.core.scheduler.finish_sequence(sequence, reason) is not was_finished
 
     @precondition(lambda self: self.core.scheduler.sequences())
     @rule(data=st.data(), reason=st.sampled_from(OUTSIDE_REASONS))
     def block(self, data: st.DataObject, reason: Reason) -> None:
-        self.core.scheduler.block(data.draw(st.sampled_from(self.core.scheduler.sequences())), reason)
+        self.core.scheduler.block_sequence(data.draw(st.sampled_from(self.core.scheduler.sequences())), reason)
 
     @precondition(lambda self: self.blocked_from_outside())
     @rule(data=st.data())
     def unblock(self, data: st.DataObject) -> None:
         sequence = data.draw(st.sampled_from(self.blocked_from_outside()))
-        self.core.scheduler.unblock(sequence, data.draw(st.sampled_from(list(sequence.reasons & ~INSIDE_REASONS))))
+        self.core.scheduler.unblock_sequence(
+            sequence, data.draw(st.sampled_from(list(sequence.reasons & ~INSIDE_REASONS)))
+        )
 
     @rule(is_unlucky=st.sampled_from([False, False, False, False, True]))
     def fail_next_step(self, is_unlucky: bool) -> None:
@@ -180,7 +182,7 @@ class CoreMachine(RuleBasedStateMachine):
         held_back = set(self.blocked_from_outside())
         held_back |= {child for sequence in held_back for child in sequence.children}
         if not self.core.launched and not held_back.issuperset(scheduler.sequences()):
-            assert copy_of(scheduler).schedule() is not None, "a sequence can be scheduled, and there is no step"
+            assert copy_of(scheduler).schedule_step() is not None, "a sequence can be scheduled, and there is no step"
 
     @invariant()
     def the_rows_are_what_the_deltas_add_up_to(self) -> None:
@@ -213,7 +215,7 @@ class CoreMachine(RuleBasedStateMachine):
             return
         scheduler = self.core.scheduler
         for sequence in scheduler.sequences():
-            scheduler.unblock(sequence, ~INSIDE_REASONS)
+            scheduler.unblock_sequence(sequence, ~INSIDE_REASONS)
         self.core.run()
         assert not scheduler.sequences()
         assert scheduler.num_unstarted == 0
@@ -230,9 +232,9 @@ def copy_of(scheduler: Scheduler) -> Scheduler:
     of_all = [member for sequence in scheduler.sequences() for member in (sequence, *sequence.children)]
     shared = [part for sequence in of_all for part in (sequence.request, sequence.sampling, sequence.prompt)]
     copied = copy.deepcopy(scheduler, {id(part): part for part in shared})
-    copied.kv.cache.on_wake = lambda sequence: copied.unblock(sequence, Reason.PENDING_PREFIX)
+    copied.kv.cache.on_wake = lambda sequence: copied.unblock_sequence(sequence, Reason.PENDING_PREFIX)
     for pool in copied.kv.pools:
-        pool._on_evict = copied.kv.cache.evict
+        pool._on_evict = copied.kv.cache.evict_blocks
     return copied
 
 

@@ -78,10 +78,10 @@ def test_a_lost_block_of_a_window_moves_the_hit_before_it() -> None:
     first = core.add(range(100), max_tokens=4, ignore_eos=True)
     core.run()
     lost = core.kv.cache.ready[1][first.block_hashes[20]]
-    core.kv.cache.evict([lost])
+    core.kv.cache.evict_blocks([lost])
     core.kv.pools[0]._cached.pop(lost)
     core.kv.pools[0]._blank.append(lost)
     lengths = (80, 84, 88, 92)
     again = [core.add([*range(length), 999], reason=Reason.PAUSED) for length in lengths]
-    hits = [4 * core.kv.lookup(sequence).num_blocks for sequence in again]
+    hits = [4 * core.kv.find_prefix(sequence).num_blocks for sequence in again]
     assert hits == [80, 80, 80, 92], "of nine tokens a token sees two blocks before its own"

@@ -230,7 +230,7 @@ class EngineCore:
             if lockstep is not None and not lockstep.may_launch:
                 break
             now = self.clock()
-            plan = None if is_frozen else self.scheduler.schedule(now)
+            plan = None if is_frozen else self.scheduler.schedule_step(now)
             if plan is None and not (lockstep is not None and self._may_launch_dummy):
                 break
             if not self._in_flight:
@@ -283,7 +283,7 @@ class EngineCore:
         self._num_steps = step.plan.step + 1
         self._step_began_at = now = self.clock()
         num_unstarted = self.scheduler.num_unstarted
-        output = self.scheduler.apply(step.plan, result, now)
+        output = self.scheduler.apply_result(step.plan, result, now)
         self._in_flight.popleft()
         record = make_record(self.scheduler, step.plan, result, output, launched_at=step.launched_at, now=now)
         self.observers.on_step(record, now)
@@ -378,7 +378,7 @@ class EngineCore:
         reason = Reason.PAUSED if self._holds else Reason.NONE
         if sequence.sampling.grammar is not None:
             reason |= self._find_grammar(sequence, sequence.sampling.grammar, order.tenant or sequence.request.tenant)
-        self.scheduler.add(sequence, reason, order=order)
+        self.scheduler.add_sequence(sequence, reason, order=order)
         for member, listener in zip(choices, listeners, strict=True):
             member.listener = listener
             self._live[member.order] = member
@@ -407,9 +407,9 @@ class EngineCore:
         if not isinstance(outcome, AioEngineError):
             self.executor.handles.put_grammar(handle, outcome)
             for member in choices:
-                self.scheduler.unblock(member, Reason.GRAMMAR)
+                self.scheduler.unblock_sequence(member, Reason.GRAMMAR)
         else:
-            self.scheduler.finish(sequence, "error")
+            self.scheduler.finish_sequence(sequence, "error")
             for member in choices:
                 self._endings.add_end(member.order, self._release(member), outcome.anew())
             self._endings.report_some()
@@ -424,7 +424,7 @@ class EngineCore:
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         choices = (sequence, *sequence.children)
-        if not self.is_stopped and self.scheduler.finish(sequence, reason, stop_reason):
+        if not self.is_stopped and self.scheduler.finish_sequence(sequence, reason, stop_reason):
             for member in choices:
                 if member.order in self._live:
                     self._release(member).on_end()
@@ -436,7 +436,7 @@ class EngineCore:
     def abort_all(self) -> None:
         for sequence in list(self._live.values()):
             choices = (sequence, *sequence.children)
-            if not self.is_stopped and self.scheduler.finish(sequence, "abort"):
+            if not self.is_stopped and self.scheduler.finish_sequence(sequence, "abort"):
                 for member in choices:
                     if member.order in self._live:
                         self._endings.add_end(member.order, self._release(member))
@@ -445,11 +445,11 @@ class EngineCore:
         self._is_changed.set()
 
     def block(self, sequence: Sequence) -> None:
-        self.scheduler.block(sequence, Reason.BACKPRESSURE)
+        self.scheduler.block_sequence(sequence, Reason.BACKPRESSURE)
 
     def unblock(self, sequence: Sequence) -> None:
         if sequence.reasons & Reason.BACKPRESSURE:
-            self.scheduler.unblock(sequence, Reason.BACKPRESSURE)
+            self.scheduler.unblock_sequence(sequence, Reason.BACKPRESSURE)
             self._is_changed.set()
 
     def _release(self, sequence: Sequence) -> Listener:
@@ -477,7 +477,7 @@ class EngineCore:
         self._holds.pop(holder, None)
         if not self._holds:
             for sequence in self._live.values():
-                self.scheduler.unblock(sequence, Reason.PAUSED)
+                self.scheduler.unblock_sequence(sequence, Reason.PAUSED)
         self._is_changed.set()
 
     def resume(self) -> None:
@@ -702,7 +702,7 @@ class EngineCore:
 
     def _fail(self, plan: StepPlan, cause: Exception) -> None:
         """A step failed, and all sequences in it with it."""
-        failed = self.scheduler.fail(plan)
+        failed = self.scheduler.fail_step(plan)
         self._in_flight.popleft()
         self._num_steps = plan.step + 1
         self._step_began_at = self.clock()
@@ -781,7 +781,7 @@ class EngineCore:
             self._endings.add_end(sequence.order, self._release(sequence), error())
         with self.user_code.called("while ending what was running"):
             for sequence in self.scheduler.sequences():
-                self.scheduler.finish(sequence, "error")
+                self.scheduler.finish_sequence(sequence, "error")
             self._on_capacity()
         self._conditions.end_all()
 

@@ -78,7 +78,7 @@ class KVManager:
         seen = [None if group.reach is None else self.blocks_for(group.reach - 1) for group in layout.groups]
         firsts = [0, *accumulate(num_blocks)]
         self.cache = PrefixCache(firsts[-1], seen)
-        self.pools = [BlockPool(range(*span), self.cache.evict) for span in pairwise(firsts)]
+        self.pools = [BlockPool(range(*span), self.cache.evict_blocks) for span in pairwise(firsts)]
         assert len(self.pools) == len(layout.pools), "each pool has its number of blocks"
         self._has_one_pool = len(self.pools) == 1
         self._is_plain = self._has_one_pool and not self._has_states
@@ -121,7 +121,7 @@ class KVManager:
         is_free = all(count <= pool.num_free for count, pool in zip(counts, self.pools, strict=True))
         return counts if is_free else None
 
-    def lookup(self, sequence: Sequence) -> PrefixMatch:
+    def find_prefix(self, sequence: Sequence) -> PrefixMatch:
         """The cached beginning of a sequence; empty for one that holds blocks, since it has begun already.
 
         At least its last known token is left to compute, since the next one is sampled from that; all are, if the
@@ -134,9 +134,9 @@ class KVManager:
         elif self.is_caching and not sequence.needs_prompt_logprobs:
             count = (num_tokens - 1) // self.block_size
             hashes = self._hash_blocks(sequence, count)
-            block_ids, pending = self.cache.match(hashes if len(hashes) == count else hashes[:count])
+            block_ids, pending = self.cache.match_prefix(hashes if len(hashes) == count else hashes[:count])
         else:
-            block_ids, pending = self.cache.match(())
+            block_ids, pending = self.cache.match_prefix(())
         held = held or block_ids
         num_blocks = -(-num_tokens // self.block_size)
         missing = [num_blocks - len(held[0])] * len(held)
@@ -185,7 +185,7 @@ class KVManager:
                 return False
         return True
 
-    def admit(self, sequence: Sequence, match: PrefixMatch, num_left: int) -> None:
+    def admit_sequence(self, sequence: Sequence, match: PrefixMatch, num_left: int) -> None:
         """Give a sequence blocks for all its known tokens, and mark the one that it is going to fill next PENDING.
 
         In a group with a window it gets no more than it will hold at once; it grows by the others when it gives up as
@@ -224,7 +224,7 @@ class KVManager:
             if len(hashes) > sequence.num_ready_blocks:
                 self.cache.mark_pending(hashes[sequence.num_ready_blocks], sequence)
 
-    def fork(self, parent: Sequence, child: Sequence) -> None:
+    def fork_sequence(self, parent: Sequence, child: Sequence) -> None:
         """Let ``child`` begin with the blocks of its parent's prompt, which is computed.
 
         It takes a reference to each, the partial last one included: other sequences may write to its positions behind
@@ -258,7 +258,7 @@ class KVManager:
                 pool.release([block_id for block_id in sources if block_id in pool.block_ids], self.cache.hashes)
         return copies
 
-    def grow(self, number: int, sequences: list[Sequence]) -> list[int]:
+    def grow_tables(self, number: int, sequences: list[Sequence]) -> list[int]:
         """One more block in a group for each, one may stand there several times in a row; the caller has checked that
         there are as many."""
         group = self._groups[number]
@@ -318,7 +318,7 @@ class KVManager:
         if len(sequence.block_hashes) > sequence.num_ready_blocks and sequence.is_cacheable:
             self.cache.cancel_pending(sequence.block_hashes[sequence.num_ready_blocks], sequence)
 
-    def release(self, sequence: Sequence) -> None:
+    def release_sequence(self, sequence: Sequence) -> None:
         """Give up all its blocks."""
         self.cancel_pending(sequence)
         if sequence.block_ids:
@@ -341,7 +341,7 @@ class KVManager:
                 self.cancel_pending(sequence)
                 sequence.is_cacheable = False
         num_forgotten = len(self.cache.hashes) - self.cache.hashes.count(None)
-        self.cache.forget()
+        self.cache.forget_prefixes()
         for pool in self.pools:
             pool.forget_cached()
         return num_forgotten

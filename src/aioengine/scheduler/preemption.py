@@ -40,7 +40,7 @@ class Preemption:
         self.reserve = [max(1, pool.num_blocks // 100) for pool in kv.pools]
         self.num_preemptions = 0
 
-    def enqueue(self, sequence: Sequence) -> None:
+    def queue_sequence(self, sequence: Sequence) -> None:
         """Queue a sequence without a row: among the blocked ones if it has a reason."""
         if sequence.reasons:
             self._blocked[sequence.order] = sequence
@@ -48,14 +48,14 @@ class Preemption:
             self._waiting.add(sequence)
 
     def free_row(self, sequence: Sequence) -> None:
-        self._table.free(sequence)
+        self._table.free_row(sequence)
         if sequence in self.leaving:
             self.leaving.remove(sequence)
 
-    def release(self, sequence: Sequence) -> None:
+    def release_sequence(self, sequence: Sequence) -> None:
         """Give a sequence's blocks back, parked or not."""
         self.parked.pop(sequence.order, None)
-        self._kv.release(sequence)
+        self._kv.release_sequence(sequence)
 
     def yield_to_higher(self) -> Claim | None:
         """Preempt running sequences of a larger level than the first in the queue, if that makes room for it.
@@ -67,17 +67,17 @@ class Preemption:
         head = self._waiting.peek() if running else None
         if head is None or head.precedence[0] >= running[-1].precedence[0]:
             return None
-        match = self._kv.lookup(head)
+        match = self._kv.find_prefix(head)
         lower = [sequence for sequence in running if sequence.precedence[0] > head.precedence[0]]
         others = [sequence for sequence in self.parked.values() if sequence is not head]
         if match.pending is not None or not self._kv.can_admit(match, self.reserve, [*lower, *others]):
             return None
         while not (is_roomy := self._kv.can_admit(match, self.reserve)) or not self._table.free_rows:
-            self.preempt((None if is_roomy else self._parked_victim(head)) or lower.pop())
+            self.preempt_sequence((None if is_roomy else self._parked_victim(head)) or lower.pop())
         num_tokens = head.num_tokens - max(head.num_computed_tokens, match.num_blocks * self._kv.block_size)
         return Claim(num_tokens, bisect(self._table.running, head.precedence, key=by_precedence))
 
-    def victim(self) -> Sequence:
+    def choose_victim(self) -> Sequence:
         """The sequence that gives up its blocks first: a blocked one that holds some, else the last of all."""
         parked = self._parked_victim()
         if parked is not None and parked.reasons:
@@ -87,7 +87,7 @@ class Preemption:
         candidates = self._table.running if parked is None else [*self._table.running, parked]
         return max(candidates, key=self._waiting.eviction_key)
 
-    def victim_for(self, newcomer: Sequence, *, is_alone: bool) -> Sequence | None:
+    def choose_victim_for(self, newcomer: Sequence, *, is_alone: bool) -> Sequence | None:
         """A sequence without a row that gives its blocks to ``newcomer``, the first in the queue, if there is one.
 
         Args:
@@ -102,13 +102,13 @@ class Preemption:
         eviction_key = self._waiting.eviction_key
         return max(candidates, key=lambda sequence: (bool(sequence.reasons), eviction_key(sequence)), default=None)
 
-    def preempt(self, sequence: Sequence) -> None:
+    def preempt_sequence(self, sequence: Sequence) -> None:
         self.num_preemptions += 1
         sequence.num_preemptions += 1
         if sequence.row >= 0:
             self.free_row(sequence)
-            self.enqueue(sequence)
-        self.release(sequence)
+            self.queue_sequence(sequence)
+        self.release_sequence(sequence)
 
     def park_blocked(self) -> None:
         """Take the rows of blocked sequences that have no step in flight."""

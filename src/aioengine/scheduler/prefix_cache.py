@@ -115,7 +115,7 @@ class PrefixCache:
         self.waiters: dict[bytes, list[object]] = {}
         """By the PENDING hash that they wait for."""
 
-    def match(self, hashes: Items[bytes]) -> tuple[list[list[int]], bytes | None]:
+    def match_prefix(self, hashes: Items[bytes]) -> tuple[list[list[int]], bytes | None]:
         """The longest prefix of ``hashes`` that can be used, and the hash after it if that is PENDING.
 
         Returns:
@@ -155,7 +155,7 @@ class PrefixCache:
                 end = next((place for place in places if hashes[place] not in of_group), end)
         return end
 
-    def wait(self, block_hash: bytes, waiter: object) -> None:
+    def wait_for(self, block_hash: bytes, waiter: object) -> None:
         """Wake ``waiter`` when this PENDING hash becomes READY or is PENDING no more."""
         assert block_hash in self.pending, "only a PENDING hash can be waited for"
         self.waiters.setdefault(block_hash, []).append(waiter)
@@ -170,7 +170,7 @@ class PrefixCache:
     def mark_ready(self, group: int, hashes: Items[bytes], block_ids: Items[int]) -> None:
         """These blocks are computed: READY, but for those whose hash another READY block of the group has.
 
-        To be called for all groups before the next `match`: a hash that is READY in one is PENDING no more.
+        To be called for all groups before the next `match_prefix`: a hash that is READY in one is PENDING no more.
 
         Args:
             block_ids: -1 where the group keeps nothing of the block.
@@ -192,7 +192,7 @@ class PrefixCache:
             del self.pending[block_hash]
             self._wake(block_hash)
 
-    def evict(self, block_ids: Iterable[int]) -> None:
+    def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Forget the hashes of these READY blocks, which are about to hold something else."""
         hashes, ready_in = self.hashes, self._ready_in
         for block_id in block_ids:
@@ -201,7 +201,7 @@ class PrefixCache:
             del ready_in[block_id][block_hash]
             hashes[block_id] = None
 
-    def forget(self) -> None:
+    def forget_prefixes(self) -> None:
         """Forget the hashes of all blocks. PENDING hashes stay until their owners cancel them."""
         for of_group in self.ready:
             of_group.clear()

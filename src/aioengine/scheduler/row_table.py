@@ -61,7 +61,7 @@ class RowTable:
         self._drop_stopped()
         return self._running_rows
 
-    def assign(self, sequence: Sequence) -> None:
+    def assign_row(self, sequence: Sequence) -> None:
         """Give a sequence a free row; it has its blocks."""
         row = sequence.row = self.free_rows.pop()
         self.occupants[row] = sequence
@@ -77,9 +77,9 @@ class RowTable:
         self.next_block_boundary[row] = (sequence.num_ready_blocks + 1) * size
         self.token_at[row] = sequence.last_token_at
 
-    def free(self, sequence: Sequence) -> None:
+    def free_row(self, sequence: Sequence) -> None:
         """Take it off its row; by the new epoch, results of launched steps match no sequence."""
-        self.stop(sequence)
+        self.remove_running(sequence)
         row = sequence.row
         sequence.row = -1
         sequence.last_token_at = float(self.token_at[row])
@@ -101,7 +101,7 @@ class RowTable:
         occupants = self.occupants
         return [occupants[row] for row in rows.tolist()]
 
-    def run(self, sequences: list[Sequence]) -> Rows:
+    def add_running(self, sequences: list[Sequence]) -> Rows:
         """Put these, which have rows, among ``running``; returns their rows."""
         new_rows = np.array([sequence.row for sequence in sequences], np.intp)
         running = self.running + sequences
@@ -114,11 +114,11 @@ class RowTable:
         self._running = running
         return new_rows
 
-    def stop(self, sequence: Sequence) -> None:
+    def remove_running(self, sequence: Sequence) -> None:
         """Take it out of ``running``, if it is in it."""
         self._stopped_rows.append(sequence.row)
 
-    def stamp(self, rows: Rows, now: float) -> tuple[Float64, Bool]:
+    def stamp_tokens(self, rows: Rows, now: float) -> tuple[Float64, Bool]:
         """Note the time of a token in each row; returns the seconds since the one before, and which rows had none."""
         before = self.token_at[rows]
         self.token_at[rows] = now

@@ -84,12 +84,12 @@ class Scheduler:
         self._known_until = 0
         """Steps before this one may bring tokens that a grammar has forced meanwhile."""
         self._steps = StepsInFlight(self.table)
-        kv.cache.on_wake = lambda sequence: self.unblock(sequence, Reason.PENDING_PREFIX)
+        kv.cache.on_wake = lambda sequence: self.unblock_sequence(sequence, Reason.PENDING_PREFIX)
         self.preemption = Preemption(kv, self.table, self.waiting, self.blocked)
 
     # What callers do to sequences
 
-    def add(self, sequence: Sequence, reason: Reason = Reason.NONE, *, order: Order | None = None) -> None:
+    def add_sequence(self, sequence: Sequence, reason: Reason = Reason.NONE, *, order: Order | None = None) -> None:
         """Take in a new sequence and its children, blocked if there is a ``reason``.
 
         What comes from another engine, with or without tokens, is as a preempted one: of its level and rank the oldest.
@@ -106,9 +106,9 @@ class Scheduler:
             member.tenant, member.weight = order.tenant, order.weight
             member.reasons = reason if member is sequence else reason | Reason.FORK
             self.num_unstarted += 1
-            self.preemption.enqueue(member)
+            self.preemption.queue_sequence(member)
 
-    def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> bool:
+    def finish_sequence(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> bool:
         """End a sequence now, for a reason from outside (abort, a stop string, an error): it is in no later plan.
 
         Children that were to begin with what it computes end with it.
@@ -125,20 +125,20 @@ class Scheduler:
         self._end(sequence, reason, stop_reason)
         return True
 
-    def block(self, sequence: Sequence, reason: Reason) -> None:
-        """Schedule no more of it until `unblock`; what is in flight still counts. It then leaves its row."""
+    def block_sequence(self, sequence: Sequence, reason: Reason) -> None:
+        """Schedule no more of it until `unblock_sequence`; what is in flight still counts. It then leaves its row."""
         if sequence.has_ended:
             return
         was_free = not sequence.reasons
         sequence.reasons |= reason
         if was_free and sequence.row >= 0:
-            self.table.stop(sequence)
+            self.table.remove_running(sequence)
             self.preemption.leaving.append(sequence)
         elif was_free:
             self.waiting.discard(sequence)
             self.blocked[sequence.order] = sequence
 
-    def unblock(self, sequence: Sequence, reason: Reason) -> None:
+    def unblock_sequence(self, sequence: Sequence, reason: Reason) -> None:
         """Take a reason away; without any it can be scheduled again."""
         if sequence.has_ended or not sequence.reasons & reason:
             return
@@ -147,7 +147,7 @@ class Scheduler:
             return
         if sequence.row >= 0:
             self.preemption.leaving.remove(sequence)
-            self.table.run([sequence])
+            self.table.add_running([sequence])
         else:
             del self.blocked[sequence.order]
             self.waiting.add(sequence)
@@ -160,7 +160,7 @@ class Scheduler:
         """Take the blocks of all sequences that hold some: they will compute their KV again."""
         for sequence in sorted(self.sequences(), key=by_precedence, reverse=True):
             if sequence.block_ids:
-                self.preemption.preempt(sequence)
+                self.preemption.preempt_sequence(sequence)
 
     def take_started(self) -> list[Sequence]:
         """The sequences that have taken a row for the first time since this was last asked."""
@@ -169,7 +169,7 @@ class Scheduler:
 
     # The step
 
-    def schedule(self, now: float = 0.0) -> StepPlan | None:
+    def schedule_step(self, now: float = 0.0) -> StepPlan | None:
         """The next step, or None if no row has a token to compute.
 
         After None something must be applied, unblocked, added or ended before there can be a step.
@@ -188,19 +188,19 @@ class Scheduler:
         for group, rows in enumerate(growing):
             if len(rows):
                 sequences = self.table.occupants_of(rows)
-                grown_blocks += self.kv.grow(group, sequences)
+                grown_blocks += self.kv.grow_tables(group, sequences)
                 num_blocks = [len(sequence.block_ids[group]) for sequence in sequences]
                 self.table.capacity[group][rows] = int32(num_blocks) * self.kv.block_size
         if admitted:
-            work = join(self.table, work, self.table.run(admitted))
+            work = join(self.table, work, self.table.add_running(admitted))
         if not len(work.rows):
             return None
         return self._steps.make_plan(work, growing, grown_blocks, self.kv.take_copies(), admitted)
 
-    def apply(self, plan: StepPlan, result: StepResult, now: float = 0.0) -> StepOutput:
+    def apply_result(self, plan: StepPlan, result: StepResult, now: float = 0.0) -> StepOutput:
         """Take in the result of the oldest launched step: append tokens, end what stops, mark full blocks READY."""
         assert result.step == plan.step, "the result is another step's"
-        launched = self._steps.take(plan)
+        launched = self._steps.take_oldest(plan)
         rows, ends, sequences = launched.rows, launched.ends, launched.sequences
         indices = result.offsets[:-1]
         counts = result.offsets[1:] - indices
@@ -228,7 +228,7 @@ class Scheduler:
         if np.count_nonzero(has_token) < len(rows):
             rows, ends, indices, counts = rows[has_token], ends[has_token], indices[has_token], counts[has_token]
             sequences = list(compress(sequences, has_token.tolist()))
-        gaps_s, is_first = self.table.stamp(rows, now)
+        gaps_s, is_first = self.table.stamp_tokens(rows, now)
         first = list(compress(sequences, is_first.tolist())) if len(gaps_s) < len(rows) else []
         for sequence in first:
             sequence.first_token_at = now
@@ -258,12 +258,12 @@ class Scheduler:
             vectors=vectors,
         )
 
-    def fail(self, plan: StepPlan) -> list[Sequence]:
+    def fail_step(self, plan: StepPlan) -> list[Sequence]:
         """The oldest launched step brought an error: end the sequences that it held, and return them.
 
         The tokens that later launched steps bring for these sequences are dropped.
         """
-        launched = self._steps.take(plan)
+        launched = self._steps.take_oldest(plan)
         is_alive = self.table.epoch[launched.rows] == plan.epochs
         return self._end_running(list(compress(launched.sequences, is_alive.tolist())))
 
@@ -319,7 +319,7 @@ class Scheduler:
             if num_growing is not None:
                 return work, growing, num_growing, is_tight
             is_tight = True
-            self.preemption.preempt(self.preemption.victim())
+            self.preemption.preempt_sequence(self.preemption.choose_victim())
 
     def _admit(self, num_left: int, num_growing: list[int], now: float) -> list[Sequence]:
         """Take sequences from the queue while rows, blocks and tokens last; the first that does not fit ends it.
@@ -330,20 +330,20 @@ class Scheduler:
         admitted: list[Sequence] = []
         reserve = [sum(counts) for counts in zip(num_growing, self.preemption.reserve, strict=True)]
         while num_left > 0 and self.table.free_rows and (sequence := self.waiting.peek()) is not None:
-            match = self.kv.lookup(sequence)
+            match = self.kv.find_prefix(sequence)
             if match.pending is not None:
-                self.kv.cache.wait(match.pending, sequence)
-                self.block(sequence, Reason.PENDING_PREFIX)
+                self.kv.cache.wait_for(match.pending, sequence)
+                self.block_sequence(sequence, Reason.PENDING_PREFIX)
                 continue
             is_alone = not (admitted or self.table.running)
             if not self.kv.can_admit(match, None if is_alone else reserve):
-                victim = self.preemption.victim_for(sequence, is_alone=is_alone)
+                victim = self.preemption.choose_victim_for(sequence, is_alone=is_alone)
                 if victim is None:
                     break
-                self.preemption.preempt(victim)
+                self.preemption.preempt_sequence(victim)
                 continue
             self.waiting.pop()
-            self.kv.admit(sequence, match, num_left)
+            self.kv.admit_sequence(sequence, match, num_left)
             self.preemption.parked.pop(sequence.order, None)
             if not sequence.has_run:
                 sequence.has_run = True
@@ -352,7 +352,7 @@ class Scheduler:
                 self._started.append(sequence)
                 if self._accounts is not None:
                     self._accounts.charge_prompt(sequence)
-            self.table.assign(sequence)
+            self.table.assign_row(sequence)
             admitted.append(sequence)
             num_left -= sequence.num_tokens - sequence.num_computed_tokens
         return admitted
@@ -409,7 +409,7 @@ class Scheduler:
             for nth, child in enumerate(parent.children, 1):
                 if child.has_ended:
                     continue
-                self.kv.fork(parent, child)
+                self.kv.fork_sequence(parent, child)
                 if child.block_ids:
                     self.preemption.parked[child.order] = child
                 born.append(child)
@@ -419,9 +419,9 @@ class Scheduler:
                 child.first_token_at = child.last_token_at = now
                 reason, stop_reason = child.check_stop(token_id, self.eos_token_ids)
                 if reason is not None:
-                    self.finish(child, reason, stop_reason)
+                    self.finish_sequence(child, reason, stop_reason)
                 else:
-                    self.unblock(child, Reason.FORK)
+                    self.unblock_sequence(child, Reason.FORK)
             self._num_forks -= bool(parent.children)
             parent.children = ()
         return born, born_indices
@@ -471,8 +471,8 @@ class Scheduler:
         sequence.stop_reason = stop_reason
         if not sequence.has_run:
             self.num_unstarted -= 1
-        self.preemption.release(sequence)
+        self.preemption.release_sequence(sequence)
         for child in sequence.children:
-            self.finish(child, reason)
+            self.finish_sequence(child, reason)
         self._num_forks -= bool(sequence.children)
         sequence.children = ()

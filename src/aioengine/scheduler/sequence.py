@@ -159,7 +159,7 @@ class Sequence:
     """Prompt tokens whose log-probabilities have been handed out."""
     num_preemptions: int = 0
     arrived_at: float = math.nan
-    """When its request was made, by the clock of `Scheduler.add`'s caller; NaN if not told."""
+    """When its request was made, by the clock of `Scheduler.add_sequence`'s caller; NaN if not told."""
     admitted_at: float = math.nan
     """When it first took a row, by the ``now`` of the scheduler's methods; NaN before, as the next two."""
     first_token_at: float = math.nan

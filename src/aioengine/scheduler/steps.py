@@ -91,7 +91,7 @@ class StepsInFlight:
         self._steps.append(StepInFlight(plan, rows, work.ends, sequences))
         return plan
 
-    def take(self, plan: StepPlan) -> StepInFlight:
+    def take_oldest(self, plan: StepPlan) -> StepInFlight:
         """The oldest step, whose plan this must be."""
         step = self._steps.popleft()
         assert step.plan is plan, "results are applied in the order of launches"
