@@ -28,6 +28,7 @@ FAULTY = {"rms_norm", "gated_activation", "rms_norm_add", "attend_decode"}
 DEADLINE_S = 5.0
 """Many times what the right ones take; one hangs for so long."""
 GPU = torch.device(DEVICE)
+BEGAN = '{"type": "CheckBegan", "operation": "draw"}'
 
 
 @pytest.fixture
@@ -68,13 +69,27 @@ async def test_an_engine_serves_without_faulty_kernels_which_one_warning_names_a
     assert output.outputs[0].token_ids == oracle.generate(prompt, 8).token_ids
 
 
+@pytest.mark.parametrize(
+    ("program", "problem"),
+    [
+        ("raise SystemExit('no context')", "no context"),
+        (
+            """print('{"type": "CheckBegan", "operation": "draw"}', flush=True); raise SystemExit(75)""",
+            "too little memory",
+        ),
+    ],
+)
 def test_kernels_that_cannot_be_checked_are_used_and_a_warning_says_so(
-    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fields: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    program: str,
+    problem: str,
 ) -> None:
-    monkeypatch.setattr(kernel_check, "_CHECK", "raise SystemExit('no context')")
+    monkeypatch.setattr(kernel_check, "_CHECK", program)
     assert find_faulty(GPU, torch.float32, **fields) == set()
     assert "the GPU's kernels could not be checked, and are used as they are" in caplog.text
-    assert "no context" in caplog.text
+    assert problem in caplog.text
 
 
 def check_all(work: CheckWork, computed: set[str]) -> None:

@@ -46,6 +46,9 @@ DEADLINE_S = 60.0
 
 REPETITIONS = 7
 
+NO_MEMORY = 75
+"""Exit code of a child for which the device has no memory, which is no fault of a kernel."""
+
 
 class CheckWork(msgspec.Struct, frozen=True, kw_only=True):
     """Work of a child.
@@ -141,6 +144,8 @@ def _run_child(work: CheckWork, deadline_s: float, done: list[str]) -> Generator
             if not current:
                 return None
         problem = f"it ended its process with code {child.wait(deadline_s)}"
+        if child.returncode == NO_MEMORY:
+            current, problem = None, "the device has too little memory left"
     except TimeoutError:
         problem = f"it did not end within {deadline_s:g} s"
     finally:
@@ -190,7 +195,6 @@ def find_faulty(device: torch.device, dtype: torch.dtype, *, deadline_s: float =
     """
     work = CheckWork(device=str(device), dtype=str(dtype).removeprefix("torch."), **fields)
     kept_as = f"gpu-kernels-{_key(device, work)}.json"
-    problems: dict[str, str] | None = None
     try:
         problems = msgspec.json.decode((cache_folder() / kept_as).read_bytes(), type=dict[str, str])
     except (OSError, msgspec.DecodeError):
@@ -206,8 +210,12 @@ def find_faulty(device: torch.device, dtype: torch.dtype, *, deadline_s: float =
         except OSError as error:
             logger.info("what was found of the GPU's kernels cannot be kept: %s", error)
     if problems:
-        told = "; ".join(f"{operation}: {problem}" for operation, problem in sorted(problems.items()))
-        logger.warning("these GPU kernels do not work here, and plain torch computes in their place, slower: %s", told)
+        logger.warning(
+            "these GPU kernels do not work here, and plain torch computes in their place, slower: %s. "
+            "To have them checked again delete aioengine/%s in the cache folder",
+            "; ".join(f"{operation}: {problem}" for operation, problem in sorted(problems.items())),
+            kept_as,
+        )
     return set(problems)
 
 
@@ -243,6 +251,8 @@ def check(encoded: str) -> None:
     work = msgspec.json.decode(encoded, type=CheckWork)
     device = torch.device(work.device)
     dtype: torch.dtype = getattr(torch, work.dtype)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # Triton launches on the current one
     with torch.inference_mode():
         operations = _operations_of(work, device)
         bytes_per_s = copy_bytes_per_s(device) if work.is_timed else math.inf
@@ -293,6 +303,8 @@ def _check_case(case: Case, operations: Operations, device: torch.device, bytes_
             kernel_s, plain_s = (_median_s(case, each, device) for each in (operations, plain_torch))
             bytes_s = case.num_bytes / bytes_per_s
             checked = msgspec.structs.replace(checked, kernel_s=kernel_s, plain_s=plain_s, bytes_s=bytes_s)
+    except torch.OutOfMemoryError:
+        sys.exit(NO_MEMORY)
     except Exception as raised:
         return msgspec.structs.replace(checked, problem=f"{type(raised).__name__}: {raised}".splitlines()[0][:300])
     problem = "" if error <= 1 else f"it differs from plain torch by {error:.3g} times the tolerance ({case.size})"
