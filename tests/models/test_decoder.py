@@ -19,7 +19,7 @@ from aioengine.kernels.operations import plain_torch as oracles
 from aioengine.kernels.triton import triton_operations
 from aioengine.models.decoder import Decoder
 from aioengine.models.model import EmptyStep
-from doubles.flipped_operations import flipped_operations
+from doubles.flipped_operations import FlippedOperations, flipped_operations
 
 HEADS = [{"tie_word_embeddings": is_tied} for is_tied in (True, False)]
 CASES = [
@@ -218,15 +218,15 @@ def test_a_change_of_operations_that_fails_halfway_leaves_a_decoder_that_compute
     expected = logprobs_in_steps(decoder, history)
     calls: list[None] = []
 
-    def fail_later(*arguments: Any) -> Any:
-        calls.append(None)
-        if len(calls) == 6:
-            raise MemoryError
-        return flipped_operations.pack(*arguments)
+    class Failing(FlippedOperations):
+        def pack(self, *arguments: Any) -> Any:
+            calls.append(None)
+            if len(calls) == 6:
+                raise MemoryError
+            return super().pack(*arguments)
 
-    failing: Any = SimpleNamespace(**{**vars(flipped_operations), "pack": fail_later})
     with pytest.raises(MemoryError):
-        decoder.use(failing)
+        decoder.use(Failing())
     assert {linear.packed.layout for linear in decoder.linears()} == {"flipped", "rows"}
     assert_close(logprobs_in_steps(decoder, history), expected)
     decoder.use(flipped_operations)
