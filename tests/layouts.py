@@ -5,7 +5,7 @@ from aioengine.scheduler.cache_layout import STATE_REACH, CacheGroup, CacheLayou
 STATE = "state"
 
 
-def layout_of(*groups: int | str | None) -> CacheLayout:
+def layout_of(*groups: int | str | None, block_bytes: int = 0) -> CacheLayout:
     """A group of one layer for each of these: a window, None for all tokens, or `STATE`, which come last.
 
     Attention shares a pool, states have another.
@@ -17,6 +17,6 @@ def layout_of(*groups: int | str | None) -> CacheLayout:
         else CacheGroup(layers=(layer,), reach=kind)  # type: ignore[arg-type]
         for layer, kind in enumerate(groups)
     ]
-    pools = [CachePool()] if groups[0] != STATE else []
-    pools += [CachePool(spec=StateSpec(num_bytes=1))] if STATE in groups else []
+    pools = [CachePool(block_bytes=block_bytes)] if groups[0] != STATE else []
+    pools += [CachePool(spec=StateSpec(num_bytes=1), block_bytes=block_bytes)] if STATE in groups else []
     return CacheLayout(groups=tuple(made), pools=tuple(pools))

@@ -16,6 +16,7 @@ import torch
 from checkpoints import FAMILIES, NUM_SPECIAL, OTHERS, cached_checkpoints
 from executor.late_device import start_late
 from integrity import check_integrity
+from layouts import layout_of
 
 from aioengine import ConfigError, Engine, LogitsRow, RequestOutput, StepFailed
 from aioengine.config import EngineConfig
@@ -355,9 +356,9 @@ async def test_a_gpu_that_is_too_old_for_8_bits_says_so_and_a_newer_one_has_twic
 
 def kv_blocks(total: int = 10_000, free: int = 8_000, peak: int = 1_000, **fields: Any) -> int:
     config = EngineConfig(**{"block_size": 16, "max_num_seqs": 64, **fields})
-    return num_kv_blocks(
-        config, max_model_len=64, bytes_per_block=100, memory=DeviceMemory(total, free, 0), peak_bytes=peak
-    )
+    memory, layout = DeviceMemory(total, free, 0), layout_of(None, block_bytes=100)
+    [num_blocks] = num_kv_blocks(config, layout, max_model_len=64, memory=memory, peak_bytes=peak)
+    return num_blocks
 
 
 def test_a_share_of_the_gpu_counts_what_others_have_and_what_steps_take() -> None:

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from layouts import layout_of
-from msgspec.structs import replace
 
 from aioengine.config import EngineConfig
 from aioengine.errors import ConfigError
@@ -26,14 +25,11 @@ def blocks(
     max_in_flight: int = 1,
     **fields: Any,
 ) -> int:
-    layout = layout_of(*windows)
-    [pool] = layout.pools
-    layout = replace(layout, pools=(replace(pool, block_bytes=bytes_per_block),))
     config = EngineConfig(**{"block_size": 16, **fields})
     memory = DeviceMemory(total=available_bytes, free=available_bytes, allocated=0)
     [num_blocks] = num_kv_blocks(
         config,
-        layout,
+        layout_of(*windows, block_bytes=bytes_per_block),
         max_model_len=max_model_len,
         memory=memory,
         peak_bytes=None,

@@ -1,4 +1,4 @@
-"""Which KV blocks are free, and how often the others are referred to.
+"""A pool of blocks: the free ones, and how often the others are referred to.
 
 A block is free when it has no references. A free block may still hold a cached prefix: such blocks are allocated last,
 the least recently used first. A block freed while a launched step still writes to it may be allocated at once: the

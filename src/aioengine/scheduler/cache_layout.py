@@ -198,7 +198,7 @@ class CacheLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 FULL_ATTENTION = CacheLayout()
-"""A layer that attends to all tokens; sizes are not said."""
+"""One layer that attends to all tokens, of unknown size."""
 
 
 def make_layout(

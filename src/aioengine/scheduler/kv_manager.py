@@ -95,7 +95,7 @@ class KVManager:
         return min(self.pools, key=lambda pool: pool.num_free / max(pool.num_blocks, 1))
 
     def blocks_for(self, num_tokens: int) -> int:
-        """In one group."""
+        """Blocks of so many tokens in one group."""
         return -(-num_tokens // self.block_size)
 
     def fits_alone(self, num_tokens: int) -> bool:
@@ -151,7 +151,7 @@ class KVManager:
         return PrefixMatch(block_ids, pending, missing)
 
     def _num_passed_blocks(self, num_computed_tokens: int) -> tuple[int, ...]:
-        """Of each group, the first blocks that no token sees which is computed after so many."""
+        """Count the first blocks of each group that no token needs which is computed after so many."""
         if not self.has_windows:
             return self._none_passed
         size = self.block_size
