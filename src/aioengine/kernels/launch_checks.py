@@ -8,7 +8,7 @@ from torch import Tensor
 from aioengine.errors import InternalError
 from aioengine.kernels.operations import PagedKV
 from aioengine.kernels.sample_rows import SAMPLE_WORDS
-from aioengine.kernels.torch.quantized import SCALE_BYTES, head_dim_of
+from aioengine.kernels.torch.quantized import SCALE_BYTES
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that decoders compute in: the ``x`` of `aioengine.kernels.operations`."""
@@ -100,22 +100,26 @@ def check_rotation(
     Returns:
         heads of queries, and of keys; numbers of a head.
     """
-    name, device = "rotate_and_write", qkv.device
-    check_tensor(f"{name}: qkv", qkv, (None, None), FLOATS, device)
-    check_tensor(f"{name}: k_cache", k_cache, (None,) * 4, (qkv.dtype, narrow), device)
-    check_tensor(f"{name}: v_cache", v_cache, tuple(k_cache.shape), k_cache.dtype, device)
-    (num_tokens, width), num_kv_heads, head_dim = qkv.shape, k_cache.shape[2], head_dim_of(k_cache)
+    device = qkv.device
+    check_tensor("rotate_and_write: qkv", qkv, (None, None), FLOATS, device)
+    check_tensor("rotate_and_write: k_cache", k_cache, (None,) * 4, (qkv.dtype, narrow), device)
+    check_tensor("rotate_and_write: v_cache", v_cache, tuple(k_cache.shape), k_cache.dtype, device)
+    (num_tokens, width), (_, _, num_kv_heads, head_dim) = qkv.shape, k_cache.shape
+    if k_cache.dtype == torch.int8:
+        head_dim -= SCALE_BYTES
     if head_dim % 2 or head_dim < 1:
-        raise InternalError(f"{name}: heads of {head_dim} values; an even number can be done")
+        raise InternalError(f"rotate_and_write: heads of {head_dim} values; an even number can be done")
     num_heads = width // head_dim - 2 * num_kv_heads
     if width % head_dim or num_heads < 1:
-        raise InternalError(f"{name}: qkv is {width} wide, with {num_kv_heads} KV heads of {head_dim} values")
-    check_tensor(f"{name}: positions", positions, (num_tokens,), torch.int32, device)
-    check_tensor(f"{name}: slots", slots, (num_tokens,), torch.int32, device)
+        raise InternalError(f"rotate_and_write: qkv is {width} wide, with {num_kv_heads} KV heads of {head_dim}")
+    check_tensor("rotate_and_write: positions", positions, (num_tokens,), torch.int32, device)
+    check_tensor("rotate_and_write: slots", slots, (num_tokens,), torch.int32, device)
     if rope_table is not None:
-        check_tensor(f"{name}: rope_table", rope_table, (None, 2 * head_dim), (qkv.dtype, torch.float32), device)
+        check_tensor(
+            "rotate_and_write: rope_table", rope_table, (None, 2 * head_dim), (qkv.dtype, torch.float32), device
+        )
     if qk_weight is not None:
-        check_tensor(f"{name}: qk_weight", qk_weight, (num_heads + num_kv_heads, head_dim), qkv.dtype, device)
+        check_tensor("rotate_and_write: qk_weight", qk_weight, (num_heads + num_kv_heads, head_dim), qkv.dtype, device)
     return num_heads, num_kv_heads, head_dim
 
 
@@ -132,7 +136,8 @@ def check_experts(x: Tensor, ids: Tensor, weights: Tensor, hidden: int, shared: 
 
 def check_norm(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
     """Check the arguments of `Operations.rms_norm` and those like it."""
-    check_tensor("rms_norm: x", x, (None, None), FLOATS, x.device)
-    check_tensor("rms_norm: weight", weight, (x.shape[1],), x.dtype, x.device)
+    shape, dtype, device = x.shape, x.dtype, x.device
+    check_tensor("rms_norm: x", x, (None, None), FLOATS, device)
+    check_tensor("rms_norm: weight", weight, (shape[1],), dtype, device)
     if residual is not None:
-        check_tensor("rms_norm: residual", residual, tuple(x.shape), x.dtype, x.device)
+        check_tensor("rms_norm: residual", residual, tuple(shape), dtype, device)
