@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable
 from itertools import accumulate, chain, groupby, pairwise, zip_longest
@@ -81,6 +82,7 @@ class KVManager:
         self.pools = [BlockPool(range(*span), self.cache.evict_blocks) for span in pairwise(firsts)]
         assert len(self.pools) == len(layout.pools), "each pool has its number of blocks"
         self._has_one_pool = len(self.pools) == 1
+        self._longest = self._find_longest()
         self._is_plain = self._has_one_pool and not self._has_states
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
@@ -100,9 +102,16 @@ class KVManager:
 
     def fits_alone(self, num_tokens: int) -> bool:
         """Whether a sequence can come to so many computed tokens when it has all blocks."""
-        num_blocks = -(-num_tokens // self.block_size)
-        most = self.layout.sum_by_pool(min(num_blocks, most) for most in self._most_held)
-        return all(count <= pool.num_blocks for count, pool in zip(most, self.pools, strict=True))
+        return num_tokens <= self._longest
+
+    def _find_longest(self) -> int:
+        """Tokens of the longest sequence that fits alone, in whole blocks."""
+
+        def is_too_long(num_blocks: int) -> bool:
+            held = self.layout.sum_by_pool(min(num_blocks, most) for most in self._most_held)
+            return any(count > pool.num_blocks for count, pool in zip(held, self.pools, strict=True))
+
+        return (bisect_right(range(2**31), False, key=is_too_long) - 1) * self.block_size
 
     def count_growth(self, growing: list[Rows]) -> list[int] | None:
         """Count the blocks that rows need, by pool; None: so many are not free.
@@ -167,7 +176,11 @@ class KVManager:
             reserve: by pool; None: none.
             victims: count as if they had given up their blocks; those that others hold, too, are not free then.
         """
-        missing = [sum(match.missing)] if self._has_one_pool else self.layout.sum_by_pool(match.missing)
+        if self._has_one_pool and not victims:
+            [pool] = self.pools
+            num_free = pool.num_free - (reserve[0] if reserve else 0)
+            return sum(match.missing) + pool.num_unused(_held(match.block_ids)) <= num_free
+        missing = self.layout.sum_by_pool(match.missing)
         for number, (pool, shared) in enumerate(self._held_by_pool(match.block_ids)):
             num_lacking = missing[number] + pool.num_unused(shared) - pool.num_free
             if reserve is not None:
