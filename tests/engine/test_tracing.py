@@ -15,6 +15,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
+from waiting import until
 
 from aioengine import Engine, EngineOverloaded, InvalidRequest, StepFailed
 from aioengine.server import create_app
@@ -118,18 +119,58 @@ async def test_each_end_is_an_end(spans: Spans) -> None:
     }
 
 
-async def test_the_span_of_an_engine_elsewhere_is_the_callers_with_its_tracestate(spans: Spans) -> None:
+async def test_an_engine_elsewhere_has_its_part_inside(spans: Spans) -> None:
     opener = Opener("served")
     try:
         engine = await opener.open()
-        headers = {"traceparent": TRACEPARENT, "tracestate": "a=b,c=d"}
-        await engine.generate(PROMPT, seed=1, n=2, max_tokens=3, trace_headers=headers)
+        await engine.generate(PROMPT, seed=1, n=2, max_tokens=3)
+        async with engine.stream(PROMPT, seed=2, max_tokens=400):
+            pass
+        await engine.generate(PROMPT, seed=3, max_tokens=1, trace_headers={"tracestate": "a=b"})
+        await until(lambda: len(spans.get_finished_spans()) == 6)
     finally:
         await opener.aclose()
-    (span,) = spans.get_finished_spans()
-    assert span.context is not None
-    assert (span.context.trace_state.to_header(), parent_of(span)) == ("a=b,c=d", PARENT_ID)
-    assert dict(span.attributes or {})["gen_ai.usage.output_tokens"] == 6
+    found = spans.get_finished_spans()
+    callers = [span for span in found if span.name == "text_completion demo"]
+    parts = {parent_of(span): span for span in found if span.name == "engine demo"}
+    assert len(callers) == len(parts) == 3
+    whole = dict(parts[id_of(callers[0])].attributes or {})
+    assert dict(callers[0].attributes or {})["gen_ai.usage.output_tokens"] == 6
+    assert not [name for span in parts.values() for name in span.attributes or {} if "usage" in name]
+    assert whole["gen_ai.response.finish_reasons"] == ("length", "length")
+    left = dict(parts[id_of(callers[1])].attributes or {})
+    assert left["gen_ai.response.finish_reasons"] == ("abort",)
+
+
+async def test_the_callers_tracestate_reaches_all_spans(spans: Spans) -> None:
+    long = ",".join(f"vendor{number}={'x' * 200}" for number in range(5))
+    opener = Opener("served")
+    try:
+        engine = await opener.open()
+        for tracestate in ("a=b,c=d", long):
+            headers = {"traceparent": TRACEPARENT, "tracestate": tracestate}
+            await engine.generate(PROMPT, seed=1, max_tokens=1, trace_headers=headers)
+        await until(lambda: len(spans.get_finished_spans()) == 4)
+    finally:
+        await opener.aclose()
+    by_name: dict[str, list[str]] = {"text_completion demo": [], "engine demo": []}
+    for span in spans.get_finished_spans():
+        assert span.context is not None
+        by_name[span.name].append(span.context.trace_state.to_header())
+    assert list(by_name.values()) == [["a=b,c=d", long]] * 2
+
+
+@pytest.mark.parametrize("name", ["traceparent", "tracestate"])
+async def test_headers_that_are_no_headers_fail_no_request(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Where OpenTelemetry is not loaded nothing reads them on the way."""
+    monkeypatch.delitem(sys.modules, "opentelemetry.trace")
+    opener = Opener("served")
+    try:
+        engine = await opener.open()
+        headers = {"traceparent": TRACEPARENT, name: "\ud800"}
+        assert (await engine.generate(PROMPT, seed=1, max_tokens=1, trace_headers=headers)).finished
+    finally:
+        await opener.aclose()
 
 
 async def test_over_http_it_is_inside_the_requests_span(spans: Spans) -> None:

@@ -113,6 +113,7 @@ BAD_REQUESTS: list[dict[str, Any]] = [
     {"params": {"temperature": 9.0}},
     {"params": "no params"},
     {"params": msgspec.Raw(b"\x81\xa4stop\xa1\xff")},
+    {"traceparent": "t" * 65},
     {"session": "s" * 1_000_000},
     {"params": params_of(n=2**31 - 1, temperature=1.0)},
     {"params": params_of(allowed_token_ids=(2**31 - 1,))},

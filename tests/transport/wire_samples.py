@@ -115,6 +115,7 @@ def _add_request(name: str, first: int, *, prompt: Iterable[int] = (5,), **more:
     return Sample(name, wire.AddRequest(number=first, request=packed, num_allowed=first + 9, **message))
 
 
+TRACE = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "tracestate": "vendor=146"}
 THINKING = Thinking(begin_ids=(101,), end_ids=(102,), forced_end_ids=(103, 102), is_begun=True, max_tokens=104)
 
 
@@ -140,6 +141,7 @@ FROM_FRONT_END: tuple[Sample, ...] = (
     Sample("cancel_call", wire.CancelCall(call_id=72)),
     _add_request("add_request_with_thinking", 91, thinking=THINKING, tenant="tenant-105", session="session-106"),
     _add_request("add_request_with_params", 111, params=PARAMS.clone(logprobs=2, logprobs_mode="processed")),
+    _add_request("add_request_with_trace", 131, **TRACE),
     _add_request("add_request_that_goes_on", 151, choice=1, output=int32(167, 168).tobytes(), is_moved=True),
 )
 

@@ -28,11 +28,7 @@ from aioengine.frontend.runtime import Runtime
 from aioengine.sampling_params import NO_SEED, SamplingParams, make_params
 from aioengine.scheduler.plan import int32
 from aioengine.scheduler.policy import Incoming
-from aioengine.scheduler.sequence import (
-    Sequence,
-    common_fields,
-    make_choices,
-)
+from aioengine.scheduler.sequence import Sequence, common_fields, make_choices
 from aioengine.text.chat_input import take_template_kwargs
 from aioengine.validation import invalid
 
@@ -135,9 +131,11 @@ class Call:
         num_tokens = guess_num_tokens(self.prompt)
         return Incoming(**common_fields(self.options, Incoming), params=self.params, num_prompt_tokens=num_tokens)
 
-    def prepare(self, runtime: Runtime) -> tuple[str | None, Sequence, AnswerPlan]:
+    def prepare(self, runtime: Runtime, trace: Mapping[str, Any]) -> tuple[str | None, Sequence, AnswerPlan]:
         """Turn it into a sequence; pure and thread-safe, so that long prompts are prepared off the loop.
 
+        Args:
+            trace: fields of the request that name the caller's span.
         Returns:
             (the text that was tokenized, or None for token ids; the sequence; how the answer is read and constrained).
         """
@@ -160,6 +158,7 @@ class Call:
             max_total_tokens=len(ids) + (room if params.max_tokens is None else min(params.max_tokens, room)),
             bad_words=runtime.require_tokenizer().encode_bad_words(params.bad_words) if params.bad_words else (),
             thinking=plan.thinking,
+            **trace,
         )
         return text, runtime.core.make_sequence(request), plan
 

@@ -328,15 +328,15 @@ class RequestState:
         self._arrival_time = now if arrival_time is None else min(arrival_time, now)
         self._arrived_at = core.clock() - (now - self._arrival_time)
 
-    def begin_span(self, operation: str, params: SamplingParams, headers: dict[str, str] | None) -> None:
-        """Begin the span of a request that has arrived."""
+    def begin_span(self, operation: str, params: SamplingParams, headers: dict[str, str] | None) -> dict[str, str]:
+        """Begin the span of a request that has arrived; return the headers for spans inside it."""
         model = self.core.config.model or "demo"
-        span = begin_span(f"{operation} {model}", headers)
+        span, inside = begin_span(f"{operation} {model}", headers)
         if span is not None:
 
             def end(error: BaseException | None) -> None:
                 metrics = self._metrics() if self.completions else None
-                told = gen_ai_attributes(
+                attributes = gen_ai_attributes(
                     request_id=self.request_id,
                     model=model,
                     operation=operation,
@@ -344,9 +344,10 @@ class RequestState:
                     finish_reasons=self._finish_reasons() if metrics else (),
                     metrics=metrics,
                 )
-                end_span(span, told, error)
+                end_span(span, attributes, error)
 
             self._end_span = end
+        return inside
 
     def end_span(self, error: BaseException | None) -> None:
         """End the span: the request has ended, or could not begin. Idempotent."""

@@ -86,13 +86,13 @@ class Stream(NotCopied):
         state.arrive(runtime.core, self.arrival_time)
         state.stream_interval = options.stream_interval or runtime.config.stream_interval
         state.max_unread = options.max_unread_tokens or UNLIMITED
-        state.begin_span(call.operation, call.params, options.trace_headers)
+        trace = state.begin_span(call.operation, call.params, options.trace_headers)
         num_acquired = await runtime.admission.acquire(state, options.on_full, call.incoming)
         try:
             if num_acquired:
                 runtime.core.check_accepting()
                 size = call.num_chars
-                prepared = await runtime.worker_for(size).run(call.prepare, size, runtime)
+                prepared = await runtime.worker_for(size).run(call.prepare, size, runtime, trace)
                 state.begin(*prepared, runtime.tokenizer)
             else:
                 await runtime.turns.take()

@@ -31,6 +31,9 @@ MAX_SALT_CHARS = 1024
 MAX_TENANT_CHARS = 256
 MAX_SESSION_CHARS = 256
 MAX_ID_CHARS = 1024
+MAX_TRACEPARENT_CHARS = 64
+MAX_TRACESTATE_CHARS = 32 * (256 + 1 + 256 + 1)
+"""W3C's Trace Context has 32 entries, of a key and a value of 256 characters each."""
 
 
 Product = Literal["tokens", "vector"]
@@ -56,6 +59,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
         thinking: the reasoning that comes before what ``params.structured`` asks for; None: there is none.
         product: "vector": the last hidden state of the prompt's last token, float32 [hidden_size], and no tokens. It is
             of one choice; ``params`` and ``max_total_tokens`` have no effect then.
+        traceparent, tracestate: W3C's Trace Context of the caller's span; empty: there is none.
     """
 
     request_id: Annotated[str, Meta(max_length=MAX_ID_CHARS)]
@@ -70,6 +74,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
     tenant: Annotated[str, Meta(max_length=MAX_TENANT_CHARS)] = ""
     session: Annotated[str, Meta(max_length=MAX_SESSION_CHARS)] = ""
     product: Product = "tokens"
+    traceparent: Annotated[str, Meta(max_length=MAX_TRACEPARENT_CHARS)] = ""
+    tracestate: Annotated[str, Meta(max_length=MAX_TRACESTATE_CHARS)] = ""
 
     @property
     def prefix_key(self) -> PrefixKey:

@@ -14,6 +14,7 @@ from aioengine.core.health import Beat
 from aioengine.core.listener import UNLIMITED, SampledLogprobs
 from aioengine.core.observers import log_begin
 from aioengine.core.protocol import check_limits
+from aioengine.core.tracing import begin_engine_span
 from aioengine.errors import AioEngineError, EngineOverloaded, InvalidRequest, PromptTooLong
 from aioengine.metrics import StepRecord
 from aioengine.processes.worker_threads import TextWorker
@@ -114,6 +115,9 @@ class Session(PeerSession):
             allowed = UNLIMITED if body.num_allowed < 0 else body.num_allowed
             followers = [Follower(self, *choice, allowed) for choice in zip(numbers, choices, strict=True)]
             core.add(sequence, followers)
+            end_choice = begin_engine_span(request, core.config.model or "demo", len(followers))
+            for follower in followers:
+                follower.end_span = end_choice
             self.num_unstarted += sum(follower.is_unstarted for follower in followers)
             self.followers.update(zip(numbers, followers, strict=True))
             for follower in followers:
@@ -231,7 +235,7 @@ class Session(PeerSession):
 class Follower:
     """The `Listener` of a sequence of a front end."""
 
-    __slots__ = ("_num_tokens", "_session", "is_unstarted", "num_allowed", "number", "sequence")
+    __slots__ = ("_num_tokens", "_session", "end_span", "is_unstarted", "num_allowed", "number", "sequence")
 
     def __init__(self, session: Session, number: int, sequence: Sequence, num_allowed: int) -> None:
         self._session = session
@@ -241,6 +245,7 @@ class Follower:
         self.num_allowed = num_allowed
         self.is_unstarted = self._num_tokens < num_allowed
         """It waits for its first row here, and not for its reader alone."""
+        self.end_span: Callable[[str, AioEngineError | None], None] | None = None
 
     def on_started(self) -> None:
         session = self._session
@@ -275,13 +280,13 @@ class Follower:
     def on_end(self) -> None:
         sequence = self.sequence
         assert sequence.finish_reason is not None, f"{sequence} has not ended"
-        self._leave()
+        self._leave(sequence.finish_reason)
         self._session.outputs.ended.append(
             wire.Ended(self.number, sequence.finish_reason, sequence.stop_reason, sequence.num_preemptions)
         )
 
     def on_error(self, error: AioEngineError) -> None:
-        self._leave()
+        self._leave("error", error)
         self._session.outputs.failed.append(wire.Failed(self.number, to_fault(error)))
 
     def allow(self, num_tokens: int) -> None:
@@ -290,7 +295,9 @@ class Follower:
         if self._num_tokens < self.num_allowed:
             self._session.core.unblock(self.sequence)
 
-    def _leave(self) -> None:
+    def _leave(self, finish_reason: str, error: AioEngineError | None = None) -> None:
+        if self.end_span is not None:
+            self.end_span(finish_reason, error)
         session = self._session
         session.followers.pop(self.number, None)
         session.num_unstarted -= self.is_unstarted
