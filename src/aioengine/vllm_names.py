@@ -97,7 +97,6 @@ NEUTRAL_CONFIG = {
     ),
     **_off(_ONE_DEVICE, "node_rank enable_dbo enable_eplb enable_expert_parallel"),
     **_off(_ONE_DEVICE, "distributed_executor_backend", "uni", "mp"),
-    **_off("give an observer to Engine.add_observer", "stat_loggers"),
     **_off("give replicas", "data_parallel_size", 1),
     **_off("give replicas; on several machines their addresses, or launcher='ray'", "data_parallel_size_local", 1),
     **_off("give replicas: each request goes to one of them", "data_parallel_rank"),

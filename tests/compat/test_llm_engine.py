@@ -501,9 +501,57 @@ def test_a_closed_engine_says_so(open_engine: Open, device: Any) -> None:
 # As vLLM's has it
 
 
-def test_stat_loggers_are_refused_with_what_takes_their_place(device: Any) -> None:
-    with pytest.raises(ConfigError, match=r"stat_loggers=.* is not supported: give an observer"):
-        LLMEngine.from_engine_args({}, stat_loggers=[print], executor=device)
+class Logger:
+    """What a program's own logger looks like, with all that it has heard."""
+
+    def __init__(self, config: Any, engine_index: int = 0) -> None:
+        self.config = config
+        self.heard: list[Any] = []
+
+    def record(
+        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+    ) -> None:
+        self.heard.append((scheduler_stats, iteration_stats))
+
+    def log_engine_initialized(self) -> None:
+        self.heard.append("initialized")
+
+    def log(self) -> None:
+        self.heard.append("log")
+
+
+def test_stat_loggers_hear_of_each_step_and_each_end(device: Any) -> None:
+    made: list[Logger] = []
+
+    def make(config: Any, index: int) -> Logger:
+        made.append(Logger(config, index))
+        return made[-1]
+
+    engine = LLMEngine.from_engine_args({"max_num_seqs": 4}, stat_loggers=[make], executor=device, max_waiting=9)
+    with engine:
+        add(engine, 3)
+        run_to_end(engine)
+        add(engine, 1)
+        run_to_end(engine)
+        engine.do_log_stats()
+    (logger,) = made
+    assert logger.config is engine.engine_config
+    first, *steps, last = logger.heard
+    assert (first, last) == ("initialized", "log")
+    iterations = [iteration for _, iteration in steps]
+    assert sum(iteration.num_generation_tokens for iteration in iterations) == 20
+    assert sum(len(iteration.time_to_first_tokens_iter) for iteration in iterations) == 4
+    assert sum(len(iteration.inter_token_latencies_iter) for iteration in iterations) == 16
+    ends = [end for iteration in iterations for end in iteration.finished_requests]
+    assert [(end.finish_reason, end.num_generation_tokens) for end in ends] == [("length", 5)] * 4
+    assert max(scheduler.num_running_reqs for scheduler, _ in steps) >= 1
+    assert all(0 <= scheduler.kv_cache_usage <= 1 for scheduler, _ in steps)
+
+
+@pytest.mark.parametrize("loggers", [[7], [lambda config, index: None], [object()]])
+def test_what_is_no_stat_logger_is_refused_and_nothing_is_left(loggers: Any, device: Any) -> None:
+    with pytest.raises(ConfigError, match="stat_loggers"):
+        LLMEngine(executor=device, stat_loggers=loggers)
 
 
 def test_log_stats_is_the_interval(device: Any) -> None:

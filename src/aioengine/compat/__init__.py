@@ -1,1 +1,1 @@
-"""vLLM's `LLMEngine`, over the engine of this package."""
+"""vLLM's `LLMEngine` and its loggers of statistics, over the engine of this package."""

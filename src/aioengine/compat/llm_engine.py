@@ -12,6 +12,7 @@ from typing import Any, Self, Unpack
 import msgspec
 
 from aioengine.blocking.facade import Facade
+from aioengine.compat.stat_loggers import StatLoggerFactory, StatLoggers
 from aioengine.engine import Engine, EngineKeywords, Stream
 from aioengine.errors import AioEngineError, ConfigError, EngineClosed, EngineDead, EngineOverloaded, InvalidRequest
 from aioengine.frontend.call_options import CallKeywords, lists_keywords
@@ -40,29 +41,41 @@ class LLMEngine(Facade):
         self,
         model: str | os.PathLike[str] | None = None,
         *,
+        stat_loggers: Iterable[StatLoggerFactory] | None = None,
         log_stats: bool | None = None,
         **options: Unpack[EngineKeywords],
     ) -> None:
-        """Start an engine, with the arguments of `Facade` and one more.
+        """Start an engine, with the arguments of `Facade` and two more.
 
         Args:
+            stat_loggers: called with the engine's config and 0, each returns a logger with the methods of vLLM's
+                `StatLoggerBase`; see `aioengine.compat.stat_loggers`.
             log_stats: False writes no log lines about the load (``log_stats_interval_s=0``).
         """
         if log_stats is False:
             options.setdefault("log_stats_interval_s", 0.0)
         super().__init__(model, **options)
         self.log_stats = log_stats is not False
+        try:
+            loggers = self._stat_loggers = StatLoggers(stat_loggers or (), self.engine_config)
+            if loggers.loggers:
+                self._host.ask(lambda engine: engine.add_observer(loggers))
+                loggers.call("log_engine_initialized")
+        except BaseException:
+            self.close()
+            raise
 
     def _open(self, start: Callable[[], Coroutine[Any, Any, Engine]]) -> None:
         super()._open(start)
         self._requests = _Requests(self._host.start_soon)
+        self._stat_loggers = StatLoggers((), self.engine_config)
 
     @classmethod
     def from_engine_args(
         cls,
         engine_args: Any = None,
         usage_context: Any = None,
-        stat_loggers: Any = None,
+        stat_loggers: Iterable[StatLoggerFactory] | None = None,
         enable_multiprocessing: bool = False,
         **config: Any,
     ) -> Self:
@@ -72,7 +85,7 @@ class LLMEngine(Facade):
 
         Args:
             usage_context: ignored.
-            stat_loggers: must be absent; `Engine.add_observer` takes an observer.
+            stat_loggers: as of `LLMEngine`.
             enable_multiprocessing: True is ``process=True``.
 
         Raises:
@@ -84,6 +97,10 @@ class LLMEngine(Facade):
         return cls(**{name: value for name, value in given.items() if value is not None})
 
     tokenizer = property(Facade.get_tokenizer)
+
+    def do_log_stats(self) -> None:
+        """Call ``log`` of each of the ``stat_loggers``."""
+        self._stat_loggers.call("log")
 
     # Requests
 
