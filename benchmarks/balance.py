@@ -36,7 +36,7 @@ from aioengine.cluster.balancer import BalancePolicy, Balancer, Candidate
 from aioengine.config import EngineConfig
 from aioengine.core.engine_core import EngineCore
 from aioengine.core.listener import UNLIMITED
-from aioengine.metrics import StepRecord
+from aioengine.outputs.metrics import StepRecord
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.plan import StepPlan, int32
 from aioengine.scheduler.prefix_cache import PrefixKey

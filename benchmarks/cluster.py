@@ -34,7 +34,7 @@ from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.core.health import Beat
 from aioengine.core.listener import UNLIMITED
 from aioengine.core.protocol import CoreHooks
-from aioengine.metrics import StepRecord
+from aioengine.outputs.metrics import StepRecord
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.plan import int32
 from aioengine.scheduler.scheduler import SchedulerStats

@@ -38,9 +38,9 @@ from aioengine.core.listener import UNLIMITED
 from aioengine.core.observers import make_record
 from aioengine.frontend.answer_format import PLAIN
 from aioengine.frontend.request_state import Completion
-from aioengine.metrics import EngineMetrics
 from aioengine.models.folder import DEMO_MODEL
 from aioengine.outputs import TokenLogprobs
+from aioengine.outputs.metrics import EngineMetrics
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.budget import Budget
 from aioengine.scheduler.cache_layout import CacheGroup, CacheLayout

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioengine.core.observers import StatsLog
-from aioengine.metrics import Distribution, EngineMetrics, Histogram, RequestMetrics, Sample, StepRecord
 from aioengine.outputs import CompletionOutput, RequestOutput
+from aioengine.outputs.metrics import Distribution, EngineMetrics, Histogram, RequestMetrics, Sample, StepRecord
 
 BOUNDS = (0.001, 0.25, 1.0, 4.0)
 # Bounds themselves are the values that a wrong comparison puts into the wrong bucket.

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from aioengine import Engine
-from aioengine.metrics import RequestMetrics, StepRecord
+from aioengine.outputs.metrics import RequestMetrics, StepRecord
 from benchmarks.gpu.rows import Bounds, Result
 from benchmarks.gpu.sizes import Model, Sizes
 

@@ -42,15 +42,15 @@ if TYPE_CHECKING:
     from aioengine.errors import PromptTooLong as PromptTooLong
     from aioengine.errors import StepFailed as StepFailed
     from aioengine.errors import WireError as WireError
-    from aioengine.metrics import EngineMetrics as EngineMetrics
-    from aioengine.metrics import EngineStats as EngineStats
-    from aioengine.metrics import Observer as Observer
-    from aioengine.metrics import RequestMetrics as RequestMetrics
-    from aioengine.metrics import StepRecord as StepRecord
     from aioengine.outputs import CompletionDelta as CompletionDelta
     from aioengine.outputs import CompletionOutput as CompletionOutput
     from aioengine.outputs import Logprob as Logprob
     from aioengine.outputs import RequestOutput as RequestOutput
+    from aioengine.outputs.metrics import EngineMetrics as EngineMetrics
+    from aioengine.outputs.metrics import EngineStats as EngineStats
+    from aioengine.outputs.metrics import Observer as Observer
+    from aioengine.outputs.metrics import RequestMetrics as RequestMetrics
+    from aioengine.outputs.metrics import StepRecord as StepRecord
     from aioengine.sampling_params import SamplingParams as SamplingParams
     from aioengine.scheduler.handles import LogitsProcessor as LogitsProcessor
     from aioengine.scheduler.handles import LogitsRow as LogitsRow
@@ -85,7 +85,7 @@ _HOMES = {
             "WireError",
         ),
     ],
-    "metrics": ["EngineMetrics", "EngineStats", "Observer", "RequestMetrics", "StepRecord"],
+    "outputs.metrics": ["EngineMetrics", "EngineStats", "Observer", "RequestMetrics", "StepRecord"],
     "outputs": ["CompletionDelta", "CompletionOutput", "Logprob", "RequestOutput"],
     "sampling_params": ["SamplingParams"],
     "scheduler.handles": ["LogitsProcessor", "LogitsRow"],

@@ -35,8 +35,8 @@ from aioengine.frontend.output_type import OutputType, retold
 from aioengine.frontend.prompt import ChatMessage, Prompt, PromptDict
 from aioengine.frontend.runtime import Runtime
 from aioengine.frontend.stream import NotCopied, Stream
-from aioengine.metrics import EngineMetrics, EngineStats, Observer
 from aioengine.outputs import RequestOutput, T, TypeForm
+from aioengine.outputs.metrics import EngineMetrics, EngineStats, Observer
 from aioengine.processes.turns import running_loop
 from aioengine.sampling_params import NO_SEED, SamplingParams, one_params
 from aioengine.text import calls

@@ -15,7 +15,7 @@ from aioengine.core.listener import Conditions
 from aioengine.core.observers import UserCode
 from aioengine.core.protocol import ClusterHooks, CoreHooks
 from aioengine.errors import EngineDead
-from aioengine.metrics import StepRecord
+from aioengine.outputs.metrics import StepRecord
 
 
 class Backend:

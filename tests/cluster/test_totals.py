@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from aioengine.cluster.totals import StepTotals
-from aioengine.metrics import StepRecord
+from aioengine.outputs.metrics import StepRecord
 
 
 def record(step: int, *, running: int, preemptions: int, free_blocks: int = 5) -> StepRecord:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from aioengine import CompletionDelta
-from aioengine.metrics import RequestMetrics, StepRecord
+from aioengine.outputs.metrics import RequestMetrics, StepRecord
 from aioengine.scheduler.plan import RowSampling
 from aioengine.testing import sample_hash
 

@@ -20,7 +20,7 @@ from layouts import layout_of
 from nightly import nightly
 
 from aioengine import Engine
-from aioengine.metrics import RequestMetrics, StepRecord
+from aioengine.outputs.metrics import RequestMetrics, StepRecord
 from aioengine.scheduler.scheduler import Scheduler
 from doubles.fake_accelerator import FakeAccelerator
 

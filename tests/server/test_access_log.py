@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from server.conftest import record_of, serving_fake
 
-from aioengine.metrics import RequestMetrics
+from aioengine.outputs.metrics import RequestMetrics
 from aioengine.server import ServerConfig
 from aioengine.server.access_log import (
     FIELDS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transport.wire_samples import RECORD
 
-from aioengine.metrics import OF_REQUESTS, EngineMetrics, RequestMetrics, Sample
+from aioengine.outputs.metrics import OF_REQUESTS, EngineMetrics, RequestMetrics, Sample
 from aioengine.server.group.numbers import GroupNumbers, add_up
 from aioengine.server.metrics import MetricFamily, ServerNumbers
 

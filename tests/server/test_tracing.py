@@ -15,7 +15,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, StatusC
 from server.conftest import record_of
 
 from aioengine.errors import StepFailed
-from aioengine.metrics import RequestMetrics
+from aioengine.outputs.metrics import RequestMetrics
 from aioengine.server.record import RequestRecord
 from aioengine.server.tracing import Tracing
 

@@ -17,8 +17,8 @@ from aioengine.core.observers import Observers, UserCode
 from aioengine.core.protocol import ClusterHooks, CoreHooks, InFlightSequence
 from aioengine.errors import AioEngineError, EngineDead
 from aioengine.executor.in_process import InProcess
-from aioengine.metrics import StepRecord
 from aioengine.models.folder import ModelFolder
+from aioengine.outputs.metrics import StepRecord
 from aioengine.processes.progress import OnProgress
 from aioengine.processes.worker_threads import TextWorker
 from aioengine.scheduler.sequence import Sequence as Choice

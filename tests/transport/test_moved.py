@@ -19,7 +19,7 @@ from aioengine.core.listener import UNLIMITED, Endings, SampledLogprobs
 from aioengine.core.observers import UserCode
 from aioengine.core.protocol import InFlightSequence
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, StepFailed
-from aioengine.metrics import StepRecord
+from aioengine.outputs.metrics import StepRecord
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.plan import RowSampling
 from aioengine.scheduler.sequence import Request, Sequence, make_choices

@@ -24,7 +24,7 @@ from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.core.health import Beat
 from aioengine.core.listener import SampledLogprobs
 from aioengine.core.lockstep_protocol import LockstepPlace
-from aioengine.metrics import StepRecord
+from aioengine.outputs.metrics import StepRecord
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.scheduler import SchedulerStats
 from aioengine.scheduler.sequence import Request

@@ -19,7 +19,7 @@ from aioengine.engine import Engine, EngineKeywords
 from aioengine.errors import EngineDead
 from aioengine.frontend.call_options import lists_keywords
 from aioengine.frontend.stream import NotCopied
-from aioengine.metrics import EngineStats
+from aioengine.outputs.metrics import EngineStats
 from aioengine.text.tokenizer import Tokenizer
 from aioengine.vllm_names import NotYet
 

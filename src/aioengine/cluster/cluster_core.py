@@ -38,8 +38,8 @@ from aioengine.core.listener import Conditions, Endings, Listener
 from aioengine.core.observers import Observers, UserCode
 from aioengine.core.protocol import CoreHooks, InFlightSequence
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, InvalidRequest, describe
-from aioengine.metrics import StepRecord
 from aioengine.outputs import FinishReason
+from aioengine.outputs.metrics import StepRecord
 from aioengine.scheduler.scheduler import SchedulerStats
 from aioengine.scheduler.sequence import Request, Sequence, make_choices
 

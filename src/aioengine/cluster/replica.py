@@ -17,8 +17,8 @@ from aioengine.core.listener import Conditions
 from aioengine.core.observers import UserCode
 from aioengine.core.protocol import Backend, ClusterHooks, Core, CoreHooks, InFlightSequence, ReplicaStatus
 from aioengine.errors import AioEngineError, EngineDead, describe
-from aioengine.metrics import StepRecord
 from aioengine.models.folder import ModelFolder
+from aioengine.outputs.metrics import StepRecord
 from aioengine.processes.backoff import Backoff
 from aioengine.processes.progress import OnProgress
 from aioengine.processes.turns import sleep_on_time

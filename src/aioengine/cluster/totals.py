@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from aioengine.metrics import StepRecord
+from aioengine.outputs.metrics import StepRecord
 
 LOADS = ("running", "waiting", "blocked", "free_blocks", "num_blocks", "cached_blocks", "touched_blocks")
 """Fields of `StepRecord` with the load now."""

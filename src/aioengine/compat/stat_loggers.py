@@ -14,7 +14,7 @@ from typing import Any
 
 from aioengine.config import EngineConfig
 from aioengine.errors import ConfigError
-from aioengine.metrics import RequestMetrics, StepRecord
+from aioengine.outputs.metrics import RequestMetrics, StepRecord
 from aioengine.validation import shorten
 
 StatLoggerFactory = Callable[[EngineConfig, int], Any]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from aioengine.config import EngineConfig
-from aioengine.metrics import EngineMetrics, Observer, RequestMetrics, StepRecord
+from aioengine.outputs.metrics import EngineMetrics, Observer, RequestMetrics, StepRecord
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.plan import StepPlan, StepResult
 from aioengine.scheduler.scheduler import Scheduler

@@ -15,9 +15,9 @@ from aioengine.core.health import Health
 from aioengine.core.listener import Conditions, Listener
 from aioengine.core.observers import Observers, UserCode
 from aioengine.errors import EngineDead, InvalidRequest
-from aioengine.metrics import StepRecord
 from aioengine.models.folder import ModelFolder
 from aioengine.outputs import FinishReason
+from aioengine.outputs.metrics import StepRecord
 from aioengine.processes.progress import OnProgress
 from aioengine.processes.worker_threads import TextWorker
 from aioengine.sampling_params import TOKEN_FIELDS, SamplingParams

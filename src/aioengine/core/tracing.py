@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from aioengine.errors import AioEngineError
-from aioengine.metrics import RequestMetrics
+from aioengine.outputs.metrics import RequestMetrics
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.sequence import MAX_TRACEPARENT_CHARS, MAX_TRACESTATE_CHARS, Request
 

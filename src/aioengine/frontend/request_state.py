@@ -16,8 +16,8 @@ from aioengine.core.protocol import Core
 from aioengine.core.tracing import begin_span, end_span, gen_ai_attributes
 from aioengine.errors import AioEngineError, InvalidRequest
 from aioengine.frontend.answer_format import PLAIN, AnswerPlan
-from aioengine.metrics import RequestMetrics
 from aioengine.outputs import CompletionDelta, CompletionOutput, FinishReason, Logprob, RequestOutput, TokenLogprobs
+from aioengine.outputs.metrics import RequestMetrics
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.plan import Float32
 from aioengine.scheduler.sequence import Sequence

@@ -39,8 +39,8 @@ from aioengine.errors import (
 from aioengine.frontend.admission import Admission, OnFull
 from aioengine.frontend.answer_format import AnswerFormats
 from aioengine.frontend.request_state import RequestState
-from aioengine.metrics import EngineMetrics
 from aioengine.models.folder import ModelFolder
+from aioengine.outputs.metrics import EngineMetrics
 from aioengine.processes.progress import OnProgress, loading_bar
 from aioengine.processes.turns import running_loop, turns_here
 from aioengine.processes.worker_threads import TextWorker, run_abandonable

@@ -20,7 +20,7 @@ import msgspec
 
 from aioengine.core.protocol import ReplicaStatus
 from aioengine.errors import AioEngineError
-from aioengine.metrics import (
+from aioengine.outputs.metrics import (
     OF_REQUESTS,
     REQUEST_TIME_S,
     REQUEST_TOKENS,

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from aioengine.metrics import RequestMetrics
+from aioengine.outputs.metrics import RequestMetrics
 
 Outcome = Literal["ok", "refused", "client_gone", "cut", "shed", "error"]
 """How a request ended.

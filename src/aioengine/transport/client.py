@@ -25,8 +25,8 @@ from aioengine.core.observers import Observers, UserCode
 from aioengine.core.protocol import CoreHooks, InFlightSequence
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, WireError, describe
 from aioengine.executor.in_process import clock_of
-from aioengine.metrics import StepRecord
 from aioengine.outputs import FinishReason
+from aioengine.outputs.metrics import StepRecord
 from aioengine.processes.turns import sleep_on_time, turns_here
 from aioengine.scheduler.scheduler import SchedulerStats
 from aioengine.scheduler.sequence import Request, Sequence, make_choices

@@ -21,7 +21,7 @@ import msgspec
 from aioengine.core.control import FILES, UNBLOCKING_CALLS, AnyControl, DropWeights
 from aioengine.core.engine_core import EngineCore
 from aioengine.errors import AioEngineError, EngineClosed, InvalidRequest, WireError
-from aioengine.metrics import RequestMetrics, StepRecord
+from aioengine.outputs.metrics import RequestMetrics, StepRecord
 from aioengine.processes.turns import turns_here
 from aioengine.processes.worker_threads import TextWorker
 from aioengine.scheduler.sequence import Request

@@ -16,7 +16,7 @@ from aioengine.core.observers import log_begin
 from aioengine.core.protocol import check_limits
 from aioengine.core.tracing import begin_engine_span
 from aioengine.errors import AioEngineError, EngineOverloaded, InvalidRequest, PromptTooLong
-from aioengine.metrics import StepRecord
+from aioengine.outputs.metrics import StepRecord
 from aioengine.processes.worker_threads import TextWorker
 from aioengine.sampling_params import MAX_BAD_WORDS, MAX_BAD_WORDS_CHARS
 from aioengine.scheduler.plan import Float32, Int32

@@ -26,8 +26,8 @@ from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.core.health import Beat
 from aioengine.core.listener import SampledLogprobs
 from aioengine.errors import InvalidRequest, WireError
-from aioengine.metrics import StepRecord
 from aioengine.outputs import FinishReason
+from aioengine.outputs.metrics import StepRecord
 from aioengine.scheduler.scheduler import SchedulerStats
 from aioengine.scheduler.sequence import Request
 from aioengine.transport.wire_errors import Fault

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-from aioengine.metrics import Sample
+from aioengine.outputs.metrics import Sample
 from aioengine.server.metrics import AT_DOOR, OWN_PREFIX, MetricFamily, ServerNumbers
 
 Key = tuple[str, tuple[tuple[str, str], ...]]

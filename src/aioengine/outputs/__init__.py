@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal
 
 import msgspec
 
-from aioengine.metrics import RequestMetrics
+from aioengine.outputs.metrics import RequestMetrics
 from aioengine.schemas.plain_struct import PlainStruct
 from aioengine.tool_calls.calls import ToolCall, ToolCallDelta
 
