@@ -140,8 +140,8 @@ def of_decode() -> Iterator[Launch]:
             yield from attention(kernel, heads, kv_heads, head_dim, dtype, cache, None, EXTRAS[head_dim])
 
 
-EXTRAS = {64: "sinks", 96: "slopes", 256: "soft_cap"}
-"""By head size, about as models have them: gpt-oss, some MPT, Gemma 2."""
+EXTRAS = {64: "sinks", 256: "soft_cap"}
+"""By head size, about as models have them: gpt-oss, Gemma 2."""
 
 
 def of_prefill() -> Iterator[Launch]:

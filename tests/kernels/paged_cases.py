@@ -86,24 +86,22 @@ def attend(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
-    slopes: Tensor | None = None,
     **keywords: Any,
 ) -> None:
     """Call `Operations.attend_decode` or `Operations.attend_prefill`."""
-    kv = PagedKV(case.k_cache, case.v_cache, case.block_tables, scale, window, soft_cap, sinks, slopes)
+    kv = PagedKV(case.k_cache, case.v_cache, case.block_tables, scale, window, soft_cap, sinks)
     operation(case.q, kv, entries, out, **keywords)
 
 
-EXTRAS = ("soft_cap", "sinks", "slopes")
+EXTRAS = ("soft_cap", "sinks")
 """What changes scores, or their sum, in some models alone."""
 
 
 def extras_of(heads: int, *names: str) -> dict[str, Any]:
-    """Of `attend`'s keywords these: sinks below and above most scores, slopes from 1 / 2 on, as ALiBi has them."""
+    """Of `attend`'s keywords these: sinks below and above most scores."""
     values = {
         "soft_cap": 2.0,
         "sinks": torch.linspace(-3.0, 6.0, heads, device=DEVICE),
-        "slopes": 2.0 ** -torch.linspace(1.0, 8.0, heads, device=DEVICE),
     }
     return {name: values[name] for name in names}
 

@@ -151,9 +151,7 @@ def test_a_cache_may_have_more_than_2_31_values() -> None:
 @WITH_EXTRAS
 @pytest.mark.parametrize("window", [None, 33])
 @pytest.mark.parametrize("num_splits", [*nightly(1), 3])
-def test_scores_are_capped_sloped_and_summed_with_sinks(
-    num_splits: int, window: int | None, extras: tuple[str, ...]
-) -> None:
+def test_scores_are_capped_and_summed_with_sinks(num_splits: int, window: int | None, extras: tuple[str, ...]) -> None:
     sizes: dict[str, Any] = {"heads": 6, "kv_heads": 2, "block_size": 8}
     case, decodes = case_of(5, [200, 1, 40], window, **sizes, dtype=FP32 if window else FP16)
     assert_is_the_oracles(case, decodes, window=window, num_splits=num_splits, **extras_of(6, *extras))

@@ -105,7 +105,7 @@ def test_scores_may_be_large() -> None:
 
 @WITH_EXTRAS
 @pytest.mark.parametrize("window", [None, 20])
-def test_scores_are_capped_sloped_and_summed_with_sinks(window: int | None, extras: tuple[str, ...]) -> None:
+def test_scores_are_capped_and_summed_with_sinks(window: int | None, extras: tuple[str, ...]) -> None:
     sizes: dict[str, Any] = {"heads": 6, "kv_heads": 2, "block_size": 8}
     case, tiles = case_of(5, [(50, 9), (0, 3)], window, **sizes, dtype=FP32 if window else FP16)
     assert_is_the_oracles(case, tiles, window=window, **extras_of(6, *extras))
@@ -154,17 +154,17 @@ def test_the_oracle_caps_scores_by_tanh(soft_cap: float) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_the_oracles_sinks_and_slopes_are_what_the_papers_write(window: int | None) -> None:
-    """Key by key: the newest of 5 keys has distance 0, and a sink is a share of the sum that goes to no value."""
+def test_the_oracles_sinks_are_what_the_paper_writes(window: int | None) -> None:
+    """A sink is a share of the sum that goes to no value."""
     case, tiles = case_of(0, [(0, 5)], heads=2, kv_heads=1)
     extras = extras_of(2, *EXTRAS)
     attend(reference.attend_prefill, case, tiles, case.out, **{**KEYWORDS, "window": window}, **extras)
     k, v = case.keys[0][:, 0], case.values[0][:, 0]
     for head in range(2):
         products = (k @ case.q[6, head].double() * KEYWORDS["scale"]).tolist()
-        slope, sink = (extras[name][head].item() for name in ("slopes", "sinks"))
+        sink = extras["sinks"][head].item()
         capped = [extras["soft_cap"] * math.tanh(product / extras["soft_cap"]) for product in products]
-        weights = [math.exp(score + slope * (key - 4)) for key, score in enumerate(capped)]
+        weights = [math.exp(score) for score in capped]
         first = 5 - (window or 5)
         kept = torch.tensor(weights[first:]).to(v)
         assert_close(case.out[6, head], (kept @ v[first:] / (kept.sum() + math.exp(sink))).to(FP32))

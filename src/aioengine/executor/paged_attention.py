@@ -178,7 +178,7 @@ class StepAttention:
         )
         out = operations.attention_output(q)
         tables = attention.block_tables[group]
-        kv = PagedKV(k_cache, v_cache, tables, layer.scale, layer.window, layer.soft_cap, layer.sinks, layer.slopes)
+        kv = PagedKV(k_cache, v_cache, tables, layer.scale, layer.window, layer.soft_cap, layer.sinks)
         if decodes is not None:
             operations.attend_decode(q, kv, decodes, out, num_splits=self.num_splits, max_context=self.max_context)
         if tiles is not None:

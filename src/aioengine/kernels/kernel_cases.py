@@ -283,8 +283,8 @@ def _kinds(i: Inputs, kv: PagedKV, context: int) -> Iterator[tuple[str, PagedKV]
     yield "", kv
     if i.sizes is ODD:
         heads = i.normal(i.sizes.heads, dtype=torch.float32)
-        extras = kv._replace(window=context // 2, soft_cap=20.0, sinks=heads, slopes=-heads.abs())
-        yield ", window, soft cap, sinks, slopes", extras
+        extras = kv._replace(window=context // 2, soft_cap=20.0, sinks=heads)
+        yield ", window, soft cap, sinks", extras
 
 
 def _num_splits(i: Inputs, batch: int, context: int) -> int:

@@ -78,9 +78,8 @@ def check_attention(name: str, q: Tensor, kv: PagedKV, out: Tensor, narrow: torc
     check_tensor(f"{name}: out", out, tuple(q.shape), q.dtype, device)
     if kv.window is not None and kv.window < 1:
         raise InternalError(f"{name}: window is {kv.window}; a query sees itself at least")
-    for of_heads, numbers in (("sinks", kv.sinks), ("slopes", kv.slopes)):
-        if numbers is not None:
-            check_tensor(f"{name}: {of_heads}", numbers, (num_heads,), torch.float32, device)
+    if kv.sinks is not None:
+        check_tensor(f"{name}: sinks", kv.sinks, (num_heads,), torch.float32, device)
 
 
 def check_rotation(

@@ -65,7 +65,7 @@ class LayerAttention:
         index: of the layer, from 0: where its keys and values are.
         rope_table: as in `Operations.rotate_and_write`; layers of a kind share one. None: not rotated.
         qk_weight, eps, qk_offset, is_qk_norm_wide: of the norm of queries and keys, as there.
-        scale, window, soft_cap, sinks, slopes: as in `PagedKV`.
+        scale, window, soft_cap, sinks: as in `PagedKV`.
     """
 
     index: int
@@ -76,7 +76,6 @@ class LayerAttention:
     window: int | None
     soft_cap: float | None = None
     sinks: Tensor | None = None
-    slopes: Tensor | None = None
     qk_offset: float = 0.0
     is_qk_norm_wide: bool = False
 
@@ -98,8 +97,6 @@ class PagedKV(NamedTuple):
         soft_cap: c, above 0: each score s, scaled already, becomes c · tanh(s / c); None: it stays.
         sinks: float32 [h], the score of one more key for each query head, neither scaled nor capped, which counts in
             the softmax's sum alone (Agarwal et al., 2025, arXiv:2508.10925); None: there is none.
-        slopes: float32 [h]: slope · (the key's position - the query's) is added to each score, once it is scaled and
-            capped (Press et al., 2021, "ALiBi", arXiv:2108.12409); None: nothing is.
     """
 
     k_cache: Tensor
@@ -109,7 +106,6 @@ class PagedKV(NamedTuple):
     window: int | None
     soft_cap: float | None = None
     sinks: Tensor | None = None
-    slopes: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -439,7 +435,7 @@ class Operations:
                 position of the first token. Row -1 is padding: nothing is done.
             q, out: as in `attend_decode`.
         """
-        k_cache, v_cache, block_tables, scale, window, soft_cap, sinks, slopes = kv
+        k_cache, v_cache, block_tables, scale, window, soft_cap, sinks = kv
         for row, first_token, num_tokens, position in tiles.tolist():
             if row < 0:
                 continue
@@ -448,7 +444,7 @@ class Operations:
             seen = torch.arange(first_seen, position + num_tokens, device=q.device)
             blocks, offsets = block_tables[row][seen // k_cache.shape[1]].long(), seen % k_cache.shape[1]
             k, v = (read_lines(cache[blocks, offsets], sum_dtype(q)) for cache in (k_cache, v_cache))
-            out[here] = attend(q[here], k, v, scale, window, soft_cap, sinks, slopes).to(out.dtype)
+            out[here] = attend(q[here], k, v, scale, window, soft_cap, sinks).to(out.dtype)
 
     def prefill_tile(self, num_heads: int, num_kv_heads: int, head_dim: int) -> int:
         """The most query tokens in a tile of `attend_prefill`."""

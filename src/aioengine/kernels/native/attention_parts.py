@@ -2,7 +2,7 @@
 
 Softmax in parts (Milakov and Gimelshein, 2018, arXiv:1805.02867): of a part of the keys with scores s the state is
 m = max s, l = Σ e^(s - m) and a = Σ e^(s - m) · v; two states are one after both are brought to the larger m. Here the
-base is 2: launchers multiply the scale and the soft cap by log₂ e, kernels sinks and slopes.
+base is 2: launchers multiply the scale and the soft cap by log₂ e, kernels sinks.
 
 Keys are visited in segments of `SEGMENT` positions, from multiples of it on: what a query is given does not depend on
 which queries are beside it.
@@ -20,14 +20,11 @@ from aioengine.kernels.native.vectors import (
     first_lanes,
     get_f32,
     get_i32,
-    lane_numbers,
     max_of,
     maximum,
     put_i64,
     select,
     splat,
-    splat_i32,
-    to_float,
 )
 
 SEGMENT = 64
@@ -80,32 +77,20 @@ def sink_of(sinks, head):
 
 
 @inlined
-def slope_of(slopes, head):
-    """As `shape` takes it.
-
-    Args:
-        slopes: float32, of query heads; 0: none.
-    """
-    return get_f32(slopes + 4 * head) * LOG2_E if slopes else ZERO
-
-
-@inlined
-def shape(scores, key_scales, scale, soft_cap, slope, query, begin, end):
-    """Scale, cap, slope and mask the products of one query with 16 keys.
+def shape(scores, key_scales, scale, soft_cap, begin, end):
+    """Scale, cap and mask the products of one query with 16 keys.
 
     Args:
         scores: float32 [16].
         key_scales: float32 [16], factors of the keys; 0: none.
-        soft_cap, slope: 0: none.
-        query: its position; and begin, end: of the positions that it sees; counted from the first of these.
+        soft_cap: 0: none.
+        begin, end: of the positions that the query sees, counted from the first of these.
     """
     s = load(scores) * splat(scale)
     if key_scales:
         s = s * load(key_scales)
     if soft_cap > ZERO:
         s = splat(soft_cap) * tanh(s / splat(soft_cap))
-    if slope != ZERO:
-        s = s + splat(slope) * to_float(lane_numbers() - splat_i32(query))
     if begin > 0 or end < LANES:
         s = select(first_lanes(end), s, splat(NEVER))
         s = select(first_lanes(begin), splat(NEVER), s)
@@ -113,7 +98,7 @@ def shape(scores, key_scales, scale, soft_cap, slope, query, begin, end):
 
 
 @inlined
-def shape_scores(scores, key_scales, scale, soft_cap, slope, query, begin, end):
+def shape_scores(scores, key_scales, scale, soft_cap, begin, end):
     """`shape` the products of one query with a segment's keys, in place.
 
     Returns:
@@ -122,7 +107,7 @@ def shape_scores(scores, key_scales, scale, soft_cap, slope, query, begin, end):
     highest = splat(LOWEST)
     for n in range(0, SEGMENT, LANES):
         of_keys = key_scales and key_scales + 4 * n
-        s = shape(scores + 4 * n, of_keys, scale, soft_cap, slope, query - n, begin - n, end - n)
+        s = shape(scores + 4 * n, of_keys, scale, soft_cap, begin - n, end - n)
         store(scores + 4 * n, s)
         highest = maximum(s, highest)
     return max_of(highest)

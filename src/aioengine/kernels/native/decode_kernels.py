@@ -25,7 +25,6 @@ from aioengine.kernels.native.attention_parts import (
     find_keys,
     shape_scores,
     sink_of,
-    slope_of,
 )
 from aioengine.kernels.native.attention_sizes import MAX_HEAD_DIM, MAX_HEADS, MAX_STATES, PART
 from aioengine.kernels.native.compiler import inlined, kernel
@@ -75,11 +74,11 @@ WIDE_BYTES = 2048
 """Of one position's keys: of half a page."""
 
 # The arguments of `attend_decode`, by their offsets. K_CACHE, V_CACHE: lines of `LINE_BYTES` a position and KV head.
-# DECODES: int32 [decodes, 3]. SOFT_CAP: 0: none. STATES: float32 [decodes, NUM_PARTS, heads, a state]. SINKS, SLOPES:
+# DECODES: int32 [decodes, 3]. SOFT_CAP: 0: none. STATES: float32 [decodes, NUM_PARTS, heads, a state]. SINKS:
 # float32 [heads], or 0.
 Q, K_CACHE, V_CACHE, BLOCK_TABLES, TABLE_WIDTH, DECODES, OUT = range(0, 56, 8)
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, SCALE, WINDOW, SOFT_CAP = range(56, 112, 8)
-KV_HEADS_A_CHUNK, NUM_SPLITS, STATES, NUM_PARTS, IS_INT8, LINE_BYTES, SINKS, SLOPES = range(112, 176, 8)
+KV_HEADS_A_CHUNK, NUM_SPLITS, STATES, NUM_PARTS, IS_INT8, LINE_BYTES, SINKS = range(112, 168, 8)
 
 # A chunk's memory, by offsets: where the keys of a segment and of the next one are, and where `LINES` are (int64 [3,
 # SEGMENT]); the scales of a segment's keys and values, if they are int8 (float32 [2, SEGMENT]); scores, then weights
@@ -463,16 +462,14 @@ def make_finish(memory: Memory) -> Any:
 
 
 @inlined
-def weigh(args, room, first_head, num_heads, state, stride, slopes, query, begin, end):
+def weigh(args, room, first_head, num_heads, state, stride, begin, end):
     """Make scores of a segment weights, with the values' scales, and note by which factor to bring sums to the new
     highest scores."""
     scales = room + SCALES if get_i64(args + IS_INT8) else 0
     for head in range(first_head, first_head + num_heads):
         row, highest_at = room + SCORES + 4 * SEGMENT * head, state + (head + 1) * stride - 128
         before = get_f32(highest_at)
-        highest = shape_scores(
-            row, scales, get_f32(args + SCALE), get_f32(args + SOFT_CAP), slope_of(slopes, head), query, begin, end
-        )
+        highest = shape_scores(row, scales, get_f32(args + SCALE), get_f32(args + SOFT_CAP), begin, end)
         highest = max(before, highest)
         factor = exp2(splat(before - highest))
         total = zeros()
@@ -497,32 +494,26 @@ def read_scales(args, room, k, v, offsets):
 
 
 def make_attend_segment(lane: ir.Type) -> Any:
-    """A function that adds a segment's keys and values to the states of some KV heads.
-
-    Args:
-        slopes: of these heads, or 0.
-        query: its position, counted from the segment's first.
-    """
+    """A function that adds a segment's keys and values to the states of some KV heads."""
     score, add_values = make_score(lane), make_add_values(I16 if lane is I32 else lane)
     score_int8, add_values_int8 = make_score(I8), make_add_values(I8)
 
     @inlined
     def attend_segment(
-        args, room, q, k, v, offsets, k_later, offsets_later, begin, end, num_kv_heads, positions, state, stride,
-        slopes, query,
+        args, room, q, k, v, offsets, k_later, offsets_later, begin, end, num_kv_heads, positions, state, stride
     ):  # fmt: skip
         group, line_bytes = get_i64(args + NUM_HEADS) // get_i64(args + NUM_KV_HEADS), get_i64(args + LINE_BYTES)
         if get_i64(args + IS_INT8):
             score_int8(args, room, q, stride, k, v, offsets, begin, end, num_kv_heads, positions)
             for kv_head in range(num_kv_heads):
                 read_scales(args, room, k + kv_head * line_bytes, v + kv_head * line_bytes, offsets)
-                weigh(args, room, kv_head * group, group, state, stride, slopes, query, begin, end)
+                weigh(args, room, kv_head * group, group, state, stride, begin, end)
             add_values_int8(
                 args, room, v, offsets, k_later, offsets_later, begin, end, num_kv_heads, positions, state, stride
             )
         else:
             score(args, room, q, stride, k, v, offsets, begin, end, num_kv_heads, positions)
-            weigh(args, room, 0, group * num_kv_heads, state, stride, slopes, query, begin, end)
+            weigh(args, room, 0, group * num_kv_heads, state, stride, begin, end)
             add_values(
                 args, room, v, offsets, k_later, offsets_later, begin, end, num_kv_heads, positions, state, stride
             )
@@ -545,7 +536,7 @@ def make_attend_part(lane: ir.Type) -> Any:
         group, num_kv_heads = get_i64(args + NUM_HEADS) // get_i64(args + NUM_KV_HEADS), get_i64(args + NUM_KV_HEADS)
         block_size, line_bytes = get_i64(args + BLOCK_SIZE), get_i64(args + LINE_BYTES)
         k_cache, v_cache = get_i64(args + K_CACHE), get_i64(args + V_CACHE)
-        padded_dim, slopes = padded(get_i64(args + HEAD_DIM)), get_i64(args + SLOPES)
+        padded_dim = padded(get_i64(args + HEAD_DIM))
         stride = 4 * padded_dim + 128
         for nth in range((end_kv_head - first_kv_head) * group):
             clear_state(states + nth * stride, padded_dim, LOWEST, ZERO)
@@ -574,7 +565,6 @@ def make_attend_part(lane: ir.Type) -> Any:
                     args, room, q + nth * stride, k_cache + kv_head * line_bytes, v_cache + kv_head * line_bytes, here,
                     k_cache + next_head * line_bytes, list_of_next, begin, end, heads_together, positions,
                     states + nth * stride, stride,
-                    slopes and slopes + 4 * kv_head * group, context - 1 - segment * SEGMENT,
                 )  # fmt: skip
                 kv_head += heads_together
 

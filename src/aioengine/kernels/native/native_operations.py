@@ -102,13 +102,13 @@ class NativeOperations(Operations):
     def attend_prefill(self, q: Tensor, kv: PagedKV, tiles: Tensor, out: Tensor) -> None:
         _check_attention("attend_prefill", q, kv, out)
         check_tensor("attend_prefill: tiles", tiles, (None, 4), torch.int32, HOST)
-        k_cache, v_cache, block_tables, scale, window, soft_cap, sinks, slopes = kv
+        k_cache, v_cache, block_tables, scale, window, soft_cap, sinks = kv
         self._team.launch(
             f"attend_prefill_{_name(q.dtype)}", len(tiles) * k_cache.shape[2],
             q, k_cache, v_cache, block_tables, block_tables.shape[1], tiles, out,
             q.shape[1], k_cache.shape[2], q.shape[2], k_cache.shape[1],
             float_bits(scale * LOG2_E), window or NO_WINDOW, float_bits((soft_cap or 0.0) * LOG2_E),
-            k_cache.dtype == torch.int8, k_cache.shape[3] * k_cache.element_size(), _or_0(sinks), _or_0(slopes),
+            k_cache.dtype == torch.int8, k_cache.shape[3] * k_cache.element_size(), _or_0(sinks),
         )  # fmt: skip
 
     def attend_decode(
@@ -116,7 +116,7 @@ class NativeOperations(Operations):
     ) -> None:
         _check_attention("attend_decode", q, kv, out)
         check_tensor("attend_decode: decodes", decodes, (None, 3), torch.int32, HOST)
-        k_cache, v_cache, block_tables, scale, window, soft_cap, sinks, slopes = kv
+        k_cache, v_cache, block_tables, scale, window, soft_cap, sinks = kv
         num_heads, head_dim, num_kv_heads, num_decodes = *q.shape[1:], k_cache.shape[2], len(decodes)
         if not has_kernels(num_heads, num_kv_heads, head_dim):
             raise InternalError(f"attend_decode: {num_heads} heads of {head_dim}, {num_kv_heads} KV heads: too many")
@@ -136,7 +136,7 @@ class NativeOperations(Operations):
             num_heads, num_kv_heads, head_dim, k_cache.shape[1],
             float_bits(scale * LOG2_E), window or NO_WINDOW, float_bits((soft_cap or 0.0) * LOG2_E), kv_heads_a_chunk,
             num_splits, states, num_parts, k_cache.dtype == torch.int8, k_cache.shape[3] * k_cache.element_size(),
-            _or_0(sinks), _or_0(slopes),
+            _or_0(sinks),
         )  # fmt: skip
         if num_splits > 1:
             self._team.launch(

@@ -14,7 +14,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from aioengine.kernels.native.attention_parts import SEGMENT, find_keys, shape, sink_of, slope_of
+from aioengine.kernels.native.attention_parts import SEGMENT, find_keys, shape, sink_of
 from aioengine.kernels.native.attention_sizes import MAX_HEAD_DIM, MAX_ROWS
 from aioengine.kernels.native.compiler import inlined, kernel
 from aioengine.kernels.native.linear_kernels import KINDS, PANEL, TILE_ROWS, Start, make_panel
@@ -55,10 +55,10 @@ MAX_NUMBERS = MAX_ROWS * 256
 """The most rows times head_dim in a tile that are computed at once."""
 
 # The arguments, by their offsets. K_CACHE, V_CACHE: lines of `LINE_BYTES` a position and KV head. SOFT_CAP: 0: none.
-# SINKS, SLOPES: float32 [heads], or 0.
+# SINKS: float32 [heads], or 0.
 Q, K_CACHE, V_CACHE, BLOCK_TABLES, TABLE_WIDTH, TILES, OUT = range(0, 56, 8)
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, SCALE, WINDOW, SOFT_CAP, IS_INT8, LINE_BYTES = range(56, 128, 8)
-SINKS, SLOPES = range(128, 144, 8)
+SINKS = 128
 
 # A chunk's memory, by offsets. Of the rows that are computed at once: queries; states, of each six rows the sums
 # [panels of a head][6][64], and behind them of each row 16 parts of the weights' sum and the highest score; weights of
@@ -235,16 +235,16 @@ def make_attend_strip(work: Memory) -> tuple[Any, Any]:
         return weights
 
     @inlined
-    def weigh(args, scores, state, sums, padded_dim, weights, scales, slope, end):
+    def weigh(args, scores, state, sums, padded_dim, weights, scales, end):
         """A row's weights of a segment's keys up to ``end``: 4 times 16 of them. What was summed before is brought to
         the highest score, if that is much higher than the one before.
         """
         scale, soft_cap = get_f32(args + SCALE), get_f32(args + SOFT_CAP)
         begin = max(0, end - get_i64(args + WINDOW))
-        s0 = shape(scores, scales, scale, soft_cap, slope, end - 1, begin, end)
-        s1 = shape(scores + 64, scales and scales + 64, scale, soft_cap, slope, end - 17, begin - 16, end - 16)
-        s2 = shape(scores + 128, scales and scales + 128, scale, soft_cap, slope, end - 33, begin - 32, end - 32)
-        s3 = shape(scores + 192, scales and scales + 192, scale, soft_cap, slope, end - 49, begin - 48, end - 48)
+        s0 = shape(scores, scales, scale, soft_cap, begin, end)
+        s1 = shape(scores + 64, scales and scales + 64, scale, soft_cap, begin - 16, end - 16)
+        s2 = shape(scores + 128, scales and scales + 128, scale, soft_cap, begin - 32, end - 32)
+        s3 = shape(scores + 192, scales and scales + 192, scale, soft_cap, begin - 48, end - 48)
         highest = maximum(maximum(s0, s1), maximum(s2, s3))
         # Weights of 4,096 at most are as exact as those of 1, and sums are seldom brought to a higher score so.
         if bits_of(is_above(highest, splat(get_f32(state + 64) + MARGIN))):
@@ -267,10 +267,9 @@ def make_attend_strip(work: Memory) -> tuple[Any, Any]:
         queries = room + QUERIES + (strip - begin_row) * query_bytes
         score_panel(queries, query_bytes, room + KEYS, num_words, scores, rows, 0, 0)
         for nth in range(rows):
-            slope = slope_of(get_i64(args + SLOPES), first_head + (strip + nth) % group)
             weigh(
                 args, scores + 4 * PANEL * nth, state_of(sums, nth, padded_dim), sums + 4 * PANEL * nth, padded_dim,
-                weights + nth * SEGMENT * work_size, scales, slope, seen + (strip + nth) // group,
+                weights + nth * SEGMENT * work_size, scales, seen + (strip + nth) // group,
             )  # fmt: skip
 
     @inlined

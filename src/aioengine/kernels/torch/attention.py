@@ -14,14 +14,13 @@ def attend(
     window: int | None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
-    slopes: Tensor | None = None,
 ) -> Tensor:
-    """softmax(cap(q · kᵀ · scale) + bias) · v of one sequence, causal; query head i reads KV head i // (h // g).
+    """softmax(cap(q · kᵀ · scale)) · v of one sequence, causal; query head i reads KV head i // (h // g).
 
     Args:
         q: [n, h, d], the queries at the last n of the keys' positions.
         k, v: [m, g, d], at consecutive positions, in the dtype of the sums.
-        scale, window, soft_cap, sinks, slopes: as in `PagedKV`.
+        scale, window, soft_cap, sinks: as in `PagedKV`.
     Returns:
         [n, h, d], in the dtype of the sums.
     """
@@ -32,8 +31,6 @@ def attend(
     is_seen = key_positions <= query_positions
     if window is not None:
         is_seen &= key_positions > query_positions - window
-    if slopes is not None:
-        scores = scores + slopes.to(k.dtype).view(k.shape[1], -1, 1, 1) * (key_positions - query_positions)
     scores = scores.masked_fill(~is_seen, float("-inf"))
     if sinks is not None:
         sink = sinks.to(k.dtype).view(k.shape[1], -1, 1, 1).expand(-1, -1, len(q), 1)

@@ -2,7 +2,7 @@
 arXiv:2309.06180; Dao et al., 2023, "Flash-Decoding").
 
 out = softmax(q · kᵀ · scale) · v over the keys that the query sees, in float32 and base 2, one pass over the keys
-(Milakov and Gimelshein, 2018, arXiv:1805.02867). Soft caps, sinks and slopes, as `PagedKV` has them, are variants of
+(Milakov and Gimelshein, 2018, arXiv:1805.02867). Soft caps and sinks, as `PagedKV` has them, are variants of
 the kernels. A sink is a key whose value is 0: its score is the highest before the first key is seen, with a sum of 1.
 
 A program has one row, one KV head and one split of the row's context. The query heads that share the KV head are the
@@ -52,26 +52,18 @@ def key_offsets(blocks, positions, STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexp
 
 
 @triton.jit
-def base_2_scores(q, k, score_scale, soft_cap, slopes, positions, query_positions):
-    """Scores · log2(e), which is in the scale and the slopes.
-
-    Args:
-        soft_cap, slopes: None: none.
-        positions: of the keys, and those of the queries, one of all or one of each.
-    """
+def base_2_scores(q, k, score_scale, soft_cap):
+    """Scores · log2(e), which is in the scale; no soft cap: None."""
     scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * score_scale
     if soft_cap is not None:
         # tanh(x) = 1 - 2 / (e²ˣ + 1)
         scores = soft_cap * LOG2_E * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / soft_cap)) + 1.0))
-    if slopes is not None:
-        # Floats hold them, and less is in registers than of integers.
-        scores += slopes[:, None] * (positions.to(tl.float32)[None, :] - query_positions.to(tl.float32)[:, None])
     return scores
 
 
 @triton.jit(
     do_not_specialize=["window", "table_width"],
-    do_not_specialize_on_alignment=["table_ptr", "decodes_ptr", "sinks_ptr", "slopes_ptr"],
+    do_not_specialize_on_alignment=["table_ptr", "decodes_ptr", "sinks_ptr"],
 )
 def _decode_kernel(
     q_ptr,
@@ -83,7 +75,6 @@ def _decode_kernel(
     parts_ptr,
     part_masses_ptr,
     sinks_ptr,
-    slopes_ptr,
     score_scale,
     soft_cap,
     window,
@@ -130,9 +121,6 @@ def _decode_kernel(
     if sinks_ptr is not None and not IS_SPLIT:
         highest = tl.load(sinks_ptr + kv_head * GROUP + heads, heads < GROUP, 0.0) * LOG2_E
         mass += 1.0
-    slopes = None
-    if slopes_ptr is not None:
-        slopes = tl.load(slopes_ptr + kv_head * GROUP + heads, heads < GROUP, 0.0) * LOG2_E
     total = tl.zeros([M, D], tl.float32)
     end = tl.minimum(end_tile * N, context)
     positions = tile * N + keys
@@ -147,7 +135,7 @@ def _decode_kernel(
         # What is not seen may hold anything, and 0 · NaN would be NaN.
         k = tl.load(k_ptr + offsets, is_loaded, 0.0)
         v = tl.load(v_ptr + offsets, is_loaded, 0.0)
-        scores = base_2_scores(q, k, score_scale, soft_cap, slopes, positions, (context - 1)[None])
+        scores = base_2_scores(q, k, score_scale, soft_cap)
         scores = tl.where(is_seen[None, :], scores, float("-inf"))
         # Each tile of a split has a key that is seen: the highest score is finite.
         new_highest = tl.maximum(highest, tl.max(scores, 1))
@@ -219,7 +207,7 @@ def _combine_kernel(
 @replaces(Operations.attend_decode)
 def attend_decode(q: Tensor, kv: PagedKV, decodes: Tensor, out: Tensor, *, num_splits: int, max_context: int) -> None:
     check_paged("attend_decode", q, kv, out)
-    k_cache, v_cache, block_tables, scale, window, soft_cap, sinks, slopes = kv
+    k_cache, v_cache, block_tables, scale, window, soft_cap, sinks = kv
     check_tensor("attend_decode: decodes", decodes, (None, 3), torch.int32, q.device)
     if num_splits < 1:
         raise InternalError(f"attend_decode: num_splits is {num_splits}; 1 or more is needed")
@@ -236,7 +224,7 @@ def attend_decode(q: Tensor, kv: PagedKV, decodes: Tensor, out: Tensor, *, num_s
     window = NO_WINDOW if window is None else min(window, NO_WINDOW)
     group = num_heads // num_kv_heads
     _decode_kernel[(num_kv_heads, num_entries, num_splits)](
-        q, k_cache, v_cache, block_tables, decodes, out, parts, part_masses, sinks, slopes,
+        q, k_cache, v_cache, block_tables, decodes, out, parts, part_masses, sinks,
         scale * LOG2_E.value, soft_cap, window, block_tables.shape[1],
         IS_SPLIT=is_split, KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=k_cache.shape[1],
         M=max(triton.next_power_of_2(group), 16), D=triton.next_power_of_2(head_dim), **constants,

@@ -57,7 +57,6 @@ def _attend_keys(
     window,
     score_scale,
     soft_cap,
-    slopes,
     head_dims,
     is_dim,
     IS_MASKED: tl.constexpr,
@@ -88,7 +87,7 @@ def _attend_keys(
         # What is not seen may hold anything, and 0 · NaN would be NaN.
         k = tl.load(k_ptr + offsets, is_loaded, 0.0)
         v = tl.load(v_ptr + offsets, is_loaded, 0.0)
-        scores = base_2_scores(q, k, score_scale, soft_cap, slopes, positions, query_positions)
+        scores = base_2_scores(q, k, score_scale, soft_cap)
         if IS_MASKED:
             is_seen = positions[None, :] <= query_positions[:, None]
             if HAS_WINDOW:
@@ -107,7 +106,7 @@ def _attend_keys(
 
 @triton.jit(
     do_not_specialize=["window", "table_width"],
-    do_not_specialize_on_alignment=["table_ptr", "tiles_ptr", "sinks_ptr", "slopes_ptr"],
+    do_not_specialize_on_alignment=["table_ptr", "tiles_ptr", "sinks_ptr"],
 )
 def _prefill_kernel(
     q_ptr,
@@ -117,7 +116,6 @@ def _prefill_kernel(
     tiles_ptr,
     out_ptr,
     sinks_ptr,
-    slopes_ptr,
     score_scale,
     soft_cap,
     window,
@@ -164,9 +162,6 @@ def _prefill_kernel(
     if sinks_ptr is not None:
         highest = tl.load(sinks_ptr + heads) * LOG2_E
         mass += 1.0
-    slopes = None
-    if slopes_ptr is not None:
-        slopes = tl.load(slopes_ptr + heads) * LOG2_E
 
     # Tiles of keys that some query sees: first_tile to end_tile; that all do: full_tile to full_end_tile.
     end = highest_position + 1
@@ -183,13 +178,13 @@ def _prefill_kernel(
     total, highest, mass = _attend_keys(
         total, highest, mass, q, query_positions, k_ptr, v_ptr, table,
         full_tile, 0, 0, num_full,
-        first_seen, end, window, score_scale, soft_cap, slopes, head_dims, is_dim,
+        first_seen, end, window, score_scale, soft_cap, head_dims, is_dim,
         False, HAS_WINDOW, KV_HEADS * HEAD_DIM, BLOCK_SIZE, N,
     )  # fmt: skip
     total, highest, mass = _attend_keys(
         total, highest, mass, q, query_positions, k_ptr, v_ptr, table,
         first_tile, num_before, num_full, num_before + end_tile - full_end_tile,
-        first_seen, end, window, score_scale, soft_cap, slopes, head_dims, is_dim,
+        first_seen, end, window, score_scale, soft_cap, head_dims, is_dim,
         True, HAS_WINDOW, KV_HEADS * HEAD_DIM, BLOCK_SIZE, N,
     )  # fmt: skip
     result = total * (1.0 / mass)[:, None]
@@ -199,7 +194,7 @@ def _prefill_kernel(
 @replaces(Operations.attend_prefill)
 def attend_prefill(q: Tensor, kv: PagedKV, tiles: Tensor, out: Tensor) -> None:
     check_paged("attend_prefill", q, kv, out)
-    k_cache, v_cache, block_tables, scale, window, soft_cap, sinks, slopes = kv
+    k_cache, v_cache, block_tables, scale, window, soft_cap, sinks = kv
     check_tensor("attend_prefill: tiles", tiles, (None, 4), torch.int32, q.device)
     if not len(tiles):
         return
@@ -207,7 +202,7 @@ def attend_prefill(q: Tensor, kv: PagedKV, tiles: Tensor, out: Tensor) -> None:
     choice = choice_of(PREFILL, q.device, shape)
     constants = _constants(shape, choice)
     _prefill_kernel[(len(tiles) * k_cache.shape[2] * constants["PARTS"],)](
-        q, k_cache, v_cache, block_tables, tiles, out, sinks, slopes,
+        q, k_cache, v_cache, block_tables, tiles, out, sinks,
         scale * LOG2_E.value, soft_cap, NO_WINDOW if window is None else min(window, NO_WINDOW), block_tables.shape[1],
         HAS_WINDOW=window is not None, **constants,
         num_warps=choice.num_warps, num_stages=choice.num_stages, enable_fp_fusion=True,
