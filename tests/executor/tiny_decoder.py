@@ -8,8 +8,7 @@ import torch
 
 from aioengine.kernels.operations import plain_torch as operations
 from aioengine.models.decoder import Decoder
-from aioengine.models.decoder_config import DecoderConfig
-from aioengine.models.rope import Rope
+from aioengine.models.decoder_config import DecoderConfig, Rope
 from aioengine.scheduler.cache_layout import attention_specs
 
 VOCAB_SIZE = 97

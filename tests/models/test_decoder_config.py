@@ -20,12 +20,12 @@ from aioengine.models.decoder_config import (
     UNREAD_FIELDS,
     ConfigFields,
     DecoderConfig,
+    Rope,
     known_fields,
     read_decoder_config,
 )
 from aioengine.models.families import ARCHITECTURES, Family
 from aioengine.models.folder import ModelFolder
-from aioengine.models.rope import Rope
 from aioengine.scheduler.cache_layout import attention_specs
 from tests.checkpoints import LLAMA3_ROPE, READ_HERE, YARN_ROPE
 

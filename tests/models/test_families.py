@@ -17,10 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from aioengine.errors import ConfigError, ModelLoadError
 from aioengine.models.checkpoint import SINGLE_FILE, of_text
-from aioengine.models.decoder_config import read_decoder_config
+from aioengine.models.decoder_config import head_order, read_decoder_config
 from aioengine.models.families import ARCHITECTURES
 from aioengine.models.folder import ModelFolder
-from aioengine.models.rope import head_order
 from aioengine.models.saver import save_checkpoint
 
 NEW = [

@@ -27,15 +27,12 @@ from aioengine import Engine
 from aioengine.errors import InvalidRequest, ModelLoadError
 from aioengine.kernels.packed_weight import CodedWeight
 from aioengine.models.decoder import Linear
-from aioengine.models.decoder_config import read_decoder_config
+from aioengine.models.decoder_config import Rope, read_decoder_config
 from aioengine.models.folder import DEMO_MODEL, ModelFolder
-from aioengine.models.formats.dense_files import read_safetensors
-from aioengine.models.formats.gguf_blocks import BLOCK_FORMATS
 from aioengine.models.formats.gguf_file import BLOCKS
-from aioengine.models.formats.gguf_tensors import read_gguf
-from aioengine.models.formats.stored import Files
+from aioengine.models.formats.gguf_tensors import BLOCK_FORMATS, read_gguf
+from aioengine.models.formats.stored import Files, read_safetensors
 from aioengine.models.loader import check_weights
-from aioengine.models.rope import Rope
 
 SIZES = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 256, "num_hidden_layers": 2}
 """Rows of whole blocks of 256."""

@@ -19,11 +19,11 @@ from nightly import few, nightly
 from aioengine import ConfigError, Engine, ModelLoadError
 from aioengine.config import EngineConfig
 from aioengine.executor.model_info import read_model_info
+from aioengine.models.decoder_config import quiet_transformers
 from aioengine.models.folder import ModelFolder
 from aioengine.models.implementations import choose_path, load_model, read_model_config
 from aioengine.models.loader import LoadStopped
 from aioengine.models.saver import save_checkpoint
-from aioengine.models.transformers.quiet import quiet_transformers
 from aioengine.models.transformers.transformers_config import TransformersConfig
 
 Checkpoint = Callable[..., Path]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from aioengine.kernels.packed_weight import CodedWeight, in_panels
 from aioengine.models.decoder_config import DecoderConfig
-from aioengine.models.experts import ExpertsConfig
+from aioengine.models.families import ExpertsConfig
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

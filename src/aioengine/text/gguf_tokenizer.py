@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from aioengine.errors import ModelLoadError
-from aioengine.models.formats.gguf_file import GgufFile
-from aioengine.models.formats.gguf_vocabulary import (
+from aioengine.models.formats.gguf_file import (
     CONTROL,
     NORMAL,
     ROLES,
     SENTENCEPIECE,
     UNKNOWN,
     USER_DEFINED,
+    GgufFile,
     ending_ids,
     id_of_role,
     token_types,

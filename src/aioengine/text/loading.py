@@ -18,8 +18,7 @@ import msgspec
 
 from aioengine.errors import AioEngineError, ModelLoadError
 from aioengine.models.folder import MAX_LABELS, check_files, is_gguf, read_json
-from aioengine.models.formats.gguf_file import GgufFile
-from aioengine.models.formats.gguf_vocabulary import tokens_of
+from aioengine.models.formats.gguf_file import GgufFile, tokens_of
 from aioengine.text.gguf_tokenizer import PATTERNS, bos_id_of, build_tokenizer, named_tokens_of
 from aioengine.text.template_files import DEFAULT, templates_of_folder, templates_of_gguf
 

@@ -10,22 +10,21 @@ from typing import Any
 from aioengine.errors import ModelLoadError
 from aioengine.models.checkpoint import INDEX_FILE, SINGLE_FILE
 from aioengine.models.folder import ModelFolder, check_files, find_gguf, read_config, read_json
-from aioengine.models.formats import bitsandbytes, compressed_tensors, floats, gptq_awq
-from aioengine.models.formats.coded_tensor import BadConfig, Format, find_coded
-from aioengine.models.formats.dense_files import read_pickled, read_safetensors
+from aioengine.models.formats import quantised
 from aioengine.models.formats.gguf_tensors import read_gguf
-from aioengine.models.formats.stored import Files, FileTensor, Stored
+from aioengine.models.formats.quantised import BadConfig, Format, find_coded
+from aioengine.models.formats.stored import Files, FileTensor, Stored, read_pickled, read_safetensors
 from aioengine.models.no_model import why_incomplete
 from aioengine.validation import shorten
 
 QUANT_METHODS: dict[str, Callable[[dict[str, Any]], Format]] = {
-    "awq": gptq_awq.read_awq_config,
-    "bitsandbytes": bitsandbytes.read_config,
-    "compressed-tensors": compressed_tensors.read_config,
-    "fbgemm_fp8": floats.read_fp8_config,
-    "fp8": floats.read_fp8_config,
-    "gptq": gptq_awq.read_gptq_config,
-    "mxfp4": floats.read_mxfp4_config,
+    "awq": quantised.read_awq_config,
+    "bitsandbytes": quantised.read_bitsandbytes_config,
+    "compressed-tensors": quantised.read_compressed_config,
+    "fbgemm_fp8": quantised.read_fp8_config,
+    "fp8": quantised.read_fp8_config,
+    "gptq": quantised.read_gptq_config,
+    "mxfp4": quantised.read_mxfp4_config,
 }
 """By a quantization_config's quant_method: what reads the rest of it."""
 

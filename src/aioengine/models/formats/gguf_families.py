@@ -17,8 +17,7 @@ import numpy as np
 
 from aioengine.errors import ModelLoadError
 from aioengine.models.families import ARCHITECTURES, Family, NormPlace
-from aioengine.models.formats.gguf_file import GgufFile, GgufTensor
-from aioengine.models.formats.gguf_vocabulary import ending_ids
+from aioengine.models.formats.gguf_file import GgufFile, GgufTensor, ending_ids
 from aioengine.validation import shorten
 
 Rows = np.ndarray[Any, np.dtype[np.int64]]

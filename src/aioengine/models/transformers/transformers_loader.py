@@ -15,7 +15,7 @@ from torch import Tensor
 from aioengine.config import EngineConfig
 from aioengine.errors import ModelLoadError
 from aioengine.kernels.packed_weight import CodedWeight, Quantization
-from aioengine.models.decoder_config import MAX_SHOWN_CHARS
+from aioengine.models.decoder_config import MAX_SHOWN_CHARS, quiet_transformers
 from aioengine.models.folder import ModelFolder
 from aioengine.models.formats.catalogue import read_catalogue
 from aioengine.models.formats.stored import Files, FileTensor, Stored
@@ -30,11 +30,13 @@ from aioengine.models.loader import (
     is_zero_bias,
 )
 from aioengine.models.model import EmptyStep
-from aioengine.models.transformers.paged_interface import PAGED
-from aioengine.models.transformers.probe import make_on_meta, read_their_config
-from aioengine.models.transformers.quiet import quiet_transformers
-from aioengine.models.transformers.transformers_config import TransformersConfig, read_transformers_config
-from aioengine.models.transformers.transformers_model import TransformersModel
+from aioengine.models.transformers.transformers_config import (
+    TransformersConfig,
+    make_on_meta,
+    read_their_config,
+    read_transformers_config,
+)
+from aioengine.models.transformers.transformers_model import PAGED, TransformersModel
 
 CHECKED_TOKENS = 4
 SAME = 1e-4
