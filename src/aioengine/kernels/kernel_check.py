@@ -241,6 +241,7 @@ _CHECK = """
 import sys
 from aioengine.processes.own_side import die_with_parent
 die_with_parent(int(sys.argv[1]))
+from aioengine.kernels.kernel_check import check
 check(sys.argv[2])
 """
 
