@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.harness import native, reference
+from kernels.harness import native
 from models.reference import PagedStep, load, logprobs
 from nightly import nightly
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from aioengine.kernels.operations import plain_torch
 from aioengine.models.folder import DEMO_MODEL
 from demo_model.grammar import documents
 
@@ -37,7 +38,7 @@ def perplexity(texts: list[Tensor], computed: list[Tensor]) -> float:
     return math.exp(torch.cat(losses).mean())
 
 
-@pytest.mark.parametrize("operations", [native, *nightly(reference)])
+@pytest.mark.parametrize("operations", [native, *nightly(plain_torch)])
 @pytest.mark.parametrize("dtype", ["float32", *nightly("bfloat16")])
 @pytest.mark.parametrize(
     ("quantization", "loss", "agreement", "divergence"),
