@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from aioengine.scheduler.sequence import common_fields
+from aioengine.scheduler.sequence import make_copier
 from aioengine.schemas.plain_struct import PlainStruct
 
 HealthStatus = Literal["STARTING", "ALIVE", "STALLED", "DEAD"]
@@ -93,13 +93,16 @@ def judge(beat: Beat, *, stall_after_s: float, beat_age_s: float = 0.0) -> Healt
         num_able = beat.running + beat.waiting - beat.blocked
         reason = f"{num_able} sequences could run, and no step was launched for {beat.idle_age_s + beat_age_s:.1f} s: "
         reason += "a bug of the scheduler, whose state is in the log; please report it"
-    given = common_fields(beat, Health) | {
-        "step_age_s": beat.step_age_s + beat_age_s if beat.step_age_s else 0.0,
-        "call_age_s": beat.call_age_s + beat_age_s if beat.call else 0.0,
-        "idle_age_s": beat.idle_age_s + beat_age_s if beat.idle_age_s else 0.0,
-        "beat_age_s": beat_age_s,
-    }
-    return Health(status="STALLED" if is_stalled else "ALIVE", reason=reason if is_stalled else "", **given)
+    health: Health = make_copier(Beat, Health, "step_age_s", "call_age_s", "idle_age_s")(
+        beat,
+        status="STALLED" if is_stalled else "ALIVE",
+        reason=reason if is_stalled else "",
+        step_age_s=beat.step_age_s + beat_age_s if beat.step_age_s else 0.0,
+        call_age_s=beat.call_age_s + beat_age_s if beat.call else 0.0,
+        idle_age_s=beat.idle_age_s + beat_age_s if beat.idle_age_s else 0.0,
+        beat_age_s=beat_age_s,
+    )
+    return health
 
 
 def dead(reason: str, beat: Beat) -> Health:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -28,9 +28,11 @@ from aioengine.frontend.runtime import Runtime
 from aioengine.sampling_params import NO_SEED, SamplingParams, make_params
 from aioengine.scheduler.plan import int32
 from aioengine.scheduler.policy import Incoming
-from aioengine.scheduler.sequence import Sequence, common_fields, make_choices
+from aioengine.scheduler.sequence import Sequence, make_choices, make_copier
 from aioengine.text.chat_input import take_template_kwargs
 from aioengine.validation import invalid
+
+_copy_options: Callable[..., Incoming] = make_copier(CallOptions, Incoming)
 
 
 class Call:
@@ -129,7 +131,7 @@ class Call:
     def incoming(self) -> Incoming:
         """The properties by which the policy orders it before it is tokenized."""
         num_tokens = guess_num_tokens(self.prompt)
-        return Incoming(**common_fields(self.options, Incoming), params=self.params, num_prompt_tokens=num_tokens)
+        return _copy_options(self.options, params=self.params, num_prompt_tokens=num_tokens)
 
     def prepare(self, runtime: Runtime, trace: Mapping[str, Any]) -> tuple[str | None, Sequence, AnswerPlan]:
         """Turn it into a sequence; pure and thread-safe, so that long prompts are prepared off the loop.
@@ -150,8 +152,8 @@ class Call:
         token_ids = np.array(ids, dtype=np.int32)
         token_ids.flags.writeable = False
         room = limit + 1 - len(ids)
-        request = self.options.request_type(
-            **common_fields(self.options, self.options.request_type),
+        request = make_copier(type(self.options), self.options.request_type)(
+            self.options,
             prompt_token_ids=token_ids,
             params=with_constraint(params, plan),
             seed=int.from_bytes(os.urandom(7)) if params.seed is None else params.seed,

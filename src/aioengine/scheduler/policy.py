@@ -8,6 +8,7 @@ loop, so that they have to be quick and may wait for nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import msgspec
 
 from aioengine.errors import ConfigError, InternalError, describe
 from aioengine.sampling_params import SamplingParams
-from aioengine.scheduler.sequence import Request, common_fields
+from aioengine.scheduler.sequence import Request, make_copier
 from aioengine.scheduler.waiting_queue import TenantQueues, WaitingQueue
 from aioengine.validation import load_by_path, shorten
 
@@ -43,7 +44,10 @@ class Incoming(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @classmethod
     def of(cls, request: Request) -> Incoming:
-        return cls(**common_fields(request, cls), num_prompt_tokens=len(request.prompt_token_ids))
+        return _copy_request(request, num_prompt_tokens=len(request.prompt_token_ids))
+
+
+_copy_request: Callable[..., Incoming] = make_copier(Request, Incoming)
 
 
 class Policy:
