@@ -20,7 +20,7 @@ from aioengine import Engine
 from aioengine.models.folder import DEMO_MODEL
 from aioengine.scheduler.plan import RowSampling
 from aioengine.server import ServerConfig, create_app
-from aioengine.server.page import PAGE
+from aioengine.server.pages import PAGE
 from aioengine.text.tokenizer import Tokenizer
 from doubles.fake_executor import FakeExecutor
 

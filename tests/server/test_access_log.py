@@ -244,13 +244,6 @@ def test_further_lines_of_a_message_are_set_in() -> None:
     assert second == "    two\\u000d\\u001b[31mthree"
 
 
-def test_json_of_another_logger_has_its_message_and_its_error() -> None:
-    shown = json.loads(JsonFormatter().format(plain("a %s", "word", exc_info=exc_info_of(raised(OSError("gone"))))))
-    assert shown.pop("error").endswith("OSError: gone")
-    assert shown.pop("time")
-    assert shown == {"level": "INFO", "logger": "test", "message": "a word"}
-
-
 @pytest.mark.parametrize("log_format", ["text", "json"])
 def test_of_several_servers_each_record_tells_which_one_made_it(log_format: str) -> None:
     stream = io.StringIO()
@@ -338,13 +331,6 @@ def test_the_command_line_logs_everything_through_one_handler_and_leaves_none(lo
     assert "careful" in second
     if log_format == "json":
         assert [json.loads(line)["logger"] for line in (first, second)] == ["aioengine.server", "elsewhere"]
-
-
-def test_stderr_is_where_it_goes_by_default(capsys: pytest.CaptureFixture[str]) -> None:
-    with OffLoopHandler() as handler:
-        handler.handle(plain("to stderr"))
-    sys.stderr.flush()
-    assert "to stderr" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("log_probes", [False, True])

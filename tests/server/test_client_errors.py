@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI
-from server.conftest import NO_TLS, Adapter, all_ended, both_adapters, on_both_adapters, serving_fake
+from server.conftest import NO_TLS, Adapter, all_ended, both_adapters, serving_fake
 from waiting import until
 
 from aioengine import Engine
@@ -39,27 +39,6 @@ class Impatient(AsyncOpenAI):
 def finished(engine: Engine) -> dict[str, int]:
     """The choices that have ended, by how."""
     return {reason: count for reason, count in engine.stats().finished.items() if count}
-
-
-@on_both_adapters
-@pytest.mark.parametrize(
-    ("asked", "param", "code"),
-    [
-        ({"response_format": {"type": "xml"}}, "response_format", "invalid_value"),
-        ({"web_search_options": {"a": 1}}, "web_search_options", "unsupported_parameter"),
-        ({"max_tokens": "many"}, "max_tokens", "invalid_type"),
-        ({"stream": True, "n": 1000}, "n", "invalid_value"),
-    ],
-    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
-)
-async def test_a_bad_request_names_its_parameter(
-    client: AsyncOpenAI, asked: dict[str, Any], param: str, code: str
-) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        await client.chat.completions.create(**{"model": "demo", "messages": HELLO, **asked})
-    error = caught.value
-    assert (error.status_code, error.param, error.code) == (400, param, code)
-    assert error.type == "invalid_request_error"
 
 
 async def test_what_is_not_here_is_not_found_and_hears_what_is(client: AsyncOpenAI) -> None:
@@ -233,27 +212,6 @@ async def test_a_client_passes_over_what_only_says_that_the_server_is_there(adap
                 await anyio.lowlevel.checkpoint()
             assert [line async for line in lines if line.startswith("data: ")][-1] == "data: [DONE]"
     assert len(texts) == 1
-
-
-@both_adapters
-async def test_smaller_priorities_go_first(adapter: Adapter) -> None:
-    async with serving_fake(adapter, is_manual=True, max_num_seqs=1) as (engine, executor, client, _):
-        ended: list[int] = []
-
-        async def ask(priority: int) -> None:
-            await client.completions.create(
-                model="demo", prompt="a", max_tokens=2, extra_body={"priority": priority, "ignore_eos": True}
-            )
-            ended.append(priority)
-
-        async with anyio.create_task_group() as tasks:
-            for place, priority in enumerate((0, 7, 3)):
-                tasks.start_soon(ask, priority)
-                await until(lambda: engine.stats().running == 1)
-                await until(lambda place=place: engine.stats().waiting == place)  # type: ignore[misc]
-            executor.is_manual = False
-            executor.complete()
-    assert ended == [0, 3, 7]
 
 
 def shaped(schema: Any) -> Any:

@@ -32,7 +32,7 @@ from aioengine.server.group.channel import (
     receive_settings,
 )
 from aioengine.server.group.child_server import SiblingServers
-from aioengine.server.group.server_process import STALL_TIMEOUT_S, Hub, ServerProcess
+from aioengine.server.group.serve_group import STALL_TIMEOUT_S, Hub, ServerProcess
 from aioengine.server.http_listener import ServerAddress
 from aioengine.server.metrics import ServerNumbers
 from aioengine.server.stored_responses import OwnedId, StoredResponses

@@ -6,8 +6,7 @@ import pytest
 from transport.wire_samples import RECORD
 
 from aioengine.outputs.metrics import OF_REQUESTS, EngineMetrics, RequestMetrics, Sample
-from aioengine.server.group.numbers import GroupNumbers, add_up
-from aioengine.server.metrics import MetricFamily, ServerNumbers
+from aioengine.server.metrics import GroupNumbers, MetricFamily, ServerNumbers, add_up
 
 
 def counter(name: str, value: float, *, is_of_engine: bool = False, **labels: str) -> MetricFamily:

@@ -15,8 +15,6 @@ from server.conftest import record_of
 from waiting import until
 
 from aioengine import Engine
-from aioengine.core.executor_protocol import DeviceLost
-from aioengine.errors import EngineDead
 from aioengine.server import create_app
 from aioengine.server.metrics import (
     OPENMETRICS,
@@ -253,21 +251,6 @@ async def test_an_engine_that_starts_later_is_seen_and_one_that_closes_is_down()
         assert scrape.value("vllm:prompt_tokens_cached_total") == 32
     assert scrape.value("aioengine:engine_up") == 0
     assert "vllm:generation_tokens" not in await scrape.parsed()
-
-
-async def test_a_dead_engine_is_down() -> None:
-    executor = FakeExecutor(vocab_size=500, is_manual=True)
-    async with Engine(seed=1, executor=executor) as engine:
-        scrape = Scrape(engine)
-        assert scrape.value("aioengine:engine_up") == 1
-        request = asyncio.gather(engine.generate([1, 2, 3], max_tokens=5), return_exceptions=True)
-        await until(lambda: executor.unfinished)
-        executor.unfinished[0].lose(DeviceLost("on fire"))
-        (error,) = await request
-        assert isinstance(error, EngineDead)
-        assert scrape.value("aioengine:engine_up") == 0
-        scrape.served()
-        assert scrape.value("aioengine:http_requests_total", status="200") == 1
 
 
 async def test_a_sleeping_engine_is_not_awake(scrape: Scrape) -> None:

@@ -32,7 +32,7 @@ from starlette.routing import Mount, Route
 from aioengine import Engine
 from aioengine.errors import ConfigError
 from aioengine.server import ServerConfig, aiohttp_routes, create_app
-from aioengine.server.elsewhere import instead_of
+from aioengine.server.pages import instead_of
 from aioengine.testing import FakeExecutor
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

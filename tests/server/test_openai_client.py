@@ -321,31 +321,6 @@ async def test_usage_may_be_told_all_along(http: httpx.AsyncClient, monkeypatch:
     assert [event["usage"]["completion_tokens"] for event in events] == [0, 0, 0]
 
 
-async def test_usage_tells_what_the_cache_had(client: AsyncOpenAI) -> None:
-    question: list[Any] = [{"role": "user", "content": "Please tell me of the fox. " * 8}]
-    usages = []
-    for _ in range(2):
-        answer = await client.chat.completions.create(
-            model="demo", messages=question, max_tokens=1, extra_body={"cache_salt": f"{id(client)}"}
-        )
-        assert answer.usage is not None
-        usages.append((answer.usage.prompt_tokens, answer.usage.model_dump()["prompt_tokens_details"]["cached_tokens"]))
-    assert usages[0][1] == 0
-    assert 0 < usages[1][1] < usages[1][0]
-
-
-async def test_the_clients_stream_helper_has_the_whole_answer(engine: Engine, client: AsyncOpenAI) -> None:
-    expected = await engine.generate(HELLO, seed=6, logprobs=2)
-    options: Any = {"logprobs": True, "top_logprobs": 2, "stream_options": {"include_usage": True}}
-    async with client.chat.completions.stream(**CHAT, seed=6, **options) as stream:
-        deltas = [event.delta async for event in stream if event.type == "content.delta"]
-        final = await stream.get_final_completion()
-    assert "".join(deltas) == expected.text
-    check_same(final, expected, has_stop_reason=False)  # that is none of the client's fields
-    assert final.choices[0].logprobs is not None
-    check_positions(final.choices[0].logprobs.content, expected.outputs[0], 2, engine)
-
-
 @on_both_adapters
 async def test_events_are_one_line_of_json_each(http: httpx.AsyncClient) -> None:
     body = {"prompt": FOX, "seed": 1, "max_tokens": 5, "stream": True}

@@ -11,7 +11,7 @@ from jsonschema import Draft202012Validator
 from server.conftest import Adapter, both_adapters, serving_fake
 
 from aioengine.server import ServerConfig
-from aioengine.server.openapi import make_document, make_page
+from aioengine.server.pages import make_document, make_page
 from aioengine.server.schema import ChatRequest, Generation
 
 

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from server.scripted import WEATHER, scripted, sse_events
 
 from aioengine.server.generation import warn_once
-from aioengine.server.response_tools import ClientTool, arguments_of, input_of, read_response_tools
+from aioengine.server.responses import ClientTool, arguments_of, input_of, read_response_tools
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

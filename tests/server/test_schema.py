@@ -20,7 +20,6 @@ from aioengine.server import decoding, schema
 from aioengine.server.decoding import (
     IgnoredFields,
     decode,
-    decode_in_turns,
     read_messages,
     read_prompts,
     read_text,
@@ -37,7 +36,6 @@ from aioengine.server.schema import (
     TokenizeRequest,
     is_given,
     known_names,
-    template_kwargs,
 )
 from aioengine.structured.constraints import Json, Regex
 from aioengine.text.chat_input import check_messages
@@ -155,14 +153,6 @@ def test_functions_are_left_out_and_the_log_says_so_once(caplog: pytest.LogCaptu
 def test_a_function_that_must_be_called_is_refused_and_hears_of_tools(choice: Any) -> None:
     call = partial(checked, ChatRequest, functions=[{}], function_call=choice)
     assert "give tools and tool_choice" in refused(call, "function_call", "unsupported_parameter").message
-
-
-def test_tools_come_through_as_they_are() -> None:
-    tools = [{"type": "function", "function": {"name": "f", "description": "what it does " * 500}}] * 50
-    assert read_tools(decode(body_of(tools=tools), ChatRequest).tools) == tools
-    assert read_tools(decode(body_of(tools=[]), ChatRequest).tools) == []
-    for body in (body_of(tools=None), body_of()):
-        assert read_tools(decode(body, ChatRequest).tools) is None
 
 
 @pytest.mark.parametrize(
@@ -330,11 +320,6 @@ def test_a_body_that_was_cut_off_anywhere_is_refused() -> None:
     assert "it is empty" in refused(lambda: decode(b"", ChatRequest), None, "invalid_json").message
 
 
-def test_half_a_surrogate_pair_is_not_told_as_a_body_that_was_cut_off() -> None:
-    fault = refused(lambda: decode(rb'{"prompt": "\ud800"}', CompletionRequest), None, "invalid_json")
-    assert "half a surrogate pair" in fault.message
-
-
 @unhurried
 @given(plain_json, st.sampled_from([(kind, name) for kind in KINDS for name in kind.__struct_fields__]))
 def test_whatever_a_field_holds_it_is_taken_or_refused_by_name(value: Any, place: tuple[Kind, str]) -> None:
@@ -346,14 +331,6 @@ def test_whatever_a_field_holds_it_is_taken_or_refused_by_name(value: Any, place
         assert (sampling.param or "").startswith(name)
     else:
         assert isinstance(sampling, dict)
-
-
-def test_a_large_body_may_not_be_made_of_many_texts() -> None:
-    many = json.dumps({"stop": ["a"] * 100_000}).encode()
-    decoding_of_many = partial(decode_in_turns, ignored=IgnoredFields())
-    for max_texts in (0, 1000):
-        fault = refused(lambda limit=max_texts: asyncio.run(decoding_of_many(many, ChatRequest, max_texts=limit)))  # type: ignore[misc]
-        assert "too many" in fault.message
 
 
 def test_what_is_quoted_in_a_text_is_no_text_of_its_own() -> None:
@@ -456,12 +433,6 @@ def test_what_says_nothing_is_left_out_of_a_message() -> None:
     assert read_messages(raw(json.dumps([message])), 1) == [{"role": "assistant", "content": None}]
 
 
-def test_an_answers_tool_calls_are_the_templates_business() -> None:
-    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
-    messages = [{"role": "assistant", "tool_calls": calls}, {"role": "tool", "tool_call_id": "1", "content": "2"}]
-    assert read_messages(raw(json.dumps(messages)), 2) == messages
-
-
 def test_parts_of_text_come_through() -> None:
     thought = {"type": "thinking", "thinking": [{"type": "text", "text": "d"}], "signature": "e"}
     given = ["a", {"text": "b", "cache_control": {}}, {"type": "refusal", "refusal": "c"}, thought]
@@ -499,12 +470,6 @@ def test_a_bad_message_is_refused(messages: str, param: str, code: str) -> None:
     refused(lambda: read_messages(raw(messages), 9), param, code)
 
 
-def test_too_many_messages_are_refused() -> None:
-    some = [{"role": "user", "content": "a"}] * 3
-    assert len(read_messages(raw(json.dumps(some)), 3)) == 3
-    assert "more than 2 messages" in refused(lambda: read_messages(raw(json.dumps(some)), 2)).message
-
-
 # What becomes of them
 
 
@@ -530,13 +495,6 @@ def test_a_chats_limit_and_log_probabilities_have_names_of_their_own() -> None:
     assert checked(ChatRequest, logprobs=True, top_logprobs=3).sampling() == {"logprobs": 3}
     assert checked(ChatRequest, logprobs=True).sampling() == {"logprobs": 0}
     assert checked(ChatRequest, logprobs=False, top_logprobs=0).sampling() == {}
-
-
-def test_a_template_is_told_by_either_way() -> None:
-    assert template_kwargs(decode(b"{}", ChatRequest)) is None
-    both = body_of(chat_template_kwargs={"a": 1, "add_generation_prompt": True}, add_generation_prompt=False)
-    assert template_kwargs(decode(both, ChatRequest)) == {"a": 1, "add_generation_prompt": False}
-    assert template_kwargs(decode(both, TokenizeRequest)) == {"a": 1, "add_generation_prompt": False}
 
 
 def test_null_is_as_good_as_nothing() -> None:

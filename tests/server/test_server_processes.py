@@ -176,7 +176,7 @@ async def test_two_servers_are_one_and_a_death_is_its_clients_affair_alone() -> 
 
 @pytest.mark.nightly
 async def test_a_server_that_is_stuck_holds_up_no_scrape_and_is_killed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioengine.server.group.server_process.STALL_TIMEOUT_S", 10.0)
+    monkeypatch.setattr("aioengine.server.group.serve_group.STALL_TIMEOUT_S", 10.0)
     async with port(2) as served:
         for _ in range(10):
             assert (await served.ask("POST", "/v1/completions", json=STORY)).status_code == 200

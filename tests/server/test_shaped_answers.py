@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Literal
@@ -80,55 +79,6 @@ async def test_a_pydantic_model_is_parsed_from_the_answer(client: AsyncOpenAI) -
     assert choice.finish_reason == "stop"
     assert isinstance(choice.message.parsed, Animal)
     assert choice.message.parsed == Animal.model_validate_json(choice.message.content or "")
-
-
-async def test_the_clients_stream_helper_parses_it_too(client: AsyncOpenAI) -> None:
-    async with client.chat.completions.stream(**CHAT, max_tokens=200, response_format=Animal) as stream:
-        async for _ in stream:
-            pass
-        final = await stream.get_final_completion()
-    assert isinstance(final.choices[0].message.parsed, Animal)
-
-
-@pytest.mark.parametrize(
-    ("asked", "pattern"),
-    [
-        ({"response_format": OF_ANIMAL}, None),
-        ({"guided_json": ANIMAL}, None),
-        ({"guided_json": json.dumps(ANIMAL)}, None),
-        ({"structured_outputs": {"json": ANIMAL}}, None),
-        ({"guided_regex": "(fox|owl) [0-9]{3}"}, "(fox|owl) [0-9]{3}"),
-        ({"guided_choice": ["a fox", "an owl"]}, "a fox|an owl"),
-        ({"guided_grammar": 'start: "(" /[a-c]{4}/ ")"'}, r"\([a-c]{4}\)"),
-        ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
-    ],
-    ids=lambda value: "" if value is None or isinstance(value, str) else ",".join(value),
-)
-async def test_the_text_is_what_was_asked_for(client: AsyncOpenAI, asked: dict[str, Any], pattern: str | None) -> None:
-    for is_chat in (True, False):
-        options: Any = {"max_tokens": 200, "temperature": 1.0, "seed": 1, "extra_body": asked}
-        if is_chat:
-            chat = await client.chat.completions.create(model="demo", messages=HELLO, **options)
-            text, reason = chat.choices[0].message.content or "", chat.choices[0].finish_reason
-        else:
-            completion = await client.completions.create(model="demo", prompt="Once", **options)
-            text, reason = completion.choices[0].text, completion.choices[0].finish_reason
-        assert reason == "stop", text
-        if pattern is None:
-            Animal.model_validate_json(text)
-        else:
-            assert re.fullmatch(pattern, text)
-
-
-async def test_a_json_object_is_one() -> None:
-    said = '{"a": [1, {"b": null}], "c": "d"}'
-    async with saying(said) as (_, _, client, _):
-        asked: Any = {**CHAT, "response_format": {"type": "json_object"}}
-        whole = await client.chat.completions.create(**asked)
-        assert whole.choices[0].message.content == said
-    async with saying("No, I will not.", reasoning_format="none") as (_, _, client, _):
-        whole = await client.chat.completions.create(**asked, max_tokens=50)
-        assert (whole.choices[0].message.content or "").startswith("{")
 
 
 BAD_SCHEMAS: dict[str, Any] = {
@@ -341,27 +291,6 @@ async def test_a_model_that_cannot_call_must_not_be_made_to(choice: Any, monkeyp
             assert "tool_format" in error.message
 
 
-@pytest.mark.parametrize(
-    ("asked", "param"),
-    [
-        ({"tools": [{"type": "function", "function": {"name": "no name at all"}}]}, "tools"),
-        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
-        ({"tools": TOOLS, "tool_choice": "get_wether"}, "tool_choice"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
-    ],
-)
-async def test_tools_that_cannot_be_are_a_400(asked: dict[str, Any], param: str) -> None:
-    async with saying("Hello!") as (_, _, client, _):
-        for is_streamed in (False, True):
-            error = await refused(
-                client.chat.completions.create(**CHAT, stream=is_streamed, extra_body=asked)  # the client checks some
-            )
-            assert error.param == param
-
-
 # Reasoning
 
 
@@ -413,15 +342,3 @@ async def test_a_budget_ends_the_reasoning(name: str) -> None:
     async with saying("Two.", reasoning_format="none") as (_, _, client, _):
         error = await refused(client.chat.completions.create(**CHAT, extra_body={name: 3}))
         assert "reasoning_format" in error.message
-
-
-async def test_an_effort_is_one_of_those_that_there_are() -> None:
-    async with saying(THOUGHT, reasoning_format="think") as (_, _, client, _):
-        for effort in ("none", "minimal", "low", "medium", "high", "xhigh", "max"):
-            answer = await client.chat.completions.create(**CHAT, extra_body={"reasoning_effort": effort})
-            assert answer.choices[0].message.content == "Two."
-        for is_streamed in (False, True):
-            asked: Any = {**CHAT, "stream": is_streamed, "extra_body": {"reasoning_effort": "much"}}
-            error = await refused(client.chat.completions.create(**asked))
-            assert error.param == "reasoning_effort"
-            assert "choose one of 'high', 'low', 'max', 'medium', 'minimal', 'none', 'xhigh'" in error.message

@@ -16,8 +16,7 @@ from server.conftest import record_of
 
 from aioengine.errors import StepFailed
 from aioengine.outputs.metrics import RequestMetrics
-from aioengine.server.record import RequestRecord
-from aioengine.server.tracing import Tracing
+from aioengine.server.record import RequestRecord, Tracing
 
 Traced = Callable[..., ReadableSpan]
 
@@ -217,7 +216,7 @@ def test_without_opentelemetry_nothing_happens() -> None:
 import sys
 sys.modules["opentelemetry"] = None  # as if it were not installed
 from aioengine.server.record import RequestRecord
-from aioengine.server.tracing import Tracing, is_installed
+from aioengine.server.record import Tracing, is_installed
 record = RequestRecord(request_id="a", method="GET", path="/", started_at=0.0)
 tracing = Tracing()
 span = tracing.begin(record, {"traceparent": "x"})

@@ -270,7 +270,7 @@ class Service:
             stop=self._stop,
             drain_timeout_s=self.drain_timeout_s,
             limits=self.limits,
-            on_serving=lambda server: self._say_where(api.models.names[0], [server.url]),
+            on_serving=lambda server: self._say_where(api.model_names[0], [server.url]),
             on_drain=api.drain,
         )
 

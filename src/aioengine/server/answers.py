@@ -17,29 +17,134 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 import msgspec
 
 import aioengine
-from aioengine.outputs import CompletionDelta, CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
+from aioengine.outputs import CompletionDelta, CompletionOutput, FinishReason, Logprob, RequestOutput, TokenLogprobs
 from aioengine.server.decoding import IDS_A_TURN
 from aioengine.server.errors import ApiError
-from aioengine.server.token_logprobs import (
-    Columns,
-    PositionWriter,
-    TokenBytes,
-    encode,
-    plain_position,
-    positions_a_slice,
-)
 from aioengine.tool_calls.calls import ToolCallDelta
+
+encode = msgspec.json.Encoder().encode
+
+TokenBytes = Callable[..., list[bytes]]
+"""`Engine.token_bytes`."""
+
+ENTRIES_A_SLICE = 500
+"""Log-probabilities that are encoded before other tasks run."""
+
+
+class PositionWriter:
+    """Writes log-probabilities of tokens in the chats' layout.
+
+    Args:
+        top_logprobs: likeliest tokens to report at each position.
+        is_by_ids: tokens are named by their ids.
+    """
+
+    def __init__(self, token_bytes: TokenBytes, top_logprobs: int, *, is_by_ids: bool = False) -> None:
+        self._token_bytes = token_bytes
+        self._top_logprobs = top_logprobs
+        self._is_by_ids = is_by_ids
+        self._begun: set[int] = set()
+        """Choices of which some positions have been written."""
+
+    def encode(self, choice: int, position: TokenLogprobs) -> bytes:
+        """JSON of a choice's next token, and of the ``top_logprobs`` likeliest ones, by rank."""
+        is_start = choice not in self._begun
+        self._begun.add(choice)
+        entries = {}
+        for token_id, entry in position.items():
+            # One at a time: they are alternatives, and do not follow each other.
+            (data,) = self._token_bytes([token_id], is_start=is_start, skip_special_tokens=False)
+            name = _name_of(token_id, entry, is_by_ids=self._is_by_ids)
+            entries[token_id] = {"token": name, "logprob": _finite(entry.logprob), "bytes": list(data)}
+        ranked = sorted((entry.rank, token_id) for token_id, entry in position.items())
+        top = [entries[token_id] for rank, token_id in ranked if rank <= self._top_logprobs]
+        return encode({**entries[next(iter(position))], "top_logprobs": top})
+
+
+def positions_a_slice(top_logprobs: int | None) -> int:
+    """`Answer.max_positions` for so many likeliest tokens at each position."""
+    return max(1, ENTRIES_A_SLICE // ((top_logprobs or 0) + 1))
+
+
+class Columns:
+    """Tokens with their log-probabilities in the completions' layout, as JSON: four lists of the same length.
+
+    Attributes:
+        offset: where the next token begins, in characters: behind the texts of all tokens before it, as in vLLM.
+    Args:
+        num_top: likeliest tokens to report. is_by_ids: tokens are named by their ids.
+    """
+
+    def __init__(self, offset: int, num_top: int, *, is_by_ids: bool) -> None:
+        self.offset = offset
+        self._num_top = num_top
+        self._is_by_ids = is_by_ids
+        self._rows: list[tuple[bytes, bytes, bytes, bytes]] = []
+
+    def add(self, position: TokenLogprobs) -> None:
+        """Add a sampled token, and the likeliest ones by their names, the sampled one among them."""
+        top: dict[str, float] = {}
+        for token_id, entry in _likeliest(position, self._num_top).items():
+            name = _name_of(token_id, entry, is_by_ids=self._is_by_ids)
+            top.setdefault(name, _finite(entry.logprob))  # several half characters have the same text
+        sampled_id, sampled = next(iter(position.items()))
+        name = _name_of(sampled_id, sampled, is_by_ids=self._is_by_ids)
+        self._add_row(name, sampled.decoded_token or "", _finite(sampled.logprob), top)
+
+    def add_first(self, token_id: int, text: str) -> None:
+        """Add the first token of a prompt, which follows nothing."""
+        self._add_row(f"token_id:{token_id}" if self._is_by_ids else text, text, None, None)
+
+    def _add_row(self, name: str, text: str, logprob: float | None, top: dict[str, float] | None) -> None:
+        self._rows.append((encode(name), encode(logprob), encode(top), b"%d" % self.offset))
+        self.offset += len(text)
+
+    def encode(self) -> bytes:
+        columns = [b",".join(column) for column in zip(*self._rows, strict=True)] or [b""] * 4
+        return b'{"tokens":[%b],"token_logprobs":[%b],"top_logprobs":[%b],"text_offset":[%b]}' % tuple(columns)
+
+
+def split_delta(delta: CompletionDelta, max_positions: int) -> Iterator[CompletionDelta]:
+    """Split a long merged delta into several with at most ``max_positions`` each; the last has its text."""
+    positions = delta.logprobs or []
+    last = max(0, len(positions) - 1) // max_positions * max_positions
+    for first in range(0, last, max_positions):
+        end = first + max_positions
+        ids, part = delta.token_ids[first:end], positions[first:end]
+        yield CompletionDelta(index=delta.index, text="", token_ids=ids, logprobs=part)
+    yield msgspec.structs.replace(delta, token_ids=delta.token_ids[last:], logprobs=positions[last:])
+
+
+def _likeliest(position: TokenLogprobs, num_top: int) -> TokenLogprobs:
+    """A position's own token and the likeliest ``num_top``: more may have been computed, for another field."""
+    own = next(iter(position))
+    return {token_id: entry for token_id, entry in position.items() if token_id == own or entry.rank <= num_top}
+
+
+def plain_position(position: TokenLogprobs, num_top: int) -> dict[int, dict[str, Any]]:
+    """A position of a prompt in vLLM's format."""
+    return {
+        token_id: {"logprob": _finite(entry.logprob), "rank": entry.rank, "decoded_token": entry.decoded_token}
+        for token_id, entry in _likeliest(position, num_top).items()
+    }
+
+
+def _name_of(token_id: int, entry: Logprob, *, is_by_ids: bool) -> str:
+    """A token's name: its text, or ``token_id:`` and its id, as in vLLM."""
+    return f"token_id:{token_id}" if is_by_ids else entry.decoded_token or ""
+
+
+def _finite(logprob: float) -> float:
+    """A log-probability of at least -9999, vLLM's floor: JSON has no infinities."""
+    return max(logprob, -9999.0)
+
 
 DONE = b"data: [DONE]\n\n"
 FINGERPRINT = f"aioengine-{aioengine.__version__}"
 
 
-MAX_COUNTED = 8192
-"""Longest output, in tokens, whose reasoning tokens are counted exactly: half a microsecond each."""
-
 P = TypeVar("P")
 Q = TypeVar("Q")
-
 
 Usage = dict[str, Any]
 """Numbers of a request's tokens, by the API's names."""
@@ -57,13 +162,10 @@ def usage_of(outputs: Sequence[RequestOutput], *, is_prompt_alone: bool = False)
     }
 
 
-LINE_ENDS = tuple((end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029")
-
-
 def in_one_line(data: bytes) -> bytes:
-    """JSON with `LINE_ENDS` escaped, at which clients that use Python's ``splitlines`` would split it."""
-    for end, escaped in LINE_ENDS:
-        data = data.replace(end, escaped)
+    """JSON whose further line ends are escaped: clients that use Python's ``splitlines`` would split it there."""
+    for end in "\x85\u2028\u2029":
+        data = data.replace(end.encode(), b"\\u%04x" % ord(end))
     return data
 
 
@@ -238,7 +340,7 @@ class ChoicesAnswer(Answer):
         self._token_bytes = token_bytes
         self._top_logprobs = top_logprobs = extras.top_logprobs
         self._extras = extras
-        self._tells_of_each_token = top_logprobs is not None or extras.has_token_ids
+        self._has_each_token = top_logprobs is not None or extras.has_token_ids
         """Tokens that add no text have events, too."""
         self.max_positions = positions_a_slice(max(top_logprobs or 0, extras.num_prompt_top or 0, extras.num_named))
         self._event_head = self._head_of(self.PART)
@@ -254,12 +356,10 @@ class ChoicesAnswer(Answer):
             for place, output in enumerate(outputs)
             for choice in output.outputs
         ]
-        ends = b'"usage":%b%b' % (encode(self.usage(outputs)), await self._beside_choices(outputs))
+        ends = b'"usage":%b' % encode(self.usage(outputs))
+        if isinstance(self, ChatAnswer):
+            ends += await self._of_prompt(outputs[0])
         return b'%b,"choices":[%b],%b}' % (self._head_of(self.WHOLE), b",".join(choices), ends)
-
-    async def _beside_choices(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """Further fields of a body."""
-        return b""
 
     async def _of_prompt(self, output: RequestOutput) -> bytes:
         """Fields about a prompt, each with a comma before it; null if not asked for, as vLLM's are."""
@@ -284,7 +384,7 @@ class ChoicesAnswer(Answer):
 
     def event(self, choice: int, delta: CompletionDelta, usage: Usage | None = None) -> bytes:
         text = self.TEXT % encode(delta.text) if delta.text else self.NO_TEXT
-        if delta.finish_reason is None and not self._tells_of_each_token:
+        if delta.finish_reason is None and not self._has_each_token:
             if not delta.text:
                 return b""
             return self._event(choice, text + b',"logprobs":null,"finish_reason":null', usage)
@@ -364,24 +464,29 @@ class ChatAnswer(ChoicesAnswer):
         num_reasoning = sum(num_reasoning_tokens(choice, self._token_bytes) for choice in choices)
         return {**super().usage(outputs), "completion_tokens_details": {"reasoning_tokens": num_reasoning}}
 
-    async def _beside_choices(self, outputs: Sequence[RequestOutput]) -> bytes:
-        return await self._of_prompt(outputs[0])
-
     def event(self, choice: int, delta: CompletionDelta, usage: Usage | None = None) -> bytes:
         reasoning = delta.reasoning if self._extras.has_reasoning else ""
         if not (reasoning or delta.tool_calls or choice in self._calling):
             return super().event(choice, delta, usage)
         if delta.tool_calls:
             self._calling.add(choice)
-        told: dict[str, Any] = {"content": delta.text} if delta.text else {}
+        fields: dict[str, Any] = {"content": delta.text} if delta.text else {}
         if reasoning:
-            told |= _reasoning_fields(reasoning)
+            fields |= _reasoning_fields(reasoning)
         if delta.tool_calls:
-            told["tool_calls"] = [_call_delta(call) for call in delta.tool_calls]
-        if not told and delta.finish_reason is None and not self._tells_of_each_token:
+            fields["tool_calls"] = calls = []
+            for call in delta.tool_calls:  # only the first piece of a call has its id and its name
+                piece: dict[str, Any] = {"index": call.index, "function": {"arguments": call.arguments}}
+                if call.id is not None:
+                    piece |= {"id": call.id, "type": "function"}
+                    piece["function"]["name"] = call.name
+                calls.append(piece)
+        if not fields and delta.finish_reason is None and not self._has_each_token:
             return b""
         ending = _ending(finish_reason_of(delta, choice in self._calling), delta.stop_reason)
-        return self._event(choice, b'"delta":%b,%b,%b' % (encode(told), self._of_tokens(choice, delta), ending), usage)
+        return self._event(
+            choice, b'"delta":%b,%b,%b' % (encode(fields), self._of_tokens(choice, delta), ending), usage
+        )
 
     def opening(self, outputs: Sequence[RequestOutput], usage: Usage | None, prompt_ids: Sequence[bytes]) -> bytes:
         delta = {"role": "assistant", "content": "" if self._has_text else None, "refusal": None}
@@ -437,7 +542,7 @@ class CompletionAnswer(ChoicesAnswer):
             await self._add_prompt(columns, output)
         columns.offset = len(prompt)
         await self._in_turns(choice.logprobs or (), columns.add)
-        logprobs = b"null" if self._top_logprobs is None else columns.encoded()
+        logprobs = b"null" if self._top_logprobs is None else columns.encode()
         ending = _ending(choice.finish_reason, choice.stop_reason) + (self._ids_of(choice) or b',"token_ids":null')
         ending += await self._of_prompt(output)
         return b'{"index":%d,"text":%b,"logprobs":%b,%b}' % (number, encode(text), logprobs, ending)
@@ -456,7 +561,7 @@ class CompletionAnswer(ChoicesAnswer):
         columns = self._columns(0)
         await self._add_prompt(columns, output)
         self._offsets[choice] = len(prompt)
-        logprobs = b"null" if self._top_logprobs is None else columns.encoded()
+        logprobs = b"null" if self._top_logprobs is None else columns.encode()
         content = b'"text":%b,"logprobs":%b,"finish_reason":null' % (encode(prompt), logprobs)
         return self._event(choice, content, usage)
 
@@ -472,14 +577,14 @@ class CompletionAnswer(ChoicesAnswer):
         for position in positions:
             columns.add(position)
         self._offsets[choice] = columns.offset
-        return columns.encoded()
+        return columns.encode()
 
     async def _add_prompt(self, columns: Columns, output: RequestOutput) -> None:
         if self._top_logprobs is None or output.prompt_logprobs is None:
             return
         first_id = output.prompt_token_ids[0]
         (first,) = self._token_bytes([first_id], is_start=True, skip_special_tokens=False)
-        columns.add_token(first_id, first.decode(errors="replace"), None, None)  # it follows nothing
+        columns.add_first(first_id, first.decode(errors="replace"))
         await self._in_turns([position for position in output.prompt_logprobs if position is not None], columns.add)
 
 
@@ -495,13 +600,14 @@ def _without_tokens(choice: C) -> C:
 def num_reasoning_tokens(choice: CompletionOutput, token_bytes: TokenBytes) -> int:
     """Tokens up to the end of a choice's reasoning.
 
-    Estimated by its share of the characters if there are over `MAX_COUNTED` tokens, or their texts do not contain it.
+    Estimated by its share of the characters if there are over 8192 tokens, since counting takes half a microsecond
+    each, or if their texts do not contain it.
     """
     if not choice.reasoning:
         return 0
     num_tokens, reasoning = len(choice.token_ids), choice.reasoning.encode()
-    is_short = num_tokens <= MAX_COUNTED
-    parts = token_bytes(choice.token_ids, is_start=True, skip_special_tokens=False) if is_short else []
+    counted = choice.token_ids if num_tokens <= 8192 else []
+    parts = token_bytes(counted, is_start=True, skip_special_tokens=False)
     place = b"".join(parts).find(reasoning)
     if place < 0:
         others = len(choice.text) + sum(len(call.arguments) for call in choice.tool_calls)
@@ -536,14 +642,6 @@ def finish_reason_of(choice: CompletionOutput | CompletionDelta, has_calls: bool
     """The API's name of a finish reason; "tool_calls" only if each call is complete."""
     is_calling = choice.finish_reason == "stop" and has_calls and not choice.has_cut_call
     return "tool_calls" if is_calling else choice.finish_reason
-
-
-def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
-    """A piece of a tool call; only the first piece has the call's id and name."""
-    function = {"arguments": call.arguments}
-    if call.id is None:
-        return {"index": call.index, "function": function}
-    return {"index": call.index, "id": call.id, "type": "function", "function": {"name": call.name, **function}}
 
 
 def _content(positions: Sequence[bytes]) -> bytes:

@@ -12,13 +12,11 @@ from typing import Any, ClassVar
 import msgspec
 
 from aioengine.outputs import CompletionOutput, RequestOutput
-from aioengine.server.answers import Part, PartsAnswer, Usage, line_of, num_reasoning_tokens
-from aioengine.server.chat_builder import ChatBuilder
-from aioengine.server.decoding import is_text, joined_texts, read_items, read_text
+from aioengine.server.answers import Part, PartsAnswer, TokenBytes, Usage, encode, line_of, num_reasoning_tokens
+from aioengine.server.decoding import ChatBuilder, is_text, joined_texts, read_items, read_text
 from aioengine.server.errors import JSON_HEADERS, ApiError, invalid_value, missing, unsupported
 from aioengine.server.exchange import Response
 from aioengine.server.schema import ChatGeneration, Generation, TextPart, is_given, read_response_format
-from aioengine.server.token_logprobs import TokenBytes, encode
 from aioengine.structured.constraints import Constraint
 from aioengine.tool_calls.calls import ToolCall, ToolCallDelta
 from aioengine.validation import shorten

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
+from functools import cached_property, partial
 from pathlib import PurePath
 from typing import Any, NamedTuple, Protocol, TypeVar
 from urllib.parse import parse_qsl
@@ -24,7 +24,6 @@ from aioengine.server.answers import encode_ids
 from aioengine.server.anthropic_messages import MessageRequest, error_response
 from aioengine.server.config import ServerConfig
 from aioengine.server.decoding import BodyReader, read_messages, read_text, read_tokens, read_tools
-from aioengine.server.elsewhere import COMPACT_PATH, instead_of
 from aioengine.server.errors import (
     JSON_HEADERS,
     ApiError,
@@ -47,8 +46,6 @@ from aioengine.server.exchange import (
 )
 from aioengine.server.generation import GenerationCall, check_request
 from aioengine.server.metrics import (
-    OPEN_PATHS,
-    UNCOUNTED_HANDLERS,
     HttpMetrics,
     ServerNumbers,
     content_type_for,
@@ -56,9 +53,8 @@ from aioengine.server.metrics import (
     read_families,
     read_process,
 )
-from aioengine.server.openapi import make_document, make_page
-from aioengine.server.page import PAGE
-from aioengine.server.record import MESSAGES, RequestRecord
+from aioengine.server.pages import COMPACT_PATH, PAGE, instead_of, make_document, make_page
+from aioengine.server.record import MESSAGES, OPEN_PATHS, UNCOUNTED_HANDLERS, RequestRecord, Tracing
 from aioengine.server.responses import ResponseRequest
 from aioengine.server.schema import (
     AbortRequest,
@@ -73,7 +69,6 @@ from aioengine.server.schema import (
 )
 from aioengine.server.security import ApiKeys, check_host
 from aioengine.server.stored_responses import OwnedId, StoredResponses, input_page
-from aioengine.server.tracing import Tracing
 from aioengine.validation import shorten
 
 T = TypeVar("T", bound=Body)
@@ -147,51 +142,6 @@ class OtherServers(Protocol):
         ...
 
 
-class ServedModels:
-    """The engine's one model, by the names that requests may use."""
-
-    def __init__(self, find_engine: Callable[[], Engine], config: ServerConfig) -> None:
-        self._find_engine = find_engine
-        self._config = config
-        self._created = int(time.time())
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """At least one name. A folder's is its last part: clients do not see the server's paths."""
-        if self._config.served_model_name:
-            return self._config.served_model_name
-        model = self._find_engine().config.model
-        if model is None:
-            return (BUNDLED,)
-        return (PurePath(model).name or "model",) if PurePath(model).is_absolute() or model[0] in ".~" else (model,)
-
-    def choose(self, asked: str | None) -> str:
-        """The name to answer with: the one asked for, or the first; another model's name is a 404 (`ApiError`)."""
-        names = self.names
-        if not asked:
-            return names[0]
-        if asked not in names:
-            message = f"the model {asked[:100]!r} is not served here; there is {', '.join(map(repr, names))}"
-            raise ApiError(404, "model_not_found", message, param="model")
-        return asked
-
-    def describe(self, name: str) -> dict[str, Any]:
-        """The model's entry in ``/v1/models``, for OpenAI's clients and for Anthropic's."""
-        engine = self._find_engine()
-        return {
-            "id": name,
-            "object": "model",
-            "type": "model",
-            "display_name": name,
-            "created_at": datetime.fromtimestamp(self._created, UTC).isoformat(),
-            "created": self._created,
-            "owned_by": "aioengine",
-            "root": BUNDLED if engine.config.model is None else self.names[0],
-            "parent": None,
-            "max_model_len": engine.info.max_model_len,
-        }
-
-
 class Api:
     """One engine's HTTP API; `serve` is its one entry.
 
@@ -206,17 +156,12 @@ class Api:
             raise TypeError(f"engine={shorten(engine)}: an Engine is needed, or a function that finds one")
         self._find_engine: Callable[[], Engine] = (lambda: engine) if isinstance(engine, Engine) else engine
         self.config = config if config is not None else ServerConfig()
-        self.models = ServedModels(self._find_engine, self.config)
+        self._created = int(time.time())
         self.is_draining = False
+        generate, count = self._generate, self._count
         routes = (
-            *(
-                Route("POST", path, functools.partial(self._generate, kind), kind, is_work=True)
-                for path, kind in GENERATING.items()
-            ),
-            *(
-                Route("POST", path, functools.partial(self._count, kind), kind, is_work=True)
-                for path, kind in COUNTING.items()
-            ),
+            *(Route("POST", path, partial(generate, kind), kind, is_work=True) for path, kind in GENERATING.items()),
+            *(Route("POST", path, partial(count, kind), kind, is_work=True) for path, kind in COUNTING.items()),
             Route("GET", RESPONSE_PATH, self._get_response),
             Route("DELETE", RESPONSE_PATH, self._delete_response),
             Route("GET", INPUT_PATH, self._list_input),
@@ -228,11 +173,11 @@ class Api:
             Route("POST", "/abort", self._abort, AbortRequest),
             *(Route("GET", path, self._health) for path in OPEN_PATHS),
             Route("GET", "/metrics", self._metrics),
-            Route("GET", "/version", self._version),
+            Route("GET", "/version", partial(self._make, self._describe_version)),
             Route("GET", "/load", self._load),
-            Route("GET", "/openapi.json", self._document),
-            Route("GET", "/docs", self._docs),
-            Route("GET", "/", self._page),
+            Route("GET", "/openapi.json", partial(self._make, lambda: _json(self._openapi))),
+            Route("GET", "/docs", partial(self._make, lambda: make_page(self._openapi))),
+            Route("GET", "/", partial(self._make, lambda: PAGE)),
         )
         self._routes: dict[str, dict[str, Route]] = {}
         """Routes by path and method."""
@@ -259,7 +204,7 @@ class Api:
         """The numbers of this server; ``has_engine``: with those that all front ends of the engine have."""
         process = await anyio.to_thread.run_sync(read_process, limiter=self._rendering.get())
         # The model of a connected engine is known only once it is connected.
-        families = read_families(self.engine, self._metrics_of_http, self.models.names[0])
+        families = read_families(self.engine, self._metrics_of_http, self.model_names[0])
         if not has_engine:
             families = [each for each in families if not each.is_of_engine]
         return ServerNumbers([*families, *process], self._num_open)
@@ -275,6 +220,40 @@ class Api:
     def engine(self) -> Engine:
         """The engine that is served now."""
         return self._find_engine()
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names of the engine's one model, at least one. A folder's is its last part: no path is shown."""
+        if self.config.served_model_name:
+            return self.config.served_model_name
+        model = self.engine.config.model
+        if model is None:
+            return (BUNDLED,)
+        return (PurePath(model).name or "model",) if PurePath(model).is_absolute() or model[0] in ".~" else (model,)
+
+    def _choose_model(self, asked: str | None) -> str:
+        """The name to answer with: the one asked for, or the first; another model's name is a 404 (`ApiError`)."""
+        names = self.model_names
+        if asked and asked not in names:
+            message = f"the model {asked[:100]!r} is not served here; there is {', '.join(map(repr, names))}"
+            raise ApiError(404, "model_not_found", message, param="model")
+        return asked or names[0]
+
+    def _describe_model(self, name: str) -> dict[str, Any]:
+        """The model's entry in ``/v1/models``, for OpenAI's clients and for Anthropic's."""
+        engine = self.engine
+        return {
+            "id": name,
+            "object": "model",
+            "type": "model",
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(self._created, UTC).isoformat(),
+            "created": self._created,
+            "owned_by": "aioengine",
+            "root": BUNDLED if engine.config.model is None else self.model_names[0],
+            "parent": None,
+            "max_model_len": engine.info.max_model_len,
+        }
 
     def drain(self) -> None:
         """Begin to drain: from now on `/health` is 503 and new work is refused."""
@@ -437,16 +416,16 @@ class Api:
         self.engine.check_accepting()  # before the body is read
         request = await self._read(exchange, kind)
         check_request(exchange, record, request)
-        record.model = self.models.choose(request.model)
+        record.model = self._choose_model(request.model)
         return await self._call(exchange, record).answer(request)
 
     async def _count(
         self, kind: type[MessageRequest | ResponseRequest], exchange: Exchange, record: RequestRecord
     ) -> Response:
         request = await self._read(exchange, kind)
-        record.model = self.models.choose(request.model)
-        told = {"object": "response.input_tokens"} if kind is ResponseRequest else {}
-        return _json({**told, "input_tokens": await self._call(exchange, record).count(request)})
+        record.model = self._choose_model(request.model)
+        fields = {"object": "response.input_tokens"} if kind is ResponseRequest else {}
+        return _json({**fields, "input_tokens": await self._call(exchange, record).count(request)})
 
     def _call(self, exchange: Exchange, record: RequestRecord) -> GenerationCall:
         return GenerationCall(self.engine, self.config, self._responses, exchange, record)
@@ -481,7 +460,7 @@ class Api:
 
     async def _tokenize(self, exchange: Exchange, record: RequestRecord) -> Response:
         request = await self._read(exchange, TokenizeRequest)
-        record.model = self.models.choose(request.model)
+        record.model = self._choose_model(request.model)
         if is_given(request.messages) == is_given(request.prompt):
             raise invalid_value("prompt", "give either prompt or messages")
         is_chat, max_messages = is_given(request.messages), self.config.max_messages
@@ -498,11 +477,12 @@ class Api:
                 message = f"return_token_strs is for at most {MAX_TOKEN_STRS:,} tokens, and these are {len(ids):,}"
                 raise invalid_value("return_token_strs", message)
             answer["token_strs"] = self.engine.get_tokenizer().convert_ids_to_tokens(ids)
-        return Response(200, await _with_ids(answer, "tokens", ids), JSON_HEADERS)
+        body = b'%b,"tokens":%b}' % (msgspec.json.encode(answer)[:-1], await encode_ids(ids))
+        return Response(200, body, JSON_HEADERS)
 
     async def _detokenize(self, exchange: Exchange, record: RequestRecord) -> Response:
         request = await self._read(exchange, DetokenizeRequest)
-        record.model = self.models.choose(request.model)
+        record.model = self._choose_model(request.model)
         ids = read_tokens(request.tokens, max(MAX_DETOKENIZED, self.engine.info.max_model_len))
         try:
             text = await run_while_connected(exchange, lambda _: self.engine.detokenize(ids, skip_special_tokens=False))
@@ -520,13 +500,13 @@ class Api:
 
     async def _models(self, exchange: Exchange, record: RequestRecord) -> Response:
         self._check_alive()
-        names = self.models.names
+        names = self.model_names
         ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
-        return _json({"object": "list", "data": [self.models.describe(name) for name in names], **ends})
+        return _json({"object": "list", "data": [self._describe_model(name) for name in names], **ends})
 
     async def _model(self, exchange: Exchange, record: RequestRecord) -> Response:
         self._check_alive()
-        return _json(self.models.describe(self.models.choose(exchange.path.removeprefix(MODEL_PREFIX))))
+        return _json(self._describe_model(self._choose_model(exchange.path.removeprefix(MODEL_PREFIX))))
 
     async def _health(self, exchange: Exchange, record: RequestRecord) -> Response:
         """200 while the engine is alive and the server does not drain; else 503, with the status."""
@@ -560,7 +540,7 @@ class Api:
         body = await anyio.to_thread.run_sync(encode, numbers.families, content_type, limiter=limiter)
         return Response(200, body, {"content-type": content_type})
 
-    async def _version(self, exchange: Exchange, record: RequestRecord) -> Response:
+    def _describe_version(self) -> Response:
         self._check_alive()
         return _json({"version": aioengine.__version__})
 
@@ -572,20 +552,15 @@ class Api:
             num_open = (await self._others.add_up(await self.own_numbers())).num_open
         return _json({"server_load": num_open, **told})
 
-    @functools.cached_property
+    @cached_property
     def _openapi(self) -> dict[str, Any]:
         """The OpenAPI document; made at its first use, since it takes 20 ms."""
         routes = [route for routes in self._routes.values() for route in routes.values()]
         return make_document([(route.method, route.path, route.body) for route in routes], self.config)
 
-    async def _document(self, exchange: Exchange, record: RequestRecord) -> Response:
-        return _json(self._openapi)
-
-    async def _docs(self, exchange: Exchange, record: RequestRecord) -> Response:
-        return make_page(self._openapi)
-
-    async def _page(self, exchange: Exchange, record: RequestRecord) -> Response:
-        return PAGE
+    async def _make(self, make: Callable[[], Response], exchange: Exchange, record: RequestRecord) -> Response:
+        """The response that ``make`` returns, for a route that looks at nothing of its request."""
+        return make()
 
     def _check_alive(self) -> None:
         """Raise if the engine is dead or closed, so that a request to any path reports it."""
@@ -611,8 +586,3 @@ def _owned_id(exchange: Exchange, record: RequestRecord) -> OwnedId:
 
 def _json(value: Any, status: int = 200) -> Response:
     return Response(status, msgspec.json.encode(value), JSON_HEADERS)
-
-
-async def _with_ids(fields: dict[str, Any], name: str, ids: list[int]) -> bytes:
-    """JSON of the fields and a list that may be very long; other tasks run between its parts."""
-    return b'%b,"%b":%b}' % (msgspec.json.encode(fields)[:-1], name.encode(), await encode_ids(ids))

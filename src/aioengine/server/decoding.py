@@ -71,7 +71,7 @@ class IgnoredFields:
 
     def __init__(self, unknown: Literal["ignore", "refuse"] = "refuse") -> None:
         self._unknown = unknown
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def check(self, fields: dict[str, msgspec.Raw], kind: type[Body]) -> None:
         """Refuse fields that are not supported and would change the answer; log those that are left out."""
@@ -83,10 +83,10 @@ class IgnoredFields:
             if name in kind.NEUTRAL and is_given(value) and not _is_one_of(value, kind.NEUTRAL[name]):
                 raise unsupported(name, *([kind.INSTEAD[name]] if name in kind.INSTEAD else []))
             if name in kind.LEFT_OUT and is_given(value) and bytes(value) != b"[]" and self._is_new(name):
-                logger.warning("requests have %s, which are not supported yet and left out (said once)", name)
+                logger.warning("requests have %s, which are not supported yet and left out (logged once)", name)
 
     def _check_unknown(self, names: Iterable[str], known: frozenset[str], place: str) -> None:
-        new = [name for name in names if name not in known and place + name not in self._told]
+        new = [name for name in names if name not in known and place + name not in self._logged]
         for name in new[:MAX_TOLD_AT_ONCE]:
             whole = place + name
             if self._unknown == "refuse":
@@ -95,14 +95,14 @@ class IgnoredFields:
             if self._is_new(whole):
                 near = nearest(name, sorted(known))
                 logger.warning(
-                    "requests have the unknown field %s, which is ignored%s (said once)", shorten(whole), near
+                    "requests have the unknown field %s, which is ignored%s (logged once)", shorten(whole), near
                 )
 
     def _is_new(self, name: str) -> bool:
         """Whether a field has not been logged, and still may be; it then counts as logged."""
-        if name in self._told or len(self._told) >= MAX_TOLD_NAMES or len(name) > MAX_NAME_CHARS:
+        if name in self._logged or len(self._logged) >= MAX_TOLD_NAMES or len(name) > MAX_NAME_CHARS:
             return False
-        self._told.add(name)
+        self._logged.add(name)
         return True
 
 
@@ -113,26 +113,6 @@ def decode(body: bytes, kind: type[T], *, ignored: IgnoredFields = REFUSING) -> 
     """The body, of at most `SMALL_BODY_BYTES`, as a ``kind``."""
     _check_fields(body, kind, ignored)
     decoded: T = _decode(body, kind)
-    return decoded
-
-
-async def decode_in_turns(body: bytes, kind: type[T], *, max_texts: int, ignored: IgnoredFields) -> T:
-    """As `decode`, of a large body, with turns for others between the passes over it: each takes a millisecond a MiB.
-
-    A JSON parser holds the loop, so that the body is looked at first: how many texts it may have, and how large its
-    fields are, decides what it can cost.
-
-    Args:
-        max_texts: JSON texts that it may have in its prompt or messages.
-    """
-    await asyncio.sleep(0)
-    if has_more_texts(body, MAX_OTHER_TEXTS + max_texts):
-        raise ApiError(400, None, "the request has too many prompts, messages or other texts; send less at once")
-    await asyncio.sleep(0)
-    _check_fields(body, kind, ignored)
-    await asyncio.sleep(0)
-    decoded: T = _decode(body, kind)
-    await asyncio.sleep(0)  # its prompt is decoded next
     return decoded
 
 
@@ -172,11 +152,15 @@ def has_more_texts(data: bytes, limit: int) -> bool:
 
 
 class BodyReader:
-    """Reads bodies and decodes them, and bounds what all of them hold together."""
+    """Reads bodies and decodes them, and bounds what all of them hold together.
+
+    The number of texts in a large body, and the sizes of its fields, bound the cost of decoding it. Others have turns
+    between the passes over it: each takes a millisecond a MiB.
+    """
 
     def __init__(self, config: ServerConfig) -> None:
         self._timeout_s = config.body_timeout_s
-        self._max_texts = TEXTS_A_MESSAGE * config.max_messages
+        self._max_texts = MAX_OTHER_TEXTS + TEXTS_A_MESSAGE * config.max_messages
         self._ignored = IgnoredFields(config.unknown_fields)
         self._decoding = PerLoop(asyncio.Lock)
         """For large bodies: one of them a turn of the loop."""
@@ -202,7 +186,17 @@ class BodyReader:
         if len(body) <= SMALL_BODY_BYTES:
             return decode(body, kind, ignored=self._ignored)
         async with self._decoding.get():  # many that came together would hold the loop together
-            return await decode_in_turns(body, kind, max_texts=self._max_texts, ignored=self._ignored)
+            await asyncio.sleep(0)
+            if has_more_texts(body, self._max_texts):
+                raise ApiError(
+                    400, None, "the request has too many prompts, messages or other texts; send less at once"
+                )
+            await asyncio.sleep(0)
+            _check_fields(body, kind, self._ignored)
+            await asyncio.sleep(0)
+            decoded: T = _decode(body, kind)
+            await asyncio.sleep(0)  # its prompt is decoded next
+            return decoded
 
     async def _read_whole(self, exchange: Exchange, max_bytes: int) -> bytes:
         """The whole body, of at most ``max_bytes``.
@@ -212,12 +206,16 @@ class BodyReader:
                 room for it beside the others (503), or it is compressed (415).
             ClientGone: it did not come to its end.
         """
+        message = f"the request's body is larger than this server takes ({max_bytes:,} bytes, max_body_bytes)"
+        too_large = ApiError(413, "request_too_large", message, headers={"connection": "close"})
         announced = exchange.headers.get("content-length", "")
         if announced.isdecimal() and int(announced[:20]) > max_bytes:
-            await self._refuse(exchange, _too_large(max_bytes))
+            await self._refuse(exchange, too_large)
         encoding = exchange.headers.get("content-encoding", "").strip().lower()
         if encoding not in ("", "identity"):
-            await self._refuse(exchange, _compressed(encoding))
+            message = f"the body is compressed (Content-Encoding {encoding[:100]!r}): send it as it is"
+            headers = {"accept-encoding": "identity", "connection": "close"}
+            await self._refuse(exchange, ApiError(415, "unsupported_encoding", message, headers=headers))
         pieces: list[bytes] = []
         num_bytes = 0
         try:
@@ -228,7 +226,7 @@ class BodyReader:
                     self._num_bytes += len(piece)
                     if num_bytes > max_bytes:
                         pieces.clear()
-                        await self._refuse(exchange, _too_large(max_bytes))
+                        await self._refuse(exchange, too_large)
                     if self._num_bytes > MAX_BODIES_AT_ONCE * max_bytes:
                         message = "too many large requests are being sent at once; try again later"
                         raise overloaded(message, 1, connection="close")
@@ -247,18 +245,6 @@ class BodyReader:
                 while num_bytes < MAX_LINGER_BYTES and (piece := await exchange.read()):
                     num_bytes += len(piece)
         raise error
-
-
-def _compressed(encoding: str) -> ApiError:
-    message = f"the body is compressed (Content-Encoding {encoding[:100]!r}): send it as it is"
-    return ApiError(
-        415, "unsupported_encoding", message, headers={"accept-encoding": "identity", "connection": "close"}
-    )
-
-
-def _too_large(max_bytes: int) -> ApiError:
-    message = f"the request's body is larger than this server takes ({max_bytes:,} bytes, max_body_bytes)"
-    return ApiError(413, "request_too_large", message, headers={"connection": "close"})
 
 
 # Prompts, messages, tokens
@@ -351,7 +337,11 @@ async def read_prompts(raw: msgspec.Raw, *, max_prompts: int, max_ids: int) -> l
         max_ids: the most token ids of one prompt.
     """
     data = _required(raw, "prompt")
-    kind = _kind_of(data)
+    match = _KIND.match(data)
+    if match is None:
+        needed = "a text, a list of token ids, or a list of texts or of lists of token ids is needed"
+        raise _invalid_type("prompt", needed)
+    kind = match.lastgroup
     if kind == "text":
         return [_decode(data, str, "prompt")]
     if kind == "ids":
@@ -415,15 +405,6 @@ def _read_ids(data: bytes, max_ids: int, name: str) -> list[int]:
 _KIND = re.compile(rb'\s*(?:(?P<text>")|\[\s*(?:(?P<empty>\])|(?P<texts>")|(?P<lists>\[)|(?P<ids>-?\d)))')
 
 
-def _kind_of(data: bytes) -> str | None:
-    match = _KIND.match(data)
-    if match is None:
-        raise _invalid_type(
-            "prompt", "a text, a list of token ids, or a list of texts or of lists of token ids is needed"
-        )
-    return match.lastgroup
-
-
 def _required(raw: msgspec.Raw, name: str) -> bytes:
     if not is_given(raw):
         raise missing(name)
@@ -441,9 +422,9 @@ def _decode(data: bytes, kind: Any, name: str = "") -> Any:
     except msgspec.ValidationError as error:
         message = str(error)
         match = _PLACE.search(message)
-        said, place = (message[: match.start()], match[1]) if match is not None else (message, "")
-        said = said[0].lower() + said[1:].replace("int | float", "int")
-        raise _invalid_type((name + place).removeprefix("."), said) from None
+        reason, place = (message[: match.start()], match[1]) if match is not None else (message, "")
+        reason = reason[0].lower() + reason[1:].replace("int | float", "int")
+        raise _invalid_type((name + place).removeprefix("."), reason) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         if name:  # what was passed over undecoded may be no JSON
@@ -455,11 +436,57 @@ def _decode(data: bytes, kind: Any, name: str = "") -> Any:
         raise ApiError(400, "invalid_json", f"the request's body is not valid JSON: {reason}") from None
 
 
-def _invalid_type(place: str, said: str) -> ApiError:
+def _invalid_type(place: str, reason: str) -> ApiError:
     """A value of another type than is needed, at a place such as ``stop[...]``; "": the whole body."""
     name = re.split(r"[.\[]", place, maxsplit=1)[0]
-    return ApiError(400, "invalid_type", f"{place or 'the request body'}: {said}", param=name or None)
+    return ApiError(400, "invalid_type", f"{place or 'the request body'}: {reason}", param=name or None)
 
 
 def too_many(what: str, limit: int) -> ApiError:
     return ApiError(400, "invalid_value", f"more than {limit:,} {what} in one request; send fewer at once")
+
+
+class ChatBuilder:
+    """Puts messages together: one for consecutive pieces of the assistant, and one of the system, as templates need it.
+
+    Attributes:
+        messages: so far, as the engine takes them.
+    """
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+
+    def add_message(self, role: str, text: str) -> None:
+        """Add a message of another than the assistant; one of the system goes on with the one before."""
+        if role == "system" and self._last_role == role:
+            self.messages[-1]["content"] += f"\n\n{text}"
+        else:
+            self.messages.append({"role": role, "content": text})
+
+    def add_answer(self, text: str) -> None:
+        """Add a text of the assistant."""
+        self._assistant_before("content", "tool_calls")["content"] = text
+
+    def add_reasoning(self, text: str) -> None:
+        """Add reasoning of the assistant, which is before its text."""
+        self._assistant_before("reasoning_content", "content", "tool_calls")["reasoning_content"] = text
+
+    def add_call(self, call_id: str, name: str, arguments: str) -> None:
+        """Add a call that the assistant asks for; ``arguments`` is JSON."""
+        function = {"name": name, "arguments": arguments}
+        calls = self._assistant_before().setdefault("tool_calls", [])
+        calls.append({"id": call_id, "type": "function", "function": function})
+
+    def add_result(self, call_id: str, text: str) -> None:
+        """Add the result of a call."""
+        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+
+    @property
+    def _last_role(self) -> str | None:
+        return self.messages[-1]["role"] if self.messages else None
+
+    def _assistant_before(self, *names: str) -> dict[str, Any]:
+        """The assistant's message that is open, if it has none of these yet; else a new one."""
+        if self._last_role != "assistant" or any(self.messages[-1].get(name) for name in names):
+            self.messages.append({"role": "assistant", "content": ""})
+        return self.messages[-1]

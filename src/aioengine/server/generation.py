@@ -21,21 +21,131 @@ from aioengine.outputs import CompletionDelta, CompletionOutput, RequestOutput
 from aioengine.processes.turns import turns_here
 from aioengine.scheduler.sequence import MAX_SESSION_CHARS
 from aioengine.server.access_log import MAX_ID_CHARS, is_fit_id
-from aioengine.server.answers import Answer, ChatAnswer, CompletionAnswer, Extras, Usage, encode_ids, usage_of
+from aioengine.server.answers import (
+    Answer,
+    ChatAnswer,
+    CompletionAnswer,
+    Extras,
+    Usage,
+    encode_ids,
+    split_delta,
+    usage_of,
+)
 from aioengine.server.anthropic_messages import MessageAnswer, MessageRequest, continues_answer, read_chat
 from aioengine.server.config import ServerConfig
 from aioengine.server.decoding import read_messages, read_prompts, read_tools, too_many
 from aioengine.server.errors import JSON_HEADERS, api_error_of, invalid_value, unsupported
 from aioengine.server.exchange import Exchange, Response, WriteMonitor, run_while_connected
 from aioengine.server.record import RequestRecord
-from aioengine.server.response_tools import ResponseTools, read_response_tools
-from aioengine.server.responses import ResponseAnswer, ResponseRequest, read_input, with_instructions
+from aioengine.server.responses import (
+    ResponseAnswer,
+    ResponseRequest,
+    ResponseTools,
+    read_input,
+    read_response_tools,
+    with_instructions,
+)
 from aioengine.server.schema import ChatGeneration, ChatRequest, CompletionRequest, Generation, template_kwargs
 from aioengine.server.stored_responses import OwnedId, StoredResponses
-from aioengine.server.stream_group import StreamGroup
-from aioengine.server.token_logprobs import split_delta
 from aioengine.tool_calls.calls import forces_call
 from aioengine.validation import check_field, invalid
+
+
+class StreamGroup:
+    """Several streams as one: `enter`, `watch`, then `wait` and `take` until it `is_ended`.
+
+    Args:
+        streams: one for each prompt, not entered yet, and of as many choices; a choice's number counts through all.
+    """
+
+    def __init__(self, streams: list[Stream]) -> None:
+        self.streams = streams
+        self._num_choices = streams[0].params.n
+        """Choices of each prompt."""
+        self._entered: list[Stream] = []
+        self._ready: list[int] = []
+        """Numbers of streams that have something to take; each may occur several times, for its choices and its end."""
+        self._num_open = 0
+        self._failures: list[AioEngineError] = []
+        """A failure that came after deltas, to be raised by the next `take`."""
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def enter(self, stack: contextlib.AsyncExitStack) -> None:
+        """Hand the streams to the engine, all or none; leaving the stack, for any reason, aborts what has not ended."""
+        for stream in self.streams:
+            await stack.enter_async_context(stream)
+            self._entered.append(stream)
+
+    @property
+    def is_ended(self) -> bool:
+        """All choices have been taken to their end."""
+        return not self._num_open
+
+    def watch(self) -> None:
+        """Follow the streams from now on, for `wait` and `take`."""
+        self._num_open = len(self.streams) * self._num_choices
+        for number, stream in enumerate(self.streams):
+            stream.watch(functools.partial(self._mark_ready, number))
+
+    def _mark_ready(self, number: int) -> None:
+        self._ready.append(number)
+        self.wake()
+
+    async def wait(self) -> bool:
+        """Wait until there is something to `take`; False if `wake` ended the wait without it."""
+        if not self._ready:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return bool(self._ready)
+
+    def wake(self) -> None:
+        """End a `wait`, though there may be nothing to take."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def take(self) -> list[tuple[int, CompletionDelta]]:
+        """All deltas that have come, each with the number of its choice.
+
+        Raises:
+            StepFailed, EngineDead, EngineClosed: a request has failed, and all of its deltas were taken.
+        """
+        if self._failures:
+            raise self._failures.pop()  # its traceback leads here, where it must not stay
+        numbers, self._ready = self._ready, []
+        taken: list[tuple[int, CompletionDelta]] = []
+        for number in numbers:
+            stream = self.streams[number]
+            try:
+                # A single choice has one delta each time that it is ready: a second call would cost half of this.
+                while (delta := stream.take()) is not None:
+                    taken.append((number * self._num_choices + delta.index, delta))
+                    if delta.finish_reason is not None:
+                        self._num_open -= 1
+                    if self._num_choices == 1:
+                        break
+            except AioEngineError as error:
+                if not taken:
+                    raise
+                self._failures.append(error.anew())
+                self._ready.append(number)  # to be asked again
+                break
+        return taken
+
+    async def finish(self) -> list[RequestOutput]:
+        """Wait until all streams have ended; returns one output for each prompt."""
+        return [await stream.finish() for stream in self.streams]
+
+    def outputs(self) -> list[RequestOutput]:
+        """All entered prompts' outputs so far."""
+        return [stream.result for stream in self._entered]
+
+    def output_of(self, choice: int) -> RequestOutput:
+        """The output so far of the prompt of a choice."""
+        return self.streams[choice // self._num_choices].result
+
 
 logger = logging.getLogger("aioengine.server")
 
@@ -75,7 +185,7 @@ def _in_names_of(request: Generation) -> Iterator[None]:
 @functools.cache
 def warn_once(tools: str, why: str) -> None:
     """Log that such tools of requests are left out; once a process for each reason."""
-    logger.warning("requests have %s, which are left out: %s (said once)", tools, why)
+    logger.warning("requests have %s, which are left out: %s (logged once)", tools, why)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -124,7 +234,7 @@ class GenerationCall:
         extras = self._extras_of(request, top_logprobs, has_reasoning=request.include_reasoning is not False)
         has_text = not forces_call(options["tool_choice"])
         answer = ChatAnswer(self._head("chatcmpl", streams), self._engine.token_bytes, extras, has_text=has_text)
-        return await self._answer(request, StreamGroup(streams), answer)
+        return await self._answer(request, streams, answer)
 
     def _answer_options(
         self, request: ChatGeneration, asked: ResponseTools, variables: dict[str, Any] | None
@@ -188,7 +298,7 @@ class GenerationCall:
             tools=tools.by_function,
             keep=keep,
         )
-        return await self._answer(request, StreamGroup(streams), answer)
+        return await self._answer(request, streams, answer)
 
     async def _conversation(self, request: ResponseRequest) -> list[dict[str, Any]]:
         """The messages that a response answers, without its own instructions."""
@@ -203,9 +313,9 @@ class GenerationCall:
     async def _message(self, request: MessageRequest) -> Response | None:
         messages, variables = self._read_chat(request)
         options = self._answer_options(request, self._tools(request), variables)
-        group = StreamGroup(await self._streams(request, [messages], **options))
-        answer = MessageAnswer(self._head("msg", group.streams), self._engine.token_bytes)
-        return await self._answer(request, group, answer)
+        streams = await self._streams(request, [messages], **options)
+        answer = MessageAnswer(self._head("msg", streams), self._engine.token_bytes)
+        return await self._answer(request, streams, answer)
 
     def _read_chat(self, request: MessageRequest) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
         """The messages, and the template's variables."""
@@ -220,30 +330,20 @@ class GenerationCall:
             max_ids = max(max_ids, MAX_CUT_IDS)
         prompts = await read_prompts(request.prompt, max_prompts=self._config.max_prompts, max_ids=max_ids)
         streams = await self._streams(request, prompts)
+        texts: list[str] = []
+        for prompt in prompts if request.echo else ():
+            if not isinstance(prompt, str):
+                prompt = await self._engine.detokenize(prompt, skip_special_tokens=False)
+            texts.append(prompt)
         answer = CompletionAnswer(
             self._head("cmpl", streams),
             self._engine.token_bytes,
             self._extras_of(request, request.logprobs),
             num_choices=streams[0].params.n,
-            prompt_texts=[await self._text_of(prompt) for prompt in prompts] if request.echo else (),
+            prompt_texts=texts,
             is_echo_alone=request.is_echo_alone,
         )
-        return await self._answer(request, StreamGroup(streams), answer)
-
-    async def _text_of(self, prompt: str | list[int]) -> str:
-        if isinstance(prompt, str):
-            return prompt
-        return await self._engine.detokenize(prompt, skip_special_tokens=False)
-
-    def _tenant(self, request: Generation) -> str | None:
-        """The request's tenant. A ``tenant_header`` alone decides if there is one, since clients cannot choose it."""
-        header = self._config.tenant_header
-        return request.tenant if header is None else self._exchange.headers.get(header.lower()) or None
-
-    def _session(self, request: Generation) -> str | None:
-        """OpenAI's key of requests that share a cache, else a header's. It is a hint: a long one is cut."""
-        key = request.prompt_cache_key or self._exchange.headers.get("x-session-id", "")
-        return key[:MAX_SESSION_CHARS] or None
+        return await self._answer(request, streams, answer)
 
     def _head(self, kind: str, streams: list[Stream]) -> dict[str, object]:
         """An answer's id, time and model. The id contains the engine's, so that a client can abort by it."""
@@ -251,12 +351,15 @@ class GenerationCall:
 
     async def _streams(self, request: Generation, prompts: list[Any], **options: Any) -> list[Stream]:
         """The engine's streams for the prompts, checked and not entered; other requests have turns between prompts."""
-        record = self._record
+        record, headers, tenant_header = self._record, self._exchange.headers, self._config.tenant_header
+        # A hint: OpenAI's key of requests that share a cache, else a header's.
+        session = request.prompt_cache_key or headers.get("x-session-id", "")
         given = {
             "request_id": record.request_id,
             **request.options(),
-            "tenant": self._tenant(request),
-            "session": self._session(request),
+            # A header alone decides if there is one, since clients cannot choose it.
+            "tenant": request.tenant if tenant_header is None else headers.get(tenant_header.lower()) or None,
+            "session": session[:MAX_SESSION_CHARS] or None,
             "trace_headers": record.trace_headers or None,
             "max_unread_tokens": self._config.max_unread_tokens if request.stream else None,
             **options,
@@ -276,7 +379,7 @@ class GenerationCall:
         asked = request.return_tokens_as_token_ids
         return Extras(
             top_logprobs=top_logprobs,
-            has_usage=request.has_usage(unless_said=self._config.enable_force_include_usage),
+            has_usage=request.has_usage(by_default=self._config.enable_force_include_usage),
             has_reasoning=has_reasoning,
             has_token_ids=bool(request.return_token_ids),
             is_by_ids=self._config.return_tokens_as_token_ids if asked is None else asked,
@@ -284,21 +387,29 @@ class GenerationCall:
             num_named=len(request.logprob_token_ids or ()),
         )
 
-    async def _answer(self, request: Generation, group: StreamGroup, answer: Answer) -> Response | None:
+    async def _answer(self, request: Generation, streams: list[Stream], answer: Answer) -> Response | None:
+        group = StreamGroup(streams)
+
         async def work(cut: Callable[[], None]) -> Response | None:
             try:
                 async with contextlib.AsyncExitStack() as stack:
                     await group.enter(stack)
                     if not request.stream:
                         return Response(200, await answer.whole(await group.finish()), JSON_HEADERS)
-                    if group.streams[0].params.structured is not None:
+                    if streams[0].params.structured is not None:
                         with anyio.move_on_after(BEGIN_WAIT_S):  # a grammar that cannot be enforced is a 400
-                            await group.streams[0].begun()
+                            await streams[0].begun()
                     await self._relay(request, group, answer, cut)
                     return None
             finally:
                 if outputs := group.outputs():
-                    _note_outputs(self._record, outputs)
+                    record, usage = self._record, usage_of(outputs)
+                    choices = [choice for output in outputs for choice in output.outputs]
+                    record.prompt_tokens, record.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+                    record.max_choice_tokens = max(len(choice.token_ids) for choice in choices)
+                    reasons = (choice.finish_reason for choice in choices)
+                    record.finish_reasons = tuple(reason for reason in reasons if reason is not None)
+                    record.metrics = outputs[0].metrics
 
         return await run_while_connected(self._exchange, work)
 
@@ -373,13 +484,3 @@ ANSWERS: dict[type[Generation], Callable[[GenerationCall, Any], Awaitable[Respon
     MessageRequest: GenerationCall._message,
     ResponseRequest: GenerationCall._respond,
 }
-
-
-def _note_outputs(record: RequestRecord, outputs: list[RequestOutput]) -> None:
-    """Put the numbers of a request's outputs into its record."""
-    usage = usage_of(outputs)
-    choices = [choice for output in outputs for choice in output.outputs]
-    record.prompt_tokens, record.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
-    record.max_choice_tokens = max(len(choice.token_ids) for choice in choices)
-    record.finish_reasons = tuple(choice.finish_reason for choice in choices if choice.finish_reason is not None)
-    record.metrics = outputs[0].metrics

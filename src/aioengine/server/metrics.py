@@ -14,7 +14,7 @@ import os
 import resource
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
@@ -31,7 +31,7 @@ from aioengine.outputs.metrics import (
     Labeled,
     Sample,
 )
-from aioengine.server.record import OTHER_ROUTE, RequestRecord
+from aioengine.server.record import METHODS, OTHER_ROUTE, UNCOUNTED_HANDLERS, RequestRecord
 
 if TYPE_CHECKING:
     from aioengine.engine import Engine
@@ -52,12 +52,6 @@ NOT_VLLMS = (
     "kv_cache_cached_perc", "kv_cache_touched_perc", "step_time_seconds", "device_time_seconds", "loop_lag_seconds",
     AT_DOOR,
 )  # fmt: skip
-METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE")
-"""Methods with a label of their own; others, which clients can make up, are "other"."""
-OPEN_PATHS = ("/health", "/ping")
-"""Paths of probes, which have no key; ``/ping`` is SageMaker's. Both have the same answer."""
-UNCOUNTED_HANDLERS = (*OPEN_PATHS, "/metrics", "/version", "/load")
-"""vLLM leaves probes out of ``http_requests_total``: a scrape a second would be most of it."""
 HANDLER_TIME_S = (0.1, 0.5, 1.0)
 """The bounds that vLLM's server has for ``http_request_duration_seconds``."""
 
@@ -275,3 +269,88 @@ def encode(families: list[MetricFamily], content_type: str) -> bytes:
 
 def _escaped(value: str) -> str:
     return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+
+
+Key = tuple[str, tuple[tuple[str, str], ...]]
+"""A sample's suffix and labels."""
+
+OF_FIRST = ("process_start_time_seconds", "process_max_fds")
+"""Numbers of processes that have no sum: those of the process that has started the others stand for all."""
+WAITING = "num_requests_waiting"
+WAITING_BY_REASON = "num_requests_waiting_by_reason"
+
+
+class GroupNumbers:
+    """The numbers of servers, the ended ones included: no counter ever goes back, whichever server dies.
+
+    What a server had counted since it last sent its numbers is lost with it.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[int, ServerNumbers] = {}
+        self._ended: list[MetricFamily] = []
+        self.num_restarts = 0
+
+    def note(self, server: int, numbers: ServerNumbers) -> None:
+        """Keep the present numbers of a server, by its index."""
+        self._last[server] = numbers
+
+    def end(self, server: int) -> None:
+        """A server has ended: its counters stay, its gauges are gone."""
+        if (last := self._last.pop(server, None)) is not None:
+            self._ended = add_up([self._ended, [each for each in last.families if each.kind != "gauge"]])
+
+    def total(self, own: list[MetricFamily], *, num_servers: int, num_serving: int) -> ServerNumbers:
+        """The numbers of all together.
+
+        Args:
+            own: of the process that asks: the engine's, and its own process's.
+        """
+        rest = [each for each in own if not each.is_of_engine]
+        summed = add_up([rest, self._ended, *(each.families for each in self._last.values())])
+        at_door = [each.samples[0].value for each in summed if each.name == OWN_PREFIX + AT_DOOR]
+        engine = [_with_door(each, sum(at_door)) for each in own if each.is_of_engine]
+        of_group = [
+            _one("api_servers", "gauge", "HTTP servers that are to serve.", num_servers),
+            _one("api_servers_serving", "gauge", "HTTP servers that do.", num_serving),
+            _one("api_server_restarts", "counter", "HTTP servers that were started again.", self.num_restarts),
+        ]
+        return ServerNumbers([*engine, *summed, *of_group], sum(each.num_open for each in self._last.values()))
+
+
+def add_up(parts: Iterable[Iterable[MetricFamily]]) -> list[MetricFamily]:
+    """The sum of families with equal names, label by label, in the order in which they first come."""
+    found: dict[str, MetricFamily] = {}
+    sums: dict[str, dict[Key, float]] = {}
+    for families in parts:
+        for family in families:
+            if family.name in OF_FIRST and family.name in found:
+                continue
+            found.setdefault(family.name, family)
+            values = sums.setdefault(family.name, {})
+            for sample in family.samples:
+                key = (sample.suffix, sample.labels)
+                values[key] = values.get(key, 0) + sample.value
+    return [
+        family._replace(samples=[Sample(*key, value) for key, value in sums[name].items()])
+        for name, family in found.items()
+    ]
+
+
+def _with_door(family: MetricFamily, num_at_door: float) -> MetricFamily:
+    """The engine's numbers of waiting sequences, with those that wait at servers."""
+    name = family.name.rpartition(":")[2]
+    if not num_at_door or name not in (WAITING, WAITING_BY_REASON):
+        return family
+    samples = [
+        Sample(each.suffix, each.labels, each.value + num_at_door)
+        if name == WAITING or ("reason", "capacity") in each.labels
+        else each
+        for each in family.samples
+    ]
+    return family._replace(samples=samples)
+
+
+def _one(name: str, kind: Literal["gauge", "counter"], documentation: str, value: float) -> MetricFamily:
+    suffix = "_total" if kind == "counter" else ""
+    return MetricFamily(f"{OWN_PREFIX}{name}", kind, documentation, [Sample(suffix, (), value)], ())

@@ -13,16 +13,138 @@ import msgspec
 
 from aioengine.outputs import CompletionDelta, CompletionOutput, FinishReason, RequestOutput
 from aioengine.sampling_params import SamplingParams
-from aioengine.server.answers import Part, PartsAnswer, Usage, line_of, num_reasoning_tokens, usage_of
-from aioengine.server.chat_builder import ChatBuilder
-from aioengine.server.decoding import is_text, joined_texts, read_items, read_text
+from aioengine.server.answers import (
+    Part,
+    PartsAnswer,
+    PositionWriter,
+    TokenBytes,
+    Usage,
+    encode,
+    line_of,
+    num_reasoning_tokens,
+    positions_a_slice,
+    usage_of,
+)
+from aioengine.server.decoding import ChatBuilder, is_text, joined_texts, read_items, read_text
 from aioengine.server.errors import ApiError, invalid_value, missing, unsupported
-from aioengine.server.response_tools import ClientTool, arguments_of
 from aioengine.server.schema import ChatGeneration, Generation, Integer, TextPart, is_given, read_response_format
-from aioengine.server.token_logprobs import PositionWriter, TokenBytes, encode, positions_a_slice
 from aioengine.structured.constraints import Constraint
 from aioengine.tool_calls.calls import ToolCallDelta
 from aioengine.validation import shorten
+
+HOSTED = (
+    "web_search", "file_search", "code_interpreter", "image_generation", "mcp", "local_shell", "shell", "apply_patch",
+    "computer", "tool_search", "programmatic_tool_calling",
+)  # fmt: skip
+"""Types of tools that a server would run; dates and "_preview" may follow."""
+INPUT = "input"
+"""The one argument that a custom tool has as a function."""
+
+
+class ClientTool(NamedTuple):
+    """A tool as its client names it. A custom one has free text for its input."""
+
+    name: str
+    namespace: str | None = None
+    is_custom: bool = False
+
+    @property
+    def function(self) -> str:
+        """The name of its function."""
+        return f"{self.namespace}__{self.name}" if self.namespace else self.name
+
+    def fields(self, arguments: str) -> dict[str, str]:
+        """The fields of a call's item beside its ids and its status."""
+        names = {"name": self.name, **({"namespace": self.namespace} if self.namespace else {})}
+        return names | ({"input": input_of(arguments)} if self.is_custom else {"arguments": arguments})
+
+
+class ResponseTools(NamedTuple):
+    """A request's tools.
+
+    Attributes:
+        functions: for the model, as the engine takes them; None: there are none.
+        choice: the ``tool_choice``, in the names of these.
+        by_function: each tool by the name of its function.
+    """
+
+    functions: list[dict[str, Any]] | None = None
+    choice: Any = None
+    by_function: dict[str, ClientTool] = {}  # noqa: RUF012  # never written to
+
+
+def read_response_tools(tools: list[Any] | None, choice: Any, leave_out: Callable[[str], None]) -> ResponseTools:
+    """The tools of a request.
+
+    Args:
+        leave_out: called with the type of each tool that is left out.
+    Raises:
+        ApiError: a namespace holds no list of tools.
+    """
+    if tools is None:
+        return ResponseTools(None, _own_choice(choice))
+    functions: list[Any] = []
+    known: dict[str, ClientTool] = {}
+
+    def add(tool: Any, namespace: str | None) -> None:
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        hosted = next((name for name in HOSTED if isinstance(kind, str) and kind.startswith(name)), None)
+        if hosted is not None:
+            leave_out(hosted)
+        elif kind == "namespace" and namespace is None:
+            if not isinstance(tool.get("name"), str) or not isinstance(tool.get("tools"), list):
+                raise invalid_value("tools", "tools has a namespace without a name or a list of tools")
+            for inner in tool["tools"]:
+                add(inner, tool["name"])
+        elif kind in ("function", "custom") and isinstance(tool.get("name"), str) and "custom" not in tool:
+            named = ClientTool(tool["name"], namespace, kind == "custom")
+            known[named.function] = named
+            functions.append(_of_custom(tool, named) if named.is_custom else {**tool, "name": named.function})
+        else:  # the engine refuses it, with a reason
+            functions.append(tool)
+
+    for tool in tools:
+        add(tool, None)
+    return ResponseTools(functions, _own_choice(choice), known)
+
+
+def _of_custom(tool: dict[str, Any], named: ClientTool) -> dict[str, Any]:
+    """A custom tool as a function; the grammar of its input goes into the description, and constrains nothing."""
+    said = [tool.get("description")]
+    form = tool.get("format")
+    if isinstance(form, dict) and form.get("type") == "grammar":
+        said.append(f"The input follows this {form.get('syntax')} grammar:\n{form.get('definition')}")
+    about = {"type": "string", "description": "The tool's whole input, as plain text"}
+    schema = {"type": "object", "properties": {INPUT: about}, "required": [INPUT], "additionalProperties": False}
+    description = "\n\n".join(text for text in said if isinstance(text, str))
+    return {"type": "function", "name": named.function, "description": description, "parameters": schema}
+
+
+def _own_choice(choice: Any) -> Any:
+    """A ``tool_choice`` that names tools, in the names of their functions."""
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") == "allowed_tools" and isinstance(tools := choice.get("tools"), list):
+        kept = [tool for tool in tools if not isinstance(tool, dict) or tool.get("type") in ("function", "custom")]
+        return {**choice, "tools": [_own_choice(tool) for tool in kept]}
+    if choice.get("type") in ("function", "custom") and isinstance(choice.get("name"), str):
+        return {"type": "function", "name": ClientTool(choice["name"], choice.get("namespace")).function}
+    return choice
+
+
+def arguments_of(text: str) -> str:
+    """A custom tool's input as its function's arguments."""
+    return msgspec.json.encode({INPUT: text}).decode()
+
+
+def input_of(arguments: str) -> str:
+    """The text that `arguments_of` was given; other arguments are returned as they are."""
+    try:
+        given = msgspec.json.decode(arguments, type=dict[str, Any])
+    except msgspec.DecodeError:
+        return arguments
+    return given[INPUT] if isinstance(given.get(INPUT), str) else arguments
+
 
 MAX_METADATA = 16
 LOGPROBS = "message.output_text.logprobs"
@@ -204,7 +326,7 @@ async def read_input(
     chat, tools = ChatBuilder(), list[msgspec.Raw]()
     for place, item in enumerate(read_items(request.input, InputItem, "input", max_items)):
         if item.type == "item_reference":
-            item = find_item(_needed(f"input[{place}]", "id", item.id))
+            item = find_item(_needed(f"input[{place}].id", item.id))
         if item.type == "additional_tools":
             tools.append(item.tools)
         else:
@@ -214,14 +336,11 @@ async def read_input(
     return chat.messages
 
 
-ROLES = ("user", "system", "developer", "assistant")
-
-
 def _add_item(chat: ChatBuilder, place: str, item: InputItem) -> None:
     kind = item.type or "message"
     if kind == "message":
-        role = _needed(place, "role", item.role)
-        if role not in ROLES:
+        role = _needed(f"{place}.role", item.role)
+        if role not in ("user", "system", "developer", "assistant"):
             raise invalid_value("input", f"{place}.role: user, assistant, system or developer is needed")
         text = _text_of(f"{place}.content", item.content)
         if role == "assistant":
@@ -232,30 +351,28 @@ def _add_item(chat: ChatBuilder, place: str, item: InputItem) -> None:
         if text := _text_of(f"{place}.content", item.content or item.summary or ""):
             chat.add_reasoning(text)
     elif kind in ("function_call", "custom_tool_call"):
-        call_id, tool = _needed(place, "call_id", item.call_id), ClientTool(_needed(place, "name", item.name))
+        call_id, tool = _needed(f"{place}.call_id", item.call_id), ClientTool(_needed(f"{place}.name", item.name))
         if kind == "function_call":
-            arguments = _needed(place, "arguments", item.arguments)
+            arguments = _needed(f"{place}.arguments", item.arguments)
         else:
-            arguments = arguments_of(_needed(place, "input", item.input))
+            arguments = arguments_of(_needed(f"{place}.input", item.input))
         chat.add_call(call_id, tool._replace(namespace=item.namespace).function, arguments)
     elif kind in ("function_call_output", "custom_tool_call_output"):
-        chat.add_result(_needed(place, "call_id", item.call_id), _text_of(f"{place}.output", item.output))
+        chat.add_result(_needed(f"{place}.call_id", item.call_id), _text_of(f"{place}.output", item.output))
     else:
         raise unsupported(
             "input", f"has an item of type {shorten(kind)} ({place}); messages, reasoning and function calls are taken"
         )
 
 
-def _needed(place: str, name: str, value: str | None) -> str:
+def _needed(place: str, value: str | None) -> str:
     if value is None:
-        raise invalid_value("input", f"{place}.{name} is missing")
+        raise invalid_value("input", f"{place} is missing")
     return value
 
 
 def _text_of(place: str, content: Content | None) -> str:
-    if content is None:
-        raise invalid_value("input", f"{place} is missing")
-    return joined_texts(place, content)
+    return joined_texts(place, _needed(place, content) if content is None else content)
 
 
 def with_instructions(request: ResponseRequest, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -331,7 +448,7 @@ class ResponseAnswer(PartsAnswer):
         self._writer = PositionWriter(token_bytes, top_logprobs or 0)
         self._positions: list[bytes] = []
         """All log-probabilities so far."""
-        self._num_told = 0
+        self._num_sent = 0
         """Number of them that were in events; the text of the other tokens is held back, or not the message's."""
 
     # Whole
@@ -358,24 +475,19 @@ class ResponseAnswer(PartsAnswer):
         }
 
     def _body(self, status: str, reason: FinishReason | None, usage: Usage | None, error: Any = None) -> bytes:
-        """The response with the items that have ended."""
-        told = {
+        """The response with the items that have ended; the first message has the log-probabilities of all tokens."""
+        items, positions = [], self._positions
+        for item, item_status, text in self._done:
+            items.append(self._encoded(item, item_status, text, positions))
+            positions = [] if item.part == "text" else positions
+        fields = {
             "status": status,
             "completed_at": int(time.time()) if status == "completed" else None,
             "error": error,
             "incomplete_details": {"reason": "max_output_tokens"} if reason == "length" else None,
             "usage": usage,
         }
-        return b'%b,"output":[%b],%b' % (self._head, b",".join(self._items()), line_of(told)[1:])
-
-    def _item(self, part: Part, number: int, call: ToolCallDelta | None) -> _OutputItem:
-        """An item; ``call`` if its part is one."""
-        prefix = {"text": "msg", "reasoning": "rs"}.get(str(part), "fc")
-        item_id = f"{prefix}_{self._suffix}{number:02x}"
-        if call is None:
-            return _OutputItem(part, number, item_id, None, "")
-        name = call.name or ""
-        return _OutputItem(part, number, item_id, self._tools.get(name) or ClientTool(name), call.id or "")
+        return b'%b,"output":[%b],%b' % (self._head, b",".join(items), line_of(fields)[1:])
 
     def _encoded(
         self, item: _OutputItem, status: str, text: str, positions: Sequence[bytes] = (), *, is_begun: bool = True
@@ -399,8 +511,8 @@ class ResponseAnswer(PartsAnswer):
     # As events
 
     def opening(self, outputs: Sequence[RequestOutput], usage: Usage | None, prompt_ids: Sequence[bytes]) -> bytes:
-        told = b'"response":%b' % self._body("in_progress", None, None)
-        return self._event(b"response.created", told) + self._event(b"response.in_progress", told)
+        response = b'"response":%b' % self._body("in_progress", None, None)
+        return self._event(b"response.created", response) + self._event(b"response.in_progress", response)
 
     def event(self, choice: int, delta: CompletionDelta, usage: Usage | None = None) -> bytes:
         if delta.logprobs:
@@ -418,7 +530,7 @@ class ResponseAnswer(PartsAnswer):
         is_done = choice.finish_reason == "stop"
         if self._open is not None and self._open.tool is not None:
             is_done = any(call.id == self._open.call_id for call in choice.tool_calls)
-        elif self._num_told < len(self._positions) and self._open is not None and self._open.part == "text":
+        elif self._num_sent < len(self._positions) and self._open is not None and self._open.part == "text":
             events += self._delta("")
         return events + self._close("completed" if is_done else "incomplete")
 
@@ -436,8 +548,7 @@ class ResponseAnswer(PartsAnswer):
 
     def failing(self, error: ApiError) -> bytes:
         code = "invalid_prompt" if error.status < 500 else "server_error"
-        told = {"code": code, "message": error.message}
-        body = self._body("failed", "error", None, told)
+        body = self._body("failed", "error", None, {"code": code, "message": error.message})
         self._keep(body, None)
         return self._end("failed", body)
 
@@ -447,12 +558,16 @@ class ResponseAnswer(PartsAnswer):
         return b'event: %b\ndata: {"type":"%b","sequence_number":%d,%b}\n\n' % (kind, kind, number, fields)
 
     def _begin(self, part: Part, call: ToolCallDelta | None) -> bytes:
-        item = self._open = self._item(part, len(self._done), call)
+        number = len(self._done)
+        item_id = f"{ID_PREFIXES.get(part, 'fc')}_{self._suffix}{number:02x}"
+        name = "" if call is None else call.name or ""
+        tool = None if call is None else self._tools.get(name) or ClientTool(name)
+        item = self._open = _OutputItem(part, number, item_id, tool, "" if call is None else call.id or "")
         self._texts = []
         kind = b"response.%b.delta" % PART_TYPES.get(part, b"function_call_arguments")
         self._delta_head = b'event: %b\ndata: {"type":"%b",%b,"sequence_number":' % (kind, kind, item.place)
-        told = self._encoded(item, "in_progress", "", is_begun=False)
-        added = self._event(b"response.output_item.added", b'"output_index":%d,"item":%b' % (item.number, told))
+        begun = self._encoded(item, "in_progress", "", is_begun=False)
+        added = self._event(b"response.output_item.added", b'"output_index":%d,"item":%b' % (item.number, begun))
         if item.tool is not None:
             return added
         content = b'%b,"part":%b' % (item.place, part_of(part, b'""'))
@@ -468,8 +583,8 @@ class ResponseAnswer(PartsAnswer):
         self._num_events += 1
         logprobs = b""
         if item.part == "text":
-            logprobs = b',"logprobs":[%b]' % b",".join(self._positions[self._num_told :])
-            self._num_told = len(self._positions)
+            logprobs = b',"logprobs":[%b]' % b",".join(self._positions[self._num_sent :])
+            self._num_sent = len(self._positions)
         return b'%b%d,"delta":%b%b}\n\n' % (self._delta_head, number, line_of(text), logprobs)
 
     def _close(self, status: str | None = None) -> bytes:
@@ -484,7 +599,14 @@ class ResponseAnswer(PartsAnswer):
         said = "".join(self._texts)
         if item.tool is not None:
             status = status or ("completed" if _is_whole(said) else "incomplete")
-            done = self._call_done(item.tool, item.place, said)
+            fields = item.tool.fields(said)
+            if item.tool.is_custom:
+                kind, text = b"response.custom_tool_call_input.", line_of(fields["input"])
+                done = self._event(kind + b"delta", b'%b,"delta":%b' % (item.place, text))
+                done += self._event(kind + b"done", b'%b,"input":%b' % (item.place, text))
+            else:
+                kind = b"response.function_call_arguments.done"
+                done = self._event(kind, b"%b,%b" % (item.place, line_of(fields)[1:-1]))
         else:
             kind, text = PART_TYPES[item.part], line_of(said)
             logprobs = b',"logprobs":[]' if item.part == "text" else b""
@@ -494,28 +616,11 @@ class ResponseAnswer(PartsAnswer):
         status = status or "completed"
         self._done.append((item, status, said))
         # Log-probabilities, of which there may be megabytes, are sent only twice: in deltas, and at the response's end.
-        told = b'"output_index":%d,"item":%b' % (item.number, self._encoded(item, status, said))
-        return done + self._event(b"response.output_item.done", told)
-
-    def _call_done(self, tool: ClientTool, place: bytes, arguments: str) -> bytes:
-        """The events that end a call's arguments."""
-        fields = tool.fields(arguments)
-        if not tool.is_custom:
-            return self._event(b"response.function_call_arguments.done", b"%b,%b" % (place, line_of(fields)[1:-1]))
-        text = line_of(fields["input"])
-        kind = b"response.custom_tool_call_input."
-        delta = self._event(kind + b"delta", b'%b,"delta":%b' % (place, text))
-        return delta + self._event(kind + b"done", b'%b,"input":%b' % (place, text))
-
-    def _items(self) -> list[bytes]:
-        """The ended items as JSON; the first message has the log-probabilities of all tokens."""
-        items, positions = [], self._positions
-        for item, status, text in self._done:
-            items.append(self._encoded(item, status, text, positions))
-            positions = [] if item.part == "text" else positions
-        return items
+        ended = b'"output_index":%d,"item":%b' % (item.number, self._encoded(item, status, said))
+        return done + self._event(b"response.output_item.done", ended)
 
 
+ID_PREFIXES: dict[Part, str] = {"text": "msg", "reasoning": "rs"}
 PART_TYPES: dict[Part, bytes] = {"text": b"output_text", "reasoning": b"reasoning_text"}
 
 
@@ -536,7 +641,6 @@ def _status_of(choice: CompletionOutput) -> str:
 def _is_whole(arguments: str) -> bool:
     """Whether a call's arguments are a JSON object, and so were not cut."""
     try:
-        msgspec.json.decode(arguments, type=dict[str, msgspec.Raw])
+        return isinstance(msgspec.json.decode(arguments, type=dict[str, msgspec.Raw]), dict)
     except msgspec.DecodeError:
         return False
-    return True

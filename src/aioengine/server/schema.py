@@ -131,10 +131,10 @@ class Generation(RowFields, kw_only=True):
                     raise ApiError(400, "invalid_type", f"{name}: expected `int`, got `float`", param=name)
                 setattr(self, name, int(value))
 
-    def has_usage(self, *, unless_said: bool) -> bool:
+    def has_usage(self, *, by_default: bool) -> bool:
         """Whether a stream ends with its usage."""
         asked = self.stream_options.include_usage if self.stream_options is not None else None
-        return unless_said if asked is None else asked
+        return by_default if asked is None else asked
 
     @property
     def has_usage_all_along(self) -> bool:
@@ -184,14 +184,16 @@ class Generation(RowFields, kw_only=True):
     def check(self) -> None:
         """Refuse contradictory fields."""
         if self.stream and self.prompt_logprobs is not None:
-            told = "prompt_logprobs are not in streams: set stream to false, or leave them out"
-            raise invalid_value("prompt_logprobs", told)
+            message = "prompt_logprobs are not in streams: set stream to false, or leave them out"
+            raise invalid_value("prompt_logprobs", message)
         if self.logprob_token_ids is not None and getattr(self, "logprobs", None) in (None, False):
-            told = "logprob_token_ids are among the log-probabilities of chats and completions: ask for logprobs, too"
-            raise invalid_value("logprob_token_ids", told)
+            message = (
+                "logprob_token_ids are among the log-probabilities of chats and completions: ask for logprobs, too"
+            )
+            raise invalid_value("logprob_token_ids", message)
         if self.stream_options is not None and not self.stream:
-            told = "stream_options is for streams: set stream to true, or leave it out"
-            raise invalid_value("stream_options", told)
+            message = "stream_options is for streams: set stream to true, or leave it out"
+            raise invalid_value("stream_options", message)
 
 
 GUIDED = ("json", "regex", "choice", "grammar")
@@ -216,15 +218,15 @@ def read_response_format(given: dict[str, Any] | None) -> Constraint | None:
         if kind == "json_schema" and isinstance(schema, dict) and isinstance(schema.get("schema"), dict):
             wrapped, schema = schema, schema["schema"]  # TGI's value is what OpenAI's json_schema is
         if not isinstance(wrapped, dict) or not isinstance(schema, dict | bool):
-            told = 'response_format needs {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}'
-            raise invalid_value("response_format", told)
+            message = 'response_format needs {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}'
+            raise invalid_value("response_format", message)
         return Json(schema, lenient=wrapped.get("strict") is False)
     if kind == "regex" and isinstance(given.get("value"), str):
         return from_vllm({"regex": given["value"]})
     if kind == "structural_tag":
         return read_structural_tag(given)
-    told = "response_format.type is text, json_object, json_schema, regex with a value, or structural_tag"
-    raise invalid_value("response_format", told)
+    message = "response_format.type is text, json_object, json_schema, regex with a value, or structural_tag"
+    raise invalid_value("response_format", message)
 
 
 SAMPLING_FIELDS = tuple(name for name in Generation.__struct_fields__ if name in SamplingParams.__struct_fields__)
@@ -247,9 +249,6 @@ class CompletionRequest(Generation, kw_only=True):
     echo: bool | None = None
     logprobs: Integer | None = None
 
-    DEFAULT_MAX_TOKENS: ClassVar[int] = 16
-    """The API's default."""
-
     @property
     def is_echo_alone(self) -> bool:
         """Only the prompt is asked for again, for its log-probabilities."""
@@ -258,20 +257,16 @@ class CompletionRequest(Generation, kw_only=True):
     def check(self) -> None:
         super().check()
         if self.max_tokens == 0 and not self.echo:
-            told = "max_tokens=0: at least 1 is needed, or echo, which gives the prompt back"
-            raise invalid_value("max_tokens", told)
+            message = "max_tokens=0: at least 1 is needed, or echo, which gives the prompt back"
+            raise invalid_value("max_tokens", message)
         if self.is_echo_alone and self.logprob_token_ids is not None:
             raise invalid_value("logprob_token_ids", "logprob_token_ids are of output tokens: give max_tokens")
         if self.echo and self.truncate_prompt_tokens is not None:
             raise invalid_value("truncate_prompt_tokens", "echo gives the whole prompt back: give one of the two")
 
-    def options(self) -> dict[str, Any]:
-        """The fields that were given, as options of `Engine.stream`."""
-        return {name: value for name in CALL_FIELDS if (value := getattr(self, name)) is not None}
-
     def sampling(self) -> dict[str, Any]:
         sampling = super().sampling()
-        sampling.setdefault("max_tokens", self.DEFAULT_MAX_TOKENS)
+        sampling.setdefault("max_tokens", 16)  # the API's default
         if self.is_echo_alone:
             sampling["max_tokens"] = 1
         if self.logprobs is not None:
@@ -340,10 +335,6 @@ class ChatRequest(ChatGeneration, kw_only=True):
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
             raise invalid_value("max_tokens", "max_tokens is the old name of max_completion_tokens: give one of them")
-
-    def options(self) -> dict[str, Any]:
-        """The fields that were given, as options of `Engine.stream`."""
-        return {name: value for name in CALL_FIELDS if (value := getattr(self, name)) is not None}
 
     def sampling(self) -> dict[str, Any]:
         sampling = super().sampling()

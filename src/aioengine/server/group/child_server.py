@@ -161,7 +161,7 @@ async def _serve(
                 stop=stop,
                 drain_timeout_s=settings.drain_timeout_s,
                 limits=settings.limits,
-                on_serving=lambda _: channel.send(Serving(api.models.names[0])),
+                on_serving=lambda _: channel.send(Serving(api.model_names[0])),
                 on_drain=on_drain,
             )
         except AioEngineError as error:  # a group of tasks would wrap it

@@ -2,21 +2,185 @@
 
 from __future__ import annotations
 
+import math
 import os
+import socket
 from collections.abc import Callable, Sequence
 
 import anyio
+from anyio import CapacityLimiter
+from anyio.abc import TaskGroup
 from msgspec.structs import replace
 
 from aioengine.cluster.devices import HostSlots
 from aioengine.config import EngineConfig, ProcessOptions
 from aioengine.engine import Engine
-from aioengine.errors import EngineDead
+from aioengine.errors import ConfigError, EngineDead
+from aioengine.processes.child import Child
+from aioengine.processes.turns import sleep_on_time
 from aioengine.server.group.api_servers import ApiServers
-from aioengine.server.group.channel import ServerSettings
-from aioengine.server.group.server_process import Hub, ServerProcess
+from aioengine.server.group.channel import (
+    AbortNamed,
+    Counted,
+    Message,
+    ServerChannel,
+    ServerGroup,
+    ServerSettings,
+    Serving,
+    Sums,
+)
 from aioengine.server.http_listener import HttpListener
 from aioengine.server.http_server import StopRequest
+from aioengine.server.metrics import GroupNumbers, HttpMetrics, ServerNumbers, read_families, read_process
+
+CHILD_MODULE = "aioengine.server.group.child"
+FINAL_MESSAGES_S = 1.0
+"""Longest wait for the final messages of a server that has exited."""
+TERMINATE_S = 1.0
+"""Time to end for a server that is not drained, such as one whose start is given up; then it is killed."""
+STALL_TIMEOUT_S = 30.0
+"""A server that serves sends its numbers every second. One that sends none for so long is stopped or stuck."""
+
+
+class ServerProcess:
+    """An HTTP server in a child process; a `ManagedServer` of `ApiServers`."""
+
+    def __init__(self, settings: ServerSettings, hub: Hub) -> None:
+        self.name = f"HTTP server {settings.index}"
+        self._settings = settings
+        self._hub = hub
+        self._child: Child | None = None
+        self._channel: ServerChannel | None = None
+        self._heard_at = math.inf
+        """Time of its last message; infinite before the first one, which has no deadline."""
+        self._failure: str | None = None
+
+    async def run(self, on_serving: Callable[[], None]) -> None:
+        index = self._settings.index
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                child = self._child = self._start(theirs.fileno())
+            except ConfigError as error:  # no process, or no descriptor, can be had now
+                self._failure = str(error)
+                ours.close()
+                return
+        try:
+            channel = self._channel = self._hub.channels[index] = await ServerChannel.open(ours)
+            channel.send(self._settings)
+            ended = anyio.Event()
+            async with anyio.create_task_group() as tasks:
+
+                async def hear() -> None:
+                    while (message := await channel.receive()) is not None:
+                        self._take(message, on_serving, tasks)
+                    ended.set()
+
+                tasks.start_soon(hear)
+                tasks.start_soon(self._watch, tasks.cancel_scope)
+                await child.wait()
+                with anyio.move_on_after(FINAL_MESSAGES_S):
+                    await ended.wait()
+                tasks.cancel_scope.cancel()
+        finally:
+            if self._channel is not None:
+                self._channel.close()
+            self._hub.channels.pop(index, None)
+            await child.aclose()
+
+    def _start(self, descriptor: int) -> Child:
+        settings = self._settings
+        inherited = {descriptor, settings.log_descriptor, *(each for share in settings.shares for each in share)}
+        return Child(
+            self.name,
+            CHILD_MODULE,
+            str(descriptor),
+            env=settings.environment,
+            visible_devices=settings.visible_devices,
+            pass_fds=inherited,
+            terminate_s=TERMINATE_S,
+            on_exit=lambda: None,
+        )
+
+    def _take(self, message: Message, on_serving: Callable[[], None], tasks: TaskGroup) -> None:
+        self._heard_at = anyio.current_time()
+        if isinstance(message, Serving):
+            self._hub.model_name = message.model
+            on_serving()
+        elif isinstance(message, Counted):
+            self._hub.numbers.note(self._settings.index, message.numbers)
+            if message.wants_sums:
+                tasks.start_soon(self._send_sums)
+        elif isinstance(message, AbortNamed):
+            self._hub.send_to_others(self._settings.index, message)
+
+    async def _send_sums(self) -> None:
+        sums = await self._hub.add_up()
+        if self._channel is not None:
+            self._channel.send(Sums(sums))
+
+    async def _watch(self, scope: anyio.CancelScope) -> None:
+        """Cancel the scope, as a failure, once the server sends no more messages."""
+        while True:
+            is_on_time = await sleep_on_time(STALL_TIMEOUT_S / 4, STALL_TIMEOUT_S / 4, anyio.current_time)
+            if is_on_time and anyio.current_time() - self._heard_at > STALL_TIMEOUT_S:
+                self._failure = f"{self.name} has said nothing for {STALL_TIMEOUT_S:g} s, and was killed"
+                scope.cancel()
+                return
+
+    def describe_exit(self) -> str:
+        if self._failure is None and self._child is not None and self._child.returncode is not None:
+            return self._child.describe_exit()
+        return self._failure or f"{self.name} was not started"
+
+    def terminate(self) -> None:
+        if self._child is not None and self._child.returncode is None:
+            self._child.terminate()
+
+    def send_group(self, group: ServerGroup) -> None:
+        if self._channel is not None:
+            self._channel.send(group)
+
+
+class Hub:
+    """The numbers of all servers, and the channels by which one reaches the others.
+
+    Args:
+        engine: this process's front end, which has the metrics of all steps; None: there is none.
+        group: returns how many servers are to serve, and how many do.
+    Attributes:
+        channels: those to the servers' processes, by index.
+    """
+
+    def __init__(self, engine: Engine | None, group: Callable[[], ServerGroup]) -> None:
+        self.channels: dict[int, ServerChannel] = {}
+        self.numbers = GroupNumbers()
+        self.model_name = ""
+        self._engine = engine
+        self._group = group
+        self._limiter = CapacityLimiter(1)
+
+    def on_exit(self, index: int, is_again: bool) -> None:
+        """Keep the numbers of a server that has exited; ``is_again``: it is restarted."""
+        self.numbers.end(index)
+        self.numbers.num_restarts += is_again
+
+    def send_to_others(self, index: int, message: Message) -> None:
+        """Send a message to all servers but this one."""
+        for other, channel in self.channels.items():
+            if other != index:
+                channel.send(message)
+
+    async def add_up(self) -> ServerNumbers:
+        """The numbers of all servers, with the engine's and this process's."""
+        process = await anyio.to_thread.run_sync(read_process, limiter=self._limiter)
+        engine = []
+        if self._engine is not None:
+            families = read_families(self._engine, HttpMetrics(), self.model_name)
+            engine = [each for each in families if each.is_of_engine]
+        group = self._group()
+        return self.numbers.total([*engine, *process], num_servers=group.num_servers, num_serving=group.num_serving)
+
 
 HEALTH_EVERY_S = 1.0
 """How often the process looks at its engine's health, as a server does."""

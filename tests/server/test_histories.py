@@ -7,44 +7,11 @@ import json
 import msgspec
 
 from aioengine.server.anthropic_messages import MessageRequest, read_chat
-from aioengine.server.chat_builder import ChatBuilder
 from aioengine.server.decoding import read_messages
 from aioengine.server.responses import ResponseRequest, read_input
 from aioengine.text.chat_input import check_messages
 from aioengine.text.chat_template import render_template
 from aioengine.text.template_limits import TemplateLimits
-
-
-def test_what_the_assistant_says_in_one_go_is_one_message() -> None:
-    chat = ChatBuilder()
-    chat.add_message("system", "a")
-    chat.add_message("system", "b")
-    chat.add_message("user", "c")
-    chat.add_message("user", "d")
-    chat.add_reasoning("e")
-    chat.add_answer("f")
-    chat.add_call("1", "g", "{}")
-    chat.add_call("2", "h", "{}")
-    chat.add_result("1", "i")
-    chat.add_answer("j")
-    chat.add_answer("k")
-    chat.add_reasoning("l")
-    chat.add_call("3", "m", "{}")
-    chat.add_answer("n")
-    functions = [{"id": str(n), "type": "function", "function": {"name": name, "arguments": "{}"}}
-                 for n, name in ((1, "g"), (2, "h"), (3, "m"))]  # fmt: skip
-    assert chat.messages == [
-        {"role": "system", "content": "a\n\nb"},
-        {"role": "user", "content": "c"},
-        {"role": "user", "content": "d"},
-        {"role": "assistant", "content": "f", "reasoning_content": "e", "tool_calls": functions[:2]},
-        {"role": "tool", "tool_call_id": "1", "content": "i"},
-        {"role": "assistant", "content": "j"},
-        {"role": "assistant", "content": "k"},
-        {"role": "assistant", "content": "", "reasoning_content": "l", "tool_calls": functions[2:]},
-        {"role": "assistant", "content": "n"},
-    ]
-
 
 HARMONY = (  # as the template of gpt-oss takes messages
     "{% for m in messages %}[{{ m.role }}]{% if m.tool_calls %}"
