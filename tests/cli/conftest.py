@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from aioengine.cli import main
+from aioengine.processes.own_process import COMPILER_OUTLIVES
 
 COMMAND = [sys.executable, "-m", "aioengine"]
 DEADLINE_S = 90
@@ -48,6 +49,7 @@ def call_main(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
     def call(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["aioengine", *arguments])
         monkeypatch.setenv("GOMP_SPINCOUNT", "10000")  # set already, and so left alone
+        monkeypatch.setenv(COMPILER_OUTLIVES, "")
         with pytest.raises(SystemExit) as ended:
             main()
         assert isinstance(ended.value.code, int)

@@ -21,7 +21,7 @@ from aioengine.cli.generate import generate
 from aioengine.cli.info import info
 from aioengine.cli.serve import serve_command
 from aioengine.errors import AioEngineError
-from aioengine.processes.own_process import limit_spinning, open_standard_files
+from aioengine.processes.own_process import COMPILER_OUTLIVES, limit_spinning, open_standard_files
 from aioengine.validation import OTHER_NAMES
 from aioengine.vllm_names import NEUTRAL_CONFIG
 
@@ -43,6 +43,7 @@ def run_command_line() -> None:
     """
     open_standard_files()
     limit_spinning()
+    os.environ.setdefault(COMPILER_OUTLIVES, "1")
     try:
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, signal.default_int_handler)

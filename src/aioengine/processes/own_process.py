@@ -23,6 +23,10 @@ one stream of a 0.6B model is a tenth slower on an idle machine (benchmarks/READ
 OPENMP_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 """How threads of torch's OpenMP runtime, libgomp on Linux, wait for each other; read when torch is imported."""
 
+COMPILER_OUTLIVES = "AIOENGINE_COMPILER_OUTLIVES"
+"""Set in the environment, as commands do, many of which end before the kernels are there: the compiler of native
+kernels goes on when the program that started it and its children end, within its bounds."""
+
 
 def open_standard_files() -> None:
     """Have stdin, stdout and stderr lead nowhere where the process was given none: the next files that are opened

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import os
+import re
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +18,7 @@ from aioengine.executor.host import HostAccelerator, use_torch_threads
 from aioengine.kernels.native import compilation as kept
 from aioengine.kernels.native.compilation import Compilation
 from aioengine.kernels.native.library import PACKAGE, find_library, library_path, read_part
+from aioengine.processes.own_process import COMPILER_OUTLIVES
 from doubles.held_compiler import HeldCompiler
 
 
@@ -192,3 +196,77 @@ def test_torch_leaves_the_compiler_a_core_once_it_has_begun(monkeypatch: pytest.
 
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(counts).result() == [2, 2, 1, 2]
+
+
+def test_a_commands_compiler_goes_on_when_it_ends_and_the_next_one_starts_no_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    code = read_part("common")
+    assert code is not None
+    (tmp_path / "code").write_bytes(code)
+    os.mkfifo(tmp_path / "pipe")
+    compiling = f"pipe = open({str(tmp_path / 'pipe')!r}, 'w')\n{_bringing(tmp_path / 'code')}{kept._COMPILE}"
+    program = f"""
+from aioengine.kernels.native import compilation
+compilation._COMPILE = {compiling!r}
+compilation.Compilation(["common"])
+"""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(COMPILER_OUTLIVES, "1")
+
+    def run_command() -> None:
+        """And wait for the end of its compiler."""
+        with ThreadPoolExecutor(1) as pool:
+            ended = pool.submit((tmp_path / "pipe").read_text)
+            subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+            ended.result(60)
+
+    path = library_path("common")
+    path.parent.mkdir()
+    with path.with_name("compiler.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as the compiler of another command
+        run_command()
+        assert not path.exists()
+    run_command()
+    assert read_part("common") == code
+
+
+def test_a_command_waits_for_the_compiler_of_another_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    code = read_part("common")
+    assert code is not None
+    (tmp_path / "code").write_bytes(code)
+    monkeypatch.setattr(kept, "_COMPILE", _bringing(tmp_path / "code") + kept._COMPILE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(COMPILER_OUTLIVES, "1")
+    library_path("common").parent.mkdir()
+    with library_path("common").with_name("compiler.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        compilation = Compilation(["common"])
+        assert "about 6 s, as an earlier command's compiler still does; until" in caplog.records[0].message
+        assert compilation.poll() is None
+    library = compilation.wait()
+    assert library is not None
+    assert library.address("put_spans")
+
+
+@pytest.mark.parametrize(
+    ("cache", "told"),
+    [
+        ("", "once, also after this command ends; until"),
+        ("/file", r"for this command alone, .* kept \(.*Not a directory"),
+    ],
+)
+def test_a_command_says_how_long_its_kernels_are_for(
+    cache: str, told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(kept, "_COMPILE", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}{cache}")
+    monkeypatch.setenv(COMPILER_OUTLIVES, "1")
+    compilation = Compilation(["common"])
+    assert compilation._child is not None
+    compilation._child.wait()  # or it would stay as a zombie of this process
+    compilation.close()
+    assert re.search(told, caplog.records[0].message)
