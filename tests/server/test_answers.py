@@ -18,6 +18,7 @@ from server.conftest import ADAPTERS, Adapter, events_of, openai_client, plain_c
 from aioengine import Engine
 from aioengine.outputs import CompletionDelta, CompletionOutput, FinishReason, Logprob, RequestOutput, TokenLogprobs
 from aioengine.server.answers import ChatAnswer, CompletionAnswer, Extras, usage_of
+from aioengine.server.text_place import TextPlace
 from aioengine.testing import FakeExecutor
 
 HEAD: dict[str, object] = {"id": "cmpl-1", "created": 1_700_000_000, "model": 'a "model"\n'}
@@ -225,7 +226,6 @@ def test_a_completions_events_add_up_to_its_answer(run: Run, top: int | None, ha
             told = [item for part in parts if part["logprobs"] for item in part["logprobs"][column]]
             assert told == choice["logprobs"][column]
         check_columns(choice["logprobs"])
-        assert (choice["logprobs"]["text_offset"] or [0])[0] == 0
 
 
 def check_columns(logprobs: Any) -> None:
@@ -236,6 +236,97 @@ def check_columns(logprobs: Any) -> None:
         if score is not None:
             assert -9999.0 <= score <= 0.0
             assert top[token] == score
+
+
+BOS, EOS = 0, 1
+
+
+@st.composite
+def cut_texts(draw: st.DrawFn) -> tuple[str, list[bytes]]:
+    """A text, and its UTF-8 cut anywhere: most tokens hold whole characters, some begin or end within one."""
+    text = draw(st.text(st.sampled_from("ab ,é日😊"), max_size=8))
+    data = text.encode()
+    cuts = sorted(draw(st.sets(st.integers(0, len(data)))))
+    return text, [data[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(data)], strict=True) if begin < end]
+
+
+@unhurried
+@given(cut_texts(), cut_texts(), st.booleans(), st.booleans())
+def test_text_offsets_are_where_tokens_begin_in_the_text(
+    prompt: tuple[str, list[bytes]], said: tuple[str, list[bytes]], echo: bool, skips_special: bool
+) -> None:
+    """In characters of the choice's text; a token that goes on with a character has the place of that."""
+    vocabulary = [b"<s>", b"</s>", *prompt[1], *said[1]]
+
+    def bytes_of(token_ids: list[int], *, is_start: bool, skip_special_tokens: bool) -> list[bytes]:
+        return [b"" if skip_special_tokens and i in (BOS, EOS) else vocabulary[i] for i in token_ids]
+
+    prompt_ids = [BOS, *range(2, 2 + len(prompt[1]))]
+    ids = [EOS, *range(2 + len(prompt[1]), len(vocabulary)), EOS]
+    text = said[0] if skips_special else f"</s>{said[0]}</s>"
+    entries = [Logprob(-1.0, 1, piece.decode(errors="replace")) for piece in vocabulary]
+    lines: list[TokenLogprobs] = [{i: entries[i]} for i in ids]
+    choice = CompletionOutput(index=0, text=text, token_ids=ids, logprobs=lines, finish_reason="stop")
+    output = RequestOutput(
+        request_id="1",
+        prompt=prompt[0],
+        prompt_token_ids=prompt_ids,
+        outputs=[choice],
+        finished=True,
+        prompt_logprobs=[None, *({i: entries[i]} for i in prompt_ids[1:])],
+    )
+
+    def answer() -> CompletionAnswer:
+        texts = [prompt[0]] if echo else []
+        options: dict[str, Any] = {"num_choices": 1, "prompt_texts": texts, "skips_special": skips_special}
+        return CompletionAnswer(HEAD, bytes_of, Extras(top_logprobs=0), **options)
+
+    def places(begin: int, pieces: list[bytes]) -> list[int]:
+        """By the text alone: so many whole characters are before each piece."""
+        return [begin + len(b"".join(pieces[:end]).decode(errors="ignore")) for end in range(len(pieces))]
+
+    special = 0 if skips_special else len("</s>")
+    begin = len(prompt[0]) if echo else 0
+    expected = [begin, *places(begin + special, said[1]), begin + special + len(said[0])]
+    if echo:
+        expected = [0, *places(0, prompt[1]), *expected]
+    whole = json.loads(asyncio.run(answer().whole([output])))["choices"][0]
+    assert whole["text"] == (prompt[0] if echo else "") + text
+    assert whole["logprobs"]["text_offset"] == expected
+    deltas = [
+        (0, CompletionDelta(index=0, text="", token_ids=[i], logprobs=[line]))
+        for i, line in zip(ids, lines, strict=True)
+    ]
+    deltas.append((0, CompletionDelta(index=0, text=text, token_ids=[], logprobs=[], finish_reason="stop")))
+    events = streamed(answer(), Run([prompt[0]], [output], deltas, 1))
+    told = [event["choices"][0]["logprobs"]["text_offset"] for event in events]
+    assert [offset for part in told for offset in part] == expected
+
+
+def test_half_a_character_is_one_of_the_text_where_nothing_completes_it() -> None:
+    pieces = [b"a", b"\xf0\x9f", b"b", b"\xe6", b"\xe6\x97\xa5", b"c"]
+    place = TextPlace(lambda ids, **_: [pieces[i] for i in ids])
+    text = b"".join(pieces).decode(errors="replace")
+    offsets = [place.move(i, "") for i in range(len(pieces))]
+    assert offsets == [0, 1, 2, 3, 4, 5]
+    assert [text[at] for at in offsets] == ["a", "\ufffd", "b", "\ufffd", "日", "c"]
+
+
+def test_a_prompt_has_no_space_before_it_and_its_special_tokens_once() -> None:
+    """As of sentencepiece: words have the space before them, which is not shown; a BOS is added to one in the text."""
+    pieces = [b"<s>", b" Hi", b" you", b",", b" "]
+
+    def bytes_of(ids: list[int], *, skip_special_tokens: bool, **_: Any) -> list[bytes]:
+        return [b"" if skip_special_tokens and i == 0 else pieces[i] for i in ids]
+
+    for prompt, ids, expected in (
+        ("Hi you,", [0, 1, 2, 3], [0, 0, 3, 6]),
+        ("<s>Hi you", [0, 0, 1, 2], [0, 3, 3, 6]),
+        ("Hi  you", [0, 1, 4, 2], [0, 0, 2, 4]),
+    ):
+        place = TextPlace(bytes_of, prompt)
+        shown = ["<s>", "Hi", "you", ",", ""]
+        assert [place.move(i, shown[i]) for i in ids] == expected
 
 
 # Any text at all, over a socket

@@ -20,6 +20,7 @@ import aioengine
 from aioengine.outputs import CompletionDelta, CompletionOutput, FinishReason, Logprob, RequestOutput, TokenLogprobs
 from aioengine.server.decoding import IDS_A_TURN
 from aioengine.server.errors import ApiError
+from aioengine.server.text_place import TextPlace
 from aioengine.tool_calls.calls import ToolCallDelta
 
 encode = msgspec.json.Encoder().encode
@@ -69,14 +70,13 @@ def positions_a_slice(top_logprobs: int | None) -> int:
 class Columns:
     """Tokens with their log-probabilities in the completions' layout, as JSON: four lists of the same length.
 
-    Attributes:
-        offset: where the next token begins, in characters: behind the texts of all tokens before it, as in vLLM.
     Args:
+        place: the first token's.
         num_top: likeliest tokens to report. is_by_ids: tokens are named by their ids.
     """
 
-    def __init__(self, offset: int, num_top: int, *, is_by_ids: bool) -> None:
-        self.offset = offset
+    def __init__(self, place: TextPlace, num_top: int, *, is_by_ids: bool) -> None:
+        self.place = place
         self._num_top = num_top
         self._is_by_ids = is_by_ids
         self._rows: list[tuple[bytes, bytes, bytes, bytes]] = []
@@ -88,16 +88,15 @@ class Columns:
             name = _name_of(token_id, entry, is_by_ids=self._is_by_ids)
             top.setdefault(name, _finite(entry.logprob))  # several half characters have the same text
         sampled_id, sampled = next(iter(position.items()))
-        name = _name_of(sampled_id, sampled, is_by_ids=self._is_by_ids)
-        self._add_row(name, sampled.decoded_token or "", _finite(sampled.logprob), top)
+        self.add_token(sampled_id, sampled.decoded_token or "", _finite(sampled.logprob), top)
 
-    def add_first(self, token_id: int, text: str) -> None:
-        """Add the first token of a prompt, which follows nothing."""
-        self._add_row(f"token_id:{token_id}" if self._is_by_ids else text, text, None, None)
-
-    def _add_row(self, name: str, text: str, logprob: float | None, top: dict[str, float] | None) -> None:
-        self._rows.append((encode(name), encode(logprob), encode(top), b"%d" % self.offset))
-        self.offset += len(text)
+    def add_token(
+        self, token_id: int, text: str, logprob: float | None = None, top: dict[str, float] | None = None
+    ) -> None:
+        """Add a token with its columns; the first token of a prompt follows nothing, and has no log-probability."""
+        name = f"token_id:{token_id}" if self._is_by_ids else text
+        offset = self.place.move(token_id, text)
+        self._rows.append((encode(name), encode(logprob), encode(top), b"%d" % offset))
 
     def encode(self) -> bytes:
         columns = [b",".join(column) for column in zip(*self._rows, strict=True)] or [b""] * 4
@@ -508,6 +507,7 @@ class CompletionAnswer(ChoicesAnswer):
         num_choices: choices of each prompt.
         prompt_texts: the texts that each prompt's choices begin with; empty without an echo.
         is_echo_alone: choices have only their prompt.
+        skips_special: the choices' texts are without special tokens.
     """
 
     WHOLE = PART = "text_completion"
@@ -523,13 +523,15 @@ class CompletionAnswer(ChoicesAnswer):
         num_choices: int,
         prompt_texts: Sequence[str] = (),
         is_echo_alone: bool = False,
+        skips_special: bool = True,
     ) -> None:
         super().__init__(head, token_bytes, extras)
         self._num_choices = num_choices
         self._prompt_texts = prompt_texts
         self.has_echo = bool(prompt_texts)
         self.is_echo_alone = is_echo_alone
-        self._offsets: dict[int, int] = {}
+        self._skips_special = skips_special
+        self._places: dict[int, TextPlace] = {}
         """Where each choice's next token begins in its text."""
 
     async def _choice(self, number: int, output: RequestOutput, choice: CompletionOutput) -> bytes:
@@ -537,10 +539,10 @@ class CompletionAnswer(ChoicesAnswer):
             choice = _without_tokens(choice)
         prompt = self._prompt_texts[number // self._num_choices] if self.has_echo else ""
         text = prompt + choice.text
-        columns = self._columns(0)
+        columns = self._columns(TextPlace(self._token_bytes, prompt))
         if self.has_echo:
             await self._add_prompt(columns, output)
-        columns.offset = len(prompt)
+        columns.place = self._place_behind(prompt)
         await self._in_turns(choice.logprobs or (), columns.add)
         logprobs = b"null" if self._top_logprobs is None else columns.encode()
         ending = _ending(choice.finish_reason, choice.stop_reason) + (self._ids_of(choice) or b',"token_ids":null')
@@ -553,14 +555,18 @@ class CompletionAnswer(ChoicesAnswer):
         events = [self._event(place, content + prompt_ids[place // self._num_choices], usage) for place in places]
         return b"".join(events)
 
-    def _columns(self, offset: int) -> Columns:
-        return Columns(offset, self._extras.max_rank, is_by_ids=self._extras.is_by_ids)
+    def _columns(self, place: TextPlace) -> Columns:
+        return Columns(place, self._extras.max_rank, is_by_ids=self._extras.is_by_ids)
+
+    def _place_behind(self, prompt: str) -> TextPlace:
+        """Where a choice's own tokens begin."""
+        return TextPlace(self._token_bytes, offset=len(prompt), skips_special=self._skips_special)
 
     async def echo(self, choice: int, output: RequestOutput, usage: Usage | None) -> bytes:
         prompt = self._prompt_texts[choice // self._num_choices]
-        columns = self._columns(0)
+        columns = self._columns(TextPlace(self._token_bytes, prompt))
         await self._add_prompt(columns, output)
-        self._offsets[choice] = len(prompt)
+        self._places[choice] = self._place_behind(prompt)
         logprobs = b"null" if self._top_logprobs is None else columns.encode()
         content = b'"text":%b,"logprobs":%b,"finish_reason":null' % (encode(prompt), logprobs)
         return self._event(choice, content, usage)
@@ -573,10 +579,11 @@ class CompletionAnswer(ChoicesAnswer):
         return super().event(choice, _without_tokens(delta), usage)
 
     def _logprobs(self, choice: int, positions: Sequence[TokenLogprobs]) -> bytes:
-        columns = self._columns(self._offsets.get(choice, 0))
+        if choice not in self._places:
+            self._places[choice] = self._place_behind("")
+        columns = self._columns(self._places[choice])
         for position in positions:
             columns.add(position)
-        self._offsets[choice] = columns.offset
         return columns.encode()
 
     async def _add_prompt(self, columns: Columns, output: RequestOutput) -> None:
@@ -584,7 +591,7 @@ class CompletionAnswer(ChoicesAnswer):
             return
         first_id = output.prompt_token_ids[0]
         (first,) = self._token_bytes([first_id], is_start=True, skip_special_tokens=False)
-        columns.add_first(first_id, first.decode(errors="replace"))
+        columns.add_token(first_id, first.decode(errors="replace"))
         await self._in_turns([position for position in output.prompt_logprobs if position is not None], columns.add)
 
 

@@ -342,6 +342,7 @@ class GenerationCall:
             num_choices=streams[0].params.n,
             prompt_texts=texts,
             is_echo_alone=request.is_echo_alone,
+            skips_special=streams[0].params.skip_special_tokens,
         )
         return await self._answer(request, streams, answer)
 
