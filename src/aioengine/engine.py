@@ -34,7 +34,7 @@ from aioengine.frontend.clients import CLIENT_MAKERS
 from aioengine.frontend.output_type import OutputType, retold
 from aioengine.frontend.prompt import ChatMessage, Prompt, PromptDict
 from aioengine.frontend.runtime import Runtime
-from aioengine.frontend.stream import NotCopied, Stream
+from aioengine.frontend.stream import NotCopied, Stream, await_only
 from aioengine.outputs import RequestOutput, T, TypeForm
 from aioengine.outputs.metrics import EngineMetrics, EngineStats, Observer
 from aioengine.processes.turns import running_loop
@@ -204,6 +204,7 @@ class Engine(NotCopied, NotYet):
             await self._runtime.aclose(drain=drain)
 
     @lists_keywords(CallKeywords)
+    @await_only
     async def generate(
         self,
         prompt: Prompt | PromptDict,

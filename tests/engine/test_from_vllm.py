@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
+import anyio
 import pytest
 from openai.types.chat import ChatCompletionMessage
 
@@ -21,6 +24,77 @@ BOTH_LOOPS = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
 
 def ids_of(output: RequestOutput) -> list[int]:
     return output.outputs[0].token_ids
+
+
+# One output, or a stream
+
+
+@BOTH_LOOPS
+async def test_async_for_over_generate_names_stream(serve: Any) -> None:
+    async with serve() as served:
+        with pytest.raises(TypeError, match=r"async with engine\.stream\(\.\.\.\) as stream"):
+            [output async for output in served.engine.generate(IDS, PARAMS, "request-1")]
+        gc.collect()  # a coroutine that was never awaited would be an error
+        served.assert_nothing_is_held()
+
+
+async def in_a_task(work: Coroutine[Any, Any, RequestOutput]) -> RequestOutput:
+    return await asyncio.create_task(work)  # noqa: TID251
+
+
+async def in_gather(work: Coroutine[Any, Any, RequestOutput]) -> RequestOutput:
+    (output,) = await asyncio.gather(work)
+    return output
+
+
+async def in_a_task_group(work: Coroutine[Any, Any, RequestOutput]) -> RequestOutput:
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(work, name="named")
+    return task.result()
+
+
+async def with_a_timeout(work: Coroutine[Any, Any, RequestOutput]) -> RequestOutput:
+    return await asyncio.wait_for(work, 1000)  # noqa: TID251
+
+
+async def from_another_thread(work: Coroutine[Any, Any, RequestOutput]) -> RequestOutput:
+    loop = asyncio.get_running_loop()
+    return await asyncio.to_thread(lambda: asyncio.run_coroutine_threadsafe(work, loop).result(30))
+
+
+@BOTH_LOOPS
+@pytest.mark.parametrize("is_debugged", [False, True], ids=["", "debug"])
+@pytest.mark.parametrize("run", [in_a_task, in_gather, in_a_task_group, with_a_timeout, from_another_thread])
+async def test_generate_gives_a_coroutine_to_all_that_want_one(
+    serve: Any, run: Callable[[Any], Coroutine[Any, Any, RequestOutput]], is_debugged: bool
+) -> None:
+    asyncio.get_running_loop().set_debug(is_debugged)
+    async with serve() as served:
+        expected = ids_of(await served.engine.generate(IDS, PARAMS))
+        assert ids_of(await run(served.engine.generate(IDS, PARAMS))) == expected
+
+
+@BOTH_LOOPS
+async def test_task_groups_and_frameworks_take_the_function(serve: Any) -> None:
+    async with serve() as served:
+        assert asyncio.iscoroutinefunction(served.engine.generate)
+        assert list(inspect.signature(served.engine.generate).parameters)[:3] == ["prompt", "params", "request_id"]
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(served.engine.generate, IDS, PARAMS)
+        assert sum(served.engine.stats().finished.values()) == 1
+
+        work = served.engine.generate(IDS, PARAMS)
+        assert inspect.iscoroutine(work)
+        assert inspect.isawaitable(work)
+        assert "Engine.generate" in repr(work)
+        assert inspect.getcoroutinestate(work) == inspect.CORO_CREATED
+        work.close()
+
+
+async def test_one_that_was_never_awaited_is_told(serve: Any) -> None:
+    async with serve() as served:
+        with pytest.warns(RuntimeWarning, match=r"Engine\.generate.* was never awaited"):
+            served.engine.generate(IDS)  # dropped at once
 
 
 # Arguments
