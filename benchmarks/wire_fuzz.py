@@ -43,7 +43,7 @@ from aioengine.errors import InvalidRequest, WireError
 from aioengine.scheduler.sequence import Request
 from aioengine.transport import handshake, wire
 from aioengine.transport.wire import OutOfTurn, Reader, WireMessage
-from aioengine.transport.wire_errors import to_error
+from aioengine.transport.wire import to_error
 
 WARM_UP = 5_000
 MAX_GROWTH_MIB = 64.0

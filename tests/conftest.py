@@ -151,7 +151,7 @@ def no_blocking_call_on_a_loop() -> Iterator[BlockBuster]:
     # A folder of one socket: microseconds, and it must be gone before the next message is sent.
     for name in ("os.listdir", "os.stat", "os.unlink", "os.rmdir"):
         if name in blockbuster.functions:
-            blockbuster.functions[name].can_block_in("aioengine/transport/child_engine.py", "_make_init")
+            blockbuster.functions[name].can_block_in("aioengine/transport/backends.py", "_make_init")
     # A fork with exec takes 0.2 ms, and what is read from is the pipe that tells of the exec.
     blockbuster.functions["os.read"].can_block_in("aioengine/processes/child.py", "_spawn")
     blockbuster.activate()

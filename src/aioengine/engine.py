@@ -28,11 +28,10 @@ from aioengine.core.health import Health
 from aioengine.core.protocol import Backend, Cluster, CoreHooks, ReplicaStatus
 from aioengine.errors import ConfigError, EngineClosed, InvalidRequest
 from aioengine.executor.in_process import InProcess
-from aioengine.frontend.call import Call, make_id
+from aioengine.frontend.call import Call, ChatMessage, Prompt, PromptDict, make_id
 from aioengine.frontend.call_options import CallKeywords, CallOptions, lists_keywords
 from aioengine.frontend.clients import CLIENT_MAKERS
 from aioengine.frontend.output_type import OutputType, retold
-from aioengine.frontend.prompt import ChatMessage, Prompt, PromptDict
 from aioengine.frontend.runtime import Runtime
 from aioengine.frontend.stream import NotCopied, Stream, await_only
 from aioengine.outputs import RequestOutput, T, TypeForm
@@ -866,7 +865,7 @@ def _backend_of(
         raise ConfigError("an executor is an object of this process: give either executor, or process and replicas")
     options = process if isinstance(process, ProcessOptions) else ProcessOptions()
     if is_one:
-        from aioengine.transport.child_engine import InChild
+        from aioengine.transport.backends import InChild
 
         return lambda hooks: InChild(config, options, hooks)
     from aioengine.cluster.backend import Replicated, launcher_of

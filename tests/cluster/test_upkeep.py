@@ -13,7 +13,7 @@ from cluster.harness import Cluster, Reader, cluster, outputs_of, reading, unaff
 from cluster.mortal import NUM_BLOCKS, Faults
 from nightly import nightly
 
-from aioengine.transport import child_engine
+from aioengine.transport import backends
 
 pytestmark = pytest.mark.usefixtures("faults", "quiet_log")
 
@@ -165,7 +165,7 @@ async def test_one_that_is_stopped_while_it_starts_is_started_again(
     faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It said HELLO and then nothing, for longer than ``stall_timeout_s``."""
-    monkeypatch.setattr(child_engine, "MIN_SILENCE_S", 0.5)
+    monkeypatch.setattr(backends, "MIN_SILENCE_S", 0.5)
     async with cluster(1, stall_timeout_s=0.5, max_restarts=100) as replicas:
         faults.stop_next_start()
         replicas.kill(0)

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import zmq
 from transport.life_scripts.devices import FIFO
-from transport.life_scripts.watching import Ear
 
 TESTS = str(Path(__file__).parents[1])
 
@@ -47,12 +46,3 @@ def address(tmp_path_factory: pytest.TempPathFactory, scheme: str) -> str:
 def quiet_log(quiet_log: None, caplog: pytest.LogCaptureFixture) -> None:
     """Nothing is printed; handlers that tests add hear what children say, too."""
     caplog.set_level(logging.INFO, "aioengine")
-
-
-@pytest.fixture
-def ear(caplog: pytest.LogCaptureFixture) -> Iterator[Ear]:
-    ear = Ear()
-    caplog.set_level(logging.INFO, "aioengine")
-    logging.getLogger("aioengine").addHandler(ear)
-    yield ear
-    logging.getLogger("aioengine").removeHandler(ear)

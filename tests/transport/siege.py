@@ -30,10 +30,8 @@ from aioengine.transport import wire
 from aioengine.transport.channel import Channel, Monitor
 from aioengine.transport.link import NEVER_MS
 from aioengine.transport.security import ClientKeys
-from aioengine.transport.server import EngineServer
-from aioengine.transport.session import Session
-from aioengine.transport.wire import Attached, Reader, WireMessage, Writer
-from aioengine.transport.wire_errors import Fault
+from aioengine.transport.server import EngineServer, Session
+from aioengine.transport.wire import Attached, Fault, Reader, WireMessage, Writer
 from doubles.fake_executor import FakeExecutor
 
 VOCAB_SIZE = 2048

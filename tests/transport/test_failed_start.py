@@ -22,7 +22,7 @@ from aioengine.core.protocol import CoreHooks
 from aioengine.processes.worker_threads import TextWorker
 from aioengine.transport import addresses, engine_process
 from aioengine.transport.addresses import PrivateFolder
-from aioengine.transport.child_engine import InChild
+from aioengine.transport.backends import InChild
 from aioengine.transport.handshake import Init
 from aioengine.transport.wire import PROTOCOL_VERSION
 

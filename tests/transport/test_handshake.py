@@ -19,8 +19,7 @@ from aioengine.transport.handshake import (
     Welcome,
     check_init,
 )
-from aioengine.transport.wire import PROTOCOL_VERSION, WireMessage, Writer
-from aioengine.transport.wire_errors import Fault, to_fault
+from aioengine.transport.wire import PROTOCOL_VERSION, Fault, WireMessage, Writer, to_fault
 
 TOKEN = "f00d"
 INFO = ExecutorInfo(num_blocks=8, block_size=16, max_model_len=64, vocab_size=100)

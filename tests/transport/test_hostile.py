@@ -24,7 +24,7 @@ from waiting import until
 
 from aioengine.core import control as c
 from aioengine.transport import peers as peers_module
-from aioengine.transport import session as session_module
+from aioengine.transport import server as server_module
 from aioengine.transport import wire
 from aioengine.transport.peers import MAX_CALLS
 from aioengine.transport.wire import PROTOCOL_VERSION, Refused
@@ -198,12 +198,12 @@ class TestInASession:
 
     async def test_more_failures_than_a_message_holds_are_told_in_several(self, address: str) -> None:
         async with joined(address) as (siege, peer):
-            numbers = range(2 * session_module.MAX_FAILED + 1)
+            numbers = range(2 * server_module.MAX_FAILED + 1)
             siege.session.outputs.failed.extend(wire.Failed(number, wire_samples.FAULT) for number in numbers)
             siege.session.mark()
             await peer.read_until(lambda: len(peer.ended) == len(numbers))
             told = [len(body.failed) for body in peer.news if isinstance(body, wire.StepOutputsMessage) and body.failed]
-            assert told == [session_module.MAX_FAILED] * 2 + [1]
+            assert told == [server_module.MAX_FAILED] * 2 + [1]
 
     async def test_numbers_that_are_taken(self, address: str) -> None:
         """Others of the same number, or whose choices overlap with it, do not disturb the one that is here."""

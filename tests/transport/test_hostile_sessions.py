@@ -22,7 +22,7 @@ from transport.strangers import STRANGERS, say
 from waiting import until
 
 from aioengine.transport import peers as peers_module
-from aioengine.transport import session as session_module
+from aioengine.transport import server as server_module
 from aioengine.transport import wire
 from aioengine.transport.server import EngineServer
 from aioengine.transport.wire import PROTOCOL_VERSION, Attached, Refused, Writer
@@ -150,7 +150,7 @@ class TestVanishing:
 
 def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineServer, "max_unread", 300)
-    monkeypatch.setattr(session_module, "BEHIND_MESSAGES", 50)
+    monkeypatch.setattr(server_module, "BEHIND_MESSAGES", 50)
 
 
 @both_ways
@@ -214,7 +214,7 @@ class TestOneThatDoesNotRead:
         self, address: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """One that is idle and does not read is told little, and stays."""
-        monkeypatch.setattr(session_module, "BEHIND_MESSAGES", 20)
+        monkeypatch.setattr(server_module, "BEHIND_MESSAGES", 20)
         monkeypatch.setattr(EngineServer, "max_unread", 60)
         async with joined(address) as (siege, _):
             steps_before = len(siege.executor.plans)

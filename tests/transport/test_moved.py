@@ -25,8 +25,8 @@ from aioengine.scheduler.plan import RowSampling
 from aioengine.scheduler.sequence import Request, Sequence, make_choices
 from aioengine.testing import sample_hash
 from aioengine.transport import wire
-from aioengine.transport.mirrors import Mirrors
-from aioengine.transport.wire_errors import to_fault
+from aioengine.transport.client import Mirrors
+from aioengine.transport.wire import to_fault
 from doubles.fake_executor import FakeExecutor
 
 PROMPT = [1, 2, 3]

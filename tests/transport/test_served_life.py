@@ -101,7 +101,7 @@ async def until_running(server: EngineServer, number: int) -> None:
 @pytest.mark.parametrize("number", ["SIGKILL", *nightly("SIGSTOP")])
 async def test_a_front_end_with_requests_gets(number: str, runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioengine.transport.server.EngineServer.max_unread", 200)
-    monkeypatch.setattr("aioengine.transport.session.BEHIND_MESSAGES", 100)
+    monkeypatch.setattr("aioengine.transport.server.BEHIND_MESSAGES", 100)
     async with (
         served(f"ipc://{runtime}/engine.sock", front_end_executor()) as server,
         aclosing(await Engine.connect(server.address)) as other,

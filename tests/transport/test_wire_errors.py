@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioengine import errors
-from aioengine.transport import wire_errors
-from aioengine.transport.wire_errors import MAX_DUMP_CHARS, MAX_MESSAGE_CHARS, Fault, to_error, to_fault
+from aioengine.transport import wire
+from aioengine.transport.wire import MAX_DUMP_CHARS, MAX_MESSAGE_CHARS, Fault, to_error, to_fault
 
 OWN_ERRORS = [
     errors.InvalidRequest("bad", param="stop"),
@@ -55,9 +55,9 @@ def test_each_of_our_own_types_is_tried() -> None:
     assert own - {type(error) for error in OWN_ERRORS} <= {errors.AioEngineError, *raised_by_callers}
 
 
-@pytest.mark.parametrize("name", sorted(wire_errors._OS_ERRORS))
+@pytest.mark.parametrize("name", sorted(wire._OS_ERRORS))
 def test_an_os_error_of_pythons_keeps_number_and_file(name: str) -> None:
-    kind = wire_errors._OS_ERRORS[name]
+    kind = wire._OS_ERRORS[name]
     back = there_and_back(kind(errno.EIO, "it broke", "/some/file"))
     assert type(back) is kind
     assert isinstance(back, OSError)

@@ -30,8 +30,7 @@ from aioengine.scheduler.scheduler import SchedulerStats
 from aioengine.scheduler.sequence import Request
 from aioengine.structured.grammar import Thinking
 from aioengine.transport import handshake, wire
-from aioengine.transport.wire import WireMessage
-from aioengine.transport.wire_errors import Fault
+from aioengine.transport.wire import Fault, WireMessage
 
 RECORDED = Path(__file__).parent / "recorded"
 

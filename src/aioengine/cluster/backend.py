@@ -26,7 +26,7 @@ from aioengine.models.folder import ModelFolder
 from aioengine.processes.progress import OnProgress
 from aioengine.transport.addresses import PrivateFolder, pair_in
 from aioengine.transport.backends import refuse_function
-from aioengine.transport.wire_errors import cut
+from aioengine.transport.wire import cut
 
 T = TypeVar("T")
 

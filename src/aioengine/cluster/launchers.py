@@ -17,8 +17,7 @@ from aioengine.config import EngineConfig, ProcessOptions, ReplicaOptions
 from aioengine.core.protocol import CoreHooks
 from aioengine.errors import ConfigError, EngineDead
 from aioengine.processes.worker_threads import TextWorker
-from aioengine.transport.backends import Connected, read_config
-from aioengine.transport.child_engine import InChild
+from aioengine.transport.backends import Connected, InChild, read_config
 from aioengine.transport.link import Link
 from aioengine.transport.security import ClientKeys, client_secret
 

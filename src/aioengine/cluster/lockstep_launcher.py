@@ -20,7 +20,7 @@ from aioengine.errors import ConfigError, EngineDead, describe
 from aioengine.models.folder import ModelFolder
 from aioengine.processes.progress import OnProgress
 from aioengine.processes.worker_threads import TextWorker
-from aioengine.transport.child_engine import InChild
+from aioengine.transport.backends import InChild
 
 CHILD_MODULE = "aioengine.cluster.lockstep_child"
 

@@ -13,8 +13,7 @@ from aioengine.processes.own_process import limit_spinning
 from aioengine.transport.engine_process import serve_init
 from aioengine.transport.handshake import Failing, Init
 from aioengine.transport.security import KeyPair, ServerKeys
-from aioengine.transport.wire import WireMessage
-from aioengine.transport.wire_errors import Fault, to_fault
+from aioengine.transport.wire import Fault, WireMessage, to_fault
 
 
 class Introduction(NamedTuple):

@@ -31,14 +31,12 @@ from aioengine.models.folder import ModelFolder
 from aioengine.processes.progress import OnProgress
 from aioengine.processes.worker_threads import run_abandonable
 from aioengine.transport.addresses import pair_in, remove_private
-from aioengine.transport.backends import refuse_function
-from aioengine.transport.child_engine import ATTACH_TIMEOUT_S, EXIT_NEWS_S
+from aioengine.transport.backends import ATTACH_TIMEOUT_S, EXIT_NEWS_S, refuse_function
 from aioengine.transport.client import RemoteCore
 from aioengine.transport.handshake import Failing, Init, Loading, Ready, start_error
 from aioengine.transport.link import Link
 from aioengine.transport.security import ClientKeys, KeyPair, shared_pair
-from aioengine.transport.wire import PROTOCOL_VERSION
-from aioengine.transport.wire_errors import Fault, to_error
+from aioengine.transport.wire import PROTOCOL_VERSION, Fault, to_error
 
 logger = logging.getLogger("aioengine")
 

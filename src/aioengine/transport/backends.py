@@ -1,24 +1,44 @@
-"""`Connected`: a backend whose core serves at an address already."""
+"""Backends whose core is in another process: `Connected` at an address, `InChild` in a child of this one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import math
+import os
+import secrets
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import anyio
 import msgspec
+import zmq
 
-from aioengine.config import EngineConfig
+from aioengine.config import EngineConfig, ProcessOptions
+from aioengine.core.lockstep_protocol import LockstepPlace
 from aioengine.core.protocol import CoreHooks
-from aioengine.errors import InvalidRequest
-from aioengine.executor.in_process import find
+from aioengine.errors import AioEngineError, ConfigError, EngineDead, InvalidRequest
+from aioengine.executor.in_process import clock_of, find
 from aioengine.models.folder import ModelFolder
+from aioengine.processes.child import Child
 from aioengine.processes.progress import OnProgress
+from aioengine.transport.addresses import (
+    START_DESCRIPTORS,
+    PrivateFolder,
+    check_descriptors,
+    remove_private,
+    remove_stale,
+)
+from aioengine.transport.channel import Channel, Context, bind, end_context, make_context
+from aioengine.transport.child import TOKEN
 from aioengine.transport.client import RemoteCore
+from aioengine.transport.handshake import Init, Welcome, welcome
 from aioengine.transport.link import Link
 from aioengine.transport.security import ClientKeys
-from aioengine.transport.wire import Attached
+from aioengine.transport.wire import PROTOCOL_VERSION, Attached
 
 T = TypeVar("T")
 
@@ -118,3 +138,259 @@ async def _find_tokenizer(attached: Attached, model: str | None, hooks: CoreHook
         return await hooks.worker.run(ModelFolder.read, None, path)
     config = read_config(attached.config) if model is None else EngineConfig(model=model)
     return await find(config, hooks.worker, with_weights=False)
+
+
+CHILD_MODULE = "aioengine.transport.child"
+
+START_SOCKET = "start.sock"
+
+ATTACH_TIMEOUT_S = 30.0
+
+MIN_SILENCE_S = 15.0
+"""An engine that starts sends a message each second, and less often while an import or another program holds it up."""
+
+EXIT_NEWS_S = 0.05
+"""The end of a connection and that of a process are distinguished if the second is known so soon after the first."""
+
+
+class InChild:
+    """A `Backend` whose core is in a child process, which ends with this one.
+
+    Args:
+        rank: of the engine, where it is one of several that serve the same model.
+        env: added to the process's environment.
+        module: what it runs: `transport.child`, or one that does more.
+        lockstep: its place in a group of them that compute each step together.
+    """
+
+    core: RemoteCore
+    cluster = None
+    server_key = ""
+    """Further front ends need none: they are of this machine."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        options: ProcessOptions,
+        hooks: CoreHooks,
+        *,
+        rank: int = 0,
+        env: Mapping[str, str] | None = None,
+        module: str = CHILD_MODULE,
+        lockstep: LockstepPlace | None = None,
+    ) -> None:
+        self._config = config
+        self._lockstep = lockstep
+        self._rank = rank
+        self._options = options
+        self._hooks = hooks
+        self._worker = hooks.worker
+        self._env = env or {}
+        self._module = module
+        self.shared_address = "" if hooks.cluster is None else hooks.cluster.shared_address(rank) or ""
+        """Where further front ends can connect; empty: nowhere. Its file stays while the engine lives, in a folder that
+        is another's to remove."""
+        self._link = Link(hooks.worker)
+        self._token = secrets.token_hex(16)
+        self._child: Child | None = None
+        self._folder: PrivateFolder | None = None
+        self._handshake: Channel | None = None
+        self._served_at: str | None = None
+        self._context: Context | None = None
+        self._exits: deque[str] = deque()
+
+    # The start
+
+    async def find_model(self) -> ModelFolder:
+        await self._start_process()
+        # The tokenizer's files; the engine's process looks for the weights itself.
+        return await find(self._config, self._worker, with_weights=False)
+
+    async def _start_process(self) -> None:
+        """Bind for the handshake and start the process."""
+        # Noted where it is made, so that a start that is cancelled here removes it.
+        await self._worker.run(self._make_folder, None)
+        assert self._folder is not None
+        self._context = make_context()
+        try:
+            socket = self._context.socket(zmq.ROUTER)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"no socket can be had for the start of the engine's process: {error.strerror}") from None
+        address = bind(socket, self._folder.address(START_SOCKET))
+        self._handshake = Channel(socket)
+        self._child = Child(
+            f"engine {self._rank}",
+            self._module,
+            *("--handshake", address),
+            env={TOKEN: self._token, **_importing_like_here(), **self._env},
+            visible_devices=self._options.visible_devices,
+            terminate_s=self._options.stop_timeout_s,
+            on_exit=self._take_exit,
+        )
+
+    async def open(self, on_progress: OnProgress | None = None) -> None:
+        await self._wait_ready(on_progress)
+        assert self._served_at is not None
+        try:
+            attached = await self._link.open(self._served_at, None, name="its parent", timeout_s=ATTACH_TIMEOUT_S)
+        except AioEngineError as error:  # its end, where there is one, is the cause
+            exit_news = await self._soon_exit_news()
+            if exit_news is None:
+                raise
+            raise EngineDead(exit_news) from error
+        self.core = RemoteCore(
+            self._link,
+            attached,
+            config=self._config,
+            hooks=self._hooks,
+            is_far=False,
+            describe_cut=self._describe_cut,
+            logs_stats=True,
+        )
+        if self.exit_news is not None:  # meanwhile
+            self.core.die(EngineDead(self.exit_news))
+        if not self.shared_address:  # from now on this process may be killed and leaves no file
+            await self._worker.run(remove_private, None, self._served_at)
+
+    async def _wait_ready(self, on_progress: OnProgress | None) -> None:
+        """Wait until the process serves: a message comes at least each ``stall_timeout_s``, or `MIN_SILENCE_S`."""
+        cluster = self._hooks.cluster
+        silence_s = max(math.inf if cluster is None else cluster.stall_timeout_s, MIN_SILENCE_S)
+        clock = clock_of(asyncio.get_running_loop())
+        machine = Welcome(
+            name=f"engine {self._rank}",
+            make_init=self._make_init,
+            token=self._token,
+            now=clock(),
+            start_timeout_s=self._options.start_timeout_s,
+        )
+
+        loaded = (0, 0)
+
+        def on_change() -> None:
+            nonlocal loaded
+            silence.deadline = anyio.current_time() + silence_s
+            if (
+                on_progress is not None and loaded != machine.loaded
+            ):  # else the message only shows that the process lives
+                on_progress(*(loaded := machine.loaded))
+
+        assert self._handshake is not None, "find_model comes first"
+        with anyio.CancelScope() as silence:
+            await welcome(self._handshake, machine, clock, exits=self._exits, on_change=on_change)
+        if silence.cancelled_caught:
+            raise EngineDead(f"engine {self._rank} has sent nothing for {silence_s:g} s while it started")
+        assert machine.ready is not None
+        self._served_at = machine.ready.address
+
+    def _make_init(self) -> Init:
+        """The answer to the process's HELLO.
+
+        No other process is to connect, and should this one be killed while the model loads, no file is to be left: the
+        folder goes. The engine serves in one of its own, whose name is known when it is there.
+        """
+        if self._folder is not None:
+            self._folder.remove()
+        return Init(
+            version=PROTOCOL_VERSION,
+            address=self.shared_address or None,
+            # This side logs load and requests: once is enough.
+            config=msgspec.structs.replace(self._config, log_stats_interval_s=0.0, log_requests=False),
+            plugins=self._options.plugins,
+            executor=self._options.executor,
+            lockstep=self._lockstep,
+        )
+
+    apply_model = refuse_function
+
+    # The process
+
+    @property
+    def where(self) -> str:
+        """Its process, for a person."""
+        return f"pid {self._child.pid}" if self._child is not None else ""
+
+    @property
+    def exit_news(self) -> str | None:
+        """How its process has ended, if it has."""
+        return self._exits[0] if self._exits else None
+
+    async def _soon_exit_news(self) -> str | None:
+        """How its process has ended, if that is so, or becomes known now."""
+        assert self._child is not None
+        with anyio.move_on_after(EXIT_NEWS_S):
+            await self._child.wait()
+        return None if self._child.returncode is None else self._child.describe_exit()
+
+    async def _describe_cut(self) -> str:
+        still = f"the connection to its process ({self.where}) was cut, and that is still there"
+        return await self._soon_exit_news() or still
+
+    def _take_exit(self) -> None:
+        if self._child is not None and self._handshake is not None:
+            self._exits.append(self._child.describe_exit())
+            self._handshake.wake()
+            if hasattr(self, "core"):
+                # Its connection may stay open, as when something that it has started holds that. Its final message
+                # comes first.
+                death = EngineDead(self._exits[0])
+                asyncio.get_running_loop().call_later(EXIT_NEWS_S, self.core.die, death)
+
+    # The end
+
+    def kill(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+
+    async def aclose(self) -> None:
+        if self._child is not None:
+            self._child.is_exit_expected = True
+        try:
+            try:
+                await self._link.aclose()
+            finally:
+                await self._close_process()
+        except BaseException:  # such as the deadline of closing, where something else holds the worker
+            self.abandon()
+            raise
+
+    async def _close_process(self) -> None:
+        try:
+            if self._child is not None:
+                await self._child.aclose()
+        finally:
+            if self._handshake is not None:
+                self._handshake.close()
+            await end_context(self._context, self._worker)
+            if self._folder is not None:  # else they are removed, and the worker may have ended
+                await self._worker.run(self._remove_files, None)
+
+    def abandon(self) -> None:
+        self._link.abandon()
+        if self._child is not None:
+            self._child.abandon()
+        if self._handshake is not None:
+            self._handshake.close()
+        if self._context is not None:
+            self._context.destroy(linger=0)
+        self._remove_files()
+
+    def _make_folder(self) -> None:
+        check_descriptors(START_DESCRIPTORS)
+        self._folder = PrivateFolder()
+
+    def _remove_files(self) -> None:
+        if self._folder is not None:
+            self._folder.remove()
+            self._folder = None
+        if self._served_at is not None and not self.shared_address:
+            remove_private(self._served_at)
+        elif self._served_at is not None:  # it was killed, where the file is still there
+            remove_stale(self._served_at.removeprefix("ipc://"))
+
+
+def _importing_like_here() -> dict[str, str]:
+    """The process finds the modules that lie beside this program's script, as this one does."""
+    beside = [folder for folder in sys.path[:1] if folder and os.path.isabs(folder)]
+    known = os.environ.get("PYTHONPATH", "")
+    return {"PYTHONPATH": os.pathsep.join([*filter(None, [known]), *beside])} if beside else {}

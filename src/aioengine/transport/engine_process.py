@@ -36,8 +36,7 @@ from aioengine.transport.handshake import (
 from aioengine.transport.link import make_dealer
 from aioengine.transport.security import ServerKeys
 from aioengine.transport.server import EngineServer
-from aioengine.transport.wire import PROTOCOL_VERSION, Reader, WireMessage, Writer
-from aioengine.transport.wire_errors import to_fault
+from aioengine.transport.wire import PROTOCOL_VERSION, Reader, WireMessage, Writer, to_fault
 from aioengine.validation import load_by_path
 
 logger = logging.getLogger("aioengine")

@@ -20,8 +20,7 @@ from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.core.lockstep_protocol import LockstepPlace
 from aioengine.errors import AioEngineError, ConfigError, EngineDead, ModelLoadError, WireError
 from aioengine.transport.channel import Channel
-from aioengine.transport.wire import PROTOCOL_VERSION, Reader, WireMessage, Writer
-from aioengine.transport.wire_errors import Fault, to_error
+from aioengine.transport.wire import PROTOCOL_VERSION, Fault, Reader, WireMessage, Writer, to_error
 
 FINAL_MESSAGE_S = 0.1
 """How long to wait for a message that was sent before its sender's end."""

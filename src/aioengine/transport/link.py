@@ -18,7 +18,7 @@ from aioengine.transport import wire
 from aioengine.transport.addresses import Address, NoServer, check_connect
 from aioengine.transport.channel import Channel, Context, Monitor, end_context, make_context
 from aioengine.transport.security import ClientKeys
-from aioengine.transport.wire_errors import Fault, to_error
+from aioengine.transport.wire import Fault, to_error
 
 LINGER_S = 0.2
 """For a farewell to reach the engine, which would notice without it, too."""

@@ -25,7 +25,7 @@ from aioengine.transport import wire
 from aioengine.transport.addresses import Address, check_bind
 from aioengine.transport.channel import Channel, Monitor, bind, end_context, make_context
 from aioengine.transport.security import ZAP_ENDPOINT, ServerKeys
-from aioengine.transport.wire_errors import to_fault
+from aioengine.transport.wire import to_fault
 
 logger = logging.getLogger("aioengine")
 

@@ -16,7 +16,7 @@ from transport.life_scripts.devices import FIFO, GO
 from aioengine import Engine, ProcessOptions
 from aioengine.errors import AioEngineError
 from aioengine.processes.child import Child
-from aioengine.transport import child_engine
+from aioengine.transport import backends
 from aioengine.transport.link import Link
 
 STAGES = ("spawned", "loading", "ready", "idle", "busy", "asleep", "closing")
@@ -140,9 +140,9 @@ class Life:
             return await open_link(link, *args, **options)
 
         with (
-            mock.patch.object(child_engine, "Child", self._make_child),
+            mock.patch.object(backends, "Child", self._make_child),
             mock.patch.object(Link, "open", open_later),
-            mock.patch.object(child_engine, "ATTACH_TIMEOUT_S", min(self._start_timeout_s, 10.0)),
+            mock.patch.object(backends, "ATTACH_TIMEOUT_S", min(self._start_timeout_s, 10.0)),
         ):
             yield
         logger.removeHandler(listener)

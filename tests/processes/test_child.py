@@ -31,6 +31,15 @@ both_loops = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
 HERE = str(Path(__file__).parent)
 
 
+@pytest.fixture
+def ear(caplog: pytest.LogCaptureFixture) -> Iterator[Ear]:
+    ear = Ear()
+    caplog.set_level(logging.INFO, "aioengine")
+    logging.getLogger("aioengine").addHandler(ear)
+    yield ear
+    logging.getLogger("aioengine").removeHandler(ear)
+
+
 @pytest.fixture(autouse=True)
 def no_stray_process() -> Iterator[list[int]]:
     """Whatever a failing test leaves is killed; pids of descendants that may have lost their parents go in the list."""
