@@ -42,8 +42,7 @@ from aioengine.core import control as c
 from aioengine.errors import InvalidRequest, WireError
 from aioengine.scheduler.sequence import Request
 from aioengine.transport import handshake, wire
-from aioengine.transport.wire import OutOfTurn, Reader, WireMessage
-from aioengine.transport.wire import to_error
+from aioengine.transport.wire import OutOfTurn, Reader, WireMessage, to_error
 
 WARM_UP = 5_000
 MAX_GROWTH_MIB = 64.0
