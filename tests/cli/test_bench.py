@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from array import array
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from nightly import nightly
 from aioengine import Engine, StepFailed
 from aioengine.cli import load
 from aioengine.cli.bench import Report, Workload, bench, make_jobs, show_report
-from aioengine.cli.load import Job, Range, Reads, figures_of, send
+from aioengine.cli.load import Job, Range, Reads, Repeat, figures_of, other_cpu_s, send
 from aioengine.testing import FakeExecutor
 
 STEP_TIME_S = 0.02
@@ -42,7 +43,7 @@ async def test_times_are_those_of_steps_and_the_next_request_is_sent_when_one_en
     loop = asyncio.get_running_loop()
     monkeypatch.setattr(load, "time", SimpleNamespace(perf_counter=loop.time))
     async with Engine(executor=FakeExecutor(vocab_size=2048, step_time_s=STEP_TIME_S)) as engine:
-        requests, duration_s = await send(engine, [([number, 2, 3], 5) for number in range(6)], concurrency=2)
+        requests, duration_s, _ = await send(engine, [([number, 2, 3], 5) for number in range(6)], concurrency=2)
     sent_at = [request.sent_at - requests[0].sent_at for request in requests]
     assert sent_at == pytest.approx([0, 0, *[5 * STEP_TIME_S] * 2, *[10 * STEP_TIME_S] * 2])
     assert duration_s == pytest.approx(15 * STEP_TIME_S)
@@ -96,7 +97,7 @@ def test_tokens_that_are_read_at_once_share_the_time_since_the_last_read() -> No
 
 def test_a_summary_is_over_the_samples_of_all_repeats() -> None:
     first, second, third = (request(10, ttft_s, ttft_s + 0.1, ttft_s + 0.4) for ttft_s in (1.0, 2.0, 3.0))
-    level = figures_of(2, [([first, second], 2.4), ([third], 3.6)])
+    level = figures_of(2, [Repeat([first, second], 2.4, 1.2), Repeat([third], 3.6, 0.0)])
     assert (level.num_requests, level.num_input_tokens, level.num_output_tokens) == (3, 30, 9)
     rates = (level.requests_per_s, level.output_tokens_per_s, level.total_tokens_per_s)
     assert rates == pytest.approx((0.5, 1.5, 6.5))
@@ -106,6 +107,21 @@ def test_a_summary_is_over_the_samples_of_all_repeats() -> None:
     assert level.ttft_ms.p90 == pytest.approx(2800)
     assert level.itl_ms.p50 == pytest.approx(200)
     assert level.repeats == pytest.approx([2.5, 3 / 3.6])
+    assert level.other_cores == pytest.approx(0.2)
+
+
+def test_the_cpu_time_of_others_is_that_of_our_cores_without_ours(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {1})
+    monkeypatch.setattr("os.times", lambda: (1.0, 1.0, 0.0, 0.0, 99.0))
+    ticks = os.sysconf("SC_CLK_TCK")
+    stat = tmp_path / "stat"
+    stat.write_text(
+        f"cpu 9 9 9 9 9 9 9 9 0 0\ncpu0 7 7 7 7 7 7 7 7 0 0\ncpu1 {5 * ticks} 0 {ticks} 8 8 0 0 0 0 0\nintr 1\n"
+    )
+    assert other_cpu_s(stat) == pytest.approx(4.0)
+    assert other_cpu_s(tmp_path / "none") is None
 
 
 # The command
@@ -156,7 +172,7 @@ def test_throughput_is_a_table_on_stdout_and_json_in_a_file(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("benchmark", ["latency", *nightly("throughput")])
 def test_one_token_each_has_no_time_between_tokens(capsys: pytest.CaptureFixture[str], benchmark: str) -> None:
-    level = figures_of(1, [([request(8, 0.5)], 0.5)])
+    level = figures_of(1, [Repeat([request(8, 0.5)], 0.5)])
     assert level.itl_ms is None
     report = Report(benchmark, ENVIRONMENT, workload(output_len=Range(1, 1)), [level])
     show_report(report, to_stderr=True)
@@ -164,6 +180,10 @@ def test_one_token_each_has_no_time_between_tokens(capsys: pytest.CaptureFixture
     assert "500.0 │       - │" in shown
     assert "8 random tokens in, 1 tokens out, greedy, seed 0" in shown
     assert "a model in float32 on cpu" in shown
+    assert "other programs" not in shown
+    disturbed = msgspec.structs.replace(report, levels=[msgspec.structs.replace(level, other_cores=0.6)])
+    show_report(disturbed, to_stderr=True)
+    assert "other programs used 0.6 of 2 cores meanwhile" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ import numpy as np
 
 import aioengine
 from aioengine.cli.command import Command, add_flags, add_model_argument, open_console, read_flags, run
-from aioengine.cli.load import Figures, Job, Range, figures_of, send
+from aioengine.cli.load import Figures, Job, Range, Repeat, figures_of, send
 from aioengine.config import EngineConfig, ReplicaOptions
 from aioengine.engine import Engine
 from aioengine.sampling_params import SamplingParams
@@ -167,18 +168,28 @@ def _measure_and_report(
 async def _measure(
     counts: dict[int, int], workload: Workload, config: dict[str, Any]
 ) -> tuple[dict[str, Any], Workload, list[Figures]]:
-    repeats: dict[int, list[Any]] = {concurrency: [] for concurrency in counts}
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    repeats: dict[int, list[Repeat]] = {concurrency: [] for concurrency in counts}
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console, is_hidden = Console(stderr=True), not sys.stderr.isatty()
+    # Two refreshes a second: the bar runs on the cores that are being measured.
+    bar = Progress(*columns, console=console, transient=True, refresh_per_second=2, disable=is_hidden)
     async with Engine(**config) as engine:
-        # A machine that drifts shows in the repeats of each level, not as a slope over the levels.
-        for batch, (concurrency, count) in enumerate([*counts.items()] * workload.repeats, len(counts)):
-            if not repeats[concurrency]:
-                # What is computed once is computed unmeasured.
-                made = make_jobs(engine, workload, min(concurrency, WARM_UP_REQUESTS), batch - len(counts))
-                short = [(ids, min(num, WARM_UP_TOKENS)) for ids, num in made]
-                await send(engine, short, len(short), workload.temperature)
-            click.echo(f"{concurrency} in flight, {count} requests", err=True)
-            jobs = make_jobs(engine, workload, count, batch)
-            repeats[concurrency].append(await send(engine, jobs, concurrency, workload.temperature))
+        with bar:
+            task = bar.add_task("warming up", total=workload.repeats * sum(counts.values()))
+            # A machine that drifts shows in the repeats of each level, not as a slope over the levels.
+            for batch, (concurrency, count) in enumerate([*counts.items()] * workload.repeats, len(counts)):
+                if not repeats[concurrency]:
+                    # What is computed once is computed unmeasured.
+                    made = make_jobs(engine, workload, min(concurrency, WARM_UP_REQUESTS), batch - len(counts))
+                    short = [(ids, min(num, WARM_UP_TOKENS)) for ids, num in made]
+                    await send(engine, short, len(short), workload.temperature)
+                bar.update(task, description=f"{concurrency} in flight")
+                jobs = make_jobs(engine, workload, count, batch)
+                burst = await send(engine, jobs, concurrency, workload.temperature, lambda: bar.advance(task))
+                repeats[concurrency].append(burst)
         return describe_environment(engine), workload, [figures_of(*level) for level in repeats.items()]
 
 
@@ -243,6 +254,11 @@ def show_report(report: Report, *, to_stderr: bool) -> None:
     console = open_console(to_stderr=to_stderr)
     console.print(table)
     environment = report.environment
+    others_s = sum((level.other_cores or 0.0) * level.duration_s for level in report.levels)
+    other_cores = others_s / sum(level.duration_s for level in report.levels)
+    if other_cores >= 0.1:  # less does not disturb
+        used = f"other programs used {other_cores:.1f} of {environment['num_cores']} cores meanwhile"
+        console.print(used, style="yellow")
     num_engines = environment.get("num_engines", 1)
     times = f", {num_engines} replicas," if num_engines > 1 else ""
     threads = environment["num_threads"] or "torch's"

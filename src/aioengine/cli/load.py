@@ -1,13 +1,18 @@
-"""A load on an engine, and its figures: latencies and rates."""
+"""A load on an engine, and its figures: latencies, rates, and the CPU time of other programs meanwhile."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import time
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
 
 import anyio
+import anyio.to_thread
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -109,6 +114,8 @@ class Figures(msgspec.Struct, frozen=True):
         ttft_ms, e2e_ms: time to the first token, and to the last.
         itl_ms: time between tokens; None where each request had but one.
         repeats: output tokens/s of each repeat: how far apart they lie is the noise.
+        other_cores: how many of the cores that this process may use other programs used meanwhile, on average; None
+            where the system does not report it.
     """
 
     concurrency: int
@@ -123,14 +130,24 @@ class Figures(msgspec.Struct, frozen=True):
     itl_ms: Summary | None
     e2e_ms: Summary | None
     repeats: list[float]
+    other_cores: float | None = None
 
 
-def figures_of(concurrency: int, repeats: list[tuple[list[Reads], float]]) -> Figures:
+class Repeat(NamedTuple):
+    """The requests of one `send`, its seconds from the first one's start to the last one's end, and `other_cpu_s`."""
+
+    requests: list[Reads]
+    duration_s: float
+    other_cpu_s: float | None = None
+
+
+def figures_of(concurrency: int, repeats: list[Repeat]) -> Figures:
     """The figures of repeats of `send`."""
-    requests = [request for repeat, _ in repeats for request in repeat]
-    duration_s = sum(seconds for _, seconds in repeats)
+    requests = [request for repeat in repeats for request in repeat.requests]
+    duration_s = sum(repeat.duration_s for repeat in repeats)
     num_input = sum(request.num_input_tokens for request in requests)
-    num_outputs = [sum(sum(request.sizes) for request in repeat) for repeat, _ in repeats]
+    num_outputs = [sum(sum(request.sizes) for request in repeat.requests) for repeat in repeats]
+    others_s = [repeat.other_cpu_s for repeat in repeats]
     return Figures(
         concurrency=concurrency,
         num_requests=len(requests),
@@ -143,17 +160,38 @@ def figures_of(concurrency: int, repeats: list[tuple[list[Reads], float]]) -> Fi
         ttft_ms=summary_of(request.ttft_s for request in requests),
         itl_ms=summary_of(gap_s for request in requests for gap_s in request.itl_s),
         e2e_ms=summary_of(request.e2e_s for request in requests),
-        repeats=[num_output / seconds for num_output, (_, seconds) in zip(num_outputs, repeats, strict=True)],
+        repeats=[num_output / repeat.duration_s for num_output, repeat in zip(num_outputs, repeats, strict=True)],
+        other_cores=None if None in others_s else sum(filter(None, others_s)) / duration_s,
     )
 
 
+def other_cpu_s(stat: Path = Path("/proc/stat")) -> float | None:
+    """CPU seconds since the machine's start that went to other programs, on the cores that this one may use.
+
+    They are good to some 0.01, and include what a hypervisor gave to other machines; None where there is no ``stat``.
+    """
+    with contextlib.suppress(OSError):
+        ours = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+        busy_ticks = 0
+        for line in stat.read_text(encoding="ascii").splitlines():
+            core, *ticks = line.split()
+            if core in ours:  # user nice system idle iowait irq softirq steal …, guests being in user (proc(5))
+                busy_ticks += sum(map(int, ticks[:8])) - int(ticks[3]) - int(ticks[4])
+        return busy_ticks / os.sysconf("SC_CLK_TCK") - sum(os.times()[:4])
+    return None
+
+
 async def send(
-    engine: Engine, jobs: Iterable[Job], concurrency: int, temperature: float = 0.0
-) -> tuple[list[Reads], float]:
+    engine: Engine,
+    jobs: Iterable[Job],
+    concurrency: int,
+    temperature: float = 0.0,
+    on_done: Callable[[], object] = lambda: None,
+) -> Repeat:
     """Send all jobs, each when fewer than ``concurrency`` are in flight. Cancelling aborts what runs.
 
-    Returns:
-        the requests' reads, and the seconds from the first one's start to the last one's end.
+    Args:
+        on_done: called each time that a request has ended.
     Raises:
         what the engine raised, of the request that failed first.
     """
@@ -170,7 +208,9 @@ async def send(
                         reads.read_at.append(time.perf_counter())
                         reads.sizes.append(len(delta.token_ids))
             done.append(reads)
+            on_done()
 
+    before = await anyio.to_thread.run_sync(other_cpu_s)
     began_at = time.perf_counter()
     try:
         async with anyio.create_task_group() as group:
@@ -178,4 +218,6 @@ async def send(
                 group.start_soon(take_jobs)
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
-    return done, time.perf_counter() - began_at
+    duration_s = time.perf_counter() - began_at
+    after = await anyio.to_thread.run_sync(other_cpu_s)
+    return Repeat(done, duration_s, None if before is None or after is None else max(0.0, after - before))
