@@ -37,7 +37,7 @@ class Message:
     content: str
 
 async def main() -> None:
-    async with Engine(max_model_len=64, tune_kernels=False, seed=1) as engine:
+    async with Engine(max_model_len=64, cuda_graphs="off", seed=1) as engine:
         task = asyncio.create_task(engine.generate("x", SamplingParams(stop=["a"]), "id"))
         text: str = (await task).text + (await engine.generate("x", max_tokens=3)).text
         await engine.generate({"prompt": text}, sampling_params=SamplingParams())

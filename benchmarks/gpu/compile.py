@@ -62,17 +62,13 @@ class Compiled:
     shared_bytes: int = 0
     tensor_cores: str = ""
     seconds: float = 0.0
-    is_default: bool = True
     error: str = ""
 
     def fault(self) -> str:
         """Why this does not pass; empty if it does."""
         allowed = ALLOWED_SPILLS.get(self.kernel, 0)
-        limit = MAX_SHARED.get(self.capability)
-        if self.is_default and self.capability < 90:
-            limit = LEAST_SHARED  # 8.6 and 8.9 run the same
-        elif not self.is_default and limit == LEAST_SHARED:
-            limit = None
+        # 8.6 and 8.9 run what 8.0 does.
+        limit = LEAST_SHARED if self.capability < 90 else MAX_SHARED.get(self.capability)
         if self.error:
             return self.error
         if self.spilled_bytes > allowed:
@@ -110,7 +106,6 @@ def compile_one(case: Any, capability: int) -> Compiled:
         shared_bytes=compiled.metadata.shared,
         tensor_cores=" ".join(name for name, pattern in TENSOR_CORES.items() if pattern.search(ptx)),
         seconds=round(seconds, 2),
-        is_default=case.is_default,
     )
 
 

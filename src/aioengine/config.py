@@ -110,7 +110,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "on a CPU programs, at the second use, unless off"
         ),
     ] = "start"
-    tune_kernels: Annotated[bool, Meta(description="measure launch parameters of a GPU's kernels at the start")] = True
     enable_prefix_caching: Annotated[bool, Meta(description="reuse the KV blocks of equal prompt beginnings")] = True
     tool_format: Annotated[
         Name, Meta(description="how the model writes tool calls; auto: as its chat template tells; none: not at all")
@@ -210,7 +209,6 @@ class ConfigKeywords(TypedDict, total=False):
     scheduler: str | type
     logits_processors: list[str] | tuple[str, ...]
     cuda_graphs: Literal["start", "lazy", "off"]
-    tune_kernels: bool
     enable_prefix_caching: bool
     tool_format: str
     reasoning_format: str

@@ -167,13 +167,6 @@ class FakeAccelerator:
         self.synchronize()
         return 0
 
-    def seconds_of(self, work: Work) -> float:
-        begin = self.record()
-        self.enqueue(work)
-        end = self.record()
-        end.wait()
-        return end.seconds_since(begin)
-
     def release(self) -> None:
         self.synchronize()
         self.num_releases += 1

@@ -6,7 +6,6 @@ Nothing is compiled and nothing launched (see `launch_storm`). To be imported wi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,20 +13,15 @@ from typing import Any
 import torch
 from kernels.launch_storm import LLAMA_8B, ODD, Recorder, Storm, ops
 
-from aioengine.kernels.attention.launch_choices import (
-    DECODE,
-    DECODE_IN_SPLITS,
-    PREFILL,
-    AttentionShape,
-    LaunchChoice,
-    candidates,
-    default_choice,
-    trying,
-)
 from aioengine.kernels.operations import PagedKV
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 FLOAT8_CAPABILITY = 89
+
+Launch = tuple[str, Callable[[], object]]
+"""An operation at one size: its name with the sizes, and a call of it."""
+
+DECODE, DECODE_IN_SPLITS, PREFILL = "attend_decode", "attend_decode, in splits", "attend_prefill"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +35,6 @@ class CompileCase:
         constants, attributes: values of constants, and what other arguments are divisible by: by the argument's place.
         options: num_warps, num_stages and enable_fp_fusion.
         min_capability: such as 80 or 90: older GPUs do not run it.
-        is_default: launched unless another choice was measured to be faster, so that it has to fit into any GPU; what
-            is only tried is passed over where it does not.
     """
 
     name: str
@@ -52,43 +44,29 @@ class CompileCase:
     attributes: dict[tuple[int, ...], Any]
     options: dict[str, Any]
     min_capability: int
-    is_default: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
-    """An operation at one size; `CompileCase` says what the fields are."""
-
-    name: str
-    run: Callable[[], object]
-    choice: LaunchChoice | None = None
-    min_capability: int = 80
-    is_default: bool = True
 
 
 def compile_cases() -> list[CompileCase]:
     """All of them; the first of each kernel runs on any GPU from 8.0 on."""
     found: dict[tuple[str, str], CompileCase] = {}
-    launch = Launch(name="", run=lambda: None)
+    launch: Launch = ("", lambda: None)
 
     def on_asked(kernel: Any, key: str, signature: Any, constants: Any, options: Any, attributes: Any) -> None:
         has_float8 = any("fp8" in kind for kind in signature.values())
         case = CompileCase(
-            name=launch.name,
+            name=launch[0],
             kernel=kernel,
             signature=signature,
             constants=constants,
             attributes=attributes,
             options={name: getattr(options, name) for name in ("num_warps", "num_stages", "enable_fp_fusion")},
-            min_capability=max(launch.min_capability, FLOAT8_CAPABILITY if has_float8 else 80),
-            is_default=launch.is_default,
+            min_capability=FLOAT8_CAPABILITY if has_float8 else 80,
         )
         found.setdefault((kernel.__name__, key), case)
 
     Recorder(on_asked)
     for launch in (*of_models(), *of_decode(), *of_prefill()):
-        with trying(launch.choice) if launch.choice is not None else nullcontext():
-            launch.run()
+        launch[1]()
     return list(found.values())
 
 
@@ -110,7 +88,7 @@ MODELS = {
 def of_models() -> Iterator[Launch]:
     """What a start launches, of each."""
     for name, model in MODELS.items():
-        yield Launch(name=f"start of {name}", run=Storm(model, seed=0).start)
+        yield f"start of {name}", Storm(model, seed=0).start
 
 
 def of_decode() -> Iterator[Launch]:
@@ -135,9 +113,9 @@ def of_decode() -> Iterator[Launch]:
         (128, 1, 128, BF16, BF16, False),
     ):
         kernel = DECODE_IN_SPLITS if is_split else DECODE
-        yield from attention(kernel, heads, kv_heads, head_dim, dtype, cache, None)
+        yield attention(kernel, heads, kv_heads, head_dim, dtype, cache, None)
         if head_dim in EXTRAS:
-            yield from attention(kernel, heads, kv_heads, head_dim, dtype, cache, None, EXTRAS[head_dim])
+            yield attention(kernel, heads, kv_heads, head_dim, dtype, cache, None, EXTRAS[head_dim])
 
 
 EXTRAS = {64: "sinks", 256: "soft_cap"}
@@ -161,9 +139,9 @@ def of_prefill() -> Iterator[Launch]:
         (16, 8, 256, BF16, FP8, 4096),
         (16, 8, 256, FP32, FP32, 4096),
     ):
-        yield from attention(PREFILL, heads, kv_heads, head_dim, dtype, cache, window)
+        yield attention(PREFILL, heads, kv_heads, head_dim, dtype, cache, window)
         if head_dim in EXTRAS:
-            yield from attention(PREFILL, heads, kv_heads, head_dim, dtype, cache, window, EXTRAS[head_dim])
+            yield attention(PREFILL, heads, kv_heads, head_dim, dtype, cache, window, EXTRAS[head_dim])
 
 
 def attention(
@@ -175,13 +153,11 @@ def attention(
     cache: torch.dtype,
     window: int | None,
     extra: str | None = None,
-) -> Iterator[Launch]:
-    """A launch for each choice that may be made on Hopper, the default one first."""
+) -> Launch:
     ints = partial(torch.empty, dtype=torch.int32)
     q, keys = torch.empty(3, heads, head_dim, dtype=dtype), torch.empty(64, 16, kv_heads, head_dim, dtype=cache)
     extras: dict[str, Any] = {extra: 50.0 if extra == "soft_cap" else torch.empty(heads)} if extra else {}
     kv = PagedKV(keys, keys, ints(9, 513), 0.1, window, **extras)
-    shape = AttentionShape.of(q, keys)
 
     def run() -> None:
         if kernel == PREFILL:
@@ -191,13 +167,5 @@ def attention(
             ops.attend_decode(q, kv, ints(3, 3), torch.empty_like(q), num_splits=num_splits, max_context=8192)
 
     features = (", window" if window else "") + (f", extra: {extra}" if extra else "")
-    for choice in candidates(kernel, shape, 90):
-        constants = "/".join(str(size) for _, size in choice.constants)
-        yield Launch(
-            name=f"{kernel}, {heads}/{kv_heads} heads of {head_dim}, {name_of(dtype)}, cache {name_of(cache)}"
-            f"{features}, {constants}/{choice.num_warps}/{choice.num_stages}",
-            run=run,
-            choice=choice,
-            min_capability=80 if choice in candidates(kernel, shape, 80) else 90,
-            is_default=choice == default_choice(kernel, shape),
-        )
+    sizes = f"{heads}/{kv_heads} heads of {head_dim}, {name_of(dtype)}, cache {name_of(cache)}"
+    return f"{kernel}, {sizes}{features}", run

@@ -26,7 +26,6 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from aioengine.kernels.attention.launch_choices import DECODE_IN_SPLITS, TUNED, AttentionShape, candidates
 from aioengine.kernels.operations import Activation, ExpertWeights, PagedKV
 from aioengine.kernels.packed_weight import CodedWeight, Coding, PackedWeight, in_panels
 from aioengine.kernels.sample_rows import SAMPLE_WORDS
@@ -227,9 +226,6 @@ def main() -> None:
     for name, model in (("8B", LLAMA_8B), ("odd", ODD)):
         asked.variants.clear()
         storm = Storm(model, seed=0)
-        # As after measurements: not the same with splits as without.
-        shape = AttentionShape.of(torch.empty(0, model.num_heads, model.head_dim, dtype=BF16), storm.caches[0])
-        TUNED[DECODE_IN_SPLITS, None, shape] = candidates(DECODE_IN_SPLITS, shape, 90)[-1]
         storm.start()
         started = {kernel: dict(variants) for kernel, variants in asked.variants.items()}
         storm.serve()

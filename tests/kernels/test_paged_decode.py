@@ -12,7 +12,7 @@ from kernels.paged_cases import WITH_EXTRAS, PagedCase, assert_close, attend, ex
 from nightly import nightly
 from torch import Tensor
 
-from aioengine.kernels.attention.splits import choose_num_splits
+from aioengine.kernels.attention_launches import choose_num_splits
 from aioengine.kernels.operations import plain_torch as reference
 from aioengine.kernels.triton.attend_decode import attend_decode
 

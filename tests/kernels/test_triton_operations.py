@@ -2,7 +2,6 @@
 
 import ast
 import inspect
-import os
 from pathlib import Path
 
 from kernels.harness import KERNELS, OPERATIONS, triton
@@ -29,10 +28,6 @@ def test_plain_torch_computes_what_has_no_kernel_or_a_faulty_one() -> None:
             assert getattr(some, name).__func__ is getattr(plain_torch, name).__func__
         else:
             assert getattr(some, name) is find_launchers()[name]
-
-
-def test_the_interpreter_has_nothing_to_choose() -> None:
-    assert bool(os.environ.get("TRITON_INTERPRET")) != triton.is_tunable
 
 
 def test_every_launch_says_whether_products_and_sums_may_be_fused() -> None:

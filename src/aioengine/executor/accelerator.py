@@ -163,14 +163,6 @@ class Accelerator(Protocol):
             the most bytes that tensors took, beyond those that were there before.
         """
 
-    def seconds_of(self, work: Work) -> float:
-        """Run ``work`` some times and wait for it: the median of what it takes on the device, launches aside, with
-        nothing of it in the device's caches.
-
-        Raises:
-            Exception: it cannot be run, such as for want of shared memory.
-        """
-
     def release(self) -> None:
         """Give back to the system what tensors and graphs that are gone have left."""
 

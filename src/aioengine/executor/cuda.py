@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import statistics
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -24,9 +23,6 @@ from aioengine.kernels.operations import Operations
 
 MIN_CAPABILITY = 80
 """bfloat16 and asynchronous copies begin with Ampere."""
-
-NUM_TIMED = 11
-"""Runs that a median is taken of."""
 
 
 def find_cuda(device: str) -> torch.device | None:
@@ -91,7 +87,6 @@ class CudaAccelerator:
         self.name = properties.name
         self.num_multiprocessors = properties.multi_processor_count
         self.capability = properties.major * 10 + properties.minor
-        self._cache_bytes = int(properties.L2_cache_size)
         self._compute = torch.cuda.Stream(device)
         self._copies = torch.cuda.Stream(device)
         self._pool: Any = None
@@ -129,16 +124,11 @@ class CudaAccelerator:
     def capture(self, work: Work) -> Graph:
         if not self._graphs:  # torch refuses a pool that graphs have had, of which none is left
             self._pool = torch.cuda.graph_pool_handle()
-        graph: Graph = self._capture(work, self._pool)
-        self._graphs.add(graph)
-        return graph
-
-    def _capture(self, work: Work, pool: Any) -> Any:
         graph = torch.cuda.CUDAGraph()
         # Other threads of the process, and the app's own work, go on with theirs meanwhile. Not `torch.cuda.graph`: it
         # empties the allocator's cache and collects garbage, 100 ms each time.
         try:
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 work()
             finally:
@@ -146,9 +136,11 @@ class CudaAccelerator:
         except BaseException:
             # After a failure torch leaves the allocator in the pool for good: it would free nothing any more.
             with contextlib.suppress(Exception):
-                torch._C._cuda_endAllocateToPool(self.device.index, pool)
+                torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
             raise
-        return graph
+        self._graphs.add(graph)
+        captured: Graph = graph
+        return captured
 
     def synchronize(self) -> None:
         self._compute.synchronize()
@@ -167,22 +159,6 @@ class CudaAccelerator:
         peak = torch.cuda.max_memory_reserved(self.device) - before
         self.release()
         return max(0, peak)
-
-    def seconds_of(self, work: Work) -> float:
-        work()  # compiles
-        self.synchronize()
-        # As a graph: launched one by one small kernels take longer on the host than on the device.
-        graph = self._capture(work, torch.cuda.graph_pool_handle())  # which goes with it
-        trash = torch.empty(2 * self._cache_bytes, dtype=torch.uint8, device=self.device)
-        events = []
-        for _ in range(NUM_TIMED):
-            # It takes the caches, and keeps the device busy until the graph is in its queue.
-            trash.zero_()
-            begin = self.record()
-            graph.replay()
-            events.append((begin, self.record()))
-        self.synchronize()
-        return statistics.median(end.seconds_since(begin) for begin, end in events)
 
     def release(self) -> None:
         self.synchronize()

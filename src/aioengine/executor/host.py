@@ -17,7 +17,7 @@ from torch import Tensor
 from aioengine.errors import InternalError
 from aioengine.executor.accelerator import DeviceEvent, DeviceMemory, Graph, HostWords, Ts, Work
 from aioengine.executor.memory import available_memory
-from aioengine.kernels.attention.splits import PROGRAMS_PER_MULTIPROCESSOR
+from aioengine.kernels.attention_launches import PROGRAMS_PER_MULTIPROCESSOR
 from aioengine.kernels.native.compilation import Compilation
 from aioengine.kernels.native.native_operations import NativeOperations
 from aioengine.kernels.native.team import Team
@@ -168,11 +168,6 @@ class HostAccelerator:
     def peak_of(self, work: Callable[[*Ts], None], *args: *Ts) -> int:
         work(*args)
         return 0
-
-    def seconds_of(self, work: Work) -> float:
-        begin = self.record()
-        work()
-        return self.record().seconds_since(begin)
 
     def release(self) -> None:
         pass

@@ -18,7 +18,6 @@ from aioengine.executor.host import chunk_tokens
 from aioengine.executor.memory import num_kv_blocks
 from aioengine.executor.paged_attention import PagedAttention, layout_of
 from aioengine.executor.runner import START_FEATURES, Runner
-from aioengine.executor.tune import tune_attention
 from aioengine.models.model import Model
 from aioengine.processes.progress import OnProgress
 
@@ -52,8 +51,6 @@ def make_runner(
     of_cache = cache_dtype(config, model.dtype, is_host=accelerator.is_host)
     _check_capability(accelerator, of_cache)
     layout = layout_of(model.caches, config.block_size, of_cache)
-    if config.tune_kernels:
-        tune_attention(accelerator, model, of_cache, config.block_size)
     num_blocks = [0] * len(layout.pools)
 
     def make_attention(block_tables: Tensor) -> PagedAttention:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aioengine.kernels.attention.splits import choose_num_splits
+from aioengine.kernels.attention_launches import choose_num_splits
 from aioengine.kernels.operations import LayerAttention, Operations, PagedKV
 from aioengine.kernels.torch.quantized import SCALE_BYTES
 from aioengine.kernels.zeros import lazy_zeros

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from aioengine.kernels.attention.splits import choose_num_splits
+from aioengine.kernels.attention_launches import choose_num_splits
 from aioengine.kernels.native.native_operations import NativeOperations
 from aioengine.kernels.operations import Activation, ExpertWeights, Operations, PagedKV, plain_torch
 from aioengine.kernels.packed_weight import CodedWeight, Quantization, in_panels

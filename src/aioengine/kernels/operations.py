@@ -137,10 +137,7 @@ class Operations:
     """A device's operations. An attribute of the object replaces the plain torch form of its name.
 
     Attributes:
-        is_tunable: launches of attention may be measured, and chosen.
     """
-
-    is_tunable = False
 
     def has_kernel(self, operation: str) -> bool:
         """Whether a kernel computes the operation of this name, not plain torch."""

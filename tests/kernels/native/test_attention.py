@@ -14,7 +14,7 @@ from torch import Tensor
 
 from aioengine.errors import InternalError
 from aioengine.executor.host import HostAccelerator
-from aioengine.kernels.attention.splits import choose_num_splits
+from aioengine.kernels.attention_launches import choose_num_splits
 from aioengine.kernels.native.library import Library
 from aioengine.kernels.native.native_operations import NativeOperations
 from aioengine.kernels.native.team import Team

@@ -13,8 +13,6 @@ from inspect import isfunction
 from pkgutil import iter_modules
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from triton import knobs
-
 from aioengine.kernels.operations import Operations
 
 P = ParamSpec("P")
@@ -55,8 +53,6 @@ def triton_operations(faulty: Collection[str] = (), modules: tuple[str, ...] = (
         modules: other modules that have launchers.
     """
     operations = Operations()
-    # In the interpreter it does not matter how attention is launched.
-    operations.is_tunable = not knobs.runtime.interpret and not {"attend_decode", "attend_prefill"}.intersection(faulty)
     for name, launcher in find_launchers(modules).items():
         if name not in faulty:
             setattr(operations, name, launcher)

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.errors import InternalError
-from aioengine.kernels.attention.launch_choices import DECODE, DECODE_IN_SPLITS, AttentionShape, LaunchChoice, choice_of
+from aioengine.kernels.attention_launches import choose_decode_launch
 from aioengine.kernels.launch_checks import check_attention, check_tensor
 from aioengine.kernels.operations import Operations, PagedKV
 from aioengine.kernels.triton import replaces
@@ -214,41 +214,31 @@ def attend_decode(q: Tensor, kv: PagedKV, decodes: Tensor, out: Tensor, *, num_s
     num_entries, (_, num_heads, head_dim), num_kv_heads = len(decodes), q.shape, k_cache.shape[2]
     if not num_entries:
         return
-    num_splits, choice = _choose(num_splits, max_context, q.device, AttentionShape.of(q, k_cache))
-    is_split, constants = num_splits > 1, dict(choice.constants)
+    group = num_heads // num_kv_heads
+    launch = choose_decode_launch(head_dim, group, q.element_size(), k_cache.element_size())
+    # A part has a tile at least, and a graph's grid is as large as that of its longest context.
+    num_splits = max(min(num_splits, triton.cdiv(max_context, launch.num_keys)), 1)
+    is_split = num_splits > 1
     parts = part_masses = None
     if is_split:
         num_parts = num_entries * num_heads * num_splits
         parts = torch.empty(num_parts * head_dim, dtype=torch.float32, device=q.device)
         part_masses = torch.empty(num_parts, dtype=torch.float32, device=q.device)
     window = NO_WINDOW if window is None else min(window, NO_WINDOW)
-    group = num_heads // num_kv_heads
     _decode_kernel[(num_kv_heads, num_entries, num_splits)](
         q, k_cache, v_cache, block_tables, decodes, out, parts, part_masses, sinks,
         scale * LOG2_E.value, soft_cap, window, block_tables.shape[1],
         IS_SPLIT=is_split, KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=k_cache.shape[1],
-        M=max(triton.next_power_of_2(group), 16), D=triton.next_power_of_2(head_dim), **constants,
-        num_warps=choice.num_warps, num_stages=choice.num_stages, enable_fp_fusion=True,
+        M=max(triton.next_power_of_2(group), 16), D=triton.next_power_of_2(head_dim), N=launch.num_keys,
+        num_warps=launch.num_warps, num_stages=launch.num_stages, enable_fp_fusion=True,
     )  # fmt: skip
     if is_split:
         _combine_kernel[(num_heads, num_entries)](
             parts, part_masses, decodes, out, sinks,
             window, num_splits,
             HEADS=num_heads, HEAD_DIM=head_dim, D=triton.next_power_of_2(head_dim), PARTS=_COMBINED_AT_ONCE,
-            **constants, enable_fp_fusion=True,
+            N=launch.num_keys, enable_fp_fusion=True,
         )  # fmt: skip
-
-
-def _choose(num_splits: int, max_context: int, device: torch.device, shape: AttentionShape) -> tuple[int, LaunchChoice]:
-    """Into how many parts contexts are cut in fact, and how that is launched."""
-    if num_splits > 1:
-        choice = choice_of(DECODE_IN_SPLITS, device, shape)
-        # A part has a tile at least, and a graph's grid is as large as that of its longest context.
-        num_splits = min(num_splits, triton.cdiv(max_context, dict(choice.constants)["N"]))
-        if num_splits > 1:
-            return num_splits, choice
-    # Contexts that are too short for parts, too, are launched as all others without: one kernel to compile.
-    return 1, choice_of(DECODE, device, shape)
 
 
 def check_paged(name: str, q: Tensor, kv: PagedKV, out: Tensor) -> None:

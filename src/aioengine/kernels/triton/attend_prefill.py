@@ -17,14 +17,12 @@ Stays if, for 2,048 tokens behind 2,048 cached ones in bfloat16, it beats gather
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from aioengine.kernels.attention.launch_choices import PREFILL, PREFILL_ROWS, AttentionShape, LaunchChoice, choice_of
+from aioengine.kernels.attention_launches import PREFILL_ROWS, choose_prefill_launch
 from aioengine.kernels.launch_checks import check_tensor
 from aioengine.kernels.operations import Operations, PagedKV
 from aioengine.kernels.triton import replaces
@@ -198,33 +196,19 @@ def attend_prefill(q: Tensor, kv: PagedKV, tiles: Tensor, out: Tensor) -> None:
     check_tensor("attend_prefill: tiles", tiles, (None, 4), torch.int32, q.device)
     if not len(tiles):
         return
-    shape = AttentionShape.of(q, k_cache)
-    choice = choice_of(PREFILL, q.device, shape)
-    constants = _constants(shape, choice)
-    _prefill_kernel[(len(tiles) * k_cache.shape[2] * constants["PARTS"],)](
+    (_, num_heads, head_dim), (_, block_size, num_kv_heads, _) = q.shape, k_cache.shape
+    group = num_heads // num_kv_heads
+    launch = choose_prefill_launch(head_dim, q.element_size(), k_cache.element_size())
+    num_parts = triton.cdiv(prefill_tile(num_heads, num_kv_heads, head_dim) * group, launch.num_rows)
+    _prefill_kernel[(len(tiles) * num_kv_heads * num_parts,)](
         q, k_cache, v_cache, block_tables, tiles, out, sinks,
         scale * LOG2_E.value, soft_cap, NO_WINDOW if window is None else min(window, NO_WINDOW), block_tables.shape[1],
-        HAS_WINDOW=window is not None, **constants,
-        num_warps=choice.num_warps, num_stages=choice.num_stages, enable_fp_fusion=True,
+        HAS_WINDOW=window is not None, KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+        PARTS=num_parts, D=triton.next_power_of_2(head_dim), M=launch.num_rows, N=launch.num_keys,
+        num_warps=launch.num_warps, num_stages=launch.num_stages, enable_fp_fusion=True,
     )  # fmt: skip
 
 
 @replaces(Operations.prefill_tile)
 def prefill_tile(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
     return max(PREFILL_ROWS * num_kv_heads // num_heads, 1)
-
-
-@functools.cache
-def _constants(shape: AttentionShape, choice: LaunchChoice) -> dict[str, int]:
-    constants = dict(choice.constants)
-    tile = prefill_tile(shape.group * shape.num_kv_heads, shape.num_kv_heads, shape.head_dim)
-    return {
-        "KV_HEADS": shape.num_kv_heads,
-        "GROUP": shape.group,
-        "HEAD_DIM": shape.head_dim,
-        "BLOCK_SIZE": shape.block_size,
-        # Programs of fewer rows than a tile share it.
-        "PARTS": triton.cdiv(tile * shape.group, constants["M"]),
-        "D": triton.next_power_of_2(shape.head_dim),
-        **constants,
-    }
