@@ -214,59 +214,30 @@ compilation.Compilation(["common"])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv(COMPILER_OUTLIVES, "1")
 
-    def run_command() -> None:
-        """And wait for the end of its compiler."""
+    def run_command() -> str:
+        """Run it and wait for the end of its compiler; return its stderr."""
         with ThreadPoolExecutor(1) as pool:
             ended = pool.submit((tmp_path / "pipe").read_text)
-            subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+            command = subprocess.run([sys.executable, "-c", program], check=True, timeout=60, stderr=subprocess.PIPE)
             ended.result(60)
+        return command.stderr.decode()
 
     path = library_path("common")
     path.parent.mkdir()
     with path.with_name("compiler.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # as the compiler of another command
-        run_command()
+        assert "as an earlier command's compiler still does" in run_command()
         assert not path.exists()
-    run_command()
+    assert "once, also after this command ends; until" in run_command()
     assert read_part("common") == code
 
 
-def test_a_command_waits_for_the_compiler_of_another_one(
+def test_a_command_whose_kernels_cannot_be_kept_reports_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    code = read_part("common")
-    assert code is not None
-    (tmp_path / "code").write_bytes(code)
-    monkeypatch.setattr(kept, "_COMPILE", _bringing(tmp_path / "code") + kept._COMPILE)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv(COMPILER_OUTLIVES, "1")
-    library_path("common").parent.mkdir()
-    with library_path("common").with_name("compiler.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        compilation = Compilation(["common"])
-        assert "about 6 s, as an earlier command's compiler still does; until" in caplog.records[0].message
-        assert compilation.poll() is None
-    library = compilation.wait()
-    assert library is not None
-    assert library.address("put_spans")
-
-
-@pytest.mark.parametrize(
-    ("cache", "told"),
-    [
-        ("", "once, also after this command ends; until"),
-        ("/file", r"for this command alone, .* kept \(.*Not a directory"),
-    ],
-)
-def test_a_command_says_how_long_its_kernels_are_for(
-    cache: str, told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setattr(kept, "_COMPILE", "")
-    monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}{cache}")
+    monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/file")
     monkeypatch.setenv(COMPILER_OUTLIVES, "1")
-    compilation = Compilation(["common"])
-    assert compilation._child is not None
-    compilation._child.wait()  # or it would stay as a zombie of this process
-    compilation.close()
-    assert re.search(told, caplog.records[0].message)
+    Compilation(["common"]).close()
+    assert re.search(r"for this command alone, .* kept \(.*Not a directory", caplog.records[0].message)

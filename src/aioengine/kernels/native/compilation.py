@@ -1,26 +1,22 @@
 """A child process that compiles what is missing of the native kernels, while this one computes without them.
 
-An engine in a program of the user's ends its compiler when it closes. A command of ours may end within seconds, so its
-compiler outlives it (`own_process.COMPILER_OUTLIVES`): one at a time a cache, bounded in time and memory. Each part
-is kept as soon as it is compiled, so that a compiler that is killed has not worked for nothing.
+An engine in a user's program ends its compiler when it closes. A command may end within seconds, so its compiler
+outlives it (`own_process.COMPILER_OUTLIVES`): one at a time a cache, bounded in time and memory. Each part is kept as
+soon as it is compiled, so that a compiler that is killed has not worked for nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import functools
 import io
 import logging
 import os
-import resource
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Iterable
 from typing import IO
 
 import msgspec
@@ -40,53 +36,46 @@ HEAD_START_S = 5.0
  On two cores of Zen 4, with an empty cache, the first token of Qwen3-0.6B came 6.3 s after the program began
 with both at once, and comes after 3.5; with int8 8.7 and 4.2."""
 
-OUTLIVING_S, OUTLIVING_BYTES = 1800, 4 * 2**30
-"""Most wall-clock seconds and address space of a compiler that may outlive its parent; it takes a minute of a core and
-0.9 GB for all parts."""
-
 
 class Compilation:
     """The library, or a child process that compiles it while this one serves without it.
 
-    With `COMPILER_OUTLIVES` in the environment `close` leaves the child alone, which ends with this process all the
-    same while the compiler of another command is at work. Kernels that cannot be kept are for this object alone.
+    Kernels that cannot be kept are for this object alone.
 
     Args:
         parts: of the library.
-        may_outlive: False: the environment does not count.
+        is_of_engine: it may outlive a command; if it must not, a warning names what is missing as it closes.
 
     Attributes:
         problem: why there is no library.
     """
 
-    def __init__(self, parts: Iterable[str], *, may_outlive: bool = True) -> None:
+    def __init__(self, parts: Iterable[str], *, is_of_engine: bool = True) -> None:
         self._parts = tuple(parts)
         self._begins_at_s = 0.0
         self._is_over = False
         self._child: subprocess.Popen[bytes] | None = None
         self._unkept: IO[bytes] = io.BytesIO()
         self._errors: IO[bytes] = io.BytesIO()
-        self._is_of_engine = may_outlive
-        self._outlives = may_outlive and bool(os.environ.get(COMPILER_OUTLIVES))
+        self._is_of_engine, self._outlives = is_of_engine, False
         self.problem = ""
         if missing := [part for part in self._parts if read_part(part) is None]:
-            if self._outlives:
-                logger.warning(
-                    "compiling kernels for this CPU in the background, about %d s, %s; until then plain torch "
-                    "computes, slower and rounded otherwise: a seed may give another text then",
-                    compile_seconds(missing),
-                    _outlook(),
-                )
-            else:
+            lock = self._lock_cache(missing) if is_of_engine and os.environ.get(COMPILER_OUTLIVES) else None
+            if lock is None:
                 logger.info("compiling native kernels beside this program, once a machine; until then steps are slow")
             try:
                 # In memory: a pipe would hold up a child that writes much, and a folder for files might not be there.
                 self._unkept = io.FileIO(os.memfd_create("aioengine-kernels"), "r+")
                 self._errors = io.FileIO(os.memfd_create("aioengine-compiler"), "r+")
-                self._child = _start_child(missing, self._unkept.fileno(), self._errors, outlives=self._outlives)
+                self._child = _start_child(
+                    missing, self._unkept.fileno(), self._errors, lock if self._outlives else None
+                )
                 self._begins_at_s = time.monotonic() + HEAD_START_S
             except (OSError, AttributeError) as error:  # no room for a process, or a system without memfd
                 self._give_up(str(error))
+            finally:
+                if lock is not None:
+                    lock.close()  # the child has it, until its end
 
     def begin(self) -> None:
         """Let the child compile from now on. Idempotent."""
@@ -135,8 +124,9 @@ class Compilation:
         if self._child is None:
             return
         if self._outlives:
-            self._child.poll()
-            self._child.returncode = self._child.returncode or 0  # or its end would be waited for, with a warning
+            if self._child.poll() is None:
+                os.setpriority(os.PRIO_PROCESS, self._child.pid, 19)
+                self._child.returncode = 0  # or its end would be waited for, with a warning
             return
         if was_needed and self._child.poll() is None:
             _warn_of_missing()
@@ -146,24 +136,31 @@ class Compilation:
             for unfinished in library_path(COMMON).parent.glob(f"*.{self._child.pid}"):
                 unfinished.unlink(missing_ok=True)
 
+    def _lock_cache(self, missing: Iterable[str]) -> IO[bytes]:
+        """Lock the cache, unless another command's compiler has it: then this one ends with its command, too."""
+        lock: IO[bytes] = io.BytesIO()
+        try:
+            path = library_path(COMMON).with_name("compiler.lock")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = path.open("ab")
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._outlives, outlook = True, "once, also after this command ends"
+        except BlockingIOError:
+            outlook = "as an earlier command's compiler still does"
+        except OSError as error:
+            outlook = f"for this command alone, since they cannot be kept ({error}): set XDG_CACHE_HOME"
+        logger.warning(
+            "compiling kernels for this CPU in the background, about %d s, %s; until then plain torch "
+            "computes, slower and rounded otherwise: a seed may give another text then",
+            compile_seconds(missing),
+            outlook,
+        )
+        return lock
+
     def _give_up(self, problem: str) -> None:
         self.problem = problem
         logger.warning("no native kernels, so that steps are slow: %s", problem)
         self.close()
-
-
-def _outlook() -> str:
-    """Whether a command's compiler goes on after it, which `outlive_parent` decides by the same lock."""
-    try:
-        path = library_path(COMMON).with_name("compiler.lock")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return "as an earlier command's compiler still does"
-    except OSError as error:
-        return f"for this command alone, since they cannot be kept ({error}): set XDG_CACHE_HOME"
-    return "once, also after this command ends"
 
 
 @functools.cache  # once a process
@@ -185,7 +182,7 @@ def compile_library(parts: Iterable[str] = ALL_PARTS) -> Library:
     Raises:
         InternalError: it could not be compiled.
     """
-    compilation = Compilation(parts, may_outlive=False)
+    compilation = Compilation(parts, is_of_engine=False)
     try:
         library = compilation.wait()
     finally:
@@ -195,38 +192,13 @@ def compile_library(parts: Iterable[str] = ALL_PARTS) -> Library:
     return library
 
 
-def outlive_parent(parent_pid: int, die_with_parent: Callable[[int], None]) -> None:
-    """Let this process, a compiler, run on when its parent ends, at the lowest priority from then on, and bounded.
-
-    Where another such compiler is at work, or the folder takes no files, this one ends with its parent.
-    """
-    try:
-        path = library_path(COMMON).with_name("compiler.lock")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)  # until the end
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        die_with_parent(parent_pid)
-        return
-    signal.signal(signal.SIGUSR1, lambda *_: os.nice(19))
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1, 0, 0, 0)
-    if os.getppid() != parent_pid:
-        os.nice(19)
-    signal.alarm(OUTLIVING_S)
-    resource.setrlimit(resource.RLIMIT_AS, (OUTLIVING_BYTES, OUTLIVING_BYTES))
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")  # the first to go where memory runs out
-
-
-_PR_SET_PDEATHSIG = 1
-
-
 def _start_child(
-    parts: Iterable[str], unkept: int, errors: IO[bytes], *, outlives: bool = False
+    parts: Iterable[str], unkept: int, errors: IO[bytes], lock: IO[bytes] | None = None
 ) -> subprocess.Popen[bytes]:
+    """Start a compiler; with a lock, which is its own, too, it outlives this process."""
     # Without the working folder, whose files may be called as any module; this package may have come from there.
     paths = os.pathsep.join((*(os.path.abspath(path) for path in sys.path if path), str(PACKAGE.parent)))
-    numbers = map(str, (os.getpid(), HEAD_START_S, unkept, int(outlives)))
+    numbers = map(str, (os.getpid() if lock is None else 0, HEAD_START_S, unkept))
     return subprocess.Popen(
         [sys.executable, "-P", "-c", _COMPILE, *numbers, *parts],
         stdin=subprocess.PIPE,
@@ -234,23 +206,25 @@ def _start_child(
         stderr=errors,
         # numpy would start a thread a core, of which a compiler needs none, each with 40 MB of its address space.
         env={**os.environ, "PYTHONPATH": paths, "NUMBA_OPT": "0", "OPENBLAS_NUM_THREADS": "1"},
-        pass_fds=[unkept],
-        start_new_session=outlives,
+        pass_fds=[unkept] if lock is None else [unkept, lock.fileno()],
+        start_new_session=lock is not None,
     )
 
 
 _COMPILE = """
+import resource
 import select
+import signal
 import sys
 from aioengine.processes.own_side import die_with_parent
-parent_pid, head_start_s, unkept, outlives, *parts = sys.argv[1:]
-if outlives == "0":
+parent_pid, head_start_s, unkept, *parts = sys.argv[1:]
+if parent_pid != "0":
     die_with_parent(int(parent_pid))
+else:  # it takes a minute of a core and 0.9 GB for all parts
+    signal.alarm(1800)
+    resource.setrlimit(resource.RLIMIT_AS, (4 * 2**30, 4 * 2**30))
 import msgspec
-from aioengine.kernels.native.compilation import outlive_parent
 from aioengine.kernels.native.library import compile_parts
-if outlives == "1":
-    outlive_parent(int(parent_pid), die_with_parent)
 import aioengine.kernels.native.compiler
 select.select([sys.stdin], [], [], float(head_start_s))  # until its other end is closed
 with open(int(unkept), "wb") as file:
