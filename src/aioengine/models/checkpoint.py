@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from aioengine.kernels.packed_weight import CodedWeight, in_panels
-from aioengine.models.decoder_config import DecoderConfig
-from aioengine.models.families import ExpertsConfig
+from aioengine.models.decoder_config import DecoderConfig, ExpertsConfig
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -21,8 +21,7 @@ from aioengine.errors import InvalidRequest
 from aioengine.kernels.operations import ExpertWeights, LayerAttention, Operations
 from aioengine.kernels.packed_weight import CodedRows, CodedWeight, PackedWeight, Quantization, UnpackedRows, in_panels
 from aioengine.models.checkpoint import EMBEDDING, HEAD, CheckpointTensor, checkpoint_tensors
-from aioengine.models.decoder_config import DecoderConfig, Rope
-from aioengine.models.families import ExpertsConfig
+from aioengine.models.decoder_config import DecoderConfig, ExpertsConfig, Rope
 from aioengine.models.model import StepContext, move_weights
 
 Product = Callable[[Tensor, StepContext], Tensor]

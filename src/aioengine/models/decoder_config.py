@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from aioengine.errors import ConfigError, ModelLoadError
 from aioengine.kernels.operations import Activation
-from aioengine.models.families import ARCHITECTURES, ExpertsConfig, Family, QkNorm, native_architecture, text_config
+from aioengine.models.families import ARCHITECTURES, ExpertFields, Family, QkNorm, native_architecture, text_config
 from aioengine.models.folder import MAX_LABELS, ModelFolder, is_gguf
 from aioengine.models.model import ModelConfig, attention_caches, limit_length
 from aioengine.validation import shorten
@@ -38,24 +38,20 @@ class Rope(msgspec.Struct, frozen=True):
     scale: float = 1.0
 
 
-class Lengths(NamedTuple):
-    """In tokens: the config's ``max_position_embeddings``, and the longest sequence that there may be."""
+def read_rope(parameters: RopeParameters, head_dim: int, positions: int, longest: int) -> Rope:
+    """Read the rotation that a config's ``rope_parameters`` describe.
 
-    positions: int
-    of_sequence: int
-
-
-def read_rope(parameters: RopeParameters, head_dim: int, lengths: Lengths) -> Rope:
-    """
     Args:
         parameters: with a ``rope_type`` of `ROPE_TYPES` and ``rope_theta``; ``partial_rotary_factor``: how much of a
             head turns.
+        positions: the config's ``max_position_embeddings``.
+        longest: tokens of the longest sequence that there may be.
     Raises:
         ValueError, TypeError, KeyError: they give no frequencies.
     """
     rotary_dim = rotated_size(parameters, head_dim)
     periods = parameters["rope_theta"] ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
-    inv_freq, scale = ROPE_TYPES[parameters["rope_type"]](parameters, periods, lengths)
+    inv_freq, scale = ROPE_TYPES[parameters["rope_type"]](parameters, periods, positions, longest)
     values, scale = tuple(inv_freq.tolist()), float(scale)
     if len(values) != rotary_dim // 2:
         raise ValueError(f"they give {len(values)} frequencies, not {rotary_dim // 2}")
@@ -93,12 +89,7 @@ def head_order(head_dim: int, rotary_dim: int, *, is_interleaved: bool) -> tuple
     return None if order == tuple(range(head_dim)) else order
 
 
-def _linear_rope(parameters: RopeParameters, periods: Tensor, lengths: Lengths) -> tuple[Tensor, float]:
-    """Positions ``factor`` times closer (Chen et al., 2023, arXiv:2306.15595)."""
-    return 1.0 / periods / parameters["factor"], 1.0
-
-
-def _llama3_rope(parameters: RopeParameters, periods: Tensor, lengths: Lengths) -> tuple[Tensor, float]:
+def _llama3_rope(parameters: RopeParameters, periods: Tensor, *_: int) -> tuple[Tensor, float]:
     """Llama 3.1's: slow rotations become ``factor`` times slower, fast ones stay, and a ramp lies between them."""
     inv_freq = 1.0 / periods
     factor, low, high = parameters["factor"], parameters["low_freq_factor"], parameters["high_freq_factor"]
@@ -110,12 +101,11 @@ def _llama3_rope(parameters: RopeParameters, periods: Tensor, lengths: Lengths) 
     return torch.where(is_slow, inv_freq / factor, torch.where(is_fast, inv_freq, between)), 1.0
 
 
-def _yarn_rope(parameters: RopeParameters, periods: Tensor, lengths: Lengths) -> tuple[Tensor, float]:
+def _yarn_rope(rope: RopeParameters, periods: Tensor, positions: int, _: int) -> tuple[Tensor, float]:
     """YaRN's (Peng et al., 2023, arXiv:2309.00071): as Llama 3.1's, with the ramp over dims; cos and sin are scaled."""
-    rope, rotary_dim = parameters, 2 * len(periods)
-    factor, length = rope["factor"], rope["original_max_position_embeddings"]
+    rotary_dim, factor, length = 2 * len(periods), rope["factor"], rope["original_max_position_embeddings"]
     if factor is None:
-        factor = lengths.positions / length
+        factor = positions / length
 
     def magnitude(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -135,29 +125,30 @@ def _yarn_rope(parameters: RopeParameters, periods: Tensor, lengths: Lengths) ->
     return 1.0 / (factor * periods) * (1 - kept) + 1.0 / periods * kept, scale
 
 
-def _longrope(parameters: RopeParameters, periods: Tensor, lengths: Lengths) -> tuple[Tensor, float]:
+def _longrope(rope: RopeParameters, periods: Tensor, positions: int, longest: int) -> tuple[Tensor, float]:
     """LongRoPE's (Ding et al., 2024, arXiv:2402.13753): a factor for each frequency, of two lists.
 
     Which list is by the longest sequence that there may be, for all sequences, so that keys that are cached stay right:
     the short one up to the length that the model was first trained for.
     """
-    length, scale = parameters["original_max_position_embeddings"], parameters.get("attention_factor")
-    factors = parameters["long_factor" if lengths.of_sequence > length else "short_factor"]
-    stretch = parameters.get("factor") or lengths.positions / length
+    length, scale = rope["original_max_position_embeddings"], rope.get("attention_factor")
+    factors = rope["long_factor" if longest > length else "short_factor"]
+    stretch = rope.get("factor") or positions / length
     if scale is None:
         scale = math.sqrt(1 + math.log(stretch) / math.log(length)) if stretch > 1 else 1.0
     return 1.0 / (torch.tensor(factors, dtype=torch.float32) * periods), scale
 
 
-ROPE_TYPES: dict[str, Callable[[RopeParameters, Tensor, Lengths], tuple[Tensor, float]]] = {
-    "default": lambda _, periods, __: (1.0 / periods, 1.0),
-    "linear": _linear_rope,
+ROPE_TYPES: dict[str, Callable[[RopeParameters, Tensor, int, int], tuple[Tensor, float]]] = {
+    "default": lambda _, periods, *__: (1.0 / periods, 1.0),
+    # Positions ``factor`` times closer (Chen et al., 2023, arXiv:2306.15595).
+    "linear": lambda rope, periods, *_: (1.0 / periods / rope["factor"], 1.0),
     "llama3": _llama3_rope,
     "longrope": _longrope,
     "yarn": _yarn_rope,
 }
-"""How the plain rotation is changed: from its periods / 2π [pairs that turn], in positions, to their frequencies, in
-radians a position, and the factor on cos and sin."""
+"""Functions of the parameters, the plain rotation's periods / 2π [pairs that turn], in positions, and the lengths of
+`read_rope`; they give the frequencies, in radians a position, and the factor on cos and sin."""
 
 
 _lock = Lock()
@@ -222,6 +213,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 LAYER_TYPES = ("full_attention", "sliding_attention")
 DEFAULT_ROPE_THETA = 10000.0
+MAX_EXPERTS = 2**16
 
 UNREAD_FIELDS = frozenset(
     {"auto_map", "configuration_files", "original_max_position_embeddings", "partial_rotary_factor", "per_layer_config"}
@@ -293,10 +285,33 @@ FACTORS = (
     "logits_scaling",
 )
 OF_SOME_FAMILIES = {*FACTORS, "hidden_activation", "no_rope_layers", "use_bidirectional_attention"}
-"""Fields that other families leave unread, whatever their config.json has there."""
+"""Fields that are read of the families whose `Family.reads` has them; their values in other configs are ignored."""
 
 MAY_BE_NULL = {field.name for field in msgspec.structs.fields(ConfigFields) if isinstance(field.default, int)}
 """Flags and numbers that transformers leaves null in a config of a family that does not read them."""
+
+
+class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The gated MLPs that take the place of a layer's only one.
+
+    Attributes:
+        layers: for each layer whether it has experts; the others have a plain MLP.
+        count: experts of a layer. num_chosen: experts of a token.
+        intermediate_size: of each expert.
+        is_normalised: whether the weights of a token's experts sum to 1.
+        shared_size: intermediate size of the expert of all tokens, which a sigmoid weighs; 0: there is none.
+        bias: whether experts and router have biases.
+        activation: as in `Operations.gated_activation`.
+    """
+
+    layers: tuple[bool, ...]
+    count: int
+    num_chosen: int
+    intermediate_size: int
+    is_normalised: bool
+    shared_size: int = 0
+    bias: bool = False
+    activation: Activation = "silu"
 
 
 class DecoderConfig(ModelConfig, frozen=True, kw_only=True):
@@ -378,7 +393,7 @@ def _read(folder: ModelFolder, dtype: str, max_model_len: int | None) -> Decoder
     _check_numbers(config.get)
     _check_texts(config)
     known = known_fields(config, family) if folder.config["architectures"] == [architecture] else None
-    fields = _of_family(family, known or _fields_by_transformers(folder, config))
+    fields = known or _fields_by_transformers(folder, config, family)
     _check_numbers(lambda name: getattr(fields, name, None))
     _check_features(family, fields)
     num_heads, num_kv_heads = fields.num_attention_heads, fields.num_key_value_heads or fields.num_attention_heads
@@ -388,7 +403,13 @@ def _read(folder: ModelFolder, dtype: str, max_model_len: int | None) -> Decoder
     if head_dim % 2 or not head_dim:
         raise _BadConfig(f"head_dim={head_dim} is odd or none; the rotation needs pairs")
     try:
-        model_len = _limit(_model_len(fields), max_model_len)
+        model_len = _model_len(fields)
+        if not 2 <= model_len <= MAX_POSITIONS:
+            raise _BadConfig(
+                f"max_position_embeddings and rope_parameters make sequences {shorten(model_len)} tokens long; "
+                f"2 to {MAX_POSITIONS} is needed"
+            )
+        model_len = limit_length(model_len, max_model_len)
         ropes, order = _rotations(family, fields, head_dim, model_len)
     except (_BadConfig, ConfigError):
         raise
@@ -396,6 +417,10 @@ def _read(folder: ModelFolder, dtype: str, max_model_len: int | None) -> Decoder
         raise _BadConfig(f"rope_parameters {shorten(fields.rope_parameters)} lack {error}") from error
     except Exception as error:  # of values that are no numbers
         raise _BadConfig(f"rope_parameters {shorten(fields.rope_parameters)} cannot be used: {error!r}") from error
+    if dtype == "auto":
+        dtype = fields.dtype or "float32"
+    if dtype not in DTYPES:
+        raise _BadConfig(f"dtype {shorten(dtype)} is not supported; set dtype to one of {', '.join(DTYPES)}")
     scale = fields.attention_multiplier
     return DecoderConfig(
         architecture=architecture,
@@ -407,7 +432,7 @@ def _read(folder: ModelFolder, dtype: str, max_model_len: int | None) -> Decoder
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_model_len=model_len,
-        dtype=_dtype(fields, dtype),
+        dtype=DTYPES[dtype],
         rms_norm_eps=fields.rms_norm_eps,
         qkv_bias=_flag(family.qkv_bias, fields),
         output_bias=_flag(family.output_bias, fields),
@@ -424,7 +449,7 @@ def _read(folder: ModelFolder, dtype: str, max_model_len: int | None) -> Decoder
         residual_scale=fields.residual_multiplier,
         logits_scale=1 / fields.logits_scaling,
         logits_soft_cap=fields.final_logit_softcapping,
-        experts=_experts(family, fields),
+        experts=_experts(family.experts, fields),
     )
 
 
@@ -460,9 +485,10 @@ def known_fields(config: dict[str, Any], family: Family) -> ConfigFields | None:
         **rope,
     }
     dtype = config["dtype"] if config.get("dtype") is not None else config.get("torch_dtype")
+    read = {name: value for name, value in config.items() if name not in OF_SOME_FAMILIES - family.reads}
     try:
         fields = msgspec.convert(
-            {**family.defaults, **config, "rope_parameters": rope, "dtype": dtype}, type=ConfigFields
+            {**family.defaults, **read, "rope_parameters": rope, "dtype": dtype}, type=ConfigFields
         )
     except msgspec.ValidationError:
         return None
@@ -485,7 +511,7 @@ def known_fields(config: dict[str, Any], family: Family) -> ConfigFields | None:
 
 
 @quiet_transformers()
-def _fields_by_transformers(folder: ModelFolder, stated: dict[str, Any]) -> ConfigFields:
+def _fields_by_transformers(folder: ModelFolder, stated: dict[str, Any], family: Family) -> ConfigFields:
     """
     Args:
         stated: config.json, or what it says of the text part.
@@ -503,7 +529,8 @@ def _fields_by_transformers(folder: ModelFolder, stated: dict[str, Any]) -> Conf
         # A wrapper states for its text part whether the head is tied, and may state its dtype.
         stated = {"dtype": stated.get("torch_dtype"), **stated}
         fields |= {name: stated[name] for name in ("dtype", "tie_word_embeddings") if stated.get(name) is not None}
-        given = {name: value for name, value in fields.items() if value is not None or name not in MAY_BE_NULL}
+        absent = OF_SOME_FAMILIES - family.reads | {name for name in MAY_BE_NULL if fields.get(name) is None}
+        given = {name: value for name, value in fields.items() if name not in absent}
         return msgspec.convert({**given, "sliding_window": given.get("sliding_window") or None}, type=ConfigFields)
     # Its validation raises whatever it likes: ValueError, KeyError, TypeError, errors of its own.
     except Exception as error:
@@ -534,13 +561,6 @@ def _check_texts(config: dict[str, Any]) -> None:
     pattern = config.get("sliding_window_pattern")
     if isinstance(pattern, str) and config.get("layer_types") is None:
         raise _BadConfig(f"sliding_window_pattern={shorten(pattern)} is not read: give layer_types, one for each layer")
-
-
-def _of_family(family: Family, fields: ConfigFields) -> ConfigFields:
-    """The fields without those that this family does not read."""
-    unread = OF_SOME_FAMILIES - family.reads
-    neutral = {field.name: field.default for field in msgspec.structs.fields(ConfigFields) if field.name in unread}
-    return msgspec.structs.replace(fields, **neutral)
 
 
 def _check_architecture(config: dict[str, Any]) -> str:
@@ -613,9 +633,8 @@ def _rotations(
     family: Family, fields: ConfigFields, head_dim: int, model_len: int
 ) -> tuple[tuple[Rope | None, ...], tuple[int, ...] | None]:
     """How each layer rotates, and in which order a checkpoint has the numbers of a head."""
-    num_layers, by_type = fields.num_hidden_layers, _ropes_by_type(fields)
-    lengths = Lengths(fields.max_position_embeddings, model_len)
-    ropes = {name: read_rope(parameters, head_dim, lengths) for name, parameters in by_type.items()}
+    num_layers, by_type, positions = fields.num_hidden_layers, _ropes_by_type(fields), fields.max_position_embeddings
+    ropes = {name: read_rope(parameters, head_dim, positions, model_len) for name, parameters in by_type.items()}
     for parameters in by_type.values():
         factor = parameters.get("partial_rotary_factor", 1.0)
         if factor != 1.0 and not family.rotates_part:
@@ -633,30 +652,35 @@ def _rotations(
     return tuple(of_layers), head_order(head_dim, sizes.pop(), is_interleaved=family.is_interleaved)
 
 
-def _limit(model_len: int, max_model_len: int | None) -> int:
-    if not 2 <= model_len <= MAX_POSITIONS:
-        raise _BadConfig(
-            f"max_position_embeddings and rope_parameters make sequences {shorten(model_len)} tokens long; "
-            f"2 to {MAX_POSITIONS} is needed"
-        )
-    return limit_length(model_len, max_model_len)
-
-
-def _dtype(fields: ConfigFields, name: str) -> torch.dtype:
-    if name == "auto":
-        name = fields.dtype or "float32"
-    if name not in DTYPES:
-        raise _BadConfig(f"dtype {shorten(name)} is not supported; set dtype to one of {', '.join(DTYPES)}")
-    return DTYPES[name]
-
-
-def _experts(family: Family, fields: ConfigFields) -> ExpertsConfig | None:
-    if family.experts is None:
+def _experts(names: ExpertFields | None, fields: ConfigFields) -> ExpertsConfig | None:
+    if names is None:
         return None
-    try:
-        return family.experts.read(lambda name: getattr(fields, name), fields.num_hidden_layers)
-    except ValueError as error:
-        raise _BadConfig(f"its experts: {error}") from error
+    step, sizes = 1, dict[str, Any]()
+    sizes["num_experts"] = count = fields.num_experts or fields.num_local_experts
+    sizes["num_experts_per_tok"] = num_chosen = fields.num_experts_per_tok
+    sizes[names.intermediate_size] = getattr(fields, names.intermediate_size)
+    if names.has_shared:
+        sizes["shared_expert_intermediate_size"] = fields.shared_expert_intermediate_size
+    if names.has_plain_layers:
+        sizes["decoder_sparse_step"] = step = fields.decoder_sparse_step
+    for name, value in sizes.items():
+        if not isinstance(value, int) or not 0 < value < 2**24:
+            raise _BadConfig(f"its experts: {name}={value!r}; a size is needed")
+    assert count is not None
+    assert num_chosen is not None
+    if num_chosen > count or count > MAX_EXPERTS:
+        raise _BadConfig(f"its experts: {num_chosen} of {count!r} experts cannot be chosen")
+    plain = (names.has_plain_layers and fields.mlp_only_layers) or ()
+    return ExpertsConfig(
+        layers=tuple(index not in plain and (index + 1) % step == 0 for index in range(fields.num_hidden_layers)),
+        count=count,
+        num_chosen=num_chosen,
+        intermediate_size=sizes[names.intermediate_size],
+        is_normalised=_flag(names.is_normalised, fields),
+        shared_size=sizes.get("shared_expert_intermediate_size", 0),
+        bias=names.bias,
+        activation=names.activation,
+    )
 
 
 def _windows(family: Family, fields: ConfigFields) -> tuple[int | None, ...]:
