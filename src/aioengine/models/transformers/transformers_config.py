@@ -22,7 +22,7 @@ from aioengine.models.checkpoint import FILE_DTYPES
 from aioengine.models.decoder_config import DTYPES, MAX_POSITIONS, MAX_SHOWN_CHARS, quiet_transformers
 from aioengine.models.folder import ModelFolder
 from aioengine.models.formats.catalogue import read_catalogue
-from aioengine.models.model import Caches, ModelConfig, attention_caches, limit_length
+from aioengine.models.model import ModelConfig, attention_caches, limit_length
 from aioengine.validation import shorten
 
 PROBED = "aioengine_probed"
@@ -54,42 +54,25 @@ class LayerShape(NamedTuple):
     window: int | None
 
 
-class Probed(NamedTuple):
-    """Results of a probe; other fields as of `ModelConfig`.
-
-    Attributes:
-        attention: names of the modules that attend, in order.
-        body: name of the module beneath the head.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    caches: Caches
-    attention: tuple[str, ...]
-    body: str
-
-
-def probe_model(folder: Path, trust_remote_code: bool, num_positions: int) -> Probed:
+def probe_model(folder: Path, config: Any, trust_remote_code: bool, num_positions: int) -> dict[str, Any]:
     """Run a model's code once, without values.
 
     Args:
+        config: transformers' own.
         num_positions: tokens of the longest sequence.
+    Returns:
+        fields of `TransformersConfig`: sizes, caches, ``attention`` and ``body``.
     Raises:
         Unusable: its attention cannot be ours; the message says why.
         ModelLoadError: its code needs a package that is not installed.
     """
-    config = read_their_config(folder, trust_remote_code)
     (architecture,), num_layers = config.architectures, config.get_text_config().num_hidden_layers
-    probe, calls = _Probe(num_positions), _OuterCalls()
+    probe = _Probe(num_positions)
     try:
         model = make_on_meta(config, trust_remote_code, PROBED)
         for name, module in model.named_modules():
             module.aioengine_layer = probe
-            calls.listen(name, module)
+            probe.listen(name, module)
         model.config.pad_token_id = None  # or it would look for padding
         cache = _KeysAndValues(layers=[DynamicLayer() for _ in range(num_layers)])
         given = dict.fromkeys({*CACHE_NAMES} & arguments_of(model), cache)
@@ -112,17 +95,6 @@ def probe_model(folder: Path, trust_remote_code: bool, num_positions: int) -> Pr
             f"which paged attention stands: {type(error).__name__}: {str(error)[:MAX_SHOWN_CHARS]}"
         ) from error
     layers = list(probe.attention.values())
-    _check_layers(layers, num_layers, architecture)
-    name_of = {module: name for name, module in model.named_modules()}
-    attention = tuple(name_of[module] for module in probe.attention)
-    head_dim, num_kv_heads = max(layers[0].key_dim, layers[0].value_dim), layers[0].num_kv_heads
-    caches = attention_caches((layer.window for layer in layers), num_kv_heads, head_dim)
-    return Probed(
-        logits.shape[-1], calls.hidden_size, num_layers, *layers[0][:2], head_dim, caches, attention, calls.outer[0]
-    )
-
-
-def _check_layers(layers: list[LayerShape], num_layers: int, architecture: str) -> None:
     if len(layers) != num_layers:
         raise Unusable(
             f"{len(layers)} of the {num_layers} layers of {architecture} compute attention through transformers' "
@@ -133,6 +105,18 @@ def _check_layers(layers: list[LayerShape], num_layers: int, architecture: str) 
         raise Unusable("its layers have heads of several numbers or sizes")
     if first.num_heads % first.num_kv_heads:
         raise Unusable(f"{first.num_heads} query heads cannot share {first.num_kv_heads} of keys and values")
+    name_of, head_dim = {module: name for name, module in model.named_modules()}, max(first.key_dim, first.value_dim)
+    return {
+        "vocab_size": logits.shape[-1],
+        "hidden_size": probe.hidden_size,
+        "num_layers": num_layers,
+        "num_heads": first.num_heads,
+        "num_kv_heads": first.num_kv_heads,
+        "head_dim": head_dim,
+        "caches": attention_caches((layer.window for layer in layers), first.num_kv_heads, head_dim),
+        "attention": tuple(name_of[module] for module in probe.attention),
+        "body": probe.outer[0],
+    }
 
 
 @quiet_transformers()
@@ -219,15 +203,39 @@ class _Mask(NamedTuple):
 
 
 class _Probe:
-    """Listens to the calls of attention of a forward pass, as the ``aioengine_layer`` of all modules.
+    """Listens to a forward pass: to its calls of attention, as the ``aioengine_layer`` of all modules, and of modules.
+
+    The first module that the model calls itself is the body beneath its head. transformers' names for it
+    (``base_model_prefix``, `get_decoder`) are not that module in each model.
 
     Attributes:
         attention: of each module that called its attention, in order.
+        outer: names of the modules that the model calls itself, and not by others, in order.
+        hidden_size: of the output of the first of them.
     """
 
     def __init__(self, num_positions: int) -> None:
         self._num_positions = num_positions
+        self._depth = 0
         self.attention: dict[nn.Module, LayerShape] = {}
+        self.outer: list[str] = []
+        self.hidden_size = 0
+
+    def listen(self, name: str, module: Any) -> None:
+        """Note when the module is called, and by which."""
+
+        def enter(*_: Any) -> None:
+            if self._depth == 1:
+                self.outer.append(name)
+            self._depth += 1
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(self._leave)
+
+    def _leave(self, module: Any, given: Any, output: Any) -> None:
+        self._depth -= 1
+        if self._depth == 1 and len(self.outer) == 1:
+            self.hidden_size = output[0].shape[-1]
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]) -> Tensor:
         """Note a call of attention; tensors as transformers gives them, [1, heads, tokens, size]."""
@@ -252,36 +260,6 @@ class _KeysAndValues(Cache):  # type: ignore[misc]
         raise Unusable("its layers keep a state that is not keys and values: a convolution's, or a recurrence's")
 
     get_conv_state = update_conv_state = get_recurrent_state = update_recurrent_state = has_previous_state = _refuse
-
-
-class _OuterCalls:
-    """Listens to which modules a model calls itself, and not by others: the first is the body beneath its head.
-
-    transformers' names for it (``base_model_prefix``, `get_decoder`) are not that module in each model.
-
-    Attributes:
-        outer: their names, in order.
-        hidden_size: of the output of the first of them.
-    """
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self.outer: list[str] = []
-        self.hidden_size = 0
-
-    def listen(self, name: str, module: Any) -> None:
-        module.register_forward_pre_hook(lambda *_: self._enter(name))
-        module.register_forward_hook(self._leave)
-
-    def _enter(self, name: str) -> None:
-        if self._depth == 1:
-            self.outer.append(name)
-        self._depth += 1
-
-    def _leave(self, module: Any, given: Any, output: Any) -> None:
-        self._depth -= 1
-        if self._depth == 1 and len(self.outer) == 1:
-            self.hidden_size = output[0].shape[-1]
 
 
 def _attend_probed(
@@ -327,30 +305,30 @@ def read_transformers_config(folder: ModelFolder, config: EngineConfig) -> Trans
             f"quantization={config.quantization!r} needs a native model, and this one runs by transformers' code: "
             "leave it out"
         )
+    trust = config.trust_remote_code
     try:
-        return _read(folder, config)
+        theirs = read_their_config(folder.path, trust)
+        text = theirs.get_text_config()
+        stated = next((getattr(text, name) for name in LENGTH_NAMES if getattr(text, name, None)), None)
+        length = stated if stated is not None else max(config.max_model_len or 0, DEFAULT_LENGTH)
+        if not (type(length) is int and 2 <= length <= MAX_POSITIONS):
+            raise Unusable(f"it states a length of {shorten(length)} tokens; 2 to {MAX_POSITIONS} is needed")
+        length = limit_length(length, config.max_model_len)
+        _check_rope(text, length)
+        if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
+            raise Unusable("use_bidirectional_attention makes an encoder of it, which generates no text")
+        return TransformersConfig(
+            architecture=folder.config["architectures"][0],
+            max_model_len=length,
+            dtype=_dtype(theirs, folder, config),
+            folder=folder.path,
+            trust_remote_code=trust,
+            **probe_model(folder.path, read_their_config(folder.path, trust), trust, length),
+        )
     except Unusable as error:
         raise ModelLoadError(
             f"{folder.path / 'config.json'}: transformers' code for it cannot run over a paged KV cache: {error}"
         ) from error
-
-
-def _read(folder: ModelFolder, config: EngineConfig) -> TransformersConfig:
-    theirs = read_their_config(folder.path, config.trust_remote_code)
-    text = theirs.get_text_config()
-    max_model_len = _length(text, config.max_model_len)
-    _check_rope(text, max_model_len)
-    if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
-        raise Unusable("use_bidirectional_attention makes an encoder of it, which generates no text")
-    probed = probe_model(folder.path, config.trust_remote_code, max_model_len)
-    return TransformersConfig(
-        architecture=folder.config["architectures"][0],
-        max_model_len=max_model_len,
-        dtype=_dtype(theirs, folder, config),
-        folder=folder.path,
-        trust_remote_code=config.trust_remote_code,
-        **probed._asdict(),
-    )
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -359,14 +337,6 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     theirs = read_their_config(config.folder, config.trust_remote_code)
     model = make_on_meta(theirs, config.trust_remote_code, PROBED)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-
-
-def _length(text: Any, max_model_len: int | None) -> int:
-    stated = next((getattr(text, name) for name in LENGTH_NAMES if getattr(text, name, None)), None)
-    length = stated if stated is not None else max(max_model_len or 0, DEFAULT_LENGTH)
-    if not (type(length) is int and 2 <= length <= MAX_POSITIONS):
-        raise Unusable(f"it states a length of {shorten(length)} tokens; 2 to {MAX_POSITIONS} is needed")
-    return limit_length(length, max_model_len)
 
 
 def _check_rope(text: Any, max_model_len: int) -> None:
