@@ -6,8 +6,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from aioengine.kernels.operations import Activation
-
 
 class ExpertFields(msgspec.Struct, frozen=True, kw_only=True):
     """How a family's config.json and its checkpoints describe its experts. A string of a config is a field's name.
@@ -26,7 +24,7 @@ class ExpertFields(msgspec.Struct, frozen=True, kw_only=True):
     has_shared: bool = False
     has_plain_layers: bool = False
     bias: bool = False
-    activation: Activation = "silu"
+    activation: Literal["silu", "clamped_silu"] = "silu"
     block: str = "mlp"
     router: str = "gate"
     gate: str = "gate_proj"

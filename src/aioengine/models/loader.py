@@ -100,16 +100,9 @@ class Load:
                 self._on_progress(self._done, self._total)
 
     def stop_if_asked(self) -> None:
-        """
-        Raises:
-            LoadStopped: ``should_stop`` returned True.
-        """
-        stop_if(self._should_stop)
-
-
-def stop_if(should_stop: Callable[[], bool]) -> None:
-    if should_stop():
-        raise LoadStopped
+        """Raise LoadStopped if ``should_stop`` returns True."""
+        if self._should_stop():
+            raise LoadStopped
 
 
 def load_decoder(folder: ModelFolder, config: EngineConfig, **options: Unpack[LoadOptions]) -> Decoder:
@@ -228,7 +221,15 @@ def _read(stored: dict[str, Stored], config: DecoderConfig, quantization: Quanti
     decoder = _allocate(config, load.placement, quantization, coded)
 
     def fill(name: str, files: Files) -> int:
-        _put(decoder, tensors[name], wanted[name].read(files), load.placement.device)
+        tensor, device = tensors[name], load.placement.device
+        linear, values = decoder.linear_of(tensor.parameter), tensor.arrange(wanted[name].read(files))
+        if linear is not None and tensor.parameter.endswith(".weight") and linear.weight.is_meta:
+            # A dense tensor beside codes may be a view of the file.
+            values = values.to(device) if isinstance(values, CodedWeight) else values.to(device, copy=True)
+            linear.parts.append((tensor, values))
+        else:
+            assert isinstance(values, Tensor)
+            tensor.within(decoder).copy_(values)
         if name == EMBEDDING and HEAD in stored and stored[HEAD] not in wanted.values():
             _check_tied_head(stored[HEAD], files, decoder.embedding)
         return wanted[name].num_bytes
@@ -279,17 +280,6 @@ def _fill(
                 load.stop_if_asked()
                 linear.pack(load.placement.operations)
     decoder.use(load.placement.operations)
-
-
-def _put(decoder: Decoder, tensor: CheckpointTensor, values: Tensor | CodedWeight, device: torch.device) -> None:
-    linear, values = decoder.linear_of(tensor.parameter), tensor.arrange(values)
-    if linear is not None and tensor.parameter.endswith(".weight") and linear.weight.is_meta:
-        # A dense tensor beside codes may be a view of the file.
-        values = values.to(device) if isinstance(values, CodedWeight) else values.to(device, copy=True)
-        linear.parts.append((tensor, values))
-    else:
-        assert isinstance(values, Tensor)
-        tensor.within(decoder).copy_(values)
 
 
 def _describe(decoder: Decoder, tensors: dict[str, CheckpointTensor], wanted: dict[str, Stored]) -> str:
@@ -344,8 +334,15 @@ def match(stored: dict[str, Stored], tensors: dict[str, CheckpointTensor], *, ti
     unexpected = [name for name in extra if not is_zero_bias(stored[name])]
     check_no_other(lacks=missing, has_unexpected=unexpected)
     wanted = {target: stored[name] for target, name in names.items()}
-    for target, tensor in wanted.items():
-        _check_tensor(tensor, tensors[target].shape)
+    for target, found in wanted.items():
+        where, shape = f"tensor {found.name} in {found.path}", tensors[target].shape
+        if isinstance(found, FileTensor) and found.format not in FILE_DTYPES:
+            raise ModelLoadError(
+                f"{where} is {found.format}; supported: {', '.join(FILE_DTYPES)}, and what a quantization_config of "
+                "config.json describes, which this is not"
+            )
+        if found.shape != shape:
+            raise ModelLoadError(f"{where} has shape {list(found.shape)}; config.json makes it {list(shape)}")
     return wanted
 
 
@@ -372,17 +369,6 @@ def is_zero_bias(stored: Stored) -> bool:
     with Files() as files:
         values = stored.read(files)
         return isinstance(values, Tensor) and not values.any()
-
-
-def _check_tensor(stored: Stored, shape: tuple[int, ...]) -> None:
-    where = f"tensor {stored.name} in {stored.path}"
-    if isinstance(stored, FileTensor) and stored.format not in FILE_DTYPES:
-        raise ModelLoadError(
-            f"{where} is {stored.format}; supported: {', '.join(FILE_DTYPES)}, and what a quantization_config of "
-            "config.json describes, which this is not"
-        )
-    if stored.shape != shape:
-        raise ModelLoadError(f"{where} has shape {list(stored.shape)}; config.json makes it {list(shape)}")
 
 
 def _allocate(

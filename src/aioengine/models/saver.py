@@ -14,13 +14,12 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
 
 from aioengine.errors import InvalidRequest
 from aioengine.models.checkpoint import INDEX_FILE, SINGLE_FILE
 from aioengine.models.families import text_config
 from aioengine.models.folder import SMALL_FILES, ModelFolder
-from aioengine.models.loader import stop_if
+from aioengine.models.loader import LoadStopped
 from aioengine.models.model import Model
 
 FILES = "model{suffix}.safetensors"
@@ -68,7 +67,14 @@ def save_checkpoint(
         for name in names:  # safetensors makes files that only their owner may read
             (part / name).chmod(stat.S_IMODE((part / "config.json").stat().st_mode))
         if is_there:
-            _put_into(part, folder, names)
+            # Without its index, or its only file, shards are not taken for a checkpoint.
+            for name in (SINGLE_FILE, INDEX_FILE):
+                (folder / name).unlink(missing_ok=True)
+            for shard in folder.glob(SHARDS):
+                shard.unlink()
+            last = SINGLE_FILE if names == [SINGLE_FILE] else INDEX_FILE
+            for file in sorted(part.iterdir(), key=lambda file: (file.name == last, file.name)):
+                file.replace(folder / file.name)
         else:
             part.rename(folder)
     finally:
@@ -87,19 +93,16 @@ def _write_weights(model: Model, part: Path, max_shard_bytes: int, should_stop: 
         max_shard_size=max_shard_bytes,
     )
     for name, shard in split.filename_to_tensors.items():
-        stop_if(should_stop)
-        _write_file(dict(model.tensors(shard)), part / name)
+        if should_stop():
+            raise LoadStopped
+        try:
+            save_file(dict(model.tensors(shard)), part / name, metadata={"format": "pt"})
+        except SafetensorError as error:  # it wraps the system's error
+            raise OSError(errno.EIO, f"the weights cannot be written: {error}", str(part / name)) from error
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
         (part / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
     return list(split.filename_to_tensors)
-
-
-def _write_file(tensors: dict[str, Tensor], path: Path) -> None:
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # it wraps the system's error
-        raise OSError(errno.EIO, f"the weights cannot be written: {error}", str(path)) from error
 
 
 def _write_small_files(model: Model, source: ModelFolder, part: Path) -> None:
@@ -114,14 +117,3 @@ def _write_small_files(model: Model, source: ModelFolder, part: Path) -> None:
     config = (source.config if of_all else text_config(source.config)) | dict.fromkeys(names, dtype)
     config.pop("quantization_config", None)  # of the files that were read
     (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _put_into(part: Path, folder: Path, names: list[str]) -> None:
-    """Replace a checkpoint. Without its index, or its only file, shards are not taken for one."""
-    last = SINGLE_FILE if names == [SINGLE_FILE] else INDEX_FILE
-    for name in (SINGLE_FILE, INDEX_FILE):
-        (folder / name).unlink(missing_ok=True)
-    for shard in folder.glob(SHARDS):
-        shard.unlink()
-    for file in sorted(part.iterdir(), key=lambda file: (file.name == last, file.name)):
-        file.replace(folder / file.name)

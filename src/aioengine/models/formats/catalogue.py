@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +60,24 @@ def read_catalogue(folder: Path) -> dict[str, Stored]:
     try:
         stated = read_config(folder) if config.is_file() else {}
         coding = read_format(stated)
-        tensors = _without_extra_layers(stated, _read_files(folder))
-        _check_head(tensors.values())
+        tensors = _read_files(folder)
+        num_layers, num_extra = (_field(stated, name) for name in ("num_hidden_layers", "num_nextn_predict_layers"))
+        if type(num_layers) is int and type(num_extra) is int:
+            # Layers behind the last guess tokens beyond the next one, and take no part in that.
+            extra = range(num_layers, num_layers + num_extra)
+            layer_of = {name: int(layer[1]) for name in tensors if (layer := LAYER.match(name))}
+            tensors = {name: tensor for name, tensor in tensors.items() if layer_of.get(name) not in extra}
+        for name, tensor in tensors.items():
+            if OTHER_HEAD.match(name):
+                raise ModelLoadError(
+                    f"tensor {name} in {tensor.path} is the head of a model that classifies, and generates no text"
+                )
+            if coding is None and name.endswith(".qweight"):
+                raise ModelLoadError(
+                    f"{config} has no quantization_config, and {name} in the files beside it is of a quantised matrix, "
+                    "of GPTQ or AWQ: add the one that the model was saved with"
+                )
         if coding is None:
-            _check_dense(config, tensors)
             return {**tensors}
         with Files() as files:
             return find_coded(tensors, coding, files)
@@ -102,34 +116,6 @@ def _field(config: dict[str, Any], name: str) -> Any:
     return next((held for holder in holders if (held := holder.get(name)) is not None), None)
 
 
-def _without_extra_layers(config: dict[str, Any], tensors: dict[str, FileTensor]) -> dict[str, FileTensor]:
-    """Without the layers behind the last, which guess tokens beyond the next one and take no part in that."""
-    num_layers, num_extra = (_field(config, name) for name in ("num_hidden_layers", "num_nextn_predict_layers"))
-    if type(num_layers) is not int or type(num_extra) is not int:
-        return tensors
-    extra = range(num_layers, num_layers + num_extra)
-    layer_of = {name: int(layer[1]) for name in tensors if (layer := LAYER.match(name))}
-    return {name: tensor for name, tensor in tensors.items() if layer_of.get(name) not in extra}
-
-
-def _check_head(tensors: Iterable[FileTensor]) -> None:
-    for tensor in tensors:
-        if OTHER_HEAD.match(tensor.name):
-            raise ModelLoadError(
-                f"tensor {tensor.name} in {tensor.path} is the head of a model that classifies, and generates no text"
-            )
-
-
-def _check_dense(config: Path, tensors: Iterable[str]) -> None:
-    """Refuse codes that no config explains."""
-    for name in tensors:
-        if name.endswith(".qweight"):
-            raise ModelLoadError(
-                f"{config} has no quantization_config, and {name} in the files beside it is of a quantised matrix, of "
-                "GPTQ or AWQ: add the one that the model was saved with"
-            )
-
-
 def _read_files(folder: Path) -> dict[str, FileTensor]:
     """The tensors as they lie in the files: in the single one, or in those that the index names."""
     for single, index, read_header in KINDS:
@@ -144,7 +130,11 @@ def _read_files(folder: Path) -> dict[str, FileTensor]:
 
 def _read_shards(index: Path, read_header: Callable[[Path], Iterator[FileTensor]]) -> dict[str, FileTensor]:
     shard_of = read_json(index).get("weight_map")
-    if not isinstance(shard_of, dict) or not shard_of or not all(map(_is_file_name, shard_of.values())):
+    if (
+        not isinstance(shard_of, dict)
+        or not shard_of
+        or not all(isinstance(name, str) and name and Path(name).name == name for name in shard_of.values())
+    ):
         raise ModelLoadError(f"{index}: weight_map must give a file of this folder for each tensor")
     stored: dict[str, FileTensor] = {}
     for shard in sorted(set(shard_of.values())):
@@ -156,7 +146,3 @@ def _read_shards(index: Path, read_header: Callable[[Path], Iterator[FileTensor]
         if name not in stored or stored[name].path.name != shard:
             raise ModelLoadError(f"{index} names tensor {name} in {shard}, which lacks it")
     return stored
-
-
-def _is_file_name(value: object) -> bool:
-    return isinstance(value, str) and bool(value) and Path(value).name == value

@@ -256,8 +256,15 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         is_largest = config["num_hidden_layers"] == family.largest_layers
         config["query_pre_attn_scalar"] = by_heads if is_largest else config["head_dim"]
     if family.full_every and config.get("sliding_window", 0) is not None:
-        config["layer_types"] = _layer_types(file, prefix, family.full_every, config["num_hidden_layers"])
-    config["vocab_size"] = _vocab_size(file)
+        has_window = file.metadata.get(f"{prefix}.attention.sliding_window_pattern")
+        if not isinstance(has_window, np.ndarray):
+            last = min(config["num_hidden_layers"], MAX_LAYERS)
+            has_window = [layer % family.full_every > 0 for layer in range(1, last + 1)]
+        config["layer_types"] = [LAYER_TYPES[bool(each)] for each in has_window]
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise ModelLoadError(f"{file.path} lacks tensor token_embd.weight")
+    config["vocab_size"] = embedding.shape[0]
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     config["rope_parameters"] = rope = _rope(file, prefix, config) | family.rope
     if family.native.has_ropes_by_type:
@@ -265,27 +272,9 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         theta = file.get(f"{prefix}.rope.freq_base_swa", float, default)
         of_windows = {"rope_type": "default", "rope_theta": theta}
         config["rope_parameters"] = {"full_attention": rope, "sliding_attention": of_windows}
-    config["dtype"] = _dtype(file)
+    # The embedding's, to compute in; bfloat16 if that is quantised, since most models were trained in it.
+    config["dtype"] = {"F32": "float32", "F16": "float16"}.get(embedding.type, "bfloat16")
     return config
-
-
-def _layer_types(file: GgufFile, prefix: str, full_every: int, num_layers: int) -> list[str]:
-    has_window = file.metadata.get(f"{prefix}.attention.sliding_window_pattern")
-    if not isinstance(has_window, np.ndarray):
-        has_window = [layer % full_every > 0 for layer in range(1, min(num_layers, MAX_LAYERS) + 1)]
-    return [LAYER_TYPES[bool(each)] for each in has_window]
-
-
-def _vocab_size(file: GgufFile) -> int:
-    embedding = file.tensors.get("token_embd.weight")
-    if embedding is None:
-        raise ModelLoadError(f"{file.path} lacks tensor token_embd.weight")
-    return embedding.shape[0]
-
-
-def _dtype(file: GgufFile) -> str:
-    """The dtype to compute in: the embedding's; bfloat16 if that is quantised, since most models were trained in it."""
-    return {"F32": "float32", "F16": "float16"}.get(file.tensors["token_embd.weight"].type, "bfloat16")
 
 
 def _rope(file: GgufFile, prefix: str, config: dict[str, Any]) -> dict[str, Any]:
@@ -369,7 +358,10 @@ def named_tensors(file: GgufFile) -> Iterator[tuple[str, tuple[GgufTensor, Rows 
         layer, inner = parts.groups() if (parts := LAYER.fullmatch(stem)) else (None, stem)
         if inner in stacked:
             continue
-        rows = _halves(tensor.shape[0], num_heads[inner]) if family.has_pairs and inner in num_heads else None
+        rows, heads = None, num_heads.get(inner, 0) if family.has_pairs else 0
+        if heads > 0 and tensor.shape[0] % (2 * heads) == 0:  # else its shape is wrong, which the loader finds
+            # The first numbers of all pairs before the second ones, head by head.
+            rows = np.arange(tensor.shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
         has_one_added = norm_offset == 1 and inner.endswith("norm")
         name = OUTER.get(stem, stem) if layer is None else f"model.layers.{layer}.{names.get(inner, inner)}"
         if EXPERT in name and len(tensor.shape) > 1:
@@ -393,10 +385,3 @@ def stacked_tensors(file: GgufFile) -> Iterator[tuple[str, list[GgufTensor]]]:
         there = [tensor for tensor in tensors if tensor is not None]
         if len(there) == len(tensors):
             yield f"model.layers.{layer}.{name}{'_bias' if kind == 'bias' else ''}", there
-
-
-def _halves(num_rows: int, num_heads: int) -> Rows | None:
-    """The order of rows with the first of all pairs before the second, head by head; None if the shape is wrong."""
-    if num_heads <= 0 or num_rows % (2 * num_heads):
-        return None  # its shape is wrong; the comparison of all shapes raises
-    return np.arange(num_rows).reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(-1)
