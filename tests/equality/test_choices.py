@@ -31,7 +31,6 @@ from nightly import few, nightly
 from sampler.batch import make_rows
 from transformers.generation import logits_process as theirs
 
-from aioengine import LogitsRow
 from aioengine.kernels.torch.draws import gumbel, noise_keys
 
 NUM_CHOICES = 6
@@ -167,40 +166,6 @@ async def test_each_choice_reads_its_own_tokens_and_the_shared_prompt(
         for completion in output.outputs:
             logits = runs.logits(family, case.prompt, completion.token_ids)
             check_lines(completion.logprobs or [], completion.token_ids, logits.log_softmax(-1), num_top=0)
-
-
-@pytest.mark.parametrize(("enable_prefix_caching", "depth"), [(True, 2), *nightly((False, 2), (True, 1), (False, 1))])
-async def test_choices_that_go_on_greedily_are_continuations_of_their_first_tokens(
-    runs: Runs, enable_prefix_caching: bool, depth: int
-) -> None:
-    def go_on_greedily(logits: torch.Tensor, rows: list[LogitsRow]) -> None:
-        for line, row in zip(logits, rows, strict=True):
-            if len(row.output_token_ids):
-                line[torch.arange(VOCAB_SIZE) != line.argmax()] = -torch.inf
-
-    rng, num_first = random.Random(SEED), []
-    async with starting(runs.checkpoint("qwen3").folder, depth, enable_prefix_caching=enable_prefix_caching) as engine:
-        for length in BOUNDARY_LENGTHS:
-            prompt = random_ids(rng, length)
-            forked = await engine.generate(
-                prompt,
-                n=4,
-                seed=length,
-                temperature=1.5,
-                max_tokens=18,
-                ignore_eos=True,
-                logits_processors=[go_on_greedily],
-            )
-            first = [ids[0] for ids in tokens_of(forked)]
-            num_first.append(len(set(first)))
-            alone = [
-                await engine.generate([*prompt, token_id], temperature=0.0, max_tokens=17, ignore_eos=True)
-                for token_id in first
-            ]
-            assert [ids[1:] for ids in tokens_of(forked)] == [output.outputs[0].token_ids for output in alone]
-        assert sum(num_first) > 2 * len(num_first), "most choices begin alike"
-        wanted = runs.checkpoint("qwen3").oracle.generate([*prompt, first[-1]], 17)
-        assert alone[-1].outputs[0].token_ids == wanted.token_ids
 
 
 # What choices cost

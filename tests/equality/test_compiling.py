@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -11,19 +10,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import anyio
 import psutil
 import pytest
 from checkpoints import make_checkpoint
 from equality.conftest import Oracle
 from nightly import nightly
-from waiting import turns, until
+from waiting import turns
 
 from aioengine import Engine, EngineDead, RequestOutput
 from aioengine.kernels.native.library import library_path, read_part
-from aioengine.kernels.native.native_operations import NativeOperations
 from aioengine.kernels.native.parts import COMMON
-from aioengine.kernels.native.team import Program, Team
+from aioengine.kernels.native.team import Program
 from aioengine.models.folder import DEMO_MODEL
 from doubles.held_compiler import HeldCompiler
 
@@ -130,47 +127,6 @@ async def test_streams_go_on_rightly_when_native_kernels_take_over(
         await assert_right(engine)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("quantization", [None, *nightly("int8")])
-async def test_after_the_change_all_is_as_if_native_kernels_had_always_been_there(
-    make_compiler: MakeCompiler, quantization: str | None
-) -> None:
-    async def numbers(engine: Engine) -> list[Any]:
-        outputs = [await generate(engine, prompt, logprobs=3, prompt_logprobs=2) for prompt in PROMPTS]
-        return [(each.outputs[0].token_ids, each.outputs[0].logprobs, each.prompt_logprobs) for each in outputs]
-
-    fields = {"dtype": "bfloat16", "quantization": quantization}
-    async with starting(**fields) as engine:
-        expected = await numbers(engine)
-    compiler = make_compiler()
-    async with starting(**fields) as engine:
-        before = await numbers(engine)
-        compiler.go_on()
-        await generate(engine, PROMPTS[0], max_tokens=2)
-        assert await numbers(engine) == expected != before
-
-
-@pytest.mark.nightly
-async def test_the_end_of_an_engine_is_the_end_of_its_compiler(make_compiler: MakeCompiler) -> None:
-    compiler = make_compiler()
-    gc.collect()
-    before = compiler.num_descriptors()
-    async with starting() as engine:
-        await generate(engine, PROMPTS[0], max_tokens=4)
-        (child,) = compiler.processes()
-        await until(lambda: compiler.files())
-    assert not child.is_running()
-    assert not compiler.files(), "half of a file is left"
-    assert compiler.num_descriptors() == before
-    async with starting():
-        compiler.go_on()  # ends before the engine, which has had no step
-    assert not psutil.Process().children()
-    assert compiler.num_descriptors() == before
-    async with starting() as engine:
-        assert await layouts(engine) == {"panels"}
-        await assert_right(engine)
-
-
 # When it cannot be
 
 
@@ -206,18 +162,6 @@ async def test_where_nothing_can_be_kept_kernels_are_compiled_for_the_engine_alo
                 assert await layouts(engine) == {"panels"}
 
 
-@pytest.mark.nightly
-async def test_an_engine_starts_where_there_is_no_room_for_anything(
-    make_compiler: MakeCompiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(os, "memfd_create")
-    (tmp_path / "file").touch()
-    compiler = make_compiler(cache_home=tmp_path / "file")
-    async with starting() as engine:
-        assert not compiler.processes()
-        await assert_right(engine)
-
-
 @pytest.mark.parametrize("damage", ["cut short", "garbage", "empty"])
 async def test_files_that_are_not_whole_are_made_again(make_compiler: MakeCompiler, damage: str) -> None:
     compiler = make_compiler()
@@ -236,43 +180,6 @@ async def test_files_that_are_not_whole_are_made_again(make_compiler: MakeCompil
 
 
 # What else an engine does meanwhile
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("failing", ["pack", *nightly("threads")])
-async def test_weights_are_replaced_after_native_kernels_could_not_take_over(
-    make_compiler: MakeCompiler, old: Path, new: Path, failing: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    num_calls, pack, start = 0, NativeOperations.pack, Team.__init__
-
-    def fail_later(*args: Any) -> Any:
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls == 3:
-            raise MemoryError("no room for another weight")
-        return pack(*args)
-
-    def fail(self: Team, library: Any, num_threads: int) -> None:
-        start(self, library, 1)
-        raise RuntimeError("can't start new thread")
-
-    if failing == "pack":
-        monkeypatch.setattr(NativeOperations, "pack", fail_later)
-    else:
-        monkeypatch.setattr(Team, "__init__", fail)
-    compiler = make_compiler()
-    async with starting(model=old, num_threads=1) as engine:
-        compiler.go_on()
-        await assert_right(engine, old)
-        await engine.update_weights(str(new))
-        await assert_right(engine, new)
-        for level in (1, 2):
-            await engine.sleep(level)
-            await engine.wake_up()
-            await assert_right(engine, new)
-        await engine.update_weights(str(old))
-        await assert_right(engine, old)
-        assert await layouts(engine) == {"rows"}
 
 
 @pytest.mark.nightly
@@ -314,28 +221,6 @@ def compilers() -> list[psutil.Process]:
     return [
         child for child in psutil.Process().children(recursive=True) if "compile_parts" in " ".join(child.cmdline())
     ]
-
-
-def suffixes(folder: Path) -> set[str]:
-    return {file.suffix for file in folder.iterdir()}
-
-
-@pytest.mark.nightly
-@pytest.mark.usefixtures("no_stray_process")
-async def test_a_compiler_that_is_interrupted_leaves_nothing_and_the_next_one_works(empty_cache: Path) -> None:
-    async with starting() as engine:
-        await until(lambda: list(empty_cache.glob("*.lock")))
-        (child,) = compilers()
-        await assert_right(engine, prompts=PROMPTS[:2])
-    assert not child.is_running()
-    assert suffixes(empty_cache) <= {".lock", ".o"}
-    async with starting() as engine:
-        with anyio.fail_after(300):
-            while await layouts(engine) == {"rows"}:
-                await assert_right(engine)
-        await assert_right(engine)
-    assert suffixes(empty_cache) == {".lock", ".o"}
-    assert not compilers()
 
 
 @pytest.mark.nightly

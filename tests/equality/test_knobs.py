@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ from equality.conftest import (
     check_lines,
     random_ids,
     save_tokenizer,
-    serving,
     starting,
     tokens_of,
 )
@@ -82,11 +80,6 @@ class Rules:
         assert wanted is not None
         return wanted.token_ids
 
-    def add_like(self, other: str, name: str, params: dict[str, Any]) -> None:
-        """A case that says in another way what ``other`` says."""
-        case = self.cases[other]
-        self.cases[name] = Case(case.prompt, {"max_tokens": case.params["max_tokens"], **params}, case.wanted)
-
 
 class OutputOnly(theirs.LogitsProcessor):
     """A rule of transformers' that sees the output alone."""
@@ -112,46 +105,6 @@ class Squeezed(theirs.LogitsProcessor):
 def squeeze(logits: torch.Tensor, rows: list[LogitsRow]) -> None:
     """`Squeezed` for the engine."""
     logits.copy_(torch.where(logits > Squeezed.limit, Squeezed.limit + (logits - Squeezed.limit) / 3, logits))
-
-
-class BiasOf:
-    """``logit_bias`` as a processor of the caller's own, which gives a new tensor; checks what it is told."""
-
-    def __init__(self, prompt: list[int], biases: dict[int, float]) -> None:
-        self._prompt = prompt
-        self._biases = biases
-        self.num_outputs: set[int] = set()
-
-    def __call__(self, logits: torch.Tensor, rows: list[LogitsRow]) -> torch.Tensor:
-        assert logits.shape == (len(rows), VOCAB_SIZE)
-        for row in rows:
-            assert row.prompt_token_ids.tolist() == self._prompt
-            self.num_outputs.add(len(row.output_token_ids))
-        values = torch.tensor(list(self._biases.values()))
-        return logits.index_add(1, torch.tensor(list(self._biases)), values.expand(len(rows), -1))
-
-
-def repeat_less(penalty: float) -> Callable[[torch.Tensor, list[LogitsRow]], None]:
-    """``repetition_penalty`` as a processor that changes the logits in place."""
-    rule = theirs.RepetitionPenaltyLogitsProcessor(penalty)
-
-    def processor(logits: torch.Tensor, rows: list[LogitsRow]) -> None:
-        for line, row in zip(logits, rows, strict=True):
-            seen = torch.tensor([[*row.prompt_token_ids.tolist(), *row.output_token_ids.tolist()]])
-            line.copy_(rule(seen, line[None])[0])
-
-    return processor
-
-
-def only(ids: Sequence[int]) -> Callable[[torch.Tensor, list[LogitsRow]], torch.Tensor]:
-    """``allowed_token_ids`` as a processor."""
-
-    def processor(logits: torch.Tensor, rows: list[LogitsRow]) -> torch.Tensor:
-        kept = torch.full_like(logits, -torch.inf)
-        kept[:, ids] = logits[:, ids]
-        return kept
-
-    return processor
 
 
 def allow(ids: list[int]) -> theirs.LogitsProcessor:
@@ -181,7 +134,6 @@ def make_cases(oracle: Oracle) -> Cases:
     add_min_tokens(rules)
     add_counting_penalties(rules)
     add_combinations(rules)
-    add_processors(rules)
     add_scored(rules)
     add_repetition_below_zero(rules)
     return rules.cases
@@ -286,17 +238,6 @@ def comes_by(chain: list[theirs.LogitsProcessor], case: Case) -> bool:
         if int(changed.argmax()) != token_id:
             return False
     return True
-
-
-def add_processors(rules: Rules) -> None:
-    """Rules that are built in, and the same as the caller's own."""
-    case, allowed = rules.cases["bias"], rules.cases["allowed ids"].params["allowed_token_ids"]
-    for other, name, processors in (
-        ("bias", "bias by a processor", [BiasOf(case.prompt, case.params["logit_bias"])]),
-        ("repetition penalty 1.7", "repetition penalty by a processor", [repeat_less(1.7)]),
-        ("allowed ids", "allowed ids by the second of two processors", [lambda logits, rows: None, only(allowed)]),
-    ):
-        rules.add_like(other, name, {"logits_processors": processors})
 
 
 def add_scored(rules: Rules) -> None:
@@ -464,8 +405,6 @@ async def test_the_setting_did_to_the_cases_what_it_is_there_for(
             if "prompt_logprobs" not in case.params:
                 whole_blocks = (len(case.prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
                 assert rounds[-1].outputs[name].num_cached_tokens == whole_blocks
-    processor = cases["bias by a processor"].params["logits_processors"][0]
-    assert processor.num_outputs == set(range(32)), "it is called for each output token"
 
 
 @pytest.mark.parametrize("depth", [*nightly(1), 2])
@@ -482,21 +421,6 @@ async def test_the_device_computes_what_the_requests_need_and_nothing_more(
             )
             assert sum(output.num_cached_tokens for output in outputs) > 0, "equal prompts share a prefix"
             assert round_.num_computed_tokens == needed
-
-
-async def test_what_a_scored_prompt_computes_is_there_for_those_after_it(runs: Runs) -> None:
-    checkpoint = runs.checkpoint("qwen3")
-    prompt = checkpoint.cases["scored"].prompt
-    async with serving(checkpoint.folder, SETTINGS["alone"], 1) as (engine, core):
-        for asked, computed in (
-            ({"prompt_logprobs": 0}, len(prompt)),
-            ({}, len(prompt) - 48),
-            ({"prompt_logprobs": 0}, len(prompt)),
-        ):
-            before = core.executor.stats.num_computed_tokens
-            output = await engine.generate(prompt, max_tokens=1, **asked)
-            assert core.executor.stats.num_computed_tokens - before == computed
-            assert output.num_cached_tokens == len(prompt) - computed
 
 
 # Text

@@ -317,13 +317,14 @@ def read_transformers_config(folder: ModelFolder, config: EngineConfig) -> Trans
         _check_rope(text, length)
         if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
             raise Unusable("use_bidirectional_attention makes an encoder of it, which generates no text")
+        probed = probe_model(folder.path, read_their_config(folder.path, trust), trust, length)
         return TransformersConfig(
             architecture=folder.config["architectures"][0],
             max_model_len=length,
             dtype=_dtype(theirs, folder, config),
             folder=folder.path,
             trust_remote_code=trust,
-            **probe_model(folder.path, read_their_config(folder.path, trust), trust, length),
+            **probed,
         )
     except Unusable as error:
         raise ModelLoadError(
