@@ -7,13 +7,13 @@ DeepSeek's model cards, GPTQ as in AutoGPTQ's ``QuantLinear.pack``, AWQ as in Au
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from models.reference import FILE, edit_json
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -21,7 +21,6 @@ Encoded = tuple[dict[str, Tensor], Tensor]
 """What stands in place of ``module.weight``, by the suffix of ``module``; and what it stands for."""
 
 Encode = Callable[[Tensor], Encoded]
-FILE = "model.safetensors"
 
 
 def is_layers_matrix(name: str) -> bool:
@@ -51,13 +50,8 @@ def write(
     for kind, tensors in (("coded", coded), ("dense", dense)):
         shutil.copytree(source, folder / kind)
         save_file(tensors, folder / kind / FILE, metadata={"format": "pt"})
-    edit_config(folder / "coded", quantization_config=config)
+    edit_json(folder / "coded" / "config.json", quantization_config=config)
     return folder / "coded", folder / "dense"
-
-
-def edit_config(folder: Path, **fields: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
 # Rounding: to integer codes in groups of inputs

@@ -1,24 +1,30 @@
 """What a decoder over a paged cache and transformers say of whole sequences."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from checkpoints import load_reference
 from kernels.paged_cases import as_cached
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from aioengine.config import EngineConfig
+from aioengine.errors import ModelLoadError
 from aioengine.kernels.operations import LayerAttention
 from aioengine.kernels.operations import plain_torch as oracles
 from aioengine.kernels.torch.quantized import read_lines
 from aioengine.models.decoder import Decoder
 from aioengine.models.folder import ModelFolder
+from aioengine.models.implementations import load_model
 from aioengine.models.loader import load_decoder
 
 Checkpoint = Callable[..., Path]
 
+FILE = "model.safetensors"
 NUM_TOKENS = 100  # past every window and past the length that llama3 and yarn stretch
 VOCAB_SIZE = 384
 BLOCK_SIZE = 4
@@ -123,6 +129,26 @@ def reference(
 ) -> Tensor:
     model = load_reference(folder, dtype=dtype, attn_implementation=attn_implementation)
     return model(ids[None].long()).logits[0].float().log_softmax(-1)
+
+
+def edit_json(path: Path, **fields: Any) -> None:
+    """Set fields of a JSON file; ``...`` takes one away."""
+    content = {**json.loads(path.read_text()), **fields}
+    path.write_text(json.dumps({name: value for name, value in content.items() if value is not ...}))
+
+
+def edit_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object], file: str = FILE) -> None:
+    tensors = load_file(folder / file)
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / file, metadata={"format": "pt"})
+
+
+def refused(folder: Path, *named: str, **config: Any) -> None:
+    """Loading must raise a `ModelLoadError` that holds all of ``named``."""
+    with pytest.raises(ModelLoadError) as raised:
+        load_model(ModelFolder.read(folder), EngineConfig(**config))
+    for text in named:
+        assert text in str(raised.value)
 
 
 def load(folder: Path, **config: Any) -> Decoder:

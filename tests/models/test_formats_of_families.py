@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import FAMILIES, OTHERS
-from models.quantised_checkpoints import FILE, awq, bitsandbytes_4bit, fp8, gptq, write
-from models.reference import Checkpoint, reference, token_ids
+from models.quantised_checkpoints import awq, bitsandbytes_4bit, fp8, gptq, write
+from models.reference import FILE, Checkpoint, reference, token_ids
 from models.test_formats import NF4, as_bin, gptq_config
 from nightly import few
 from safetensors.torch import load_file

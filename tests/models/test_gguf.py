@@ -67,7 +67,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """Of the families' tiny checkpoints what must be as llama.cpp has it in its code, or whole blocks of 32."""
 
-CHECKED = [("gemma3", "Q4_0"), ("gpt-oss", "MXFP4")]
+CHECKED = [("gemma3", "Q4_0"), ("gpt-oss", "MXFP4"), ("wide", "Q4_K"), ("wide", "Q6_K")]
 PROMPTS = ([5, 6, 7, 8, 9, 77, 300], list(range(3, 60)))
 MAX_TOKENS = 12
 GREEDY: dict[str, Any] = {"max_tokens": MAX_TOKENS, "temperature": 0.0, "ignore_eos": True}
@@ -109,18 +109,14 @@ def tokens_by_transformers(folder: Path) -> list[list[int]]:
     return [output[len(prompt) :] for prompt, output in zip(PROMPTS, outputs, strict=True)]
 
 
-@pytest.mark.parametrize(("family", "kind"), few(CHECKED, product(FAMILIES, ("F16", "BF16", "Q8_0", "Q4_0", "MXFP4"))))
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    few(CHECKED, [*product(FAMILIES, ("F16", "BF16", "Q8_0", "Q4_0", "MXFP4")), *product(["wide"], BLOCKS)]),
+)
 async def test_an_engine_gives_the_tokens_of_transformers_with_the_dequantised_weights(
     family: str, kind: str, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    source = checkpoint(family, **FAMILIES[family])
-    file = write_gguf(source, tmp_path / "model.gguf", kind=Type[kind])
-    assert await tokens_of(file) == tokens_by_transformers(dequantized(source, tmp_path / "dense", Type[kind]))
-
-
-@pytest.mark.parametrize("kind", few(["Q4_K", "Q6_K"], BLOCKS))
-async def test_each_type_runs_at_its_own_width(kind: str, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    source = checkpoint("qwen2", **SIZES)
+    source = checkpoint("qwen2", **SIZES) if family == "wide" else checkpoint(family, **FAMILIES[family])
     file = write_gguf(source, tmp_path / "model.gguf", kind=Type[kind])
     assert await tokens_of(file) == tokens_by_transformers(dequantized(source, tmp_path / "dense", Type[kind]))
 

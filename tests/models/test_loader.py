@@ -3,7 +3,6 @@
 import itertools
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,15 +11,15 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from models.reference import edit_json, edit_tensors, refused
+from safetensors.torch import load_file
 from torch import Tensor
 
 from aioengine.config import EngineConfig
-from aioengine.errors import ModelLoadError
 from aioengine.kernels.operations import Operations
 from aioengine.kernels.operations import plain_torch as oracles
 from aioengine.kernels.packed_weight import PackedWeight
-from aioengine.models.checkpoint import HEAD, INDEX_FILE, SINGLE_FILE
+from aioengine.models.checkpoint import EMBEDDING, HEAD, INDEX_FILE, SINGLE_FILE
 from aioengine.models.decoder import Decoder, Linear
 from aioengine.models.folder import ModelFolder
 from aioengine.models.loader import LoadStopped, Placement, load_decoder
@@ -28,6 +27,7 @@ from doubles.flipped_operations import FlippedOperations, flipped_operations
 from tests.checkpoints import READ_HERE
 
 Checkpoint = Callable[..., Path]
+INV_FREQ = "model.layers.0.self_attn.rotary_emb.inv_freq"
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 
 
@@ -47,16 +47,6 @@ def load(
     )
 
 
-@pytest.fixture
-def copied(checkpoint: Checkpoint, tmp_path: Path) -> Callable[..., Path]:
-    """A checkpoint of one's own, to be damaged."""
-
-    def copy(family: str = "llama2", **arguments: Any) -> Path:
-        return Path(shutil.copytree(checkpoint(family, **arguments), tmp_path / "model"))
-
-    return copy
-
-
 Copied = Callable[..., Path]
 
 
@@ -72,24 +62,6 @@ def test_loading_needs_no_transformers(checkpoint: Checkpoint) -> None:
     )
     folders = [str(checkpoint(family)) for family in READ_HERE]
     assert subprocess.run([sys.executable, "-c", code, *folders], check=False).returncode == 0
-
-
-def edit(folder: Path, change: Callable[[dict[str, Tensor]], None], file: str = SINGLE_FILE) -> None:
-    tensors = load_file(folder / file)
-    change(tensors)
-    save_file(tensors, folder / file, metadata={"format": "pt"})
-
-
-def edit_json(path: Path, **fields: Any) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
-
-
-def refused(folder: Path, *named: str, **config: Any) -> None:
-    """Loading must raise a `ModelLoadError` that holds all of ``named``."""
-    with pytest.raises(ModelLoadError) as raised:
-        load(folder, **config)
-    for text in named:
-        assert text in str(raised.value)
 
 
 def assert_same(left: Decoder, right: Decoder) -> None:
@@ -111,7 +83,7 @@ def test_shards_give_the_same_as_one_file(checkpoint: Checkpoint, family: str) -
 
 def test_without_a_stated_dtype_the_files_counts(copied: Copied) -> None:
     folder = copied(dtype=torch.bfloat16)
-    edit(folder, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}))
+    edit_tensors(folder, lambda tensors: tensors.update({INV_FREQ: torch.ones(8)}))
     edit_json(folder / "config.json", dtype=None)
     assert load(folder).config.dtype is torch.bfloat16
     assert load(folder, dtype="float32").config.dtype is torch.float32
@@ -251,11 +223,11 @@ def cut(num_bytes: int) -> Callable[[Path], object]:
 
 def with_tensor(name: str, make: Callable[..., Tensor]) -> Callable[[Path], object]:
     """With another tensor of this name, made of the embedding."""
-    return lambda folder: edit(folder, lambda held: held.update({name: make(held["model.embed_tokens.weight"])}))
+    return lambda folder: edit_tensors(folder, lambda held: held.update({name: make(held[EMBEDDING])}))
 
 
 def without_tensor(name: str) -> Callable[[Path], object]:
-    return lambda folder: edit(folder, lambda held: held.pop(name))
+    return lambda folder: edit_tensors(folder, lambda held: held.pop(name))
 
 
 def with_config(**fields: Any) -> Callable[[Path], object]:
@@ -321,9 +293,9 @@ def test_a_shard_that_is_not_as_the_index_says_is_named(copied: Copied, is_twice
     shard = json.loads((folder / INDEX_FILE).read_text())["weight_map"][QUERY]
     other = next(path.name for path in folder.glob("*.safetensors") if path.name != shard)
     if is_twice:
-        edit(folder, lambda tensors: tensors.update({QUERY: torch.zeros(64, 64)}), other)
+        edit_tensors(folder, lambda tensors: tensors.update({QUERY: torch.zeros(64, 64)}), other)
     else:
-        edit(folder, lambda tensors: tensors.pop(QUERY), shard)
+        edit_tensors(folder, lambda tensors: tensors.pop(QUERY), shard)
     refused(folder, QUERY, shard, other if is_twice else INDEX_FILE)
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from checkpoints import NUM_SPECIAL, OTHERS, load_reference, save_byte_tokenizer
+from models.reference import edit_tensors, refused
 from nightly import few, nightly
 
 from aioengine import ConfigError, Engine, ModelLoadError
@@ -243,24 +244,18 @@ def test_what_cannot_run_is_refused_with_the_reason(tmp_path: Path, case: str) -
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama2"])
-def test_the_head_of_a_classifier_is_refused(checkpoint: Checkpoint, tmp_path: Path, family: str) -> None:
-    from safetensors.torch import load_file, save_file
-
-    folder = shutil.copytree(checkpoint(family), tmp_path / "model")
-    tensors = load_file(folder / "model.safetensors")
-    tensors["score.weight"] = torch.zeros(2, 64)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+def test_the_head_of_a_classifier_is_refused(copied: Checkpoint, family: str) -> None:
+    folder = copied(family)
+    edit_tensors(folder, lambda tensors: tensors.update({"score.weight": torch.zeros(2, 64)}))
     for read_all in (lambda config: load_model(ModelFolder.read(folder), config), read_model_info):
         with pytest.raises(ModelLoadError, match=r"score\.weight .* classifies"):
             read_all(EngineConfig(model=str(folder)))
 
 
-def test_the_architecture_of_a_known_type_is_named(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    content = json.loads((checkpoint("llama2") / "config.json").read_text())
-    del content["architectures"]
-    (tmp_path / "config.json").write_text(json.dumps(content))
+def test_the_architecture_of_a_known_type_is_named(copied: Checkpoint) -> None:
+    folder = copied("llama2", {"architectures": ...})
     with pytest.raises(ModelLoadError, match=r'architectures=None.*"architectures": \["LlamaForCausalLM"\]'):
-        choose_path(ModelFolder.read(tmp_path), EngineConfig())
+        choose_path(ModelFolder.read(folder), EngineConfig())
 
 
 def test_what_a_path_has_not_is_refused(checkpoint: Checkpoint) -> None:
@@ -281,7 +276,7 @@ LACKING: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", LACKING)
-async def test_what_the_decoder_lacks_of_a_native_family_goes_by_transformers(
+async def test_what_the_decoder_lacks_goes_by_transformers_and_is_an_error_on_the_native_path(
     checkpoint: Checkpoint, case: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     family, change, said = LACKING[case]
@@ -290,27 +285,16 @@ async def test_what_the_decoder_lacks_of_a_native_family_goes_by_transformers(
         async with starting(folder) as engine:
             assert await tokens_of(engine, prompt) == greedy(folder, prompt)
     assert f"the native decoder lacks what its config.json describes: {said}" in caplog.text
-
-
-@pytest.mark.parametrize("case", LACKING)
-def test_what_the_decoder_lacks_is_said_before_and_is_an_error_on_the_native_path(
-    checkpoint: Checkpoint, case: str
-) -> None:
-    family, change, said = LACKING[case]
-    folder = checkpoint(family, tokenizer=True, **change)
     info = read_model_info(EngineConfig(model=str(folder), device="cpu"), memory_bytes=2**30)
-    assert info.path == "transformers"
-    assert said in info.why
+    assert (info.path, said in info.why) == ("transformers", True)
     with pytest.raises(ModelLoadError, match=re.escape(said)):
         read(folder, model_path="native")
 
 
-def test_what_neither_path_can_run_is_refused_with_both_reasons(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    config = json.loads((checkpoint("llama2") / "config.json").read_text())
-    config["rope_parameters"] = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+def test_what_neither_path_can_run_is_refused_with_both_reasons(copied: Checkpoint) -> None:
+    folder = copied("llama2", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}})
     with pytest.raises(ModelLoadError, match=r"change with the length .* since the native decoder lacks .*'dynamic'"):
-        read(tmp_path)
+        read(folder)
 
 
 def test_attention_to_what_comes_is_refused_by_either_path(checkpoint: Checkpoint) -> None:
@@ -320,21 +304,18 @@ def test_attention_to_what_comes_is_refused_by_either_path(checkpoint: Checkpoin
             read(folder, model_path=path)
 
 
-@pytest.mark.parametrize("change", ["lacks", "has unexpected", "has another shape"])
-def test_tensors_that_do_not_fit_are_named(checkpoint: Checkpoint, tmp_path: Path, change: str) -> None:
-    from safetensors.torch import load_file, save_file
-
-    folder = shutil.copytree(checkpoint("gpt2"), tmp_path / "model")
-    tensors, name = load_file(folder / "model.safetensors"), "transformer.h.0.ln_1.bias"
-    if change == "lacks":
-        del tensors[name]
-    elif change == "has unexpected":
-        tensors["transformer.h.0.extra"] = torch.zeros(3)
-    else:
-        tensors[name] = torch.zeros(3)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelLoadError, match=change):
-        load_model(ModelFolder.read(folder), EngineConfig())
+@pytest.mark.parametrize(
+    ("problem", "change"),
+    [
+        ("lacks tensor", lambda tensors: tensors.pop("transformer.h.0.ln_1.bias")),
+        ("has unexpected tensor", lambda tensors: tensors.update({"transformer.h.0.extra": torch.zeros(3)})),
+        ("has another shape", lambda tensors: tensors.update({"transformer.h.0.ln_1.bias": torch.zeros(3)})),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(copied: Checkpoint, problem: str, change: Callable[..., object]) -> None:
+    folder = copied("gpt2")
+    edit_tensors(folder, change)
+    refused(folder, problem)
 
 
 def test_the_text_part_of_a_wrapper_is_saved_as_it_was(checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -346,15 +327,11 @@ def test_the_text_part_of_a_wrapper_is_saved_as_it_was(checkpoint: Checkpoint, t
     assert all(map(torch.equal, model.weights(), again.weights()))
 
 
-def test_buffers_of_other_dtypes_are_passed_over(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_buffers_of_other_dtypes_are_passed_over(copied: Checkpoint) -> None:
     """As in Pythia's files."""
-    from safetensors.torch import load_file, save_file
-
-    folder = shutil.copytree(checkpoint("gpt-neox", tokenizer=True), tmp_path / "model")
-    tensors, attention = load_file(folder / "model.safetensors"), "gpt_neox.layers.0.attention"
-    tensors[f"{attention}.bias"] = torch.ones(1, 1, 8, 8, dtype=torch.bool)
-    tensors[f"{attention}.masked_bias"] = torch.tensor(-1e9, dtype=torch.float64)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    folder, attention = copied("gpt-neox", tokenizer=True), "gpt_neox.layers.0.attention"
+    buffers = {"bias": torch.ones(1, 1, 8, 8).bool(), "masked_bias": torch.tensor(-1e9).double()}
+    edit_tensors(folder, lambda held: held.update({f"{attention}.{name}": each for name, each in buffers.items()}))
     load_model(ModelFolder.read(folder), EngineConfig())
     assert {each.format for each in read_model_info(EngineConfig(model=str(folder))).formats} >= {"F32"}
 
