@@ -25,7 +25,7 @@ from aioengine import Engine, EngineConfig, ProcessOptions
 from aioengine.cluster.lockstep_group import GlooReducer, LockstepGroup
 from aioengine.config import ReplicaOptions
 from aioengine.core.engine_core import EngineCore
-from aioengine.core.lockstep_protocol import LockstepPlace
+from aioengine.core.executor_protocol import LockstepPlace
 from aioengine.executor.gloo import Gloo
 from aioengine.testing import FakeExecutor
 

@@ -42,13 +42,12 @@ from aioengine.models.folder import DEMO_MODEL
 from aioengine.outputs import TokenLogprobs
 from aioengine.outputs.metrics import EngineMetrics
 from aioengine.sampling_params import SamplingParams
-from aioengine.scheduler.budget import Budget
 from aioengine.scheduler.cache_layout import CacheGroup, CacheLayout
 from aioengine.scheduler.kv_manager import KVManager
 from aioengine.scheduler.plan import Purpose, StepPlan, StepResult, int32
 from aioengine.scheduler.scheduler import Scheduler
 from aioengine.scheduler.sequence import Request, make_choices
-from aioengine.scheduler.steps import StepOutput
+from aioengine.scheduler.steps import Budget, StepOutput
 from aioengine.text.detokenizer import make_detokenizer
 from aioengine.text.tokenizer import Tokenizer
 

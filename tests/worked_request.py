@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from aioengine.sampling_params import SamplingParams
-from aioengine.scheduler.budget import Budget
 from aioengine.scheduler.kv_manager import KVManager
 from aioengine.scheduler.plan import StepPlan, StepResult, int32
 from aioengine.scheduler.scheduler import Scheduler
 from aioengine.scheduler.sequence import Request, Sequence, make_choices
+from aioengine.scheduler.steps import Budget
 
 PROMPT = int32([11, 12, 13, 14, 15])
 SAMPLED = int32([21, 22, 23, 2, 24])

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from aioengine.config import ReplicaOptions as ReplicaOptions
     from aioengine.core.executor_protocol import ExecutorInfo as ExecutorInfo
     from aioengine.core.health import Health as Health
-    from aioengine.core.worker_functions import Worker as Worker
-    from aioengine.core.worker_functions import worker_function as worker_function
+    from aioengine.core.named_functions import Worker as Worker
+    from aioengine.core.named_functions import worker_function as worker_function
     from aioengine.engine import Engine as Engine
     from aioengine.engine import Stream as Stream
     from aioengine.errors import AioEngineError as AioEngineError
@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from aioengine.outputs.metrics import RequestMetrics as RequestMetrics
     from aioengine.outputs.metrics import StepRecord as StepRecord
     from aioengine.sampling_params import SamplingParams as SamplingParams
-    from aioengine.scheduler.handles import LogitsProcessor as LogitsProcessor
-    from aioengine.scheduler.handles import LogitsRow as LogitsRow
+    from aioengine.scheduler.plan import LogitsProcessor as LogitsProcessor
+    from aioengine.scheduler.plan import LogitsRow as LogitsRow
     from aioengine.structured.constraints import Choice as Choice
     from aioengine.structured.constraints import Grammar as Grammar
     from aioengine.structured.constraints import Json as Json

@@ -15,9 +15,8 @@ from typing import Any
 from cluster.mortal import STEP_TIME, Mortal
 
 from aioengine.config import EngineConfig
-from aioengine.core.executor_protocol import DeviceLost
-from aioengine.core.lockstep_protocol import LockstepPlace
-from aioengine.core.worker_functions import Worker, worker_function
+from aioengine.core.executor_protocol import DeviceLost, LockstepPlace
+from aioengine.core.named_functions import Worker, worker_function
 from aioengine.executor.gloo import Gloo
 from aioengine.testing.fake_executor import FakeLaunch
 

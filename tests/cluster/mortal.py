@@ -18,7 +18,7 @@ from typing import Any
 
 from aioengine.config import EngineConfig
 from aioengine.core.executor_protocol import DeviceLost
-from aioengine.core.worker_functions import Worker, worker_function
+from aioengine.core.named_functions import Worker, worker_function
 from aioengine.errors import ModelLoadError
 from aioengine.scheduler.plan import RowSampling, StepPlan
 from aioengine.testing import sample_hash

@@ -4,7 +4,7 @@ import os
 import signal
 from typing import Any
 
-from aioengine.core.worker_functions import Worker, worker_function
+from aioengine.core.named_functions import Worker, worker_function
 from aioengine.errors import ModelLoadError
 
 

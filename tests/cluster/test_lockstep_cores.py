@@ -21,8 +21,8 @@ from aioengine.cluster.lockstep import REDUCE_EVERY, WaveCoordinator, WaveReport
 from aioengine.cluster.lockstep_group import GRACE_S, LockstepGroup
 from aioengine.core.control import Pause, StartWave
 from aioengine.core.engine_core import EngineCore
+from aioengine.core.executor_protocol import LockstepPlace
 from aioengine.core.listener import UNLIMITED
-from aioengine.core.lockstep_protocol import LockstepPlace
 from aioengine.scheduler.sequence import Request, Sequence
 from aioengine.testing.fake_executor import FakeLaunch
 from doubles.fake_executor import FakeExecutor

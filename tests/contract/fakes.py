@@ -14,11 +14,10 @@ from hostile_errors import HOSTILE
 
 from aioengine import EngineConfig
 from aioengine.core.executor_protocol import DeviceLost
-from aioengine.core.worker_functions import Worker, worker_function
+from aioengine.core.named_functions import Worker, worker_function
 from aioengine.scheduler.plan import RowSampling
-from aioengine.scheduler.policy import Fair, Incoming, Policy
+from aioengine.scheduler.policy import Fair, Incoming, Policy, TenantQueues
 from aioengine.scheduler.sequence import Sequence
-from aioengine.scheduler.waiting_queue import TenantQueues
 from aioengine.testing import sample_hash
 from doubles.weighted_executor import WeightedExecutor
 

@@ -25,8 +25,7 @@ from nightly import nightly
 from aioengine.core.control import StartProfile, StopProfile
 from aioengine.core.executor_protocol import DeviceLost, Executor, PendingStep
 from aioengine.errors import InvalidRequest
-from aioengine.scheduler.handles import LogitsRow
-from aioengine.scheduler.plan import StepPlan, StepResult
+from aioengine.scheduler.plan import LogitsRow, StepPlan, StepResult
 
 
 @dataclass

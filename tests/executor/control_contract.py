@@ -30,7 +30,7 @@ from aioengine.core.control import (
     WakeUp,
 )
 from aioengine.core.executor_protocol import DeviceLost, Executor
-from aioengine.core.worker_functions import Worker, worker_function
+from aioengine.core.named_functions import Worker, worker_function
 from aioengine.errors import InvalidRequest, ModelLoadError
 from aioengine.executor.weight_transfer import MAX_TRANSFERS
 

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from executor.plans import PlanWriter, choices_by_row
 
-from aioengine.scheduler.handles import LogitsRow
-from aioengine.scheduler.plan import PromptLogprobs, StepLogprobs, StepPlan, StepResult
+from aioengine.scheduler.plan import LogitsRow, PromptLogprobs, StepLogprobs, StepPlan, StepResult
 
 LOGPROB_TOLERANCE = 1e-3
 RANK_TOLERANCE = 2

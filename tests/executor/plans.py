@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from aioengine.core.executor_protocol import Executor, ExecutorInfo
-from aioengine.scheduler.handles import Handles
-from aioengine.scheduler.plan import Purpose, RowAdded, RowSampling, StepPlan, StepResult, int32
+from aioengine.scheduler.plan import Handles, Purpose, RowAdded, RowSampling, StepPlan, StepResult, int32
 
 
 @dataclass

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from aioengine.core import worker_functions
-from aioengine.core.worker_functions import registered, worker_function
+from aioengine.core.named_functions import registered, worker_function
 from aioengine.errors import ConfigError, InvalidRequest
 
 

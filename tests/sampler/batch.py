@@ -21,9 +21,10 @@ from aioengine.sampler.outputs import DeviceOutputs
 from aioengine.sampler.processors import run_processors
 from aioengine.sampler.sampler import Sampler, SampleTensors
 from aioengine.sampling_params import FILTERS, ROW_PARAMS, RowParams
-from aioengine.scheduler.handles import Handles, LogitsRow
 from aioengine.scheduler.plan import (
     EMPTY,
+    Handles,
+    LogitsRow,
     Purpose,
     RowAdded,
     RowFailure,

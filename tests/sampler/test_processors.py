@@ -10,7 +10,7 @@ import torch
 from hostile_errors import HOSTILE
 from sampler.batch import Rows, asking, random_logits, sample_for, tokens_of
 
-from aioengine.scheduler.handles import LogitsRow
+from aioengine.scheduler.plan import LogitsRow
 
 VOCAB = 128
 

@@ -11,15 +11,13 @@ import numpy as np
 from integrity import check_integrity
 
 from aioengine.sampling_params import SamplingParams
-from aioengine.scheduler.budget import Budget
 from aioengine.scheduler.cache_layout import FULL_ATTENTION, CacheLayout
-from aioengine.scheduler.handles import GrammarHandle
 from aioengine.scheduler.kv_manager import KVManager
-from aioengine.scheduler.plan import Float32, Purpose, StepPlan, StepResult, int32
+from aioengine.scheduler.plan import Float32, GrammarHandle, Purpose, StepPlan, StepResult, int32
 from aioengine.scheduler.policy import Policy
 from aioengine.scheduler.scheduler import Scheduler
 from aioengine.scheduler.sequence import Product, Reason, Request, Sequence, make_choices, resume_choice
-from aioengine.scheduler.steps import StepOutput
+from aioengine.scheduler.steps import Budget, StepOutput
 from aioengine.testing.fake_executor import Sampler, sample_hash
 from doubles.fake_executor import FakeExecutor, FakeStep
 from doubles.run_grammar import RunGrammar

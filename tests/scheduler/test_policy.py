@@ -12,9 +12,17 @@ from scheduler.harness import Core
 
 from aioengine.errors import ConfigError
 from aioengine.scheduler import waiting_queue
-from aioengine.scheduler.policy import ByPriority, Fair, Incoming, Policy, make_policy
+from aioengine.scheduler.policy import (
+    OUTPUT_COST,
+    PROMPT_COST,
+    ByPriority,
+    Fair,
+    Incoming,
+    Policy,
+    TenantQueues,
+    make_policy,
+)
 from aioengine.scheduler.sequence import Reason, Sequence
-from aioengine.scheduler.waiting_queue import OUTPUT_COST, PROMPT_COST, TenantQueues
 
 
 class ShortestFirst(Policy):

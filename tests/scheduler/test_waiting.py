@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.plan import int32
+from aioengine.scheduler.policy import WaitingQueue
 from aioengine.scheduler.sequence import Request, Sequence, make_choices
-from aioengine.scheduler.waiting_queue import WaitingQueue
 
 
 def make_sequence(order: int) -> Sequence:

@@ -16,9 +16,7 @@ from aioengine.config import EngineConfig
 from aioengine.core.executor_protocol import ExecutorInfo, ExecutorStats
 from aioengine.core.grammars import Grammars
 from aioengine.models.folder import DEMO_MODEL, ModelFolder
-from aioengine.scheduler.handles import Handles
-from aioengine.scheduler.plan import StepPlan, StepResult, int32
-from aioengine.scheduler.plan_codec import decode_plan, encode_plan
+from aioengine.scheduler.plan import Handles, StepPlan, StepResult, decode_plan, encode_plan, int32
 
 
 class Brought(msgspec.Struct):

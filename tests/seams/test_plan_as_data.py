@@ -14,9 +14,7 @@ from seams.far_device import FarExecutor
 
 from aioengine import Choice, Engine, EngineConfig, Json, Regex
 from aioengine.errors import InvalidRequest, WireError
-from aioengine.scheduler.handles import GrammarHandle, Handles, ProcessorHandle
-from aioengine.scheduler.plan import StepPlan, int32
-from aioengine.scheduler.plan_codec import decode_plan, encode_plan
+from aioengine.scheduler.plan import GrammarHandle, Handles, ProcessorHandle, StepPlan, decode_plan, encode_plan, int32
 from aioengine.structured.grammar import Thinking
 
 CONFIG: dict[str, Any] = {"kv_cache_memory_bytes": 2**24, "max_in_flight": 1, "num_threads": 1}

@@ -20,10 +20,9 @@ import numpy as np
 from aioengine.cluster import coordinator_messages as cluster
 from aioengine.config import EngineConfig
 from aioengine.core import control as c
-from aioengine.core.executor_protocol import ExecutorInfo
+from aioengine.core.executor_protocol import ExecutorInfo, LockstepPlace
 from aioengine.core.health import Beat
 from aioengine.core.listener import SampledLogprobs
-from aioengine.core.lockstep_protocol import LockstepPlace
 from aioengine.outputs.metrics import StepRecord
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.scheduler import SchedulerStats

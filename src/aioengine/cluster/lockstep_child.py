@@ -16,7 +16,7 @@ from aioengine.transport.child import main
 
 if TYPE_CHECKING:
     from aioengine.core.engine_core import EngineCore
-    from aioengine.core.lockstep_protocol import LockstepPlace
+    from aioengine.core.executor_protocol import LockstepPlace
 
 
 def enter_group(place: LockstepPlace, core: EngineCore) -> AbstractAsyncContextManager[None]:

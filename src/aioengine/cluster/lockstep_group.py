@@ -13,7 +13,7 @@ from typing import Protocol
 
 from aioengine.cluster.lockstep import RankWaves, WaveDuty
 from aioengine.core.engine_core import EngineCore
-from aioengine.core.lockstep_protocol import LockstepPlace
+from aioengine.core.executor_protocol import LockstepPlace
 from aioengine.errors import EngineDead, InvalidRequest
 from aioengine.executor.gloo import Gloo
 from aioengine.processes.worker_threads import run_abandonable

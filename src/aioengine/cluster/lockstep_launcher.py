@@ -13,8 +13,8 @@ from aioengine.cluster.devices import HostSlots
 from aioengine.cluster.launchers import Launcher
 from aioengine.cluster.lockstep import WaveCoordinator, WaveReport
 from aioengine.config import EngineConfig, ProcessOptions
+from aioengine.core.executor_protocol import LockstepPlace
 from aioengine.core.health import Beat
-from aioengine.core.lockstep_protocol import LockstepPlace
 from aioengine.core.protocol import CoreHooks, InFlightSequence
 from aioengine.errors import ConfigError, EngineDead, describe
 from aioengine.models.folder import ModelFolder

@@ -20,13 +20,18 @@ import msgspec
 
 from aioengine.config import EngineConfig
 from aioengine.core import control as c
-from aioengine.core.executor_protocol import DeviceLost, Executor, ExecutorInfo, PendingStep
+from aioengine.core.executor_protocol import DeviceLost, Executor, ExecutorInfo, Lockstep, PendingStep
 from aioengine.core.grammars import Grammars
 from aioengine.core.health import Beat, Health, dead, judge
-from aioengine.core.listener import Conditions, Endings, Listener, SampledLogprobs
-from aioengine.core.lockstep_protocol import Lockstep
-from aioengine.core.logprobs import OutputLogprobs, slice_prompt_logprobs
-from aioengine.core.named_processors import MakeProcessor, load_processors, make_processors
+from aioengine.core.listener import (
+    Conditions,
+    Endings,
+    Listener,
+    OutputLogprobs,
+    SampledLogprobs,
+    slice_prompt_logprobs,
+)
+from aioengine.core.named_functions import MakeProcessor, load_processors, make_processors
 from aioengine.core.observers import Observers, UserCode, make_record
 from aioengine.errors import (
     AioEngineError,
@@ -40,13 +45,12 @@ from aioengine.errors import (
     traceback_of,
 )
 from aioengine.outputs import FinishReason
-from aioengine.scheduler.budget import Budget
-from aioengine.scheduler.handles import GrammarHandle
 from aioengine.scheduler.kv_manager import KVManager
-from aioengine.scheduler.plan import Float32, Int32, NothingAllowed, StepPlan, StepResult
+from aioengine.scheduler.plan import Float32, GrammarHandle, Int32, NothingAllowed, StepPlan, StepResult
 from aioengine.scheduler.policy import Incoming, Policy, make_policy, order_of
 from aioengine.scheduler.scheduler import Scheduler, SchedulerStats
 from aioengine.scheduler.sequence import Reason, Request, Sequence, make_choices, resume_choice
+from aioengine.scheduler.steps import Budget
 from aioengine.structured.grammar import CompiledGrammar
 from aioengine.validation import shorten
 

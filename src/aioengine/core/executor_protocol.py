@@ -1,4 +1,7 @@
-"""The interface of a device to the engine core: launch plans, hand back results, in order."""
+"""The interfaces of an engine core to its device, and to the group of engines that run each step together.
+
+A device launches plans, and hands back results in order.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,7 @@ import msgspec
 from aioengine.core.control import Control
 from aioengine.errors import InvalidRequest
 from aioengine.scheduler.cache_layout import FULL_ATTENTION, CacheLayout
-from aioengine.scheduler.handles import Handles
-from aioengine.scheduler.plan import StepPlan, StepResult
+from aioengine.scheduler.plan import Handles, StepPlan, StepResult
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -156,3 +158,53 @@ def weights_came_as_tensors() -> InvalidRequest:
         "level 1, or write them with save_sharded_state and take them from there with update_weights",
         param="level",
     )
+
+
+class LockstepPlace(msgspec.Struct, frozen=True, array_like=True):
+    """An engine's place in a group.
+
+    Attributes:
+        rank: from 0 up to ``num_ranks``.
+        store: path of a file that is not there yet, where the ranks meet; alone in its folder, which goes then.
+        timeout_s: for all to come there.
+    """
+
+    rank: int
+    num_ranks: int
+    store: str
+    timeout_s: float = 600.0
+
+
+class Lockstep(Protocol):
+    """Decides when a step may be launched, and when a step without work must be: see `cluster.lockstep`.
+
+    Attributes:
+        grace_s: a core whose step has failed waits so long before it ends: where another engine's death is the cause,
+            it is ended from outside, where that is known.
+        on_news: called on the loop when `may_launch` or `is_running` may be another.
+        on_report: called on the loop when the group needs ``wave`` and ``is_running``, which each beat has.
+    """
+
+    grace_s: float
+    on_news: Callable[[], None]
+    on_report: Callable[[], None]
+
+    @property
+    def wave(self) -> int: ...
+
+    @property
+    def is_running(self) -> bool:
+        """Whether others compute: a core that has nothing to launch launches a dummy step."""
+
+    @property
+    def may_launch(self) -> bool: ...
+
+    def on_launch(self, has_work: bool) -> None:
+        """A step was launched, of work or a dummy; ``has_work``: whether there is any that could go on."""
+
+    def on_start(self, wave: int) -> None:
+        """START_WAVE, from the group's coordinator.
+
+        Raises:
+            InvalidRequest: the group cannot have come so far.
+        """

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from aioengine.errors import AioEngineError, EngineOverloaded, InternalError, InvalidRequest
 from aioengine.models.folder import ModelFolder
 from aioengine.processes.worker_threads import TextWorker, outside_work
-from aioengine.scheduler.handles import GrammarHandle
+from aioengine.scheduler.plan import GrammarHandle
 from aioengine.structured.constraints import Constraint
 from aioengine.structured.grammar import STACK_BYTES, CompiledGrammar, ThinkingGrammar
 from aioengine.structured.trials import WALL_S, is_to_be_tried

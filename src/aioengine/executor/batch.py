@@ -23,10 +23,12 @@ from aioengine.sampler.processors import ProcessedRow
 from aioengine.sampler.rules import RuleSizes, RuleTable, pack_bits
 from aioengine.sampler.sampler import Features
 from aioengine.sampling_params import FILTERS, PENALTIES, ROW_PARAMS, is_any_on
-from aioengine.scheduler.handles import Handles, LogitsProcessor, LogitsRow
 from aioengine.scheduler.plan import (
     EMPTY,
+    Handles,
     Int32,
+    LogitsProcessor,
+    LogitsRow,
     Purpose,
     RowAdded,
     RowSampling,

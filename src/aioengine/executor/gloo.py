@@ -11,7 +11,7 @@ import torch
 from torch import distributed
 from torch.distributed import AllreduceOptions, ReduceOp
 
-from aioengine.core.lockstep_protocol import LockstepPlace
+from aioengine.core.executor_protocol import LockstepPlace
 
 REDUCTION_TIMEOUT = timedelta(days=7)
 """A rank may rightly be late for as long as it sleeps. A process that has died closes its connections."""

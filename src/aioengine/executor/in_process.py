@@ -16,7 +16,7 @@ from aioengine.config import EngineConfig
 from aioengine.core.engine_core import EngineCore
 from aioengine.core.executor_protocol import Executor, ExecutorInfo
 from aioengine.core.grammars import Grammars
-from aioengine.core.named_processors import load_processors
+from aioengine.core.named_functions import load_processors
 from aioengine.core.protocol import CoreHooks
 from aioengine.errors import ConfigError
 from aioengine.models.folder import ModelFolder

@@ -23,7 +23,7 @@ from aioengine.core.executor_protocol import (
     not_recording,
     weights_asleep,
 )
-from aioengine.core.worker_functions import Worker, registered
+from aioengine.core.named_functions import Worker, registered
 from aioengine.errors import ConfigError, InternalError, describe
 from aioengine.executor.accelerator import Accelerator
 from aioengine.executor.completion_thread import DeferredResult, Pending

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from aioengine.errors import TRACEBACK, describe, linked
-from aioengine.scheduler.handles import LogitsProcessor, LogitsRow
+from aioengine.scheduler.plan import LogitsProcessor, LogitsRow
 
 
 class ProcessedRow(NamedTuple):

@@ -3,22 +3,128 @@
 A `StepPlan` is a delta over stable rows. A row is a place in the executor's persistent buffers; a running sequence
 keeps its row until it leaves. The executor owns the token history and the block tables, so that a steady decode step
 carries a few small arrays and no token ids: sampled tokens are already on the device when the next step reads them.
+
+For executors in other processes a plan is one msgpack message, in which an array is an extension of its own: its bytes
+as they are, which the decoded plan shares with the message. A handle stands for what cannot leave its process, a
+compiled grammar or a logits processor, and travels as the plain data that it is.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, get_args
+from weakref import WeakKeyDictionary
 
 import msgspec
 import numpy as np
+from msgspec.msgpack import Ext
 from numpy.typing import NDArray
 
+from aioengine.errors import InvalidRequest, WireError
 from aioengine.sampling_params import LogprobsMode, RowParams
-from aioengine.scheduler.handles import GrammarHandle, ProcessorHandle
-from aioengine.structured.grammar import CompiledGrammar, Mask
+from aioengine.structured.constraints import Constraint
+from aioengine.structured.grammar import CompiledGrammar, Mask, Thinking
 from aioengine.structured.rows import GrammarRow, GrammarRows
+
+LogitsProcessor = Callable[[Any, list["LogitsRow"]], Any]
+"""Changes logits: (float32 tensor [rows, vocab], the rows) → logits of the same shape, or None if changed in place.
+
+It runs in the device thread before penalties and temperature, once a step, with all the rows of that step whose
+requests were given this same object. In this process only: a function cannot be sent to another one. An exception that
+it raises ends those rows' requests (`StepFailed`), and no others.
+"""
+
+
+class LogitsRow(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """One row of the logits that a `LogitsProcessor` is given; equal to itself alone.
+
+    Attributes:
+        prompt_token_ids, output_token_ids: int32 [tokens] each, read-only; the next output token is being chosen.
+        choice: which of the request's ``n`` choices; 0 where the first tokens of several are drawn from these logits,
+            and for greedy choices, which are all alike and one row.
+    """
+
+    prompt_token_ids: NDArray[np.int32]
+    output_token_ids: NDArray[np.int32]
+    choice: int
+
+
+class GrammarHandle(msgspec.Struct, frozen=True, eq=False, weakref=True, array_like=True):
+    """A grammar, by all that it is compiled from; equal to itself alone.
+
+    Attributes:
+        constraint: on the text; None: any text.
+        thinking: the reasoning before that text; None: there is none.
+    """
+
+    constraint: Constraint | None
+    thinking: Thinking | None = None
+
+
+class ProcessorHandle(msgspec.Struct, frozen=True, eq=False, weakref=True, array_like=True):
+    """A logits processor; equal to itself alone.
+
+    Attributes:
+        number: means nothing in another process.
+    """
+
+    number: int
+
+
+class Handles:
+    """The grammars and logits processors of one executor, by their handles. Any thread may use it.
+
+    The core fills it. An entry lasts as long as its handle, and so as long as a sequence or a plan has that.
+
+    Attributes:
+        compile_grammar: compiles a grammar whose handle came from another process; not called on the loop. None: plans
+            come from this process alone.
+    """
+
+    compile_grammar: Callable[[GrammarHandle], CompiledGrammar] | None = None
+
+    def __init__(self) -> None:
+        self._grammars: WeakKeyDictionary[GrammarHandle, CompiledGrammar] = WeakKeyDictionary()
+        self._processors: WeakKeyDictionary[ProcessorHandle, LogitsProcessor] = WeakKeyDictionary()
+        self._numbers = itertools.count()
+
+    def put_grammar(self, handle: GrammarHandle, grammar: CompiledGrammar) -> None:
+        self._grammars[handle] = grammar
+
+    def add_processors(self, processors: Iterable[LogitsProcessor]) -> tuple[ProcessorHandle, ...]:
+        """Make a handle for each; a processor may have several."""
+        handles = []
+        for processor in processors:
+            handles.append(ProcessorHandle(next(self._numbers)))
+            self._processors[handles[-1]] = processor
+        return tuple(handles)
+
+    def get_grammar(self, handle: GrammarHandle) -> CompiledGrammar:
+        """Return the grammar, which is compiled first if its handle came from another process.
+
+        Raises:
+            InvalidRequest: as the compiler.
+        """
+        grammar = self._grammars.get(handle)
+        if grammar is None:
+            assert self.compile_grammar is not None, "the plan's grammar is in another process"
+            grammar = self._grammars[handle] = self.compile_grammar(handle)
+        return grammar
+
+    def get_processors(self, handles: Iterable[ProcessorHandle]) -> tuple[LogitsProcessor, ...]:
+        """Return the processors.
+
+        Raises:
+            InvalidRequest: a handle came from another process.
+        """
+        try:
+            return tuple(self._processors[handle] for handle in handles)
+        except KeyError:
+            message = "logits_processors are functions, and the device is in another process"
+            raise InvalidRequest(message, param="logits_processors") from None
+
 
 Int32 = NDArray[np.int32]
 Int8 = NDArray[np.int8]
@@ -286,3 +392,70 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     vectors: Mapping[int, Float32] = {}
     device_time_s: float = 0.0
     ended_at_s: float = 0.0
+
+
+MAX_PLAN_BYTES = 256 * 2**20
+"""Bytes of a plan: every row of an engine added at once, each with a long prompt."""
+
+DTYPES = (np.dtype("<i4"), np.dtype("i1"))
+"""By the code of the extension."""
+
+
+def encode_plan(plan: StepPlan) -> bytes:
+    """Raises WireError: the plan is larger than `MAX_PLAN_BYTES`."""
+    message = _encoder.encode(plan)
+    if len(message) > MAX_PLAN_BYTES:
+        raise WireError(f"a plan of {len(message):,} bytes; {MAX_PLAN_BYTES:,} are allowed")
+    return message
+
+
+def decode_plan(message: bytes) -> StepPlan:
+    """The plan of `encode_plan`; its arrays are read-only views of ``message``.
+
+    Raises:
+        WireError: the message is malformed, truncated or too large, or a value in it fits no plan.
+    """
+    if len(message) > MAX_PLAN_BYTES:
+        raise WireError(f"a plan of {len(message):,} bytes; {MAX_PLAN_BYTES:,} are allowed")
+    try:
+        plan = _decoder.decode(message)
+        _check(plan)
+    except Exception as error:  # msgspec's own, and what a constraint's __post_init__ finds wrong with its values
+        raise WireError(f"a malformed plan: {error}") from None
+    return plan
+
+
+def _check(plan: StepPlan) -> None:
+    tables = (
+        (plan.rows, plan.epochs, plan.starts, plan.num_tokens, plan.purposes),
+        (plan.grown_rows, plan.grown_groups, plan.grown_blocks),
+        (plan.copied_from, plan.copied_to),
+    )
+    if any(len({len(column) for column in columns}) > 1 for columns in tables):
+        raise ValueError("columns of one table differ in length")
+    if len(plan.rows) and (plan.starts.min() < 0 or plan.num_tokens.min() < 1):
+        raise ValueError("a row computes no tokens")
+    if not np.isin(plan.purposes, list(Purpose)).all():
+        raise ValueError("a purpose is unknown")
+    if any(not 0 < row.num_prompt_tokens <= len(row.token_ids) for row in plan.added):
+        raise ValueError("a row has no prompt")
+
+
+def _encode_array(value: Any) -> Ext:
+    if isinstance(value, np.ndarray) and value.dtype in DTYPES:
+        return Ext(DTYPES.index(value.dtype), np.ascontiguousarray(value).data)
+    raise TypeError(f"a {type(value).__name__} is no plain data")
+
+
+def _decode_array(code: int, data: memoryview) -> np.ndarray[Any, Any]:
+    return np.frombuffer(data, DTYPES[code])
+
+
+def _check_array(kind: Any, value: Any) -> Any:
+    if not isinstance(value, np.ndarray) or value.dtype != get_args(get_args(kind)[1])[0]:
+        raise TypeError(f"an array of {kind} is needed")
+    return value
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+_decoder = msgspec.msgpack.Decoder(StepPlan, ext_hook=_decode_array, dec_hook=_check_array)

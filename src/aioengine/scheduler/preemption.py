@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from bisect import bisect
 
-from aioengine.scheduler.budget import Claim
 from aioengine.scheduler.kv_manager import KVManager
+from aioengine.scheduler.policy import TenantQueues, WaitingQueue
 from aioengine.scheduler.row_table import RowTable
 from aioengine.scheduler.sequence import Sequence, by_precedence
-from aioengine.scheduler.waiting_queue import TenantQueues, WaitingQueue
+from aioengine.scheduler.steps import Claim
 
 
 class Preemption:

@@ -15,15 +15,23 @@ import msgspec
 import numpy as np
 
 from aioengine.outputs import FinishReason
-from aioengine.scheduler.budget import Budget, Claim, Work, join, out_of_blocks, share_budget
 from aioengine.scheduler.kv_manager import KVManager
 from aioengine.scheduler.plan import Int32, StepPlan, StepResult, int32
-from aioengine.scheduler.policy import ByPriority, Incoming, Order, Policy, order_of
+from aioengine.scheduler.policy import ByPriority, Incoming, Order, Policy, TenantQueues, order_of
 from aioengine.scheduler.preemption import Preemption
 from aioengine.scheduler.row_table import Bool, Rows, RowTable
 from aioengine.scheduler.sequence import Reason, Sequence, by_precedence
-from aioengine.scheduler.steps import StepOutput, StepsInFlight, split_prompt_logprobs
-from aioengine.scheduler.waiting_queue import TenantQueues
+from aioengine.scheduler.steps import (
+    Budget,
+    Claim,
+    StepOutput,
+    StepsInFlight,
+    Work,
+    join,
+    out_of_blocks,
+    share_budget,
+    split_prompt_logprobs,
+)
 
 FIRST_MOVED_ORDER = -(2**62)
 """Of what comes from another engine: it goes before all that came here first."""

@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 
 from aioengine.outputs import FinishReason
 from aioengine.sampling_params import MAX_SEED, MIN_SEED, SamplingParams
-from aioengine.scheduler.handles import GrammarHandle, ProcessorHandle
-from aioengine.scheduler.plan import Int32, Purpose, RowAdded, RowSampling, int32
+from aioengine.scheduler.plan import GrammarHandle, Int32, ProcessorHandle, Purpose, RowAdded, RowSampling, int32
 from aioengine.scheduler.prefix_cache import PrefixKey
 from aioengine.structured.grammar import Thinking
 

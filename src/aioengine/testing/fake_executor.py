@@ -15,14 +15,14 @@ import numpy as np
 from aioengine.config import EngineConfig
 from aioengine.core.control import CollectiveRpc, Control, SaveShardedState, StopProfile
 from aioengine.core.executor_protocol import DeviceLost, ExecutorInfo, ExecutorStats
-from aioengine.core.worker_functions import Worker, registered
+from aioengine.core.named_functions import Worker, registered
 from aioengine.errors import InvalidRequest
 from aioengine.models.folder import ModelFolder
 from aioengine.processes.turns import running_loop
 from aioengine.scheduler.cache_layout import FULL_ATTENTION, CacheLayout
-from aioengine.scheduler.handles import Handles
 from aioengine.scheduler.plan import (
     Float32,
+    Handles,
     Int32,
     NothingAllowed,
     PromptLogprobs,

@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 from aioengine.config import EngineConfig, ProcessOptions
-from aioengine.core.lockstep_protocol import LockstepPlace
+from aioengine.core.executor_protocol import LockstepPlace
 from aioengine.core.protocol import CoreHooks
 from aioengine.errors import AioEngineError, ConfigError, EngineDead, InvalidRequest
 from aioengine.executor.in_process import clock_of, find

@@ -13,8 +13,7 @@ import anyio
 
 from aioengine.core.control import TASKS
 from aioengine.core.engine_core import EngineCore
-from aioengine.core.executor_protocol import Executor
-from aioengine.core.lockstep_protocol import LockstepPlace
+from aioengine.core.executor_protocol import Executor, LockstepPlace
 from aioengine.core.protocol import CLOSE_DEADLINE_S, CoreHooks
 from aioengine.errors import ConfigError, EngineDead
 from aioengine.executor.in_process import InProcess

@@ -16,8 +16,7 @@ from typing import Any
 import anyio
 
 from aioengine.config import EngineConfig
-from aioengine.core.executor_protocol import ExecutorInfo
-from aioengine.core.lockstep_protocol import LockstepPlace
+from aioengine.core.executor_protocol import ExecutorInfo, LockstepPlace
 from aioengine.errors import AioEngineError, ConfigError, EngineDead, ModelLoadError, WireError
 from aioengine.transport.channel import Channel
 from aioengine.transport.wire import PROTOCOL_VERSION, Fault, Reader, WireMessage, Writer, to_error

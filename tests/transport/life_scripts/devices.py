@@ -15,7 +15,7 @@ import anyio
 from aioengine.config import EngineConfig
 from aioengine.core.control import Control, ExecuteDummyBatch
 from aioengine.core.executor_protocol import DeviceLost
-from aioengine.core.worker_functions import Worker, worker_function
+from aioengine.core.named_functions import Worker, worker_function
 from aioengine.errors import ModelLoadError
 from aioengine.scheduler.plan import StepPlan
 from doubles.fake_executor import FakeExecutor, FakeStep
