@@ -69,7 +69,8 @@ async def test_a_storm_in_a_tight_cache_brings_the_tokens_of_transformers(
         output = await engine.generate(prompt, max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
         assert output.outputs[0].token_ids == token_ids
 
-    layout = make_layout(read_model_config(ModelFolder.read(folder), EngineConfig()).caches)
+    config = await asyncio.to_thread(lambda: read_model_config(ModelFolder.read(folder), EngineConfig()))
+    layout = make_layout(config.caches)
     most = layout.most_held(MAX_MODEL_LEN, BLOCK_SIZE, max_in_flight=depth, max_step_tokens=BUDGET)
     bytes_of_token = await asyncio.to_thread(bytes_a_token, folder)
     fields = {
