@@ -71,7 +71,7 @@ _HOMES = {
     "config": ["EngineConfig", "ProcessOptions", "ReplicaOptions"],
     "core.executor_protocol": ["ExecutorInfo"],
     "core.health": ["Health"],
-    "core.worker_functions": ["Worker", "worker_function"],
+    "core.named_functions": ["Worker", "worker_function"],
     "engine": ["Engine", "Stream"],
     "errors": [
         *("AioEngineError", "ConfigError", "EngineClosed", "EngineDead", "EngineOverloaded", "InternalError"),
@@ -88,7 +88,7 @@ _HOMES = {
     "outputs.metrics": ["EngineMetrics", "EngineStats", "Observer", "RequestMetrics", "StepRecord"],
     "outputs": ["CompletionDelta", "CompletionOutput", "Logprob", "RequestOutput"],
     "sampling_params": ["SamplingParams"],
-    "scheduler.handles": ["LogitsProcessor", "LogitsRow"],
+    "scheduler.plan": ["LogitsProcessor", "LogitsRow"],
     "structured.constraints": ["Choice", "Grammar", "Json", "Regex", "StructuralTags", "Tag"],
     "tool_calls.calls": ["Tool", "ToolCall"],
     "tool_calls.formats": ["ToolFormat", "register_tool_format"],
