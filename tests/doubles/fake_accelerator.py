@@ -7,12 +7,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from aioengine.executor.accelerator import DeviceEvent, DeviceMemory, HostWords, Ts, Work
+from aioengine.executor.accelerator import Accelerator, DeviceEvent, DeviceMemory, HostWords, Ts, Work
 from aioengine.kernels.operations import Operations
 from aioengine.kernels.operations import plain_torch as reference
 from doubles.fake_graph import FakeGraph
@@ -52,7 +51,7 @@ class FakeEvent:
         self.has_ended = True
 
 
-class FakeAccelerator:
+class FakeAccelerator(Accelerator):
     """An `Accelerator` whose work runs on the host's tensors, lazily.
 
     Nothing runs when it is enqueued. Work runs, in order, when a thread waits for an event behind it; a copy runs when
@@ -116,12 +115,6 @@ class FakeAccelerator:
         if self._error is not None:
             raise self._error
 
-    def newer_operations(self) -> None:
-        return None
-
-    def use_threads(self, num_threads: int) -> None:
-        pass
-
     def enqueue(self, work: Callable[[*Ts], None], *args: *Ts) -> None:
         self.num_enqueued += 1
         self._stream.append(lambda: work(*args))
@@ -170,12 +163,6 @@ class FakeAccelerator:
     def release(self) -> None:
         self.synchronize()
         self.num_releases += 1
-
-    def close(self) -> None:
-        self.release()
-
-    def profiler_activities(self) -> list[Any]:
-        return []
 
     def run_until(self, event: FakeEvent) -> None:
         """Run what is before ``event``, in the thread that waits for it."""

@@ -15,10 +15,8 @@ import pytest
 import torch
 
 from aioengine.core.executor_protocol import DeviceLost
-from aioengine.executor import completion_thread as waiter
 from aioengine.executor import device_thread as device
-from aioengine.executor.completion_thread import Waker
-from aioengine.executor.device_thread import DeferredResult, DeviceThread
+from aioengine.executor.device_thread import DeferredResult, DeviceThread, Waker
 
 T = TypeVar("T")
 
@@ -44,7 +42,7 @@ class Launched(DeferredResult[Any]):
 
 
 def waiter_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == waiter.THREAD_NAME]
+    return [thread for thread in threading.enumerate() if thread.name == device.COMPLETION_THREAD_NAME]
 
 
 async def reached(event: threading.Event) -> None:
@@ -81,7 +79,7 @@ async def test_jobs_and_results_come_in_order_each_from_one_thread_under_inferen
         later.over.set()
     assert [await pending.finish() for pending in pendings] == list(range(50))
     assert ran == [(number, device.THREAD_NAME, True) for number in range(50)]
-    assert seen == [(number, waiter.THREAD_NAME, True) for number in range(50)]
+    assert seen == [(number, device.COMPLETION_THREAD_NAME, True) for number in range(50)]
     assert not torch.is_inference_mode_enabled()
     await thread.aclose()
     assert not waiter_threads()
@@ -116,7 +114,7 @@ async def test_a_step_wakes_the_loop_once(monkeypatch: pytest.MonkeyPatch) -> No
     thread = DeviceThread()
     for _ in range(20):
         await thread.submit(lambda: Launched(lambda: None, is_over=True)).finish()
-    assert callers == [waiter.THREAD_NAME] * 20
+    assert callers == [device.COMPLETION_THREAD_NAME] * 20
     await thread.aclose()
 
 
@@ -333,7 +331,7 @@ async def test_where_no_thread_can_be_had_the_device_thread_waits_itself(monkeyp
     start = threading.Thread.start
 
     def start_others(thread: threading.Thread) -> None:
-        if thread.name == waiter.THREAD_NAME:
+        if thread.name == device.COMPLETION_THREAD_NAME:
             raise RuntimeError("can't start new thread")
         start(thread)
 

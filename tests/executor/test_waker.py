@@ -13,7 +13,7 @@ import pytest
 import uvloop
 from nightly import nightly
 
-from aioengine.executor.completion_thread import Waker
+from aioengine.executor.device_thread import Waker
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 

@@ -102,6 +102,8 @@ class HostWords:
 class Accelerator(Protocol):
     """A device and its streams; for one thread, `DeviceEvent.wait` aside. Work runs in the order of its enqueueing.
 
+    To be subclassed: a method without a result does nothing where a device has nothing to do.
+
     Attributes:
         operations: what computes on it from the start.
         is_host: its memory is the host's, and work has run when `enqueue` returns.
@@ -122,15 +124,18 @@ class Accelerator(Protocol):
 
     def newer_operations(self) -> Operations | None:
         """Faster ones than ``operations`` that have become ready, once; None: none have."""
+        return None
 
     def use_threads(self, num_threads: int) -> None:
         """Compute with so many of the host's threads, where it is the host that computes."""
+        return
 
     def enqueue(self, work: Callable[[*Ts], None], *args: *Ts) -> None:
         """Run it with these arguments, behind what was enqueued before."""
 
     def enqueue_after(self, event: DeviceEvent) -> None:
         """Let what is enqueued from now on begin after an event of the copy stream."""
+        return
 
     def record(self) -> DeviceEvent:
         """An event behind what was enqueued."""
@@ -153,6 +158,7 @@ class Accelerator(Protocol):
 
     def synchronize(self) -> None:
         """Block the thread until the device has nothing left to do."""
+        return
 
     def memory(self) -> DeviceMemory: ...
 
@@ -165,9 +171,12 @@ class Accelerator(Protocol):
 
     def release(self) -> None:
         """Give back to the system what tensors and graphs that are gone have left."""
+        return
 
     def close(self) -> None:
         """As `release`, at the end, when nothing of the engine is left: slow, and it looks for what cycles hold."""
+        self.release()
 
     def profiler_activities(self) -> list[Any]:
         """What torch's profiler is to record beside the host."""
+        return []

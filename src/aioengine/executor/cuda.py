@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from aioengine.errors import ConfigError
-from aioengine.executor.accelerator import DeviceEvent, DeviceMemory, Graph, HostWords, Ts, Work
+from aioengine.executor.accelerator import Accelerator, DeviceEvent, DeviceMemory, Graph, HostWords, Ts, Work
 from aioengine.kernels.operations import Operations
 
 MIN_CAPABILITY = 80
@@ -73,7 +73,7 @@ class CudaEvent:
         return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
-class CudaAccelerator:
+class CudaAccelerator(Accelerator):
     """See `Accelerator`."""
 
     is_host = False
@@ -93,12 +93,6 @@ class CudaAccelerator:
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
         """Those that share the pool."""
         torch.cuda.set_stream(self._compute)  # of this thread
-
-    def newer_operations(self) -> None:
-        return None
-
-    def use_threads(self, num_threads: int) -> None:
-        pass
 
     def enqueue(self, work: Callable[[*Ts], None], *args: *Ts) -> None:
         work(*args)

@@ -15,7 +15,7 @@ from llvmlite import binding
 from torch import Tensor
 
 from aioengine.errors import InternalError
-from aioengine.executor.accelerator import DeviceEvent, DeviceMemory, Graph, HostWords, Ts, Work
+from aioengine.executor.accelerator import Accelerator, DeviceEvent, DeviceMemory, Graph, HostWords, Ts, Work
 from aioengine.executor.memory import available_memory
 from aioengine.kernels.attention_launches import PROGRAMS_PER_MULTIPROCESSOR
 from aioengine.kernels.native.compilation import Compilation
@@ -96,7 +96,7 @@ class HostEvent:
         return self._at_s - earlier._at_s
 
 
-class HostAccelerator:
+class HostAccelerator(Accelerator):
     """See `Accelerator`. `enqueue` raises the errors of its work.
 
     Args:
@@ -138,9 +138,6 @@ class HostAccelerator:
     def enqueue(self, work: Callable[[*Ts], None], *args: *Ts) -> None:
         work(*args)
 
-    def enqueue_after(self, event: DeviceEvent) -> None:
-        pass
-
     def record(self) -> HostEvent:
         return HostEvent()
 
@@ -158,9 +155,6 @@ class HostAccelerator:
             raise InternalError("plain torch is not captured")
         return self._team.capture(work)
 
-    def synchronize(self) -> None:
-        pass
-
     def memory(self) -> DeviceMemory:
         free = max(0, available_memory() - untouched_bytes())
         return DeviceMemory(total=free, free=free, allocated=0)
@@ -169,14 +163,8 @@ class HostAccelerator:
         work(*args)
         return 0
 
-    def release(self) -> None:
-        pass
-
     def close(self) -> None:
         if self._compilation is not None:
             self._compilation.close()
         if self._team is not None:
             self._team.close()
-
-    def profiler_activities(self) -> list[Any]:
-        return []

@@ -15,7 +15,7 @@ from aioengine.core.executor_protocol import DeviceLost
 from aioengine.errors import InvalidRequest
 from aioengine.executor.accelerator import Accelerator, DeviceEvent, HostWords
 from aioengine.executor.batch import Step, spans
-from aioengine.executor.completion_thread import DeferredResult
+from aioengine.executor.device_thread import DeferredResult
 from aioengine.executor.step_words import ExtraWords, FixedWords, num_fixed_words
 from aioengine.kernels.sample_rows import Status
 from aioengine.sampler.outputs import DeviceOutputs, Scored

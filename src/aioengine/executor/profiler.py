@@ -21,42 +21,35 @@ _in_use = threading.Lock()
 
 
 class Recording:
-    """What torch does in a thread's next steps: each operation, nested in those that called it.
+    """A running recording of a thread's next steps: each operation of torch's, nested in those that called it.
 
-    `start`, `step` and `stop` belong to that one thread, since torch records the thread that starts it.
+    To be made, used and stopped in that one thread, since torch records the thread that starts it.
 
     Args:
         asked_by: after its ``max_steps`` it stops by itself, which bounds what `stop` and `write` cost: both hold the
             GIL.
+        activities: recorded beside the host's.
+    Raises:
+        InvalidRequest: torch's profiler is in use in this process, by another engine or by the app itself.
     """
 
-    def __init__(self, asked_by: StartProfile) -> None:
+    def __init__(self, asked_by: StartProfile, activities: Sequence[ProfilerActivity] = ()) -> None:
         self.asked_by = asked_by
         self._num_left = asked_by.max_steps
-        # Without shapes: with them an event costs four times as much in `stop` and `write`, and 100 steps of a small
-        # model hold the loop for 1 to 3 s instead of 0.4.
-        self._profile: profile | None = None
-        self._is_running = False
-
-    def start(self, activities: Sequence[ProfilerActivity] = ()) -> None:
-        """Record from now on.
-
-        Args:
-            activities: what else to record than the host's.
-        Raises:
-            InvalidRequest: torch's profiler is in use in this process, by another engine or by the app itself.
-        """
-        if not _in_use.acquire(blocking=False):
-            raise _taken()
+        self._is_running = _in_use.acquire(blocking=False)
         try:
-            if torch.autograd.profiler._is_profiler_enabled:
-                raise _taken()
+            if not self._is_running or torch.autograd.profiler._is_profiler_enabled:
+                raise InvalidRequest(
+                    "torch's profiler is in use already in this process, and it has only one: stop that one first"
+                )
+            # Without shapes: with them an event costs four times as much in `stop` and `write`, and 100 steps of a
+            # small model hold the loop for 1 to 3 s instead of 0.4.
             self._profile = profile(activities=[ProfilerActivity.CPU, *activities])
             self._profile.start()
         except BaseException:
-            _in_use.release()
+            if self._is_running:
+                _in_use.release()
             raise
-        self._is_running = True
 
     @contextmanager
     def step(self, plan: StepPlan) -> Iterator[None]:
@@ -75,7 +68,6 @@ class Recording:
     def stop(self) -> None:
         """Record no more. Idempotent."""
         if self._is_running:
-            assert self._profile is not None
             self._is_running = False
             try:
                 self._profile.stop()
@@ -93,14 +85,7 @@ class Recording:
         # A folder of its own: where torch fails it raises nothing, and leaves a part of the file behind.
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=path.name, ignore_cleanup_errors=True) as folder:
             written = Path(folder, path.name)
-            assert self._profile is not None
             self._profile.export_chrome_trace(str(written))
             if not written.exists():
                 raise OSError(errno.EIO, "torch could not write the trace; is there room on the disk?", str(path))
             written.replace(path)
-
-
-def _taken() -> InvalidRequest:
-    return InvalidRequest(
-        "torch's profiler is in use already in this process, and it has only one: stop that one first"
-    )

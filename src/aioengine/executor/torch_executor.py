@@ -26,9 +26,8 @@ from aioengine.core.executor_protocol import (
 from aioengine.core.named_functions import Worker, registered
 from aioengine.errors import ConfigError, InternalError, describe
 from aioengine.executor.accelerator import Accelerator
-from aioengine.executor.completion_thread import DeferredResult, Pending
 from aioengine.executor.cuda import CudaAccelerator, find_cuda
-from aioengine.executor.device_thread import CLOSED, DeviceThread
+from aioengine.executor.device_thread import CLOSED, DeferredResult, DeviceThread, Pending
 from aioengine.executor.host import HostAccelerator, num_usable_cores, num_usable_threads
 from aioengine.executor.make_runner import make_cache, make_runner
 from aioengine.executor.memory import return_freed_memory
@@ -97,7 +96,12 @@ class TorchExecutor:
         stats = ExecutorStats()
         thread = DeviceThread(num_threads=config.num_threads, on_end=device.free)
         find = find_accelerator or (lambda: _find_accelerator(config, folder))
-        report = _on_loop(on_progress)
+        loop = asyncio.get_running_loop()
+
+        def report(done: int, total: int, what: str = LOADING) -> None:
+            if on_progress is not None:
+                loop.call_soon_threadsafe(on_progress, done, total, *((what,) if what else ()))
+
         try:
             info = await thread.submit(device.load, find, load, folder, stats, report, thread.should_stop).finish()
         except BaseException:
@@ -179,23 +183,24 @@ class Device:
         block_bytes = sum(info.layout.pools[group.pool].block_bytes for group in info.layout.groups)
         self._kv_bytes_per_token = block_bytes // info.block_size
         self._weight_bytes = info.weight_bytes
-        if (
-            accelerator.is_host
-            and config.num_threads is not None
-            and config.num_threads > (cores := num_usable_cores())
-        ):
-            told = "num_threads=%d is more than the usable cores (%d): steps are slower so; leave it out"
-            logger.warning(told, config.num_threads, cores)
-        if accelerator.is_host and config.num_threads is None:
-            self._max_threads = num_usable_threads()
+        if accelerator.is_host:
+            if config.num_threads is None:
+                self._max_threads = num_usable_threads()
+            elif config.num_threads > (cores := num_usable_cores()):
+                logger.warning(
+                    "num_threads=%d is more than the usable cores (%d): steps are slower so; leave it out",
+                    config.num_threads,
+                    cores,
+                )
         return info
 
     def step(self, plan: StepPlan) -> StepResult | DeferredResult[StepResult]:
         assert not self._asleep, f"a plan was launched while these were asleep: {sorted(self._asleep)}"
         if self.weights.is_torn:
             raise DeviceLost("the device failed while its weights were replaced: some are new and others old")
-        num_tokens = int(plan.num_tokens.sum())
-        self._use_threads(self._is_large(num_tokens, num_tokens + int(plan.starts.sum())))
+        if self._max_threads:
+            num_tokens = int(plan.num_tokens.sum())
+            self._use_threads_for(num_tokens, num_tokens + int(plan.starts.sum()))
         if self._recording is None:
             return self.runner.step(plan)
         with self._recording.step(plan):
@@ -203,16 +208,23 @@ class Device:
 
     def dummy_step(self) -> None:
         """Run a step as `Executor.launch_dummy`, and wait for its end."""
-        self._use_threads(self._is_large(1, 0))
+        self._use_threads_for(1, 0)
         self.runner.dummy_step()
 
     def perform(self, call: c.Control) -> Any:
         """See `Executor.perform`."""
         match call:
             case c.StartProfile():
-                self._start_profile(call)
+                if self._recording is not None:
+                    raise already_recording()
+                self._recording = Recording(call, self._accelerator.profiler_activities())
             case c.StopProfile():
-                self._stop_profile(Path(call.path))
+                recording, self._recording = self._recording, None
+                if recording is None:
+                    raise not_recording()
+                self.runner.synchronize()
+                recording.stop()
+                recording.write(Path(call.path))
             case c.Sleep():
                 self._sleep(call.level)
             case c.WakeUp():
@@ -248,21 +260,6 @@ class Device:
             case c.StartProfile() if self._recording is not None and self._recording.asked_by is call:
                 self._drop_profile()
 
-    def _start_profile(self, call: c.StartProfile) -> None:
-        if self._recording is not None:
-            raise already_recording()
-        recording = Recording(call)
-        recording.start(self._accelerator.profiler_activities())
-        self._recording = recording
-
-    def _stop_profile(self, path: Path) -> None:
-        recording, self._recording = self._recording, None
-        if recording is None:
-            raise not_recording()
-        self.runner.synchronize()
-        recording.stop()
-        recording.write(path)
-
     def _drop_profile(self) -> None:
         """End a recording that no call will stop, if there is one."""
         recording, self._recording = self._recording, None
@@ -293,8 +290,9 @@ class Device:
         if "kv_cache" in parts:
             if problem := make_cache(self.runner):
                 self._return_memory()
-                told = f"there is no room for the KV cache: {problem}"
-                raise ConfigError(f"{told}. Free some of the device's memory, and wake up again")
+                raise ConfigError(
+                    f"there is no room for the KV cache: {problem}. Free some of the device's memory, and wake up again"
+                )
             self._asleep.discard("kv_cache")
 
     def _replace(self, change: Callable[[], None]) -> None:
@@ -309,9 +307,9 @@ class Device:
         self.runner.synchronize()
         return [function(self.weights.decoder)]
 
-    def _is_large(self, num_tokens: int, context_len: int) -> bool:
+    def _use_threads_for(self, num_tokens: int, context_len: int) -> None:
         context_bytes = context_len * self._kv_bytes_per_token
-        return is_large_step(self._weight_bytes, self._num_layers, num_tokens, context_bytes)
+        self._use_threads(is_large_step(self._weight_bytes, self._num_layers, num_tokens, context_bytes))
 
     def _use_threads(self, all_of_them: bool) -> None:
         if self._max_threads:
@@ -400,14 +398,3 @@ def is_large_step(weight_bytes: int, num_layers: int, num_tokens: int, context_b
             takes as long as reading 4 bytes of weights.
     """
     return weight_bytes * (1 + num_tokens / 16) + 4 * context_bytes > num_layers * LARGE_LAYER_BYTES
-
-
-def _on_loop(on_progress: OnProgress | None) -> OnProgress:
-    """A function for the device thread that calls ``on_progress`` on this loop."""
-    loop = asyncio.get_running_loop()
-
-    def report(done: int, total: int, what: str = LOADING) -> None:
-        if on_progress is not None:
-            loop.call_soon_threadsafe(on_progress, done, total, *((what,) if what else ()))
-
-    return report
