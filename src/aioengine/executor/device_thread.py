@@ -370,7 +370,7 @@ def _run(work: _ThreadState) -> None:
             else:
                 work.wake(pending)
             del pending  # or its result would live until the next job
-    while not work.queue.empty():  # nobody else takes from it, and `submit` puts nothing any more
+    while not work.queue.empty():  # `submit` puts nothing any more
         queued = work.queue.get()
         if queued is not None:
             queued.fail(DeviceLost(CLOSED))
