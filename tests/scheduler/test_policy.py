@@ -11,7 +11,7 @@ from nightly import nightly
 from scheduler.harness import Core
 
 from aioengine.errors import ConfigError
-from aioengine.scheduler import waiting_queue
+from aioengine.scheduler import policy
 from aioengine.scheduler.policy import (
     OUTPUT_COST,
     PROMPT_COST,
@@ -242,7 +242,7 @@ def test_a_sequence_that_leaves_its_queue_and_comes_back_is_found() -> None:
 
 
 def test_tenants_that_are_made_up_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting_queue, "MAX_REMEMBERED", 20)
+    monkeypatch.setattr(policy, "MAX_REMEMBERED", 20)
     load = Load(Fair())
     for number in range(200):
         load.offer(str(number), length=2)

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from aioengine.core import worker_functions
+from aioengine.core import named_functions
 from aioengine.core.named_functions import registered, worker_function
 from aioengine.errors import ConfigError, InvalidRequest
 
 
 @pytest.fixture(autouse=True)
 def _an_empty_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_functions, "_functions", {})
+    monkeypatch.setattr(named_functions, "_functions", {})
 
 
 def first(worker: Any) -> int:
