@@ -65,7 +65,7 @@ async def serve_here(num_servers: int, is_demo: bool) -> None:
     from aioengine.server import HttpLimits, ServerConfig, create_app
     from aioengine.server.access_log import logging_off_loop
     from aioengine.server.group.channel import ServerSettings
-    from aioengine.server.group.serve_group import serve_with_servers
+    from aioengine.server.group.serve_group import serve_group
     from aioengine.server.http_listener import HttpListener, ServerAddress
     from aioengine.server.http_server import StopRequest, serve
 
@@ -108,8 +108,12 @@ async def serve_here(num_servers: int, is_demo: bool) -> None:
                     log_descriptor=log.fileno(),
                     engine_address=f"cluster+{address}",
                 )
-                await serve_with_servers(
-                    settings, listener, engine, stop, on_serving=lambda _, urls: print(urls[0], flush=True)
+                await serve_group(
+                    settings,
+                    [listener],
+                    stop,
+                    engine=engine,
+                    on_serving=lambda _, urls: print(urls[0], flush=True),
                 )
 
 

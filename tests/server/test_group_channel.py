@@ -27,11 +27,11 @@ from aioengine.server.group.channel import (
     ServerGroup,
     ServerSettings,
     Serving,
+    SiblingServers,
     Sums,
     frame_of,
     receive_settings,
 )
-from aioengine.server.group.child_server import SiblingServers
 from aioengine.server.group.serve_group import STALL_TIMEOUT_S, Hub, ServerProcess
 from aioengine.server.http_listener import ServerAddress
 from aioengine.server.metrics import ServerNumbers
@@ -94,7 +94,7 @@ async def servers_of(hub: Hub, num_servers: int) -> AsyncIterator[list[tuple[Sib
             siblings = SiblingServers(theirs, num_servers)
             api.enter_group(siblings)
             tasks.start(hear(server, ours))
-            tasks.start(siblings.run(api))
+            tasks.start(siblings.run(api.abort))
             found.append((siblings, api))
         try:
             yield found
@@ -142,7 +142,7 @@ async def test_an_abort_reaches_the_other_servers_and_the_group_all() -> None:
 
 @both_loops
 async def test_sums_that_do_not_come_are_an_error_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioengine.server.group.child_server.SUMS_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("aioengine.server.group.channel.SUMS_TIMEOUT_S", 0.01)
     ours, theirs = [await ServerChannel.open(end) for end in socket.socketpair()]
     with pytest.raises(ApiError, match="does not answer") as caught:
         await SiblingServers(theirs, 2).add_up(NOTHING)

@@ -19,7 +19,7 @@ from aioengine import Engine
 from aioengine.errors import EngineDead
 from aioengine.server.config import HttpLimits, ServerConfig
 from aioengine.server.group.channel import ServerSettings
-from aioengine.server.group.serve_group import serve_with_servers
+from aioengine.server.group.serve_group import serve_group
 from aioengine.server.http_listener import HttpListener, ServerAddress
 from aioengine.server.http_server import StopRequest
 
@@ -85,7 +85,7 @@ async def port(num_servers: int, engine_address: str | None = None) -> AsyncIter
                 engine_address=engine_address or serving.address,
             )
             task = tasks.start(
-                serve_with_servers(settings, listener, engine, stop, on_serving=lambda _, told: urls.extend(told))
+                serve_group(settings, [listener], stop, engine=engine, on_serving=lambda _, told: urls.extend(told))
             )
             try:
                 await until(lambda: urls or task.done(), timeout_s=60)

@@ -213,10 +213,10 @@ class Service:
         """Serve until a signal asks for the end."""
         with asked_by_signals(lambda _: self._stop.ask()):
             if self.external_lb:
-                from aioengine.server.group.serve_group import serve_replica_a_port
+                from aioengine.server.group.serve_group import serve_group
 
                 settings = self._settings(len(self.listeners), engine_config=self.engine_config)
-                await serve_replica_a_port(settings, self.listeners, self._stop, on_serving=self._say_where)
+                await serve_group(settings, self.listeners, self._stop, on_serving=self._say_where)
                 return
             async with self._cluster_address() as cluster_address:
                 engine: Engine | None = None
@@ -275,7 +275,7 @@ class Service:
         )
 
     async def _serve_by_processes(self, engine: Engine, address: str) -> None:
-        from aioengine.server.group.serve_group import serve_with_servers
+        from aioengine.server.group.serve_group import serve_group
 
         settings = self._settings(
             self.api_servers,
@@ -284,7 +284,7 @@ class Service:
             engine_keys=self.keys,
             engine_client=self.client,
         )
-        await serve_with_servers(settings, self.listeners[0], engine, self._stop, on_serving=self._say_where)
+        await serve_group(settings, self.listeners, self._stop, engine=engine, on_serving=self._say_where)
 
     def _settings(self, num_servers: int, **engine: Any) -> ServerSettings:
         from aioengine.server.group.channel import ServerSettings

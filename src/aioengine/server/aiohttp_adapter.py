@@ -38,6 +38,15 @@ def aiohttp_routes(
     prefix = prefix.rstrip("/")
     disconnects = PerLoop(DisconnectWatcher)
 
+    async def add_slash(request: web.Request) -> web.Response:
+        # Relative, since a proxy may have taken a part of the path away; "//elsewhere/ai/" would lead to another host.
+        name = request.rel_url.raw_path.rpartition("/")[2]
+        query = request.rel_url.raw_query_string
+        raise web.HTTPTemporaryRedirect(URL(f"./{name}/{'?' + query if query else ''}", encoded=True))
+
+    async def ask_nothing(request: web.Request) -> None:
+        """aiohttp's own asks for every body, also for one that is then refused; `AiohttpExchange.read` asks for it."""
+
     async def handle(request: web.Request) -> web.StreamResponse:
         exchange = AiohttpExchange(request, disconnects.get(), api.config.write_timeout_s)
         await api.serve(exchange)
@@ -45,19 +54,12 @@ def aiohttp_routes(
             return web.Response(status=499)
         return exchange.response
 
-    route = web.route("*", f"{prefix}/{{{PATH_BELOW}:[\\s\\S]*}}", handle, expect_handler=_say_nothing_yet)
-    return [web.get(prefix, _add_slash), route] if prefix else [route]
+    route = web.route("*", f"{prefix}/{{{PATH_BELOW}:[\\s\\S]*}}", handle, expect_handler=ask_nothing)
+    return [web.get(prefix, add_slash), route] if prefix else [route]
 
 
 PATH_BELOW = "path_below"
 """The variable of the paths that are ours: what is before it may be a sub-app's prefix, and have variables."""
-
-
-async def _add_slash(request: web.Request) -> web.Response:
-    # Relative, since a proxy may have taken a part of the path away; and "//elsewhere/ai/" would lead to another host.
-    name = request.rel_url.raw_path.rpartition("/")[2]
-    query = request.rel_url.raw_query_string
-    raise web.HTTPTemporaryRedirect(URL(f"./{name}/{'?' + query if query else ''}", encoded=True))
 
 
 @web.middleware
@@ -70,10 +72,6 @@ async def aiohttp_errors(
     except AioEngineError as error:
         response = api_error_of(error).response()
         return web.Response(status=response.status, body=response.body, headers=response.headers)
-
-
-async def _say_nothing_yet(request: web.Request) -> None:
-    """aiohttp's own would ask for every body, also for one that is then refused; `AiohttpExchange.read` asks for it."""
 
 
 class DisconnectWatcher:
@@ -169,8 +167,8 @@ class AiohttpExchange:
         except (ConnectionError, asyncio.IncompleteReadError) as error:
             raise ClientGone from error
         except web.RequestPayloadError as error:  # of a compressed body, or of the framing
-            said = " ".join(str(error).split())
-            raise ApiError(400, "invalid_encoding", f"the request's body is damaged: {said}") from error
+            reason = " ".join(str(error).split())
+            raise ApiError(400, "invalid_encoding", f"the request's body is damaged: {reason}") from error
 
     async def gone(self) -> None:
         await self._disconnects.of(self._request)

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from functools import cached_property, partial
 from pathlib import PurePath
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import parse_qsl
 
 import anyio
@@ -45,6 +45,7 @@ from aioengine.server.exchange import (
     run_while_connected,
 )
 from aioengine.server.generation import GenerationCall, check_request
+from aioengine.server.group.channel import SiblingServers
 from aioengine.server.metrics import (
     HttpMetrics,
     ServerNumbers,
@@ -89,7 +90,6 @@ MODEL_PATH = "/v1/models/{id}"
 """An id may hold slashes."""
 RESPONSE_PREFIX = "/v1/responses/"
 RESPONSE_PATH = "/v1/responses/{id}"
-INPUT_PATH = "/v1/responses/{id}/input_items"
 COUNT_PATH = "/v1/responses/input_tokens"
 GENERATING: dict[str, type[Generation]] = {
     "/v1/chat/completions": ChatRequest,
@@ -119,29 +119,6 @@ class Route(NamedTuple):
     is_work: bool = False
 
 
-class OtherServers(Protocol):
-    """The other servers of a port.
-
-    Attributes:
-        num_servers: servers of the port that are to serve.
-        num_serving: servers that do.
-    """
-
-    num_servers: int
-    num_serving: int
-
-    def abort(self, request_ids: list[str]) -> None:
-        """Have the other servers abort these requests. Does not wait."""
-
-    async def add_up(self, own: ServerNumbers) -> ServerNumbers:
-        """The numbers of all servers together, given this one's.
-
-        Raises:
-            ApiError: 503: they did not come in time.
-        """
-        ...
-
-
 class Api:
     """One engine's HTTP API; `serve` is its one entry.
 
@@ -162,14 +139,14 @@ class Api:
         routes = (
             *(Route("POST", path, partial(generate, kind), kind, is_work=True) for path, kind in GENERATING.items()),
             *(Route("POST", path, partial(count, kind), kind, is_work=True) for path, kind in COUNTING.items()),
-            Route("GET", RESPONSE_PATH, self._get_response),
-            Route("DELETE", RESPONSE_PATH, self._delete_response),
-            Route("GET", INPUT_PATH, self._list_input),
+            Route("GET", RESPONSE_PATH, self._manage_response),
+            Route("DELETE", RESPONSE_PATH, self._manage_response),
+            Route("GET", f"{RESPONSE_PATH}/input_items", self._manage_response),
             Route("GET", "/v1/models", self._models),
-            Route("GET", MODEL_PATH, self._model),
+            Route("GET", MODEL_PATH, self._models),
             Route("POST", "/tokenize", self._tokenize, TokenizeRequest, is_work=True),
             Route("POST", "/detokenize", self._detokenize, DetokenizeRequest, is_work=True),
-            Route("GET", "/tokenizer_info", self._tokenizer_info),
+            Route("GET", "/tokenizer_info", partial(self._make, self._describe_tokenizer)),
             Route("POST", "/abort", self._abort, AbortRequest),
             *(Route("GET", path, self._health) for path in OPEN_PATHS),
             Route("GET", "/metrics", self._metrics),
@@ -185,17 +162,17 @@ class Api:
             self._routes.setdefault(route.path, {})[route.method] = route
         self._metrics_of_http = HttpMetrics()
         self._rendering = PerLoop(lambda: CapacityLimiter(1))
-        """Limits the rendering of metrics to one thread."""
+        """Limits the rendering of metrics to one thread, of its own: a host's handlers may hold all of anyio's."""
         self._tracing = Tracing()
         self._keys = ApiKeys(self.config.api_keys)
         self._bodies = BodyReader(self.config)
         self._responses = StoredResponses(self.config.max_stored_responses, self.config.max_stored_response_bytes)
-        self._others: OtherServers | None = None
+        self._others: SiblingServers | None = None
         """None: this server is its port's only one."""
         self._num_open = 0
         self._has_warned = False
 
-    def enter_group(self, others: OtherServers) -> None:
+    def enter_group(self, others: SiblingServers) -> None:
         """Become one of several servers of a port: metrics, load and aborts are then of all. Call it before serving."""
         self._others = others
         self._responses.is_one_of_several = True
@@ -352,33 +329,30 @@ class Api:
         return answer.response()
 
     def _nothing_at(self, path: str) -> ApiError:
-        if (told := instead_of(path)) is not None:
-            return ApiError(404, "unsupported_endpoint", f"there is no {path[:100]} here: {told}")
+        if (instead := instead_of(path)) is not None:
+            return ApiError(404, "unsupported_endpoint", f"there is no {path[:100]} here: {instead}")
         near = next((near for near in (f"/v1{path}", path.removeprefix("/v1")) if near in self._routes), None)
         hint = f"; did you mean {near}? (base_url)" if near is not None else ""
         return ApiError(404, "not_found", f"there is nothing at {path[:100]!r}{hint}")
 
     async def _respond(self, exchange: Exchange, record: RequestRecord, response: Response) -> None:
         """Send the response; a large one in pieces, as its client reads them."""
-        timeout_s = self.config.write_timeout_s
+        timeout_s, is_large = self.config.write_timeout_s, len(response.body) > PIECE_BYTES
 
-        async def in_pieces(cut: Callable[[], None]) -> None:
+        async def send(cut: Callable[[], None]) -> None:
             with WriteMonitor(exchange, timeout_s=timeout_s, on_stuck=cut) as monitor:
+                if not is_large or exchange.method == "HEAD":  # servers send no body for HEAD
+                    await monitor.write(exchange.respond(response))
+                    return
                 headers = {**response.headers, "content-length": str(len(response.body))}
                 await monitor.write(exchange.start(response.status, headers))
                 await monitor.write_pieces(response.body)
                 await monitor.write(exchange.end())
 
-        if len(response.body) > PIECE_BYTES and exchange.method != "HEAD":  # servers send no body for HEAD
-            await run_while_connected(exchange, in_pieces)
-            return
-
-        def note_cut() -> None:
-            record.outcome = "cut"
-
-        # This waits while the client has not read its earlier responses.
-        with WriteMonitor(exchange, timeout_s=timeout_s, on_stuck=note_cut) as monitor:
-            await monitor.write(exchange.respond(response))
+        if is_large:
+            await run_while_connected(exchange, send)
+        else:  # this waits while the client has not read its earlier responses
+            await send(lambda: setattr(record, "outcome", "cut"))
 
     async def _work(self, exchange: Exchange, record: RequestRecord, route: Route) -> Response | None:
         """Handle a request of work, or refuse it before its body is read: there is no room, or the server drains."""
@@ -430,19 +404,19 @@ class Api:
     def _call(self, exchange: Exchange, record: RequestRecord) -> GenerationCall:
         return GenerationCall(self.engine, self.config, self._responses, exchange, record)
 
-    async def _get_response(self, exchange: Exchange, record: RequestRecord) -> Response:
-        if dict(parse_qsl(exchange.query)).get("stream") == "true":
+    async def _manage_response(self, exchange: Exchange, record: RequestRecord) -> Response:
+        """Return or delete a stored response, or list the items of its input."""
+        response_id, _, rest = exchange.path.removeprefix(RESPONSE_PREFIX).partition("/")
+        owned, query = OwnedId(response_id, record.owner), dict(parse_qsl(exchange.query))
+        if exchange.method == "DELETE":
+            self._responses.delete(owned)
+            return _json({"id": owned.id, "object": "response", "deleted": True})
+        stored = self._responses.find(owned)
+        if rest:
+            return _json(input_page(owned.id, stored, query))
+        if query.get("stream") == "true":
             raise unsupported("stream", "is for responses in the background, which are not supported; leave it out")
-        return Response(200, self._responses.find(_owned_id(exchange, record)).body, JSON_HEADERS)
-
-    async def _list_input(self, exchange: Exchange, record: RequestRecord) -> Response:
-        owned = _owned_id(exchange, record)
-        return _json(input_page(owned.id, self._responses.find(owned), dict(parse_qsl(exchange.query))))
-
-    async def _delete_response(self, exchange: Exchange, record: RequestRecord) -> Response:
-        owned = _owned_id(exchange, record)
-        self._responses.delete(owned)
-        return _json({"id": owned.id, "object": "response", "deleted": True})
+        return Response(200, stored.body, JSON_HEADERS)
 
     async def _abort(self, exchange: Exchange, record: RequestRecord) -> Response:
         request = await self._read(exchange, AbortRequest)
@@ -490,7 +464,7 @@ class Api:
             raise api_error_of(error, param_names={"token_ids": "tokens"}) from error
         return _json({"prompt": text})
 
-    async def _tokenizer_info(self, exchange: Exchange, record: RequestRecord) -> Response:
+    def _describe_tokenizer(self) -> Response:
         if not self.config.enable_tokenizer_info_endpoint:
             message = "/tokenizer_info is off: start the server with --enable-tokenizer-info-endpoint"
             raise ApiError(404, "not_found", message)
@@ -499,14 +473,13 @@ class Api:
     # Information
 
     async def _models(self, exchange: Exchange, record: RequestRecord) -> Response:
+        """One model, or the list of all."""
         self._check_alive()
+        if (name := exchange.path.removeprefix(MODEL_PREFIX)) != exchange.path:
+            return _json(self._describe_model(self._choose_model(name)))
         names = self.model_names
         ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
         return _json({"object": "list", "data": [self._describe_model(name) for name in names], **ends})
-
-    async def _model(self, exchange: Exchange, record: RequestRecord) -> Response:
-        self._check_alive()
-        return _json(self._describe_model(self._choose_model(exchange.path.removeprefix(MODEL_PREFIX))))
 
     async def _health(self, exchange: Exchange, record: RequestRecord) -> Response:
         """200 while the engine is alive and the server does not drain; else 503, with the status."""
@@ -515,7 +488,7 @@ class Api:
         except AioEngineError:
             record.outcome = "error"
             return _json({"status": "DEAD", "reason": "the engine has not been started"}, 503)
-        told: dict[str, Any] = {
+        state: dict[str, Any] = {
             "status": health.status,
             "running": health.running,
             "waiting": health.waiting,
@@ -524,20 +497,19 @@ class Api:
             "is_draining": self.is_draining,
         }
         if (others := self._others) is not None:
-            told["servers"] = {"serving": others.num_serving, "wanted": others.num_servers}
+            state["servers"] = {"serving": others.num_serving, "wanted": others.num_servers}
         if health.status == "STALLED":
-            told.update(reason=health.reason, step_age_s=round(health.step_age_s, 3))
+            state.update(reason=health.reason, step_age_s=round(health.step_age_s, 3))
         is_well = health.status == "ALIVE" and not self.is_draining
         record.outcome = "ok" if is_well else "error"
-        return _json(told, 200 if is_well else 503)
+        return _json(state, 200 if is_well else 503)
 
     async def _metrics(self, exchange: Exchange, record: RequestRecord) -> Response:
         numbers = await self.own_numbers(has_engine=self._others is None)
         if self._others is not None:
             numbers = await self._others.add_up(numbers)
         content_type = content_type_for(exchange.headers.get("accept", ""))
-        limiter = self._rendering.get()  # of a thread of its own, since a host's handlers may hold all of anyio's
-        body = await anyio.to_thread.run_sync(encode, numbers.families, content_type, limiter=limiter)
+        body = await anyio.to_thread.run_sync(encode, numbers.families, content_type, limiter=self._rendering.get())
         return Response(200, body, {"content-type": content_type})
 
     def _describe_version(self) -> Response:
@@ -545,12 +517,11 @@ class Api:
         return _json({"version": aioengine.__version__})
 
     async def _load(self, exchange: Exchange, record: RequestRecord) -> Response:
-        stats = self.engine.stats()
-        told = {"running": stats.running, "waiting": stats.waiting, "kv_cache_usage": stats.kv_cache_usage}
-        num_open = self._num_open
+        stats, num_open = self.engine.stats(), self._num_open
         if self._others is not None:
             num_open = (await self._others.add_up(await self.own_numbers())).num_open
-        return _json({"server_load": num_open, **told})
+        load = {"running": stats.running, "waiting": stats.waiting, "kv_cache_usage": stats.kv_cache_usage}
+        return _json({"server_load": num_open, **load})
 
     @cached_property
     def _openapi(self) -> dict[str, Any]:
@@ -578,10 +549,6 @@ def _template_of(path: str) -> str:
         if response_id and rest in ("", "input_items"):
             return f"{RESPONSE_PATH}/{rest}".removesuffix("/")
     return path
-
-
-def _owned_id(exchange: Exchange, record: RequestRecord) -> OwnedId:
-    return OwnedId(exchange.path.removeprefix(RESPONSE_PREFIX).partition("/")[0], record.owner)
 
 
 def _json(value: Any, status: int = 200) -> Response:

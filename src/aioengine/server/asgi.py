@@ -53,7 +53,12 @@ def create_app(engine: Engine | Callable[[], Engine], config: ServerConfig | Non
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with api.engine if _is_new(api.engine) else contextlib.nullcontext():
+        try:
+            api.engine.health()
+        except EngineClosed:  # it has not been started
+            async with api.engine:
+                yield
+        else:
             yield
 
     app = _App(lifespan=lifespan)
@@ -68,14 +73,6 @@ def create_app(engine: Engine | Callable[[], Engine], config: ServerConfig | Non
             expose_headers=["x-request-id", "request-id", "retry-after"],
         )
     return app
-
-
-def _is_new(engine: Engine) -> bool:
-    try:
-        engine.health()
-    except EngineClosed:
-        return True
-    return False
 
 
 class _App(Starlette):
@@ -107,7 +104,10 @@ class AsgiExchange:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.method: str = scope["method"]
-        self.path = _path_below(scope)
+        path, root = scope["path"], scope.get("root_path", "")
+        if root and path.startswith(root) and path[len(root) : len(root) + 1] in ("", "/"):
+            path = path[len(root) :]  # below where the app is mounted
+        self.path: str = path or "/"
         self.query = scope.get("query_string", b"").decode("latin-1")
         self.headers: Mapping[str, str] = read_headers(scope["headers"])
         client = scope.get("client")
@@ -145,15 +145,6 @@ class AsgiExchange:
         headers = {**response.headers, "content-length": str(len(response.body))}
         await self.start(response.status, headers)
         await self._send({"type": "http.response.body", "body": response.body, "more_body": False})
-
-
-def _path_below(scope: Scope) -> str:
-    """The path below where the app is mounted."""
-    path: str = scope["path"]
-    root: str = scope.get("root_path", "")
-    if root and path.startswith(root) and path[len(root) : len(root) + 1] in ("", "/"):
-        path = path[len(root) :]
-    return path or "/"
 
 
 # For routes of your own
@@ -237,16 +228,14 @@ class StreamResponse(responses.Response):
 
 
 async def _answer_error(request: Request, error: Exception) -> responses.Response:
-    """The API's answer to an error that the engine raised."""
+    """The API's answer to an error that the engine raised; 499, nginx's number, to a client that has left."""
+    if isinstance(error, ClientDisconnect):
+        return responses.Response(status_code=499)
     response = api_error_of(error).response()
     return responses.Response(response.body, response.status, response.headers)
 
 
-async def _answer_gone(request: Request, error: Exception) -> responses.Response:
-    return responses.Response(status_code=499)  # nginx's number for a client that has closed its request
-
-
-engine_errors: dict[Any, Any] = {AioEngineError: _answer_error, ClientDisconnect: _answer_gone}
+engine_errors: dict[Any, Any] = {AioEngineError: _answer_error, ClientDisconnect: _answer_error}
 """Exception handlers, as ``Starlette(exception_handlers=engine_errors)`` and FastAPI take them: 400 for what the client
 did wrong, 503 with ``Retry-After`` for no room, 500 for the rest, with OpenAI's error bodies."""
 

@@ -14,8 +14,8 @@ import ipaddress
 import os
 import socket
 import ssl
-from collections.abc import Sequence
-from typing import Annotated, Any, Self
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Self
 
 import msgspec
 from msgspec import Meta
@@ -61,13 +61,21 @@ class HttpListener:
         self._file: tuple[int, int] | None = None
         """Device and inode of the socket's file."""
         self.ssl = _ssl_context(where)
-        try:
-            if where.uds is None:
-                self._bind_tcp(num_servers)
-            else:
+        with self._naming_errors():
+            if where.uds is not None:
                 _check_path(where.uds)
-        except OSError as error:
-            raise self._not_served(error) from None
+                return
+            self.shares = [_bind_tcp(where.host, where.port, is_shared=False)]
+            self._port = self.sockets[0].getsockname()[1]
+            try:
+                for each in self.sockets if num_servers > 1 else ():
+                    # Set after binding: another program's port, shared or not, is refused as it is for one server.
+                    each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+                for _ in range(1, num_servers):
+                    self.shares.append(_bind_tcp(where.host, self._port, is_shared=True))
+            except BaseException:
+                self.close()
+                raise
 
     @classmethod
     def inherited(cls, where: ServerAddress, descriptors: Sequence[int]) -> Self:
@@ -89,8 +97,13 @@ class HttpListener:
         """The sockets of the first share."""
         return self.shares[0] if self.shares else []
 
-    def _not_served(self, error: OSError) -> ConfigError:
-        return ConfigError(f"cannot serve at {self.url}: {error.strerror or error}")
+    @contextlib.contextmanager
+    def _naming_errors(self) -> Iterator[None]:
+        """Raise ConfigError with the address in place of an OSError."""
+        try:
+            yield
+        except OSError as error:
+            raise ConfigError(f"cannot serve at {self.url}: {error.strerror or error}") from None
 
     @property
     def url(self) -> str:
@@ -103,10 +116,8 @@ class HttpListener:
     @property
     def is_local(self) -> bool:
         """No other machine can reach the sockets."""
-        return all(
-            each.family == socket.AF_UNIX or ipaddress.ip_address(each.getsockname()[0]).is_loopback
-            for each in self.sockets
-        )
+        addresses = (each.getsockname()[0] for each in self.sockets if each.family != socket.AF_UNIX)
+        return all(ipaddress.ip_address(address).is_loopback for address in addresses)
 
     def with_names(self, config: ServerConfig) -> ServerConfig:
         """The config; a local server without keys and ``allowed_hosts`` allows only the names of this machine.
@@ -123,11 +134,18 @@ class HttpListener:
         Raises:
             ConfigError: the address was taken meanwhile.
         """
-        try:
-            if self.where.uds is not None and not self.shares:
-                self._bind_unix(self.where.uds)
-        except OSError as error:
-            raise self._not_served(error) from None
+        path = self.where.uds
+        if path is None or self.shares:
+            return
+        with self._naming_errors():
+            _check_path(path)
+            remove_stale(path)
+            made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self.shares = [[made]]
+            # Linux makes the file with the socket's own mode: it never has another one.
+            os.fchmod(made.fileno(), 0o600)
+            made.bind(path)
+            self._file = _file_at(path)
 
     def listen(self) -> None:
         """Listen at the sockets of the first share: clients can connect.
@@ -136,11 +154,9 @@ class HttpListener:
             ConfigError: the address was taken meanwhile.
         """
         self.bind()
-        try:
+        with self._naming_errors():
             for each in self.sockets:
                 each.listen(BACKLOG)
-        except OSError as error:
-            raise self._not_served(error) from None
 
     def refuse(self) -> None:
         """Refuse clients at the ports, in all processes that hold the sockets, until one of them listens again.
@@ -177,31 +193,6 @@ class HttpListener:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _bind_tcp(self, num_servers: int) -> None:
-        host, port = self.where.host, self.where.port
-        self.shares = [_bind_tcp(host, port, is_shared=False)]
-        self._port = self.sockets[0].getsockname()[1]
-        try:
-            if num_servers > 1:
-                for each in self.sockets:
-                    # Set after binding: another program's port, shared or not, is refused as it is for one server.
-                    each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            for _ in range(1, num_servers):
-                self.shares.append(_bind_tcp(host, self._port, is_shared=True))
-        except BaseException:
-            self.close()
-            raise
-
-    def _bind_unix(self, path: str) -> None:
-        _check_path(path)
-        remove_stale(path)
-        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.shares = [[made]]
-        # Linux makes the file with the socket's own mode: it never has another one.
-        os.fchmod(made.fileno(), 0o600)
-        made.bind(path)
-        self._file = _file_at(path)
-
 
 def _file_at(path: str) -> tuple[int, int]:
     """Device and inode."""
@@ -223,38 +214,30 @@ def _bind_tcp(host: str, port: int, *, is_shared: bool) -> list[socket.socket]:
             made = socket.socket(family, kind, socket.IPPROTO_TCP)
             sockets.append(made)
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            _find_the_dead(made)
+            # Probe idle clients: one that waits for its answer sends nothing, also if its machine is gone. What the
+            # socket accepts inherits these.
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):
+                if hasattr(socket, name):
+                    made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
             if family == socket.AF_INET6:
                 made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             if port == 0 and len(sockets) > 1:
                 address = (address[0], sockets[0].getsockname()[1], *address[2:])
             if is_shared:
                 made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            if address[1] == 0:
-                _bind_to_free_port(made, address)
-            else:
+            with contextlib.ExitStack() as finding:
+                if address[1] == 0:  # found by its number: a port that Linux assigns is lost when listening stops
+                    finder = finding.enter_context(socket.socket(family, kind, socket.IPPROTO_TCP))
+                    finder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # both may be bound: neither listens
+                    finder.bind(address)
+                    address = (address[0], finder.getsockname()[1], *address[2:])
                 made.bind(address)
     except BaseException:
         for made in sockets:
             made.close()
         raise
     return sockets
-
-
-def _bind_to_free_port(made: socket.socket, address: Any) -> None:
-    """Bind to a free port by its number: a port that Linux assigns is lost when the socket stops listening."""
-    with socket.socket(made.family, made.type, made.proto) as finder:
-        finder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # both may be bound while neither listens
-        finder.bind(address)
-        made.bind((address[0], finder.getsockname()[1], *address[2:]))
-
-
-def _find_the_dead(made: socket.socket) -> None:
-    """Probe idle clients: one that waits for its answer sends nothing, also if its machine is gone."""
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # what it accepts inherits these
-    for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):
-        if hasattr(socket, name):
-            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _check_path(path: str) -> None:
@@ -278,7 +261,7 @@ def _ssl_context(where: ServerAddress) -> ssl.SSLContext | None:
         raise ConfigError("TLS is for a port: a Unix socket needs none")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.set_alpn_protocols(["http/1.1"])
-    files = " and ".join(file for file in (where.ssl_certfile, where.ssl_keyfile) if file is not None)
+    files = " and ".join(filter(None, (where.ssl_certfile, where.ssl_keyfile)))
     try:
         # A password is never asked for on the terminal, where a service would wait for ever.
         context.load_cert_chain(where.ssl_certfile, where.ssl_keyfile, password=where.ssl_keyfile_password or "")

@@ -252,18 +252,15 @@ class HttpServer:
                 while not self._state.is_idle:
                     self._changed.clear()
                     await self._changed.wait()
-            await self._end_tasks()
-
-    async def _end_tasks(self) -> None:
-        """Wait for the app's tasks; cancel those that go on without their client."""
-        if self._state.tasks:
-            await asyncio.wait(self._state.tasks, timeout=TASKS_END_S)
-        if self._state.tasks:
-            for task in list(self._state.tasks):
+            tasks = self._state.tasks
+            if tasks:
+                await asyncio.wait(tasks, timeout=TASKS_END_S)
+            for task in list(tasks):  # they go on without their client
                 task.cancel()
-            await asyncio.wait(self._state.tasks, timeout=TASKS_END_S)
-        if self._state.tasks:
-            logger.error("%d tasks of the app did not end", len(self._state.tasks))
+            if tasks:
+                await asyncio.wait(tasks, timeout=TASKS_END_S)
+            if tasks:
+                logger.error("%d tasks of the app did not end", len(tasks))
 
     async def _stop_listening(self) -> None:
         for server in self._servers:

@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
+import anyio
 import msgspec
 
 from aioengine.config import EngineConfig
 from aioengine.errors import ConfigError
 from aioengine.server.access_log import LogFormat
 from aioengine.server.config import HttpLimits, ServerConfig
+from aioengine.server.errors import unavailable
 from aioengine.server.http_listener import ServerAddress
 from aioengine.server.metrics import ServerNumbers
 
 MAX_FRAME_BYTES = 2**28
 """Far more than any message has."""
+SUMS_TIMEOUT_S = 10.0
+"""Longest wait for the sums of all servers. They come from memory: a process that takes longer is stuck."""
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, tag="settings"):
@@ -160,3 +165,48 @@ class ServerChannel(NamedTuple):
     def close(self) -> None:
         """Close this end. Idempotent."""
         self.writer.close()
+
+
+class SiblingServers:
+    """The other servers of a port, reached by way of the process above.
+
+    Attributes:
+        num_servers: servers of the port that are to serve.
+        num_serving: servers that do.
+    """
+
+    def __init__(self, channel: ServerChannel, num_servers: int) -> None:
+        self.num_servers, self.num_serving = num_servers, 0
+        self._channel = channel
+        self._waiting: deque[asyncio.Future[ServerNumbers]] = deque()
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Have the other servers abort these requests. Does not wait."""
+        self._channel.send(AbortNamed(request_ids))
+
+    async def add_up(self, own: ServerNumbers) -> ServerNumbers:
+        """The numbers of all servers together, given this one's.
+
+        Raises:
+            ApiError: 503: they did not come in time.
+        """
+        waiter: asyncio.Future[ServerNumbers] = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiter)
+        self._channel.send(Counted(own, wants_sums=True))
+        try:
+            with anyio.fail_after(SUMS_TIMEOUT_S):
+                return await waiter
+        except TimeoutError:
+            raise unavailable("the process of all servers does not answer; try again later") from None
+
+    async def run(self, abort: Callable[[list[str]], Awaitable[None]]) -> None:
+        """Take messages until the other side is gone; ``abort`` ends requests of this server."""
+        while (message := await self._channel.receive()) is not None:
+            if isinstance(message, ServerGroup):
+                self.num_serving = message.num_serving
+            elif isinstance(message, AbortNamed):
+                await abort(message.request_ids)
+            elif isinstance(message, Sums):  # for the first that waits: all of them have been counted
+                waiter = self._waiting.popleft()
+                if not waiter.done():
+                    waiter.set_result(message.numbers)

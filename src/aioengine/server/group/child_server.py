@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import socket
 import sys
-from collections import deque
 
 import anyio
 import uvloop
@@ -20,27 +18,21 @@ from aioengine.processes.own_process import allow_files, asked_by_signals, limit
 from aioengine.server.access_log import logging_off_loop
 from aioengine.server.api import Api
 from aioengine.server.asgi import create_app
-from aioengine.server.errors import unavailable
 from aioengine.server.group.channel import (
-    AbortNamed,
     Counted,
     ServerChannel,
-    ServerGroup,
     ServerSettings,
     Serving,
-    Sums,
+    SiblingServers,
     receive_settings,
 )
 from aioengine.server.http_listener import HttpListener
 from aioengine.server.http_server import SPARE_FILES, StopRequest, serve
-from aioengine.server.metrics import ServerNumbers
 
 logger = logging.getLogger("aioengine")
 
 COUNTED_EVERY_S = 1.0
 """How often the process above gets the numbers: no more than that dies with a server."""
-SUMS_TIMEOUT_S = 10.0
-"""Longest wait for the sums of all servers. They come from memory: a process that takes longer is stuck."""
 
 
 def run_server(end: socket.socket) -> int:
@@ -62,40 +54,6 @@ def run_server(end: socket.socket) -> int:
     return 0
 
 
-class SiblingServers:
-    """The other servers of the port, reached by way of the process above; a `aioengine.server.api.OtherServers`."""
-
-    def __init__(self, channel: ServerChannel, num_servers: int) -> None:
-        self.num_servers, self.num_serving = num_servers, 0
-        self._channel = channel
-        self._waiting: deque[asyncio.Future[ServerNumbers]] = deque()
-
-    def abort(self, request_ids: list[str]) -> None:
-        self._channel.send(AbortNamed(request_ids))
-
-    async def add_up(self, own: ServerNumbers) -> ServerNumbers:
-        waiter: asyncio.Future[ServerNumbers] = asyncio.get_running_loop().create_future()
-        self._waiting.append(waiter)
-        self._channel.send(Counted(own, wants_sums=True))
-        try:
-            with anyio.fail_after(SUMS_TIMEOUT_S):
-                return await waiter
-        except TimeoutError:
-            raise unavailable("the process of all servers does not answer; try again later") from None
-
-    async def run(self, api: Api) -> None:
-        """Take messages until the other side is gone."""
-        while (message := await self._channel.receive()) is not None:
-            if isinstance(message, ServerGroup):
-                self.num_serving = message.num_serving
-            elif isinstance(message, AbortNamed):
-                await api.abort(message.request_ids)
-            elif isinstance(message, Sums):  # for the first that waits: all of them have been counted
-                waiter = self._waiting.popleft()
-                if not waiter.done():
-                    waiter.set_result(message.numbers)
-
-
 async def _run(settings: ServerSettings, end: socket.socket) -> None:
     """Serve until it is asked to end.
 
@@ -112,21 +70,18 @@ async def _run(settings: ServerSettings, end: socket.socket) -> None:
         with anyio.CancelScope() as starting:
             stop.on_asked = starting.cancel
             if not stop.num_asked:
-                engine = await _start_engine(settings)
+                if settings.engine_address is None:
+                    engine = await Engine.start(**asdict(settings.engine_config or EngineConfig()))
+                else:
+                    engine = await Engine.connect(
+                        settings.engine_address,
+                        model=settings.engine_model,
+                        keys=settings.engine_keys,
+                        client=settings.engine_client,
+                    )
         if engine is not None:
             async with engine:
                 await _serve(settings, engine, listener, await ServerChannel.open(end), stop)
-
-
-async def _start_engine(settings: ServerSettings) -> Engine:
-    if settings.engine_address is None:
-        return await Engine.start(**asdict(settings.engine_config or EngineConfig()))
-    return await Engine.connect(
-        settings.engine_address,
-        model=settings.engine_model,
-        keys=settings.engine_keys,
-        client=settings.engine_client,
-    )
 
 
 async def _serve(
@@ -150,7 +105,7 @@ async def _serve(
                     os.close(each)
 
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(siblings.run, api)
+        tasks.start_soon(siblings.run, api.abort)
         tasks.start_soon(_send_numbers, api, channel)
         prepare_interpreter()
         try:

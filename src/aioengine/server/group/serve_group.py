@@ -1,4 +1,4 @@
-"""Serving by several processes: one port with several HTTP servers, or a replica a port."""
+"""Serving by several processes, in the process that starts them: one port with several HTTP servers, or a port each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from aioengine.engine import Engine
 from aioengine.errors import ConfigError, EngineDead
 from aioengine.processes.child import Child
 from aioengine.processes.turns import sleep_on_time
-from aioengine.server.group.api_servers import ApiServers
+from aioengine.server.group.api_servers import START_TIMEOUT_S, ApiServers
 from aioengine.server.group.channel import (
     AbortNamed,
     Counted,
@@ -33,7 +33,6 @@ from aioengine.server.http_listener import HttpListener
 from aioengine.server.http_server import StopRequest
 from aioengine.server.metrics import GroupNumbers, HttpMetrics, ServerNumbers, read_families, read_process
 
-CHILD_MODULE = "aioengine.server.group.child"
 FINAL_MESSAGES_S = 1.0
 """Longest wait for the final messages of a server that has exited."""
 TERMINATE_S = 1.0
@@ -60,7 +59,18 @@ class ServerProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                child = self._child = self._start(theirs.fileno())
+                settings = self._settings
+                sockets = (each for share in settings.shares for each in share)
+                child = self._child = Child(
+                    self.name,
+                    "aioengine.server.group.child",
+                    str(theirs.fileno()),
+                    env=settings.environment,
+                    visible_devices=settings.visible_devices,
+                    pass_fds={theirs.fileno(), settings.log_descriptor, *sockets},
+                    terminate_s=TERMINATE_S,
+                    on_exit=lambda: None,
+                )
             except ConfigError as error:  # no process, or no descriptor, can be had now
                 self._failure = str(error)
                 ours.close()
@@ -87,20 +97,6 @@ class ServerProcess:
                 self._channel.close()
             self._hub.channels.pop(index, None)
             await child.aclose()
-
-    def _start(self, descriptor: int) -> Child:
-        settings = self._settings
-        inherited = {descriptor, settings.log_descriptor, *(each for share in settings.shares for each in share)}
-        return Child(
-            self.name,
-            CHILD_MODULE,
-            str(descriptor),
-            env=settings.environment,
-            visible_devices=settings.visible_devices,
-            pass_fds=inherited,
-            terminate_s=TERMINATE_S,
-            on_exit=lambda: None,
-        )
 
     def _take(self, message: Message, on_serving: Callable[[], None], tasks: TaskGroup) -> None:
         self._heard_at = anyio.current_time()
@@ -182,47 +178,79 @@ class Hub:
         return self.numbers.total([*engine, *process], num_servers=group.num_servers, num_serving=group.num_serving)
 
 
-HEALTH_EVERY_S = 1.0
-"""How often the process looks at its engine's health, as a server does."""
-
-
-async def serve_with_servers(
+async def serve_group(
     settings: ServerSettings,
-    listener: HttpListener,
-    engine: Engine,
+    listeners: Sequence[HttpListener],
     stop: StopRequest,
     *,
+    engine: Engine | None = None,
     on_serving: Callable[[str, list[str]], None] = lambda model, urls: None,
 ) -> None:
-    """Serve one port by several HTTP servers, each a process that connects to an engine, until it is asked to stop.
+    """Serve by several HTTP servers, each a process, until it is asked to stop.
 
-    Then the servers take no new clients, let what runs end as `serve` does, and end. The engine is the caller's to
-    close, after that. Cancelling ends the servers at once.
+    Then the servers take no new clients, let what runs end as `serve` does, and end. Cancelling ends them at once. A
+    server that ends is started again.
 
     Args:
-        settings: of all servers; ``num_servers`` says how many, ``engine_address`` what they connect to.
-        listener: bound for so many servers; its sockets are closed when the servers are told to end.
-        engine: this process's own front end of the engine that the servers connect to.
-        on_serving: called with the model's name and the URL once all servers serve.
+        settings: of all servers.
+        listeners: their sockets are closed when the servers are told to end. With ``engine`` one listener, bound for
+            ``settings.num_servers``: each server connects to the engine at ``engine_address``. Without it one for each
+            server, which starts an engine of ``engine_config`` in its process and knows nothing of the others, for a
+            balancer outside; its port refuses clients while it does not serve.
+        engine: this process's own front end of the engine; the caller's to close, after this.
+        on_serving: called with the model's name and the URLs once all servers serve.
     Raises:
-        ConfigError: the place was taken meanwhile.
+        ConfigError: an address was taken meanwhile, or this machine has not so many GPUs.
         EngineDead: the engine has died; or the servers could not be kept running (`ApiServers`).
     """
-    await anyio.to_thread.run_sync(listener.bind)
-    shares = [[each.fileno() for each in share] for share in listener.shares]
     hub = Hub(engine, lambda: servers.group)
-    servers = ApiServers(
-        lambda index: ServerProcess(replace(settings, index=index, shares=shares), hub),
-        settings.num_servers,
-        drain_timeout_s=settings.drain_timeout_s,
-        on_all_serving=lambda: on_serving(hub.model_name, [listener.url]),
-        on_exit=hub.on_exit,
+    num_servers = settings.num_servers
+    if engine is not None:
+        await anyio.to_thread.run_sync(listeners[0].bind)
+        all_settings = [replace(settings, shares=[[each.fileno() for each in share] for share in listeners[0].shares])]
+    else:
+        config, num_servers = settings.engine_config or EngineConfig(), len(listeners)
+        slots = await anyio.to_thread.run_sync(lambda: HostSlots.find(config, ProcessOptions(), num_servers))
+        hosts = [slots.take(index, num_servers) for index in range(num_servers)]
+        all_settings = [
+            replace(
+                settings,
+                shares=[[each.fileno() for each in listener.sockets]],
+                where=listener.where,
+                engine_config=host.config(config),
+                visible_devices=host.visible_devices,
+                environment=host.environment(os.environ),
+            )
+            for listener, host in zip(listeners, hosts, strict=True)
+        ]
+
+    def make(index: int) -> ServerProcess:
+        return ServerProcess(replace(all_settings[index % len(all_settings)], index=index), hub)
+
+    def on_exit(index: int, is_again: bool) -> None:
+        if engine is None:
+            listeners[index].refuse()  # a balancer is to hear at once that none serves there
+        hub.on_exit(index, is_again)
+
+    def let_go() -> None:
         # Clients are refused from here on as the servers close their sockets: this process must not hold them open.
-        on_stopping=listener.let_go,
+        for listener in listeners:
+            listener.let_go()
+
+    servers = ApiServers(
+        make,
+        num_servers,
+        drain_timeout_s=settings.drain_timeout_s,
+        # Of an engine, with its model, where each server has its own.
+        start_timeout_s=START_TIMEOUT_S if engine is not None else ProcessOptions().start_timeout_s,
+        on_all_serving=lambda: on_serving(hub.model_name, [listener.url for listener in listeners]),
+        on_exit=on_exit,
+        on_stopping=let_go,
     )
     failure: EngineDead | None = None
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(_watch, engine, servers)
+        if engine is not None:
+            tasks.start_soon(_watch, engine, servers)
         try:
             await servers.run(stop)
         except EngineDead as error:  # a group of tasks would wrap it
@@ -239,62 +267,4 @@ async def _watch(engine: Engine, servers: ApiServers) -> None:
         if health.status == "DEAD":
             servers.fail(health.reason)
             return
-        await anyio.sleep(HEALTH_EVERY_S)
-
-
-async def serve_replica_a_port(
-    settings: ServerSettings,
-    listeners: Sequence[HttpListener],
-    stop: StopRequest,
-    *,
-    on_serving: Callable[[str, list[str]], None] = lambda model, urls: None,
-) -> None:
-    """Serve several engines, each by a process of its own at a port of its own, for a balancer outside.
-
-    Each process is what `serve` makes of one engine: it knows nothing of the others, and its ``/metrics`` and
-    ``/health`` are its own. One that ends is started again; its port refuses clients meanwhile.
-
-    Args:
-        settings: of all; ``engine_config`` is that of each engine.
-        listeners: one for each; their sockets are closed when the servers are told to end.
-    Raises:
-        ConfigError: this machine has not so many GPUs.
-        EngineDead: they could not be kept running (`ApiServers`).
-    """
-    hub = Hub(None, lambda: servers.group)
-
-    config, num_engines = settings.engine_config or EngineConfig(), len(listeners)
-    slots = await anyio.to_thread.run_sync(lambda: HostSlots.find(config, ProcessOptions(), num_engines))
-    host_shares = [slots.take(index, num_engines) for index in range(num_engines)]
-
-    def make(index: int) -> ServerProcess:
-        host = host_shares[index]
-        own = replace(
-            settings,
-            index=index,
-            shares=[[each.fileno() for each in listeners[index].sockets]],
-            where=listeners[index].where,
-            engine_config=host.config(config),
-            visible_devices=host.visible_devices,
-            environment=host.environment(os.environ),
-        )
-        return ServerProcess(own, hub)
-
-    def on_exit(index: int, is_again: bool) -> None:
-        listeners[index].refuse()  # a balancer is to hear at once that none serves there
-        hub.on_exit(index, is_again)
-
-    def let_go() -> None:
-        for listener in listeners:
-            listener.let_go()
-
-    servers = ApiServers(
-        make,
-        len(listeners),
-        drain_timeout_s=settings.drain_timeout_s,
-        start_timeout_s=ProcessOptions().start_timeout_s,  # of an engine, with its model
-        on_all_serving=lambda: on_serving(hub.model_name, [listener.url for listener in listeners]),
-        on_exit=on_exit,
-        on_stopping=let_go,
-    )
-    await servers.run(stop)
+        await anyio.sleep(1.0)
