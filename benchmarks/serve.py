@@ -45,7 +45,7 @@ import uvloop
 from serving.figures import Figures, Slo, figures_of, print_figures
 from serving.load import Target, arrival_times, find_model, generate
 
-from aioengine.cli.load import Range
+from aioengine.cli.bench import Range
 
 STARTUP_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 10.0

@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from aioengine.cli.load import Summary, summary_of
+from aioengine.cli.bench import Summary, summary_of
 from serving.load import Record, Run
 
 MAX_LATENESS_MS = 10.0

@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from aioengine.cli.load import Range, Reads
+from aioengine.cli.bench import Range, Reads
 from serving.events import EventCounter
 
 Floats = NDArray[np.float64]

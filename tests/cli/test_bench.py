@@ -19,9 +19,21 @@ from click.testing import CliRunner
 from nightly import nightly
 
 from aioengine import Engine, StepFailed
-from aioengine.cli import load
-from aioengine.cli.bench import Report, Workload, bench, make_jobs, show_report
-from aioengine.cli.load import Job, Range, Reads, Repeat, figures_of, other_cpu_s, send
+from aioengine.cli import bench as bench_module
+from aioengine.cli.bench import (
+    Job,
+    Range,
+    Reads,
+    Repeat,
+    Report,
+    Workload,
+    bench,
+    figures_of,
+    make_jobs,
+    other_cpu_s,
+    send,
+    show_report,
+)
 from aioengine.testing import FakeExecutor
 
 STEP_TIME_S = 0.02
@@ -41,7 +53,7 @@ async def test_times_are_those_of_steps_and_the_next_request_is_sent_when_one_en
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loop = asyncio.get_running_loop()
-    monkeypatch.setattr(load, "time", SimpleNamespace(perf_counter=loop.time))
+    monkeypatch.setattr(bench_module, "time", SimpleNamespace(perf_counter=loop.time))
     async with Engine(executor=FakeExecutor(vocab_size=2048, step_time_s=STEP_TIME_S)) as engine:
         requests, duration_s, _ = await send(engine, [([number, 2, 3], 5) for number in range(6)], concurrency=2)
     sent_at = [request.sent_at - requests[0].sent_at for request in requests]

@@ -18,7 +18,6 @@ from aioengine.cli.terminal import Interrupts, Lines, PipedLines, Screen, TypedL
 from aioengine.cli.tool_file import ToolFile
 from aioengine.config import EngineConfig
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead
-from aioengine.outputs import RequestOutput
 from aioengine.processes.own_process import asked_by_signals
 from aioengine.sampling_params import SamplingParams
 from aioengine.tool_calls.calls import ToolCall
@@ -170,16 +169,11 @@ class Talk(NamedTuple):
                     screen.write("\n")
                 conversation.add_calls(text, calls)
                 return calls
-            end = TurnEnd.STOPPED if is_stopped else _end_of(stream.result, self.engine.info.max_model_len)
+            end = TurnEnd.STOPPED if is_stopped else TurnEnd.WHOLE
+            if end is TurnEnd.WHOLE and (answer := stream.result.outputs[0]).finish_reason == "length":
+                num_tokens = len(stream.result.prompt_token_ids) + len(answer.token_ids)
+                end = TurnEnd.FULL if num_tokens >= self.engine.info.max_model_len else TurnEnd.MAX_TOKENS
             note = f"[{ended}]" if (ended := conversation.add_answer(text, end)) else ""
         if not text.endswith("\n"):  # of an empty answer, too: programs that read answers from a pipe count lines
             screen.write("\n")
         return note
-
-
-def _end_of(result: RequestOutput, max_model_len: int) -> TurnEnd:
-    answer = result.outputs[0]
-    if answer.finish_reason != "length":
-        return TurnEnd.WHOLE
-    num_tokens = len(result.prompt_token_ids) + len(answer.token_ids)
-    return TurnEnd.FULL if num_tokens >= max_model_len else TurnEnd.MAX_TOKENS

@@ -13,12 +13,11 @@ import click
 import aioengine
 from aioengine.cli.bench import bench
 from aioengine.cli.chat import chat
-from aioengine.cli.check import check
 from aioengine.cli.command import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, choose_exit_code
-from aioengine.cli.compile import compile_command
 from aioengine.cli.engine import engine, keys
 from aioengine.cli.generate import generate
 from aioengine.cli.info import info
+from aioengine.cli.kernels import check, compile_command
 from aioengine.cli.serve import serve_command
 from aioengine.errors import AioEngineError
 from aioengine.processes.own_process import COMPILER_OUTLIVES, limit_spinning, open_standard_files

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Required, TypedDict
 
@@ -107,11 +106,32 @@ class Conversation:
             return Todo.ASK
         name, *rest = line.removeprefix("/").split(maxsplit=1) or [""]
         argument = rest[0] if rest else ""
-        if name in KNOBS:
-            return self._set(name, argument)
-        if name in _COMMANDS:
-            return _COMMANDS[name](self, argument)
-        return f"there is no command /{name}; /help lists them"
+        match name:
+            case "system":
+                had_one, self._system = self._system is not None, argument or None
+                if argument:
+                    return "the system message is set"
+                return "the system message is taken away" if had_one else "there is no system message"
+            case "reset":
+                count = len(self._turns)
+                self._turns.clear()
+                stays = "; the system message stays" if self._system is not None else ""
+                return f"{_messages(count)} forgotten{stays}"
+            case "retry":
+                questions = [at for at, message in enumerate(self._turns) if message["role"] == "user"]
+                if not questions:
+                    return "there is no question to ask again"
+                del self._turns[questions[-1] + 1 :]
+                return Todo.ASK
+            case "save" | "load":
+                return self._save(argument) if name == "save" else self._load(argument)
+            case "help":
+                return HELP
+            case "exit" | "quit":
+                return Todo.LEAVE
+            case _:
+                is_knob = name in KNOBS
+                return self._set(name, argument) if is_knob else f"there is no command /{name}; /help lists them"
 
     def add_answer(self, text: str, end: TurnEnd) -> str:
         """Add the answer to the last question; returns a note for the user on how it ended."""
@@ -123,8 +143,7 @@ class Conversation:
 
     def add_calls(self, text: str, calls: list[ToolCall]) -> None:
         """Add an answer to the last question that asks for these calls; `add_result` adds what they return."""
-        told = [call.as_openai() for call in calls]
-        self._turns.append({"role": "assistant", "content": text, "tool_calls": told})
+        self._turns.append({"role": "assistant", "content": text, "tool_calls": [call.as_openai() for call in calls]})
 
     def add_result(self, call: ToolCall, result: str) -> None:
         """Add what came of a call."""
@@ -159,17 +178,6 @@ class Conversation:
         self.sampling[name] = value
         return f"{name} is {value}"
 
-    def _set_system(self, text: str) -> str:
-        had_one, self._system = self._system is not None, text or None
-        if text:
-            return "the system message is set"
-        return "the system message is taken away" if had_one else "there is no system message"
-
-    def _reset(self, _: str) -> str:
-        count = len(self._turns)
-        self._turns.clear()
-        return f"{_messages(count)} forgotten{'; the system message stays' if self._system is not None else ''}"
-
     def _save(self, name: str) -> str:
         if not name:
             return "/save needs the name of a file"
@@ -201,27 +209,11 @@ class Conversation:
         self._turns = messages
         return f"{_messages(len(self.messages))} loaded from {path}"
 
-    def _retry(self, _: str) -> Todo | str:
-        questions = [at for at, message in enumerate(self._turns) if message["role"] == "user"]
-        if not questions:
-            return "there is no question to ask again"
-        del self._turns[questions[-1] + 1 :]
-        return Todo.ASK
-
 
 def _messages(count: int) -> str:
     return f"{count} message{'' if count == 1 else 's'}"
 
 
-_COMMANDS: dict[str, Callable[[Conversation, str], Todo | str]] = {
-    "system": Conversation._set_system,
-    "reset": Conversation._reset,
-    "save": Conversation._save,
-    "load": Conversation._load,
-    "retry": Conversation._retry,
-    "help": lambda conversation, _: HELP,
-    "exit": lambda conversation, _: Todo.LEAVE,
-    "quit": lambda conversation, _: Todo.LEAVE,
-}
-
-COMMAND_NAMES = tuple(f"/{name}" for name in (*_COMMANDS, *KNOBS))
+COMMAND_NAMES = tuple(
+    f"/{name}" for name in ("system", "reset", "save", "load", "retry", "help", "exit", "quit", *KNOBS)
+)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from aioengine.config import EngineConfig
 from aioengine.transport.engine_process import serve_engine
 from aioengine.transport.handshake import Init
 from aioengine.transport.security import CLIENTS, PUBLIC, SECRET, SERVER, ServerKeys, make_keys
-from aioengine.transport.server import EngineServer
 from aioengine.transport.wire import PROTOCOL_VERSION
 
 DEFAULT_CLIENT = "client"
@@ -45,23 +43,10 @@ def engine(arguments: tuple[str, ...], keys: str | None, plugins: tuple[str, ...
     config = EngineConfig(**read_flags(EngineConfig, flags))
     server_keys = ServerKeys.load(keys) if keys is not None else None
     init = Init(PROTOCOL_VERSION, addresses[0], config, plugins)
-    _run(serve_engine(init, server_keys, on_serving=_say_where))
-
-
-def _run(main: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine that ends at SIGTERM and SIGINT.
-
-    Raises:
-        KeyboardInterrupt: the signal was SIGINT.
-    """
-    run(main)
+    # A program that started this process waits for the line on stdout.
+    run(serve_engine(init, server_keys, on_serving=lambda server: click.echo(f"serving at {server.address}")))
     if is_interrupted():
         raise KeyboardInterrupt
-
-
-def _say_where(server: EngineServer) -> None:
-    """Print the address to stdout, for a program that started this process and waits for the line."""
-    click.echo(f"serving at {server.address}")
 
 
 @click.command()

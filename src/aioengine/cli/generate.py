@@ -17,7 +17,7 @@ from aioengine.cli.command import add_flags, choose_model, read_flags, run
 from aioengine.config import EngineConfig
 from aioengine.errors import ModelLoadError
 from aioengine.models.folder import DEMO_MODEL, ModelFolder
-from aioengine.outputs import CompletionOutput, RequestOutput
+from aioengine.outputs import RequestOutput
 from aioengine.sampling_params import SamplingParams
 from aioengine.structured.constraints import Choice, Constraint, Json, Regex, read_schema
 
@@ -65,7 +65,11 @@ def generate(
     sampling = read_flags(SamplingParams, flags)
     if (shape := read_constraint(json_schema, regex, choices)) is not None:
         sampling["structured"] = shape
-        _check_shape(shape)
+        # It is compiled for the bundled model's tokens first: one that cannot be enforced is refused before any load.
+        from aioengine.structured.guidance import Vocabulary
+
+        tokenizer = (DEMO_MODEL / "tokenizer.json").read_text("utf-8")
+        Vocabulary(tokenizer, 1, ModelFolder.read(DEMO_MODEL).eos_token_ids).compile(shape)
     SamplingParams(**sampling)  # bad flags are refused before the model is loaded
     messages = make_messages(prompt, system) if is_chat or system is not None else None
     if not is_json:
@@ -89,33 +93,16 @@ def read_constraint(json_schema: str | None, regex: str | None, choices: tuple[s
     if len(names) > 1:
         raise click.UsageError(f"{' and '.join(names)} are several shapes for one text: give one")
     if json_schema is not None:
-        return Json(read_schema(_schema_text(json_schema)))
+        if not json_schema.lstrip().startswith("{"):
+            try:
+                raw = sys.stdin.buffer.read() if json_schema == "-" else Path(json_schema).read_bytes()
+            except OSError as error:
+                raise click.UsageError(f"--json-schema {json_schema}: {error.strerror or error}") from None
+            json_schema = _decode(raw, "the schema")
+        return Json(read_schema(json_schema))
     if regex is not None:
         return Regex(regex)
     return Choice(choices) if choices else None
-
-
-def _check_shape(shape: Constraint) -> None:
-    """Compile it for the bundled model's tokens, before any model is loaded.
-
-    Raises:
-        InvalidRequest: it cannot be enforced.
-    """
-    from aioengine.structured.guidance import Vocabulary
-
-    tokenizer = (DEMO_MODEL / "tokenizer.json").read_text("utf-8")
-    Vocabulary(tokenizer, 1, ModelFolder.read(DEMO_MODEL).eos_token_ids).compile(shape)
-
-
-def _schema_text(given_as: str) -> str:
-    if given_as.lstrip().startswith("{"):
-        return given_as
-    if given_as == "-":
-        return _decode(sys.stdin.buffer.read(), "the schema")
-    try:
-        return _decode(Path(given_as).read_bytes(), "the schema")
-    except OSError as error:
-        raise click.UsageError(f"--json-schema {given_as}: {error.strerror or error}") from None
 
 
 def refuse_what_no_text_shows(sampling: dict[str, Any], advice: str) -> None:
@@ -155,7 +142,7 @@ async def _generate(
         if is_empty and isinstance(prompt, str) and not is_json:
             click.echo("the model ended at once: it goes on with a text, and --chat asks it a question", err=True)
         if shows_stats:
-            click.echo(_summarise(output, time.perf_counter() - started), err=True)
+            _show_stats(output, time.perf_counter() - started)
 
 
 async def show_output(engine: Engine, prompt: str | list[dict[str, Any]], sampling: dict[str, Any]) -> RequestOutput:
@@ -187,16 +174,13 @@ def _write_text(text: str) -> None:
     sys.stdout.flush()
 
 
-def _summarise(output: RequestOutput, seconds: float) -> str:
-    reasons = Counter(_describe_end(choice) for choice in output.outputs)
+def _show_stats(output: RequestOutput, seconds: float) -> None:
+    reasons = Counter(
+        f"{choice.finish_reason}" + (f" ({choice.stop_reason!r})" if choice.stop_reason is not None else "")
+        for choice in output.outputs
+    )
     ended = ", ".join(f"{reason} × {count}" if len(output.outputs) > 1 else reason for reason, count in reasons.items())
     num_tokens = sum(len(choice.token_ids) for choice in output.outputs)
-    return (
-        f"prompt tokens: {len(output.prompt_token_ids)}, output tokens: {num_tokens}, ended by {ended}; "
-        f"{seconds:.2f} s, {num_tokens / seconds:.1f} tokens/s"
-    )
-
-
-def _describe_end(choice: CompletionOutput) -> str:
-    reason = str(choice.finish_reason)
-    return reason if choice.stop_reason is None else f"{reason} ({choice.stop_reason!r})"
+    rate = f"{seconds:.2f} s, {num_tokens / seconds:.1f} tokens/s"
+    counts = f"prompt tokens: {len(output.prompt_token_ids)}, output tokens: {num_tokens}"
+    click.echo(f"{counts}, ended by {ended}; {rate}", err=True)

@@ -92,7 +92,12 @@ def serve_command(drain_timeout_s: float, log_format: LogFormat, **flags: Any) -
     Exit codes: 0 after SIGTERM, 130 after Ctrl-C, 1 when the model cannot be loaded, or the engine died or cannot be
     reached; 2 for wrong arguments, or a place that cannot be served at.
     """
-    where = _read_address(read_flags(ServerAddress, flags))
+    given = read_flags(ServerAddress, flags)
+    if "uds" in given and (beside := [name for name in ("host", "port") if name in given]):
+        raise click.UsageError(f"--uds is instead of a port: leave --{beside[0]} out")
+    if password := os.environ.get(KEYFILE_PASSWORD_VARIABLE):
+        given.setdefault("ssl_keyfile_password", password)
+    where = ServerAddress(**given)
     service = Service(flags, drain_timeout_s, log_format)
     from aioengine.server.access_log import logging_off_loop
 
@@ -101,7 +106,15 @@ def serve_command(drain_timeout_s: float, log_format: LogFormat, **flags: Any) -
         try:
             with contextlib.ExitStack() as opened:
                 service.listeners = [opened.enter_context(each) for each in service.open_listeners(where)]
-                service.config = _protect(service.config, service.listeners[0])
+                listener = service.listeners[0]
+                if service.config.api_keys:
+                    logger.info("asking for an API key")
+                elif listener.is_local:
+                    logger.info("no API key is asked for")
+                else:
+                    warning = "%s can be reached from other machines, and asks for no key: see --api-keys"
+                    logger.warning(warning, listener.url)
+                service.config = listener.with_names(service.config)
                 allow_files(service.limits.max_connections + SPARE_FILES)
                 run(service.run())
         except AioEngineError as error:
@@ -112,25 +125,6 @@ def serve_command(drain_timeout_s: float, log_format: LogFormat, **flags: Any) -
                 logger.error("%s", error)
             return choose_exit_code(error)
     return EXIT_INTERRUPTED if is_interrupted() else 0
-
-
-def _read_address(given_fields: dict[str, Any]) -> ServerAddress:
-    if "uds" in given_fields and (beside := [name for name in ("host", "port") if name in given_fields]):
-        raise click.UsageError(f"--uds is instead of a port: leave --{beside[0]} out")
-    if password := os.environ.get(KEYFILE_PASSWORD_VARIABLE):
-        given_fields.setdefault("ssl_keyfile_password", password)
-    return ServerAddress(**given_fields)
-
-
-def _protect(config: ServerConfig, listener: HttpListener) -> ServerConfig:
-    """The config with the hosts that this address allows by default; logs whether API keys are required."""
-    if config.api_keys:
-        logger.info("asking for an API key")
-    elif not listener.is_local:
-        logger.warning("%s can be reached from other machines, and asks for no key: see --api-keys", listener.url)
-    else:
-        logger.info("no API key is asked for")
-    return listener.with_names(config)
 
 
 def _read_server_config(config: dict[str, Any]) -> ServerConfig:

@@ -89,7 +89,15 @@ class TypedLines:
         from prompt_toolkit.shortcuts import CompleteStyle
 
         keys = KeyBindings()
-        keys.add("c-c")(_clear)
+
+        @keys.add("c-c")
+        def clear(event: KeyPressEvent) -> None:
+            """Ctrl-C clears the line; where there is none, the prompt ends, so that a note can be shown above it."""
+            if event.current_buffer.text:
+                event.current_buffer.reset()
+            else:
+                event.app.exit(exception=KeyboardInterrupt)
+
         self._on_idle_interrupt = on_idle_interrupt
         self._session: PromptSession[str] = PromptSession(
             [("bold", "> ")],
@@ -112,14 +120,6 @@ class TypedLines:
 
 
 Lines = PipedLines | TypedLines
-
-
-def _clear(event: KeyPressEvent) -> None:
-    """Ctrl-C clears the line; where there is none, the prompt ends, so that a note can be shown above it."""
-    if event.current_buffer.text:
-        event.current_buffer.reset()
-    else:
-        event.app.exit(exception=KeyboardInterrupt)
 
 
 class Interrupts:
