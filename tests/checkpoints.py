@@ -191,7 +191,7 @@ OTHERS: dict[str, Family] = {
 READ_HERE = [
     name
     for name, family in FAMILIES.items()
-    if family.architecture in ARCHITECTURES and not ARCHITECTURES[family.architecture].by_transformers
+    if family.architecture in ARCHITECTURES and ARCHITECTURES[family.architecture].is_read_here
 ]
 """Those whose config.json is read without transformers."""
 

@@ -46,7 +46,7 @@ from aioengine.executor import weights as weights_module
 from aioengine.executor.host import HostAccelerator
 from aioengine.executor.torch_executor import TorchExecutor
 from aioengine.kernels.operations import plain_torch
-from aioengine.models import saver
+from aioengine.models import loader, saver
 from aioengine.models.checkpoint import EMBEDDING, HEAD, INDEX_FILE, SINGLE_FILE, checkpoint_tensors
 from aioengine.models.decoder import Decoder
 from aioengine.models.folder import ModelFolder
@@ -213,7 +213,7 @@ async def test_a_loading_that_fails_halfway_changes_nothing(
     async with started(checkpoint("qwen3"), way) as executor:
         async with keeping_graphs(executor):
             with monkeypatch.context() as patch:
-                patch.setattr(weights_module, "load_weights", fail_when_loaded)
+                patch.setattr(loader, "load_weights", fail_when_loaded)
                 with pytest.raises(MemoryError):
                     await executor.perform(UpdateWeights(checkpoint("qwen3", seed=1)))
         await assert_same(executor, checkpoint("qwen3"), way)
@@ -411,7 +411,7 @@ async def test_closing_ends_a_loading(checkpoint: Checkpoint, monkeypatch: pytes
             pass
         raise LoadStopped
 
-    monkeypatch.setattr(weights_module, "load_weights", load_slowly)
+    monkeypatch.setattr(loader, "load_weights", load_slowly)
     async with started(checkpoint("llama2")) as executor, anyio.create_task_group() as tasks:
         with_error: list[BaseException] = []
 

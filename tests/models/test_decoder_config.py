@@ -32,7 +32,7 @@ from aioengine.scheduler.cache_layout import attention_specs
 from tests.checkpoints import HALF_ROPE, LLAMA3_ROPE, LONG_ROPE, PLAIN_ROPE, READ_HERE, ROPES_BY_TYPE, YARN_ROPE
 
 Checkpoint = Callable[..., Path]
-KNOWN = {name: family for name, family in ARCHITECTURES.items() if not family.by_transformers}
+KNOWN = {name: family for name, family in ARCHITECTURES.items() if family.is_read_here}
 ConfigWith = Callable[..., ModelFolder]
 LONGROPE = {
     "rope_type": "longrope",

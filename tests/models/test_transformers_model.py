@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import re
@@ -285,10 +286,11 @@ async def test_what_the_decoder_lacks_goes_by_transformers_and_is_an_error_on_th
         async with starting(folder) as engine:
             assert await tokens_of(engine, prompt) == greedy(folder, prompt)
     assert f"the native decoder lacks what its config.json describes: {said}" in caplog.text
-    info = read_model_info(EngineConfig(model=str(folder), device="cpu"), memory_bytes=2**30)
+    config = EngineConfig(model=str(folder), device="cpu")
+    info = await asyncio.to_thread(read_model_info, config, memory_bytes=2**30)
     assert (info.path, said in info.why) == ("transformers", True)
     with pytest.raises(ModelLoadError, match=re.escape(said)):
-        read(folder, model_path="native")
+        await asyncio.to_thread(read, folder, model_path="native")
 
 
 def test_what_neither_path_can_run_is_refused_with_both_reasons(copied: Checkpoint) -> None:

@@ -16,7 +16,7 @@ from aioengine.executor.weight_transfer import StagedTensor, WeightTransfer
 from aioengine.models.checkpoint import FILE_DTYPES
 from aioengine.models.decoder import Decoder
 from aioengine.models.folder import ModelFolder, is_gguf
-from aioengine.models.implementations import check_weights, load_weights
+from aioengine.models.implementations import loader_of
 from aioengine.models.loader import ON_CPU, Placement, check_kept_alike
 from aioengine.models.model import Model
 from aioengine.models.saver import save_checkpoint
@@ -135,11 +135,11 @@ class Weights:
         """Take the weights of a folder, now or with `restore`. Needs host memory of the weights' size, temporarily.
 
         Raises:
-            ModelLoadError: as `load_weights`; the old weights stay.
+            ModelLoadError: as `aioengine.models.loader.load_weights`; the old weights stay.
         """
         source = folder.absolute()
         if self.decoder is None:
-            check_weights(source, self.config)
+            loader_of(self.config).check_weights(source, self.config)
         else:
             # Read and checked in full before the first is replaced: a GPU has no room for both beside its KV cache.
             read = self._read(source, Placement(operations=self.decoder.operations))
@@ -152,9 +152,10 @@ class Weights:
     def _read(self, source: Path | None, placement: Placement) -> Model:
         if source is None:
             return self._load(placement=placement, on_progress=lambda *_: None, should_stop=self._should_stop)
-        return load_weights(
+        made: Model = loader_of(self.config).load_weights(
             source, self.config, quantization=self._quantization, placement=placement, should_stop=self._should_stop
         )
+        return made
 
     def commit(self, transfer: str) -> None:
         """Replace weights by the staged tensors of a transfer, which is dropped once its tensors have been checked.

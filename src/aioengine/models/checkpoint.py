@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar, cast
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from aioengine.kernels.packed_weight import CodedWeight, in_panels
 from aioengine.models.decoder_config import DecoderConfig, ExpertsConfig
@@ -74,10 +74,6 @@ class CheckpointTensor(msgspec.Struct, frozen=True):
         if self.order is None:
             return values
         return cast(Values, values[torch.tensor(self.order, dtype=torch.long, device=values.device)])
-
-    def within(self, decoder: nn.Module) -> Tensor:
-        """The same rows of a decoder whose parameters are not packed."""
-        return self.of(decoder.get_parameter(self.parameter))
 
     def row_ids(self, parameter: Tensor) -> Tensor:
         """int64: the rows of the parameter that the tensor's outputs are, one matrix after the other."""

@@ -20,7 +20,8 @@ from aioengine.errors import ConfigError, ModelLoadError
 from aioengine.kernels.operations import Activation
 from aioengine.models.families import ARCHITECTURES, ExpertFields, Family, QkNorm, native_architecture, text_config
 from aioengine.models.folder import MAX_LABELS, ModelFolder, is_gguf
-from aioengine.models.model import ModelConfig, attention_caches, limit_length
+from aioengine.models.model import ModelConfig, limit_length
+from aioengine.scheduler.cache_layout import attention_specs
 from aioengine.validation import shorten
 
 RopeParameters = dict[str, Any]
@@ -439,7 +440,7 @@ def _read(folder: ModelFolder, dtype: str, max_model_len: int | None) -> Decoder
         mlp_bias=_flag(family.mlp_bias, fields),
         qk_norm=family.qk_norm,
         tie_word_embeddings=fields.tie_word_embeddings,
-        caches=attention_caches(_windows(family, fields), num_kv_heads, head_dim),
+        caches=attention_specs(_windows(family, fields), num_kv_heads, head_dim),
         ropes=ropes,
         head_order=order,
         attention_scale=(fields.query_pre_attn_scalar or head_dim) ** -0.5 if scale is None else scale,
@@ -470,7 +471,7 @@ def known_fields(config: dict[str, Any], family: Family) -> ConfigFields | None:
     if rope is None:
         rope = {}
     if (
-        family.by_transformers
+        not family.is_read_here
         or config.get("model_type") != family.model_type
         or not UNREAD_FIELDS.isdisjoint(config)
         or any(config.get(name, default) is None is not default for name, default in family.defaults.items())

@@ -75,7 +75,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
         fused: matrices that are one in a checkpoint: "qkv", "gate_up".
         scales_embeddings: by √hidden_size.
         reads: which of `OF_SOME_FAMILIES` count.
-        by_transformers: its config.json is read by transformers, see `known_fields`.
+        is_read_here: its config.json is read without transformers where that is known to be right, see `known_fields`.
     """
 
     model_type: str
@@ -94,32 +94,35 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     fused: tuple[str, ...] = ()
     scales_embeddings: bool = False
     reads: frozenset[str] = frozenset()
-    by_transformers: bool = False
+    is_read_here: bool = False
     experts: ExpertFields | None = None
     has_sinks: bool = False
 
 
+BIASES: dict[str, Any] = {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
 ARCHITECTURES = {
-    "LlamaForCausalLM": Family(
-        model_type="llama", qkv_bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias"
+    "LlamaForCausalLM": Family(model_type="llama", is_read_here=True, **BIASES, mlp_bias="mlp_bias"),
+    "MistralForCausalLM": Family(
+        model_type="mistral", is_read_here=True, defaults={"num_key_value_heads": 8}, windows="all layers"
     ),
-    "MistralForCausalLM": Family(model_type="mistral", defaults={"num_key_value_heads": 8}, windows="all layers"),
     "Qwen2ForCausalLM": Family(
-        model_type="qwen2", defaults={"num_key_value_heads": 32}, qkv_bias=True, windows="layer_types"
+        model_type="qwen2",
+        is_read_here=True,
+        defaults={"num_key_value_heads": 32},
+        qkv_bias=True,
+        windows="layer_types",
     ),
     "Qwen3ForCausalLM": Family(
         model_type="qwen3",
+        is_read_here=True,
         defaults={"num_key_value_heads": 32, "head_dim": 128},
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
+        **BIASES,
         qk_norm="heads",
         windows="layer_types",
     ),
     "Gemma2ForCausalLM": Family(
         model_type="gemma2",
-        by_transformers=True,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
+        **BIASES,
         norms=GEMMA_NORMS,
         norm_offset=1.0,
         windows="layer_types",
@@ -128,9 +131,7 @@ ARCHITECTURES = {
     ),
     "Gemma3ForCausalLM": Family(
         model_type="gemma3_text",
-        by_transformers=True,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
+        **BIASES,
         qk_norm="heads",
         norms=GEMMA_NORMS,
         norm_offset=1.0,
@@ -139,22 +140,16 @@ ARCHITECTURES = {
         scales_embeddings=True,
         reads=GEMMA_FIELDS - {"attn_logit_softcapping"},  # in its config, and in no product of transformers' code
     ),
-    "Phi3ForCausalLM": Family(
-        model_type="phi3", by_transformers=True, windows="all layers", rotates_part=True, fused=("qkv", "gate_up")
-    ),
+    "Phi3ForCausalLM": Family(model_type="phi3", windows="all layers", rotates_part=True, fused=("qkv", "gate_up")),
     "Olmo2ForCausalLM": Family(
         model_type="olmo2",
-        by_transformers=True,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
+        **BIASES,
         qk_norm="all",
         norms=BEHIND,
     ),
     "Olmo3ForCausalLM": Family(
         model_type="olmo3",
-        by_transformers=True,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
+        **BIASES,
         qk_norm="all",
         norms=BEHIND,
         has_ropes_by_type=True,
@@ -162,17 +157,13 @@ ARCHITECTURES = {
     ),
     "GraniteForCausalLM": Family(
         model_type="granite",
-        by_transformers=True,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
+        **BIASES,
         mlp_bias="mlp_bias",
         reads=frozenset({"attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"}),
     ),
     "SmolLM3ForCausalLM": Family(
         model_type="smollm3",
-        by_transformers=True,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
+        **BIASES,
         mlp_bias="mlp_bias",
         windows="layer_types",
         rotates="no_rope_layers",
@@ -180,7 +171,6 @@ ARCHITECTURES = {
     ),
     "GlmForCausalLM": Family(
         model_type="glm",
-        by_transformers=True,
         qkv_bias="attention_bias",
         rotates_part=True,
         is_interleaved=True,
@@ -188,25 +178,22 @@ ARCHITECTURES = {
     ),
     "Glm4ForCausalLM": Family(
         model_type="glm4",
-        by_transformers=True,
         qkv_bias="attention_bias",
         norms=GLM4_NORMS,
         rotates_part=True,
         is_interleaved=True,
         fused=("gate_up",),
     ),
-    "MinistralForCausalLM": Family(model_type="ministral", by_transformers=True, windows="layer_types"),
-    "Ministral3ForCausalLM": Family(model_type="ministral3", by_transformers=True, windows="all layers"),
+    "MinistralForCausalLM": Family(model_type="ministral", windows="layer_types"),
+    "Ministral3ForCausalLM": Family(model_type="ministral3", windows="all layers"),
     "SeedOssForCausalLM": Family(
         model_type="seed_oss",
-        by_transformers=True,
         qkv_bias="attention_bias",
         output_bias="attention_out_bias",
         mlp_bias="mlp_bias",
     ),
     "Exaone4ForCausalLM": Family(
         model_type="exaone4",
-        by_transformers=True,
         qk_norm="heads",
         norms=BEHIND,
         windows="layer_types",
@@ -214,6 +201,7 @@ ARCHITECTURES = {
     ),
     "MixtralForCausalLM": Family(
         model_type="mixtral",
+        is_read_here=True,
         defaults={
             "num_key_value_heads": 8,
             "rms_norm_eps": 1e-5,
@@ -227,6 +215,7 @@ ARCHITECTURES = {
     ),
     "Qwen2MoeForCausalLM": Family(
         model_type="qwen2_moe",
+        is_read_here=True,
         defaults={
             "num_key_value_heads": 16,
             "num_experts": 60,
@@ -246,14 +235,14 @@ ARCHITECTURES = {
     ),
     "Qwen3MoeForCausalLM": Family(
         model_type="qwen3_moe",
+        is_read_here=True,
         defaults={
             "num_key_value_heads": 4,
             "num_local_experts": 128,
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 768,
         },
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
+        **BIASES,
         qk_norm="heads",
         windows="all layers if used",
         experts=ExpertFields(
@@ -262,17 +251,13 @@ ARCHITECTURES = {
     ),
     "OlmoeForCausalLM": Family(
         model_type="olmoe",
-        by_transformers=True,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
+        **BIASES,
         qk_norm="all",
         experts=ExpertFields(is_normalised="norm_topk_prob"),
     ),
     "GptOssForCausalLM": Family(
         model_type="gpt_oss",
-        by_transformers=True,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
+        **BIASES,
         windows="layer_types",
         experts=ExpertFields(bias=True, activation="clamped_silu", router="router", is_transposed=True),
         has_sinks=True,

@@ -6,14 +6,12 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Literal, Unpack
 
 import msgspec
 
 from aioengine.config import EngineConfig
 from aioengine.errors import ModelLoadError
-from aioengine.kernels.packed_weight import Quantization
 from aioengine.models import loader
 from aioengine.models.decoder_config import DecoderConfig, lacking
 from aioengine.models.families import ARCHITECTURES, native_architecture
@@ -153,25 +151,8 @@ def _naming_path(choice: PathChoice) -> Iterator[None]:
         raise ModelLoadError(f"{error}. It goes by transformers' code, since {choice.why}") from error
 
 
-def load_weights(
-    folder: Path, config: ModelConfig, quantization: Quantization | None = None, **options: Unpack[LoadOptions]
-) -> Model:
-    """Load a model of a known config from another folder; as `aioengine.models.loader.load_weights`.
-
-    Raises:
-        ModelLoadError, LoadStopped: as there.
-    """
-    found: Model = _loader_of(config).load_weights(folder, config, quantization, **options)
-    return found
-
-
-def check_weights(folder: Path, config: ModelConfig) -> None:
-    """Raise the errors of `load_weights` that can be found without the tensors' values."""
-    _loader_of(config).check_weights(folder, config)
-
-
-def _loader_of(config: ModelConfig) -> Any:
-    """The module that loads models of a config."""
+def loader_of(config: ModelConfig) -> Any:
+    """The module that loads weights for models of a config: `load_weights` and `check_weights`."""
     if isinstance(config, DecoderConfig):
         return loader
     from aioengine.models.transformers import transformers_loader

@@ -229,7 +229,7 @@ def _read(stored: dict[str, Stored], config: DecoderConfig, quantization: Quanti
             linear.parts.append((tensor, values))
         else:
             assert isinstance(values, Tensor)
-            tensor.within(decoder).copy_(values)
+            tensor.of(decoder.get_parameter(tensor.parameter)).copy_(values)
         if name == EMBEDDING and HEAD in stored and stored[HEAD] not in wanted.values():
             _check_tied_head(stored[HEAD], files, decoder.embedding)
         return wanted[name].num_bytes
@@ -247,7 +247,7 @@ def _with_noise(config: DecoderConfig, quantization: Quantization | None, load: 
     generator = torch.Generator(load.placement.device).manual_seed(DUMMY_SEED)
 
     def fill(name: str, _: Files) -> int:
-        values = tensors[name].within(decoder)
+        values = tensors[name].of(decoder.get_parameter(tensors[name].parameter))
         if len(tensors[name].shape) > 1:
             values.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
         else:

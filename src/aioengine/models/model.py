@@ -12,12 +12,7 @@ from torch import Tensor
 from aioengine.errors import ConfigError, InternalError
 from aioengine.kernels.operations import LayerAttention, Operations
 from aioengine.kernels.packed_weight import Quantization
-from aioengine.scheduler.cache_layout import AttentionSpec, CacheSpec, StateSpec, attention_specs
-
-Caches = tuple[CacheSpec, ...]
-"""What each layer keeps of a sequence."""
-
-attention_caches = attention_specs
+from aioengine.scheduler.cache_layout import AttentionSpec, CacheSpec, StateSpec
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +35,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     max_model_len: int
     dtype: torch.dtype
-    caches: Caches
+    caches: tuple[CacheSpec, ...]
 
     def __post_init__(self) -> None:
         caches = tuple(

@@ -200,9 +200,6 @@ class _Header:
         if type(alignment) is not int or alignment <= 0:
             raise _Damaged(f"general.alignment={shorten(alignment)} is no number of bytes")
         first = -(-self._file.tell() // alignment) * alignment
-        return GgufFile(self._path, metadata, self._placed(described, first))
-
-    def _placed(self, described: list[GgufTensor], first: int) -> dict[str, GgufTensor]:
         tensors: dict[str, GgufTensor] = {}
         for tensor in described:
             if tensor.name in tensors:
@@ -210,7 +207,7 @@ class _Header:
             tensors[tensor.name] = placed = msgspec.structs.replace(tensor, offset=first + tensor.offset)
             if placed.offset + placed.num_bytes > self._num_bytes:
                 raise _Damaged(f"tensor {tensor.name} lies beyond the file's end: it is damaged, or cut short")
-        return tensors
+        return GgufFile(self._path, metadata, tensors)
 
     def _tensor(self) -> GgufTensor:
         name = self._string(MAX_NAME_BYTES)

@@ -153,9 +153,9 @@ def _plain(name: str, tensor: GgufTensor, rows: Rows | None = None, has_one_adde
     """
 
     def read(files: Files) -> Tensor | CodedWeight:
-        file = files.get(tensor.path, _opened)
         values: Tensor | CodedWeight
         try:
+            file = files.get(tensor.path, lambda path: path.open("rb"))
             file.seek(tensor.offset)
             if tensor.type in BLOCK_FORMATS:
                 values = _read_codes(tensor, file)
@@ -166,7 +166,8 @@ def _plain(name: str, tensor: GgufTensor, rows: Rows | None = None, has_one_adde
             raise ModelLoadError(f"{tensor.path} cannot be read: {error.strerror or error}") from error
         return values if rows is None else values[torch.from_numpy(rows)]
 
-    return Stored(name, tensor.path, _format_of(tensor), tensor.shape, tensor.num_bytes, read)
+    kind = tensor.type if tensor.type in FILE_DTYPES else f"GGUF {tensor.type}"
+    return Stored(name, tensor.path, kind, tensor.shape, tensor.num_bytes, read)
 
 
 def _stacks(name: str, tensors: list[GgufTensor]) -> Stored:
@@ -193,10 +194,6 @@ def _stacks(name: str, tensors: list[GgufTensor]) -> Stored:
     return Stored(name, parts[0].path, parts[0].format, shape, num_bytes, read)
 
 
-def _format_of(tensor: GgufTensor) -> str:
-    return tensor.type if tensor.type in FILE_DTYPES else f"GGUF {tensor.type}"
-
-
 def _read_codes(tensor: GgufTensor, file: BufferedReader) -> CodedWeight:
     layout = BLOCK_FORMATS[tensor.type]
     num_values, num_bytes = BLOCKS[tensor.type]
@@ -219,13 +216,6 @@ def _take(tensor: GgufTensor, file: BufferedReader, count: int) -> Tensor:
     if file.readinto(data.numpy().data) != count:
         raise ModelLoadError(f"{tensor.path} is cut short: tensor {tensor.name} ends beyond it")
     return data
-
-
-def _opened(path: Path) -> BufferedReader:
-    try:
-        return path.open("rb")
-    except OSError as error:
-        raise ModelLoadError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def read_gguf(path: Path) -> dict[str, Stored]:

@@ -22,7 +22,8 @@ from aioengine.models.checkpoint import FILE_DTYPES
 from aioengine.models.decoder_config import DTYPES, MAX_POSITIONS, MAX_SHOWN_CHARS, quiet_transformers
 from aioengine.models.folder import ModelFolder
 from aioengine.models.formats.catalogue import read_catalogue
-from aioengine.models.model import ModelConfig, attention_caches, limit_length
+from aioengine.models.model import ModelConfig, limit_length
+from aioengine.scheduler.cache_layout import attention_specs
 from aioengine.validation import shorten
 
 PROBED = "aioengine_probed"
@@ -113,7 +114,7 @@ def probe_model(folder: Path, config: Any, trust_remote_code: bool, num_position
         "num_heads": first.num_heads,
         "num_kv_heads": first.num_kv_heads,
         "head_dim": head_dim,
-        "caches": attention_caches((layer.window for layer in layers), first.num_kv_heads, head_dim),
+        "caches": attention_specs((layer.window for layer in layers), first.num_kv_heads, head_dim),
         "attention": tuple(name_of[module] for module in probe.attention),
         "body": probe.outer[0],
     }

@@ -71,15 +71,11 @@ def _attend_paged(
         soft_cap=softcap,
         sinks=s_aux,
     )
-    qkv = torch.cat([_heads_by_token(each, own.head_dim) for each in (query, key, value)], dim=1)
+    lacking = ((heads, own.head_dim - heads.shape[3]) for heads in (query, key, value))
+    padded = [F.pad(heads, (0, count)) if count else heads for heads, count in lacking]
+    qkv = torch.cat([heads[0].transpose(0, 1).flatten(1) for heads in padded], dim=1)
     out = own.step.context.attend(qkv, layer).view(1, num_tokens, num_heads, own.head_dim)
     return out[..., : value.shape[3]], None
-
-
-def _heads_by_token(heads: Tensor, head_dim: int) -> Tensor:
-    """[1, heads, tokens, size] → [tokens, heads · head_dim]."""
-    padded = F.pad(heads, (0, head_dim - heads.shape[3])) if heads.shape[3] < head_dim else heads
-    return padded[0].transpose(0, 1).flatten(1)
 
 
 AttentionInterface.register(PAGED, _attend_paged)
